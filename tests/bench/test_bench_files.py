@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from longshore.bench import files
-from longshore.bench.file_sides import (
+from longshore.bench.files import (
     ALONE,
     SCATTERED,
     FileSide,

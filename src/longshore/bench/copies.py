@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 
-from longshore.bench.harness import Case, chosen, compare, rate
+from longshore.bench.harness import ByteTensor, Case, chosen, compare, rate
 from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slabs, Slot, Status, Transfer
 from longshore.config import parse_size
 from longshore.errors import BenchError
@@ -59,9 +59,10 @@ class PageSet:
         chooser = random.Random(0)  # noqa: S311 - no secret
         self.blocks = tuple(chooser.sample(range(blocks), blocks))
         self.slots = chooser.sample(range(blocks), blocks)
-        self.tensors = [ArenaTensor(blocks * page_bytes) for _ in range(REFERENCES)]
+        self.pages = [Arena(blocks * page_bytes) for _ in range(REFERENCES)]
+        tensors = [ByteTensor(arena.address, arena.nbytes) for arena in self.pages]
         refs = tuple(PageRef(index, 0, page_bytes, page_bytes) for index in range(REFERENCES))
-        self._layout = KVLayout((KVGroup("kv", 16, 1, refs),), self.tensors, blocks)
+        self._layout = KVLayout((KVGroup("kv", 16, 1, refs),), tensors, blocks)
         self.arena = Arena(blocks * self._layout.image_bytes)
         self._plain = Arena(self.nbytes)
         host = HostTier(self.arena, Slabs.of_one_size(self._layout.image_bytes, blocks))
@@ -95,36 +96,5 @@ class PageSet:
     def close(self) -> None:
         """Give the memory back."""
         self._engine.close()
-        for arena in (self.arena, self._plain, *(tensor.arena for tensor in self.tensors)):
+        for arena in (self.arena, self._plain, *self.pages):
             arena.close()
-
-
-class ArenaTensor:
-    """Bytes on huge pages where the system has them, as a tensor as far as a layout asks."""
-
-    dtype = "uint8"
-    device = "cpu"
-
-    def __init__(self, nbytes: int) -> None:
-        self.arena = Arena(nbytes)
-        self.shape = (nbytes,)
-
-    def data_ptr(self) -> int:
-        """Address of the first byte."""
-        return self.arena.address
-
-    def nbytes(self) -> int:
-        """Bytes of the storage."""
-        return self.arena.nbytes
-
-    def element_size(self) -> int:
-        """One."""
-        return 1
-
-    def stride(self) -> tuple[int, ...]:
-        """One."""
-        return (1,)
-
-    def untyped_storage(self) -> ArenaTensor:
-        """Itself."""
-        return self

@@ -191,3 +191,34 @@ def chosen(names: Sequence[str], only: Sequence[str]) -> list[str]:
     if unknown:
         raise BenchError(f"no case {', '.join(unknown)}; there are {', '.join(names)}")
     return [name for name in names if not only or name in only]
+
+
+class ByteTensor:
+    """A tensor of `nbytes` bytes at `address`, with the attributes that a layout reads; it does not own the memory."""
+
+    dtype = "uint8"
+    device = "cpu"
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.shape = (nbytes,)
+        self._address, self._nbytes = address, nbytes
+
+    def data_ptr(self) -> int:
+        """Address of the first byte."""
+        return self._address
+
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return self._nbytes
+
+    def element_size(self) -> int:
+        """One."""
+        return 1
+
+    def stride(self) -> tuple[int, ...]:
+        """One."""
+        return (1,)
+
+    def untyped_storage(self) -> ByteTensor:
+        """Itself."""
+        return self

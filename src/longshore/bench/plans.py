@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from longshore.bench.harness import Case, Seconds, chosen, compare, duration, loops_within, timed
+from longshore.bench.harness import ByteTensor, Case, Seconds, chosen, compare, duration, loops_within, timed
 from longshore.boundary import HOST, Section
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer.plan import Pieces, Planner
@@ -68,13 +68,15 @@ class Work:
 
     Attributes:
         layout: One group, each reference in a tensor of its own.
+        pages: The memory of these tensors, shape `(blocks, bytes)` each; described only, and takes no room.
         blocks: Device blocks, shape `(blocks,)`.
         slots: Host chunks, shape `(chunks,)`; chunk `i` is at byte `i * layout.image_bytes` of `host`.
-        host: The host memory; like the layout's tensors it is described only, and takes no room.
+        host: The host memory; also described only.
         host_address: Where it starts.
     """
 
     layout: KVLayout
+    pages: tuple[npt.NDArray[np.int8], ...]
     blocks: I32
     slots: I32
     host: npt.NDArray[np.int8]
@@ -85,13 +87,15 @@ class Work:
         """Scattered blocks and slots; the last chunk is partial where the blocks do not fill it."""
         chooser = random.Random(seed)  # noqa: S311 - no secret
         num_blocks = shape.blocks * _SPARE
-        tensors = [_Untouched(num_blocks * _PAGE_BYTES) for _ in range(shape.references)]
+        pages = tuple(np.empty((num_blocks, _PAGE_BYTES), np.int8) for _ in range(shape.references))
+        tensors = [ByteTensor(_address(rows), rows.nbytes) for rows in pages]
         refs = tuple(PageRef(index, 0, _PAGE_BYTES, _PAGE_BYTES) for index in range(shape.references))
         layout = KVLayout((KVGroup("kv", 16, shape.blocks_per_chunk, refs),), tensors, num_blocks)
         chunks = -(-shape.blocks // shape.blocks_per_chunk)
         host = np.empty(chunks * _SPARE * layout.image_bytes, dtype=np.int8)
         return cls(
             layout,
+            pages,
             np.array(chooser.sample(range(num_blocks), shape.blocks), dtype=np.int32),
             np.array(chooser.sample(range(chunks * _SPARE), chunks), dtype=np.int32),
             host,
@@ -211,14 +215,11 @@ def _rows(work: Work) -> tuple[Sequence[_RowTensor], Sequence[_RowTensor]]:
     """The device's pages and the host's, a tensor of rows for each reference."""
     group, table = work.layout.groups[0], work.layout.table(0)
     images = work.host.reshape(-1, work.layout.image_bytes)
-    device = [
-        tensor.memory.reshape(work.layout.num_blocks, -1) for tensor in cast("list[_Untouched]", work.layout.tensors)
-    ]
     host = [
         images[:, place : place + ref.page_bytes * group.blocks_per_chunk]
         for place, ref in zip(table.image.tolist(), group.refs, strict=True)
     ]
-    return [_tensor(rows) for rows in device], [_tensor(rows) for rows in host]
+    return [_tensor(rows) for rows in work.pages], [_tensor(rows) for rows in host]
 
 
 class _RowTensor(Protocol):
@@ -251,32 +252,6 @@ class _StandIn:
 
     def stride(self, axis: int) -> int:
         return self._strides[axis]
-
-
-class _Untouched:
-    """Device memory that is only described, and takes no room: a tensor of bytes, as far as a layout asks."""
-
-    dtype = "int8"
-    device = "cpu"
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = np.empty(nbytes, dtype=np.int8)
-        self.shape = (nbytes,)
-
-    def data_ptr(self) -> int:
-        return _address(self.memory)
-
-    def nbytes(self) -> int:
-        return self.memory.nbytes
-
-    def element_size(self) -> int:
-        return 1
-
-    def stride(self) -> tuple[int, ...]:
-        return (1,)
-
-    def untyped_storage(self) -> _Untouched:
-        return self
 
 
 def _address(array: npt.NDArray[np.int8]) -> int:

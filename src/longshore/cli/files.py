@@ -1,4 +1,6 @@
-"""`longshore fsck`, `inspect` and `gc`: inspect, verify and clean up directories of file tiers."""
+"""Commands on the files that engines leave: `longshore fsck`, `inspect` and `gc` on directories of file tiers, and
+`longshore explain` on recorded events: where each block of a request came from, or why it was missed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -16,7 +18,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from longshore.cli.output import console, write_json
+from longshore.cache.explain import Account, Asked, read_events, requests
+from longshore.cache.explain import explain as account_for
+from longshore.cli.options import Json
+from longshore.cli.output import console, table, write_json
 from longshore.config import format_bytes
 from longshore.errors import ConfigError, FormatError, TierError
 from longshore.tiers.file.audit import Audit, Condition, Finding
@@ -32,7 +37,6 @@ _SHOWN = 20
 """Largest number of damaged slots listed one by one."""
 
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a file tier (`file_path`).")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 def fsck(
@@ -89,11 +93,11 @@ def _plain(finding: Finding) -> dict[str, object]:
 
 def _show(out: Console, found: Mapping[Condition, int], damaged: Sequence[Finding]) -> None:
     """How many slots are in which condition, and the first of the damaged ones."""
-    table = _table("slots", "")
+    rows = _table("slots", "")
     for condition, count in found.items():
         if count:
-            table.add_row(f"{count:,}", condition.value, style="bold red" if condition.is_damage else None)
-    out.print(table)
+            rows.add_row(f"{count:,}", condition.value, style="bold red" if condition.is_damage else None)
+    out.print(rows)
     for each in damaged[:_SHOWN]:
         key = f"  key {each.header.key.hex()[:16]}" if each.header is not None else ""
         out.print(f"slot {each.slot}: {each.condition.value}{key}")
@@ -138,8 +142,8 @@ def inspect(directory: DirectoryArgument, as_json: Json = False) -> None:
     for age in found.ages:
         ages.add_row(age.written, f"{age.records:,}")
     out = console()
-    for table in (facts, sizes, scopes, ages):
-        out.print(table)
+    for each in (facts, sizes, scopes, ages):
+        out.print(each)
 
 
 def _conclusion(directory: Path, damaged: int, lost: int, *, repaired: bool) -> str:
@@ -228,12 +232,12 @@ def gc(
     if as_json:
         write_json(rows)
     else:
-        table = _table("directory", "scope", "records", "bytes", "newest", "in use", "")
+        listed = _table("directory", "scope", "records", "bytes", "newest", "in use", "")
         for row in rows:
             age = "not known" if row["age"] is None else f"{row['age'] / 86_400:.1f} days old"
             figures = f"{row['records']:,}", format_bytes(row["bytes"]), age, "yes" if row["in_use"] else "no"
-            table.add_row(row["directory"], row["scope"][:16], *figures, row["fate"])
-        console().print(table)
+            listed.add_row(row["directory"], row["scope"][:16], *figures, row["fate"])
+        console().print(listed)
     missing = [scope for scope in wanted if not any(str(row["scope"]).startswith(scope) for row in rows)]
     if missing:
         raise ConfigError(f"--remove {', '.join(missing)}: no such scope; omit --remove to list all scopes")
@@ -275,9 +279,62 @@ def _watched(work: Iterable[T], total: int, what: str) -> Iterable[T]:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in columns:
-        table.add_column(
-            column, justify="right" if column in ("slabs", "slots", "records", "bytes", "reads") else "left"
-        )
-    return table
+    return table(*columns, right=("slabs", "slots", "records", "bytes", "reads"), no_wrap=False)
+
+
+_ACCOUNT = ("chunk", "key", "what became of it", "tier", "since", "cause", "for")
+_ASKED = ("request", "at", "chunks", "on the device", "found below")
+
+
+def explain(
+    events: Annotated[Path, typer.Argument(help="Event file, as set by events_path.")],
+    request: Annotated[str | None, typer.Option(help="Request to explain; default: list all requests.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show where each block of a request came from, or why it was a miss."""
+    recorded = read_events(events)
+    if request is None:
+        _print("requests", {}, _ASKED, [_asked(each) for each in requests(recorded)], as_json=as_json)
+        return
+    accounts = [_account(each) for each in account_for(recorded, request)]
+    _print("chunks", {"request": request}, _ACCOUNT, accounts, as_json=as_json)
+
+
+def _print(
+    name: str,
+    about: Mapping[str, object],
+    columns: Iterable[str],
+    rows: list[dict[str, object]],
+    *,
+    as_json: bool,
+) -> None:
+    if as_json:
+        write_json({**about, name: rows})
+        return
+    found = table(*columns)
+    for row in rows:
+        found.add_row(*(_time(value) if name == "at" else str(value) for name, value in row.items()))
+    console().print(found)
+
+
+def _time(at: object) -> str:
+    """Seconds since 1970 as date and time."""
+    if not isinstance(at, float):
+        return ""
+    return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="milliseconds").removesuffix("+00:00")
+
+
+def _asked(asked: Asked) -> dict[str, object]:
+    return asked._asdict() | {"at": round(asked.at, 3)}
+
+
+def _account(account: Account) -> dict[str, object]:
+    return {
+        "position": account.position,
+        "key": account.key.hex()[:12],
+        "verdict": account.verdict.value,
+        "tier": account.tier,
+        "at": None if account.at is None else round(account.at, 3),
+        "cause": account.cause,
+        "by": "" if account.by is None else account.by.hex()[:12],
+    }

@@ -18,14 +18,17 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from rich.console import Console
+from rich.table import Table
 
-from longshore.errors import DeviceError, EngineError, LongshoreError, ReportError, SelfTestError
+from longshore.errors import ConfigError, DeviceError, EngineError, LongshoreError, ReportError, SelfTestError
+from longshore.report import plotly_javascript
 
 _WIDE = 10_000
 _PADDING = re.compile(r" +(?=\n)")
@@ -47,6 +50,28 @@ def console(*, stderr: bool = False) -> Console:
 def write_json(content: object) -> None:
     """One JSON object, on one line."""
     print(json.dumps(content))
+
+
+def table(*columns: str, right: Container[str] = (), no_wrap: bool = True) -> Table:
+    """An empty table; the columns in `right` are aligned to the right."""
+    found = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in columns:
+        found.add_column(column, justify="right" if column in right else "left", no_wrap=no_wrap)
+    return found
+
+
+def check_report(directory: Path) -> None:
+    """Raise an error before the runs if the report could not be written."""
+    plotly_javascript()
+    made = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--report {directory}: {getattr(error, 'strerror', None) or error}") from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"--report {directory}: not writable for this user")
+    for path in made:  # it is made again with the page in it
+        path.rmdir()
 
 
 def run(command: Callable[[], object]) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -14,40 +14,20 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from longshore.cli.options import check_memory, size_of
+from longshore.boundary import FILE
+from longshore.cache import DropReason
+from longshore.cache.eviction import EvictionPolicy
+from longshore.cache.eviction.hit_rates import Return
+from longshore.cli import options
+from longshore.cli.output import check_report, write_json
 from longshore.cli.output import console as console_on
-from longshore.cli.output import write_json
-from longshore.cli.traces import (
-    SLOT_BYTES,
-    BadLines,
-    BadLinesOption,
-    Bench,
-    BlockTokens,
-    Engines,
-    FileRead,
-    FileWrite,
-    FormChoice,
-    FormOption,
-    Limit,
-    Link,
-    Model,
-    PrefillRate,
-    ProfileOption,
-    Trace,
-    TraceFile,
-    tell_overload,
-    timing_of,
-    trace_at,
-)
 from longshore.errors import ConfigError, EngineError
 from longshore.report import REASONS, RUNS, SOURCES, Curve, Page, curves, stacked_bars
-
-if TYPE_CHECKING:
-    from longshore.cache.eviction import EvictionPolicy
-    from longshore.cache.eviction.hit_rates import Return
-    from longshore.trace.parsing import TraceRequest
-    from longshore.trace.replay import ReplayTally, TieredReplay
-    from longshore.trace.result import Row
+from longshore.trace.analysis import BYTES_PER_REFERENCE, Paths, optimal_hits
+from longshore.trace.experiment import CacheReplay, Experiment, Hits, policy_named
+from longshore.trace.parsing import TraceRequest
+from longshore.trace.replay import MOST_BLOCKS, ReplayTally, TieredReplay
+from longshore.trace.result import Replayed, Row, bytes_to_files, overload, ratio
 
 
 class ControlPath(StrEnum):
@@ -64,8 +44,8 @@ _MUCH = 100_000_000
 
 
 def replay(
-    trace: TraceFile,
-    model: Model = None,
+    trace: options.TraceFile,
+    model: options.Model = None,
     host: Annotated[str | None, typer.Option(help="Host memory for blocks, for example 64GiB.")] = None,
     file: Annotated[
         str | None, typer.Option(help="Disk space for blocks, for example 1TiB; default: no file tier.")
@@ -92,15 +72,15 @@ def replay(
             "lru: least recently used. For comparison: lru-2, s3-fifo, fifo."
         ),
     ] = None,
-    form: FormOption = FormChoice.AUTO,
-    block_tokens: BlockTokens = 512,
-    bad_lines: BadLinesOption = BadLines.REFUSE,
-    limit: Limit = None,
-    profile: ProfileOption = "h100",
-    bench: Bench = None,
-    link: Link = None,
-    file_read: FileRead = None,
-    file_write: FileWrite = None,
+    form: options.FormOption = options.FormChoice.AUTO,
+    block_tokens: options.BlockTokens = 512,
+    bad_lines: options.BadLinesOption = options.BadLines.REFUSE,
+    limit: options.Limit = None,
+    profile: options.ProfileOption = "h100",
+    bench: options.Bench = None,
+    link: options.Link = None,
+    file_read: options.FileRead = None,
+    file_write: options.FileWrite = None,
     remote_read: Annotated[
         str | None, typer.Option(help="Read bandwidth of the remote store, for example 2GB/s.")
     ] = None,
@@ -110,16 +90,16 @@ def replay(
     remote_delay: Annotated[
         str | None, typer.Option(help="Latency of the remote store, for example 500us or 2ms.")
     ] = None,
-    prefill_rate: PrefillRate = None,
-    engines: Engines = 1,
+    prefill_rate: options.PrefillRate = None,
+    engines: options.Engines = 1,
     gate: Annotated[
         bool, typer.Option(help="Recompute blocks when that is faster than loading them; --no-gate: always load.")
     ] = True,
     optimum: Annotated[
         bool, typer.Option(help="Compute the optimal hit ratio (Belady); takes 9 bytes of memory per block reference.")
     ] = True,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots into this directory.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    report: options.ReportDirectory = None,
+    as_json: options.Json = False,
 ) -> None:
     """Show which hits the requests of a trace would have had in a cache.
 
@@ -134,8 +114,6 @@ def replay(
     """
     console = console_on(stderr=True)
     if report is not None:
-        from longshore.cli.demo import check_report  # noqa: PLC0415 - plotly is an extra
-
         check_report(report)
     if capacity_blocks is not None:
         given: dict[str, object] = {"--model": model, "--host": host, "--file": file, "--remote": remote}
@@ -145,32 +123,31 @@ def replay(
         given |= {"--engines": None if engines == 1 else engines}
         if wrong := [option for option, value in given.items() if value is not None]:
             raise ConfigError(f"--capacity-blocks simulates no time: remove {', '.join(wrong)}")
-        check_memory(SLOT_BYTES * capacity_blocks, "--capacity-blocks", capacity_blocks, capacity_blocks)
-        with trace_at(trace) as path, console.status("reading") as status:
-            requests = Trace(path, form, block_tokens, bad_lines, limit, console)
+        options.check_memory(
+            options.SLOT_BYTES * capacity_blocks, "--capacity-blocks", capacity_blocks, capacity_blocks
+        )
+        with options.trace_at(trace) as path, console.status("reading") as status:
+            requests = options.Trace(path, form, block_tokens, bad_lines, limit, console)
             blocks = _AskedBlocks(optimum, console)
             facts, rows = _experiment(_progress(requests, status), capacity_blocks, policy, through, blocks)
     elif through is not None:
         raise ConfigError("--through needs --capacity-blocks")
     else:
-        from longshore.trace.experiment import policy_named  # noqa: PLC0415
-        from longshore.trace.replay import MOST_BLOCKS, TieredReplay  # noqa: PLC0415
-
         if host is None:
             raise ConfigError("expected --host and --model, or --capacity-blocks; see longshore replay --help")
         rates = {"link": link, "file_read": file_read, "file_write": file_write}
         rates |= {"remote_read": remote_read, "remote_write": remote_write}
-        timing = timing_of(model, profile, bench, rates, prefill_rate, remote_delay)
+        timing = options.timing_of(model, profile, bench, rates, prefill_rate, remote_delay)
         sizes = {"host": host, "file": file, "remote": remote}
         for option, value in {"read": remote_read, "write": remote_write, "delay": remote_delay}.items():
             if value is not None and remote is None:
                 raise ConfigError(f"--remote-{option} {value} has no effect without --remote")
         image = block_tokens * timing.geometry.kv_bytes_per_token
-        tiers = {tier: size_of(text, f"--{tier}", image) for tier, text in sizes.items() if text is not None}
+        tiers = {tier: options.size_of(text, f"--{tier}", image) for tier, text in sizes.items() if text is not None}
         name, kind = policy_named(policy)
         largest = max(tiers, key=tiers.__getitem__)
-        check_memory(
-            SLOT_BYTES * sum(nbytes // image for nbytes in tiers.values() if nbytes // image <= MOST_BLOCKS),
+        options.check_memory(
+            options.SLOT_BYTES * sum(nbytes // image for nbytes in tiers.values() if nbytes // image <= MOST_BLOCKS),
             f"--{largest}",
             sizes[largest],
             tiers[largest],
@@ -181,11 +158,11 @@ def replay(
             return TieredReplay(timing, block_tokens, tiers, kind, engines=count, gated=gate, admission=admission)
 
         run = made(engines)
-        with trace_at(trace) as path, console.status("reading") as status:
-            requests = Trace(path, form, block_tokens, bad_lines, limit, console)
+        with options.trace_at(trace) as path, console.status("reading") as status:
+            requests = options.Trace(path, form, block_tokens, bad_lines, limit, console)
             facts, rows = _replay(run, made, requests, name, _AskedBlocks(optimum, console), report, status)
     if as_json:
-        tell_overload(facts, console)
+        options.tell_overload(facts, console)
         write_json(facts)
     else:
         _render(rows, facts)
@@ -194,9 +171,6 @@ def replay(
 def _experiment(
     requests: Iterable[TraceRequest], slots: int, policy: str | None, through: ControlPath | None, blocks: _AskedBlocks
 ) -> tuple[dict[str, object], list[Row]]:
-    from longshore.trace.experiment import Hits, policy_named  # noqa: PLC0415 - numpy loads too slowly for `--help`
-    from longshore.trace.result import ratio  # noqa: PLC0415
-
     name, kind = policy_named(policy)
     found = Hits(0, 0, 0)
     with _served(slots, name, kind, through) as serve:
@@ -237,12 +211,8 @@ def _served(
 ) -> Iterator[Callable[[Sequence[int], float, Return | None], int]]:
     """What serves a request, and says its hits: a tier of so many `slots` under the policy `kind` of this name."""
     if through is None:
-        from longshore.trace.experiment import Experiment  # noqa: PLC0415
-
         yield Experiment(kind, slots).serve
     elif through is ControlPath.CACHE:
-        from longshore.trace.experiment import CacheReplay  # noqa: PLC0415
-
         yield CacheReplay(kind, slots).serve
     else:
         try:
@@ -258,16 +228,12 @@ def _served(
 def _replay(
     run: TieredReplay,
     made: Callable[[int, bool], TieredReplay],
-    requests: Trace,
+    requests: options.Trace,
     policy: str,
     blocks: _AskedBlocks,
     report: Path | None,
     status: Status,
 ) -> tuple[dict[str, object], list[Row]]:
-    from longshore.boundary import FILE  # noqa: PLC0415
-    from longshore.cache import DropReason  # noqa: PLC0415
-    from longshore.trace.result import Replayed, bytes_to_files, overload  # noqa: PLC0415
-
     def again(engines: int) -> ReplayTally:
         other = made(engines, True)
         for _ in other.run(_progress(requests, status, f" with {engines} engines")):
@@ -300,8 +266,6 @@ class _AskedBlocks:
     """
 
     def __init__(self, optimum: bool, console: Console) -> None:
-        from longshore.trace.analysis import Paths  # noqa: PLC0415
-
         self._paths = Paths() if optimum else None
         self._seen: set[int] = set()
         self._console, self._told = console, False
@@ -313,8 +277,6 @@ class _AskedBlocks:
             return
         self._paths.add(path)
         if not self._told and self._paths.references > _MUCH:
-            from longshore.trace.analysis import BYTES_PER_REFERENCE  # noqa: PLC0415
-
             self._told = True
             self._console.print(
                 f"More than {_MUCH:,} block references. Computing the optimal hit ratio takes {BYTES_PER_REFERENCE} "
@@ -329,8 +291,6 @@ class _AskedBlocks:
 
     def optimal(self, slots: int) -> int | None:
         """The most hits that `slots` slots could have."""
-        from longshore.trace.analysis import optimal_hits  # noqa: PLC0415
-
         return None if self._paths is None else optimal_hits(self._paths, slots)
 
 
@@ -344,7 +304,7 @@ def _progress(requests: Iterable[TraceRequest], status: Status, how: str = "") -
 
 def _render(rows: Iterable[Row], facts: dict[str, object]) -> None:
     console = console_on()
-    tell_overload(facts, console)
+    options.tell_overload(facts, console)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="bold")
@@ -356,9 +316,6 @@ def _render(rows: Iterable[Row], facts: dict[str, object]) -> None:
     for each in assumptions if isinstance(assumptions, list) else ():
         console.print(f"assumed: {each}", style="dim", markup=False)
 
-
-if TYPE_CHECKING:
-    from longshore.trace.result import Replayed
 
 _POINTS = 200
 

@@ -2,6 +2,10 @@
 
 from longshore.report.page import Page
 from longshore.report.plots import (
+    REASONS,
+    RUNS,
+    SOURCES,
+    Colour,
     Curve,
     Figure,
     Points,
@@ -12,7 +16,6 @@ from longshore.report.plots import (
     plotly_javascript,
     stacked_bars,
 )
-from longshore.report.theme import REASONS, RUNS, SOURCES, Colour
 
 __all__ = [
     "REASONS",

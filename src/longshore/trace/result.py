@@ -13,7 +13,7 @@ import numpy as np
 
 from longshore.boundary import FILE
 from longshore.cache import DropReason, MissReason
-from longshore.report.units import share, size
+from longshore.report.page import share, size
 from longshore.trace.machine import REMOTE
 from longshore.trace.replay import ReplayTally, TieredReplay
 
