@@ -192,6 +192,7 @@ def _usage(error: Any) -> int:
         text = text.replace(detail["msg"], f"{detail['msg'].split(', ')[0]}, got {detail['input']!r}")
         text = text.replace("Input should be", "expected", 1).replace("expected great", "expected a number great")
         text = text.replace("expected less", "expected a number less")
+    text = re.sub(r": (?:Value error, )?('[^']*') is not one of (.+)$", r": expected one of \2, got \1", text)
     return _fail(f"{text}; see {where} --help", 2)
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn, TypeVar, cast
 
 from longshore.cache.eviction.hit_rates import Return
-from longshore.errors import TraceError
+from longshore.errors import HintError, TraceError
+from longshore.hints import RequestHints
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> TraceError:
@@ -98,12 +99,12 @@ class Fields:
             self.refuse(f"expected {name!r} to be an integer of at least {least}", value)
         return value
 
-    def milliseconds(self, name: str, *, default: float | None = None, unit: str = "milliseconds") -> float:
-        """A time, in `unit`."""
+    def milliseconds(self, name: str, *, default: float | None = None) -> float:
+        """A time in milliseconds."""
         if default is not None and name not in self._fields:
             return default
         value = self.get(name)
-        expected = f"expected {name!r} to be {unit}, a finite number of at least 0"
+        expected = f"expected {name!r} to be milliseconds, a finite number of at least 0"
         if type(value) is not int and type(value) is not float:
             self.refuse(expected, value)
         try:
@@ -130,18 +131,12 @@ class Fields:
         return tuple(value)  # type: ignore[arg-type]  # all are integers
 
     def returns(self) -> Return | None:
-        """What the optional fields `ends`, `returns_in` (seconds) and `class` say about the request's return."""
-        if not any(name in self._fields for name in ("ends", "returns_in", "class")):
-            return None
-        ends, kind = self._fields.get("ends", False), self._fields.get("class", "")
-        if not isinstance(ends, bool):
-            self.refuse("expected 'ends' to be true or false", ends)
-        if not isinstance(kind, str):
-            self.refuse("expected 'class' to be text", kind)
-        seconds = self.milliseconds("returns_in", default=-1.0, unit="seconds")
-        if ends and seconds >= 0:
-            self.refuse("expected 'ends' or 'returns_in', got both", (ends, seconds))
-        return Return(ends, None if seconds < 0 else seconds, kind)
+        """The hints `ends`, `returns_in` (seconds) and `class`, which are checked like those of a live request."""
+        said = {name: self._fields[name] for name in ("ends", "returns_in", "class") if name in self._fields}
+        try:
+            return RequestHints.parse(said).returns if said else None
+        except HintError as error:
+            raise TraceError(f"{self.where}: {error}") from error
 
     def covers(self, hashes: int, tokens: int, block_tokens: int) -> None:
         """Raise unless `hashes` is the number of blocks for `tokens`."""
