@@ -9,9 +9,19 @@
                                                                              vLLM's, where it is installed
     cpu         core-seconds per GB, of an overwrite and a read              beside those of the plain threads
 
-Sides take turns, in another order each time. How fast a file is depends on where it lies: on some disks by half. So
-those who move the same bytes without records do it within the tier's own file, but for writes to what was never
-written, and where reads of the tier would find what they have left.
+Sides run in turn, in a different order each time. On some disks, the position of a file changes its speed by half. The
+references without records therefore use the tier's own file, except for writes to new space, and where the tier would
+read what they have written.
+
+    FileTierSide   records in preallocated slots: header and checksum, both verified when read
+    PlainLoop      a preallocated file, threads that each take the next image; no header, no checksum
+    Fio            the same by fio: libaio, direct, 16 in flight
+    PerFile        a file per image: temporary file, rename, threads; `VllmFiles` is vLLM's own
+
+All move the same bytes in the same order, between the same memory (fio: its own, in random order) and the same disk.
+The images of a prompt are adjacent, as they were written, and are requested together; prompts come in random order, and
+images are at random places in memory. For `SCATTERED`, the images of a prompt are at random places on the disk, too.
+All prompts are requested at once, except for `ALONE`, which requests one after the other.
 """
 
 from __future__ import annotations
@@ -50,13 +60,13 @@ from longshore.tiers.file.directory import SEGMENT
 B = TypeVar("B")
 
 THREADS = 16
-"""Of everything here that is not the file tier, and images that fio has under way."""
+"""Threads of the references, and images that fio has in flight."""
 
 PROMPT = 16
-"""Images of one prompt that are asked for together: a batch of the control plane's (`cache.loading.LOAD_BATCH`)."""
+"""Images of one prompt that are requested together, as in a batch of the control plane (`cache.loading.LOAD_BATCH`)."""
 
 SCATTERED = "scattered"
-"""Read every image, where no prompt's images are neighbours."""
+"""Read every image; the images of a prompt are not adjacent on the disk."""
 
 ALONE = "alone"
 """Read every image, one prompt at a time."""
@@ -64,7 +74,7 @@ ALONE = "alone"
 _READS = frozenset({"read", SCATTERED, ALONE})
 _DEADLINE = 600.0
 _NAP, _LONG_NAP = 1e-4, 1e-3
-"""Seconds between two looks at what has ended: where somebody waits for each prompt, and where all are under way."""
+"""Seconds between two polls: while each prompt is waited for, and while all are in flight."""
 _FIO_KINDS = {
     "write": "randwrite",
     "overwrite": "randwrite",
@@ -96,11 +106,11 @@ class Images:
         self.arena.array[:] = 0x5A
 
     def batches(self, kind: str) -> list[list[int]]:
-        """All images, prompt by prompt, as they are asked for."""
+        """All images by prompt, in the order of requests."""
         return self._scattered if kind == SCATTERED else self._prompts
 
     def order(self, kind: str) -> list[int]:
-        """The same, one after the other."""
+        """All images, in the same order."""
         return [image for batch in self.batches(kind) for image in batch]
 
     def reads(self, kind: str) -> bool:
@@ -108,7 +118,7 @@ class Images:
         return kind in _READS
 
     def at_once(self, kind: str) -> int | None:
-        """How many prompts are asked for at once; `None`: all."""
+        """Number of prompts in flight; `None`: all."""
         return 1 if kind == ALONE else None
 
     def writes(self, kind: str, image: int) -> bool:
@@ -116,7 +126,7 @@ class Images:
         return image // self.prompt % 2 == 1 if kind == "mixed" else not self.reads(kind)
 
     def offset(self, image: int) -> int:
-        """Where it lies in the arena."""
+        """Its offset in the arena."""
         return self._places[image] * self.image_bytes
 
     def view(self, image: int) -> memoryview:
@@ -125,19 +135,19 @@ class Images:
 
 
 class FileSide(Protocol):
-    """Somebody who moves images. `name` goes into the report."""
+    """A way of moving images. `name` is shown in the report."""
 
     name: str
 
     def move(self, kind: str) -> float:
-        """Move every image once; seconds. `write`: to places that were never written."""
+        """Move every image once; returns seconds. `write` is to space that was never written."""
 
     def close(self) -> None:
-        """Give back files and threads."""
+        """Release files and threads."""
 
 
 class FileTierSide:
-    """`FileTier` as it is used, with its default of threads."""
+    """`FileTier` with its default settings."""
 
     name = "the file tier"
 
@@ -153,7 +163,7 @@ class FileTierSide:
 
     @property
     def segment(self) -> Path:
-        """The file that the images are in. Who writes to it makes an overwrite necessary before the next read."""
+        """The file with the images. After other writes to it, the tier must overwrite them before it reads them."""
         return self._directory / SEGMENT
 
     def move(self, kind: str) -> float:
@@ -173,7 +183,7 @@ class FileTierSide:
             ends.update(status for result in results for status in result.statuses)
             return len(results)
 
-        seconds = keep_under_way(batches, submit, ended, self._images.at_once(kind))
+        seconds = keep_in_flight(batches, submit, ended, self._images.at_once(kind))
         if ends != {Status.OK}:
             raise BenchError(
                 f"{kind} of {self._images.count} images ended as {', '.join(sorted(e.value for e in ends))}"
@@ -236,7 +246,7 @@ class PlainLoop:
 
 
 class Fio:
-    """The tool that disks are measured with; its own clock counts, without its start."""
+    """fio; its own measurement of time counts, without its start."""
 
     name = f"fio, libaio, {THREADS} at once"
 
@@ -248,7 +258,7 @@ class Fio:
 
     @staticmethod
     def is_installed() -> bool:
-        """Whether there is such a program."""
+        """Whether fio is on the PATH."""
         return shutil.which("fio") is not None
 
     def move(self, kind: str) -> float:
@@ -272,7 +282,7 @@ class Fio:
 
 
 class PerFile:
-    """A file for each image, which comes into being whole or not at all; threads take the next one of a prompt each."""
+    """A file for each image, created atomically; each thread takes the next image of a prompt."""
 
     name = f"a file for each image, {THREADS} threads"
 
@@ -284,7 +294,7 @@ class PerFile:
         self._threads = ThreadPoolExecutor(THREADS)
 
     def move(self, kind: str) -> float:
-        """`overwrite` removes what is there first, which takes no time here: such stores never overwrite."""
+        """Such stores never overwrite: for `overwrite`, files are removed first, which is not measured."""
         images, storing = self._images, not self._images.reads(kind)
         if storing:
             for path in self._directory.iterdir():
@@ -310,7 +320,7 @@ class PerFile:
         path = self._path(image)
         temporary = f"{path}.tmp"
         self._move(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, os.writev, image)
-        os.replace(temporary, path)  # noqa: PTH105 - as short as it can be: this is what is measured
+        os.replace(temporary, path)  # noqa: PTH105 - the fastest call, because it is measured
 
     def _load(self, image: int) -> None:
         self._move(self._path(image), os.O_RDONLY, os.readv, image)
@@ -325,10 +335,10 @@ class PerFile:
             raise BenchError(f"only {moved} bytes of {path} were moved")
 
 
-def keep_under_way(
+def keep_in_flight(
     batches: Sequence[B], submit: Callable[[B], object], ended: Callable[[], int], at_once: int | None
 ) -> float:
-    """Seconds until all `batches` that were submitted have ended, no more than `at_once` under way (`None`: all)."""
+    """Submit all `batches`, with at most `at_once` in flight (`None`: all); seconds until all have ended."""
     waiting = iter(batches)
     left = len(batches)
     begun = time.perf_counter()
@@ -344,7 +354,7 @@ def keep_under_way(
 
 
 def in_threads(work: Callable[[int], None], items: Sequence[int]) -> float:
-    """Seconds until `THREADS` threads, each of which takes the next of `items`, have done `work` on all."""
+    """Do `work` on all `items` with `THREADS` threads, each of which takes the next item; returns seconds."""
     turns = itertools.count()
     failures: list[Exception] = []
 
@@ -388,7 +398,7 @@ _TIERING = "vllm.v1.kv_offload.tiering"
 
 
 class VllmFiles:
-    """A file for each image, in `directory`. Raises `BenchError` if this vLLM is not one that is known here."""
+    """A file for each image, by vLLM. Raises `BenchError` for a version of vLLM with another interface."""
 
     name = "vLLM's file tier"
 
@@ -401,22 +411,22 @@ class VllmFiles:
             factory: Any = importlib.import_module(f"{_TIERING}.factory").SecondaryTierFactory
             memory = images.arena.view(0, images.nbytes).cast("B", (images.count, images.image_bytes))
             where = {"type": "fs", "root_dir": str(directory)}
-            self._tier: Any = factory.create_secondary_tier(where, memory, _what_it_is_told())
+            self._tier: Any = factory.create_secondary_tier(where, memory, _offloading_spec())
             self._keys = [self._base.make_offload_key(_hash(image), 0) for image in range(images.count)]
             self._request = self._base.ReqContext(req_id="bench")
         except (ImportError, AttributeError, TypeError) as error:
-            raise BenchError(f"vLLM is installed, but not a version whose file tier is known here: {error}") from error
+            raise BenchError(f"the file tier of the installed vLLM has another interface: {error}") from error
         self._numbers = itertools.count()
 
     def move(self, kind: str) -> float:
-        """`overwrite` removes what is there first, which takes no time here: such stores never overwrite."""
+        """Such stores never overwrite: for `overwrite`, files are removed first, which is not measured."""
         loading = self._images.reads(kind)
         if not loading:
             for path in self._directory.rglob("*.bin"):
                 path.unlink()
         submit = self._tier.submit_load if loading else self._tier.submit_store
         jobs = [self._make_job(batch, loading) for batch in self._images.batches(kind)]
-        return keep_under_way(jobs, submit, self._ended, self._images.at_once(kind))
+        return keep_in_flight(jobs, submit, self._ended, self._images.at_once(kind))
 
     def close(self) -> None:
         """End its threads."""
@@ -438,8 +448,8 @@ def _hash(image: int) -> bytes:
     return xxhash.xxh3_128_digest(image.to_bytes(8, "little")) * 2
 
 
-def _what_it_is_told() -> SimpleNamespace:
-    """What of an `OffloadingSpec` the tier looks at, for the names of its files."""
+def _offloading_spec() -> SimpleNamespace:
+    """The parts of an `OffloadingSpec` that vLLM's tier reads, to name its files."""
     parallel = {f"{dimension}_size": 1 for dimension in ("tp", "pp", "pcp", "dcp")}
     config = SimpleNamespace(
         model=SimpleNamespace(name="bench", dtype="bfloat16"),
@@ -455,7 +465,7 @@ def _what_it_is_told() -> SimpleNamespace:
 SIZES = ("256KiB", "2MiB")
 
 COPIES = 3
-"""Of the bytes that are moved, on the disk at a time: the tier's, those of plain threads, and those of fio."""
+"""Copies of the data on the disk at a time: of the tier, of plain threads and of fio."""
 
 _PER_FILE = "vs-per-file-"
 _OF_PER_FILE = {f"{_PER_FILE}write": "overwrite", **{f"{_PER_FILE}{kind}": kind for kind in ("read", SCATTERED, ALONE)}}
@@ -475,7 +485,7 @@ def run(
 ) -> Iterator[Case]:
     """The cases of `NAMES` of which two images fit `total_bytes`, in a directory in `parent`, removed at the end.
 
-    `marks` receives what must stand beside the figures when they are not what they should be (`check_direct`).
+    `marks` receives the marks of the report (`check_direct`).
     """
     names = chosen(NAMES, only)
     least = min(2 * parse_size(name.split("/")[1]) for name in names)
@@ -518,10 +528,10 @@ def _per_file(directory: Path, images: Images, *, direct: bool) -> FileSide:
 
 
 def _beside(name: str, kind: str, ours: FileTierSide, references: list[FileSide], images: Images, repeats: int) -> Case:
-    """Ours, and the best of `references`."""
+    """Our tier beside the best of `references`."""
     sides: list[FileSide] = [ours, *references]
-    for side in reversed(sides):  # ours last: the others may have its file
-        if images.reads(kind) or kind == "mixed":  # whatever was measured before: there is something to read
+    for side in reversed(sides):  # ours last, because the others may use its file
+        if images.reads(kind) or kind == "mixed":  # there must be something to read
             side.move("overwrite")
     taken = medians([functools.partial(side.move, kind) for side in sides], repeats=repeats)
     best, seconds = min(zip(references, taken[1:], strict=True), key=lambda reference: reference[1])
@@ -529,7 +539,7 @@ def _beside(name: str, kind: str, ours: FileTierSide, references: list[FileSide]
 
 
 def _cpu(name: str, ours: FileTierSide, plain: PlainLoop, images: Images, repeats: int) -> Case:
-    """Core-seconds of this process per GB, kernel and checksums included; fewer are better."""
+    """Core-seconds of this process per GB, including the kernel and checksums; lower is better."""
 
     def used(side: FileSide) -> float:
         begun = time.process_time()

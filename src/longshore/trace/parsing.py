@@ -132,7 +132,8 @@ class Fields:
 
     def returns(self) -> Return | None:
         """The hints `ends`, `returns_in` (seconds) and `class`, which are checked like those of a live request."""
-        said = {name: self._fields[name] for name in ("ends", "returns_in", "class") if name in self._fields}
+        names = ("ends", "returns_in", "class")
+        said: dict[str, object] = {name: self._fields[name] for name in names if name in self._fields}
         try:
             return RequestHints.parse(said).returns if said else None
         except HintError as error:
