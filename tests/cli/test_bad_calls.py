@@ -433,25 +433,25 @@ $ bench prefill --model gone
 $ bench prefill --model config.json
 2 config.json: expected 'num_hidden_layers' to be a positive integer, got None
 $ bench prefill --model llama.json --tokens 0
-2 --tokens: expected whole numbers of at least 1 with commas between, such as 512,2048; got '0'
+2 --tokens: expected comma-separated whole numbers of at least 1, such as 512,2048; got '0'
 $ bench prefill --model llama.json --tokens 99999999999
 2 --model llama.json --tokens 99999999999 needs 116.4 TiB of memory, but only * is available: pass at most --model *
 $ bench prefill --model llama.json --tokens 1,,2
-2 --tokens: expected whole numbers of at least 1 with commas between, such as 512,2048; got '1,,2'
+2 --tokens: expected comma-separated whole numbers of at least 1, such as 512,2048; got '1,,2'
 $ bench prefill --model llama.json --tokens 1e3
-2 --tokens: expected whole numbers of at least 1 with commas between, such as 512,2048; got '1e3'
+2 --tokens: expected comma-separated whole numbers of at least 1, such as 512,2048; got '1e3'
 $ bench prefill --model huge.json
-2 --model huge.json --tokens 2048 needs 145.8 PiB of memory, but only * is available: this machine is too small for it
+2 --model huge.json --tokens 2048 needs 145.8 PiB of memory, but only * is available: this machine is too small
 $ bench cache --blocks 0
-2 --blocks: expected whole numbers of at least 64 with commas between, such as 512,2048; got '0'
+2 --blocks: expected comma-separated whole numbers of at least 64, such as 512,2048; got '0'
 $ bench cache --blocks 8
-2 --blocks: expected whole numbers of at least 64 with commas between, such as 512,2048; got '8'
+2 --blocks: expected comma-separated whole numbers of at least 64, such as 512,2048; got '8'
 $ bench cache --blocks -64
-2 --blocks: expected whole numbers of at least 64 with commas between, such as 512,2048; got '-64'
+2 --blocks: expected comma-separated whole numbers of at least 64, such as 512,2048; got '-64'
 $ bench cache --blocks 99999999999
 2 --blocks 99999999999 needs 186.3 TiB of memory, but only * is available: pass at most --blocks *
 $ bench cache --blocks nan
-2 --blocks: expected whole numbers of at least 64 with commas between, such as 512,2048; got 'nan'
+2 --blocks: expected comma-separated whole numbers of at least 64, such as 512,2048; got 'nan'
 $ bench cache --blocks 64 --case nothing
 2 no case nothing; there are *
 $ bench vllm

@@ -1,4 +1,4 @@
-"""`longshore bench`: Longshore's own parts, each beside a reference taken in the same run."""
+"""`longshore bench`: measures parts of Longshore, each against a reference in the same run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WAYS = ("direct", "staged", "zero_copy")
 
 
 class CopyDevice(enum.StrEnum):
-    """Where the pages are."""
+    """Device of the pages."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -133,7 +133,7 @@ def prefill(
 
 
 def _calibrate(as_json: bool) -> None:
-    """Measure the ways of copying, and print what each is expected to do."""
+    """Measure the ways of copying, and print the expected rate of each."""
     from longshore.bench import calibration  # noqa: PLC0415 - needs torch
 
     with console_on(stderr=True).status("measuring"):
@@ -210,18 +210,18 @@ def vllm(
                 model, trace, scratch, plan, requests=requests, block_tokens=block_tokens, tell=tell
             )
 
-        _report_telling(cases, dict, as_json)
+        _report_progress(cases, dict, as_json)
 
 
 def _report(cases: Iterable[Case], marks: Callable[[], dict[str, object]], as_json: bool) -> None:
-    """Run all `cases`, and print them with the machine; `marks` are asked for when all have run."""
-    _report_telling(lambda tell: cases, marks, as_json)
+    """Run all `cases`, and print them with the machine and `marks`, which are read at the end."""
+    _report_progress(lambda tell: cases, marks, as_json)
 
 
-def _report_telling(
+def _report_progress(
     begin: Callable[[Callable[[str], None]], Iterable[Case]], marks: Callable[[], dict[str, object]], as_json: bool
 ) -> None:
-    """The same for cases that tell how far they are. What was measured before an interrupt is printed, too."""
+    """As `_report`, for cases that show their progress. Results before an interrupt are printed, too."""
     console, taken, interrupted = console_on(stderr=True), list[Case](), False
     with console.status("measuring") as progress:
         try:

@@ -124,22 +124,22 @@ def demo(
     if report is not None:
         console.print(f"report: {write_report(result, report)}")
     if not result.bit_exact or not sum(result.tiered.restored_blocks.values()):
-        raise typer.Exit(1)  # nothing restored would show nothing
+        raise typer.Exit(1)  # a run that restores no block proves nothing
 
 
 def prepare_environment(attention: str) -> None:
-    """Settings that the numeric libraries read when they are loaded: call it before torch is imported."""
-    # Threads that spin while they wait starve those of a busy machine, and the figures with them.
+    """Set environment variables that numeric libraries read when they are loaded; call it before torch is imported."""
+    # Threads that spin while they wait slow down all others on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # oneMKL picks kernels by the alignment of its inputs, unless told to keep to one: bits would differ now and then.
+    # By default, kernels of oneMKL depend on the alignment of their inputs, and results then differ in the last bits.
     os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
-    if attention == "sdpa":  # on the CPU, its float32 results were seen to depend on how threads shared the work
+    if attention == "sdpa":  # on the CPU, float32 results depend on how the work is divided among threads
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @contextmanager
 def _scratch(parent: Path) -> Iterator[Path]:
-    """A directory of its own, removed at the end."""
+    """A temporary directory in `parent`, removed at the end."""
     try:
         path = Path(tempfile.mkdtemp(prefix="longshore-demo-", dir=parent))
     except OSError as error:

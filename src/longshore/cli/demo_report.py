@@ -182,7 +182,7 @@ class DemoResult:
 
     @property
     def differences(self) -> tuple[int, int]:
-        """How many tokens, and how many log-probabilities, differ between tiered and resident."""
+        """Number of tokens, and of log-probabilities, that differ between tiered and resident."""
         pairs = list(zip(self.tiered.requests, self.resident.requests, strict=False))
         tokens = [zip_longest(ours.tokens, theirs.tokens) for ours, theirs in pairs]
         logprobs = [zip_longest(map(_bits, ours.logprobs), map(_bits, theirs.logprobs)) for ours, theirs in pairs]
@@ -204,11 +204,11 @@ class DemoResult:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens that tiered generated: how many were compared."""
+        """Number of generated tokens, all of which were compared."""
         return sum(len(request.tokens) for request in self.tiered.requests)
 
     def as_json(self) -> dict[str, object]:
-        """The facts that `longshore demo --json` prints, ready for `json.dumps`."""
+        """The output of `longshore demo --json`."""
         return {
             "bit_exact": self.bit_exact,
             "requests": len(self.tiered.requests),
@@ -244,7 +244,7 @@ def _first_difference(ours: RequestRecord, theirs: RequestRecord) -> int | None:
 
 
 def _bits(value: float) -> bytes:
-    """A float as its bytes: NaN equals itself, and negative zero differs from zero."""
+    """The bytes of a float: NaN equals itself, and negative zero differs from zero."""
     return struct.pack("<d", value)
 
 

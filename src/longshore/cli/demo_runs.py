@@ -32,7 +32,7 @@ from longshore.trace import Workload, WorkloadRequest, read_excerpt, read_moonca
 
 
 def load_model(options: DemoOptions) -> Any:
-    """The model in evaluation mode, on its device. Raises `ConfigError` or `EngineError`, with what is missing."""
+    """The model in evaluation mode, on its device. Raises `ConfigError` or `EngineError` if it cannot be loaded."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     device = _device(options.device)
     dtype = _dtype(options.dtype, device)
@@ -56,7 +56,7 @@ def _dtype(choice: str, device: str) -> torch.dtype:
 
 
 def _build(options: DemoOptions, dtype: torch.dtype) -> Any:
-    """A Llama with random weights: what it says makes no sense, what it costs does."""
+    """A Llama with random weights, which do not change the time of a step."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(  # type: ignore[call-arg]  # takes any attribute
         vocab_size=8192,
@@ -119,7 +119,7 @@ class Demo:
 
     @property
     def resident_blocks(self) -> int:
-        """Of a device cache that never evicts: twice what all requests and answers take."""
+        """Blocks of a device cache that never evicts: twice those of all requests and answers."""
         return 2 * (
             self.workload.total_blocks + sum(2 + r.output_tokens // self.options.block_tokens for r in self.workload)
         )
@@ -144,7 +144,7 @@ class Demo:
         return config
 
     def setup(self, direct: bool) -> dict[str, str]:
-        """What a reader wants to know of this demo."""
+        """Facts about model, device and workload, for the report."""
         model, workload = self.model, self.workload
         parameters = sum(p.numel() for p in model.parameters()) / 1e6
         layers = model.config.get_text_config().num_hidden_layers
@@ -221,7 +221,7 @@ def run_tiered(demo: Demo, tiers: Tiers, advance: Callable[[], None]) -> tuple[R
 
 
 def ask_again(demo: Demo, tiers: Tiers) -> str:
-    """What another engine over the same tiers, which stay open, finds of the last request; its device cache is new."""
+    """The hits of the last request in a new engine, with an empty device cache, over the same tiers."""
     with _engine(demo, demo.device_blocks) as ask:
         ask(demo.workload.requests[-1])
         sources = tiers.records[-1].sources
@@ -230,14 +230,14 @@ def ask_again(demo: Demo, tiers: Tiers) -> str:
 
 
 def run_resident(demo: Demo, blocks: Sequence[RequestBlocks], advance: Callable[[], None]) -> RunRecord:
-    """The oracle: a device cache that never evicts, made to reuse the same `blocks`."""
+    """The reference run: a device cache that never evicts, which reuses the same `blocks`."""
     with replaying(blocks):
         answers, seconds = _plain_run(demo, demo.resident_blocks, advance)
     return _plain_record(demo, "resident", answers, [request.hits for request in blocks], seconds)
 
 
 def run_recompute(demo: Demo, advance: Callable[[], None]) -> RunRecord:
-    """The small device cache and nothing below it."""
+    """The small device cache without tiers."""
     with recording() as hits:
         answers, seconds = _plain_run(demo, demo.device_blocks, advance)
     return _plain_record(demo, "recompute", answers, hits, seconds)
@@ -289,7 +289,7 @@ def _engine(demo: Demo, device_blocks: int) -> Iterator[Callable[[WorkloadReques
         return result
 
     try:
-        ask([_WARM_UP_TOKEN] * (2 * demo.options.block_tokens), 2)  # so that first-use costs are in nobody's figures
+        ask([_WARM_UP_TOKEN] * (2 * demo.options.block_tokens), 2)  # so that no figure includes the costs of first use
         yield lambda request: ask(request.prompt, request.output_tokens)
     finally:
         manager.stop(block=True)

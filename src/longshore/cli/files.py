@@ -31,7 +31,7 @@ from longshore.tiers.file.superblock import COPIES
 T = TypeVar("T")
 
 _SCOPE_DIGITS = 8
-"""Least number of hexadecimal digits that name a scope."""
+"""Least number of hexadecimal digits of a scope's name."""
 
 _SHOWN = 20
 """Largest number of damaged slots listed one by one."""
@@ -56,7 +56,7 @@ def fsck(
     with Audit(directory) as audit:
         found = Counter(dict.fromkeys(Condition, 0))
         damaged, whole = [], []
-        for finding in _watched(audit.records(), audit.most, "verified"):
+        for finding in _with_progress(audit.records(), audit.most, "verified"):
             found[finding.condition] += 1
             if finding.condition.is_damage:
                 damaged.append(finding)
@@ -92,7 +92,7 @@ def _plain(finding: Finding) -> dict[str, object]:
 
 
 def _show(out: Console, found: Mapping[Condition, int], damaged: Sequence[Finding]) -> None:
-    """How many slots are in which condition, and the first of the damaged ones."""
+    """Print the number of slots by condition, and the first damaged ones."""
     rows = _table("slots", "")
     for condition, count in found.items():
         if count:
@@ -113,7 +113,7 @@ def inspect(directory: DirectoryArgument, as_json: Json = False) -> None:
     `longshore fsck` verifies the images.
     """
     with Audit(directory, shared=True) as audit:
-        found = sum_up(audit, _watched(audit.headers(), audit.most, "read"), time.time())
+        found = sum_up(audit, _with_progress(audit.headers(), audit.most, "read"), time.time())
         superblocks = list(audit.superblocks.damaged)
     if as_json:
         write_json({"directory": str(directory), **found.as_json(), "damaged_superblocks": superblocks})
@@ -147,7 +147,7 @@ def inspect(directory: DirectoryArgument, as_json: Json = False) -> None:
 
 
 def _conclusion(directory: Path, damaged: int, lost: int, *, repaired: bool) -> str:
-    """Of so many damaged records, and `lost` files of what is known about them."""
+    """The last line: the number of damaged records, and of damaged files of superblock and index (`lost`)."""
     if not damaged and not lost:
         return f"{directory}: no damage"
     if not damaged:
@@ -245,7 +245,7 @@ def gc(
 
 
 def _fate(*, live: bool, known: bool, yes: bool) -> str:
-    """What becomes of a scope that is to go."""
+    """The result for a scope that was selected for removal."""
     if live:
         return "not removed: in use"
     if not known:
@@ -254,16 +254,16 @@ def _fate(*, live: bool, known: bool, yes: bool) -> str:
 
 
 def _tiers_in(path: Path) -> list[Path]:
-    """`path`, or the tiers in it, if it is not one itself; so that a directory with one for each rank can be named."""
+    """The directories of file tiers in `path`, for instance one per rank; `path` itself if there are none."""
     try:
         inside = [each for each in sorted(path.iterdir()) if any(os.path.lexists(each / name) for name in COPIES)]
     except (OSError, ValueError):
-        return [path]  # which says what is wrong with it
+        return [path]  # opening it gives the error
     return inside or [path]
 
 
 def _seconds(age: str | None) -> float | None:
-    """Of an age such as 30d or 12h. Raises `ConfigError`."""
+    """Seconds of an age such as 30d or 12h. Raises `ConfigError`."""
     if age is None:
         return None
     units = {"d": 86_400, "h": 3600}
@@ -272,8 +272,8 @@ def _seconds(age: str | None) -> float | None:
     return float(int(age[:-1]) * units[age[-1]])
 
 
-def _watched(work: Iterable[T], total: int, what: str) -> Iterable[T]:
-    """`work`, with its progress on standard error if somebody watches it there."""
+def _with_progress(work: Iterable[T], total: int, what: str) -> Iterable[T]:
+    """`work`, with a progress bar on standard error if that is a terminal."""
     err = console(stderr=True)
     return track(work, what, total, console=err, transient=True, disable=not err.is_terminal)
 
@@ -282,7 +282,7 @@ def _table(*columns: str) -> Table:
     return table(*columns, right=("slabs", "slots", "records", "bytes", "reads"), no_wrap=False)
 
 
-_ACCOUNT = ("chunk", "key", "what became of it", "tier", "since", "cause", "for")
+_ACCOUNT = ("chunk", "key", "outcome", "tier", "since", "cause", "for")
 _ASKED = ("request", "at", "chunks", "on the device", "found below")
 
 
@@ -318,7 +318,7 @@ def _print(
 
 
 def _time(at: object) -> str:
-    """Seconds since 1970 as date and time."""
+    """A Unix time as date and time."""
     if not isinstance(at, float):
         return ""
     return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="milliseconds").removesuffix("+00:00")

@@ -1,4 +1,4 @@
-"""Parsing of option values (sizes, rates, times, numbers), and checks against the machine."""
+"""Options of the commands: parsing of values (sizes, rates, times, numbers), checks against the machine, and traces."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def counts_of(text: str, option: str, least: int) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdecimal() and len(part) < 20 and least <= int(part) < _MOST for part in parts):
         raise ConfigError(
-            f"{option}: expected whole numbers of at least {least} with commas between, such as {max(least, 512)},"
+            f"{option}: expected comma-separated whole numbers of at least {least}, such as {max(least, 512)},"
             f"{4 * max(least, 512)}; got {text[:80]!r}"
         )
     return [int(part) for part in parts]
 
 
 def settings_of(texts: Sequence[str]) -> dict[str, str]:
-    """Settings from texts `KEY=VALUE`, not yet checked; the last of several for one key wins. Raises `ConfigError`."""
+    """Unchecked settings from texts `KEY=VALUE`; the last one of a key applies. Raises `ConfigError`."""
     settings = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -120,7 +120,7 @@ def _check(needed: float, had: int, what: str, where: str, option: str, given: o
         most = int(count * (had / needed)) // (1 << 20 if unit == "MiB" else 1)
         raise ConfigError(
             f"{option} {given} needs {format_bytes(needed)} {what}, but only {format_bytes(had)} is {where}: "
-            + (f"pass at most {option} {most}{unit}" if most else "this machine is too small for it")
+            + (f"pass at most {option} {most}{unit}" if most else "this machine is too small")
         )
 
 
@@ -134,7 +134,7 @@ def existing(option: str, path: Path) -> Path:
 
 
 class FormChoice(enum.StrEnum):
-    """What a trace's lines are."""
+    """Format of a trace."""
 
     AUTO = "auto"
     MOONCAKE = "mooncake"
@@ -145,7 +145,7 @@ class FormChoice(enum.StrEnum):
 
 
 class BadLines(enum.StrEnum):
-    """What becomes of lines that are no request."""
+    """Treatment of invalid lines."""
 
     REFUSE = "refuse"
     SKIP = "skip"
@@ -202,9 +202,9 @@ _SHOWN = 3
 
 
 class Trace:
-    """The requests of a trace, read anew each time that they are asked for.
+    """The requests of a trace; each iteration reads the file again.
 
-    What was skipped, or cannot be shown, or had to be assumed, is said on `console` the first time.
+    The first iteration prints skipped lines and assumptions on `console`.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class Trace:
 
         known = form_of(self._path) if self._form is FormChoice.AUTO else Form(self._form.value)
         if not known.shows_reuse:
-            tell(f"{self._path.name} has lengths only: nothing in it says what is shared, so nothing will be hit.")
+            tell(f"{self._path.name} has lengths only, without information on shared prefixes: there will be no hits.")
         skipped = self.assumed = self.requests = 0
 
         def skip(error: TraceError) -> None:
@@ -247,7 +247,7 @@ class Trace:
 
     @property
     def assumption(self) -> str:
-        """What was assumed of times, in words; empty if nothing was."""
+        """The assumption about missing timestamps as text; empty if there is none."""
         if not self.assumed:
             return ""
         return (
@@ -256,8 +256,8 @@ class Trace:
         )
 
 
-def tell_overload(facts: Mapping[str, object], console: Console) -> None:
-    """Say so where waiting for an engine hides what the tiers do."""
+def print_overload(facts: Mapping[str, object], console: Console) -> None:
+    """Print the overload of the engines, if there is one."""
     overload = facts.get("overload")
     if isinstance(overload, Mapping):
         console.print(f"Overload. {overload['words']}", style="bold yellow", markup=False)
@@ -265,7 +265,7 @@ def tell_overload(facts: Mapping[str, object], console: Console) -> None:
 
 @contextmanager
 def trace_at(path: Path) -> Iterator[Path]:
-    """Where a trace lies: `path`, or, for `-`, a temporary copy of standard input, which can be read again."""
+    """The path of a trace: `path`, or, for `-`, a temporary copy of standard input, which can be read again."""
     if str(path) != "-":
         yield path
         return
@@ -289,7 +289,7 @@ def timing_of(
     prefill_rate: float | None,
     remote_delay: str | None = None,
 ) -> Timing:
-    """The timing model that the options ask for; `rates` are those of `Profile`, by name."""
+    """The timing model for these options; `rates` are those of `Profile`, by name."""
     if model is None:
         raise ConfigError(f"--model: expected one of {', '.join(MODELS)}, or the path of a config.json")
     geometry, machine = geometry_of(model), profile_named(profile)

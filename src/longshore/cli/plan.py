@@ -25,7 +25,7 @@ from longshore.trace.sizing import plan as plan_for
 
 _ADVANCE = 50
 _READ_INTENSIVE, _MIXED_USE = 1, 3
-"""Drive writes per day in the warranty of such drives."""
+"""Drive writes per day (DWPD) that the warranty of read-intensive and of mixed-use drives covers."""
 
 
 def plan(
@@ -104,7 +104,7 @@ def plan(
         console.print(f"report: {write_report(found, words, report)}")
     facts = found.as_json()
     if as_json:
-        options.tell_overload(facts, console)
+        options.print_overload(facts, console)
         more = {"kv_bytes_per_token": timing.geometry.kv_bytes_per_token, "assumed_timestamps": requests.assumed}
         write_json({**facts, **more, "replay": command, "words": list(words)})
     else:
@@ -114,7 +114,7 @@ def plan(
 def _replay(
     requests: options.Trace, timing: Timing, block_tokens: int, progress: Progress, host: int, file: int, engines: int
 ) -> TieredReplay:
-    """A replay as `longshore replay` makes it."""
+    """The same replay as by `longshore replay`."""
     tiers = {"host": host} | ({"file": file} if file else {})
     run = TieredReplay(timing, block_tokens, tiers, policy_named(None)[1], engines=engines)
     task = progress.add_task(_sizes(host, file), total=requests.requests)
@@ -202,7 +202,7 @@ def assumptions(found: Plan, timing: Timing, engines: int, assumed: str = "") ->
 
 
 def amount(choice: Choice) -> str:
-    """Both sizes, in words."""
+    """Both sizes as text."""
     return _sizes(choice.host_bytes, choice.file_bytes)
 
 
@@ -213,13 +213,13 @@ def _sizes(host: int, file: int) -> str:
 
 
 def drives(file: int) -> str:
-    """Drives of so many bytes together: `3.84 TB`, `2 x 15.36 TB`."""
+    """Drives with `file` bytes in total: `3.84 TB`, `2 x 15.36 TB`."""
     count, each = max(1, file // LARGEST_DRIVE), min(file, LARGEST_DRIVE)
     return f"{each / 1e12:.4g} TB" if count == 1 else f"{count} x {each / 1e12:.4g} TB"
 
 
 def cost(found: Plan, choice: Choice) -> str:
-    """What it costs, with the currency."""
+    """Its cost with the currency."""
     return f"{choice.cost:,.0f} {found.prices.currency}"
 
 
@@ -227,7 +227,7 @@ COLUMNS = ("DRAM", "NVMe", "cost", "hits", "TTFT p50", "TTFT p95", "DWPD", "")
 
 
 def rows(found: Plan) -> list[tuple[str, ...]]:
-    """What was replayed, as a table: sizes, cost, hits, TTFT, drive writes a day, and which is which."""
+    """Rows of the table of replayed sizes: sizes, cost, hits, TTFT, drive writes per day, and a mark."""
     names = {found.knee: "knee"} | ({found.recommended: "recommended"} if found.recommended else {})
     return [
         (

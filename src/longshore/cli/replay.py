@@ -1,4 +1,4 @@
-"""`longshore replay`: what a trace of requests would have found in a cache."""
+"""`longshore replay`: the hits that the requests of a trace would have had in a cache."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from longshore.trace.result import Replayed, Row, bytes_to_files, overload, rati
 
 
 class ControlPath(StrEnum):
-    """What serves the requests of the policy experiment."""
+    """The code that serves the requests of the policy experiment instead of the policy alone."""
 
     CACHE = "cache"
     VLLM = "vllm"
 
 
-_SAY_EVERY = 500
+_SHOW_EVERY = 500
 
 _MUCH = 100_000_000
 """Block references above which the memory for the optimum is mentioned."""
@@ -128,7 +128,7 @@ def replay(
         )
         with options.trace_at(trace) as path, console.status("reading") as status:
             requests = options.Trace(path, form, block_tokens, bad_lines, limit, console)
-            blocks = _AskedBlocks(optimum, console)
+            blocks = _RequestedBlocks(optimum, console)
             facts, rows = _experiment(_progress(requests, status), capacity_blocks, policy, through, blocks)
     elif through is not None:
         raise ConfigError("--through needs --capacity-blocks")
@@ -160,16 +160,20 @@ def replay(
         run = made(engines)
         with options.trace_at(trace) as path, console.status("reading") as status:
             requests = options.Trace(path, form, block_tokens, bad_lines, limit, console)
-            facts, rows = _replay(run, made, requests, name, _AskedBlocks(optimum, console), report, status)
+            facts, rows = _replay(run, made, requests, name, _RequestedBlocks(optimum, console), report, status)
     if as_json:
-        options.tell_overload(facts, console)
+        options.print_overload(facts, console)
         write_json(facts)
     else:
         _render(rows, facts)
 
 
 def _experiment(
-    requests: Iterable[TraceRequest], slots: int, policy: str | None, through: ControlPath | None, blocks: _AskedBlocks
+    requests: Iterable[TraceRequest],
+    slots: int,
+    policy: str | None,
+    through: ControlPath | None,
+    blocks: _RequestedBlocks,
 ) -> tuple[dict[str, object], list[Row]]:
     name, kind = policy_named(policy)
     found = Hits(0, 0, 0)
@@ -196,11 +200,11 @@ def _experiment(
     }
     rows = [
         ("requests", f"{found.requests:,}", ""),
-        ("blocks", f"{found.block_refs:,}", f"asked for, {blocks.unique:,} different ones"),
+        ("blocks", f"{found.block_refs:,}", f"references, {blocks.unique:,} unique"),
         ("capacity", f"{slots:,}", "blocks"),
         ("policy", name, "" if through is None else f"through {through.value}"),
-        ("hit ratio", f"{found.ratio:.4f}", "leading resident blocks of all that were asked for"),
-        ("best possible", "-" if best is None else f"{best:.4f}", "knowing the future"),
+        ("hit ratio", f"{found.ratio:.4f}", "leading resident blocks per block reference"),
+        ("best possible", "-" if best is None else f"{best:.4f}", "Belady's optimum"),
     ]
     return facts, rows
 
@@ -209,7 +213,7 @@ def _experiment(
 def _served(
     slots: int, name: str, kind: type[EvictionPolicy], through: ControlPath | None
 ) -> Iterator[Callable[[Sequence[int], float, Return | None], int]]:
-    """What serves a request, and says its hits: a tier of so many `slots` under the policy `kind` of this name."""
+    """A function that serves a request and returns its hits, for a tier of `slots` slots under policy `kind`."""
     if through is None:
         yield Experiment(kind, slots).serve
     elif through is ControlPath.CACHE:
@@ -230,7 +234,7 @@ def _replay(
     made: Callable[[int, bool], TieredReplay],
     requests: options.Trace,
     policy: str,
-    blocks: _AskedBlocks,
+    blocks: _RequestedBlocks,
     report: Path | None,
     status: Status,
 ) -> tuple[dict[str, object], list[Row]]:
@@ -241,7 +245,7 @@ def _replay(
         return other.tally
 
     def unfiltered() -> int | None:
-        """Bytes written to files by a replay in which these refuse no block."""
+        """Bytes written to files in a replay without admission; `None` if the file tier refused no block."""
         if FILE not in run.counters.drops or not run.counters.drops[FILE][DropReason.ADMISSION]:
             return None
         other = made(run.engines, False)
@@ -259,10 +263,10 @@ def _replay(
     return found.as_json(), found.rows()
 
 
-class _AskedBlocks:
-    """The blocks that were asked for: which, and, if the optimum is asked for, in what order.
+class _RequestedBlocks:
+    """The blocks requested: the unique ones, and, for the optimum, all references in order.
 
-    The order takes memory for each block asked for, and not only for each different one: once that is much, it is said.
+    The order takes memory per reference, so a note is printed above `_MUCH` references.
     """
 
     def __init__(self, optimum: bool, console: Console) -> None:
@@ -271,7 +275,7 @@ class _AskedBlocks:
         self._console, self._told = console, False
 
     def add(self, path: tuple[int, ...]) -> None:
-        """One request's blocks."""
+        """Add the blocks of one request."""
         if self._paths is None:
             self._seen.update(path)
             return
@@ -286,25 +290,25 @@ class _AskedBlocks:
 
     @property
     def unique(self) -> int:
-        """Different ones."""
+        """Number of unique blocks."""
         return len(self._seen) if self._paths is None else self._paths.unique
 
     def optimal(self, slots: int) -> int | None:
-        """The most hits that `slots` slots could have."""
+        """The maximum hits of `slots` slots; `None` without the optimum."""
         return None if self._paths is None else optimal_hits(self._paths, slots)
 
 
 def _progress(requests: Iterable[TraceRequest], status: Status, how: str = "") -> Iterator[TraceRequest]:
-    """`requests`, and now and then a word on how many there were."""
+    """`requests`, with their number shown in `status`."""
     for count, request in enumerate(requests):
-        if count % _SAY_EVERY == 0:
+        if count % _SHOW_EVERY == 0:
             status.update(f"{count:,} requests{how}")
         yield request
 
 
 def _render(rows: Iterable[Row], facts: dict[str, object]) -> None:
     console = console_on()
-    options.tell_overload(facts, console)
+    options.print_overload(facts, console)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="bold")
@@ -361,7 +365,7 @@ def write_report(found: Replayed, directory: Path) -> Path:
 
 
 def _by(rows: Mapping[str, Mapping[str, float]], *, y_title: str) -> Any:
-    """A bar for each row, made of its parts."""
+    """A stacked bar for each row."""
     names = dict.fromkeys(name for row in rows.values() for name in row)
     parts = {name: [row.get(name, 0) for row in rows.values()] for name in names}
     return stacked_bars(list(rows), parts, REASONS, x_title="", y_title=y_title)

@@ -1,4 +1,4 @@
-"""Reports as one self-contained HTML page. Needs the `report` extra once a figure is made, not before."""
+"""Reports as one self-contained HTML page. Figures need the `report` extra."""
 
 from longshore.report.page import Page
 from longshore.report.plots import (

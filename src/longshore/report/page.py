@@ -39,13 +39,13 @@ _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
-"""Makes the browser block all network access."""
+"""Content security policy: the browser blocks all network access."""
 
 Cell = str | int
 
 
 class Page:
-    """Collects parts in order; `write` or `html` gives the whole."""
+    """Collects parts in order; `write` or `html` returns the page."""
 
     def __init__(self, title: str, subtitle: str = "", *, footer: str = "Made by Longshore.") -> None:
         self._title = title
@@ -77,14 +77,14 @@ class Page:
         self._add("text", f"<section><h2>{escape(title)}</h2>{body}</section>")
 
     def figure(self, title: str, caption: str, figure: Figure) -> None:
-        """A Plotly figure; `caption` says in plain words what to see in it."""
+        """A Plotly figure; `caption` explains it."""
         content = figure.to_json()
         if content is None:
             raise ReportError(f"figure {title!r}: expected JSON with data and layout")
         self._figures += 1
         name = f"figure-{self._figures}"
         height = int(json.loads(content).get("layout", {}).get("height", 400))
-        data = content.replace("<", "\\u003c")  # a script element ends at the first "</script", wherever it stands
+        data = content.replace("<", "\\u003c")  # a script element ends at the first "</script"
         self._add(
             "figure",
             f"<section><figure><h2>{escape(title)}</h2><figcaption>{escape(caption)}</figcaption>"
@@ -150,7 +150,7 @@ class Page:
 
 
 def _group(kind: str, parts: Iterable[tuple[str, str]]) -> str:
-    """Neighbours of one kind; tables stand side by side where there is room."""
+    """Adjacent parts of one kind; tables are side by side if there is room."""
     markup = "\n".join(part for _, part in parts)
     return f'<div class="tables">{markup}</div>' if kind == "table" else markup
 

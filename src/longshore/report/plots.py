@@ -22,7 +22,7 @@ class Colour(NamedTuple):
     dark: str
 
     def wash(self) -> Colour:
-        """The same colour thinned, for areas."""
+        """The same colour, transparent, for areas."""
         return Colour(_thin(self.light), _thin(self.dark))
 
 
@@ -68,7 +68,7 @@ FONT: Final = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", A
 
 
 class Figure(Protocol):
-    """What the page needs of a figure: Plotly's `Figure` has it."""
+    """The method of a figure that the page calls; Plotly's `Figure` has it."""
 
     def to_json(self) -> str | None:
         """Data and layout as JSON."""
@@ -86,7 +86,7 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line of a `curves` figure; with `texts`, one per point, its points are marked and explain themselves."""
+    """One line of a `curves` figure; with `texts`, one per point, its points are marked, and show their text."""
 
     name: str
     x: Sequence[float]
@@ -251,7 +251,7 @@ def _figure(*, x_title: str, y_title: str, height: int) -> Any:
 
 
 def _span(figure: Any, x: Sequence[int]) -> None:
-    """Show all positions, with as little room beside them in every figure."""
+    """Show all positions, with the same margin in every figure."""
     if x:
         figure.update_xaxes(range=[min(x) - 0.8, max(x) + 0.8])
 
@@ -308,7 +308,7 @@ def _mark(figure: Any, level: float, points: Points) -> None:
 
 
 def _limit(figure: Any, row: TierSeries, number: int, unit: str) -> None:
-    """Draw the limit; one far above all values is said, not drawn, or the values would vanish."""
+    """Draw the limit; if it is far above all values, only print it, so that the values stay visible."""
     highest = max(row.values, default=0.0)
     near = row.limit <= 3 * highest
     note = f"capacity {row.limit:,.1f} {unit}"

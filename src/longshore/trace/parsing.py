@@ -44,7 +44,7 @@ class TraceRequest:
         hash_ids: One id per block of the prompt, in order; the last block may be partial. Equal ids mean equal content
             after an equal prefix.
         assumed_time: Whether the trace has no timestamp for it.
-        returns: What its host knows about when its blocks are used again, if the trace says so.
+        returns: Hints of its host about the next use of its blocks, if the trace has any.
     """
 
     timestamp_ms: float
@@ -78,7 +78,7 @@ class Fields:
             return cls(where, json.loads(text.decode("utf-8"), parse_constant=constant))
         except TraceError:
             raise
-        except (ValueError, RecursionError) as error:  # also bad UTF-8, and integers of absurd length
+        except (ValueError, RecursionError) as error:  # also invalid UTF-8, and integers with too many digits
             raise TraceError(f"{where}: expected a JSON object in UTF-8: {error}") from error
 
     def __contains__(self, name: object) -> bool:
@@ -95,7 +95,7 @@ class Fields:
         if default is not None and name not in self._fields:
             return default
         value = self.get(name)
-        if type(value) is not int or value < least:  # bool is an int, and no length
+        if type(value) is not int or value < least:  # bool is a subclass of int
             self.refuse(f"expected {name!r} to be an integer of at least {least}", value)
         return value
 
@@ -249,7 +249,7 @@ def lines_at(path: str | Path, places: Iterable[int]) -> Iterator[bytes]:
     """The lines at the byte offsets `places`, in this order; raises `TraceError` if the file cannot be read."""
     with opened(path) as file, tempfile.TemporaryFile() as plain:
         if not isinstance(file, io.BufferedReader) or not isinstance(file.raw, io.FileIO):
-            shutil.copyfileobj(file, plain)  # to go back in what is compressed is to begin again
+            shutil.copyfileobj(file, plain)  # seeking back in a compressed file reads it again from its start
             file = plain  # noqa: PLW2901
         for place in places:
             file.seek(place)

@@ -443,7 +443,7 @@ class _Seen:
 
 def _common_prefix(paths: list[tuple[int, ...]]) -> int:
     """Length of the prefix that all `paths` have in common."""
-    low, high = min(paths), max(paths)  # whatever these two share, all between them share
+    low, high = min(paths), max(paths)  # the common prefix of the least and the greatest path is common to all
     for i, (a, b) in enumerate(zip(low, high, strict=False)):
         if a != b:
             return i
