@@ -67,7 +67,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A recorded trace, or a family of made-up ones."""
+    """A recorded trace, or a family of synthetic traffic."""
 
     name: str
     file: str = ""
@@ -83,7 +83,7 @@ class Traffic:
 
 @cache
 def requests_of(traffic: Traffic) -> tuple[list[TraceRequest], Paths]:
-    """Once in each process."""
+    """Its requests and their blocks, read once per process."""
     requests = traffic.read()
     return requests, Paths(request.hash_ids for request in requests)
 
@@ -146,13 +146,17 @@ def summary(what: str, cells: list[Cell]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=3000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--load", type=float, default=1.0)
-    parser.add_argument("--trace", action="append", default=[])
-    parser.add_argument("--family", action="append", choices=sorted(FAMILIES), help="only these families; all if none")
-    parser.add_argument("--no-hints", dest="hints", action="store_false", help="not the runs with hints")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--requests", type=int, default=3000, help="requests of each synthetic family (default 3000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the synthetic traffic (default 0)")
+    parser.add_argument(
+        "--load", type=float, default=1.0, help="factor of the arrival rate of synthetic traffic (default 1)"
+    )
+    parser.add_argument("--trace", action="append", default=[], help="a trace in Mooncake's format; repeatable")
+    parser.add_argument(
+        "--family", action="append", choices=sorted(FAMILIES), help="only this family; repeatable; default: all"
+    )
+    parser.add_argument("--no-hints", dest="hints", action="store_false", help="omit the runs with hints")
+    parser.add_argument("--json", action="store_true", help="print one JSON list instead of tables")
     options = parser.parse_args()
     if not options.json:
         names = [*POLICIES, *(f"hints {wrong:.0%}" for wrong in WRONG if options.hints)]

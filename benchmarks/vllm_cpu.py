@@ -1,9 +1,8 @@
 """vLLM on the CPU with Longshore and without: python benchmarks/vllm_cpu.py [--json]
 
-A Llama of about 100 million random weights, 20 sessions over a device cache for 4; what storing costs a vLLM that has
-its own process; then the scheduler's own time for a prompt of 32,768 tokens. Needs an environment with vLLM (`make
-vllm` sets one up) and two cores. What is measured stands in `longshore.bench.vllm_runs` and
-`vllm_manager.py`.
+A Llama with about 100 million random weights, 20 sessions over a device cache for 4; the cost of storing for a vLLM in
+a process of its own; the scheduler's time for a prompt of 32,768 tokens. Needs an environment with vLLM (`make vllm`
+makes one) and two cores. The measurements are in `longshore.bench.vllm_runs` and `vllm_manager.py`.
 """
 
 from __future__ import annotations
@@ -11,20 +10,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
 import vllm_manager
 from longshore.bench import vllm_runs
 from longshore.bench.harness import Case, machine_facts
+from longshore.tiers.file.audit import Audit, inspect
+from longshore.trace.workload import FIRST_TOKEN
 
 BLOCK = 32
 RESIDENT = 4
 """Sessions that the device has room for."""
+PAIRS, PROMPT = 10, 1000
+"""Batches of the case `storing`, and tokens of each of their prompts."""
 
 
 def save_model(directory: Path) -> Path:
@@ -40,13 +45,13 @@ def save_model(directory: Path) -> Path:
 
 
 def teller() -> Callable[[str], None]:
-    """Prints lines with the seconds since now."""
+    """A function that prints lines with the seconds since this call."""
     begun = time.monotonic()
     return lambda line: print(f"{time.monotonic() - begun:6.0f} s  {line}", file=sys.stderr, flush=True)
 
 
 def cases(scratch: Path, sessions: int, blocks: list[int]) -> Iterator[Case]:
-    """All figures, the scheduler's own time at last."""
+    """All cases; the scheduler's time comes last."""
     longest = 512 + 3 * 16 + 2 * 64
     engine = {
         "dtype": "float32",
@@ -63,12 +68,17 @@ def cases(scratch: Path, sessions: int, blocks: list[int]) -> Iterator[Case]:
     )
     yield from storing(model, scratch, tell)
     for each in blocks:
-        tell(f"the scheduler's own time, {each} tracked blocks")
+        tell(f"the scheduler's time, {each} tracked blocks")
         yield from vllm_manager.run(blocks=[each])
 
 
 def storing(model: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator[Case]:
-    """What storing costs, with room for four prompts on the device."""
+    """The cost of storing: `PAIRS` batches of prompts without reuse, sent to both engines in turn.
+
+    Each engine runs in a process of its own, as for a server, with room for four prompts on the device. Every chunk is
+    written to its file at once (`backup` is `write_through`); the last case is the share of complete chunks that is in
+    files at the end.
+    """
     engine = {
         "dtype": "float32",
         "enforce_eager": True,
@@ -77,17 +87,45 @@ def storing(model: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
         "max_model_len": 1088,
         "max_num_seqs": 4,
     }
-    (scratch / "storing").mkdir()
-    yield from vllm_runs.storing(model, scratch / "storing", vllm_runs.SessionPlan(engine=engine), tell=tell)
+    scratch /= "storing"
+    scratch.mkdir()
+    vllm_runs.check(model)
+    plan = vllm_runs.SessionPlan(engine=engine, settings={"backup": "write_through"})
+    dice = random.Random(PROMPT)  # noqa: S311 - text to measure with
+    with ExitStack() as engines:
+        theirs = engines.enter_context(
+            vllm_runs.EngineProcess(model, plan.engine, scratch / "without.log", tell, own_process=True)
+        )
+        options = vllm_runs.with_longshore(plan, scratch)
+        with vllm_runs.EngineProcess(model, options, scratch / "with.log", tell, own_process=True) as ours:
+            both, said = vllm_runs.EnginePair(ours, theirs), []
+            for each in range(PAIRS + 1):
+                tell(f"prompts without reuse: pair {each} of {PAIRS}")
+                top = theirs.facts["vocabulary"]
+                batch = [[dice.randrange(FIRST_TOKEN, top) for _ in range(PROMPT)] for _ in range(vllm_runs.BATCH)]
+                said.append(both.ask([batch, batch], plan.answer))
+    said = said[1:]  # the first batch warms both engines up
+    tokens = vllm_runs.BATCH * (PROMPT + plan.answer)
+    yield from vllm_runs.costs("storing/speed", "storing/cpu", said, tokens)
+    eligible = (PAIRS + 1) * vllm_runs.BATCH * (PROMPT // BLOCK)
+    with Audit(scratch / "tier") as audit:
+        records = inspect(audit, iter(()), 0.0).records
+    yield Case("storing/files", records, "chunks", "whole chunks of all prompts", eligible, records / eligible)
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--json", action="store_true", help="print one JSON object")
-    options.add_argument("--sessions", type=int, default=20)
-    options.add_argument("--blocks", default="100000,1000000", help="tracked blocks for the scheduler's time")
-    options.add_argument("--storing", action="store_true", help="only what storing costs")
-    options.add_argument("--dir", help="where model and file tier go, on the disk to measure; removed after")
+    options.add_argument("--sessions", type=int, default=20, help="number of sessions (default 20)")
+    options.add_argument(
+        "--blocks",
+        default="100000,1000000",
+        help="tracked blocks for the scheduler's time, comma-separated (default 100000,1000000)",
+    )
+    options.add_argument("--storing", action="store_true", help="only the cost of storing")
+    options.add_argument(
+        "--dir", help="directory for the model and the file tier, on the disk to measure; both are removed at the end"
+    )
     asked = options.parse_args()
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -101,7 +139,7 @@ def main() -> None:
                 print(
                     f"measured {case.name}: {case.value:.2f} {case.unit}, {case.reference_value:.2f}", file=sys.stderr
                 )
-        finally:  # what was measured before an interrupt, or an engine's end, is told all the same
+        finally:  # results before an interrupt or a failure of an engine are printed, too
             show(taken, as_json=asked.json)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from longshore.bench.cache_sides import TakesAll
+from longshore.bench.cache_sides import AdmitsAll
 from longshore.bench.harness import Case
 from longshore.config import Config
 from longshore.errors import BenchError
@@ -48,7 +48,7 @@ class Driven:
         self._taken = 0.0
         output = self._call(self._manager.prepare_store, keys, request)
         if output is None or len(output.keys_to_store) != len(keys):
-            raise BenchError(f"not all of {len(keys)} blocks were taken")
+            raise BenchError(f"not all of {len(keys)} blocks were stored")
         self._stamp(output.store_spec)
         self._call(self._manager.complete_store, set(output.keys_to_store), request)
         self._call(self._manager.on_request_finished, request)
@@ -90,7 +90,7 @@ def ours(blocks: int) -> Driven:
     from longshore.engines.vllm.manager import LongshoreManager
     from longshore.engines.vllm.replay import open_tiers
 
-    store = open_tiers(blocks, Config.make(), TakesAll)
+    store = open_tiers(blocks, Config.make(), AdmitsAll)
     return Driven(LongshoreManager(store, [0], 60.0), lambda spec: store.stamps.stored(spec.job, 0, spec.indices, []))
 
 

@@ -16,7 +16,8 @@ import torch
 
 from longshore.cache import Event, EventKind
 from longshore.cache.explain import write_events
-from longshore.cli.demo_runs import DemoOptions, load_model
+from longshore.cli.demo_report import DemoOptions
+from longshore.cli.demo_runs import load_model
 from longshore.config import Config
 from longshore.engines.transformers import tiered
 

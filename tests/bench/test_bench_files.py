@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from longshore.bench import files
-from longshore.bench.file_sides import (
+from longshore.bench.files import (
     ALONE,
     SCATTERED,
     FileSide,
@@ -22,7 +22,7 @@ from longshore.bench.file_sides import (
     PerFile,
     PlainLoop,
     VllmFiles,
-    keep_under_way,
+    keep_in_flight,
 )
 from longshore.errors import BenchError
 
@@ -130,7 +130,7 @@ def test_a_vllm_that_is_not_known_here_is_not_measured(
     tmp_path: Path, images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__path__=[]))  # type: ignore[arg-type]
-    with pytest.raises(BenchError, match="not a version whose file tier is known here"):
+    with pytest.raises(BenchError, match="has another interface"):
         VllmFiles(tmp_path / "side", images)
 
 
@@ -153,7 +153,7 @@ def test_no_more_are_under_way_than_are_to_be() -> None:
 
     for at_once, expected in ((1, 1), (3, 3), (None, 8)):
         most.clear()
-        assert keep_under_way(range(1, 9), submit, ended, at_once) > 0
+        assert keep_in_flight(range(1, 9), submit, ended, at_once) > 0
         assert (len(most), max(most)) == (8, expected)
 
 

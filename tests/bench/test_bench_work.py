@@ -93,7 +93,7 @@ def test_sizes_of_plans_are_what_their_names_say() -> None:
 
 def test_every_page_arrives_in_its_image_and_comes_back() -> None:
     pages = PageSet(16 << 10, 2 << 20)
-    tensors = [np.asarray(tensor.arena.array) for tensor in pages.tensors]
+    tensors = [np.asarray(arena.array) for arena in pages.pages]
     random = np.random.default_rng(0)
     for tensor in tensors:
         tensor[:] = random.integers(0, 256, tensor.size, dtype=np.uint8)

@@ -1,36 +1,20 @@
-"""Calls that cannot be served, each with the line that it is refused with, and its exit status.
+"""Invalid calls of each command, each with its error line and exit status.
 
-Status 2: what was asked for cannot be, and nothing was done. Status 1: it failed at run time.
+Status 2: the call is invalid, and nothing was done. Status 1: it failed at run time.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import gzip
-import json
-import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import time
-from importlib import resources
 from pathlib import Path
 
 import pytest
-from rich.padding import Padding
+from cli_kit import expanded
 
 from longshore.cli.app import main
-
-LONGSHORE = Path(sys.executable).with_name("longshore")
-EXCERPT = resources.files("longshore.trace").joinpath("data", "conversation_excerpt.jsonl").read_bytes()
-
-SHORT = {
-    "REPLAY": "replay trace.jsonl --model llama-3.1-8b --host 4GiB",
-    "POLICY": "replay trace.jsonl --capacity-blocks 5",
-    "PLAN": "plan trace.jsonl --model llama-3.1-8b",
-}
 
 # After $ the call, then its status and its line; * stands for what differs between machines and versions.
 TABLE = """
@@ -81,7 +65,7 @@ $ POLICY --bench trace.jsonl
 $ replay /dev/zero --capacity-blocks 5
 2 /dev/zero: expected a JSON object in UTF-8: *
 $ POLICY --through engine
-2 Invalid value for '--through': *; see longshore replay --help
+2 Invalid value for '--through': expected one of 'cache', 'vllm', got 'engine'; see longshore replay --help
 $ replay trace.jsonl --through cache
 2 --through needs --capacity-blocks
 $ POLICY --policy best
@@ -449,25 +433,25 @@ $ bench prefill --model gone
 $ bench prefill --model config.json
 2 config.json: expected 'num_hidden_layers' to be a positive integer, got None
 $ bench prefill --model llama.json --tokens 0
-2 --tokens: expected whole numbers of at least 1 with commas between, such as 512,2048; got '0'
+2 --tokens: expected comma-separated whole numbers of at least 1, such as 512,2048; got '0'
 $ bench prefill --model llama.json --tokens 99999999999
 2 --model llama.json --tokens 99999999999 needs 116.4 TiB of memory, but only * is available: pass at most --model *
 $ bench prefill --model llama.json --tokens 1,,2
-2 --tokens: expected whole numbers of at least 1 with commas between, such as 512,2048; got '1,,2'
+2 --tokens: expected comma-separated whole numbers of at least 1, such as 512,2048; got '1,,2'
 $ bench prefill --model llama.json --tokens 1e3
-2 --tokens: expected whole numbers of at least 1 with commas between, such as 512,2048; got '1e3'
+2 --tokens: expected comma-separated whole numbers of at least 1, such as 512,2048; got '1e3'
 $ bench prefill --model huge.json
-2 --model huge.json --tokens 2048 needs 145.8 PiB of memory, but only * is available: this machine is too small for it
+2 --model huge.json --tokens 2048 needs 145.8 PiB of memory, but only * is available: this machine is too small
 $ bench cache --blocks 0
-2 --blocks: expected whole numbers of at least 64 with commas between, such as 512,2048; got '0'
+2 --blocks: expected comma-separated whole numbers of at least 64, such as 512,2048; got '0'
 $ bench cache --blocks 8
-2 --blocks: expected whole numbers of at least 64 with commas between, such as 512,2048; got '8'
+2 --blocks: expected comma-separated whole numbers of at least 64, such as 512,2048; got '8'
 $ bench cache --blocks -64
-2 --blocks: expected whole numbers of at least 64 with commas between, such as 512,2048; got '-64'
+2 --blocks: expected comma-separated whole numbers of at least 64, such as 512,2048; got '-64'
 $ bench cache --blocks 99999999999
 2 --blocks 99999999999 needs 186.3 TiB of memory, but only * is available: pass at most --blocks *
 $ bench cache --blocks nan
-2 --blocks: expected whole numbers of at least 64 with commas between, such as 512,2048; got 'nan'
+2 --blocks: expected comma-separated whole numbers of at least 64, such as 512,2048; got 'nan'
 $ bench cache --blocks 64 --case nothing
 2 no case nothing; there are *
 $ bench vllm
@@ -498,48 +482,12 @@ CALLS = [
 ]
 
 
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the calls name, in the directory that they are made from."""
-
-    def line(at: int, ids: list[int]) -> str:
-        return json.dumps({"timestamp": at, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}) + "\n"
-
-    llama = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2}
-    llama |= {"intermediate_size": 64, "vocab_size": 128}
-    contents: dict[str, bytes | str] = {
-        "trace.jsonl": EXCERPT,
-        "empty": b"",
-        "binary": bytes(range(256)),
-        "half.gz": gzip.compress(EXCERPT, mtime=0)[:1000],
-        "backwards.jsonl": line(0, [1]) + line(700, [2]) + line(500, [3]),
-        "twice.jsonl": line(0, [1, 2, 1]),
-        "header.csv": "timestamp,input_length,output_length\n",
-        "config.json": "{}",
-        "time.jsonl": '{"kind":"request","at":"x","request":"r","keys":["aa"]}\n',
-        "endless.jsonl": '{"kind":"request","at":1e400,"request":"r","keys":["aa"]}\n',
-        "named.jsonl": '{"kind":"request","at":1,"request":5,"keys":["aa"]}\n',
-        "listed.jsonl": '{"kind":["request"]}\n',
-        "count.jsonl": '{"kind":"request","at":1,"request":"r","keys":["aa"],"length":"x"}\n',
-        "free.toml": "dram_per_gib = 0\nnvme_per_gib = 1\n",
-        "llama.json": json.dumps(llama),
-        "huge.json": json.dumps(llama | {"num_hidden_layers": 10**6, "hidden_size": 10**5}),
-    }
-    for name, content in contents.items():
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("NO_COLOR", "1")
-    return tmp_path
-
-
 @pytest.mark.parametrize(("call", "status", "line"), CALLS)
-def test_a_bad_call_is_refused_in_one_line(
+def test_an_invalid_call_is_refused_in_one_line(
     call: str, status: int, line: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(path.name for path in files.iterdir())
-    for short, long in SHORT.items():
-        call = call.replace(short, long)
-    monkeypatch.setattr("sys.argv", ["longshore", *shlex.split(call.removeprefix("$ "))])
+    monkeypatch.setattr("sys.argv", ["longshore", *shlex.split(expanded(call).removeprefix("$ "))])
     with pytest.raises(SystemExit) as left:
         main()
     told = capsys.readouterr()
@@ -552,129 +500,8 @@ def test_a_bad_call_is_refused_in_one_line(
     assert sorted(path.name for path in files.iterdir()) == before
 
 
-def test_the_table_is_long_enough_to_mean_something() -> None:
+def test_the_table_has_more_than_150_calls() -> None:
     assert len(CALLS) > 150
-
-
-def shell(command: str, files: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command line, with `longshore` in it, as a shell runs it."""
-    return subprocess.run(
-        ["bash", "-c", command.replace("longshore ", f"{shlex.quote(str(LONGSHORE))} ", 1)],
-        capture_output=True,
-        text=True,
-        cwd=files,
-        env={**os.environ, **environment},
-        check=False,
-    )
-
-
-FULL = "longshore: standard output: No space left on device\n"
-CLOSED = "longshore: standard output is closed\n"
-
-
-@pytest.mark.parametrize(
-    ("command", "status", "line"),
-    [
-        ("longshore POLICY > /dev/full", 1, FULL),
-        ("longshore POLICY --json > /dev/full", 1, FULL),
-        ("longshore REPLAY > /dev/full", 1, FULL),
-        ("PYTHONUNBUFFERED=1 longshore POLICY --json > /dev/full", 1, FULL),
-        ("PYTHONUNBUFFERED=1 longshore replay gone --capacity-blocks 5 2> /dev/full", 2, ""),
-        ("longshore PLAN > /dev/full", 1, FULL),
-        ("longshore vllm-config --host-size 1MiB > /dev/full", 1, FULL),
-        ("longshore --version > /dev/full", 1, FULL),
-        ("longshore replay --help > /dev/full", 1, FULL),
-        ("longshore POLICY >&-", 1, CLOSED),
-        ("longshore --version >&-", 1, CLOSED),
-        ("longshore replay gone --capacity-blocks 5 2>&-", 2, ""),
-        ("longshore replay gone --capacity-blocks 5 2> /dev/full", 2, ""),
-        ("longshore POLICY --json 2>&- > /dev/null", 0, ""),
-        ("longshore replay - --capacity-blocks 5 <&-", 2, "longshore: expected a trace on standard input, *\n"),
-        ("longshore POLICY | true; exit ${PIPESTATUS[0]}", 141, ""),
-        ("longshore replay --help | true; exit ${PIPESTATUS[0]}", 141, ""),
-    ],
-)
-def test_output_that_cannot_be_written(command: str, status: int, line: str, files: Path) -> None:
-    for short, long in SHORT.items():
-        command = command.replace(short, long)
-    # What reads from a pipe must have gone when it is written to.
-    command = command.replace("| true;", "| (exec 0<&-; sleep 0.1);")
-    done = shell(command, files, PYTHONUNBUFFERED="")
-    assert done.returncode == status, done.stderr
-    assert fnmatch.fnmatchcase(done.stderr, line), done.stderr
-
-
-def test_a_report_that_cannot_be_written_leaves_the_former_page(files: Path) -> None:
-    (files / "page").mkdir()
-    (files / "page" / "index.html").write_text("former")
-    done = shell(f"ulimit -f 500; longshore {SHORT['REPLAY']} --report page", files)
-    assert done.returncode == 1
-    assert done.stderr == "longshore: cannot write report page/index.html: File too large\n"
-    assert [(path.name, path.read_text()) for path in (files / "page").iterdir()] == [("index.html", "former")]
-
-
-def test_no_line_of_a_table_ends_in_blanks(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from longshore.cli.output import console, run
-
-    assert run(lambda: console().print(Padding("x", (0, 0, 0, 2)))) == 0
-    assert capsys.readouterr().out == "  x\n"
-    done = shell(f"longshore {SHORT['REPLAY']}", files)
-    assert not [line for line in done.stdout.splitlines() if line.endswith(" ")]
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_command_that_is_told_to_end_leaves_no_temporary_file(number: int, status: int, files: Path) -> None:
-    (files / "disk").mkdir()
-    call = "bench file --dir disk --bytes 64MiB --repeats 100000 --allow-ram-disk --allow-page-cache"
-    running = subprocess.Popen(
-        [str(LONGSHORE), *call.split()],
-        cwd=files,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # noqa: PLW1509 - nohup ignores one of them
-    )
-    deadline = time.monotonic() + 120
-    while not list(files.glob("disk/*/*")):
-        assert running.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    running.send_signal(number)
-    _, told = running.communicate(timeout=120)
-    assert (running.returncode, told) == (status, "")
-    assert list((files / "disk").iterdir()) == []
-
-
-def test_letters_that_standard_output_has_not_become_question_marks(files: Path) -> None:
-    done = shell(f"longshore {SHORT['REPLAY']} --limit 1", files, PYTHONIOENCODING="ascii")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "? " in done.stdout
-
-
-def test_an_interrupt_and_a_bug_end_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from longshore.cli.output import run
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    def broken() -> None:
-        raise KeyError("x")
-
-    def greedy() -> None:
-        raise MemoryError
-
-    assert run(interrupted) == 130
-    assert run(greedy) == 1
-    assert run(broken) == 1
-    said = capsys.readouterr().err.splitlines()
-    assert said == [
-        "longshore: out of memory",
-        "longshore: internal error, KeyError: 'x' (LONGSHORE_TRACEBACK=1 shows where)",
-    ]
-    monkeypatch.setenv("LONGSHORE_TRACEBACK", "1")
-    run(broken)
-    assert "Traceback" in capsys.readouterr().err
 
 
 def test_prefill_without_torch_says_what_to_install(

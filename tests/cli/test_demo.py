@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from longshore.cli import demo_runs
 from longshore.cli.app import app
-from longshore.cli.demo_runs import Demo, DemoOptions, run_demo
+from longshore.cli.demo_report import DemoOptions
+from longshore.cli.demo_runs import Demo, run_demo
 from longshore.errors import ConfigError, EngineError
 
 SMALL = {"layers": 2, "width": 128, "device": "cpu"}

@@ -13,14 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from longshore.cli.demo_report import render, write_report
-from longshore.cli.demo_result import (
+from longshore.cli.demo_report import (
     DemoResult,
     OccupancySample,
     RequestRecord,
     RouteTotal,
     RunRecord,
     percentile,
+    render,
+    write_report,
 )
 
 NAN = math.nan

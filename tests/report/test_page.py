@@ -12,8 +12,8 @@ import pytest
 
 from longshore.errors import LongshoreError, ReportError
 from longshore.report import RUNS, SOURCES, Page, Points, levels, paired_points, stacked_bars
+from longshore.report.page import script
 from longshore.report.plots import TierSeries, plotly_javascript
-from longshore.report.theme import script
 
 NASTY = "<script>alert(1)</script> & \"quotes\" 'and' </script><!-- \u2028"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from longshore.report.units import milliseconds, share, size, times
+from longshore.report.page import milliseconds, share, size, times
 
 
 @pytest.mark.parametrize(

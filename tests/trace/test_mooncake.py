@@ -25,11 +25,11 @@ def test_reads_lines_in_order(tmp_path: Path) -> None:
     ]
 
 
-def test_what_a_host_knew_of_the_return_is_read(tmp_path: Path) -> None:
+def test_hints_of_requests_and_of_turns_are_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     said = {"ends": True}, {"returns_in": 2.5, "class": "chat"}, {"class": "batch"}, {"ends": False}
     path.write_bytes(b"".join(line(**each) for each in said))
-    expected = [Return(ends=True), Return(seconds=2.5, of="chat"), Return(of="batch"), Return()]
+    expected = [Return(ends=True), Return(seconds=2.5, of="chat"), Return(of="batch"), None]
     assert [request.returns for request in read_mooncake(path)] == expected
     sessions = tmp_path / "sessions.jsonl"
     turn = {"timestamp": 1, "input_length": 512, "hashes": ["a"], "ends": True}
@@ -40,14 +40,17 @@ def test_what_a_host_knew_of_the_return_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("said", "complaint"),
     [
-        ({"ends": 1}, "'ends' to be true or false"),
-        ({"class": 2}, "'class' to be text"),
-        ({"returns_in": -1}, "'returns_in' to be seconds"),
-        ({"returns_in": True}, "'returns_in' to be seconds"),
+        ({"ends": 1}, "ends: .*boolean"),
+        ({"class": 2}, "class: .*string"),
+        ({"class": None}, "class: .*string, got 'None'"),
+        ({"class": "x" * 65}, "class: .*at most 64 characters"),
+        ({"returns_in": -1}, "returns_in: .*greater than or equal to 0"),
+        ({"returns_in": True}, "returns_in: .*number"),
+        ({"returns_in": 10**400}, "returns_in: .*number"),
         ({"returns_in": 1, "ends": True}, "got both"),
     ],
 )
-def test_a_return_that_cannot_be_names_its_line(said: dict[str, object], complaint: str) -> None:
+def test_invalid_hints_in_a_trace_name_the_line(said: dict[str, object], complaint: str) -> None:
     with pytest.raises(TraceError, match=rf"line 2.*{complaint}"):
         list(parse_mooncake(iter([line(), line(**said)])))
 

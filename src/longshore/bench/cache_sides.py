@@ -1,11 +1,11 @@
-"""What the cache manager is measured against: vLLM's own CPU offloading manager, or an ordered dictionary without it.
+"""The sides of `longshore bench cache`: our manager, vLLM's CPU offloading manager, or else an ordered dictionary.
 
 Each rival is driven through the same four verbs, over the same keys in the same order:
 
-    match    is all of it here? protect it, count it as used, let go again
-    known    offer blocks that are all here already
-    store    take in blocks, evicting for room where there is none, and hear that they have arrived
-    slots    resolve the slots of a prompt that is here
+    match    look up a resident prompt, lease it, count it as used, release it
+    known    store blocks that are all resident
+    store    store blocks, with evictions if there is no room, until their copies have ended
+    slots    resolve the slots of a resident prompt
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from longshore.cache.eviction import DEFAULT_POLICY, Gittins
 from longshore.errors import BenchError
 
 _GROUP = bytes(4)
-"""vLLM's keys end with the KV cache group."""
+"""The end of vLLM's keys: the KV cache group."""
 
 
 class Rival(Protocol):
-    """Somebody else's manager of one tier."""
+    """Another manager of one tier."""
 
     name: str
 
@@ -44,17 +44,17 @@ class Rival(Protocol):
         """Look up, protect, touch, release."""
 
     def known(self, keys: Sequence[Key]) -> None:
-        """Offer what is stored already."""
+        """Store resident blocks."""
 
     def store(self, keys: Sequence[Key]) -> None:
-        """Take in what is new, and complete the store."""
+        """Store new blocks, and complete the store."""
 
     def slots(self, keys: Sequence[Key]) -> None:
-        """The slots of what is stored."""
+        """Resolve the slots of resident blocks."""
 
 
 class PlainLRU:
-    """The least that any manager does: one dictionary in order of use, and a list of free slots."""
+    """The minimum: one dictionary in order of use, and a list of free slots."""
 
     name = "an ordered dictionary, key by key"
 
@@ -75,7 +75,7 @@ class PlainLRU:
             self._slots.get(key)
 
     def store(self, keys: Sequence[Key]) -> None:
-        """Insert, evicting the oldest where nothing is free."""
+        """Insert, with eviction of the least recently used if no slot is free."""
         known, free = self._slots, self._free
         for key in keys:
             if not free:
@@ -97,7 +97,7 @@ class VllmManager:
         self.name = f"vLLM's {policy.upper()} manager"
 
     def match(self, keys: Sequence[Key]) -> None:
-        """Lookups until the first miss, a load that begins and ends, and a touch."""
+        """Lookups up to the first miss, a load from begin to end, and a touch."""
         manager, request, ours = self._manager, self._request(), [key + _GROUP for key in keys]
         hit = self._base.LookupResult.HIT
         found = 0
@@ -111,7 +111,7 @@ class VllmManager:
         manager.on_request_finished(request)
 
     def known(self, keys: Sequence[Key]) -> None:
-        """An offer of which nothing is taken."""
+        """A store of resident blocks, which stores nothing."""
         request = self._request()
         self._manager.prepare_store([key + _GROUP for key in keys], request)
         self._manager.on_request_finished(request)
@@ -121,12 +121,12 @@ class VllmManager:
         request, ours = self._request(), [key + _GROUP for key in keys]
         output = self._manager.prepare_store(ours, request)
         if output is None:
-            raise BenchError("vLLM's manager refused a store that the benchmark counts on")
+            raise BenchError("vLLM's manager refused a store; the benchmark needs all of them")
         self._manager.complete_store(output.keys_to_store, request)
         self._manager.on_request_finished(request)
 
     def slots(self, keys: Sequence[Key]) -> None:
-        """A load that begins and ends: its specification names the blocks."""
+        """A load from begin to end; its specification names the blocks."""
         request, ours = self._request(), [key + _GROUP for key in keys]
         self._manager.prepare_load(ours, request)
         self._manager.complete_load(ours, request)
@@ -138,13 +138,13 @@ class VllmManager:
 
 
 def makers_of_rivals() -> list[Callable[[int], Rival]]:
-    """How to make, for a number of slots, vLLM's two managers where it is installed; else the ordered dictionary."""
+    """Constructors, by number of slots, of vLLM's two managers if it is installed, else of the ordered dictionary."""
     if not has_vllm():
         return [PlainLRU]
     try:
         VllmManager(64, "lru")
     except (ImportError, AttributeError, TypeError) as error:
-        raise BenchError(f"vLLM is installed, but not a version whose manager is known here: {error}") from error
+        raise BenchError(f"the manager of the installed vLLM has another interface: {error}") from error
     return [partial(VllmManager, policy="lru"), partial(VllmManager, policy="arc")]
 
 
@@ -154,8 +154,8 @@ PIECE = 1024
 """Blocks that are stored at a time."""
 
 
-class TakesAll(Gittins):
-    """The default policy, which lets nothing pass: evictions are measured, and rivals take all blocks."""
+class AdmitsAll(Gittins):
+    """The default policy without admission, because evictions are measured and rivals admit all blocks."""
 
     def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False) -> tuple[int, int]:
         """As many as there is room for."""
@@ -163,7 +163,7 @@ class TakesAll(Gittins):
 
 
 class Policy:
-    """The default policy alone, over `slots` slots. Whatever it allocates is its own: keys are not kept."""
+    """The default policy alone, over `slots` slots. It keeps no keys, so that only its own memory is measured."""
 
     def __init__(self, slots: int) -> None:
         self._policy = DEFAULT_POLICY(slots, np.empty(0, object))
@@ -172,7 +172,7 @@ class Policy:
         self._turn = 0
 
     def store(self, keys: Sequence[Key]) -> None:
-        """A prompt becomes resident, which is a request; where there is no room, as many blocks are evicted."""
+        """Insert the blocks of one request, with evictions if there is no room."""
         policy, count = self._policy, len(keys)
         nodes, self._unused = list(self._unused[:count]), self._unused[count:]
         while len(nodes) < count:
@@ -191,17 +191,17 @@ class Ours:
     name = "longshore"
 
     def __init__(self, slots: int) -> None:
-        self.cache = TieredCache([TierSpec(HOST, slots, 1, TakesAll)], CacheSettings(max_writes=PIECE))
+        self.cache = TieredCache([TierSpec(HOST, slots, 1, AdmitsAll)], CacheSettings(max_writes=PIECE))
         self.longest = 0.0
 
     def match(self, keys: Sequence[Key]) -> None:
-        """Match, hold and release."""
+        """Look up and release."""
         lease = self._call(lambda: self.cache.lookup({0: GroupKeys(keys)}, 0.0)).lease
         if lease is not None:
             self._call(lambda: self.cache.release(lease))
 
     def known(self, keys: Sequence[Key]) -> None:
-        """A store of which nothing is taken."""
+        """A store of resident blocks, which stores nothing."""
         self._call(lambda: self.cache.store({0: GroupKeys(keys)}, {0: range(len(keys))}))
 
     def store(self, keys: Sequence[Key], first: int = 0, *, evicting: bool = False) -> None:
@@ -211,16 +211,18 @@ class Ours:
             store = partial(self.cache.store, {0: GroupKeys(path, start)}, {0: blocks})
             offload = (store() if evicting else self._call(store))[0]
             if offload.job is None or len(offload.slots) != len(blocks):
-                raise BenchError(f"{len(offload.slots)} of {len(blocks)} blocks were taken")
+                raise BenchError(
+                    f"{len(offload.slots)} of {len(blocks)} blocks were stored; the benchmark needs all of them"
+                )
             self._call(self.cache.take)
             result = TransferResult(offload.job, (Status.OK,) * len(blocks))
             self._call(partial(self.cache.apply, (result,), 0.0))
 
     def onboard(self, keys: Sequence[Key]) -> float:
-        """Order the loading of a resident prompt, and let it arrive; the seconds that the order took."""
+        """Load a resident prompt to the end; returns the seconds of the order alone."""
         lease = self.cache.lookup({0: GroupKeys(keys)}, 0.0).lease
         if lease is None:
-            raise BenchError("a resident prompt was not found")
+            raise BenchError("the lookup of a resident prompt missed")
         begun = time.thread_time()
         parts = self._call(partial(self.cache.load, lease, {0: range(len(keys))})).parts
         self.cache.take()
@@ -231,12 +233,12 @@ class Ours:
         return taken
 
     def lend(self, keys: Sequence[Key]) -> None:
-        """A load of a resident prompt whose bytes the host moves: the order, and its result."""
+        """A load without a lease, whose bytes the engine moves: the order, and its result."""
         (part,) = self.cache.load({0: GroupKeys(keys)}).parts
         self.cache.apply([TransferResult(part.job, (Status.OK,) * part.chunks)], 0.0)
 
     def prefer(self, keys: Sequence[Key]) -> None:
-        """A store of resident blocks that gives them a priority: before the first one no book knows of any."""
+        """A store of resident blocks with a priority; the first one allocates the structures of priorities."""
         path = GroupKeys(keys, retention=(Retention(0, None, 90),))
         self._call(partial(self.cache.store, {0: path}, {0: range(len(keys))}))
 
@@ -247,8 +249,8 @@ class Ours:
         return answer
 
 
-class Two(Ours):
-    """The same with a tier of as many slots below, into which everything is written through."""
+class TwoTiers(Ours):
+    """The same over a second tier of as many slots, with write-through."""
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
@@ -256,7 +258,7 @@ class Two(Ours):
         self.cache = TieredCache(tiers, CacheSettings(max_writes=PIECE, backup=WritePolicy.THROUGH))
 
     def store(self, keys: Sequence[Key], first: int = 0, *, evicting: bool = False) -> None:
-        """A store, and all that follows from it."""
+        """A store, and all copies that follow from it."""
         for start in range(first, len(keys), PIECE):
             path = keys[: start + PIECE]
             self.cache.store({0: GroupKeys(path, start)}, {0: range(len(path) - start)})
@@ -268,15 +270,15 @@ LONGEST = 8192
 
 
 class PromptSet:
-    """Prompts that share prefixes, `blocks` different keys in all: what both sides are filled with and asked for."""
+    """Prompts with shared prefixes and `blocks` distinct keys, the same for all sides."""
 
     def __init__(self, blocks: int, seed: int = 0) -> None:
         self._dice = random.Random(seed)  # noqa: S311 - keys to measure with, not to keep
         self.blocks = blocks
         self.prompts: list[list[Key]] = []
-        """Every prompt that is resident after the fill; each begins with a part of an earlier one, or afresh."""
+        """The prompts that fill the tier; each begins with a part of an earlier one, or is new."""
         self.shared: list[int] = []
-        """How many of its leading blocks a prompt shares with an earlier one."""
+        """For each prompt, the number of leading blocks shared with an earlier one."""
         left = blocks
         while left:
             prompt, shared = self._prompt()
@@ -287,7 +289,7 @@ class PromptSet:
         self.longest = max(self.prompts, key=len)
 
     def _prompt(self) -> tuple[list[Key], int]:
-        """A new prompt of 8 to 8,192 blocks (but at most a quarter of all), all sizes alike; how much it shares."""
+        """A prompt of 8 to 8,192 blocks, at most a quarter of all, log-uniform; and its shared blocks."""
         longest = max(8, min(LONGEST, self.blocks // 4))
         if not self.prompts:
             return self.fresh(longest), 0
@@ -298,11 +300,11 @@ class PromptSet:
         return [*elder[:shared], *self.fresh(length - shared)], shared
 
     def fresh(self, count: int) -> list[Key]:
-        """Keys that nobody has seen."""
+        """New keys."""
         return [self._dice.randbytes(32) for _ in range(count)]
 
     def sample(self, blocks: int) -> list[list[Key]]:
-        """Resident prompts of about so many blocks in all."""
+        """Resident prompts with about `blocks` blocks in total."""
         picked: list[list[Key]] = []
         while sum(map(len, picked)) < blocks:
             picked.append(self._dice.choice(self.prompts))
@@ -310,7 +312,7 @@ class PromptSet:
 
 
 def lengths(total: int) -> list[int]:
-    """Prompt lengths from 8 on, doubling, over and over until there are `total` blocks."""
+    """Prompt lengths 8, 16, ... `LONGEST`, repeated, with a sum of `total`."""
     lengths: list[int] = []
     length = 8
     while total:
@@ -325,14 +327,14 @@ _WARM_UP = 100 * _PROMPT
 
 
 class Filled(Protocol):
-    """What stores prompts, and makes room for them."""
+    """A side that stores prompts, with evictions."""
 
     def store(self, keys: Sequence[Key]) -> None:
-        """Store a prompt of which nothing is known."""
+        """Store a new prompt."""
 
 
 def bytes_per_block(make: Callable[[int], Filled], blocks: int, refills: int = 0) -> tuple[float, float]:
-    """What `make(blocks)` takes for each of `blocks` blocks; and what more after so many further fillings.
+    """Bytes that `make(blocks)` takes per block when filled, and bytes added by `refills` further fillings.
 
     `make` is called in another process, and must be picklable.
     """
@@ -345,7 +347,7 @@ def bytes_per_block(make: Callable[[int], Filled], blocks: int, refills: int = 0
         with here:
             filled, more = here.recv()
     except EOFError:
-        raise BenchError("the process that was to measure memory has ended") from None
+        raise BenchError("the process that measures memory has ended without a result") from None
     finally:
         process.join()
     return float(filled), float(more)
@@ -360,7 +362,7 @@ def _measure(answer: Connection, make: Callable[[int], Filled], blocks: int, ref
         gc.collect()
         return _anonymous_bytes()
 
-    warm = make(_WARM_UP)  # is kept: what it gave back would be taken again, unseen
+    warm = make(_WARM_UP)  # kept alive, so that its memory is not reused
     before = fill(warm, _WARM_UP)
     side = make(blocks)
     filled = fill(side, blocks)

@@ -1,4 +1,4 @@
-"""`longshore bench copy --calibrate`: which way of copying is the fastest on the GPU at hand, measured and kept."""
+"""`longshore bench copy --calibrate`: measures the ways of copying on this GPU, and saves the calibration."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.streams import CopyShape, Way
 
 LOADS = (1 << 20, 32 << 20)
-"""Bytes of the loads that a table is made for: a short job, and a full batch."""
+"""Bytes of the transfers in the table: a short job, and a full batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """What was measured, and where it is kept."""
+    """A calibration, and the path of its file."""
 
     calibration: Calibration
     path: Path
 
     def as_json(self) -> dict[str, object]:
-        """What `--json` prints: the calibration, its path, and for each load which way pages of each size go."""
+        """The output of `--json`: the calibration, its path, and the chosen ways by direction and sizes."""
         chosen = [
             {
                 "direction": line.direction,
@@ -39,7 +39,7 @@ class Calibrated:
         return {**self.calibration.as_json(), "path": str(self.path), "chosen": chosen}
 
     def lines(self) -> Iterator[CalibrationRow]:
-        """For each direction, load and size of page, what each way is expected to do."""
+        """The expected rate of each way, by direction, size of transfer and of page."""
         for into, ways in self.calibration.curves.items():
             sizes = sorted({sample.page_bytes for samples in ways.values() for sample in samples})
             for nbytes in LOADS:
@@ -55,7 +55,7 @@ class Calibrated:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRow:
-    """Scattered pages of one size: GB/s by each way, and the way that is chosen."""
+    """GB/s of each way for scattered pages of one size, and the chosen way."""
 
     direction: str
     page_bytes: int
@@ -71,8 +71,8 @@ def run(device: CudaDevice | None = None, effort: Effort = THOROUGH) -> Calibrat
 
 
 def _current() -> CudaDevice:
-    import torch  # noqa: PLC0415 - to say what is missing before anything is asked of it
+    import torch  # noqa: PLC0415 - slow to import
 
     if not torch.cuda.is_available():
-        raise BenchError("expected a CUDA GPU to calibrate, found none that torch sees")
+        raise BenchError("expected a CUDA GPU to calibrate: torch finds none")
     return CudaDevice("cuda")

@@ -1,8 +1,8 @@
 """`longshore bench copy`: device pages into block images, and back.
 
-The transfer engine moves one job; each page of a block lies in a tensor of its own, blocks and slots are in random
-order, so no two pages are adjacent on both sides. The reference is one `memmove` of as many bytes, by as many threads
-as the engine has for a direction: one. Ids, plan, threads and result are in our figure, nothing but bytes in the other.
+The transfer engine moves one job. Each page of a block is in a tensor of its own, and blocks and slots are in random
+order, so no two pages are adjacent on both sides. The reference is one `memmove` of as many bytes on one thread,
+because the engine has one thread per direction. Our figure includes ids, plan, threads and result.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 
-from longshore.bench.harness import Case, chosen, compare, rate
+from longshore.bench.harness import ByteTensor, Case, chosen, compare, rate
 from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slabs, Slot, Status, Transfer
 from longshore.config import parse_size
 from longshore.errors import BenchError
@@ -30,7 +30,7 @@ NAMES = tuple(f"{name}/{size}" for size in SIZES for name in ROUTES)
 REFERENCES = 16
 
 COPIES = 3
-"""Of the bytes that are moved, in memory at a time: pages, images, and what the reference copies into."""
+"""Copies of the data in memory at a time: pages, images, and the destination of the reference."""
 
 
 def run(*, total_bytes: int = 256 << 20, repeats: int = 9, only: Sequence[str] = ()) -> Iterator[Case]:
@@ -59,9 +59,10 @@ class PageSet:
         chooser = random.Random(0)  # noqa: S311 - no secret
         self.blocks = tuple(chooser.sample(range(blocks), blocks))
         self.slots = chooser.sample(range(blocks), blocks)
-        self.tensors = [ArenaTensor(blocks * page_bytes) for _ in range(REFERENCES)]
+        self.pages = [Arena(blocks * page_bytes) for _ in range(REFERENCES)]
+        tensors = [ByteTensor(arena.address, arena.nbytes) for arena in self.pages]
         refs = tuple(PageRef(index, 0, page_bytes, page_bytes) for index in range(REFERENCES))
-        self._layout = KVLayout((KVGroup("kv", 16, 1, refs),), self.tensors, blocks)
+        self._layout = KVLayout((KVGroup("kv", 16, 1, refs),), tensors, blocks)
         self.arena = Arena(blocks * self._layout.image_bytes)
         self._plain = Arena(self.nbytes)
         host = HostTier(self.arena, Slabs.of_one_size(self._layout.image_bytes, blocks))
@@ -69,7 +70,7 @@ class PageSet:
         self._job = 0
 
     def move(self, route: Route) -> float:
-        """Move every block along `route`; the seconds from `submit` to the result."""
+        """Move every block along `route`; returns the seconds from `submit` to the result."""
         self._job += 1
         items = []
         for slot in self.slots:
@@ -87,44 +88,13 @@ class PageSet:
         return seconds
 
     def memmove(self) -> float:
-        """Move as many bytes in one piece."""
+        """Copy as many bytes in one piece; returns seconds."""
         begun = time.perf_counter()
         ctypes.memmove(self._plain.address, self.arena.address, self.nbytes)
         return time.perf_counter() - begun
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._engine.close()
-        for arena in (self.arena, self._plain, *(tensor.arena for tensor in self.tensors)):
+        for arena in (self.arena, self._plain, *self.pages):
             arena.close()
-
-
-class ArenaTensor:
-    """Bytes on huge pages where the system has them, as a tensor as far as a layout asks."""
-
-    dtype = "uint8"
-    device = "cpu"
-
-    def __init__(self, nbytes: int) -> None:
-        self.arena = Arena(nbytes)
-        self.shape = (nbytes,)
-
-    def data_ptr(self) -> int:
-        """Address of the first byte."""
-        return self.arena.address
-
-    def nbytes(self) -> int:
-        """Bytes of the storage."""
-        return self.arena.nbytes
-
-    def element_size(self) -> int:
-        """One."""
-        return 1
-
-    def stride(self) -> tuple[int, ...]:
-        """One."""
-        return (1,)
-
-    def untyped_storage(self) -> ArenaTensor:
-        """Itself."""
-        return self

@@ -1,7 +1,7 @@
-"""What a benchmark reports, and how it measures: ours and the reference in turn, medians of both.
+"""Measurements and their reports: our side and the reference run in turn, and the median of each counts.
 
-repeat 0     repeat 1     repeat 2                 machines are noisy: what disturbs one side
-ours ref     ref ours     ours ref    ...          for a while disturbs the other one too
+repeat 0     repeat 1     repeat 2                 temporary load on the machine
+ours ref     ref ours     ours ref    ...          affects both sides alike
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _RAM_DISKS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 
 def has_vllm() -> bool:
-    """Whether vLLM is installed: a directory of that name is no package."""
+    """Whether vLLM is installed; a directory of that name does not count."""
     found = find_spec("vllm")
     return found is not None and found.origin is not None
 
 
 def machine_facts() -> dict[str, object]:
-    """CPU, cores this process may use, memory in bytes, kernel, versions; torch only where something imported it."""
+    """CPU, cores this process may use, memory in bytes, kernel, versions; torch only if it has been imported."""
     facts: dict[str, object] = {
         "cpu": _field(Path("/proc/cpuinfo"), "model name") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -50,19 +50,19 @@ def file_system_of(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     """Type of the file system that `path` is on, for instance `ext4`."""
     device = path.stat().st_dev
     found = ""
-    # Several may be mounted one over the other: the last one is what is seen. The device number settles which it is.
+    # Of several file systems mounted at one place the last one is visible; the device number identifies it.
     for line in mounts.read_text().splitlines():
         _, where, kind, *_ = line.split(" ")
         try:
             if Path(_unescaped(where)).stat().st_dev == device:
                 found = kind
         except OSError:
-            continue  # a mount point that this user may not look at
+            continue  # a mount point that this user may not read
     return found or "unknown"
 
 
 def check_disk(path: Path, *, allow_ram_disk: bool) -> dict[str, object]:
-    """What is to be said about the file system of `path`; `BenchError` when it is memory and that was not asked for."""
+    """Marks of the report for the file system of `path`; raises `BenchError` for a RAM disk unless it is allowed."""
     kind = file_system_of(path)
     if kind not in _RAM_DISKS:
         return {"file_system": kind}
@@ -72,11 +72,11 @@ def check_disk(path: Path, *, allow_ram_disk: bool) -> dict[str, object]:
 
 
 def check_direct(path: Path, *, direct: bool, allow_page_cache: bool) -> dict[str, object]:
-    """What is to be said when files under `path` are not read by direct I/O; `BenchError` unless that was asked for."""
+    """Marks of the report for I/O through the page cache; raises `BenchError` unless it is allowed."""
     if direct:
         return {}
     if not allow_page_cache:
-        raise BenchError(f"{path} has no direct I/O: expected it, or --allow-page-cache to measure through the cache")
+        raise BenchError(f"{path} has no direct I/O: expected it, or --allow-page-cache to measure the page cache")
     return {"page_cache": True}
 
 
@@ -101,9 +101,9 @@ class Case:
         name: For instance `plan/10240/4`.
         value: The figure, in `unit`.
         unit: For instance `us` or `GB/s`.
-        reference: What it is compared with, in a few words.
+        reference: What it is compared with, as text.
         reference_value: The reference's figure, in `unit`, taken in the same run.
-        ratio: How many times better than the reference, or what share of it; higher is better.
+        ratio: Our figure relative to the reference; higher is better.
     """
 
     name: str
@@ -127,7 +127,7 @@ class Report:
 
 
 class Seconds(NamedTuple):
-    """Medians of what two sides took."""
+    """Median seconds of both sides."""
 
     ours: float
     reference: float
@@ -139,7 +139,7 @@ def compare(ours: Callable[[], float], reference: Callable[[], float], *, repeat
 
 
 def medians(sides: Sequence[Callable[[], float]], *, repeats: int, warm_ups: int = 1) -> list[float]:
-    """Medians of `repeats` measurements of each side; who goes first changes with every repeat."""
+    """Medians of `repeats` measurements of each side; the order of sides changes with every repeat."""
     if repeats <= 0:
         raise BenchError(f"a benchmark needs at least one repeat, got {repeats}")
     taken: list[list[float]] = [[] for _ in sides]
@@ -153,7 +153,7 @@ def medians(sides: Sequence[Callable[[], float]], *, repeats: int, warm_ups: int
 
 
 def timed(call: Callable[[], object], loops: int = 1) -> Callable[[], float]:
-    """`call` as something that returns the mean seconds of `loops` runs of it."""
+    """A function that runs `call` `loops` times and returns the mean seconds."""
 
     def run() -> float:
         begun = time.perf_counter()
@@ -165,29 +165,60 @@ def timed(call: Callable[[], object], loops: int = 1) -> Callable[[], float]:
 
 
 def loops_within(call: Callable[[], object], seconds: float = 1e-3) -> int:
-    """How often `call` runs in about `seconds`, at least once.
+    """Number of calls that take about `seconds`, at least one.
 
-    Short measurements fit between two interruptions by whatever else the machine does, long ones never do: sides that
-    differ much in speed must be measured for the same time, not for the same number of calls.
+    Sides of different speed are measured for the same time, not for the same number of calls, because other load on the
+    machine interrupts long measurements more often.
     """
     call()
     return max(1, round(seconds / timed(call)()))
 
 
 def duration(name: str, taken: Seconds, reference: str) -> Case:
-    """A case in microseconds; less is better, so `ratio` is the reference's by ours."""
+    """A case in microseconds; lower is better, and `ratio` is the reference divided by ours."""
     return Case(name, taken.ours * 1e6, "us", reference, taken.reference * 1e6, taken.reference / taken.ours)
 
 
 def rate(name: str, taken: Seconds, reference: str, nbytes: int) -> Case:
-    """A case in GB/s for `nbytes` that both sides moved; `ratio` is the share of the reference's rate."""
+    """A case in GB/s for `nbytes` that both sides moved; `ratio` is ours divided by the reference."""
     ours, other = nbytes / taken.ours / 1e9, nbytes / taken.reference / 1e9
     return Case(name, ours, "GB/s", reference, other, ours / other)
 
 
 def chosen(names: Sequence[str], only: Sequence[str]) -> list[str]:
-    """Those of `names` that `only` asks for, in their order; all when it asks for none."""
+    """The `names` that are in `only`, in order; all if `only` is empty. Raises `BenchError` for an unknown name."""
     unknown = sorted(set(only) - set(names))
     if unknown:
         raise BenchError(f"no case {', '.join(unknown)}; there are {', '.join(names)}")
     return [name for name in names if not only or name in only]
+
+
+class ByteTensor:
+    """A tensor of `nbytes` bytes at `address`, with the attributes that a layout reads; it does not own the memory."""
+
+    dtype = "uint8"
+    device = "cpu"
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.shape = (nbytes,)
+        self._address, self._nbytes = address, nbytes
+
+    def data_ptr(self) -> int:
+        """Address of the first byte."""
+        return self._address
+
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return self._nbytes
+
+    def element_size(self) -> int:
+        """One."""
+        return 1
+
+    def stride(self) -> tuple[int, ...]:
+        """One."""
+        return (1,)
+
+    def untyped_storage(self) -> ByteTensor:
+        """Itself."""
+        return self

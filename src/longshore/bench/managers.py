@@ -1,22 +1,22 @@
 """The cache manager's own time and memory, at a given number of tracked blocks.
 
-    match    match, hold and release                       ns per block, over prompts of 8 to 8,192 blocks
-    commit   offer blocks that the tier has already        ns per block
-    offload  offload into free slots: commit to arrival    ns per block
-    evict    offload into a full tier                      ns per block
-    below    the same over another full tier, which takes a copy of each, and gives up one      ns per block
-    prompt   match and hold one resident prompt            us, of up to 8,192 blocks
-    slots    have its slots read by the host, to the end   us
-    onboard  pin it, and order its transfer                us
+    match    lookup with a lease, and its release          ns per block, over prompts of 8 to 8,192 blocks
+    commit   store blocks that the tier has already        ns per block
+    offload  store into free slots, until the copies end    ns per block
+    evict    store into a full tier                        ns per block
+    below    the same over another full tier, which stores a copy of each and evicts one        ns per block
+    prompt   lookup of one resident prompt                 us, of up to 8,192 blocks
+    slots    resolve its slots, and end the load           us
+    onboard  lease it, and order its transfer              us
     hash     keys of 131,072 tokens                        ms
     memory   bytes per tracked block, key and policy       bytes
     policy   the eviction policy alone: bytes per resident block                               bytes
-    ghosts   and bytes per block for those that were evicted (0 without a ghost list)          bytes
+    ghosts   bytes per block for evicted ones (0 without a ghost list)                         bytes
     pause    longest single call outside eviction          ms
 
 Ours and the rivals (`longshore.bench.cache_sides`) see the same keys in the same order, in turn; the reference is the
-fastest of them. All is measured in processor time of the calling thread: nothing here waits, so garbage collection and
-page faults count, and a busy machine does not.
+fastest of them. Times are processor times of the calling thread. They include garbage collection and page faults, and
+exclude waiting on a busy machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from longshore.bench.cache_sides import Ours, Policy, PromptSet, Rival, Two, bytes_per_block, lengths, makers_of_rivals
+from longshore.bench.cache_sides import (
+    Ours,
+    Policy,
+    PromptSet,
+    Rival,
+    TwoTiers,
+    bytes_per_block,
+    lengths,
+    makers_of_rivals,
+)
 from longshore.bench.harness import Case, chosen, compare
 from longshore.boundary import Key
 from longshore.cache import GroupKeys
@@ -37,16 +46,16 @@ from longshore.errors import BenchError
 from longshore.keys import Scope, chain
 
 LEAST = 64
-"""Tracked blocks."""
+"""Least number of tracked blocks."""
 
 BYTES_PER_BLOCK = 1 << 11
-"""Of memory, for keys, our side and the others, all that `run` has of them at a time."""
+"""Upper bound of the memory per block that `run` takes at a time, for keys and all sides."""
 
 _TOKENS = 131_072
 _BLOCK = 16
 _PREFERRED = 64
 _REFILLS = 7
-"""After so many further fillings the ghost list of the default policy is full."""
+"""Number of further fillings after which the ghost list of the default policy is full."""
 
 _BOUNDS = {"policy": 20.0, "ghosts": 60.0}
 """Bytes per block that the default policy may take."""
@@ -125,7 +134,7 @@ def _fill(ours: Ours, others: Sequence[Rival], load: PromptSet) -> tuple[float, 
                 other.store(prompt[first:])
         taken.append(time.thread_time() - begun)
         gc.collect()
-        gc.freeze()  # nobody shall pay for walking over what another one keeps
+        gc.freeze()  # so that no side is charged for the objects of another
     return taken[0], [(seconds, other.name) for seconds, other in zip(taken[1:], others, strict=True)]
 
 
@@ -140,15 +149,15 @@ def _commit(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, rep
 
 
 def _below(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
-    """Fresh prompts into a full tier over a full tier."""
-    two = Two(size)
+    """New prompts into a full tier over a full tier."""
+    two = TwoTiers(size)
     for prompt, first in zip(load.prompts, load.shared, strict=True):
         two.store(prompt, first)
     return _evict(size, two, others, load, repeats, "below")
 
 
 def _evict(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int, name: str = "evict") -> Case:
-    """Fresh prompts into a full tier, sides in turn: as many blocks each time, at most a quarter of the tier."""
+    """New prompts into a full tier, sides in turn: equally many blocks each time, at most a quarter of the tier."""
     batches = [[load.fresh(n) for n in lengths(min(size // 4, 30_000))] for _ in range(repeats)]
     total = sum(map(len, batches[0]))
     sides: list[Callable[[Sequence[Key]], None]] = [
@@ -194,7 +203,7 @@ def _onboard(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, re
 
 
 def _pause(size: int, load: PromptSet) -> Case:
-    """The longest call of a life without eviction, a first priority included, with nobody else's objects in memory."""
+    """The longest call without evictions, including a first priority, without other sides in memory."""
     ours = Ours(size)
     _fill(ours, [], load)
     for prompt in load.sample(2 * size):
@@ -208,7 +217,7 @@ def _pause(size: int, load: PromptSet) -> Case:
 
 
 def _memory(size: int) -> Case:
-    """What a tier takes that has been filled, its keys included."""
+    """Memory of a full tier, including its keys."""
     filled = max(0.0, bytes_per_block(Ours, size)[0])
     rivals = {make(64).name: max(0.0, bytes_per_block(make, size)[0]) for make in makers_of_rivals()}
     best = min(rivals, key=rivals.__getitem__)
@@ -268,7 +277,7 @@ def _times(verb: Callable[[Sequence[Key]], None], keys: Sequence[Key], repeats: 
 
 
 def _timed(call: Callable[[], object]) -> Callable[[], float]:
-    """`call` as something that returns the processor seconds of one run of it."""
+    """A function that runs `call` and returns its processor seconds."""
 
     def run() -> float:
         begun = time.thread_time()

@@ -1,10 +1,10 @@
 """`longshore bench plan`: from a transfer's ids to arrays of addresses and sizes.
 
-Both sides get what a worker of vLLM's is given, the ids of device blocks and of host chunks as int32 arrays, and fill
-three arrays of the same addresses and sizes. Ours checks every id and merges runs. The reference goes through the
-layout's references one by one, whole-array arithmetic in each; it checks nothing and merges nothing. It is vLLM's own
-code where vLLM is installed, else the same steps written here. Blocks and slots are scattered, so that next to nothing
-merges, which is the most to describe.
+Both sides get the input of a worker of vLLM, the ids of device blocks and of host chunks as int32 arrays, and fill
+three arrays with the same addresses and sizes. Ours checks every id and merges runs. The reference processes the
+layout's references one by one, with whole-array arithmetic in each; it checks and merges nothing. It is vLLM's own code
+if vLLM is installed, else the same steps written here. Blocks and slots are scattered, so that few runs merge: the
+worst case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from longshore.bench.harness import Case, Seconds, chosen, compare, duration, loops_within, timed
+from longshore.bench.harness import ByteTensor, Case, Seconds, chosen, compare, duration, loops_within, timed
 from longshore.boundary import HOST, Section
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer.plan import Pieces, Planner
@@ -31,11 +31,11 @@ I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 
 _PAGE_BYTES = 1024
-_SPARE = 4  # times as many blocks and slots as one transfer names, to scatter them over
+_SPARE = 4  # blocks and slots per block and slot of the transfer, so that they are scattered
 
 
 class TransferShape(NamedTuple):
-    """What one case plans."""
+    """Size of the transfer of one case."""
 
     references: int
     blocks: int
@@ -64,17 +64,19 @@ def run(*, repeats: int = 41, only: Sequence[str] = ()) -> Iterator[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Ids of one transfer from the device to the host, and the layout they are of.
+    """One transfer from the device to the host, and its layout.
 
     Attributes:
         layout: One group, each reference in a tensor of its own.
+        pages: The memory of these tensors, shape `(blocks, bytes)` each; described only, and takes no room.
         blocks: Device blocks, shape `(blocks,)`.
         slots: Host chunks, shape `(chunks,)`; chunk `i` is at byte `i * layout.image_bytes` of `host`.
-        host: The host memory; like the layout's tensors it is described only, and takes no room.
+        host: The host memory; also described only.
         host_address: Where it starts.
     """
 
     layout: KVLayout
+    pages: tuple[npt.NDArray[np.int8], ...]
     blocks: I32
     slots: I32
     host: npt.NDArray[np.int8]
@@ -85,13 +87,15 @@ class Work:
         """Scattered blocks and slots; the last chunk is partial where the blocks do not fill it."""
         chooser = random.Random(seed)  # noqa: S311 - no secret
         num_blocks = shape.blocks * _SPARE
-        tensors = [_Untouched(num_blocks * _PAGE_BYTES) for _ in range(shape.references)]
+        pages = tuple(np.empty((num_blocks, _PAGE_BYTES), np.int8) for _ in range(shape.references))
+        tensors = [ByteTensor(_address(rows), rows.nbytes) for rows in pages]
         refs = tuple(PageRef(index, 0, _PAGE_BYTES, _PAGE_BYTES) for index in range(shape.references))
         layout = KVLayout((KVGroup("kv", 16, shape.blocks_per_chunk, refs),), tensors, num_blocks)
         chunks = -(-shape.blocks // shape.blocks_per_chunk)
         host = np.empty(chunks * _SPARE * layout.image_bytes, dtype=np.int8)
         return cls(
             layout,
+            pages,
             np.array(chooser.sample(range(num_blocks), shape.blocks), dtype=np.int32),
             np.array(chooser.sample(range(chunks * _SPARE), chunks), dtype=np.int32),
             host,
@@ -119,7 +123,7 @@ def ours(work: Work, planner: Planner) -> Pieces:
 
 
 class PlannedCopies(NamedTuple):
-    """What the reference makes: int64 arrays of one shape `(descriptors,)`, filled anew by each call."""
+    """Output of the reference: int64 arrays of shape `(descriptors,)`, filled by each call."""
 
     source: I64
     destination: I64
@@ -127,13 +131,13 @@ class PlannedCopies(NamedTuple):
 
     @classmethod
     def of(cls, work: Work) -> PlannedCopies:
-        """Room for the descriptors of `work`."""
+        """Empty arrays for the descriptors of `work`."""
         total = len(work.blocks) * len(work.layout.groups[0].refs)
         return cls(*(np.empty(total, dtype=np.int64) for _ in range(3)))
 
 
 def baseline(work: Work) -> Callable[[], PlannedCopies]:
-    """The steps of vLLM's planning, for each reference: both tensors asked, ids widened, addresses, sizes."""
+    """The steps of vLLM's planning, for each reference: read both tensors, widen ids, compute addresses and sizes."""
     device, host = _rows(work)
     per_chunk = work.layout.groups[0].blocks_per_chunk
     made = PlannedCopies.of(work)
@@ -163,9 +167,9 @@ def _fill(out: I64, rows: _RowTensor, ids: I32, per_row: int) -> None:
 
 
 def vllm(work: Work) -> tuple[Callable[[], PlannedCopies], str] | None:
-    """vLLM's own planning, and its name; `None` where it is not installed, or has other functions than 0.32 has.
+    """vLLM's own planning, and its name; `None` if vLLM is not installed, or has other functions than version 0.32.
 
-    Of `transfer_async` what comes before the copies: its pooled arrays, and its filling of them for each group.
+    This is the part of `transfer_async` before the copies: it fills pooled arrays for each group.
     """
     try:
         from vllm import __version__ as version  # noqa: PLC0415
@@ -208,21 +212,18 @@ def vllm(work: Work) -> tuple[Callable[[], PlannedCopies], str] | None:
 
 
 def _rows(work: Work) -> tuple[Sequence[_RowTensor], Sequence[_RowTensor]]:
-    """The device's pages and the host's, a tensor of rows for each reference."""
+    """Pages of device and host, as a tensor of rows for each reference."""
     group, table = work.layout.groups[0], work.layout.table(0)
     images = work.host.reshape(-1, work.layout.image_bytes)
-    device = [
-        tensor.memory.reshape(work.layout.num_blocks, -1) for tensor in cast("list[_Untouched]", work.layout.tensors)
-    ]
     host = [
         images[:, place : place + ref.page_bytes * group.blocks_per_chunk]
         for place, ref in zip(table.image.tolist(), group.refs, strict=True)
     ]
-    return [_tensor(rows) for rows in device], [_tensor(rows) for rows in host]
+    return [_tensor(rows) for rows in work.pages], [_tensor(rows) for rows in host]
 
 
 class _RowTensor(Protocol):
-    """What a planner asks of a tensor of rows of bytes."""
+    """The attributes that a planner reads of a tensor of rows."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -233,7 +234,7 @@ class _RowTensor(Protocol):
 
 
 def _tensor(rows: npt.NDArray[np.int8]) -> _RowTensor:
-    """`rows` as vLLM has them, as torch's; as a stand-in that is asked in the same way where there is no torch."""
+    """`rows` as a tensor of torch, as in vLLM; without torch, an object with the same methods."""
     try:
         return cast("_RowTensor", importlib.import_module("torch").from_numpy(rows))
     except ImportError:
@@ -251,32 +252,6 @@ class _StandIn:
 
     def stride(self, axis: int) -> int:
         return self._strides[axis]
-
-
-class _Untouched:
-    """Device memory that is only described, and takes no room: a tensor of bytes, as far as a layout asks."""
-
-    dtype = "int8"
-    device = "cpu"
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = np.empty(nbytes, dtype=np.int8)
-        self.shape = (nbytes,)
-
-    def data_ptr(self) -> int:
-        return _address(self.memory)
-
-    def nbytes(self) -> int:
-        return self.memory.nbytes
-
-    def element_size(self) -> int:
-        return 1
-
-    def stride(self) -> tuple[int, ...]:
-        return (1,)
-
-    def untyped_storage(self) -> _Untouched:
-        return self
 
 
 def _address(array: npt.NDArray[np.int8]) -> int:

@@ -1,9 +1,9 @@
-"""`longshore bench prefill`: how many operations a second a model's prefill reaches on the machine at hand.
+"""`longshore bench prefill`: operations per second of a model's prefill on this machine.
 
     prompt of n tokens ──► forward pass, cache kept ──► first logits        operations as `longshore replay` counts them
 
-The model has the shape of a `config.json` and random weights, which take as long to multiply. The reference is one
-large matrix product in the same numbers, run in turn with it: what the machine can do at most.
+The model has the shape of a `config.json`, and random weights, which do not change the time. The reference is one large
+matrix product in the same dtype, in turn with the model: the most that the machine can do.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ def run(model: Path, *, tokens: Sequence[int], device: str = "cpu", repeats: int
     """A case `prefill/TOKENS` for each length of prompt, in TFLOPS.
 
     Args:
-        model: A `config.json`, or a directory that has one.
+        model: A `config.json`, or a directory with one.
         tokens: Lengths of prompts.
         device: `cpu`, in 32-bit numbers, or `cuda`, in those of the configuration.
         repeats: Measurements of each side.
 
     Raises:
-        BenchError: There is no such device, or transformers makes no causal model of the configuration.
-        TraceError: The configuration is none.
+        BenchError: There is no such device, or transformers cannot make a causal model from the configuration.
+        TraceError: The configuration is invalid.
     """
     if device == "cuda" and not torch.cuda.is_available():
-        raise BenchError("expected a CUDA GPU, found none that torch sees")
+        raise BenchError("--device cuda: torch finds no CUDA device")
     geometry = geometry_of(str(model))
     with torch.inference_mode():
         try:
             config = AutoConfig.from_pretrained(model, local_files_only=True)
             forward = _model(config, device)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise BenchError(f"{model}: transformers makes no model of it: {error}") from error
+            raise BenchError(
+                f"{model}: transformers cannot make a causal model of this configuration: {error}"
+            ) from error
         product = _product(device, next(iter(forward.parameters())).dtype)
         for count in tokens:
             prompt = torch.randint(8, config.vocab_size, (1, count), device=device)
@@ -57,7 +59,7 @@ def run(model: Path, *, tokens: Sequence[int], device: str = "cpu", repeats: int
 
 
 def memory_of(model: Path, tokens: int) -> float:
-    """Bytes that a prefill of `tokens` takes on the CPU, about: weights, KV cache, activations, in 32 bits."""
+    """Approximate bytes of a prefill of `tokens` on the CPU: weights, KV cache and activations in 32 bits."""
     geometry = geometry_of(str(model))
     return 4 * geometry.parameters + tokens * (4 * geometry.kv_bytes_per_token + 4 * geometry.attention_width)
 
@@ -74,7 +76,7 @@ def _product(device: str, dtype: torch.dtype) -> Callable[[], object]:
 
 
 def _timed(call: Callable[[], object], device: str) -> Callable[[], float]:
-    """`call` as something that says how long it took, on the device too."""
+    """A function that runs `call` to its end on the device, and returns seconds."""
 
     def seconds() -> float:
         begun = time.perf_counter()

@@ -2,13 +2,13 @@
 
     ◄─ {"model": DIRECTORY, ...}                 arguments of `vllm.LLM`
     ─► {"vocabulary": 32000, "longest": 4096}
-    ◄─ ["ask", [[TOKENS], ...], ANSWER]          prompts that are asked at once, tokens of each answer
+    ◄─ ["ask", [[TOKENS], ...], ANSWER]          prompts that are sent together, tokens of each answer
     ─► {"seconds": ..., "cpu_seconds": ..., "settle_seconds": ..., "loaded": {"host": 0, ...},
         "answers": [{"ttft": ..., "tokens": [...], "cached": 96}, ...]}
 
-`seconds` is until the last answer is complete; after that the engine works until all that it stores is stored. Tiers
-have given the tokens `loaded` since the start; `cached` are those of a prompt that were not computed. It ends with its
-input.
+`seconds` is the time to the last complete answer, `settle_seconds` the time from then until all blocks are stored.
+`loaded` counts the tokens loaded from each tier since the start, `cached` the tokens of a prompt that were not
+computed. The process ends at the end of its input.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _PATIENCE = 60.0
 
 
 class Engine:
-    """vLLM, asked for tokens alone."""
+    """vLLM without a tokenizer."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        from vllm import LLM  # noqa: PLC0415 - what is to be measured, and nothing else needs it
+        from vllm import LLM  # noqa: PLC0415 - only this process needs it
 
         self._llm = LLM(**options)
         self._core = self._llm.llm_engine.engine_core
         self._names = count()
 
     def facts(self) -> dict[str, int]:
-        """What prompts must keep to."""
+        """Limits of prompts: size of the vocabulary, and largest length."""
         config = self._llm.llm_engine.model_config
         return {"vocabulary": config.get_vocab_size(), "longest": config.max_model_len}
 
     def ask(self, prompts: list[list[int]], answer: int) -> dict[str, Any]:
-        """Ask `prompts` at once, for `answer` tokens each."""
+        """Send `prompts` together, for `answer` tokens each."""
         from vllm import SamplingParams  # noqa: PLC0415
 
         engine = self._llm.llm_engine
@@ -67,13 +67,13 @@ class Engine:
         }
 
     def close(self) -> None:
-        """End it as an operator would: what it has stored is there for the next one."""
+        """Shut down regularly, so that stored blocks are there for the next engine."""
         self._core.shutdown()
 
     def _settle(self) -> None:
-        """Work until nothing is being stored any more."""
+        """Run until all stores have ended."""
         deadline = time.perf_counter() + _PATIENCE
-        if not hasattr(self._core, "engine_core"):  # a process of its own, which works by itself
+        if not hasattr(self._core, "engine_core"):  # in a process of its own, which runs by itself
             _wait_until_idle(deadline)
             return
         while self._scheduler.has_requests() and time.perf_counter() < deadline:
@@ -82,7 +82,7 @@ class Engine:
             self._manager.flush(_PATIENCE)
 
     def _loaded(self) -> dict[str, int]:
-        """Tokens by the tier that they were loaded from; nothing without tiers, or where vLLM has its own process."""
+        """Loaded tokens by tier; empty without tiers, or if vLLM runs in a process of its own."""
         if not hasattr(self._core, "engine_core"):
             return {}
         return {} if self._manager is None else dict(self._manager.loaded_tokens)
@@ -93,13 +93,13 @@ class Engine:
 
     @property
     def _manager(self) -> Any:
-        """Longshore's part of the scheduler, if it is there."""
+        """Longshore's manager in the scheduler, if there is one."""
         connector = self._scheduler.connector
         return None if connector is None else connector.connector_scheduler.manager
 
 
 def _wait_until_idle(deadline: float) -> None:
-    """Return when all processes together have used less than a tenth of a core for half a second."""
+    """Return when all processes together used less than a tenth of a core for half a second."""
     before = _cpu_seconds()
     while time.perf_counter() < deadline:
         time.sleep(0.5)
@@ -109,7 +109,7 @@ def _wait_until_idle(deadline: float) -> None:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and its children, a tier host among them."""
+    """CPU time of this process and its children, including a tier host."""
     import psutil  # type: ignore[import-untyped]  # noqa: PLC0415 - vLLM has it
 
     me = psutil.Process()
@@ -118,9 +118,9 @@ def _cpu_seconds() -> float:
 
 
 def main() -> None:
-    """Serve the one at the other end of the pipe."""
+    """Serve the process at the other end of the pipe."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what vLLM prints is no answer
+    os.dup2(2, 1)  # output of vLLM is not an answer
     engine = Engine(json.loads(sys.stdin.readline()))
     print(json.dumps(engine.facts()), file=answers)
     for line in sys.stdin:

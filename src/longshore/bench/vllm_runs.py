@@ -1,8 +1,8 @@
-"""The two sides of an A/B under vLLM: an engine with Longshore and one without, each in a process of its own.
+"""`longshore bench vllm`: an engine with Longshore beside one without, each in a process of its own.
 
-Arm              one engine, asked by lines of JSON (`vllm_engine`)
-Both             the two of them, asked the same in turns
-ReturnedTurns    what prompts that came back took on either side, and how much of them was not computed
+EngineProcess    one engine, driven by lines of JSON (`vllm_engine`)
+EnginePair       both of them, which get the same prompts in turn
+ReturnedTurns    time to first token of prompts that return, and the share of their tokens that was not computed
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,6 @@ from typing import Any, Self
 from longshore.bench.harness import Case, has_vllm
 from longshore.engines.kv_transfer import kv_transfer
 from longshore.errors import BenchError
-from longshore.tiers.file.audit import Audit, inspect
 from longshore.trace.parsing import TraceRequest
 from longshore.trace.readers import TRACE_BLOCK_TOKENS, read_trace
 from longshore.trace.workload import FIRST_TOKEN, tokens_of
@@ -32,18 +31,18 @@ from longshore.trace.workload import FIRST_TOKEN, tokens_of
 WITHOUT = "the same vLLM without Longshore"
 
 Tell = Callable[[str], None]
-"""Takes a line that says how far a benchmark is."""
+"""Shows a line about the progress of a benchmark."""
 
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
-"""For the C library of both sides: whether it gives the memory of each step's tensors back, to fault it in again, hangs
-on where small blocks happen to lie in its heap, and is worth a sixth of a step on the CPU. So both keep it."""
+"""For the C library of both engines. Whether it returns the memory of each step's tensors to the system, and faults it
+in again, depends on the layout of its heap, and takes a sixth of a step on the CPU. So both keep it."""
 
 _LAST_LINES = 8
-"""Of an engine's output, in the error that says that it has ended."""
+"""Lines of an engine's output that the error shows when it has ended."""
 
 
 def check(model: Path) -> None:
-    """Raise `BenchError` where there is no vLLM, or no model in that directory: before minutes are spent on starts."""
+    """Raise `BenchError` if vLLM is not installed, or `model` is not the directory of a model."""
     if not has_vllm():
         raise BenchError("vLLM is not installed beside Longshore: run this with the Python that runs vLLM")
     if not (model / "config.json").is_file():
@@ -51,7 +50,7 @@ def check(model: Path) -> None:
 
 
 def options_of(text: str) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` from JSON. Raises `BenchError` for anything else."""
+    """Arguments of `vllm.LLM` from a JSON object. Raises `BenchError` for other text."""
     try:
         options = json.loads(text)
     except json.JSONDecodeError as error:
@@ -61,13 +60,13 @@ def options_of(text: str) -> dict[str, Any]:
     return options
 
 
-class Arm:
-    """One engine, in a process of its own, and what it was asked."""
+class EngineProcess:
+    """One engine in a process of its own."""
 
     def __init__(
         self, model: Path, options: Mapping[str, Any], log: Path, tell: Tell, *, own_process: bool = False
     ) -> None:
-        """Start it, which takes up to a minute; what it prints goes to `log`. Raises `BenchError` if it cannot.
+        """Start it, which takes up to a minute; its output goes to `log`. Raises `BenchError` if that fails.
 
         With `own_process` vLLM runs its scheduler and workers in a process of its own, as it does for a server.
         """
@@ -86,14 +85,14 @@ class Arm:
         self.facts = self._say({"model": str(model), "skip_tokenizer_init": True, **options})
 
     def ask(self, prompts: Sequence[Sequence[int]], answer: int) -> dict[str, Any]:
-        """What became of prompts that were asked at once. Raises `BenchError` if the engine has died."""
+        """Send prompts at the same time; returns its answers. Raises `BenchError` if the engine has ended."""
         return self._say(["ask", prompts, answer])
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """End the engine, which writes back what a restart would lose."""
+        """End the engine, which first writes to files what a restart would lose."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait()
@@ -106,7 +105,7 @@ class Arm:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # the log says why
+            pass  # the log has the reason
         line = self._process.stdout.readline()
         if not line:
             raise BenchError(f"an engine of vLLM has ended; the end of its output:\n{self._last_words()}")
@@ -120,40 +119,40 @@ class Arm:
         return "\n".join((wrong or lines)[-_LAST_LINES:])
 
 
-class Both:
-    """The two engines, asked the same in turns; who goes first changes each time."""
+class EnginePair:
+    """The two engines, which get the same prompts in turn; the order changes each time."""
 
-    def __init__(self, ours: Arm, theirs: Arm) -> None:
-        self._arms = (ours, theirs)
+    def __init__(self, ours: EngineProcess, theirs: EngineProcess) -> None:
+        self._engines = (ours, theirs)
         self._turn = 0
 
     def ask(self, prompts: Sequence[Sequence[Sequence[int]]], answer: int) -> list[dict[str, Any]]:
-        """What both say, ours first; `prompts` are those of each, which are asked at once."""
+        """The answers of both, ours first; `prompts` are those of each, sent at the same time."""
         self._turn += 1
         said: list[dict[str, Any]] = [{}, {}]
         for side in (self._turn % 2, 1 - self._turn % 2):
-            said[side] = self._arms[side].ask(prompts[side], answer)
+            said[side] = self._engines[side].ask(prompts[side], answer)
         return said
 
 
 class ReturnedTurns:
-    """Turns that came back: what both sides took for them, and had of them."""
+    """Prompts that return: times to first token of both engines, and tokens that were not computed."""
 
     def __init__(self) -> None:
         self.asked = 0
-        """Tokens of all prompts."""
+        """Tokens of all these prompts."""
         self._times: tuple[list[float], list[float]] = ([], [])
         self._cached = [0, 0]
 
-    def note(self, tokens: int, said: Sequence[Mapping[str, Any]]) -> None:
-        """Both were asked for one prompt of so many tokens."""
+    def add(self, tokens: int, said: Sequence[Mapping[str, Any]]) -> None:
+        """Add the answers of both to one prompt of `tokens` tokens."""
         self.asked += tokens
         for side, each in enumerate(said):
             self._times[side].append(each["answers"][0]["ttft"])
             self._cached[side] += each["answers"][0]["cached"]
 
     def cases(self, tier: str) -> list[Case]:
-        """Times to first token in ms, and which share of the prompts' tokens was not computed."""
+        """Times to first token in ms, and the share of prompt tokens that was not computed."""
         found = []
         for name, share in (("p50", 0.5), ("p95", 0.95)):
             ours, theirs = (1e3 * sorted(each)[min(len(each) - 1, int(share * len(each)))] for each in self._times)
@@ -162,24 +161,24 @@ class ReturnedTurns:
         return [*found, Case(f"found-{tier}", had[0], "share", WITHOUT, had[1], had[0] / max(had[1], 1 / self.asked))]
 
 
-_BATCH = 4
-"""First turns that are asked at once."""
+BATCH = 4
+"""Requests that are sent at the same time."""
 
 _BATCHES = 12
-"""Batches of first turns, at least: what storing costs is a few hundredths. The first of them never come back."""
+"""Least number of batches of first turns, because storing costs only a few percent. The first batches do not return."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlan:
-    """What is asked.
+    """The prompts to send.
 
     Attributes:
-        sessions: Conversations that take turns.
+        sessions: Number of interleaved conversations.
         prompt: Tokens of a first turn.
         more: Tokens that each later turn adds.
         answer: Tokens of each answer.
-        host_size: As in the settings, as is the next one.
-        file_size: Of the file tier, in a directory that the caller gives.
+        host_size: As in the settings.
+        file_size: As in the settings.
         settings: Further settings of Longshore.
         engine: Further arguments of `vllm.LLM`.
     """
@@ -195,114 +194,76 @@ class SessionPlan:
 
 
 def run_sessions(model: Path, scratch: Path, plan: SessionPlan, *, tell: Tell = lambda line: None) -> Iterator[Case]:
-    """All figures for `model`; the file tier and logs lie in `scratch`, which is the caller's to remove.
+    """All cases for `model`; the file tier and logs are in `scratch`, which the caller removes.
 
-    Raises `BenchError` where there is no model, or an engine ends.
+    Raises `BenchError` if there is no model, or an engine ends.
     """
     check(model)
     with ExitStack() as plain:
-        theirs = plain.enter_context(Arm(model, plan.engine, scratch / "without.log", tell))
+        theirs = plain.enter_context(EngineProcess(model, plan.engine, scratch / "without.log", tell))
         sessions = Sessions(plan, theirs.facts, tell)
-        with Arm(model, with_longshore(plan, scratch), scratch / "with.log", tell) as ours:
-            both = Both(ours, theirs)
+        with EngineProcess(model, with_longshore(plan, scratch), scratch / "with.log", tell) as ours:
+            both = EnginePair(ours, theirs)
             yield from sessions.begin(both)
             yield from sessions.go_on(both, "host")
-            tell("closing, all is written to files")
-        with Arm(model, with_longshore(plan, scratch), scratch / "with.log", tell) as ours:
-            yield from sessions.go_on(Both(ours, theirs), "file")
+            tell("closing; all blocks are written to files")
+        with EngineProcess(model, with_longshore(plan, scratch), scratch / "with.log", tell) as ours:
+            yield from sessions.go_on(EnginePair(ours, theirs), "file")
 
 
-def storing(
-    model: Path,
-    scratch: Path,
-    plan: SessionPlan,
-    *,
-    pairs: int = 10,
-    prompt: int = 1000,
-    tell: Tell = lambda line: None,
-) -> Iterator[Case]:
-    """What storing costs a vLLM that has its own process: `pairs` batches of prompts that share nothing.
-
-    Each batch has four prompts of so many tokens, and is asked of both engines in turns. Every chunk is written to its
-    file at once (`backup` is `write_through`), and the last figure says which share of all whole chunks is there at the
-    end. Raises `BenchError` as `run` does.
-    """
-    check(model)
-    plan = replace(plan, settings={"backup": "write_through", **plan.settings})
-    dice = random.Random(prompt)  # noqa: S311 - text to measure with
-    with ExitStack() as engines:
-        theirs = engines.enter_context(Arm(model, plan.engine, scratch / "without.log", tell, own_process=True))
-        options = with_longshore(plan, scratch)
-        with Arm(model, options, scratch / "with.log", tell, own_process=True) as ours:
-            both, said = Both(ours, theirs), []
-            for each in range(pairs + 1):
-                tell(f"prompts that share nothing: pair {each} of {pairs}")
-                top = theirs.facts["vocabulary"]
-                batch = [[dice.randrange(FIRST_TOKEN, top) for _ in range(prompt)] for _ in range(_BATCH)]
-                said.append(both.ask([batch, batch], plan.answer))
-    said = said[1:]  # the first batch warms both engines up
-    tokens = _BATCH * (prompt + plan.answer)
-    speeds = [statistics.median(tokens / pair[side]["seconds"] for pair in said) for side in (0, 1)]
-    ratios = [pair[1]["seconds"] / pair[0]["seconds"] for pair in said]
-    yield Case("storing/speed", speeds[0], "tokens/s", WITHOUT, speeds[1], statistics.median(ratios))
-    cpu = [sum(pair[side]["cpu_seconds"] for pair in said) for side in (0, 1)]
-    yield Case("storing/cpu", cpu[0], "s", WITHOUT, cpu[1], cpu[1] / cpu[0])
-    chunk = plan.engine.get("block_size", 16) * plan.settings.get("blocks_per_chunk", 1)
-    eligible = (pairs + 1) * _BATCH * (prompt // chunk)
-    with Audit(scratch / "tier") as audit:
-        records = inspect(audit, iter(()), 0.0).records
-    yield Case("storing/files", records, "chunks", "whole chunks of all prompts", eligible, records / eligible)
+def costs(speed: str, cpu: str, pairs: Sequence[Sequence[Mapping[str, Any]]], tokens: int) -> Iterator[Case]:
+    """Throughput and CPU time of both engines over batches of `tokens` tokens; `pairs` are the answers, ours first."""
+    speeds = [statistics.median(tokens / pair[side]["seconds"] for pair in pairs) for side in (0, 1)]
+    ratios = [pair[1]["seconds"] / pair[0]["seconds"] for pair in pairs]
+    yield Case(speed, speeds[0], "tokens/s", WITHOUT, speeds[1], statistics.median(ratios))
+    seconds = [sum(pair[side]["cpu_seconds"] for pair in pairs) for side in (0, 1)]
+    yield Case(cpu, seconds[0], "s", WITHOUT, seconds[1], seconds[1] / seconds[0])
 
 
 class Sessions:
-    """Conversations that take turns, one history for each engine: answers may differ in their last bits."""
+    """Interleaved conversations, with a history per engine, because answers may differ in their last bits."""
 
     def __init__(self, plan: SessionPlan, facts: Mapping[str, int], tell: Tell) -> None:
         self._plan = plan
         self._tell = tell
-        self._dice = random.Random(plan.sessions)  # noqa: S311 - text to measure with
+        self._dice = random.Random(plan.sessions)  # noqa: S311 - text for measurements
         self._vocabulary = facts["vocabulary"]
         longest = plan.prompt + 3 * plan.answer + 2 * plan.more
         if longest > facts["longest"]:
             raise BenchError(f"three turns have {longest} tokens, the model takes {facts['longest']}")
         self._histories: list[list[list[int]]] = [[], []]
 
-    def begin(self, both: Both) -> Iterator[Case]:
-        """First turns, in batches: nothing is found, all is stored. A batch before that warms both engines up."""
-        cold = [self._text(self._plan.prompt) for _ in range(_BATCH)]
+    def begin(self, both: EnginePair) -> Iterator[Case]:
+        """First turns, in batches: no hits, all blocks are stored. One batch before them warms both engines up."""
+        cold = [self._text(self._plan.prompt) for _ in range(BATCH)]
         self._tell("first turns: a batch to warm up")
         both.ask([cold, cold], self._plan.answer)
         sessions = self._plan.sessions
-        others = max(0, _BATCH * _BATCHES - sessions)
+        others = max(0, BATCH * _BATCHES - sessions)
         texts = [self._text(self._plan.prompt) for _ in range(others + sessions)]
         pairs: list[list[dict[str, Any]]] = []
-        for start in range(0, len(texts), _BATCH):
-            batch = texts[start : start + _BATCH]
+        for start in range(0, len(texts), BATCH):
+            batch = texts[start : start + BATCH]
             self._tell(f"first turns: {start + len(batch)} of {len(texts)}")
             pairs.append(both.ask([batch, batch], self._plan.answer))
-            self._note([batch, batch], pairs[-1])
+            self._record([batch, batch], pairs[-1])
         self._histories = [history[others:] for history in self._histories]
-        tokens = _BATCH * (self._plan.prompt + self._plan.answer)
-        speeds = [statistics.median(tokens / pair[side]["seconds"] for pair in pairs) for side in (0, 1)]
-        ratios = [pair[1]["seconds"] / pair[0]["seconds"] for pair in pairs]
-        yield Case("zero-reuse", speeds[0], "tokens/s", WITHOUT, speeds[1], statistics.median(ratios))
-        cpu = [sum(pair[side]["cpu_seconds"] for pair in pairs) for side in (0, 1)]
-        yield Case("zero-reuse/cpu", cpu[0], "s", WITHOUT, cpu[1], cpu[1] / cpu[0])
+        yield from costs("zero-reuse", "zero-reuse/cpu", pairs, BATCH * (self._plan.prompt + self._plan.answer))
 
-    def go_on(self, both: Both, tier: str) -> Iterator[Case]:
-        """The next turn of each session, one by one."""
+    def go_on(self, both: EnginePair, tier: str) -> Iterator[Case]:
+        """The next turn of each session, one after the other."""
         returns = ReturnedTurns()
         for each in range(self._plan.sessions):
             self._tell(f"turns that find the {tier} tier: {each + 1} of {self._plan.sessions}")
             more = self._text(self._plan.more)
             prompts = [[[*history[each], *more]] for history in self._histories]
             said = both.ask(prompts, self._plan.answer)
-            returns.note(len(prompts[0][0]), said)
+            returns.add(len(prompts[0][0]), said)
             for history, mine, side in zip(self._histories, prompts, said, strict=True):
                 history[each] = [*mine[0], *side["answers"][0]["tokens"]]
         yield from returns.cases(tier)
 
-    def _note(self, prompts: Sequence[Sequence[list[int]]], said: Sequence[dict[str, Any]]) -> None:
+    def _record(self, prompts: Sequence[Sequence[list[int]]], said: Sequence[dict[str, Any]]) -> None:
         for history, mine, side in zip(self._histories, prompts, said, strict=True):
             history += [[*prompt, *one["tokens"]] for prompt, one in zip(mine, side["answers"], strict=True)]
 
@@ -311,7 +272,7 @@ class Sessions:
 
 
 def with_longshore(plan: SessionPlan, scratch: Path) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for the side with Longshore, whose files lie in `scratch`."""
+    """Arguments of `vllm.LLM` for the engine with Longshore, whose files are in `scratch`."""
     extra = {
         **plan.settings,
         "host_size": plan.host_size,
@@ -321,7 +282,7 @@ def with_longshore(plan: SessionPlan, scratch: Path) -> dict[str, Any]:
     return {**plan.engine, "kv_transfer_config": kv_transfer(extra)}
 
 
-_IDLE = "; the device kept what came back: give it fewer blocks, num_gpu_blocks_override in --engine"
+_IDLE = "; the device kept all returning blocks: set a smaller num_gpu_blocks_override in --engine"
 
 
 def run_trace(
@@ -334,31 +295,31 @@ def run_trace(
     block_tokens: int = TRACE_BLOCK_TOKENS,
     tell: Tell = lambda line: None,
 ) -> Iterator[Case]:
-    """All figures for the first `requests` of `trace`, whose blocks have so many tokens. `plan` says how to ask.
+    """All cases for the first `requests` of `trace`, with blocks of `block_tokens` tokens.
 
-    Raises `TraceError` for a trace that cannot be read, and `BenchError` where none of its requests returns, or there
-    is no model, both before an engine is started.
+    Before an engine is started, raises `TraceError` if the trace cannot be read, and `BenchError` if none of its
+    requests returns or there is no model.
     """
     check(model)
     asked = _read(trace, requests, block_tokens)
     with (
-        Arm(model, plan.engine, scratch / "without.log", tell) as theirs,
-        Arm(model, with_longshore(plan, scratch), scratch / "with.log", tell) as ours,
+        EngineProcess(model, plan.engine, scratch / "without.log", tell) as theirs,
+        EngineProcess(model, with_longshore(plan, scratch), scratch / "with.log", tell) as ours,
     ):
-        yield from _ask(asked, Both(ours, theirs), plan.answer, theirs.facts, block_tokens, tell)
+        yield from _ask(asked, EnginePair(ours, theirs), plan.answer, theirs.facts, block_tokens, tell)
 
 
 def _read(trace: Path, requests: int, block_tokens: int) -> list[TraceRequest]:
-    """The first requests of a trace, some of which begin like earlier ones."""
+    """The first requests of a trace; raises `BenchError` if none has the first block of an earlier one."""
     asked = list(islice(read_trace(trace, block_tokens=block_tokens), requests))
     firsts = {request.hash_ids[:1] for request in asked}
     if len(firsts) == len(asked):
-        raise BenchError(f"of {len(asked)} requests of {trace} none begins like an earlier one: ask for more")
+        raise BenchError(f"{trace}: none of {len(asked)} requests begins like an earlier one: raise --requests")
     return asked
 
 
 def _ask(
-    asked: Sequence[TraceRequest], both: Both, answer: int, facts: dict[str, int], block_tokens: int, tell: Tell
+    asked: Sequence[TraceRequest], both: EnginePair, answer: int, facts: dict[str, int], block_tokens: int, tell: Tell
 ) -> Iterator[Case]:
     returns, seen = ReturnedTurns(), set[tuple[int, ...]]()
     served, total, loaded = [0, 0], 0, 0
@@ -371,7 +332,7 @@ def _ask(
         for side, each in enumerate(said):
             served[side] += len(each["answers"][0]["tokens"]) == answer
         if request.hash_ids[:1] in seen:
-            returns.note(len(prompt), said)
+            returns.add(len(prompt), said)
         seen.add(request.hash_ids[:1])
     yield Case("served-trace", served[0], "requests", WITHOUT, served[1], served[0] / max(1, served[1]))
     yield Case(
@@ -381,6 +342,6 @@ def _ask(
 
 
 def _prompt(request: TraceRequest, block_tokens: int, vocabulary: int) -> list[int]:
-    """Tokens that are equal where the trace says so."""
+    """A prompt with equal tokens for equal ids."""
     text = [token for each in request.hash_ids for token in tokens_of(each, block_tokens, vocabulary)]
     return text[: request.input_length]

@@ -1,4 +1,4 @@
-"""The command line: `longshore demo`, and what joins it later. Heavy imports happen inside the commands."""
+"""The command line. Commands import torch, transformers and vLLM only when they need them."""
 
 from longshore.cli.app import main
 

@@ -9,8 +9,7 @@ import typer
 from longshore import __version__
 from longshore.cli.bench import bench
 from longshore.cli.demo import demo
-from longshore.cli.explain import explain
-from longshore.cli.files import fsck, gc, inspect
+from longshore.cli.files import explain, fsck, gc, inspect
 from longshore.cli.output import run
 from longshore.cli.plan import plan
 from longshore.cli.replay import replay
@@ -44,4 +43,4 @@ def _options(version: bool = typer.Option(False, "--version", help="Print the ve
 
 def main() -> None:
     """Entry point. Errors are one line on standard error; exit status 2 for usage errors, 1 for run-time errors."""
-    sys.exit(run(lambda: app(standalone_mode=False)))
+    sys.exit(run(lambda: app(prog_name="longshore", standalone_mode=False)))

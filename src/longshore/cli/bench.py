@@ -1,4 +1,4 @@
-"""`longshore bench`: Longshore's own parts, each beside a reference taken in the same run."""
+"""`longshore bench`: measures parts of Longshore, each against a reference in the same run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from longshore.bench.harness import Case, Report, check_disk, machine_facts
-from longshore.cli.options import check_memory, check_room, counts_of, existing, size_of
+from longshore.cli.options import BlockTokens, Json, check_memory, check_room, counts_of, existing, size_of
 from longshore.cli.output import console as console_on
-from longshore.cli.output import write_json
-from longshore.cli.traces import BlockTokens
+from longshore.cli.output import table, write_json
 from longshore.config import Config
 from longshore.errors import BenchError, EngineError
 
@@ -26,12 +24,15 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Only = Annotated[list[str] | None, typer.Option("--case", help="Run only this case; repeatable.")]
 
 
+_WAYS = ("direct", "staged", "zero_copy")
+"""Ways of copying, as `--calibrate` lists them."""
+
+
 class CopyDevice(enum.StrEnum):
-    """Where the pages are."""
+    """Device of the pages."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -132,7 +133,7 @@ def prefill(
 
 
 def _calibrate(as_json: bool) -> None:
-    """Measure the ways of copying, and print what each is expected to do."""
+    """Measure the ways of copying, and print the expected rate of each."""
     from longshore.bench import calibration  # noqa: PLC0415 - needs torch
 
     with console_on(stderr=True).status("measuring"):
@@ -140,15 +141,14 @@ def _calibrate(as_json: bool) -> None:
     if as_json:
         write_json(found.as_json())
         return
-    table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in ("direction", "page", "bytes", "direct", "staged", "zero_copy", "chosen"):
-        table.add_column(column, justify="left" if column in ("direction", "chosen") else "right", no_wrap=True)
+    figures = ("page", "bytes", *_WAYS)
+    rows = table("direction", *figures, "chosen", right=figures)
     for line in found.lines():
         rates = {way.value: f"{rate:,.1f}" for way, rate in line.rates.items()}
-        figures = (rates.get(way, "-") for way in ("direct", "staged", "zero_copy"))
-        table.add_row(line.direction, f"{line.page_bytes:,}", f"{line.nbytes:,}", *figures, line.way.value)
+        cells = (rates.get(way, "-") for way in _WAYS)
+        rows.add_row(line.direction, f"{line.page_bytes:,}", f"{line.nbytes:,}", *cells, line.way.value)
     console = console_on()
-    console.print(table)
+    console.print(rows)
     console.print(f"GB/s on {found.calibration.device}, saved in {found.path}", style="dim", soft_wrap=True)
 
 
@@ -210,18 +210,18 @@ def vllm(
                 model, trace, scratch, plan, requests=requests, block_tokens=block_tokens, tell=tell
             )
 
-        _report_telling(cases, dict, as_json)
+        _report_progress(cases, dict, as_json)
 
 
 def _report(cases: Iterable[Case], marks: Callable[[], dict[str, object]], as_json: bool) -> None:
-    """Run all `cases`, and print them with the machine; `marks` are asked for when all have run."""
-    _report_telling(lambda tell: cases, marks, as_json)
+    """Run all `cases`, and print them with the machine and `marks`, which are read at the end."""
+    _report_progress(lambda tell: cases, marks, as_json)
 
 
-def _report_telling(
+def _report_progress(
     begin: Callable[[Callable[[str], None]], Iterable[Case]], marks: Callable[[], dict[str, object]], as_json: bool
 ) -> None:
-    """The same for cases that tell how far they are. What was measured before an interrupt is printed, too."""
+    """As `_report`, for cases that show their progress. Results before an interrupt are printed, too."""
     console, taken, interrupted = console_on(stderr=True), list[Case](), False
     with console.status("measuring") as progress:
         try:
@@ -241,14 +241,12 @@ def _report_telling(
 
 
 def _render(report: Report, console: Console) -> None:
-    table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in ("case", "ours", "reference", "unit", "ratio"):
-        table.add_column(column, justify="left" if column in ("case", "unit") else "right", no_wrap=True)
-    table.add_column("reference is")
+    rows = table("case", "ours", "reference", "unit", "ratio", right=("ours", "reference", "ratio"))
+    rows.add_column("reference is")
     for case in report.cases:
         places = 1 if case.value >= 1 else 2
         values = (f"{value:,.{places}f}" for value in (case.value, case.reference_value))
         figures = *values, case.unit, f"{case.ratio:.2f}"
-        table.add_row(case.name, *figures, case.reference)
-    console.print(table)
+        rows.add_row(case.name, *figures, case.reference)
+    console.print(rows)
     console.print("  ".join(f"{name} {value}" for name, value in report.machine.items()), style="dim")

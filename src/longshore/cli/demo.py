@@ -13,9 +13,10 @@ from typing import Annotated
 
 import typer
 
-from longshore.cli.options import existing, settings_of
+from longshore.cli.demo_report import DemoOptions, render, write_report
+from longshore.cli.options import ReportDirectory, existing, settings_of
+from longshore.cli.output import check_report, write_json
 from longshore.cli.output import console as console_on
-from longshore.cli.output import write_json
 from longshore.errors import ConfigError, EngineError
 
 
@@ -83,7 +84,7 @@ def demo(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="One tier setting, as in --set offload=write_back; repeatable.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots into this directory.")] = None,
+    report: ReportDirectory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Serve a multi-turn workload three times and compare the results.
@@ -92,15 +93,11 @@ def demo(
     evicts, which tiered must equal bit for bit. [bold]recompute[/]: the small device cache alone, which tiered must
     beat. Exit status 1 if a token or log-probability differs.
     """
-    from longshore.cli.demo_runs import DemoOptions, prepare_environment  # noqa: PLC0415
-
     prepare_environment(attention.value)
     try:
         from longshore.cli.demo_runs import run_demo  # noqa: PLC0415 - torch is slow to import
     except ImportError as error:
         raise EngineError(f"{error}; the demo needs: pip install 'longshore[transformers]'") from error
-    from longshore.cli.demo_report import render  # noqa: PLC0415
-
     if report is not None:
         check_report(report)
     options = DemoOptions(
@@ -125,32 +122,24 @@ def demo(
     else:
         render(result, console_on())
     if report is not None:
-        from longshore.cli.demo_report import write_report  # noqa: PLC0415 - plotly is an extra
-
         console.print(f"report: {write_report(result, report)}")
     if not result.bit_exact or not sum(result.tiered.restored_blocks.values()):
-        raise typer.Exit(1)  # nothing restored would show nothing
+        raise typer.Exit(1)  # a run that restores no block proves nothing
 
 
-def check_report(directory: Path) -> None:
-    """Raise an error before the runs if the report could not be written."""
-    from longshore.report import plotly_javascript  # noqa: PLC0415 - plotly is an extra
-
-    plotly_javascript()
-    made = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--report {directory}: {getattr(error, 'strerror', None) or error}") from error
-    if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(f"--report {directory}: not writable for this user")
-    for path in made:  # it is made again with the page in it
-        path.rmdir()
+def prepare_environment(attention: str) -> None:
+    """Set environment variables that numeric libraries read when they are loaded; call it before torch is imported."""
+    # Threads that spin while they wait slow down all others on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # By default, kernels of oneMKL depend on the alignment of their inputs, and results then differ in the last bits.
+    os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+    if attention == "sdpa":  # on the CPU, float32 results depend on how the work is divided among threads
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @contextmanager
 def _scratch(parent: Path) -> Iterator[Path]:
-    """A directory of its own, removed at the end."""
+    """A temporary directory in `parent`, removed at the end."""
     try:
         path = Path(tempfile.mkdtemp(prefix="longshore-demo-", dir=parent))
     except OSError as error:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from longshore.boundary import align
 from longshore.cache import Counters
-from longshore.cli.demo_result import DemoResult, OccupancySample, RequestRecord, RouteTotal, RunRecord
+from longshore.cli.demo_report import DemoOptions, DemoResult, OccupancySample, RequestRecord, RouteTotal, RunRecord
 from longshore.cli.options import check_memory
 from longshore.config import Config, format_bytes, read_toml
 from longshore.engines.transformers import RequestBlocks, Tiers, recording, refuse, replaying, tiered
@@ -33,52 +31,16 @@ from longshore.tiers.file import capacity_for
 from longshore.trace import Workload, WorkloadRequest, read_excerpt, read_mooncake
 
 
-@dataclass(frozen=True, slots=True)
-class DemoOptions:
-    """Options of `longshore demo`; see its `--help`."""
-
-    model: Path | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    attention: str = "eager"
-    workload: Path | None = None
-    requests: int | None = None
-    block_tokens: int = 32
-    max_new_tokens: int = 8
-    device_share: float = 0.25
-    host_share: float = 0.25
-    config: Path | None = None
-    settings: Mapping[str, str] = field(default_factory=dict)
-    layers: int = 6
-    width: int = 512
-
-
-def prepare_environment(attention: str) -> None:
-    """Settings that the numeric libraries read when they are loaded: call it before torch is imported."""
-    # Threads that spin while they wait starve those of a busy machine, and the figures with them.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # oneMKL picks kernels by the alignment of its inputs, unless told to keep to one: bits would differ now and then.
-    os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
-    if attention == "sdpa":  # on the CPU, its float32 results were seen to depend on how threads shared the work
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
 def load_model(options: DemoOptions) -> Any:
-    """The model in evaluation mode, on its device. Raises `ConfigError` or `EngineError`, with what is missing."""
-    import torch  # noqa: PLC0415 - an extra, and slow
-    import transformers  # noqa: PLC0415
-
+    """The model in evaluation mode, on its device. Raises `ConfigError` or `EngineError` if it cannot be loaded."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    device = _device(options.device, torch)
-    dtype = _dtype(options.dtype, device, torch)
-    if options.model is None:
-        model = _build(options, dtype, torch, transformers)
-    else:
-        model = _load(options.model, options.attention, dtype, transformers)
+    device = _device(options.device)
+    dtype = _dtype(options.dtype, device)
+    model = _build(options, dtype) if options.model is None else _load(options.model, options.attention, dtype)
     return model.to(device).eval()
 
 
-def _device(choice: str, torch: Any) -> str:
+def _device(choice: str) -> str:
     if choice == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device")
     if choice == "auto":
@@ -86,16 +48,17 @@ def _device(choice: str, torch: Any) -> str:
     return choice
 
 
-def _dtype(choice: str, device: str, torch: Any) -> Any:
+def _dtype(choice: str, device: str) -> torch.dtype:
     if choice == "auto":
         return torch.float32 if device == "cpu" else torch.bfloat16
-    return getattr(torch, choice)
+    found: torch.dtype = getattr(torch, choice)
+    return found
 
 
-def _build(options: DemoOptions, dtype: Any, torch: Any, transformers: Any) -> Any:
-    """A Llama with random weights: what it says makes no sense, what it costs does."""
+def _build(options: DemoOptions, dtype: torch.dtype) -> Any:
+    """A Llama with random weights, which do not change the time of a step."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    config = transformers.LlamaConfig(  # type: ignore[call-arg]  # takes any attribute
         vocab_size=8192,
         hidden_size=options.width,
         intermediate_size=options.width * 11 // 4,
@@ -105,10 +68,10 @@ def _build(options: DemoOptions, dtype: Any, torch: Any, transformers: Any) -> A
         max_position_embeddings=32768,
         attn_implementation=options.attention,
     )
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
 
 
-def _load(path: Path, attention: str, dtype: Any, transformers: Any) -> Any:
+def _load(path: Path, attention: str, dtype: torch.dtype) -> Any:
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model {path}: expected a directory with a config.json")
     try:
@@ -156,7 +119,7 @@ class Demo:
 
     @property
     def resident_blocks(self) -> int:
-        """Of a device cache that never evicts: twice what all requests and answers take."""
+        """Blocks of a device cache that never evicts: twice those of all requests and answers."""
         return 2 * (
             self.workload.total_blocks + sum(2 + r.output_tokens // self.options.block_tokens for r in self.workload)
         )
@@ -181,7 +144,7 @@ class Demo:
         return config
 
     def setup(self, direct: bool) -> dict[str, str]:
-        """What a reader wants to know of this demo."""
+        """Facts about model, device and workload, for the report."""
         model, workload = self.model, self.workload
         parameters = sum(p.numel() for p in model.parameters()) / 1e6
         layers = model.config.get_text_config().num_hidden_layers
@@ -258,7 +221,7 @@ def run_tiered(demo: Demo, tiers: Tiers, advance: Callable[[], None]) -> tuple[R
 
 
 def ask_again(demo: Demo, tiers: Tiers) -> str:
-    """What another engine over the same tiers, which stay open, finds of the last request; its device cache is new."""
+    """The hits of the last request in a new engine, with an empty device cache, over the same tiers."""
     with _engine(demo, demo.device_blocks) as ask:
         ask(demo.workload.requests[-1])
         sources = tiers.records[-1].sources
@@ -267,14 +230,14 @@ def ask_again(demo: Demo, tiers: Tiers) -> str:
 
 
 def run_resident(demo: Demo, blocks: Sequence[RequestBlocks], advance: Callable[[], None]) -> RunRecord:
-    """The oracle: a device cache that never evicts, made to reuse the same `blocks`."""
+    """The reference run: a device cache that never evicts, which reuses the same `blocks`."""
     with replaying(blocks):
         answers, seconds = _plain_run(demo, demo.resident_blocks, advance)
     return _plain_record(demo, "resident", answers, [request.hits for request in blocks], seconds)
 
 
 def run_recompute(demo: Demo, advance: Callable[[], None]) -> RunRecord:
-    """The small device cache and nothing below it."""
+    """The small device cache without tiers."""
     with recording() as hits:
         answers, seconds = _plain_run(demo, demo.device_blocks, advance)
     return _plain_record(demo, "recompute", answers, hits, seconds)
@@ -326,7 +289,7 @@ def _engine(demo: Demo, device_blocks: int) -> Iterator[Callable[[WorkloadReques
         return result
 
     try:
-        ask([_WARM_UP_TOKEN] * (2 * demo.options.block_tokens), 2)  # so that first-use costs are in nobody's figures
+        ask([_WARM_UP_TOKEN] * (2 * demo.options.block_tokens), 2)  # so that no figure includes the costs of first use
         yield lambda request: ask(request.prompt, request.output_tokens)
     finally:
         manager.stop(block=True)

@@ -1,4 +1,6 @@
-"""`longshore fsck`, `inspect` and `gc`: inspect, verify and clean up directories of file tiers."""
+"""Commands on the files that engines leave: `longshore fsck`, `inspect` and `gc` on directories of file tiers, and
+`longshore explain` on recorded events: where each block of a request came from, or why it was missed.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -16,7 +18,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from longshore.cli.output import console, write_json
+from longshore.cache.explain import Account, Asked, read_events, requests
+from longshore.cache.explain import explain as account_for
+from longshore.cli.options import Json
+from longshore.cli.output import console, table, write_json
 from longshore.config import format_bytes
 from longshore.errors import ConfigError, FormatError, TierError
 from longshore.tiers.file.audit import Audit, Condition, Finding
@@ -26,13 +31,12 @@ from longshore.tiers.file.directory import COPIES
 T = TypeVar("T")
 
 _SCOPE_DIGITS = 8
-"""Least number of hexadecimal digits that name a scope."""
+"""Least number of hexadecimal digits of a scope's name."""
 
 _SHOWN = 20
 """Largest number of damaged slots listed one by one."""
 
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a file tier (`file_path`).")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
 def fsck(
@@ -52,7 +56,7 @@ def fsck(
     with Audit(directory) as audit:
         found = Counter(dict.fromkeys(Condition, 0))
         damaged, whole = [], []
-        for finding in _watched(audit.records(), audit.most, "verified"):
+        for finding in _with_progress(audit.records(), audit.most, "verified"):
             found[finding.condition] += 1
             if finding.condition.is_damage:
                 damaged.append(finding)
@@ -88,12 +92,12 @@ def _plain(finding: Finding) -> dict[str, object]:
 
 
 def _show(out: Console, found: Mapping[Condition, int], damaged: Sequence[Finding]) -> None:
-    """How many slots are in which condition, and the first of the damaged ones."""
-    table = _table("slots", "")
+    """Print the number of slots by condition, and the first damaged ones."""
+    rows = _table("slots", "")
     for condition, count in found.items():
         if count:
-            table.add_row(f"{count:,}", condition.value, style="bold red" if condition.is_damage else None)
-    out.print(table)
+            rows.add_row(f"{count:,}", condition.value, style="bold red" if condition.is_damage else None)
+    out.print(rows)
     for each in damaged[:_SHOWN]:
         key = f"  key {each.header.key.hex()[:16]}" if each.header is not None else ""
         out.print(f"slot {each.slot}: {each.condition.value}{key}")
@@ -109,7 +113,7 @@ def inspect(directory: DirectoryArgument, as_json: Json = False) -> None:
     `longshore fsck` verifies the images.
     """
     with Audit(directory, shared=True) as audit:
-        found = sum_up(audit, _watched(audit.headers(), audit.most, "read"), time.time())
+        found = sum_up(audit, _with_progress(audit.headers(), audit.most, "read"), time.time())
         superblocks = list(audit.superblocks.damaged)
     if as_json:
         write_json({"directory": str(directory), **found.as_json(), "damaged_superblocks": superblocks})
@@ -138,12 +142,12 @@ def inspect(directory: DirectoryArgument, as_json: Json = False) -> None:
     for age in found.ages:
         ages.add_row(age.written, f"{age.records:,}")
     out = console()
-    for table in (facts, sizes, scopes, ages):
-        out.print(table)
+    for each in (facts, sizes, scopes, ages):
+        out.print(each)
 
 
 def _conclusion(directory: Path, damaged: int, lost: int, *, repaired: bool) -> str:
-    """Of so many damaged records, and `lost` files of what is known about them."""
+    """The last line: the number of damaged records, and of damaged files of superblock and index (`lost`)."""
     if not damaged and not lost:
         return f"{directory}: no damage"
     if not damaged:
@@ -228,12 +232,12 @@ def gc(
     if as_json:
         write_json(rows)
     else:
-        table = _table("directory", "scope", "records", "bytes", "newest", "in use", "")
+        listed = _table("directory", "scope", "records", "bytes", "newest", "in use", "")
         for row in rows:
             age = "not known" if row["age"] is None else f"{row['age'] / 86_400:.1f} days old"
             figures = f"{row['records']:,}", format_bytes(row["bytes"]), age, "yes" if row["in_use"] else "no"
-            table.add_row(row["directory"], row["scope"][:16], *figures, row["fate"])
-        console().print(table)
+            listed.add_row(row["directory"], row["scope"][:16], *figures, row["fate"])
+        console().print(listed)
     missing = [scope for scope in wanted if not any(str(row["scope"]).startswith(scope) for row in rows)]
     if missing:
         raise ConfigError(f"--remove {', '.join(missing)}: no such scope; omit --remove to list all scopes")
@@ -241,7 +245,7 @@ def gc(
 
 
 def _fate(*, live: bool, known: bool, yes: bool) -> str:
-    """What becomes of a scope that is to go."""
+    """The result for a scope that was selected for removal."""
     if live:
         return "not removed: in use"
     if not known:
@@ -250,16 +254,16 @@ def _fate(*, live: bool, known: bool, yes: bool) -> str:
 
 
 def _tiers_in(path: Path) -> list[Path]:
-    """`path`, or the tiers in it, if it is not one itself; so that a directory with one for each rank can be named."""
+    """The directories of file tiers in `path`, for instance one per rank; `path` itself if there are none."""
     try:
         inside = [each for each in sorted(path.iterdir()) if any(os.path.lexists(each / name) for name in COPIES)]
     except (OSError, ValueError):
-        return [path]  # which says what is wrong with it
+        return [path]  # opening it gives the error
     return inside or [path]
 
 
 def _seconds(age: str | None) -> float | None:
-    """Of an age such as 30d or 12h. Raises `ConfigError`."""
+    """Seconds of an age such as 30d or 12h. Raises `ConfigError`."""
     if age is None:
         return None
     units = {"d": 86_400, "h": 3600}
@@ -268,16 +272,69 @@ def _seconds(age: str | None) -> float | None:
     return float(int(age[:-1]) * units[age[-1]])
 
 
-def _watched(work: Iterable[T], total: int, what: str) -> Iterable[T]:
-    """`work`, with its progress on standard error if somebody watches it there."""
+def _with_progress(work: Iterable[T], total: int, what: str) -> Iterable[T]:
+    """`work`, with a progress bar on standard error if that is a terminal."""
     err = console(stderr=True)
     return track(work, what, total, console=err, transient=True, disable=not err.is_terminal)
 
 
 def _table(*columns: str) -> Table:
-    table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in columns:
-        table.add_column(
-            column, justify="right" if column in ("slabs", "slots", "records", "bytes", "reads") else "left"
-        )
-    return table
+    return table(*columns, right=("slabs", "slots", "records", "bytes", "reads"), no_wrap=False)
+
+
+_ACCOUNT = ("chunk", "key", "outcome", "tier", "since", "cause", "for")
+_ASKED = ("request", "at", "chunks", "on the device", "found below")
+
+
+def explain(
+    events: Annotated[Path, typer.Argument(help="Event file, as set by events_path.")],
+    request: Annotated[str | None, typer.Option(help="Request to explain; default: list all requests.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show where each block of a request came from, or why it was a miss."""
+    recorded = read_events(events)
+    if request is None:
+        _print("requests", {}, _ASKED, [_asked(each) for each in requests(recorded)], as_json=as_json)
+        return
+    accounts = [_account(each) for each in account_for(recorded, request)]
+    _print("chunks", {"request": request}, _ACCOUNT, accounts, as_json=as_json)
+
+
+def _print(
+    name: str,
+    about: Mapping[str, object],
+    columns: Iterable[str],
+    rows: list[dict[str, object]],
+    *,
+    as_json: bool,
+) -> None:
+    if as_json:
+        write_json({**about, name: rows})
+        return
+    found = table(*columns)
+    for row in rows:
+        found.add_row(*(_time(value) if name == "at" else str(value) for name, value in row.items()))
+    console().print(found)
+
+
+def _time(at: object) -> str:
+    """A Unix time as date and time."""
+    if not isinstance(at, float):
+        return ""
+    return datetime.fromtimestamp(at, UTC).isoformat(sep=" ", timespec="milliseconds").removesuffix("+00:00")
+
+
+def _asked(asked: Asked) -> dict[str, object]:
+    return asked._asdict() | {"at": round(asked.at, 3)}
+
+
+def _account(account: Account) -> dict[str, object]:
+    return {
+        "position": account.position,
+        "key": account.key.hex()[:12],
+        "verdict": account.verdict.value,
+        "tier": account.tier,
+        "at": None if account.at is None else round(account.at, 3),
+        "cause": account.cause,
+        "by": "" if account.by is None else account.by.hex()[:12],
+    }

@@ -1,9 +1,9 @@
 """Standard output and standard error of every command, and how each command ends.
 
-written                     `write_json`, or a table on `console()`; both go to `sys.stdout`, which `run` guards
+output                      `write_json`, or a table on `console()`, to `sys.stdout`, which `run` wraps
 error of usage              one line on standard error, status 2
 runtime failure             one line on standard error, status 1: a full disk, a dead engine, no memory
-reader of a pipe is gone    nothing, status 141, as if SIGPIPE had ended it
+closed pipe                 nothing, status 141, as for SIGPIPE
 interrupt                   nothing, status 130
 SIGTERM, SIGHUP             temporary files are removed; status 143, 129
 """
@@ -18,14 +18,17 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from rich.console import Console
+from rich.table import Table
 
-from longshore.errors import DeviceError, EngineError, LongshoreError, ReportError, SelfTestError
+from longshore.errors import ConfigError, DeviceError, EngineError, LongshoreError, ReportError, SelfTestError
+from longshore.report import plotly_javascript
 
 _WIDE = 10_000
 _PADDING = re.compile(r" +(?=\n)")
@@ -49,6 +52,28 @@ def write_json(content: object) -> None:
     print(json.dumps(content))
 
 
+def table(*columns: str, right: Container[str] = (), no_wrap: bool = True) -> Table:
+    """An empty table; the columns in `right` are aligned to the right."""
+    found = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in columns:
+        found.add_column(column, justify="right" if column in right else "left", no_wrap=no_wrap)
+    return found
+
+
+def check_report(directory: Path) -> None:
+    """Raise an error, before anything is measured, if no report can be written into `directory`."""
+    plotly_javascript()
+    made = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--report {directory}: {getattr(error, 'strerror', None) or error}") from error
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"--report {directory}: not writable for this user")
+    for path in made:  # it is created again with the page
+        path.rmdir()
+
+
 def run(command: Callable[[], object]) -> int:
     """Run `command`; returns the exit status. Errors are printed in one line, without a traceback."""
     if sys.stderr is None:
@@ -69,7 +94,7 @@ def run(command: Callable[[], object]) -> int:
 
 
 def _leave(number: int, frame: object) -> None:
-    """End as an exception does, so that what a command has begun is undone; at once if told so again."""
+    """End with an exception, so that temporary files are removed; a second signal ends the process at once."""
     signal.signal(number, signal.SIG_DFL)
     sys.exit(128 + number)
 
@@ -89,18 +114,18 @@ def _ended(command: Callable[[], object]) -> int:
 
 
 class _EncodedStream:
-    """A standard stream, as far as commands use it; letters that it cannot encode are written as `?`.
+    """A standard stream, with the methods that commands use; characters that it cannot encode are written as `?`.
 
-    Blanks at the end of a line are left out: tables are padded to the width of the console.
+    Blanks at the end of a line are omitted, because tables are padded to the width of the console.
 
-    When it cannot be written, `OutputError` is raised, or the process ends if nobody reads any more; where it is not to
-    be `failing`, what is written goes nowhere.
+    If a write fails, `OutputError` is raised, or the process ends if the reader of the pipe has closed it. Without
+    `failing`, output is discarded instead.
     """
 
     def __init__(self, stream: Any, *, failing: bool = True) -> None:
         self._stream, self._raises = stream, failing
         self._failure: BaseException | None = None
-        """Raised again by all later calls, because callers that probe the stream ignore it."""
+        """Raised again by all later calls, because some callers ignore the first one."""
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
@@ -133,20 +158,20 @@ class _EncodedStream:
             raise self._failure from error
 
     def _drop(self) -> None:
-        """Have what is buffered go nowhere, for it is written again when the process ends."""
+        """Discard what is buffered; it would be written again at the end of the process."""
         try:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
         except (OSError, ValueError):
-            return  # no file: nothing is written at the end
+            return  # not a file: nothing is written at the end
 
 
 def _told(error: Exception) -> int:
-    """Say what went wrong; returns the exit status."""
+    """Print the error; returns the exit status."""
     if os.environ.get(_TRACEBACK):
         traceback.print_exception(error)
-    if hasattr(error, "format_message"):  # the option parser's, whose module depends on typer's version
+    if hasattr(error, "format_message"):  # an error of the option parser; its class depends on the version of typer
         return _usage(error)
     if isinstance(error, OutputError | OSError | MemoryError | ImportError):
         return _fail(_words(error), 1)
@@ -162,11 +187,12 @@ def _usage(error: Any) -> int:
         return 2
     where = "longshore" if context is None else context.command_path
     text = " ".join(error.format_message().split()).removesuffix(".")
-    if isinstance(error.__cause__, ValidationError):  # some versions of typer have pydantic read numbers
+    if isinstance(error.__cause__, ValidationError):  # some versions of typer parse numbers with pydantic
         detail = error.__cause__.errors()[0]
         text = text.replace(detail["msg"], f"{detail['msg'].split(', ')[0]}, got {detail['input']!r}")
         text = text.replace("Input should be", "expected", 1).replace("expected great", "expected a number great")
         text = text.replace("expected less", "expected a number less")
+    text = re.sub(r": (?:Value error, )?('[^']*') is not one of (.+)$", r": expected one of \2, got \1", text)
     return _fail(f"{text}; see {where} --help", 2)
 
 

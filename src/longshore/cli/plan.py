@@ -6,53 +6,31 @@ import shlex
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from longshore.cli.options import seconds_of
+from longshore.cli import options
+from longshore.cli.output import check_report, table, write_json
 from longshore.cli.output import console as console_on
-from longshore.cli.output import write_json
-from longshore.cli.traces import (
-    SLOT_BYTES,
-    BadLines,
-    BadLinesOption,
-    Bench,
-    BlockTokens,
-    Engines,
-    FileRead,
-    FileWrite,
-    FormChoice,
-    FormOption,
-    Limit,
-    Link,
-    Model,
-    PrefillRate,
-    ProfileOption,
-    Trace,
-    TraceFile,
-    tell_overload,
-    timing_of,
-    trace_at,
-)
 from longshore.config import available_memory
 from longshore.report import RUNS, SOURCES, Curve, Page, curves
-
-if TYPE_CHECKING:
-    from longshore.trace.machine import Timing
-    from longshore.trace.replay import TieredReplay
-    from longshore.trace.sizing import Choice, Plan
+from longshore.trace.experiment import policy_named
+from longshore.trace.machine import Timing
+from longshore.trace.replay import TieredReplay
+from longshore.trace.result import brief
+from longshore.trace.sizing import LARGEST_DRIVE, WARRANTY_YEARS, Arrivals, Choice, Plan, Prices
+from longshore.trace.sizing import plan as plan_for
 
 _ADVANCE = 50
 _READ_INTENSIVE, _MIXED_USE = 1, 3
-"""Drive writes per day in the warranty of such drives."""
+"""Drive writes per day (DWPD) that the warranty of read-intensive and of mixed-use drives covers."""
 
 
 def plan(
-    trace: TraceFile,
-    model: Model = None,
+    trace: options.TraceFile,
+    model: options.Model = None,
     ttft_p95: Annotated[str, typer.Option(help="Target for the 95th percentile of the time to first token.")] = "500ms",
     prices: Annotated[
         Path | None,
@@ -60,20 +38,20 @@ def plan(
             help="TOML file with dram_per_gib, nvme_per_gib, currency; default: DRAM costs 25 times as much as NVMe."
         ),
     ] = None,
-    form: FormOption = FormChoice.AUTO,
-    block_tokens: BlockTokens = 512,
-    bad_lines: BadLinesOption = BadLines.REFUSE,
-    limit: Limit = None,
-    profile: ProfileOption = "h100",
-    bench: Bench = None,
-    link: Link = None,
-    file_read: FileRead = None,
-    file_write: FileWrite = None,
-    prefill_rate: PrefillRate = None,
-    engines: Engines = 1,
+    form: options.FormOption = options.FormChoice.AUTO,
+    block_tokens: options.BlockTokens = 512,
+    bad_lines: options.BadLinesOption = options.BadLines.REFUSE,
+    limit: options.Limit = None,
+    profile: options.ProfileOption = "h100",
+    bench: options.Bench = None,
+    link: options.Link = None,
+    file_read: options.FileRead = None,
+    file_write: options.FileWrite = None,
+    prefill_rate: options.PrefillRate = None,
+    engines: options.Engines = 1,
     replays: Annotated[int, typer.Option(min=1, help="Maximum number of sizes to replay.")] = 16,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots into this directory.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    report: options.ReportDirectory = None,
+    as_json: options.Json = False,
 ) -> None:
     """Recommend how much DRAM and which NVMe drives to buy for a trace.
 
@@ -83,21 +61,16 @@ def plan(
 
     [dim]longshore plan trace.jsonl --model llama-3.1-8b --ttft-p95 500ms --prices prices.toml[/]
     """
-    from longshore.trace.sizing import Arrivals, Prices  # noqa: PLC0415 - see `replay`
-    from longshore.trace.sizing import plan as plan_for  # noqa: PLC0415
-
     console = console_on(stderr=True)
     if report is not None:
-        from longshore.cli.demo import check_report  # noqa: PLC0415 - plotly is an extra
-
         check_report(report)
-    target = seconds_of(ttft_p95, "--ttft-p95")
+    target = options.seconds_of(ttft_p95, "--ttft-p95")
     rates = {"link": link, "file_read": file_read, "file_write": file_write}
-    timing = timing_of(model, profile, bench, rates, prefill_rate)
+    timing = options.timing_of(model, profile, bench, rates, prefill_rate)
     costs = Prices() if prices is None else Prices.read(prices)
     arrivals = Arrivals(block_tokens)
-    with trace_at(trace) as path:
-        requests = Trace(path, form, block_tokens, bad_lines, limit, console)
+    with options.trace_at(trace) as path:
+        requests = options.Trace(path, form, block_tokens, bad_lines, limit, console)
         with console.status("reading"):
             for request in requests:
                 arrivals.add(request.timestamp_ms / 1000, request.input_length, request.hash_ids)
@@ -111,12 +84,12 @@ def plan(
                 partial(_replay, requests, timing, block_tokens, progress),
                 engines=engines,
                 replays=replays,
-                most_blocks=max(1, available_memory() // (4 * SLOT_BYTES)),
+                most_blocks=max(1, available_memory() // (4 * options.SLOT_BYTES)),
             )
     given: dict[str, object] = {
-        "--form": None if form is FormChoice.AUTO else form.value,
+        "--form": None if form is options.FormChoice.AUTO else form.value,
         "--block-tokens": None if block_tokens == 512 else block_tokens,
-        "--bad-lines": None if bad_lines is BadLines.REFUSE else bad_lines.value,
+        "--bad-lines": None if bad_lines is options.BadLines.REFUSE else bad_lines.value,
         "--limit": limit,
         "--profile": profile,
         **{f"--{name.replace('_', '-')}": rate for name, rate in rates.items()},
@@ -131,7 +104,7 @@ def plan(
         console.print(f"report: {write_report(found, words, report)}")
     facts = found.as_json()
     if as_json:
-        tell_overload(facts, console)
+        options.print_overload(facts, console)
         more = {"kv_bytes_per_token": timing.geometry.kv_bytes_per_token, "assumed_timestamps": requests.assumed}
         write_json({**facts, **more, "replay": command, "words": list(words)})
     else:
@@ -139,12 +112,9 @@ def plan(
 
 
 def _replay(
-    requests: Trace, timing: Timing, block_tokens: int, progress: Progress, host: int, file: int, engines: int
+    requests: options.Trace, timing: Timing, block_tokens: int, progress: Progress, host: int, file: int, engines: int
 ) -> TieredReplay:
-    """A replay as `longshore replay` makes it."""
-    from longshore.trace.experiment import policy_named  # noqa: PLC0415
-    from longshore.trace.replay import TieredReplay  # noqa: PLC0415
-
+    """The same replay as by `longshore replay`."""
     tiers = {"host": host} | ({"file": file} if file else {})
     run = TieredReplay(timing, block_tokens, tiers, policy_named(None)[1], engines=engines)
     task = progress.add_task(_sizes(host, file), total=requests.requests)
@@ -167,8 +137,6 @@ def replay_command(found: Plan, arguments: Sequence[str]) -> list[str]:
 
 def recommendation(found: Plan, command: Sequence[str]) -> tuple[str, ...]:
     """The recommendation as text."""
-    from longshore.trace.result import brief  # noqa: PLC0415
-
     nothing, best, knee = found.choices[0], found.frontier[-1], found.knee
     against = "more than the engines can compute" if nothing.busy > 1 else f"{brief(nothing.ttft_p95)}"
     lines = [] if found.overload is None else [f"Overload. {found.overload.words}"]
@@ -201,8 +169,6 @@ def recommendation(found: Plan, command: Sequence[str]) -> tuple[str, ...]:
 
 def endurance(choice: Choice) -> str:
     """Bytes written to the drives, and the drives whose warranty covers them."""
-    from longshore.trace.sizing import WARRANTY_YEARS  # noqa: PLC0415
-
     daily, writes = choice.file_write_bytes_per_day, choice.drive_writes_per_day
     if writes > _MIXED_USE:
         kind = (
@@ -236,7 +202,7 @@ def assumptions(found: Plan, timing: Timing, engines: int, assumed: str = "") ->
 
 
 def amount(choice: Choice) -> str:
-    """Both sizes, in words."""
+    """Both sizes as text."""
     return _sizes(choice.host_bytes, choice.file_bytes)
 
 
@@ -247,15 +213,13 @@ def _sizes(host: int, file: int) -> str:
 
 
 def drives(file: int) -> str:
-    """Drives of so many bytes together: `3.84 TB`, `2 x 15.36 TB`."""
-    from longshore.trace.sizing import LARGEST_DRIVE  # noqa: PLC0415
-
+    """Drives with `file` bytes in total: `3.84 TB`, `2 x 15.36 TB`."""
     count, each = max(1, file // LARGEST_DRIVE), min(file, LARGEST_DRIVE)
     return f"{each / 1e12:.4g} TB" if count == 1 else f"{count} x {each / 1e12:.4g} TB"
 
 
 def cost(found: Plan, choice: Choice) -> str:
-    """What it costs, with the currency."""
+    """Its cost with the currency."""
     return f"{choice.cost:,.0f} {found.prices.currency}"
 
 
@@ -263,7 +227,7 @@ COLUMNS = ("DRAM", "NVMe", "cost", "hits", "TTFT p50", "TTFT p95", "DWPD", "")
 
 
 def rows(found: Plan) -> list[tuple[str, ...]]:
-    """What was replayed, as a table: sizes, cost, hits, TTFT, drive writes a day, and which is which."""
+    """Rows of the table of replayed sizes: sizes, cost, hits, TTFT, drive writes per day, and a mark."""
     names = {found.knee: "knee"} | ({found.recommended: "recommended"} if found.recommended else {})
     return [
         (
@@ -282,22 +246,17 @@ def rows(found: Plan) -> list[tuple[str, ...]]:
 
 def _render(found: Plan, words: Sequence[str]) -> None:
     console = console_on()
-    table = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in COLUMNS:
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    sizes = table(*COLUMNS, right=COLUMNS[:-1])
     for row in rows(found):
-        table.add_row(*row)
+        sizes.add_row(*row)
     for line in words:
         if line.startswith("Overload"):
             console.print(line, markup=False, style="bold yellow")
-    console.print(table)
+    console.print(sizes)
     for line in words:
         if not line.startswith("Overload"):
             console.print(line, markup=False, style="dim" if line.startswith("Assumed") else None)
 
-
-if TYPE_CHECKING:
-    from longshore.trace.sizing import Choice, Plan
 
 _GIB = 1 << 30
 

@@ -1,4 +1,4 @@
-"""`longshore replay`: what a trace of requests would have found in a cache."""
+"""`longshore replay`: the hits that the requests of a trace would have had in a cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -14,58 +14,38 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from longshore.cli.options import check_memory, size_of
+from longshore.boundary import FILE
+from longshore.cache import DropReason
+from longshore.cache.eviction import EvictionPolicy
+from longshore.cache.eviction.hit_rates import Return
+from longshore.cli import options
+from longshore.cli.output import check_report, write_json
 from longshore.cli.output import console as console_on
-from longshore.cli.output import write_json
-from longshore.cli.traces import (
-    SLOT_BYTES,
-    BadLines,
-    BadLinesOption,
-    Bench,
-    BlockTokens,
-    Engines,
-    FileRead,
-    FileWrite,
-    FormChoice,
-    FormOption,
-    Limit,
-    Link,
-    Model,
-    PrefillRate,
-    ProfileOption,
-    Trace,
-    TraceFile,
-    tell_overload,
-    timing_of,
-    trace_at,
-)
 from longshore.errors import ConfigError, EngineError
 from longshore.report import REASONS, RUNS, SOURCES, Curve, Page, curves, stacked_bars
-
-if TYPE_CHECKING:
-    from longshore.cache.eviction import EvictionPolicy
-    from longshore.cache.eviction.hit_rates import Return
-    from longshore.trace.parsing import TraceRequest
-    from longshore.trace.replay import ReplayTally, TieredReplay
-    from longshore.trace.result import Row
+from longshore.trace.analysis import BYTES_PER_REFERENCE, Paths, optimal_hits
+from longshore.trace.experiment import CacheReplay, Experiment, Hits, policy_named
+from longshore.trace.parsing import TraceRequest
+from longshore.trace.replay import MOST_BLOCKS, ReplayTally, TieredReplay
+from longshore.trace.result import Replayed, Row, bytes_to_files, overload, ratio
 
 
 class ControlPath(StrEnum):
-    """What serves the requests of the policy experiment."""
+    """The code that serves the requests of the policy experiment instead of the policy alone."""
 
     CACHE = "cache"
     VLLM = "vllm"
 
 
-_SAY_EVERY = 500
+_SHOW_EVERY = 500
 
 _MUCH = 100_000_000
 """Block references above which the memory for the optimum is mentioned."""
 
 
 def replay(
-    trace: TraceFile,
-    model: Model = None,
+    trace: options.TraceFile,
+    model: options.Model = None,
     host: Annotated[str | None, typer.Option(help="Host memory for blocks, for example 64GiB.")] = None,
     file: Annotated[
         str | None, typer.Option(help="Disk space for blocks, for example 1TiB; default: no file tier.")
@@ -92,15 +72,15 @@ def replay(
             "lru: least recently used. For comparison: lru-2, s3-fifo, fifo."
         ),
     ] = None,
-    form: FormOption = FormChoice.AUTO,
-    block_tokens: BlockTokens = 512,
-    bad_lines: BadLinesOption = BadLines.REFUSE,
-    limit: Limit = None,
-    profile: ProfileOption = "h100",
-    bench: Bench = None,
-    link: Link = None,
-    file_read: FileRead = None,
-    file_write: FileWrite = None,
+    form: options.FormOption = options.FormChoice.AUTO,
+    block_tokens: options.BlockTokens = 512,
+    bad_lines: options.BadLinesOption = options.BadLines.REFUSE,
+    limit: options.Limit = None,
+    profile: options.ProfileOption = "h100",
+    bench: options.Bench = None,
+    link: options.Link = None,
+    file_read: options.FileRead = None,
+    file_write: options.FileWrite = None,
     remote_read: Annotated[
         str | None, typer.Option(help="Read bandwidth of the remote store, for example 2GB/s.")
     ] = None,
@@ -110,16 +90,16 @@ def replay(
     remote_delay: Annotated[
         str | None, typer.Option(help="Latency of the remote store, for example 500us or 2ms.")
     ] = None,
-    prefill_rate: PrefillRate = None,
-    engines: Engines = 1,
+    prefill_rate: options.PrefillRate = None,
+    engines: options.Engines = 1,
     gate: Annotated[
         bool, typer.Option(help="Recompute blocks when that is faster than loading them; --no-gate: always load.")
     ] = True,
     optimum: Annotated[
         bool, typer.Option(help="Compute the optimal hit ratio (Belady); takes 9 bytes of memory per block reference.")
     ] = True,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots into this directory.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    report: options.ReportDirectory = None,
+    as_json: options.Json = False,
 ) -> None:
     """Show which hits the requests of a trace would have had in a cache.
 
@@ -134,8 +114,6 @@ def replay(
     """
     console = console_on(stderr=True)
     if report is not None:
-        from longshore.cli.demo import check_report  # noqa: PLC0415 - plotly is an extra
-
         check_report(report)
     if capacity_blocks is not None:
         given: dict[str, object] = {"--model": model, "--host": host, "--file": file, "--remote": remote}
@@ -145,32 +123,31 @@ def replay(
         given |= {"--engines": None if engines == 1 else engines}
         if wrong := [option for option, value in given.items() if value is not None]:
             raise ConfigError(f"--capacity-blocks simulates no time: remove {', '.join(wrong)}")
-        check_memory(SLOT_BYTES * capacity_blocks, "--capacity-blocks", capacity_blocks, capacity_blocks)
-        with trace_at(trace) as path, console.status("reading") as status:
-            requests = Trace(path, form, block_tokens, bad_lines, limit, console)
-            blocks = _AskedBlocks(optimum, console)
+        options.check_memory(
+            options.SLOT_BYTES * capacity_blocks, "--capacity-blocks", capacity_blocks, capacity_blocks
+        )
+        with options.trace_at(trace) as path, console.status("reading") as status:
+            requests = options.Trace(path, form, block_tokens, bad_lines, limit, console)
+            blocks = _RequestedBlocks(optimum, console)
             facts, rows = _experiment(_progress(requests, status), capacity_blocks, policy, through, blocks)
     elif through is not None:
         raise ConfigError("--through needs --capacity-blocks")
     else:
-        from longshore.trace.experiment import policy_named  # noqa: PLC0415
-        from longshore.trace.replay import MOST_BLOCKS, TieredReplay  # noqa: PLC0415
-
         if host is None:
             raise ConfigError("expected --host and --model, or --capacity-blocks; see longshore replay --help")
         rates = {"link": link, "file_read": file_read, "file_write": file_write}
         rates |= {"remote_read": remote_read, "remote_write": remote_write}
-        timing = timing_of(model, profile, bench, rates, prefill_rate, remote_delay)
+        timing = options.timing_of(model, profile, bench, rates, prefill_rate, remote_delay)
         sizes = {"host": host, "file": file, "remote": remote}
         for option, value in {"read": remote_read, "write": remote_write, "delay": remote_delay}.items():
             if value is not None and remote is None:
                 raise ConfigError(f"--remote-{option} {value} has no effect without --remote")
         image = block_tokens * timing.geometry.kv_bytes_per_token
-        tiers = {tier: size_of(text, f"--{tier}", image) for tier, text in sizes.items() if text is not None}
+        tiers = {tier: options.size_of(text, f"--{tier}", image) for tier, text in sizes.items() if text is not None}
         name, kind = policy_named(policy)
         largest = max(tiers, key=tiers.__getitem__)
-        check_memory(
-            SLOT_BYTES * sum(nbytes // image for nbytes in tiers.values() if nbytes // image <= MOST_BLOCKS),
+        options.check_memory(
+            options.SLOT_BYTES * sum(nbytes // image for nbytes in tiers.values() if nbytes // image <= MOST_BLOCKS),
             f"--{largest}",
             sizes[largest],
             tiers[largest],
@@ -181,22 +158,23 @@ def replay(
             return TieredReplay(timing, block_tokens, tiers, kind, engines=count, gated=gate, admission=admission)
 
         run = made(engines)
-        with trace_at(trace) as path, console.status("reading") as status:
-            requests = Trace(path, form, block_tokens, bad_lines, limit, console)
-            facts, rows = _replay(run, made, requests, name, _AskedBlocks(optimum, console), report, status)
+        with options.trace_at(trace) as path, console.status("reading") as status:
+            requests = options.Trace(path, form, block_tokens, bad_lines, limit, console)
+            facts, rows = _replay(run, made, requests, name, _RequestedBlocks(optimum, console), report, status)
     if as_json:
-        tell_overload(facts, console)
+        options.print_overload(facts, console)
         write_json(facts)
     else:
         _render(rows, facts)
 
 
 def _experiment(
-    requests: Iterable[TraceRequest], slots: int, policy: str | None, through: ControlPath | None, blocks: _AskedBlocks
+    requests: Iterable[TraceRequest],
+    slots: int,
+    policy: str | None,
+    through: ControlPath | None,
+    blocks: _RequestedBlocks,
 ) -> tuple[dict[str, object], list[Row]]:
-    from longshore.trace.experiment import Hits, policy_named  # noqa: PLC0415 - numpy loads too slowly for `--help`
-    from longshore.trace.result import ratio  # noqa: PLC0415
-
     name, kind = policy_named(policy)
     found = Hits(0, 0, 0)
     with _served(slots, name, kind, through) as serve:
@@ -222,11 +200,11 @@ def _experiment(
     }
     rows = [
         ("requests", f"{found.requests:,}", ""),
-        ("blocks", f"{found.block_refs:,}", f"asked for, {blocks.unique:,} different ones"),
+        ("blocks", f"{found.block_refs:,}", f"references, {blocks.unique:,} unique"),
         ("capacity", f"{slots:,}", "blocks"),
         ("policy", name, "" if through is None else f"through {through.value}"),
-        ("hit ratio", f"{found.ratio:.4f}", "leading resident blocks of all that were asked for"),
-        ("best possible", "-" if best is None else f"{best:.4f}", "knowing the future"),
+        ("hit ratio", f"{found.ratio:.4f}", "leading resident blocks per block reference"),
+        ("best possible", "-" if best is None else f"{best:.4f}", "Belady's optimum"),
     ]
     return facts, rows
 
@@ -235,14 +213,10 @@ def _experiment(
 def _served(
     slots: int, name: str, kind: type[EvictionPolicy], through: ControlPath | None
 ) -> Iterator[Callable[[Sequence[int], float, Return | None], int]]:
-    """What serves a request, and says its hits: a tier of so many `slots` under the policy `kind` of this name."""
+    """A function that serves a request and returns its hits, for a tier of `slots` slots under policy `kind`."""
     if through is None:
-        from longshore.trace.experiment import Experiment  # noqa: PLC0415
-
         yield Experiment(kind, slots).serve
     elif through is ControlPath.CACHE:
-        from longshore.trace.experiment import CacheReplay  # noqa: PLC0415
-
         yield CacheReplay(kind, slots).serve
     else:
         try:
@@ -258,16 +232,12 @@ def _served(
 def _replay(
     run: TieredReplay,
     made: Callable[[int, bool], TieredReplay],
-    requests: Trace,
+    requests: options.Trace,
     policy: str,
-    blocks: _AskedBlocks,
+    blocks: _RequestedBlocks,
     report: Path | None,
     status: Status,
 ) -> tuple[dict[str, object], list[Row]]:
-    from longshore.boundary import FILE  # noqa: PLC0415
-    from longshore.cache import DropReason  # noqa: PLC0415
-    from longshore.trace.result import Replayed, bytes_to_files, overload  # noqa: PLC0415
-
     def again(engines: int) -> ReplayTally:
         other = made(engines, True)
         for _ in other.run(_progress(requests, status, f" with {engines} engines")):
@@ -275,7 +245,7 @@ def _replay(
         return other.tally
 
     def unfiltered() -> int | None:
-        """Bytes written to files by a replay in which these refuse no block."""
+        """Bytes written to files in a replay without admission; `None` if the file tier refused no block."""
         if FILE not in run.counters.drops or not run.counters.drops[FILE][DropReason.ADMISSION]:
             return None
         other = made(run.engines, False)
@@ -293,28 +263,24 @@ def _replay(
     return found.as_json(), found.rows()
 
 
-class _AskedBlocks:
-    """The blocks that were asked for: which, and, if the optimum is asked for, in what order.
+class _RequestedBlocks:
+    """The blocks requested: the unique ones, and, for the optimum, all references in order.
 
-    The order takes memory for each block asked for, and not only for each different one: once that is much, it is said.
+    The order takes memory per reference, so a note is printed above `_MUCH` references.
     """
 
     def __init__(self, optimum: bool, console: Console) -> None:
-        from longshore.trace.analysis import Paths  # noqa: PLC0415
-
         self._paths = Paths() if optimum else None
         self._seen: set[int] = set()
         self._console, self._told = console, False
 
     def add(self, path: tuple[int, ...]) -> None:
-        """One request's blocks."""
+        """Add the blocks of one request."""
         if self._paths is None:
             self._seen.update(path)
             return
         self._paths.add(path)
         if not self._told and self._paths.references > _MUCH:
-            from longshore.trace.analysis import BYTES_PER_REFERENCE  # noqa: PLC0415
-
             self._told = True
             self._console.print(
                 f"More than {_MUCH:,} block references. Computing the optimal hit ratio takes {BYTES_PER_REFERENCE} "
@@ -324,27 +290,25 @@ class _AskedBlocks:
 
     @property
     def unique(self) -> int:
-        """Different ones."""
+        """Number of unique blocks."""
         return len(self._seen) if self._paths is None else self._paths.unique
 
     def optimal(self, slots: int) -> int | None:
-        """The most hits that `slots` slots could have."""
-        from longshore.trace.analysis import optimal_hits  # noqa: PLC0415
-
+        """The maximum hits of `slots` slots; `None` without the optimum."""
         return None if self._paths is None else optimal_hits(self._paths, slots)
 
 
 def _progress(requests: Iterable[TraceRequest], status: Status, how: str = "") -> Iterator[TraceRequest]:
-    """`requests`, and now and then a word on how many there were."""
+    """`requests`, with their number shown in `status`."""
     for count, request in enumerate(requests):
-        if count % _SAY_EVERY == 0:
+        if count % _SHOW_EVERY == 0:
             status.update(f"{count:,} requests{how}")
         yield request
 
 
 def _render(rows: Iterable[Row], facts: dict[str, object]) -> None:
     console = console_on()
-    tell_overload(facts, console)
+    options.print_overload(facts, console)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="bold")
@@ -356,9 +320,6 @@ def _render(rows: Iterable[Row], facts: dict[str, object]) -> None:
     for each in assumptions if isinstance(assumptions, list) else ():
         console.print(f"assumed: {each}", style="dim", markup=False)
 
-
-if TYPE_CHECKING:
-    from longshore.trace.result import Replayed
 
 _POINTS = 200
 
@@ -404,7 +365,7 @@ def write_report(found: Replayed, directory: Path) -> Path:
 
 
 def _by(rows: Mapping[str, Mapping[str, float]], *, y_title: str) -> Any:
-    """A bar for each row, made of its parts."""
+    """A stacked bar for each row."""
     names = dict.fromkeys(name for row in rows.values() for name in row)
     parts = {name: [row.get(name, 0) for row in rows.values()] for name in names}
     return stacked_bars(list(rows), parts, REASONS, x_title="", y_title=y_title)

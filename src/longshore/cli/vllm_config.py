@@ -61,7 +61,7 @@ def vllm_config(
 
 
 def _plain(config: Config, name: str, text: str) -> object:
-    """A setting as JSON has it: sizes as they were given, paths absolute."""
+    """A setting as a JSON value: sizes as given, paths absolute."""
     value = getattr(config, name)
     if isinstance(value, Path):
         return str(value.absolute())

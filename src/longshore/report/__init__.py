@@ -1,7 +1,11 @@
-"""Reports as one self-contained HTML page. Needs the `report` extra once a figure is made, not before."""
+"""Reports as one self-contained HTML page. Figures need the `report` extra."""
 
 from longshore.report.page import Page
 from longshore.report.plots import (
+    REASONS,
+    RUNS,
+    SOURCES,
+    Colour,
     Curve,
     Figure,
     Points,
@@ -12,7 +16,6 @@ from longshore.report.plots import (
     plotly_javascript,
     stacked_bars,
 )
-from longshore.report.theme import REASONS, RUNS, SOURCES, Colour
 
 __all__ = [
     "REASONS",

@@ -17,22 +17,35 @@ import os
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from typing import Final
 
 from longshore.errors import ReportError
-from longshore.report.plots import Figure, plotly_javascript
-from longshore.report.theme import script, style_sheet
+from longshore.report.plots import (
+    FAIL,
+    FONT,
+    INK,
+    MUTED,
+    PANEL,
+    PAPER,
+    PASS,
+    RULE,
+    RUNS,
+    SOURCES,
+    Figure,
+    plotly_javascript,
+)
 
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
 )
-"""Makes the browser block all network access."""
+"""Content security policy: the browser blocks all network access."""
 
 Cell = str | int
 
 
 class Page:
-    """Collects parts in order; `write` or `html` gives the whole."""
+    """Collects parts in order; `write` or `html` returns the page."""
 
     def __init__(self, title: str, subtitle: str = "", *, footer: str = "Made by Longshore.") -> None:
         self._title = title
@@ -64,14 +77,14 @@ class Page:
         self._add("text", f"<section><h2>{escape(title)}</h2>{body}</section>")
 
     def figure(self, title: str, caption: str, figure: Figure) -> None:
-        """A Plotly figure; `caption` says in plain words what to see in it."""
+        """A Plotly figure; `caption` explains it."""
         content = figure.to_json()
         if content is None:
             raise ReportError(f"figure {title!r}: expected JSON with data and layout")
         self._figures += 1
         name = f"figure-{self._figures}"
         height = int(json.loads(content).get("layout", {}).get("height", 400))
-        data = content.replace("<", "\\u003c")  # a script element ends at the first "</script", wherever it stands
+        data = content.replace("<", "\\u003c")  # a script element ends at the first "</script"
         self._add(
             "figure",
             f"<section><figure><h2>{escape(title)}</h2><figcaption>{escape(caption)}</figcaption>"
@@ -137,10 +150,161 @@ class Page:
 
 
 def _group(kind: str, parts: Iterable[tuple[str, str]]) -> str:
-    """Neighbours of one kind; tables stand side by side where there is room."""
+    """Adjacent parts of one kind; tables are side by side if there is room."""
     markup = "\n".join(part for _, part in parts)
     return f'<div class="tables">{markup}</div>' if kind == "table" else markup
 
 
 def _cell(tag: str, text: str, right: bool) -> str:
     return f'<{tag} class="number">{escape(text)}</{tag}>' if right else f"<{tag}>{escape(text)}</{tag}>"
+
+
+_VARIABLES: Final = {
+    "ink": INK,
+    "muted": MUTED,
+    "rule": RULE,
+    "paper": PAPER,
+    "panel": PANEL,
+    "pass": PASS,
+    "fail": FAIL,
+}
+
+_RULES: Final = """
+* { box-sizing: border-box; }
+html { color-scheme: light dark; background: var(--paper); }
+body { margin: 0 auto; max-width: 1120px; padding: 40px 32px 56px; color: var(--ink); font: 16px/1.55 FONT;
+       -webkit-text-size-adjust: 100%; }
+h1 { margin: 0; font-size: 30px; line-height: 1.2; font-weight: 650; letter-spacing: -0.015em; text-wrap: balance; }
+h2 { margin: 0 0 4px; font-size: 19px; line-height: 1.3; font-weight: 620; letter-spacing: -0.005em; }
+p { margin: 0 0 12px; max-width: 74ch; }
+header p { margin: 10px 0 0; color: var(--muted); font-size: 17px; }
+section { margin-top: 44px; }
+figure { margin: 0; }
+figcaption, .caption { margin: 0 0 10px; max-width: 84ch; color: var(--muted); font-size: 15px; }
+.facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); gap: 14px; margin: 28px 0 0; }
+.facts > div { padding: 15px 17px 14px; border-radius: 8px; background: var(--panel); }
+dt { color: var(--muted); font-size: 14px; line-height: 1.35; }
+dd { margin: 0; }
+.value { margin-top: 5px; font-size: 27px; line-height: 1.2; font-weight: 620; letter-spacing: -0.015em;
+         font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+.note { margin-top: 4px; color: var(--muted); font-size: 13.5px; line-height: 1.4; }
+.verdict { display: flex; gap: 11px; align-items: baseline; margin: 24px 0 0; padding: 12px 17px; max-width: none;
+           border-radius: 0 8px 8px 0; border-left: 4px solid var(--tone); background: var(--panel); }
+.verdict b { color: var(--tone); white-space: nowrap; font-weight: 650; }
+.passed { --tone: var(--pass); }
+.failed { --tone: var(--fail); }
+.plot { width: 100%; }
+.tables { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); column-gap: 56px; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; margin-top: 6px; width: 100%; font-size: 15px; font-variant-numeric: tabular-nums; }
+th { color: var(--muted); font-weight: 550; font-size: 14px; }
+th, td { padding: 7px 20px 7px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--rule); }
+td:first-child { white-space: nowrap; }
+th.number, td.number { text-align: right; white-space: nowrap; }
+th:last-child, td:last-child { padding-right: 0; }
+footer { margin-top: 52px; padding-top: 14px; border-top: 1px solid var(--rule); color: var(--muted);
+         font-size: 13.5px; }
+@media (max-width: 640px) { body { padding: 24px 16px 40px; } h1 { font-size: 25px; } }
+@media print {
+  @page { size: A4; margin: 14mm; }
+  html { color-scheme: light; }
+  body { max-width: none; padding: 0; font-size: 10.5pt; }
+  section { margin-top: 22px; }
+  section, .facts > div, tr { break-inside: avoid; }
+  h2 { break-after: avoid; }
+  .tables { display: block; }
+  th, td { padding-top: 3px; padding-bottom: 3px; }
+  .facts { grid-template-columns: repeat(4, 1fr); gap: 8px; }
+  .facts > div { padding: 9px 11px; }
+  .value { font-size: 17pt; }
+  .facts > div, .verdict { -webkit-print-color-adjust: exact; print-color-adjust: exact; }
+}
+"""
+
+_SCRIPT: Final = """
+(() => {
+  "use strict";
+  const theme = THEME;
+  const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+  const figures = Array.from(document.querySelectorAll(".plot"), (element) => ({
+    element, source: document.getElementById(element.id + "-data").textContent,
+  }));
+  const swap = (value, dark) => {
+    if (typeof value === "string") return (dark && theme.dark_of[value.toLowerCase()]) || value;
+    if (Array.isArray(value)) return value.map((item) => swap(item, dark));
+    if (value === null || typeof value !== "object") return value;
+    return Object.fromEntries(Object.entries(value).map(([key, item]) => [key, swap(item, dark)]));
+  };
+  const draw = (dark, print) => {
+    const colours = dark ? theme.dark : theme.light;
+    for (const { element, source } of figures) {
+      const { data, layout } = swap(JSON.parse(source), dark);
+      delete layout.template;
+      layout.font = { ...layout.font, color: colours.ink };
+      layout.hoverlabel = { bgcolor: colours.paper, bordercolor: colours.rule, font: { color: colours.ink },
+                            align: "left", ...layout.hoverlabel };
+      for (const key of Object.keys(layout).filter((name) => /^[xy]axis\\d*$/.test(name))) {
+        layout[key] = { gridcolor: colours.rule, linecolor: colours.rule, zerolinecolor: colours.rule,
+                        ...layout[key], tickfont: { color: colours.muted, ...layout[key].tickfont } };
+      }
+      layout.autosize = !print;
+      if (print) Object.assign(layout, { width: 680, height: 0.78 * layout.height });
+      element.style.height = layout.height + "px";
+      Plotly.react(element, data, layout, { displayModeBar: false, responsive: true });
+    }
+  };
+  draw(prefersDark.matches, false);
+  prefersDark.addEventListener("change", () => draw(prefersDark.matches, false));
+  addEventListener("beforeprint", () => draw(false, true));
+  addEventListener("afterprint", () => draw(prefersDark.matches, false));
+})();
+"""
+
+
+def style_sheet() -> str:
+    """The page's CSS."""
+    light = " ".join(f"--{name}: {colour.light};" for name, colour in _VARIABLES.items())
+    dark = " ".join(f"--{name}: {colour.dark};" for name, colour in _VARIABLES.items())
+    schemes = f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    return schemes + _RULES.replace("FONT", FONT)
+
+
+def script() -> str:
+    """The JavaScript that draws every figure of the page, in the reader's colours."""
+    series = (*SOURCES.values(), *RUNS.values(), MUTED, RULE)
+    theme = {
+        "dark_of": {colour.light: colour.dark for full in series for colour in (full, full.wash())},
+        "light": {name: colour.light for name, colour in _VARIABLES.items()},
+        "dark": {name: colour.dark for name, colour in _VARIABLES.items()},
+    }
+    return _SCRIPT.replace("THEME", json.dumps(theme))
+
+
+_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(count: float) -> str:
+    """Bytes: `"640 B"`, `"12.5 MiB"`."""
+    value, step = float(count), 0
+    while abs(value) >= 1024 and step < len(_BYTES) - 1:
+        value, step = value / 1024, step + 1
+    return f"{value:,.1f} {_BYTES[step]}" if step else f"{value:,.0f} B"
+
+
+def milliseconds(value: float | None) -> str:
+    """`"4.2 ms"`, `"431 ms"`; a dash for nothing measured."""
+    if value is None:
+        return "\u2013"
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms"
+
+
+def share(part: float, whole: float) -> str:
+    """`"37.5 %"`; a dash of nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else "\u2013"
+
+
+def times(numerator: float | None, denominator: float | None) -> str:
+    """How many times, to one decimal; a dash where either is missing."""
+    if numerator is None or not denominator:
+        return "\u2013"
+    return f"{numerator / denominator:.1f}\u00d7"

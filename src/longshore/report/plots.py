@@ -1,18 +1,74 @@
-"""The figures of reports. Plotly is imported for the first one."""
+"""The figures of reports, and their colours. Plotly is imported for the first figure.
+
+Every colour has a light and a dark form. Figures are built in light colours; the script of the page swaps them when the
+reader prefers dark, and swaps them back for print. Series colours are from Okabe and Ito's palette, which readers
+with any colour vision can distinguish, and differ in lightness too.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from longshore.errors import ReportError
-from longshore.report.theme import FONT, MUTED, Colour
+
+
+class Colour(NamedTuple):
+    """A colour on light paper and on dark, as `#rrggbb`."""
+
+    light: str
+    dark: str
+
+    def wash(self) -> Colour:
+        """The same colour, transparent, for areas."""
+        return Colour(_thin(self.light), _thin(self.dark))
+
+
+def _thin(colour: str) -> str:
+    red, green, blue = bytes.fromhex(colour[1:])
+    return f"rgba({red},{green},{blue},0.45)"
+
+
+SOURCES: Final[dict[str, Colour]] = {
+    "device": Colour("#0072b2", "#2f93d0"),
+    "host": Colour("#56b4e9", "#8ccdf3"),
+    "file": Colour("#e69f00", "#f0b429"),
+    "remote": Colour("#cc79a7", "#dd9abf"),
+    "computed": Colour("#b9bec5", "#59616c"),
+}
+"""Colours of sources of tokens, and of tiers."""
+
+REASONS: Final[dict[str, Colour]] = {
+    "demoted": Colour("#b9bec5", "#59616c"),
+    "forgotten": Colour("#d55e00", "#f0803c"),
+    "unusable": Colour("#6f4e9c", "#a98bd6"),
+    "moving": Colour("#56b4e9", "#8ccdf3"),
+    "waiting": Colour("#d55e00", "#f0803c"),
+}
+"""Colours of eviction reasons, and of times."""
+
+RUNS: Final[dict[str, Colour]] = {
+    "tiered": Colour("#009e73", "#22b88c"),
+    "recompute": Colour("#d55e00", "#f0803c"),
+    "resident": Colour("#6f4e9c", "#a98bd6"),
+}
+"""Colours of runs."""
+
+INK: Final = Colour("#1b1f24", "#e6e8eb")
+MUTED: Final = Colour("#606872", "#9aa3ad")
+RULE: Final = Colour("#dfe2e6", "#333a43")
+PAPER: Final = Colour("#ffffff", "#14171b")
+PANEL: Final = Colour("#f5f6f8", "#1c2127")
+PASS: Final = Colour("#006d4f", "#39c79b")
+FAIL: Final = Colour("#b3261e", "#ff8a80")
+
+FONT: Final = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 
 
 class Figure(Protocol):
-    """What the page needs of a figure: Plotly's `Figure` has it."""
+    """The method of a figure that the page calls; Plotly's `Figure` has it."""
 
     def to_json(self) -> str | None:
         """Data and layout as JSON."""
@@ -30,7 +86,7 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line of a `curves` figure; with `texts`, one per point, its points are marked and explain themselves."""
+    """One line of a `curves` figure; with `texts`, one per point, its points are marked, and show their text."""
 
     name: str
     x: Sequence[float]
@@ -195,7 +251,7 @@ def _figure(*, x_title: str, y_title: str, height: int) -> Any:
 
 
 def _span(figure: Any, x: Sequence[int]) -> None:
-    """Show all positions, with as little room beside them in every figure."""
+    """Show all positions, with the same margin in every figure."""
     if x:
         figure.update_xaxes(range=[min(x) - 0.8, max(x) + 0.8])
 
@@ -252,7 +308,7 @@ def _mark(figure: Any, level: float, points: Points) -> None:
 
 
 def _limit(figure: Any, row: TierSeries, number: int, unit: str) -> None:
-    """Draw the limit; one far above all values is said, not drawn, or the values would vanish."""
+    """Draw the limit; if it is far above all values, only print it, so that the values stay visible."""
     highest = max(row.values, default=0.0)
     near = row.limit <= 3 * highest
     note = f"capacity {row.limit:,.1f} {unit}"

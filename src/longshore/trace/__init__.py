@@ -10,8 +10,7 @@ from longshore.trace.readers import (
     read_mooncake,
     read_trace,
 )
-from longshore.trace.synthetic import FAMILIES, synthesize
-from longshore.trace.workload import Workload, WorkloadRequest, tokens_of
+from longshore.trace.workload import FAMILIES, Workload, WorkloadRequest, synthesize, tokens_of
 
 __all__ = [
     "FAMILIES",

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn, TypeVar, cast
 
 from longshore.cache.eviction.hit_rates import Return
-from longshore.errors import TraceError
+from longshore.errors import HintError, TraceError
+from longshore.hints import RequestHints
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> TraceError:
@@ -43,7 +44,7 @@ class TraceRequest:
         hash_ids: One id per block of the prompt, in order; the last block may be partial. Equal ids mean equal content
             after an equal prefix.
         assumed_time: Whether the trace has no timestamp for it.
-        returns: What its host knows about when its blocks are used again, if the trace says so.
+        returns: Hints of its host about the next use of its blocks, if the trace has any.
     """
 
     timestamp_ms: float
@@ -77,7 +78,7 @@ class Fields:
             return cls(where, json.loads(text.decode("utf-8"), parse_constant=constant))
         except TraceError:
             raise
-        except (ValueError, RecursionError) as error:  # also bad UTF-8, and integers of absurd length
+        except (ValueError, RecursionError) as error:  # also invalid UTF-8, and integers with too many digits
             raise TraceError(f"{where}: expected a JSON object in UTF-8: {error}") from error
 
     def __contains__(self, name: object) -> bool:
@@ -94,16 +95,16 @@ class Fields:
         if default is not None and name not in self._fields:
             return default
         value = self.get(name)
-        if type(value) is not int or value < least:  # bool is an int, and no length
+        if type(value) is not int or value < least:  # bool is a subclass of int
             self.refuse(f"expected {name!r} to be an integer of at least {least}", value)
         return value
 
-    def milliseconds(self, name: str, *, default: float | None = None, unit: str = "milliseconds") -> float:
-        """A time, in `unit`."""
+    def milliseconds(self, name: str, *, default: float | None = None) -> float:
+        """A time in milliseconds."""
         if default is not None and name not in self._fields:
             return default
         value = self.get(name)
-        expected = f"expected {name!r} to be {unit}, a finite number of at least 0"
+        expected = f"expected {name!r} to be milliseconds, a finite number of at least 0"
         if type(value) is not int and type(value) is not float:
             self.refuse(expected, value)
         try:
@@ -130,18 +131,13 @@ class Fields:
         return tuple(value)  # type: ignore[arg-type]  # all are integers
 
     def returns(self) -> Return | None:
-        """What the optional fields `ends`, `returns_in` (seconds) and `class` say about the request's return."""
-        if not any(name in self._fields for name in ("ends", "returns_in", "class")):
-            return None
-        ends, kind = self._fields.get("ends", False), self._fields.get("class", "")
-        if not isinstance(ends, bool):
-            self.refuse("expected 'ends' to be true or false", ends)
-        if not isinstance(kind, str):
-            self.refuse("expected 'class' to be text", kind)
-        seconds = self.milliseconds("returns_in", default=-1.0, unit="seconds")
-        if ends and seconds >= 0:
-            self.refuse("expected 'ends' or 'returns_in', got both", (ends, seconds))
-        return Return(ends, None if seconds < 0 else seconds, kind)
+        """The hints `ends`, `returns_in` (seconds) and `class`, which are checked like those of a live request."""
+        names = ("ends", "returns_in", "class")
+        said: dict[str, object] = {name: self._fields[name] for name in names if name in self._fields}
+        try:
+            return RequestHints.parse(said).returns if said else None
+        except HintError as error:
+            raise TraceError(f"{self.where}: {error}") from error
 
     def covers(self, hashes: int, tokens: int, block_tokens: int) -> None:
         """Raise unless `hashes` is the number of blocks for `tokens`."""
@@ -253,7 +249,7 @@ def lines_at(path: str | Path, places: Iterable[int]) -> Iterator[bytes]:
     """The lines at the byte offsets `places`, in this order; raises `TraceError` if the file cannot be read."""
     with opened(path) as file, tempfile.TemporaryFile() as plain:
         if not isinstance(file, io.BufferedReader) or not isinstance(file.raw, io.FileIO):
-            shutil.copyfileobj(file, plain)  # to go back in what is compressed is to begin again
+            shutil.copyfileobj(file, plain)  # seeking back in a compressed file reads it again from its start
             file = plain  # noqa: PLW2901
         for place in places:
             file.seek(place)

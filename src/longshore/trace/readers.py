@@ -131,7 +131,7 @@ def read_sessions(path: str | Path, *, block_tokens: int, skip: Skip | None = No
 
 
 def _next_turn(running: list[tuple[float, int, int, list[TraceRequest]]]) -> TraceRequest:
-    """The turn that comes next, of the sessions that go on."""
+    """The earliest next turn of the active sessions."""
     _, number, at, turns = running[0]
     if at + 1 < len(turns):
         heapq.heapreplace(running, (turns[at + 1].timestamp_ms, number, at + 1, turns))
@@ -183,7 +183,7 @@ def read_lengths(path: str | Path, *, block_tokens: int, skip: Skip | None = Non
 
 
 class _Lengths:
-    """What the header said, where time begins, and how many blocks there were."""
+    """Parser of lines: keeps the columns of the header, the first timestamp, and the number of blocks."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -342,7 +342,7 @@ def form_of(path: str | Path) -> Form:
     if Path(path).name.lower().removesuffix(".gz").endswith(".csv"):
         return Form.LENGTHS
     with opened(path) as file:
-        beginnings = iter(partial(file.readline, MAX_LINE), b"")  # of a device, lines may have no end
+        beginnings = iter(partial(file.readline, MAX_LINE), b"")  # the lines of a device may have no end
         first = next((line for line in beginnings if line.strip()), None)
     if first is None:
         raise TraceError(f"{path}: expected a trace, but the file is empty")
@@ -355,7 +355,7 @@ def form_of(path: str | Path) -> Form:
     found = next((form for mark, form in _MARKS.items() if mark in fields), None)
     if found is None:
         raise TraceError(
-            f"{path}: expected the first line to have a field {', '.join(map(repr, _MARKS))}; else name the form: "
+            f"{path}: expected the first line to have a field {', '.join(map(repr, _MARKS))}; or --form with one of "
             f"{', '.join(Form)}"
         )
     return found

@@ -39,7 +39,7 @@ from longshore.cache import (
 )
 from longshore.cache.eviction import EvictionPolicy
 from longshore.errors import IntegrityError, TraceError
-from longshore.report.units import size
+from longshore.report.page import size
 from longshore.trace.machine import REMOTE, RemoteStore, Timing, VirtualMovers
 from longshore.trace.parsing import TraceRequest
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from longshore.boundary import FILE
 from longshore.cache import DropReason, MissReason
-from longshore.report.units import share, size
+from longshore.report.page import share, size
 from longshore.trace.machine import REMOTE
 from longshore.trace.replay import ReplayTally, TieredReplay
 
@@ -296,7 +296,7 @@ def overload(
         if load(found) > count:
             continue
         now = percentile(found.ttft if tiers else found.recompute, 95)
-        if now > _BETTER * p95:  # what is left is computing, and not waiting for an engine
+        if now > _BETTER * p95:  # the rest is computing, which more engines do not shorten
             break
         enough, p95 = count, now
     busy = load(tally) / engines
@@ -321,5 +321,5 @@ def percentile(values: array[float], at: int) -> float:
 
 
 def _counted(counts: Counter[DropReason] | Counter[MissReason]) -> dict[str, int]:
-    """The reasons that were counted at all."""
+    """The reasons with a count above zero."""
     return {reason.value: count for reason, count in counts.items() if count}

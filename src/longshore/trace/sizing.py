@@ -160,7 +160,7 @@ def _simulate(
 def _times(
     timing: Timing, block_tokens: int, image: int, tokens: Floats, in_host: Floats, in_all: Floats
 ) -> tuple[Floats, Floats]:
-    """Seconds to load, and to compute the rest: of what may be loaded, what makes the sum least."""
+    """Seconds to load and to compute the rest, for the blocks whose loading minimises the sum."""
     profile, length = timing.profile, tokens[:, None]
 
     def compute(blocks: Floats) -> Floats:
@@ -318,7 +318,7 @@ def plan(
 
 
 class _Search:
-    """Sizes that were replayed, and which to replay next."""
+    """The sizes replayed so far, and the choice of the next one."""
 
     def __init__(self, replay: Replay, prices: Prices, target: float, engines: int, replays: int) -> None:
         self.choices: dict[Size, Choice] = {}
@@ -327,12 +327,12 @@ class _Search:
         self._tallies: dict[Size, ReplayTally] = {}
 
     def run(self, frontier: Sequence[Estimate], sizes: Sizes) -> None:
-        """Replay the choice of `frontier`, dearer ones until one keeps the target, its cheaper neighbours, the rest."""
+        """Replay the best estimate, costlier sizes until one meets the target, cheaper neighbours, then the rest."""
         cells = [(each.host_bytes, each.file_bytes) for each in frontier if each.host_bytes] or [sizes.cells[1]]
         first = next((i for i, each in enumerate(frontier) if each.host_bytes and each.ttft_p95 <= self._target), -1)
         at = cells.index((frontier[first].host_bytes, frontier[first].file_bytes)) if first >= 0 else len(cells) - 1
         if all(self._is_too_much(cell) for cell in (cells[at], cells[-1])):
-            return  # no size helps: what is missing is engines
+            return  # no size helps: there are too few engines
         found = next((cell for cell in cells[at:] if self._keeps(cell)), None)
         if found is None:
             found = self._climb(sizes)
@@ -343,7 +343,7 @@ class _Search:
             self._keeps(cell)
 
     def overload(self, choice: Choice) -> Overload | None:
-        """Whether engines are asked for too much with `choice`."""
+        """Whether the engines are overloaded with `choice`."""
         size = choice.size if choice.host_bytes else next(iter(self._tallies))
 
         def again(engines: int) -> ReplayTally:
@@ -352,11 +352,11 @@ class _Search:
         return overload(self._tallies[size], self._engines, again, tiers=choice.host_bytes > 0, target=self._target)
 
     def _is_too_much(self, size: Size) -> bool:
-        """Whether the engines are asked for more than they can compute with this size, which misses the target."""
+        """Whether the engines are overloaded with this size, so that it misses the target."""
         return not self._keeps(size) and size in self.choices and self.choices[size].busy > 1
 
     def _climb(self, sizes: Sizes) -> Size | None:
-        """Larger sizes than the best one, as long as they are better; the first that keeps the target."""
+        """The first larger size that meets the target, as long as larger sizes improve."""
         while self._left and self.choices:
             best = min(self.choices.values(), key=lambda each: each.ttft_p95)
             size = best.size if best.host_bytes else sizes.cells[1]
@@ -373,7 +373,7 @@ class _Search:
         return self._prices.of(*size)
 
     def _keeps(self, size: Size) -> bool:
-        """Whether `size` keeps the target, by its replay; not, if there may be no more replays."""
+        """Whether the replay of `size` meets the target; false if no more replays are allowed."""
         if size not in self.choices and self._left:
             self._left -= 1
             self._take(size, self._replay(*size, self._engines))
@@ -406,7 +406,7 @@ class Sizes:
         self.cells: list[Size] = [(0, 0), *((host, file) for host in self._hosts for file in self._files)]
 
     def around(self, size: Size) -> list[Size]:
-        """Neighbouring sizes: a step more or less of either, or an exchange of a step."""
+        """Neighbouring sizes: one step more or less of either, or one step exchanged between them."""
         host, file = self._hosts.index(size[0]), self._files.index(size[1])
         steps = ((-1, 0), (0, -1), (-1, 1), (1, -1), (1, 0), (0, 1))
         return [
@@ -430,7 +430,7 @@ def sizes_for(useful: int, image: int, most_blocks: int = MOST_BLOCKS) -> Sizes:
 
 
 def frontier_of(choices: Sequence[C]) -> tuple[C, ...]:
-    """Choices that are relevantly faster than all that cost no more; cheapest first."""
+    """Choices that are at least a hundredth faster than all that cost no more; cheapest first."""
     found: list[C] = []
     for choice in sorted(choices, key=lambda each: (each.cost, each.ttft_p95)):
         if not found or choice.ttft_p95 < _WORTH_IT * found[-1].ttft_p95:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from longshore.cache import Counters
-from longshore.cli.demo_result import DemoResult, RunRecord
-from longshore.cli.demo_runs import Demo, DemoOptions, run_resident, run_tiered
+from longshore.cli.demo_report import DemoOptions, DemoResult, RunRecord
+from longshore.cli.demo_runs import Demo, run_resident, run_tiered
 from longshore.config import Config
 from longshore.engines.transformers import tiered
 from longshore.tiers.base import Tier

@@ -8,7 +8,7 @@ import pytest
 import torch
 from serving import make_demo
 
-from longshore.cli.demo_result import DemoResult, RunRecord
+from longshore.cli.demo_report import DemoResult, RunRecord
 from longshore.cli.demo_runs import Demo, _engine, run_resident, run_tiered
 from longshore.config import Config
 from longshore.engines.transformers import Tiers, replaying, tiered

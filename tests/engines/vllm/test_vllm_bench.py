@@ -14,7 +14,7 @@ from tiny_models import save
 from typer.testing import CliRunner
 
 from longshore.bench import files, vllm_runs
-from longshore.bench.file_sides import ALONE, SCATTERED, Images, VllmFiles
+from longshore.bench.files import ALONE, SCATTERED, Images, VllmFiles
 from longshore.cli.app import app
 from longshore.errors import BenchError, TraceError
 from longshore.trace.readers import read_trace

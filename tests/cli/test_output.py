@@ -1,0 +1,133 @@
+"""Standard output and standard error of commands: when they cannot be written, and how a command ends."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shlex
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from cli_kit import LONGSHORE, SHORT, expanded
+from rich.padding import Padding
+
+from longshore.cli.output import console, run
+
+
+def shell(command: str, files: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command line, with `longshore` in it, as a shell runs it."""
+    return subprocess.run(
+        ["bash", "-c", command.replace("longshore ", f"{shlex.quote(str(LONGSHORE))} ", 1)],
+        capture_output=True,
+        text=True,
+        cwd=files,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+FULL = "longshore: standard output: No space left on device\n"
+CLOSED = "longshore: standard output is closed\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "line"),
+    [
+        ("longshore POLICY > /dev/full", 1, FULL),
+        ("longshore POLICY --json > /dev/full", 1, FULL),
+        ("longshore REPLAY > /dev/full", 1, FULL),
+        ("PYTHONUNBUFFERED=1 longshore POLICY --json > /dev/full", 1, FULL),
+        ("PYTHONUNBUFFERED=1 longshore replay gone --capacity-blocks 5 2> /dev/full", 2, ""),
+        ("longshore PLAN > /dev/full", 1, FULL),
+        ("longshore vllm-config --host-size 1MiB > /dev/full", 1, FULL),
+        ("longshore --version > /dev/full", 1, FULL),
+        ("longshore replay --help > /dev/full", 1, FULL),
+        ("longshore POLICY >&-", 1, CLOSED),
+        ("longshore --version >&-", 1, CLOSED),
+        ("longshore replay gone --capacity-blocks 5 2>&-", 2, ""),
+        ("longshore replay gone --capacity-blocks 5 2> /dev/full", 2, ""),
+        ("longshore POLICY --json 2>&- > /dev/null", 0, ""),
+        ("longshore replay - --capacity-blocks 5 <&-", 2, "longshore: expected a trace on standard input, *\n"),
+        ("longshore POLICY | true; exit ${PIPESTATUS[0]}", 141, ""),
+        ("longshore replay --help | true; exit ${PIPESTATUS[0]}", 141, ""),
+    ],
+)
+def test_a_failed_write_of_output_is_one_line(command: str, status: int, line: str, files: Path) -> None:
+    command = expanded(command)
+    # What reads from a pipe must have gone when it is written to.
+    command = command.replace("| true;", "| (exec 0<&-; sleep 0.1);")
+    done = shell(command, files, PYTHONUNBUFFERED="")
+    assert done.returncode == status, done.stderr
+    assert fnmatch.fnmatchcase(done.stderr, line), done.stderr
+
+
+def test_a_failed_report_leaves_the_previous_page(files: Path) -> None:
+    (files / "page").mkdir()
+    (files / "page" / "index.html").write_text("former")
+    done = shell(f"ulimit -f 500; longshore {SHORT['REPLAY']} --report page", files)
+    assert done.returncode == 1
+    assert done.stderr == "longshore: cannot write report page/index.html: File too large\n"
+    assert [(path.name, path.read_text()) for path in (files / "page").iterdir()] == [("index.html", "former")]
+
+
+def test_tables_have_no_trailing_blanks(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(lambda: console().print(Padding("x", (0, 0, 0, 2)))) == 0
+    assert capsys.readouterr().out == "  x\n"
+    done = shell(f"longshore {SHORT['REPLAY']}", files)
+    assert not [line for line in done.stdout.splitlines() if line.endswith(" ")]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_terminated_command_leaves_no_temporary_file(number: int, status: int, files: Path) -> None:
+    (files / "disk").mkdir()
+    call = "bench file --dir disk --bytes 64MiB --repeats 100000 --allow-ram-disk --allow-page-cache"
+    running = subprocess.Popen(
+        [str(LONGSHORE), *call.split()],
+        cwd=files,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # noqa: PLW1509 - nohup ignores one of them
+    )
+    deadline = time.monotonic() + 120
+    while not list(files.glob("disk/*/*")):
+        assert running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    running.send_signal(number)
+    _, told = running.communicate(timeout=120)
+    assert (running.returncode, told) == (status, "")
+    assert list((files / "disk").iterdir()) == []
+
+
+def test_characters_outside_the_encoding_become_question_marks(files: Path) -> None:
+    done = shell(f"longshore {SHORT['REPLAY']} --limit 1", files, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "? " in done.stdout
+
+
+def test_interrupts_and_internal_errors_print_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def broken() -> None:
+        raise KeyError("x")
+
+    def greedy() -> None:
+        raise MemoryError
+
+    assert run(interrupted) == 130
+    assert run(greedy) == 1
+    assert run(broken) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "longshore: out of memory",
+        "longshore: internal error, KeyError: 'x' (LONGSHORE_TRACEBACK=1 shows where)",
+    ]
+    monkeypatch.setenv("LONGSHORE_TRACEBACK", "1")
+    run(broken)
+    assert "Traceback" in capsys.readouterr().err
