@@ -34,6 +34,9 @@ PROBE_BATCH = 1024
 STORE_BATCH = 64
 """Images whose existence is asked for before they are sent."""
 
+_LIMIT_SECONDS = 0.005
+"""A deadline is kept to within so many seconds, so that not every call needs another one to set it."""
+
 _BUFFER = 4096
 _LONGEST_LINE = 1024
 _TIME = struct.Struct("@ll")
@@ -50,6 +53,8 @@ class PlainStream:
         sock.setblocking(True)  # the kernel has the deadline: with a timeout of Python's, MSG_WAITALL would not wait
         self._sock = sock
         self._clock = clock
+        self._limits = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}
+        """Seconds that the kernel has been told."""
 
     def receive_some(self, into: memoryview, deadline: Deadline) -> int:
         """Receive what has come, at least one byte; how many."""
@@ -87,7 +92,11 @@ class PlainStream:
         self._sock.close()
 
     def _limit(self, option: int, deadline: Deadline) -> None:
-        micros = int(_left(deadline, self._clock) * 1e6) or 1  # 0 would be no limit
+        left = _left(deadline, self._clock)
+        if left <= self._limits[option] <= left + _LIMIT_SECONDS:
+            return
+        self._limits[option] = left
+        micros = int(left * 1e6) or 1  # 0 would be no limit
         self._sock.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(micros // 1_000_000, micros % 1_000_000))
 
 

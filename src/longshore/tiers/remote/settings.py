@@ -79,7 +79,7 @@ class RemoteSettings:
     probe_timeout: float = 0.05
     fetch_timeout: float = 2.0
     write_timeout: float = 5.0
-    in_flight: int = 1 << 20
+    in_flight: int = 1 << 19
 
     @property
     def tls(self) -> bool:

@@ -133,6 +133,8 @@ class RemoteTier(ForeignTier):
         self._results: list[TierResult] = []
         self._asked: deque[_Asked] = deque()
         self._asking: _Asked | None = None
+        self._is_stuck = False
+        """Whether the thread for probes has not come back from one that is late."""
         self._answers: list[tuple[int, tuple[bool, ...] | None]] = []
         self._probing = threading.Condition(self._lock)
         self._closed = False
@@ -257,7 +259,10 @@ class RemoteTier(ForeignTier):
             for asked in [each for each in self._asked if now >= each.deadline]:
                 self._asked.remove(asked)
                 self._answer(asked.ticket, None)
+                if self._is_stuck:
+                    self._failed(StoreError("timeout", "a probe hangs"))
             if (asking := self._asking) is not None and now >= asking.deadline:
+                self._is_stuck = True
                 self._unanswered(asking, StoreError("timeout", "no answer to a probe in time"))
             answers, self._answers = self._answers, []
         return answers
@@ -419,6 +424,7 @@ class RemoteTier(ForeignTier):
 
     def _next_probe(self) -> tuple[_Asked | None, bool]:
         """Wait for a probe, or until the server is to be looked for."""
+        self._is_stuck = False
         while not self._closed:
             if self._breaker.is_open:
                 left = self._breaker.check_due(self._clock())
