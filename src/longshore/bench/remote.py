@@ -95,7 +95,7 @@ def _of_size(
         undo.callback(images.arena.close)
         ours = MeasuredTier(images, server, scratch)
         undo.callback(ours.close)
-        plain: RemoteSide = PlainTcp(images) if server is not None else PlainFiles(images, scratch / "plain")
+        plain: RemoteSide = PlainTcp(images) if server is not None else PlainFiles(images, scratch / f"plain-{size}")
         undo.callback(plain.close)
         clients: list[RemoteSide] = []
         if server is not None:
@@ -313,7 +313,7 @@ class MeasuredTier:
     ) -> None:
         self._directory = scratch / "shared"
         if server is None:
-            self._directory.mkdir()
+            self._directory.mkdir(exist_ok=True)
         where = f"file://{self._directory}" if server is None else f"valkey://127.0.0.1:{server.port}"
         self.namespace = namespace or os.urandom(32)
         self._images = images

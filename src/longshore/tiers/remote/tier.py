@@ -35,7 +35,7 @@ from longshore.tiers.remote.directory import DirectoryStore
 from longshore.tiers.remote.format import HEADER_BYTES, NO_RANK, Identity, address
 from longshore.tiers.remote.resp import RespStore
 from longshore.tiers.remote.settings import RemoteSettings, parse_url
-from longshore.tiers.remote.work import Image, Session, Store, StoreError, WorkQueue
+from longshore.tiers.remote.work import Image, Session, StoreClient, StoreError, WorkQueue
 
 TROUBLES = ("connection", "timeout", "refused", "broken", "breaker", "full", "budget")
 """The reasons counted in `RemoteTier.troubles`.
@@ -65,7 +65,7 @@ _SAYS_LITTLE = 10.0
 _log = logging.getLogger(__name__)
 
 
-class _Asked:
+class _PendingProbe:
     """A probe that waits for its answer."""
 
     __slots__ = ("addresses", "deadline", "ticket")
@@ -99,7 +99,7 @@ class RemoteTier(ForeignTier):
         name: str = "remote",
         failures: int = FAILURES,
         clock: Callable[[], float] = time.monotonic,
-        store: Store | None = None,
+        store: StoreClient | None = None,
     ) -> None:
         """Raises `ConfigError` for an invalid URL, `TierError` for invalid sizes, digests or certificates.
 
@@ -131,8 +131,8 @@ class RemoteTier(ForeignTier):
         self._tickets = 0
         self._open: dict[int, OpBatch] = {}
         self._results: list[TierResult] = []
-        self._asked: deque[_Asked] = deque()
-        self._asking: _Asked | None = None
+        self._asked: deque[_PendingProbe] = deque()
+        self._asking: _PendingProbe | None = None
         self._is_stuck = False
         """Whether the thread for probes has not come back from one that is late."""
         self._answers: list[tuple[int, tuple[bool, ...] | None]] = []
@@ -248,7 +248,7 @@ class RemoteTier(ForeignTier):
             else:
                 until = min(deadline, self._clock() + self.settings.probe_timeout)
                 addresses = [address(self.namespace, each, self._rank) for each in keys]
-                self._asked.append(_Asked(self._tickets, addresses, until))
+                self._asked.append(_PendingProbe(self._tickets, addresses, until))
                 self._probing.notify()
             return self._tickets
 
@@ -422,7 +422,7 @@ class RemoteTier(ForeignTier):
         finally:
             _close(session)
 
-    def _next_probe(self) -> tuple[_Asked | None, bool]:
+    def _next_probe(self) -> tuple[_PendingProbe | None, bool]:
         """Wait for a probe, or until the server is to be looked for."""
         self._is_stuck = False
         while not self._closed:
@@ -438,7 +438,7 @@ class RemoteTier(ForeignTier):
                 self._probing.wait()
         return None, False
 
-    def _answered(self, asked: _Asked, lengths: Sequence[int]) -> None:
+    def _answered(self, asked: _PendingProbe, lengths: Sequence[int]) -> None:
         with self._lock:
             if self._asking is not asked:  # its deadline has passed
                 return
@@ -448,7 +448,7 @@ class RemoteTier(ForeignTier):
             pairs = zip(asked.addresses, lengths, strict=True)
             self._answer(asked.ticket, tuple(length in known and each not in self._bad for each, length in pairs))
 
-    def _unanswered(self, asked: _Asked, error: StoreError) -> None:
+    def _unanswered(self, asked: _PendingProbe, error: StoreError) -> None:
         with self._lock:
             if self._asking is asked:  # otherwise its deadline has passed, and was counted
                 self._asking = None

@@ -228,7 +228,7 @@ class Session(Protocol):
         """Close the connection."""
 
 
-class Store(Protocol):
+class StoreClient(Protocol):
     """Where sessions come from; `threads` is how many each direction has."""
 
     threads: int
