@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from longshore.boundary import Status
+from longshore.checksums import digest
 from longshore.tiers.remote.format import HEADER_BYTES, pack_header, verify
 from longshore.tiers.remote.settings import RemoteSettings
 from longshore.tiers.remote.work import Image, Refusal, StoreError, WorkQueue
@@ -57,7 +58,7 @@ class DirectorySession:
                 work.end(image, count)
                 continue
             value = self._buffer[:count]
-            status = verify(value[:HEADER_BYTES], value[HEADER_BYTES:], image.identity)
+            status = verify(value[:HEADER_BYTES], digest(value[HEADER_BYTES:]), image.identity)
             if status is Status.OK and work.hold(image):
                 image.memory[:] = value[HEADER_BYTES:]
             work.end(image, status)

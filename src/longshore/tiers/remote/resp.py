@@ -1,6 +1,6 @@
 """A client of Valkey and Redis: our own RESP on a blocking socket, for values of hundreds of kilobytes.
 
-    GET     ◄── "$262272\\r\\n" and the header, into a small buffer ◄── the image, by one `recvmsg_into` into the arena
+    GET     ◄── "$262272\\r\\n" and the header, into a small buffer ◄── the image, into the arena in large pieces
     SET     ──► command and header, image, end: one `sendmsg`, straight from the arena
     STRLEN  ──► hundreds of commands at once: existence and length, in one round trip
 
@@ -22,6 +22,8 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
+import xxhash
+
 from longshore.boundary import Status
 from longshore.errors import TierError
 from longshore.tiers.remote.format import HEADER_BYTES, pack_header, verify
@@ -36,6 +38,9 @@ STORE_BATCH = 64
 
 _LIMIT_SECONDS = 0.005
 """A deadline is kept to within so many seconds, so that not every call needs another one to set it."""
+
+_PIECE = 256 << 10
+"""Bytes that are received before their checksum is computed."""
 
 _BUFFER = 4096
 _LONGEST_LINE = 1024
@@ -193,9 +198,8 @@ class RespSession:
         return found
 
     def fetch(self, work: WorkQueue) -> None:
-        """Fetch images until none waits. The next requests are sent before an image is verified."""
+        """Fetch images until none waits."""
         asked: deque[Image] = deque()
-        arrived: tuple[Image, bytes] | None = None
         under_way = 0
         while True:
             requests = []
@@ -206,19 +210,12 @@ class RespSession:
                     requests.append(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(image.address), image.address))
             if requests:
                 self._send(b"".join(requests), _soonest(asked))
-            if arrived is not None:
-                image, header = arrived
-                work.end(image, verify(header, image.memory, image.identity))
-                arrived = None
             if not asked:
                 return
-            found = self._read_value(asked[0], _soonest(asked))
+            status = self._read_value(asked[0], _soonest(asked))
             image = asked.popleft()
             under_way -= len(image.memory)
-            if isinstance(found, Status):
-                work.end(image, found)
-            else:
-                arrived = image, found
+            work.end(image, status)
 
     def store(self, work: WorkQueue, is_bad: Callable[[bytes], bool], refusal: Refusal) -> None:
         """Store images until none waits; those that are there are not sent again, unless known to be bad."""
@@ -276,8 +273,8 @@ class RespSession:
             work.end(image, Status.IO_ERROR)
             raise _refusal(error)
 
-    def _read_value(self, image: Image, deadline: Deadline) -> bytes | Status:
-        """Receive a value into the image's memory: its header, or how it ended."""
+    def _read_value(self, image: Image, deadline: Deadline) -> Status:
+        """Receive a value into the image's memory. Checksums are computed of pieces that are still in the cache."""
         line = self._read_line(deadline)
         if line.startswith(b"-WRONGTYPE"):
             return Status.MISMATCH
@@ -291,9 +288,14 @@ class RespSession:
             self._check_tail()
             return Status.SHORT if length < HEADER_BYTES + len(image.memory) else Status.MISMATCH
         header = self._read_exactly(HEADER_BYTES, deadline)
-        self._fill([image.memory, self._tail], deadline)
+        checksum = xxhash.xxh3_64()
+        for start in range(0, len(image.memory), _PIECE):
+            piece = image.memory[start : start + _PIECE]
+            is_last = start + _PIECE >= len(image.memory)
+            self._fill([piece, self._tail] if is_last else [piece], deadline)
+            checksum.update(piece)
         self._check_tail()
-        return header
+        return verify(header, checksum.intdigest(), image.identity)
 
     def _check_tail(self) -> None:
         if self._tail != _END:
