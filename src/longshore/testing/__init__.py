@@ -1,4 +1,4 @@
-"""Test kit: conformance suite for tiers, a faulty tier, a foreign tier, bit flips on disk, simulated device and disk.
+"""Test kit: conformance suite; faulty tier, foreign tier, faulty network; bit flips on disk; simulated device and disk.
 
 `TierTests` needs pytest, and is loaded when it is first asked for; the rest needs nothing beyond Longshore.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from longshore.testing.disk import flip_header_bit, flip_image_bit
 from longshore.testing.faulty import Fault, FaultPlan, FaultyTier, Rule
+from longshore.testing.faulty_proxy import FaultyProxy, WireFault
 from longshore.testing.key_store import KeyStore, StoreFault
 from longshore.testing.simulated_device import SimulatedDevice
 from longshore.testing.simulation import Simulation, Story, explore, sample
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Fault",
     "FaultPlan",
+    "FaultyProxy",
     "FaultyTier",
     "KeyStore",
     "Rule",
@@ -30,6 +32,7 @@ __all__ = [
     "Story",
     "TierHarness",
     "TierTests",
+    "WireFault",
     "explore",
     "flip_header_bit",
     "flip_image_bit",

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from longshore.boundary import PAGE, Key, Status
 from longshore.tiers.arena import Arena
-from longshore.tiers.base import Op, Tier, TierOp, TierResult
+from longshore.tiers.base import BY_KEY, Op, Tier, TierOp, TierResult
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -29,7 +29,7 @@ PATIENCE = 30.0
 POISON = 0xCC
 """Content of destinations before a read."""
 
-MISSES = frozenset({Status.MISMATCH, Status.CORRUPT, Status.SHORT})
+MISSES = frozenset({Status.MISMATCH, Status.CORRUPT, Status.SHORT, Status.LAPSED})
 """Statuses of a read of another record than expected."""
 
 
@@ -56,8 +56,11 @@ class TierHarness:
         arena: Its arena, of which the first `reserved_bytes` belong to the tier.
     """
 
-    def __init__(self, open_tier: Callable[[], Tier], arena: Arena, reserved_bytes: int = 0) -> None:
+    def __init__(
+        self, open_tier: Callable[[], Tier], arena: Arena, reserved_bytes: int = 0, *, by_key: bool = False
+    ) -> None:
         self._open_tier = open_tier
+        self._by_key = by_key
         self._reserved_bytes = reserved_bytes
         self._unclaimed: dict[int, TierResult] = {}
         self.arena = arena
@@ -75,7 +78,11 @@ class TierHarness:
         return self._reserved_bytes + place * span(self._image_bytes) + PAGE
 
     def op(self, op: Op, slot: int, number: int, place: int = 0, **changes: Any) -> TierOp:
-        """`op` on `slot` with key `number`, a whole image, at `place`; `changes` replaces fields."""
+        """`op` on `slot` with key `number`, a whole image, at `place`; `changes` replaces fields.
+
+        A tier that is addressed by key has no slots; there, `slot` means nothing.
+        """
+        slot = BY_KEY if self._by_key else slot
         plain = TierOp(op, slot, key(number), None, self.offset(place), self._image_bytes, self.tier.generation)
         return plain._replace(**changes)
 

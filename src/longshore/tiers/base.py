@@ -174,8 +174,11 @@ class ForeignTier(Tier):
         """
 
     @abstractmethod
-    def answers(self) -> list[tuple[int, tuple[bool, ...]]]:
-        """Answers that arrived since the last call, without waiting: a ticket, and whether each key is there."""
+    def answers(self) -> Sequence[tuple[int, tuple[bool, ...] | None]]:
+        """Answers that arrived since the last call, without waiting: a ticket, and whether each key is there.
+
+        `None` instead: the tier cannot say, because it is away.
+        """
 
 
 KEY_BYTES = 32

@@ -242,7 +242,7 @@ class ForeignMover(TierMover):
 
     def __init__(self, tier: ForeignTier, host: HostTier) -> None:
         super().__init__(tier, host)
-        self._probes: dict[int, int] = {}  # ticket -> probe, of the last ones
+        self._probes: dict[int, Probe] = {}  # by ticket, of the last ones
 
     @property
     def asks(self) -> str:
@@ -251,16 +251,22 @@ class ForeignMover(TierMover):
 
     def ask(self, probe: Probe) -> None:
         """Begin `probe`."""
-        self._probes[self.tier.ask(probe.keys, probe.generation, probe.deadline)] = probe.probe
+        self._probes[self.tier.ask(probe.keys, probe.generation, probe.deadline)] = probe
         if len(self._probes) > _PROBES:  # some answers never come
             del self._probes[next(iter(self._probes))]
 
     def answers(self) -> list[ProbeResult]:
         """Answers that arrived since the last call."""
         known = [(self._probes.pop(ticket, None), present) for ticket, present in self.tier.answers()]
-        return [ProbeResult(probe, present) for probe, present in known if probe is not None]
+        return [_result_of(probe, present) for probe, present in known if probe is not None]
 
     def _address(self, ours: Slot | None, hosts: Slot) -> int:
         if ours is not None:
             raise PlanError(f"expected no slot on the side of a foreign tier, got {ours}")
         return BY_KEY
+
+
+def _result_of(probe: Probe, present: tuple[bool, ...] | None) -> ProbeResult:
+    if present is None:
+        return ProbeResult(probe.probe, (False,) * len(probe.keys), Status.AWAY)
+    return ProbeResult(probe.probe, present)

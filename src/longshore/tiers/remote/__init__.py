@@ -1,0 +1,39 @@
+"""Stores that replicas share, as foreign tiers: Valkey, Redis, and a directory that all of them mount.
+
+    tier = RemoteTier("valkey://host:6379/0?ttl=1h", arena=arena, image_bytes=sizes, namespace=digest, generation=7)
+
+    ask(keys, generation, deadline) -> ticket     answers() -> [(ticket, which are there, or None: unknown)]
+    submit(operations, deadline)    -> ticket     poll()    -> [TierResult], one for each ticket
+    cancel(ticket)    forget(generation, namespace)    call_at_end(callback)    close()
+
+It is a `ForeignTier` (`longshore.tiers.base`): the slot of each operation is `BY_KEY`, its pool the image's size. One
+thread submits and polls; nothing but `close` waits. Who drives it polls at least every 20 ms while anything is under
+way: `poll` and `answers` end what is late. `call_at_end` tells earlier when there is something to collect.
+
+Namespace    Replicas share what they store under one namespace: 32 bytes, a digest of the scope and of what identifies
+             the weights. Generations count the resets of one process and are not shared. `forget(generation)` starts a
+             random private namespace, because a reset may mean other weights. `forget(generation, namespace)` starts
+             the given one; a reset that only empties the cache passes `tier.namespace`. Operations of a later
+             generation than the tier knows are refused with `TierError`, those of an earlier one end as `MISMATCH` and
+             `CANCELLED`. A new process passes its control plane's generation to the constructor.
+Deadlines    An operation *ends* by its deadline, or by the store's own timeout (`RemoteSettings`) if that is earlier.
+Statuses     of reads: `OK`; `LAPSED`, not there; `CORRUPT`, `SHORT`, `MISMATCH`, something else is there; `DEADLINE`;
+             `AWAY`, the breaker is open or the connection was lost; `IO_ERROR`, an error or nonsense was answered.
+             of writes: `OK`, also for what was there; `NO_SPACE`, the store is full; `QUEUE_FULL`, beyond the daily
+             budget; `DEADLINE`, `AWAY`, `IO_ERROR`; `CANCELLED`, of an earlier generation.
+Counts       `counts` by operation and status (`("read", "ok")`, `("probe", "present")`), `troubles` by reason
+             (`TROUBLES`), `bytes_written`, `ended`, `is_away`.
+
+A store that cannot be reached raises nothing, also not when it is opened. Invalid URLs raise `ConfigError`. Passwords
+come from a file or from the environment, and stand in no message.
+
+    format      the value: header and image               work        images under way; the seam of a store
+    settings    the URL                                   resp        Valkey and Redis
+    breaker     when a server is left alone               directory   a shared directory
+    tier        the tier itself
+"""
+
+from longshore.tiers.remote.settings import RemoteSettings, parse_url
+from longshore.tiers.remote.tier import TROUBLES, RemoteTier
+
+__all__ = ["TROUBLES", "RemoteSettings", "RemoteTier", "parse_url"]

@@ -1,0 +1,186 @@
+"""A directory that all replicas mount: one file for each value.
+
+    <directory>/ls1/<namespace>/<first two digits of the key>/<key>[.r<rank>]      header, image
+    <directory>/ls1/<namespace>/<first two digits of the key>/.<random>.tmp        being written; then renamed
+
+A file system that hangs cannot be given a deadline: a thread that calls it waits in the kernel. So threads read into,
+and write from, buffers of their own, and use the arena only for a copy between memory. An image whose thread hangs ends
+at its deadline, and keeps no slot. The directory itself is never created: an empty mount point is not a store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from longshore.boundary import Status
+from longshore.checksums import digest
+from longshore.tiers.remote.format import HEADER_BYTES, pack_header, verify
+from longshore.tiers.remote.settings import RemoteSettings
+from longshore.tiers.remote.work import Image, Refusal, StoreError, WorkQueue
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class DirectorySession:
+    """One thread's use of a directory. Methods raise `StoreError` where the file system fails."""
+
+    def __init__(self, settings: RemoteSettings, largest: int) -> None:
+        self._settings = settings
+        self._root = settings.path
+        self._buffer = memoryview(bytearray(HEADER_BYTES + largest))
+        self._known: set[str] = set()
+        """Directories that exist."""
+
+    def check(self, deadline: float) -> None:
+        """Look whether the directory is there."""
+        try:
+            if not Path(self._root).is_dir():
+                raise StoreError("connection", f"{self._root} is no directory")
+        except OSError as error:
+            raise _typed(error) from None
+
+    def lengths(self, addresses: Sequence[bytes], deadline: float) -> list[int]:
+        """The length of each value in bytes; 0 for one that is not there, or has expired."""
+        return [self._length(self._path(address)) for address in addresses]
+
+    def fetch(self, work: WorkQueue) -> None:
+        """Fetch images until none waits."""
+        while (image := work.take()) is not None:
+            work.release(image)
+            count = self._read(image)
+            if isinstance(count, Status):
+                work.end(image, count)
+                continue
+            value = self._buffer[:count]
+            status = verify(value[:HEADER_BYTES], digest(value[HEADER_BYTES:]), image.identity)
+            if status is Status.OK and work.hold(image):
+                image.memory[:] = value[HEADER_BYTES:]
+            work.end(image, status)
+
+    def store(self, work: WorkQueue, is_bad: Callable[[bytes], bool], refusal: Refusal) -> None:
+        """Store images until none waits; those that are there are not sent again, unless known to be bad."""
+        while (image := work.take()) is not None:
+            value = self._buffer[: HEADER_BYTES + len(image.memory)]
+            value[HEADER_BYTES:] = image.memory
+            work.release(image)
+            path = self._path(image.address)
+            if self._length(path) == len(value) and not is_bad(image.address):
+                work.end(image, Status.OK)
+            elif (refused := refusal(len(value))) is not None:
+                work.end(image, refused)
+            else:
+                value[:HEADER_BYTES] = pack_header(image.identity, value[HEADER_BYTES:])
+                work.end(image, self._write(path, value))
+
+    def is_stale(self) -> bool:
+        """Nothing stays open between two requests."""
+        return False
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _path(self, address: bytes) -> str:
+        version, namespace, name = address.decode().split("/")
+        return f"{self._root}/{version}/{namespace}/{name[:2]}/{name}"
+
+    def _length(self, path: str) -> int:
+        try:
+            found = os.stat(path)  # noqa: PTH116 - a `Path` for each of 512 keys takes longer than the call
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            raise _typed(error) from None
+        return 0 if self._expired(found) else found.st_size
+
+    def _expired(self, found: os.stat_result) -> bool:
+        return bool(self._settings.ttl) and time.time() - found.st_mtime > self._settings.ttl
+
+    def _read(self, image: Image) -> int | Status:
+        """Read a value into the buffer; how many bytes, or how it ended."""
+        expected = HEADER_BYTES + len(image.memory)
+        path = self._path(image.address)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return Status.LAPSED
+        except OSError as error:
+            raise _typed(error) from None
+        try:
+            found = os.fstat(descriptor)
+            if self._expired(found):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)  # noqa: PTH108
+                return Status.LAPSED
+            if found.st_size != expected:
+                return Status.SHORT if found.st_size < expected else Status.MISMATCH
+            count = 0
+            while count < expected and (more := os.preadv(descriptor, [self._buffer[count:expected]], count)):
+                count += more
+        except OSError as error:
+            raise _typed(error) from None
+        finally:
+            os.close(descriptor)
+        return count if count == expected else Status.SHORT
+
+    def _write(self, path: str, value: memoryview) -> Status:
+        """Write a file beside `path`, and give it that name."""
+        folder = path.rpartition("/")[0]
+        temporary = f"{folder}/.{secrets.token_hex(8)}.tmp"
+        try:
+            if folder not in self._known:
+                self._make(folder)
+            try:
+                self._write_new(temporary, value)
+            except FileNotFoundError:  # somebody has removed the namespace
+                self._make(folder)
+                self._write_new(temporary, value)
+            os.rename(temporary, path)  # noqa: PTH104
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)  # noqa: PTH108
+            if error.errno in _FULL:
+                return Status.NO_SPACE
+            raise _typed(error) from None
+        return Status.OK
+
+    def _make(self, folder: str) -> None:
+        for above in (folder.rpartition("/")[0].rpartition("/")[0], folder.rpartition("/")[0], folder):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(above)  # noqa: PTH102 - not its parents: the root must be there
+        self._known.add(folder)
+
+    @staticmethod
+    def _write_new(path: str, value: memoryview) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+        try:
+            while value:
+                value = value[os.write(descriptor, value) :]
+        finally:
+            os.close(descriptor)
+
+
+class DirectoryStore:
+    """A shared directory."""
+
+    threads = 4
+    """For each direction: network file systems answer one call of a thread after the other."""
+
+    def __init__(self, settings: RemoteSettings, largest: int) -> None:
+        self._settings = settings
+        self._largest = largest
+
+    def connect(self) -> DirectorySession:
+        """A session of one thread. Raises `StoreError` if the directory is not there."""
+        session = DirectorySession(self._settings, self._largest)
+        session.check(0.0)
+        return session
+
+
+def _typed(error: OSError) -> StoreError:
+    return StoreError("connection", f"the file system failed: {error.strerror}", Status.IO_ERROR)

@@ -1,0 +1,506 @@
+"""A client of Valkey and Redis: our own RESP on a blocking socket, for values of hundreds of kilobytes.
+
+    GET     ◄── "$262272\\r\\n" and the header, into a small buffer ◄── the image, into the arena in large pieces
+    SET     ──► command and header, image, end: one `sendmsg`, straight from the arena
+    STRLEN  ──► hundreds of commands at once: existence and length, in one round trip
+
+The kernel keeps the deadline of each call (`SO_RCVTIMEO`, `SO_SNDTIMEO`): it bounds the whole call, so a server that
+sends a byte at a time gains no time by it. A connection on which a deadline passed, a reply broke off, or something
+came that is no reply, is closed. It is never read on: the next reply might be that of another request.
+
+Bytes under way are bounded by connection: with 64 values of 2 MiB requested at once, a server answers ten times slower
+than one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import xxhash
+
+from longshore.boundary import Status
+from longshore.errors import TierError
+from longshore.tiers.remote.format import HEADER_BYTES, pack_header, verify
+from longshore.tiers.remote.settings import RemoteSettings
+from longshore.tiers.remote.work import Image, Refusal, StoreError, WorkQueue
+
+PROBE_BATCH = 1024
+"""Keys whose length is asked for in one round trip: their replies fit the buffers of a socket."""
+
+STORE_BATCH = 64
+"""Images whose existence is asked for before they are sent."""
+
+_LIMIT_SECONDS = 0.005
+"""A deadline is kept to within so many seconds, so that not every call needs another one to set it."""
+
+_PIECE = 256 << 10
+"""Bytes that are received before their checksum is computed."""
+
+_BUFFER = 4096
+_LONGEST_LINE = 1024
+_TIME = struct.Struct("@ll")
+_END = b"\r\n"
+_ABSENT = -1
+Deadline = float
+Clock = Callable[[], float]
+
+
+class PlainStream:
+    """A connected TCP or unix socket, whose calls end by a deadline."""
+
+    def __init__(self, sock: socket.socket, clock: Clock) -> None:
+        sock.setblocking(True)  # the kernel has the deadline: with a timeout of Python's, MSG_WAITALL would not wait
+        self._sock = sock
+        self._clock = clock
+        self._limits = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}
+        """Seconds that the kernel has been told."""
+
+    def receive_some(self, into: memoryview, deadline: Deadline) -> int:
+        """Receive what has come, at least one byte; how many."""
+        self._limit(socket.SO_RCVTIMEO, deadline)
+        try:
+            return _came(self._sock.recv_into(into))
+        except OSError as error:
+            raise _typed(error) from None
+
+    def receive(self, parts: list[memoryview], deadline: Deadline) -> None:
+        """Fill `parts`, one after the other."""
+        while parts:
+            self._limit(socket.SO_RCVTIMEO, deadline)
+            try:
+                count, _, _, _ = self._sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)
+            except OSError as error:
+                raise _typed(error) from None
+            parts = _behind(parts, _came(count))
+
+    def send(self, parts: list[memoryview], deadline: Deadline) -> None:
+        """Send `parts`, one after the other."""
+        while parts:
+            self._limit(socket.SO_SNDTIMEO, deadline)
+            try:
+                parts = _behind(parts, self._sock.sendmsg(parts))
+            except OSError as error:
+                raise _typed(error) from None
+
+    def fileno(self) -> int:
+        """Descriptor of the socket."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._sock.close()
+
+    def _limit(self, option: int, deadline: Deadline) -> None:
+        left = _left(deadline, self._clock)
+        if left <= self._limits[option] <= left + _LIMIT_SECONDS:
+            return
+        self._limits[option] = left
+        micros = int(left * 1e6) or 1  # 0 would be no limit
+        self._sock.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(micros // 1_000_000, micros % 1_000_000))
+
+
+class TlsStream:
+    """The same over TLS, whose records are of at most 16 KiB."""
+
+    def __init__(self, sock: ssl.SSLSocket, clock: Clock) -> None:
+        self._sock = sock
+        self._clock = clock
+
+    def receive_some(self, into: memoryview, deadline: Deadline) -> int:
+        """Receive what has come, at least one byte; how many."""
+        self._sock.settimeout(_left(deadline, self._clock))
+        try:
+            return _came(self._sock.recv_into(into))
+        except OSError as error:
+            raise _typed(error) from None
+
+    def receive(self, parts: list[memoryview], deadline: Deadline) -> None:
+        """Fill `parts`, one after the other."""
+        for part in parts:
+            left = part
+            while left:
+                left = left[self.receive_some(left, deadline) :]
+
+    def send(self, parts: list[memoryview], deadline: Deadline) -> None:
+        """Send `parts`, one after the other."""
+        for part in parts:
+            left = part
+            while left:
+                self._sock.settimeout(_left(deadline, self._clock))
+                try:
+                    left = left[self._sock.send(left) :]
+                except OSError as error:
+                    raise _typed(error) from None
+
+    def fileno(self) -> int:
+        """Descriptor of the socket."""
+        return self._sock.fileno()
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._sock.close()
+
+
+Stream = PlainStream | TlsStream
+
+
+class RespSession:
+    """One connection, used by one thread. Every method raises `StoreError`; after that, only `close` is left."""
+
+    def __init__(self, settings: RemoteSettings, stream: Stream, clock: Clock, largest: int) -> None:
+        """`largest` is the length of the largest image in bytes."""
+        self._stream = stream
+        self._clock = clock
+        self._in_flight = settings.in_flight
+        self._largest = HEADER_BYTES + largest
+        self._expiry = _expiry(settings.ttl)
+        self._bytes = bytearray(_BUFFER)
+        self._buffer = memoryview(self._bytes)
+        self._begin = self._end = 0
+        self._tail = memoryview(bytearray(len(_END)))
+
+    # ------------------------------------------------------------------ requests
+
+    def authenticate(self, settings: RemoteSettings, deadline: Deadline) -> None:
+        """Log in, and choose the database."""
+        user, password = settings.credentials()
+        commands = []
+        if password:
+            commands.append(_command(b"AUTH", *([user.encode()] if user else []), password.encode()))
+        if settings.db:
+            commands.append(_command(b"SELECT", b"%d" % settings.db))
+        self._send(b"".join(commands), deadline)
+        for _ in commands:
+            if (error := self._read_simple(deadline)) is not None:
+                raise StoreError("refused", f"{settings}: {error.decode('ascii', 'replace').partition(' ')[0]}")
+
+    def check(self, deadline: Deadline) -> None:
+        """Ask the server whether it is there."""
+        self._send(_command(b"PING"), deadline)
+        if (error := self._read_simple(deadline)) is not None:
+            raise _refusal(error)
+
+    def lengths(self, addresses: Sequence[bytes], deadline: Deadline) -> list[int]:
+        """The length of each value in bytes; 0 for one that is not there."""
+        found = []
+        for start in range(0, len(addresses), PROBE_BATCH):
+            some = addresses[start : start + PROBE_BATCH]
+            self._send(
+                b"".join([b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(each), each) for each in some]), deadline
+            )
+            found += [self._read_length(deadline) for _ in some]
+        return found
+
+    def fetch(self, work: WorkQueue) -> None:
+        """Fetch images until none waits."""
+        asked: deque[Image] = deque()
+        under_way = 0
+        while True:
+            requests = []
+            if under_way <= self._in_flight // 2:  # several small images with one system call
+                while under_way < self._in_flight and (image := work.take()) is not None:
+                    under_way += len(image.memory)
+                    asked.append(image)
+                    requests.append(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(image.address), image.address))
+            if requests:
+                self._send(b"".join(requests), _soonest(asked))
+            if not asked:
+                return
+            status = self._read_value(asked[0], _soonest(asked))
+            image = asked.popleft()
+            under_way -= len(image.memory)
+            work.end(image, status)
+
+    def store(self, work: WorkQueue, is_bad: Callable[[bytes], bool], refusal: Refusal) -> None:
+        """Store images until none waits; those that are there are not sent again, unless known to be bad."""
+        while batch := _some(work):
+            there = self.lengths([image.address for image in batch], min(image.deadline for image in batch))
+            sent: deque[Image] = deque()
+            under_way = 0
+            for image, length in zip(batch, there, strict=True):
+                value_bytes = HEADER_BYTES + len(image.memory)
+                if length == value_bytes and not is_bad(image.address):
+                    work.end(image, Status.OK)
+                elif (refused := refusal(value_bytes)) is not None:
+                    work.end(image, refused)
+                else:
+                    header = pack_header(image.identity, image.memory)  # while the server is busy with those before
+                    while sent and under_way + value_bytes > self._in_flight:
+                        under_way -= HEADER_BYTES + len(sent[0].memory)
+                        self._stored(sent, work)
+                    self._set(image, header, min(image.deadline, _soonest(sent)))
+                    sent.append(image)
+                    under_way += value_bytes
+            while sent:
+                self._stored(sent, work)
+
+    def is_stale(self) -> bool:
+        """Whether the server has closed an idle connection, or sent what nobody asked for."""
+        poll = select.poll()
+        poll.register(self._stream.fileno(), select.POLLIN)
+        return self._begin < self._end or bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._stream.close()
+
+    # ------------------------------------------------------------------ replies
+
+    def _set(self, image: Image, header: bytes, deadline: Deadline) -> None:
+        name = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
+            5 if self._expiry else 3,
+            len(image.address),
+            image.address,
+            HEADER_BYTES + len(image.memory),
+        )
+        parts = [memoryview(name + header), image.memory, memoryview(_END + self._expiry)]
+        self._stream.send(parts, deadline)
+
+    def _stored(self, sent: deque[Image], work: WorkQueue) -> None:
+        error = self._read_simple(_soonest(sent))
+        image = sent.popleft()
+        if error is None:
+            work.end(image, Status.OK)
+        elif error.startswith(b"OOM"):
+            work.end(image, Status.NO_SPACE)
+        else:
+            work.end(image, Status.IO_ERROR)
+            raise _refusal(error)
+
+    def _read_value(self, image: Image, deadline: Deadline) -> Status:
+        """Receive a value into the image's memory. Checksums are computed of pieces that are still in the cache."""
+        line = self._read_line(deadline)
+        if line.startswith(b"-WRONGTYPE"):
+            return Status.MISMATCH
+        length = _number(line, b"$")
+        if length == _ABSENT:
+            return Status.LAPSED
+        if length > self._largest:
+            raise _broken(f"a value of {length} bytes, the largest image has {self._largest - HEADER_BYTES}")
+        if length != HEADER_BYTES + len(image.memory):
+            self._fill([memoryview(bytearray(length)), self._tail], deadline)
+            self._check_tail()
+            return Status.SHORT if length < HEADER_BYTES + len(image.memory) else Status.MISMATCH
+        header = self._read_exactly(HEADER_BYTES, deadline)
+        checksum = xxhash.xxh3_64()
+        for start in range(0, len(image.memory), _PIECE):
+            piece = image.memory[start : start + _PIECE]
+            is_last = start + _PIECE >= len(image.memory)
+            self._fill([piece, self._tail] if is_last else [piece], deadline)
+            checksum.update(piece)
+        self._check_tail()
+        return verify(header, checksum.intdigest(), image.identity)
+
+    def _check_tail(self) -> None:
+        if self._tail != _END:
+            raise _broken("a value without its end")
+
+    def _read_length(self, deadline: Deadline) -> int:
+        line = self._read_line(deadline)
+        return 0 if line.startswith(b"-WRONGTYPE") else max(0, _number(line, b":"))
+
+    def _read_simple(self, deadline: Deadline) -> bytes | None:
+        """Receive a simple reply: `None`, or the error."""
+        line = self._read_line(deadline)
+        if line[:1] == b"+":
+            return None
+        if line[:1] == b"-":
+            return line[1:]
+        raise _broken(f"expected a status, got {line[:1]!r}")
+
+    def _read_line(self, deadline: Deadline) -> bytes:
+        """Receive one line, without its end."""
+        while (at := self._bytes.find(_END, self._begin, self._end)) < 0:
+            if self._end - self._begin > _LONGEST_LINE:
+                raise _broken("a line without an end")
+            self._read_more(deadline)
+        line = bytes(self._bytes[self._begin : at])
+        self._begin = at + len(_END)
+        return line
+
+    def _read_exactly(self, count: int, deadline: Deadline) -> bytes:
+        while self._end - self._begin < count:
+            self._read_more(deadline)
+        found = bytes(self._buffer[self._begin : self._begin + count])
+        self._begin += count
+        return found
+
+    def _read_more(self, deadline: Deadline) -> None:
+        """Receive into the small buffer, no more than a line and a header: what is more belongs into the arena."""
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        elif self._begin > _BUFFER // 2:
+            left = self._end - self._begin
+            self._buffer[:left] = bytes(self._buffer[self._begin : self._end])
+            self._begin, self._end = 0, left
+        room = self._buffer[self._end : self._end + self._at_once]
+        self._end += self._stream.receive_some(room, deadline)
+
+    def _fill(self, parts: list[memoryview], deadline: Deadline) -> None:
+        """Fill `parts` with what is in the small buffer, then from the socket."""
+        left = []
+        for part in parts:
+            count = min(len(part), self._end - self._begin)
+            part[:count] = self._buffer[self._begin : self._begin + count]
+            self._begin += count
+            if count < len(part):
+                left.append(part[count:])
+        self._stream.receive(left, deadline)
+
+    _at_once = HEADER_BYTES + 16
+
+    def _send(self, request: bytes, deadline: Deadline) -> None:
+        if request:
+            self._stream.send([memoryview(request)], deadline)
+
+
+class RespStore:
+    """A Valkey or Redis server."""
+
+    threads = 1
+    """Connections for each direction. One thread fills a link of 25 Gbit/s."""
+
+    def __init__(self, settings: RemoteSettings, clock: Clock, largest: int) -> None:
+        """Raises `TierError` if certificates cannot be read. Nothing is connected yet."""
+        self._settings = settings
+        self._clock = clock
+        self._largest = largest
+        self._tls = _tls_context(settings) if settings.tls else None
+
+    def connect(self) -> RespSession:
+        """A connection, logged in. Raises `StoreError`."""
+        deadline = self._clock() + self._settings.connect_timeout
+        stream = self._open(deadline)
+        with contextlib.ExitStack() as undo:
+            undo.callback(stream.close)
+            session = RespSession(self._settings, stream, self._clock, self._largest)
+            try:
+                session.authenticate(self._settings, deadline)
+            except TierError as error:
+                raise StoreError("refused", str(error)) from None
+            undo.pop_all()
+        return session
+
+    def _open(self, deadline: Deadline) -> Stream:
+        try:
+            return self._open_unix() if self._settings.scheme == "unix" else self._open_tcp(deadline)
+        except OSError as error:
+            raise _typed(error, "connect") from None
+
+    def _open_unix(self) -> Stream:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with _closed_on_error(sock):
+            sock.settimeout(self._settings.connect_timeout)
+            sock.connect(self._settings.path)
+            return PlainStream(sock, self._clock)
+
+    def _open_tcp(self, deadline: Deadline) -> Stream:
+        settings = self._settings
+        sock = socket.create_connection((settings.host, settings.port), timeout=settings.connect_timeout)
+        with _closed_on_error(sock):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is None:
+                return PlainStream(sock, self._clock)
+            sock.settimeout(_left(deadline, self._clock))
+            name = settings.server_name or settings.host
+            return TlsStream(self._tls.wrap_socket(sock, server_hostname=name), self._clock)
+
+
+def _tls_context(settings: RemoteSettings) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=settings.ca_file or None)
+        if settings.cert_file:
+            context.load_cert_chain(settings.cert_file, settings.key_file)
+    except OSError as error:  # what OpenSSL raises is one as well
+        raise TierError(f"{settings}: certificates cannot be read: {error.strerror or error}") from None
+    return context
+
+
+def _some(work: WorkQueue) -> list[Image]:
+    """The next images of a queue, as many as are asked about together."""
+    batch: list[Image] = []
+    while len(batch) < STORE_BATCH and (image := work.take()) is not None:
+        batch.append(image)
+    return batch
+
+
+def _soonest(images: Sequence[Image] | deque[Image]) -> Deadline:
+    return min((image.deadline for image in images), default=float("inf"))
+
+
+def _expiry(ttl: float) -> bytes:
+    """The end of a SET command that lets the value expire; empty without expiry."""
+    if not ttl:
+        return b""
+    millis = b"%d" % max(1, round(ttl * 1000))
+    return b"$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(millis), millis)
+
+
+def _command(*words: bytes) -> bytes:
+    return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+
+
+def _number(line: bytes, kind: bytes) -> int:
+    if line[:1] == b"-":
+        raise _refusal(line[1:])
+    digits = line[1:]
+    if line[:1] != kind or not (digits == b"-1" or (digits.isdigit() and len(digits) <= 18)):
+        raise _broken(f"expected {kind.decode()} and a number, got {line[:24]!r}")
+    return int(digits)
+
+
+def _refusal(error: bytes) -> StoreError:
+    """A server's error; only its first word is repeated: the rest may quote what was sent."""
+    word = error.decode("ascii", "replace").partition(" ")[0]
+    return StoreError("refused", f"the server answered {word}", Status.IO_ERROR)
+
+
+def _broken(what: str) -> StoreError:
+    return StoreError("broken", f"invalid reply: {what}", Status.IO_ERROR)
+
+
+def _left(deadline: Deadline, clock: Clock) -> float:
+    """Seconds until `deadline`; raises `StoreError` when it has passed."""
+    left = deadline - clock()
+    if left <= 0:
+        raise StoreError("timeout", "no answer in time", Status.DEADLINE)
+    return min(left, 3600.0)
+
+
+def _came(count: int) -> int:
+    if not count:
+        raise StoreError("connection", "the server closed the connection")
+    return count
+
+
+def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of `parts` behind their first `count` bytes."""
+    for index, part in enumerate(parts):
+        if count < len(part):
+            return [part[count:], *parts[index + 1 :]]
+        count -= len(part)
+    return []
+
+
+def _typed(error: OSError, doing: str = "move bytes") -> StoreError:
+    """The error of a socket as a `StoreError`."""
+    if isinstance(error, TimeoutError | BlockingIOError | ssl.SSLWantReadError | ssl.SSLWantWriteError):
+        return StoreError("timeout", f"could not {doing} in time", Status.DEADLINE)
+    if isinstance(error, ssl.SSLError):
+        return StoreError("refused" if doing == "connect" else "connection", f"TLS: {error.reason}")
+    return StoreError("connection", f"could not {doing}: {error.strerror or error}")
+
+
+@contextlib.contextmanager
+def _closed_on_error(sock: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        sock.close()
+        raise

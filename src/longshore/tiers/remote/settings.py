@@ -1,0 +1,221 @@
+"""Where a remote store is, and its limits: one URL.
+
+    valkey://user@host:6379/0?ttl=1h          redis://... is the same
+    valkeys://host:6380/0?ca_file=/etc/ca.pem rediss://... is the same: TLS, and the certificate is verified
+    unix:///run/valkey.sock?db=0
+    file:///mnt/shared?daily_writes=500GiB    a directory that all replicas mount
+
+A password never stands in a URL, because URLs are logged: it is refused. It comes from the file that `password_file`
+names, or from the environment (`LONGSHORE_REMOTE_PASSWORD`), and is read at each connection, so that it can be changed
+while an engine runs. The user comes from the URL, `user` or `LONGSHORE_REMOTE_USER`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from longshore.errors import ConfigError, TierError
+
+PASSWORD_VARIABLE = "LONGSHORE_REMOTE_PASSWORD"  # noqa: S105 - the name of a variable
+USER_VARIABLE = "LONGSHORE_REMOTE_USER"
+
+_PLAIN, _TLS = frozenset({"valkey", "redis"}), frozenset({"valkeys", "rediss"})
+_SCHEMES = (*sorted(_PLAIN | _TLS), "unix", "file")
+_UNITS = {"ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)")
+_SIZE = TypeAdapter(ByteSize)
+_SECRETS = frozenset({"password", "passwd", "pass", "pwd", "auth", "token", "secret"})
+_MOST_BYTES = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """One store. Times are in seconds, sizes in bytes; 0 for `ttl` and `daily_writes` means no limit.
+
+    Attributes:
+        scheme: One of `valkey`, `valkeys`, `unix`, `file`.
+        host: Of a server reached over TCP.
+        port: Of that server.
+        path: Of a unix socket, or of the shared directory.
+        db: Number of the server's database.
+        user: Name to authenticate with; empty: the server's default user.
+        password_file: File whose first line is the password.
+        ca_file: Certificates of the authorities to trust; empty: those of the system.
+        cert_file: Our own certificate, for servers that ask for one.
+        key_file: Its private key.
+        server_name: Name that the server's certificate must have; empty: `host`.
+        ttl: A value expires so long after it was written.
+        daily_writes: Bytes that may be written within a day.
+        connect_timeout: For connection, TLS and authentication.
+        probe_timeout: Within which a probe must be answered.
+        fetch_timeout: Within which a fetch must have ended, from its submission; a caller's earlier deadline counts.
+        write_timeout: The same for a write.
+        in_flight: Bytes of values that may be under way on one connection. More than about 1 MiB is slower.
+    """
+
+    scheme: str
+    host: str = ""
+    port: int = 6379
+    path: str = ""
+    db: int = 0
+    user: str = ""
+    password_file: str = ""
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    server_name: str = ""
+    ttl: float = 0.0
+    daily_writes: int = 0
+    connect_timeout: float = 0.5
+    probe_timeout: float = 0.05
+    fetch_timeout: float = 2.0
+    write_timeout: float = 5.0
+    in_flight: int = 1 << 19
+
+    @property
+    def tls(self) -> bool:
+        """Whether the connection is encrypted."""
+        return self.scheme == "valkeys"
+
+    @property
+    def is_directory(self) -> bool:
+        """Whether the store is a directory."""
+        return self.scheme == "file"
+
+    def __str__(self) -> str:
+        """Where the store is, for logs; nothing secret is in it."""
+        if self.path:
+            return f"{self.scheme}://{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}/{self.db}"
+
+    def credentials(self, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
+        """User and password as of now; empty: none. Raises `TierError` if the file cannot be read."""
+        user = self.user or environment.get(USER_VARIABLE, "")
+        if not self.password_file:
+            return user, environment.get(PASSWORD_VARIABLE, "")
+        try:
+            lines = Path(self.password_file).read_text().splitlines()
+        except (OSError, ValueError) as error:
+            kind = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise TierError(f"password file {self.password_file}: {kind}") from None
+        return user, lines[0].strip() if lines else ""
+
+
+_NUMBERS = {
+    "ttl": "duration",
+    "connect_timeout": "duration",
+    "probe_timeout": "duration",
+    "fetch_timeout": "duration",
+    "write_timeout": "duration",
+    "daily_writes": "size",
+    "in_flight": "size",
+    "db": "number",
+}
+_TEXTS = ("user", "password_file", "ca_file", "cert_file", "key_file", "server_name")
+_OPTIONS = (*_NUMBERS, *_TEXTS)
+
+
+def parse_url(url: str) -> RemoteSettings:
+    """The settings in `url`. Raises `ConfigError`, whose message never repeats what might be a secret."""
+    try:
+        parts = urlsplit(url)
+        host, port, user, password = parts.hostname, parts.port, parts.username, parts.password
+    except ValueError:
+        raise ConfigError(
+            "remote store: expected a URL such as valkey://host:6379/0, got one with an invalid host or port"
+        ) from None
+    if password is not None:
+        raise ConfigError(
+            f"remote store: expected a URL without a password: set {PASSWORD_VARIABLE}, or add ?password_file=PATH"
+        )
+    scheme = {"redis": "valkey", "rediss": "valkeys"}.get(parts.scheme, parts.scheme)
+    if parts.scheme not in _SCHEMES:
+        raise ConfigError(f"remote store: expected a URL of one of {', '.join(_SCHEMES)}, got {parts.scheme!r}")
+    if parts.fragment:
+        raise ConfigError("remote store: expected a URL without '#'")
+    options = _options(parts.query)
+    if user:
+        options["user"] = unquote(user)
+    if scheme in {"unix", "file"}:
+        if host or not parts.path.startswith("/"):
+            raise ConfigError(f"remote store: expected {scheme}:///PATH with an absolute path")
+        settings = RemoteSettings(scheme, path=unquote(parts.path), **{**_slower(scheme), **options})
+    else:
+        if not host:
+            raise ConfigError(f"remote store: expected {parts.scheme}://HOST:PORT/DB, got no host")
+        number = parts.path.strip("/")
+        if number:
+            options["db"] = _number("db", number)
+        settings = RemoteSettings(scheme, host, port or 6379, **options)
+    _check(settings, options)
+    return settings
+
+
+def _slower(scheme: str) -> dict[str, float]:
+    """Network file systems answer less quickly than a server in memory."""
+    return {"probe_timeout": 0.5} if scheme == "file" else {}
+
+
+def _options(query: str) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name.lower() in _SECRETS:
+            raise ConfigError(
+                f"remote store: expected no {name} in a URL: set {PASSWORD_VARIABLE}, or add ?password_file=PATH"
+            )
+        if name not in _OPTIONS:
+            raise ConfigError(f"remote store: unknown option {name!r}; there are {', '.join(sorted(_OPTIONS))}")
+        if name in options:
+            raise ConfigError(f"remote store: option {name} is given twice")
+        parse = {"duration": _duration, "size": _size, "number": _number}.get(_NUMBERS.get(name, ""))
+        options[name] = parse(name, value) if parse else value
+    return options
+
+
+def _check(settings: RemoteSettings, options: Mapping[str, object]) -> None:
+    for name in ("connect_timeout", "probe_timeout", "fetch_timeout", "write_timeout", "in_flight"):
+        if getattr(settings, name) <= 0:
+            raise ConfigError(f"remote store: {name}: expected more than 0, got {getattr(settings, name)}")
+    if 0 < settings.ttl < 1e-3:
+        raise ConfigError(f"remote store: ttl: expected at least 1ms, got {settings.ttl} s")
+    if bool(settings.cert_file) != bool(settings.key_file):
+        raise ConfigError("remote store: cert_file and key_file need each other")
+    tls_only = {"ca_file", "cert_file", "key_file", "server_name"} & options.keys()
+    if tls_only and not settings.tls:
+        raise ConfigError(f"remote store: {', '.join(sorted(tls_only))}: only for valkeys:// and rediss://")
+    server_only = {"db", "user", "password_file", "connect_timeout"} & options.keys()
+    if server_only and settings.is_directory:
+        raise ConfigError(f"remote store: {', '.join(sorted(server_only))}: not for file://")
+
+
+def _duration(name: str, text: str) -> float:
+    match = _DURATION.fullmatch(text.strip())
+    if match is None or not math.isfinite(seconds := float(match[1]) * _UNITS[match[2]]) or seconds > 86_400 * 3650:
+        raise ConfigError(f"remote store: {name}: expected a time such as 500ms, 30s or 1h, got {text!r}")
+    return seconds
+
+
+def _size(name: str, text: str) -> int:
+    try:
+        size = int(_SIZE.validate_python(text))
+    except (ValidationError, OverflowError):
+        size = -1
+    if not 0 <= size <= _MOST_BYTES:
+        raise ConfigError(f"remote store: {name}: expected a size such as 64MiB, got {text!r}")
+    return size
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > 6:
+        raise ConfigError(f"remote store: {name}: expected a small number, got {text!r}")
+    return int(text)

@@ -1,0 +1,534 @@
+"""`RemoteTier`: block images in a store that replicas share, with the interface of any foreign tier.
+
+    submit ──► reads  ──► thread(s) ── connection ──┐
+           ──► writes ──► thread(s) ── connection ──┼── server, or directory        one breaker for all of them
+    ask    ──► probes ──► one thread ─ connection ──┘
+
+Probes, reads and writes have a connection each, so none waits behind large values of another kind. The caller never
+waits: `poll` and `answers` end what is late, `submit` and `ask` answer at once while the breaker is open.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+
+from longshore.boundary import Key, Status
+from longshore.errors import TierClosedError, TierError
+from longshore.tiers.arena import Arena
+from longshore.tiers.base import (
+    ForeignTier,
+    Op,
+    OpBatch,
+    TierOp,
+    TierResult,
+    check_batch,
+    check_digest,
+    check_generation,
+)
+from longshore.tiers.remote.breaker import FAILURES, CircuitBreaker
+from longshore.tiers.remote.directory import DirectoryStore
+from longshore.tiers.remote.format import HEADER_BYTES, NO_RANK, Identity, address
+from longshore.tiers.remote.resp import RespStore
+from longshore.tiers.remote.settings import RemoteSettings, parse_url
+from longshore.tiers.remote.work import Image, Session, StoreClient, StoreError, WorkQueue
+
+TROUBLES = ("connection", "timeout", "refused", "broken", "breaker", "full", "budget")
+"""The reasons counted in `RemoteTier.troubles`.
+
+`connection`: it could not be made, or was lost. `timeout`: no answer by a deadline. `refused`: the server answered with
+an error, such as a wrong password. `broken`: what came was no reply. `breaker`: how often it has opened. `full`: writes
+that the store had no room for. `budget`: writes beyond `daily_writes`.
+"""
+
+_BAD = 4096
+"""Values that were found corrupt, of which the next write is sent though they are there."""
+
+_FULL_SECONDS = 1.0
+"""For so long nothing is sent to a store that has said that it is full."""
+
+_BAD_VALUES = frozenset({Status.CORRUPT, Status.MISMATCH, Status.SHORT})
+_ANSWERED = _BAD_VALUES | {Status.OK, Status.LAPSED, Status.NO_SPACE}
+"""Statuses of operations that the store has answered."""
+
+_DAY, _HOUR = 86_400.0, 3600.0
+_GRACE = 1.0
+"""Seconds beyond its last deadline that a thread is waited for when the tier is closed."""
+
+_SAYS_LITTLE = 10.0
+"""Seconds between two warnings about one store."""
+
+_log = logging.getLogger(__name__)
+
+
+class _PendingProbe:
+    """A probe that waits for its answer."""
+
+    __slots__ = ("addresses", "deadline", "ticket")
+
+    def __init__(self, ticket: int, addresses: Sequence[bytes], deadline: float) -> None:
+        self.ticket = ticket
+        self.addresses = addresses
+        self.deadline = deadline
+
+
+class RemoteTier(ForeignTier):
+    """Images in the store at `url`, under `namespace`; see the package for the interface as a whole.
+
+    Nothing is connected here, and no failure of the store raises, here or later: it ends operations.
+
+    Attributes:
+        settings: What the URL says.
+        namespace: Under which images are stored now.
+        counts: How many operations have ended, by kind and status, and probes, by answer.
+    """
+
+    def __init__(
+        self,
+        url: str | RemoteSettings,
+        *,
+        arena: Arena,
+        image_bytes: int | Sequence[int],
+        namespace: bytes,
+        generation: int = 0,
+        rank: int | None = None,
+        name: str = "remote",
+        failures: int = FAILURES,
+        clock: Callable[[], float] = time.monotonic,
+        store: StoreClient | None = None,
+    ) -> None:
+        """Raises `ConfigError` for an invalid URL, `TierError` for invalid sizes, digests or certificates.
+
+        `image_bytes` are the sizes of images, by pool. `namespace` is a digest of 32 bytes: of everything that must be
+        equal for bytes to be shared. `generation` is that of the first operations. `rank` is set where each rank stores
+        its own part of an image. `failures` in a row open the breaker. `store` replaces the client, for tests.
+        """
+        self.settings = parse_url(url) if isinstance(url, str) else url
+        self.image_bytes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
+        if not self.image_bytes or min(self.image_bytes) <= 0:
+            raise TierError(f"expected sizes of images in bytes, got {self.image_bytes}")
+        if rank is not None and not 0 <= rank < NO_RANK:
+            raise TierError(f"expected a rank in [0, {NO_RANK}), got {rank}")
+        check_digest("a namespace", namespace)
+        check_generation(generation)
+        self.name = name
+        self.namespace = namespace
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self._rank = NO_RANK if rank is None else rank
+        self._generation = generation
+        self._arena = arena
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._breaker = CircuitBreaker(failures)
+        self._troubles = dict.fromkeys(TROUBLES, 0)
+        self._budget = _Budget(self.settings.daily_writes, clock)
+        self._bad: OrderedDict[bytes, None] = OrderedDict()
+        self._full_until = self._said_at = -1.0
+        self._tickets = 0
+        self._open: dict[int, OpBatch] = {}
+        self._results: list[TierResult] = []
+        self._asked: deque[_PendingProbe] = deque()
+        self._asking: _PendingProbe | None = None
+        self._is_stuck = False
+        """Whether the thread for probes has not come back from one that is late."""
+        self._answers: list[tuple[int, tuple[bool, ...] | None]] = []
+        self._probing = threading.Condition(self._lock)
+        self._closed = False
+        self._at_end: Callable[[], None] | None = None
+        self.ended = 0
+        largest = max(self.image_bytes)
+        if store is None:
+            if self.settings.is_directory:
+                store = DirectoryStore(self.settings, largest)
+            else:
+                store = RespStore(self.settings, clock, largest)
+        self._store = store
+        self._queues = {op: WorkQueue(op, self._lock, clock, self._image_ended) for op in Op}
+        self._threads = [
+            *(self._start(self._move, queue) for queue in self._queues.values() for _ in range(store.threads)),
+            self._start(self._probe),
+        ]
+
+    # ------------------------------------------------------------------ the tier
+
+    @property
+    def generation(self) -> int:
+        """The generation last given to `forget`, or to the constructor."""
+        return self._generation
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the breaker is open."""
+        return self._breaker.is_open
+
+    @property
+    def troubles(self) -> Mapping[str, int]:
+        """Number of failures, by one of `TROUBLES`."""
+        with self._lock:
+            return {**self._troubles, "breaker": self._breaker.opened}
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes sent to be stored since the tier was opened, headers included."""
+        return self._budget.spent
+
+    def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
+        """Begin `batch`. An operation *ends* by `deadline`, and by the store's own timeout from now.
+
+        Raises `TierError` for a generation that was never given to `forget`: such bytes would be shared under the
+        namespace of other weights.
+        """
+        self._check_open()
+        nbytes = self._arena.array.nbytes
+        check_batch(batch, deadline, slabs=None, image_bytes=self.image_bytes, arena_bytes=nbytes)
+        newest = max((op.generation for op in batch), default=0)
+        if newest > self._generation:
+            raise TierError(f"generation {newest} was never given to forget(), which knows {self._generation}")
+        views = [self._arena.view(op.offset, op.length) for op in batch]
+        with self._lock:
+            self._tickets += 1
+            now = self._clock()
+            books = OpBatch(self._tickets, batch, deadline, now)
+            self._open[books.ticket] = books
+            limits = {Op.READ: self.settings.fetch_timeout, Op.WRITE: self.settings.write_timeout}
+            waiting: dict[Op, list[Image]] = {op: [] for op in Op}
+            for index, (op, view) in enumerate(zip(books.ops, views, strict=True)):
+                identity = Identity(self.namespace, op.key, op.length, self._rank)
+                until = min(deadline, now + limits[op.op])
+                image = Image(books, index, identity, view, until, op.generation)
+                status = self._ends_at_once(op, now, until)
+                if status is None:
+                    waiting[op.op].append(image)
+                else:
+                    self._count(op.op, status)
+                    books.end(index, status, now)
+            for kind, images in waiting.items():
+                if images:
+                    self._queues[kind].put(images)
+            self._settle(books)
+        return books.ticket
+
+    def poll(self) -> list[TierResult]:
+        """Results since the last call; ends what is late."""
+        for queue in self._queues.values():
+            if late := queue.expire():
+                self._failed(StoreError("timeout", "the file system does not answer"), late)
+        with self._lock:
+            results, self._results = self._results, []
+        return results
+
+    def cancel(self, ticket: int) -> None:
+        """End operations of `ticket` that have not begun."""
+        with self._lock:
+            if (books := self._open.get(ticket)) is not None:
+                for queue in self._queues.values():
+                    queue.cancel(books)
+
+    def ask(self, keys: Sequence[Key], generation: int, deadline: float) -> int:
+        """Ask which of `keys` the store has. The answer comes by `deadline` or the store's probe timeout.
+
+        Images of an earlier generation are not there, and nobody is asked.
+        """
+        self._check_open()
+        for each in keys:
+            check_digest("a key", each)
+        check_generation(generation)
+        if generation > self._generation:
+            raise TierError(f"generation {generation} was never given to forget(), which knows {self._generation}")
+        with self._lock:
+            self._tickets += 1
+            if generation < self._generation or not keys:
+                self._answer(self._tickets, (False,) * len(keys))
+            elif self._breaker.is_open:
+                self._answer(self._tickets, None)
+            else:
+                until = min(deadline, self._clock() + self.settings.probe_timeout)
+                addresses = [address(self.namespace, each, self._rank) for each in keys]
+                self._asked.append(_PendingProbe(self._tickets, addresses, until))
+                self._probing.notify()
+            return self._tickets
+
+    def answers(self) -> list[tuple[int, tuple[bool, ...] | None]]:
+        """Answers since the last call; `None`: it is not known, because the store is away or late."""
+        with self._lock:
+            now = self._clock()
+            for asked in [each for each in self._asked if now >= each.deadline]:
+                self._asked.remove(asked)
+                self._answer(asked.ticket, None)
+                if self._is_stuck:
+                    self._failed(StoreError("timeout", "a probe hangs"))
+            if (asking := self._asking) is not None and now >= asking.deadline:
+                self._is_stuck = True
+                self._unanswered(asking, StoreError("timeout", "no answer to a probe in time"))
+            answers, self._answers = self._answers, []
+        return answers
+
+    def forget(self, generation: int, namespace: bytes | None = None) -> None:
+        """Serve nothing from before `generation`; from then on, images are those of `namespace`.
+
+        Without one, under a random namespace that nobody else has: the reset may mean other weights, and nothing says
+        which. A reset after which the same bytes are right passes `self.namespace`. An earlier generation changes
+        nothing.
+        """
+        self._check_open()
+        check_generation(generation)
+        check_digest("a namespace", self.namespace if namespace is None else namespace)
+        with self._lock:
+            if generation <= self._generation:
+                return
+            self._generation = generation
+            self.namespace = os.urandom(len(self.namespace)) if namespace is None else namespace
+            for queue in self._queues.values():
+                queue.forget(generation)
+            while self._asked:
+                asked = self._asked.popleft()
+                self._answer(asked.ticket, (False,) * len(asked.addresses))
+
+    def call_at_end(self, call: Callable[[], None]) -> None:
+        """Set a completion callback: called in any thread when a batch has ended or an answer has come; it is short."""
+        self._at_end = call
+
+    def close(self) -> None:
+        """Wait for what has begun, until its deadline at most; end the rest; close the connections. Idempotent.
+
+        A thread that waits for a file system that hangs is left to itself: it uses no byte of the arena.
+        """
+        with self._lock:
+            self._closed = True
+            for queue in self._queues.values():
+                queue.stop()
+            while self._asked:
+                self._answer(self._asked.popleft().ticket, None)
+            self._probing.notify_all()
+        settings = self.settings
+        give_up = time.monotonic() + max(settings.fetch_timeout, settings.write_timeout, settings.connect_timeout)
+        for thread in self._threads:
+            while thread.is_alive() and time.monotonic() < give_up + _GRACE:
+                thread.join(0.02)
+                for queue in self._queues.values():
+                    queue.expire()
+        if any(thread.is_alive() for thread in self._threads):
+            _log.error("%s: a thread is still blocked in I/O, and is left behind", settings)
+
+    # ------------------------------------------------------------------ with the lock
+
+    def _ends_at_once(self, op: TierOp, now: float, until: float) -> Status | None:
+        if op.generation < self._generation:
+            return Status.MISMATCH if op.op is Op.READ else Status.CANCELLED
+        if now >= until:
+            return Status.DEADLINE
+        if self._breaker.is_open:
+            return Status.AWAY
+        if op.op is Op.WRITE and now < self._full_until:
+            return Status.NO_SPACE
+        return None
+
+    def _image_ended(self, image: Image, status: Status) -> None:
+        op = image.batch.ops[image.index].op
+        self._count(op, status)
+        if op is Op.READ and status in _BAD_VALUES:
+            self._bad[image.address] = None
+            if len(self._bad) > _BAD:
+                self._bad.popitem(last=False)
+        elif op is Op.WRITE and status is Status.OK:
+            self._bad.pop(image.address, None)
+        if status in _ANSWERED:
+            self._breaker.succeeded()
+        self._settle(image.batch)
+
+    def _count(self, op: Op, status: Status) -> None:
+        self.ended += 1
+        self.counts[op.value, status.value] += 1
+        if op is Op.WRITE and status is Status.NO_SPACE:
+            self._troubles["full"] += 1
+            if (now := self._clock()) >= self._full_until:
+                self._full_until = now + _FULL_SECONDS
+
+    def _settle(self, books: OpBatch) -> None:
+        if books.ended and self._open.pop(books.ticket, None) is not None:
+            self._results.append(books.result())
+            self._tell()
+
+    def _answer(self, ticket: int, present: tuple[bool, ...] | None) -> None:
+        answer = Counter({"none": 1} if present is None else {"present": sum(present), "absent": present.count(False)})
+        self.counts.update({("probe", each): count for each, count in answer.items()})
+        self._answers.append((ticket, present))
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._at_end is not None:
+            self._at_end()
+
+    # ------------------------------------------------------------------ threads
+
+    def _start(self, run: Callable[..., None], *arguments: object) -> threading.Thread:
+        thread = threading.Thread(target=run, args=arguments, name=f"longshore-{self.name}", daemon=True)
+        thread.start()
+        return thread
+
+    def _move(self, queue: WorkQueue) -> None:
+        """Move images until the queue stops."""
+        session: Session | None = None
+        try:
+            while queue.wait():
+                try:
+                    session = self._connected(session)
+                    if queue.op is Op.READ:
+                        session.fetch(queue)
+                    else:
+                        session.store(queue, self._is_bad, self._refusal)
+                except Exception as error:  # noqa: BLE001 - this thread serves all requests to come
+                    session = _close(session)
+                    failure = self._as_failure(error)
+                    self._failed(failure)
+                    queue.fail(failure.status)
+        finally:
+            _close(session)
+
+    def _connected(self, session: Session | None) -> Session:
+        """`session`, or a new one where there is none, or the server has closed an idle one."""
+        if session is not None and session.is_stale():
+            session = _close(session)
+        return self._store.connect() if session is None else session
+
+    def _probe(self) -> None:
+        """Answer probes, and look for a server that is away, until the tier is closed."""
+        session: Session | None = None
+        try:
+            while True:
+                with self._lock:
+                    asked, check = self._next_probe()
+                    if self._closed:
+                        return
+                try:
+                    if check:
+                        session = _close(session)
+                        session = self._store.connect()
+                        session.check(self._clock() + self.settings.connect_timeout)
+                        self._checked(answers=True)
+                    elif asked is not None:
+                        session = self._connected(session)
+                        self._answered(asked, session.lengths(asked.addresses, asked.deadline))
+                except Exception as error:  # noqa: BLE001 - this thread serves all probes to come
+                    session = _close(session)
+                    if check:
+                        self._checked(answers=False)
+                    elif asked is not None:
+                        self._unanswered(asked, self._as_failure(error))
+        finally:
+            _close(session)
+
+    def _next_probe(self) -> tuple[_PendingProbe | None, bool]:
+        """Wait for a probe, or until the server is to be looked for."""
+        self._is_stuck = False
+        while not self._closed:
+            if self._breaker.is_open:
+                left = self._breaker.check_due(self._clock())
+                if left <= 0:
+                    return None, True
+                self._probing.wait(left)
+            elif self._asked:
+                self._asking = self._asked.popleft()
+                return self._asking, False
+            else:
+                self._probing.wait()
+        return None, False
+
+    def _answered(self, asked: _PendingProbe, lengths: Sequence[int]) -> None:
+        with self._lock:
+            if self._asking is not asked:  # its deadline has passed
+                return
+            self._asking = None
+            self._breaker.succeeded()
+            known = {HEADER_BYTES + size for size in self.image_bytes}
+            pairs = zip(asked.addresses, lengths, strict=True)
+            self._answer(asked.ticket, tuple(length in known and each not in self._bad for each, length in pairs))
+
+    def _unanswered(self, asked: _PendingProbe, error: StoreError) -> None:
+        with self._lock:
+            if self._asking is asked:  # otherwise its deadline has passed, and was counted
+                self._asking = None
+                self._answer(asked.ticket, None)
+                self._failed(error)
+
+    @staticmethod
+    def _as_failure(error: Exception) -> StoreError:
+        if isinstance(error, StoreError):
+            return error
+        _log.error("a thread of a remote store failed", exc_info=error)
+        return StoreError("broken", f"{type(error).__name__} in its client", Status.IO_ERROR)
+
+    def _failed(self, error: StoreError, times: int = 1) -> None:
+        """A connection, a request or a reply has failed."""
+        with self._lock:
+            self._troubles[error.reason] += times
+            now = self._clock()
+            if self._breaker.failed(now, times):
+                for queue in self._queues.values():
+                    queue.end_waiting(Status.AWAY)
+                while self._asked:
+                    self._answer(self._asked.popleft().ticket, None)
+                self._probing.notify_all()
+                self._warn(now, "%s is away: %s; requests go on without it", self.settings, error)
+
+    def _checked(self, *, answers: bool) -> None:
+        with self._lock:
+            if self._breaker.checked(self._clock(), answers=answers):
+                _log.info("%s is back", self.settings)
+
+    def _is_bad(self, each: bytes) -> bool:
+        with self._lock:
+            return each in self._bad
+
+    def _refusal(self, nbytes: int) -> Status | None:
+        """Why a value of `nbytes` must not be sent; otherwise it counts as sent."""
+        with self._lock:
+            if self._clock() < self._full_until:
+                return Status.NO_SPACE
+            if self._budget.take(nbytes):
+                return None
+            self._troubles["budget"] += 1
+            return Status.QUEUE_FULL
+
+    def _warn(self, now: float, message: str, *arguments: object) -> None:
+        if self._said_at < 0 or now - self._said_at >= _SAYS_LITTLE:
+            self._said_at = now
+            _log.warning(message, *arguments)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierClosedError(f"{self.settings}: the {self.name} tier was closed")
+
+
+class _Budget:
+    """Bytes that may be sent: `daily` in a day, at most an hour's worth at once; 0: no limit."""
+
+    def __init__(self, daily: int, clock: Callable[[], float]) -> None:
+        self.spent = 0
+        self._rate = daily / _DAY
+        self._clock = clock
+        self._left = self._rate * _HOUR
+        self._now = clock()
+
+    def take(self, nbytes: int) -> bool:
+        """Whether `nbytes` may be sent; then they count."""
+        if self._rate:
+            now = self._clock()
+            self._left = min(self._left + (now - self._now) * self._rate, self._rate * _HOUR)
+            self._now = now
+            if nbytes > self._left:
+                return False
+            self._left -= nbytes
+        self.spent += nbytes
+        return True
+
+
+def _close(session: Session | None) -> Session | None:
+    """Close a session, if there is one; there is none after that."""
+    if session is not None:
+        session.close()
+    return None

@@ -1,0 +1,257 @@
+"""Deadlines on a virtual clock: no call ends after its deadline, however replies come, and whatever hangs."""
+
+import math
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshore.boundary import Status
+from longshore.testing.tier_harness import image, key
+from longshore.tiers.arena import Arena
+from longshore.tiers.base import BY_KEY, Op, OpBatch, TierOp
+from longshore.tiers.remote import RemoteTier
+from longshore.tiers.remote.format import Identity, pack_header
+from longshore.tiers.remote.resp import RespSession
+from longshore.tiers.remote.settings import RemoteSettings
+from longshore.tiers.remote.work import Image, Session, StoreError, WorkQueue
+
+IMAGE = 4096
+NAMESPACE = bytes(32)
+POLL = 0.02
+"""Seconds between two polls of whoever drives a tier."""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowStream:
+    """A connection over which `replies` come in pieces, each after some seconds; the kernel's deadline holds."""
+
+    def __init__(self, clock: Clock, replies: bytes, pieces: Iterator[tuple[float, int]]) -> None:
+        self._clock = clock
+        self._replies = replies
+        self._pieces = pieces
+        self._ready = 0
+        self.sent = b""
+
+    def receive_some(self, into: memoryview, deadline: float) -> int:
+        assert deadline < math.inf
+        while not self._ready:
+            seconds, count = next(self._pieces)
+            if self._clock.now + seconds > deadline:
+                self._clock.now = max(self._clock.now, deadline)
+                raise StoreError("timeout", "no answer in time", Status.DEADLINE)
+            self._clock.now += seconds
+            self._ready = min(count, len(self._replies))
+            if not self._replies:
+                raise StoreError("connection", "the server closed the connection")
+        count = min(len(into), self._ready)
+        into[:count], self._replies = self._replies[:count], self._replies[count:]
+        self._ready -= count
+        return count
+
+    def receive(self, parts: list[memoryview], deadline: float) -> None:
+        for part in parts:
+            while part:
+                part = part[self.receive_some(part, deadline) :]  # noqa: PLW2901
+
+    def send(self, parts: list[memoryview], deadline: float) -> None:
+        self.sent += b"".join(parts)
+
+
+class Images:
+    """A queue with images to fetch, each with a deadline of its own, and the replies that belong to them."""
+
+    def __init__(self, clock: Clock, op: Op, within: Sequence[float]) -> None:
+        count = len(within)
+        self.memory = memoryview(bytearray(IMAGE * count))
+        self.ended: dict[int, tuple[Status, float]] = {}
+        self.deadlines = [clock.now + seconds for seconds in within]
+        ops = [TierOp(op, BY_KEY, key(index), None, 0, IMAGE, 0) for index in range(count)]
+        batch = OpBatch(1, ops, math.inf, clock.now)
+        self.queue = WorkQueue(op, threading.RLock(), clock, lambda i, s: self.ended.update({i.index: (s, clock.now)}))
+        self.identities = [Identity(NAMESPACE, key(index), IMAGE) for index in range(count)]
+        views = [self.memory[index * IMAGE : (index + 1) * IMAGE] for index in range(count)]
+        if op is Op.WRITE:
+            for index, view in enumerate(views):
+                view[:] = memoryview(image(index, IMAGE))
+        self.queue.put(
+            Image(batch, index, self.identities[index], views[index], self.deadlines[index], 0)
+            for index in range(count)
+        )
+
+    def replies(self) -> bytes:
+        bodies = [bytes(image(index, IMAGE)) for index in range(len(self.identities))]
+        headers = map(pack_header, self.identities, map(memoryview, bodies))
+        return b"".join(b"$%d\r\n%b%b\r\n" % (128 + IMAGE, *value) for value in zip(headers, bodies, strict=True))
+
+
+OK_OR_FULL = [b"+OK\r\n", b"-OOM no\r\n"]
+pieces = st.lists(st.tuples(st.floats(0, 0.4), st.integers(1, 6000)), min_size=1, max_size=40)
+limits = st.lists(st.floats(0.05, 3), min_size=1, max_size=6)
+
+
+def session_on(clock: Clock, stream: SlowStream, in_flight: int = 2 * IMAGE) -> RespSession:
+    settings = RemoteSettings("valkey", "host", in_flight=in_flight)
+    return RespSession(settings, stream, clock, IMAGE)  # type: ignore[arg-type]
+
+
+def forever(some: Sequence[tuple[float, int]]) -> Iterator[tuple[float, int]]:
+    while True:
+        yield from some
+
+
+@given(some=pieces, within=limits, cut=st.integers(0, 8000))
+def test_a_fetch_ends_by_its_deadline_however_its_reply_comes(
+    some: list[tuple[float, int]], within: list[float], cut: int
+) -> None:
+    clock = Clock()
+    images = Images(clock, Op.READ, within)
+    replies = images.replies()
+    stream = SlowStream(clock, replies[: len(replies) - max(0, cut - 4000)], forever(some))
+    session = session_on(clock, stream)
+    try:
+        session.fetch(images.queue)
+    except StoreError as error:
+        images.queue.fail(error.status)
+        images.queue.expire()  # as a poll would have done meanwhile
+        images.queue.end_waiting(Status.AWAY)
+    assert len(images.ended) == len(within)
+    for index, (status, when) in images.ended.items():
+        assert when <= images.deadlines[index] + 1e-6 or status is Status.DEADLINE
+        if status is Status.OK:
+            found = images.memory[index * IMAGE : (index + 1) * IMAGE]
+            np.testing.assert_array_equal(np.frombuffer(found, np.uint8), image(index, IMAGE))
+    assert clock.now <= max(images.deadlines) + 1e-6
+
+
+@given(some=pieces, within=limits, answers=st.lists(st.sampled_from(OK_OR_FULL), min_size=6, max_size=6))
+def test_a_store_ends_by_its_deadline_however_its_replies_come(
+    some: list[tuple[float, int]], within: list[float], answers: list[bytes]
+) -> None:
+    clock = Clock()
+    images = Images(clock, Op.WRITE, within)
+    stream = SlowStream(clock, b":0\r\n" * len(within) + b"".join(answers), forever(some))
+    session = session_on(clock, stream)
+    try:
+        session.store(images.queue, lambda _: False, lambda _: None)
+    except StoreError as error:
+        images.queue.fail(error.status)
+    assert len(images.ended) == len(within)
+    assert clock.now <= max(images.deadlines) + 1e-6
+    for index, (status, when) in images.ended.items():
+        if status is Status.OK:
+            assert answers[index] == b"+OK\r\n"
+            assert when <= images.deadlines[index] + 1e-6
+
+
+@given(data=st.binary(max_size=400), some=pieces)
+def test_whatever_a_server_says_is_an_answer_or_an_error(data: bytes, some: list[tuple[float, int]]) -> None:
+    for call in ("check", "lengths", "fetch"):
+        clock = Clock()
+        images = Images(clock, Op.READ, [1.0])
+        session = session_on(clock, SlowStream(clock, data, forever(some)))
+        try:
+            if call == "check":
+                session.check(clock.now + 1)
+            elif call == "lengths":
+                session.lengths([b"a"], clock.now + 1)
+            else:
+                session.fetch(images.queue)
+        except StoreError:
+            pass
+        assert images.ended.get(0, (Status.LAPSED, 0))[0] is not Status.OK
+
+
+# The tier, with a store whose calls hang
+
+
+class HungStore:
+    """Connections are made, or not, as the test says; until then `connect` hangs, as name resolution may."""
+
+    threads = 1
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def connect(self) -> Session:
+        self.go_on.wait(30)
+        raise StoreError("connection", "it did not work out")
+
+
+class Driver:
+    """Polls a tier each 20 ms of virtual time, as the tier host does."""
+
+    def __init__(self, tier: RemoteTier, clock: Clock) -> None:
+        self.tier, self.clock = tier, clock
+        self.ended: dict[int, tuple[Any, float]] = {}
+
+    def run(self, seconds: float) -> None:
+        until = self.clock.now + seconds
+        while self.clock.now < until:
+            self.clock.now += POLL
+            for result in self.tier.poll():
+                self.ended[result.ticket] = result.statuses, self.clock.now
+            for ticket, present in self.tier.answers():
+                self.ended[ticket] = present, self.clock.now
+
+
+@pytest.fixture
+def hung() -> Iterator[tuple[Driver, HungStore]]:
+    clock, store = Clock(), HungStore()
+    arena = Arena(8 * IMAGE)
+    tier = RemoteTier(
+        "valkey://host", arena=arena, image_bytes=IMAGE, namespace=os.urandom(32), clock=clock, store=store
+    )
+    yield Driver(tier, clock), store
+    store.go_on.set()
+    tier.close()
+
+
+def test_calls_that_hang_end_within_a_poll_of_their_deadline(hung: tuple[Driver, HungStore]) -> None:
+    driver, _ = hung
+    tier, clock = driver.tier, driver.clock
+    due = {}
+    for round_ in range(3):
+        for op, limit in ((Op.READ, 2.0), (Op.WRITE, 5.0)):
+            for deadline in (math.inf, clock.now + 0.3 + round_):
+                ticket = tier.submit([TierOp(op, BY_KEY, key(round_), None, 0, IMAGE, 0)] * 2, deadline)
+                due[ticket] = min(deadline, clock.now + limit)
+        driver.run(0.11)
+    for _ in range(2):
+        due[tier.ask([key(1)], 0, math.inf)] = clock.now + 0.05
+        driver.run(0.2)
+    driver.run(8.0)
+    assert driver.ended.keys() == due.keys()
+    for ticket, (outcome, when) in driver.ended.items():
+        assert due[ticket] <= when <= due[ticket] + 0.05
+        assert outcome in {None, (Status.DEADLINE, Status.DEADLINE)}
+
+
+def test_probes_that_hang_open_the_breaker_and_then_nothing_waits(hung: tuple[Driver, HungStore]) -> None:
+    driver, _ = hung
+    tier = driver.tier
+    waiting = tier.submit([TierOp(Op.READ, BY_KEY, key(1), None, 0, IMAGE, 0)], math.inf)
+    for _ in range(3):
+        assert not tier.is_away
+        tier.ask([key(1)], 0, math.inf)
+        while tier._asking is None and not tier._is_stuck:  # until the thread has it
+            pass
+        driver.run(0.1)
+    assert tier.is_away
+    assert driver.ended[waiting][0] == (Status.AWAY,)
+    late = tier.submit([TierOp(Op.READ, BY_KEY, key(1), None, 0, IMAGE, 0)], math.inf)
+    asked = tier.ask([key(1)], 0, math.inf)
+    assert [result.ticket for result in tier.poll()] == [late]
+    assert list(tier.answers()) == [(asked, None)]

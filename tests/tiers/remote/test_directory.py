@@ -1,0 +1,154 @@
+"""A shared directory: the conformance suite, and what only it has."""
+
+import errno
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longshore.boundary import Status
+from longshore.testing import TierHarness, TierTests
+from longshore.testing.tier_harness import key, span
+from longshore.tiers.arena import Arena
+from longshore.tiers.base import Op, Tier
+from longshore.tiers.remote import RemoteTier
+from longshore.tiers.remote.directory import DirectorySession
+
+NAMESPACE = bytes(range(32))
+IMAGE = TierTests.image_bytes
+
+
+def url(directory: Path, options: str = "") -> str:
+    directory.mkdir(exist_ok=True)
+    return f"file://{directory}?fetch_timeout=20s&write_timeout=20s{options}"
+
+
+class TestDirectory(TierTests):
+    by_key = True
+    persistent = True
+
+    def open_tier(self, arena: Arena, directory: Path) -> Tier:
+        return RemoteTier(url(directory), arena=arena, image_bytes=self.image_bytes, namespace=NAMESPACE)
+
+
+def open_harness(directory: Path, options: str = "") -> TierHarness:
+    arena = Arena(4 * span(IMAGE))
+    return TierHarness(
+        lambda: RemoteTier(url(directory, options), arena=arena, image_bytes=IMAGE, namespace=NAMESPACE),
+        arena,
+        by_key=True,
+    )
+
+
+def file_of(directory: Path, number: int) -> Path:
+    return directory / "ls1" / NAMESPACE.hex() / key(number).hex()[:2] / key(number).hex()
+
+
+def test_another_replica_reads_what_one_has_written(tmp_path: Path) -> None:
+    one, other = open_harness(tmp_path), open_harness(tmp_path)
+    one.store(0, 5)
+    other.assert_serves(0, 5)
+    for each in (one, other):
+        each.tier.close()
+
+
+def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
+    harness = open_harness(tmp_path)
+    harness.store(0, 5)
+    file = file_of(tmp_path, 5)
+    before = file.stat().st_ino
+    harness.store(0, 5)
+    assert file.stat().st_ino == before
+    harness.tier.close()
+
+
+@pytest.mark.parametrize("at", [0, 20, 30, 60, 100, 127, 128, 128 + IMAGE - 1])
+def test_a_flipped_bit_is_a_miss_and_the_next_write_heals_it(tmp_path: Path, at: int) -> None:
+    harness = open_harness(tmp_path)
+    harness.store(0, 5)
+    file = file_of(tmp_path, 5)
+    value = bytearray(file.read_bytes())
+    value[at] ^= 1
+    file.write_bytes(value)
+    assert harness.load(0, 5)[0] is Status.CORRUPT
+    assert wait_answer(harness, 5) == (False,)
+    harness.store(0, 5)
+    harness.assert_serves(0, 5)
+    assert wait_answer(harness, 5) == (True,)
+    harness.tier.close()
+
+
+def test_a_torn_file_and_one_of_another_key_are_misses(tmp_path: Path) -> None:
+    harness = open_harness(tmp_path)
+    harness.store(0, 5)
+    harness.store(0, 6)
+    os.truncate(file_of(tmp_path, 5), 128 + IMAGE - 1)
+    assert harness.load(0, 5)[0] is Status.SHORT
+    file_of(tmp_path, 5).write_bytes(file_of(tmp_path, 6).read_bytes())
+    assert harness.load(0, 5)[0] is Status.MISMATCH
+    harness.tier.close()
+
+
+def test_what_has_expired_is_not_there(tmp_path: Path) -> None:
+    harness = open_harness(tmp_path, "&ttl=1h")
+    harness.store(0, 5)
+    harness.assert_serves(0, 5)
+    os.utime(file_of(tmp_path, 5), (0, 0))
+    assert wait_answer(harness, 5) == (False,)
+    assert harness.load(0, 5)[0] is Status.LAPSED
+    harness.store(0, 5)
+    harness.assert_serves(0, 5)
+    harness.tier.close()
+
+
+def test_the_directory_is_not_created(tmp_path: Path) -> None:
+    arena = Arena(4 * span(IMAGE))
+    gone = tmp_path / "not-mounted"
+    harness = TierHarness(
+        lambda: RemoteTier(f"file://{gone}", arena=arena, image_bytes=IMAGE, namespace=NAMESPACE), arena, by_key=True
+    )
+    assert harness.run(harness.op(Op.WRITE, 0, 5)) == (Status.AWAY,)
+    assert not gone.exists()
+    harness.tier.close()
+
+
+def test_a_full_file_system_is_left_alone_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: str, value: memoryview) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    harness = open_harness(tmp_path)
+    monkeypatch.setattr(DirectorySession, "_write_new", staticmethod(full))
+    assert harness.run(harness.op(Op.WRITE, 0, 5)) == (Status.NO_SPACE,)
+    assert harness.tier.troubles["full"] >= 1
+    assert not list(tmp_path.rglob("*.tmp"))
+    harness.tier.close()
+
+
+def test_a_read_that_hangs_ends_by_its_deadline_and_never_touches_the_arena(tmp_path: Path) -> None:
+    harness = open_harness(tmp_path)
+    harness.tier.close()
+    harness.tier = RemoteTier(
+        f"file://{tmp_path}?fetch_timeout=300ms", arena=harness.arena, image_bytes=IMAGE, namespace=NAMESPACE
+    )
+    file = file_of(tmp_path, 5)
+    file.parent.mkdir(parents=True)
+    os.mkfifo(file)  # opening it waits until somebody writes
+    read = harness.op(Op.READ, 0, 5)
+    harness.bytes_of(read)[:] = 0xCC
+    assert harness.run(read) == (Status.DEADLINE,)
+    with file.open("wb"):
+        pass
+    harness.tier.close()
+    assert np.all(harness.bytes_of(read) == 0xCC)
+
+
+def wait_answer(harness: TierHarness, number: int) -> tuple[bool, ...] | None:
+    tier = harness.tier
+    assert isinstance(tier, RemoteTier)
+    ticket = tier.ask([key(number)], tier.generation, math.inf)
+    while not (answers := tier.answers()):
+        pass
+    assert answers[0][0] == ticket
+    return answers[0][1]

@@ -1,0 +1,113 @@
+"""URLs of stores; and that a password stands nowhere."""
+
+import logging
+import pickle
+from pathlib import Path
+
+import pytest
+
+from longshore.errors import ConfigError, TierError
+from longshore.tiers.arena import Arena
+from longshore.tiers.remote import RemoteSettings, RemoteTier, parse_url
+
+SECRET = "hunter2-do-not-show"  # noqa: S105
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("valkey://host", RemoteSettings("valkey", "host", 6379)),
+        ("redis://host:7000/3?ttl=1h", RemoteSettings("valkey", "host", 7000, db=3, ttl=3600.0)),
+        ("rediss://kv@host:1", RemoteSettings("valkeys", "host", 1, user="kv")),
+        ("valkeys://[::1]:1?ca_file=/a/b", RemoteSettings("valkeys", "::1", 1, ca_file="/a/b")),
+        ("unix:///run/a%20b.sock?db=2", RemoteSettings("unix", path="/run/a b.sock", db=2)),
+        ("file:///m?daily_writes=5KiB", RemoteSettings("file", path="/m", daily_writes=5120, probe_timeout=0.5)),
+        ("valkey://h?probe_timeout=20ms", RemoteSettings("valkey", "h", probe_timeout=0.02)),
+        ("valkey://h?in_flight=2KiB", RemoteSettings("valkey", "h", in_flight=2048)),
+    ],
+)  # fmt: skip
+def test_urls(url: str, expected: RemoteSettings) -> None:
+    assert parse_url(url) == expected
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "host:6379", "http://host", "valkey://", "valkey://host:port", "valkey://host:99999", "valkey://host/a",
+        "valkey://host/-1", "valkey://host?ttl=soon", "valkey://host?ttl=-1s", "valkey://host?ttl=1e9999h",
+        "valkey://host?ttl=0.1ms", "valkey://host?nothing=1", "valkey://host?ttl=1h&ttl=2h", "valkey://host?in_flight=0",
+        "valkey://host?in_flight=lots", "valkey://host?fetch_timeout=0", "valkey://host#1", "valkey://host?ca_file=/a",
+        "valkeys://host?cert_file=/a", "unix://host/path", "unix:", "file://host/path", "file:///a?db=1",
+        "file:///a?password_file=/b", "valkey://[::1", "valkey://host?db=99999999999",
+    ],
+)  # fmt: skip
+def test_impossible_urls_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_url(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"valkey://user:{SECRET}@host:6379/0",
+        f"rediss://:{SECRET}@host",
+        f"valkey://user:{SECRET}@host:port",
+        f"valkey://user:{SECRET}@[::1",
+        f"http://user:{SECRET}@host",
+        f"file://user:{SECRET}@/mnt",
+        f"valkey://host?password={SECRET}",
+        f"valkey://host?Password={SECRET}",
+        f"valkey://host?token={SECRET}",
+        f"valkey://host#{SECRET}",
+    ],
+)
+def test_a_password_in_a_url_is_refused_and_not_repeated(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with pytest.raises(ConfigError) as refused:
+        parse_url(url)
+    chain: list[BaseException] = [refused.value]
+    while (
+        above := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__)
+    ) is not None:
+        chain.append(above)
+    assert not any(SECRET in f"{each!s} {each!r} {each.args}" for each in chain)
+    assert SECRET not in caplog.text
+
+
+def test_credentials_come_from_the_environment_or_a_file(tmp_path: Path) -> None:
+    given = {"LONGSHORE_REMOTE_PASSWORD": SECRET, "LONGSHORE_REMOTE_USER": "kv"}
+    assert parse_url("valkey://host").credentials({}) == ("", "")
+    assert parse_url("valkey://host").credentials(given) == ("kv", SECRET)
+    assert parse_url("valkey://me@host").credentials(given) == ("me", SECRET)
+    file = tmp_path / "password"
+    file.write_text(f"{SECRET}-2\nignored\n")
+    settings = parse_url(f"valkey://host?password_file={file}&user=me")
+    assert settings.credentials(given) == ("me", f"{SECRET}-2")
+    file.write_text("changed")
+    assert settings.credentials(given) == ("me", "changed")
+    file.unlink()
+    with pytest.raises(TierError, match="password file"):
+        settings.credentials(given)
+
+
+def test_a_password_stands_in_no_text_of_a_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("LONGSHORE_REMOTE_PASSWORD", SECRET)
+    settings = parse_url("valkey://kv@127.0.0.1:1")
+    settings.credentials()
+    arena = Arena(4096)
+    tier = RemoteTier(settings, arena=arena, image_bytes=4096, namespace=bytes(32))
+    texts = (
+        f"{settings!r} {settings} {tier!r} {tier.counts} {tier.troubles} {tier.fallbacks} {pickle.dumps(settings)!r}"
+    )
+    assert SECRET not in texts + caplog.text + repr(vars(tier))
+    tier.close()
+
+
+def test_missing_certificates_are_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(TierError, match="certificates"):
+        RemoteTier(
+            f"valkeys://host?ca_file={tmp_path / 'none'}", arena=Arena(4096), image_bytes=4096, namespace=bytes(32)
+        )
