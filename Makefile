@@ -54,6 +54,7 @@ vllm: $(VENV)/ready
 	PYTHONPATH=$(CURDIR)/src .venvs/vllm-0.32/bin/python -m pytest -q -p no:cacheprovider tests/engines/vllm
 	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/.venvs/vllm-0.33 .venvs/vllm-0.32/bin/python -m pytest -q -p no:cacheprovider \
 		tests/engines/vllm/test_vllm_contract.py tests/engines/vllm/test_vllm_manager.py \
+		tests/engines/vllm/test_vllm_hints.py tests/engines/vllm/test_vllm_long_prompts.py \
 		tests/engines/vllm/test_vllm_scheduling.py tests/engines/vllm/test_vllm_scope.py \
 		tests/engines/vllm/test_vllm_shapes.py tests/engines/vllm/test_vllm_streams.py tests/engines/vllm/test_vllm_tier_host.py
 

@@ -106,7 +106,7 @@ def test_any_number_of_calls_and_kinds_of_managers(files: Config) -> None:
         model.destroy_cached_continuous_batching_manager()
 
 
-def test_the_model_has_the_same_scope_in_every_process_while_tiers_are_open(files: Config) -> None:
+def test_scope_is_equal_in_every_process(files: Config) -> None:
     with tiered(make_model(), files) as tiers:
         generate(tiers.model)
         assert tiers.stack is not None
@@ -337,7 +337,7 @@ def test_what_is_said_at_a_warm_start(memory: Config, caplog: pytest.LogCaptureF
     assert not [record for record in caplog.records if record.name.startswith("longshore")]
 
 
-def test_a_damaged_policy_in_the_middle_of_a_batch_costs_time_only(
+def test_failing_eviction_policy_mid_batch_changes_no_answer(
     memory: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -439,7 +439,7 @@ def test_hints_say_which_tiers_are_loaded_from(files: Config) -> None:
 
 
 @pytest.mark.parametrize("seconds", [None, 0.05])
-def test_hints_keep_a_prefix_when_room_runs_out_until_their_time_is_over(seconds: float | None) -> None:
+def test_hinted_prefix_outlives_others_until_its_hint_expires(seconds: float | None) -> None:
     model = make_model()
     with tiered(model, Config.make(host_size="128KiB", gate=False, eviction="lru")) as tiers:
         tiers.hint("req_0", {"retention": [{"priority": 90, "seconds": seconds}]})
@@ -453,7 +453,7 @@ def test_hints_keep_a_prefix_when_room_runs_out_until_their_time_is_over(seconds
 
 
 @pytest.mark.parametrize("offload", ["write_through", "write_back"])
-def test_hints_name_priorities_when_blocks_are_complete_and_when_they_are_evicted(offload: str) -> None:
+def test_hinted_priorities_apply_at_commit_and_eviction(offload: str) -> None:
     model = make_model()
     with tiered(model, Config.make(host_size="4MiB", gate=False, offload=offload)) as tiers:
         tiers.hint("req_0", {"retention": [{"priority": 90}]})
@@ -528,7 +528,7 @@ def test_leading_blocks_follow_whole_chunks_and_what_the_device_has() -> None:
     assert close(found, [each for one in expected for each in one])
 
 
-def test_less_than_a_block_is_not_reused_and_one_chunk_is_one_block_without_parts() -> None:
+def test_partial_block_is_not_reused_with_one_block_per_chunk() -> None:
     model = make_model()
     for per_chunk, prompt in ((4, [*STEM[:15], *range(200, 240)]), (1, [*STEM[:15], *range(200, 240)])):
         expected = generate(model, [prompt])

@@ -26,7 +26,7 @@ def explained(path: Path, *options: str) -> Any:
     return json.loads(told.stdout)
 
 
-def test_explain_says_where_each_block_of_a_real_run_came_from_or_why_it_missed(tmp_path: Path) -> None:
+def test_explain_names_source_or_miss_reason_of_each_block(tmp_path: Path) -> None:
     events = tmp_path / "events"
     demo = make_demo(tmp_path)
     # Little host memory and few file slots: prompts that return find blocks in both, and some have been evicted.

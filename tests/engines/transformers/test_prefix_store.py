@@ -127,7 +127,7 @@ def test_nothing_stored_before_a_change_in_place_is_restored(config: Config, cha
         assert bits(restored, n) == bits(cache, kept)
 
 
-def test_what_is_stored_after_a_change_is_not_restored_after_it_is_undone(model: Any, config: Config) -> None:
+def test_blocks_of_a_changed_model_are_not_restored_after_undo(model: Any, config: Config) -> None:
     model = make_model()
     tokens = [int(t) for t in torch.randint(0, 256, (200,))]
     weight = model.model.layers[0].self_attn.k_proj.weight

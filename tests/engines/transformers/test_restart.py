@@ -182,9 +182,7 @@ def resident(tiers: Tiers) -> int:
     [(("host", "file"), {"host"}), (("file",), {"file"}), ((), set[str]())],
     ids=["all", "files", "nothing"],
 )
-def test_a_sleep_keeps_the_tiers_that_it_is_told_and_gives_back_the_rest(
-    tmp_path: Path, keep: tuple[str, ...], found: set[str]
-) -> None:
+def test_sleep_keeps_named_tiers_and_frees_host_memory(tmp_path: Path, keep: tuple[str, ...], found: set[str]) -> None:
     demo = make_demo(tmp_path, settings={"gate": False, "host_size": "64MiB"})
     request = demo.workload.requests[0]
     with tiered(demo.model, demo.config(tmp_path)) as tiers:

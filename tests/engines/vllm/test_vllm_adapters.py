@@ -164,7 +164,7 @@ def just_changed(patch: pytest.MonkeyPatch, *, hidden: bool) -> None:
 
 
 @pytest.mark.parametrize("where", [in_memory, just_changed])
-def test_an_adapter_whose_changes_would_not_show_is_neither_read_nor_served(
+def test_adapter_with_undetectable_changes_is_not_served(
     rigs: Rigs, adapter: Adapter, where: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = served(rigs)
@@ -195,7 +195,7 @@ def test_without_our_connector_changed_bytes_empty_all_tiers(rigs: Rigs, adapter
     assert store(rig, "of the device", None) == []
 
 
-def test_base_model_blocks_are_not_stored_where_they_may_be_an_adapters(
+def test_base_model_blocks_are_not_stored_when_adapters_mix_in(
     rigs: Rigs, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model, "applies_to_base_model", lambda: True)
@@ -244,7 +244,7 @@ def test_adapters_that_share_a_row_are_changes_of_each_other() -> None:
     stamps.close()
 
 
-def test_an_adapter_reloaded_in_a_running_engine_is_served_no_old_blocks(serve: Serve, tmp_path: Path) -> None:
+def test_reloaded_adapter_gets_no_old_blocks_in_a_running_engine(serve: Serve, tmp_path: Path) -> None:
     """By real engines; one of its prompts is asked of the base model, too."""
     path = str(tmp_path / "adapter")
     ask: Steps = [["ask", tokens, path] for tokens in prompts()]

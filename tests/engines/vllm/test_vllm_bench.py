@@ -123,9 +123,7 @@ def conversations(path: Path, users: int) -> Path:
     return path
 
 
-def test_a_trace_is_asked_of_both_and_what_returns_comes_from_the_tiers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_sends_a_trace_to_both_engines_and_hits_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     model, trace = save("llama", tmp_path / "model"), conversations(tmp_path / "trace.jsonl", 6)
@@ -157,7 +155,7 @@ def test_where_the_device_kept_all_it_is_said_what_to_do(tmp_path: Path) -> None
         assert ("num_gpu_blocks_override" in cases["loaded-trace"].reference) == (not loaded)
 
 
-def test_a_trace_that_cannot_be_asked_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
+def test_unusable_trace_is_refused_before_an_engine_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     plan = vllm_runs.SessionPlan(engine={})
     once = tmp_path / "once.jsonl"

@@ -101,7 +101,7 @@ def test_a_store_under_way_when_weights_change_is_dropped(rigs: Rigs) -> None:
     rig.cache.check_integrity()
 
 
-def test_a_report_of_an_old_store_does_not_end_a_new_one(rigs: Rigs) -> None:
+def test_report_of_an_old_store_does_not_end_a_newer_one(rigs: Rigs) -> None:
     rig = rigs()
     old = rig.request("old", KEYS)
     before = rig.manager.prepare_store(KEYS, old)

@@ -12,7 +12,7 @@ from engine_runs import Serve, asked, prompts
 WATCHED = {"spec_name": "WatchedSpec", "spec_module_path": "watched_spec", "host_size": "48MiB"}
 
 
-def test_blocks_that_come_back_to_a_crowd_are_those_that_were_stored(serve: Serve) -> None:
+def test_concurrent_requests_load_the_bytes_that_were_stored(serve: Serve) -> None:
     """Shared beginnings, preemptions, aborts and a reset; then the same once more with flipped bits, as a control."""
     steps = [["crowd", 64, 8, 1], ["witness"], ["flip"], ["crowd", 16, 8, 1], ["witness"]]
     crowd, seen, _, flipped = serve("llama", steps, WATCHED, 50, script="crowd.py").answers

@@ -21,9 +21,7 @@ def test_rotten_files_cost_time_and_nothing_else(serve: Serve, oracles: Any, tmp
     assert rotten.counters["misses"]["corrupt"] + rotten.counters["lost"]["file"] > 0
 
 
-def test_a_tier_host_that_is_killed_while_it_reads_costs_time_and_nothing_else(
-    serve: Serve, oracles: Any, tmp_path: Path
-) -> None:
+def test_tier_host_killed_during_reads_changes_no_answer(serve: Serve, oracles: Any, tmp_path: Path) -> None:
     """It dies with reads under way; until there is another one its blocks are computed, and then served again."""
     ask, oracle = asked(prompts()), oracles("llama")
     to_files = [["drop_host"], ["reset"]]

@@ -5,26 +5,20 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LookupResult,
-    Medium,
     OffloadPolicy,
     ReqContext,
-    TierFilter,
-    TierMatcher,
     make_offload_key,
 )
-from vllm_kit import BLOCKS, TOKENS, Rig, file_settings, keys_of
+from vllm_kit import BLOCKS, Rig, file_settings, keys_of
 
-from longshore.cache import Return, TieredCache
 from longshore.cache.eviction import POLICIES
 from longshore.cache.eviction.hit_rates import USES
 from longshore.engines.vllm.requests import ours
@@ -34,7 +28,7 @@ HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDI
 
 
 @pytest.mark.parametrize("size", [16, 32])
-def test_our_keys_differ_by_group_and_begin_with_what_is_spread(size: int) -> None:
+def test_keys_differ_by_group_and_start_with_digest_bytes(size: int) -> None:
     digests = [hashlib.sha256(bytes((at,))).digest()[:size] for at in range(64)]
     theirs = [make_offload_key(digest, group) for digest in digests for group in (0, 1)]
     names = ours(theirs)
@@ -44,7 +38,7 @@ def test_our_keys_differ_by_group_and_begin_with_what_is_spread(size: int) -> No
 
 
 @pytest.mark.parametrize(("world", "per_chunk"), [(1, 1), (1, 4), (2, 1), (2, 2)])
-def test_what_was_stored_comes_back_into_other_blocks(rigs: Any, world: int, per_chunk: int) -> None:
+def test_stored_bytes_load_into_other_blocks(rigs: Any, world: int, per_chunk: int) -> None:
     rig, keys = rigs(world=world, per_chunk=per_chunk), keys_of(2)
     first = rig.request("first", keys)
     assert rig.lookup(keys, first) == [MISS, MISS]
@@ -78,7 +72,7 @@ def test_two_groups_have_keys_and_chunks_of_their_own(rigs: Any) -> None:
         assert all(map(torch.equal, rig.bytes_of(0, 9), rig.bytes_of(0, block)))
 
 
-def test_a_rank_that_did_not_stamp_keeps_a_chunk_from_being_found(rigs: Any) -> None:
+def test_chunk_without_a_stamp_of_every_rank_is_a_miss(rigs: Any) -> None:
     rig, keys = rigs(world=2), keys_of(2)
     context = rig.request("one", keys)
     output = rig.manager.prepare_store(keys, context)
@@ -104,7 +98,7 @@ def test_a_chunk_with_a_freed_block_is_dropped_and_counted(rigs: Any) -> None:
     assert rig.cache.jobs_in_flight == 0
 
 
-def test_what_is_being_stored_is_waited_for_and_then_given_up(rigs: Any) -> None:
+def test_lookup_waits_for_a_store_until_load_timeout(rigs: Any) -> None:
     rig, keys = rigs(load_timeout=0.2), keys_of(1)
     writer = rig.request("writer", keys)
     rig.store(keys, [1], writer, complete=False)
@@ -148,7 +142,7 @@ def test_a_reset_leaves_slots_alone_until_the_workers_have_been_flushed(rigs: An
     rig.cache.check_integrity()
 
 
-def test_a_reset_leaves_loans_alone_until_they_are_over(rigs: Any) -> None:
+def test_reset_keeps_slots_of_loads_until_they_end(rigs: Any) -> None:
     rig, old, new = rigs(host_size=4096), keys_of(1), keys_of(1, name="new")
     rig.store(old, [1], rig.request("one", old))
     reader = rig.request("two", old)
@@ -161,7 +155,7 @@ def test_a_reset_leaves_loans_alone_until_they_are_over(rigs: Any) -> None:
     assert rig.store(new, [3], rig.request("four", new)) == new
 
 
-def test_requests_that_end_anywhere_leave_nothing_behind(rigs: Any) -> None:
+def test_requests_ending_at_any_point_leak_nothing(rigs: Any) -> None:
     rig, keys = rigs(), keys_of(3)
     rig.store(keys, [1, 2, 3], rig.request("writer", keys))
     looked, loading = rig.request("looked", keys), rig.request("loading", keys)
@@ -176,7 +170,7 @@ def test_requests_that_end_anywhere_leave_nothing_behind(rigs: Any) -> None:
     assert set(rig.manager._requests) == {"writer"}
 
 
-def test_what_only_the_file_tier_has_is_brought_up_and_then_loaded(rigs: Any, tmp_path: Path) -> None:
+def test_file_tier_hit_is_prefetched_then_loaded(rigs: Any, tmp_path: Path) -> None:
     rig, keys = rigs(**file_settings(tmp_path)), keys_of(5)
     rig.store(keys, [1, 2, 3, 4, 5], rig.request("writer", keys))
     before = [rig.bytes_of(0, block) for block in range(1, 6)]
@@ -195,7 +189,7 @@ def test_what_only_the_file_tier_has_is_brought_up_and_then_loaded(rigs: Any, tm
     assert rig.cache.held == 0
 
 
-def test_what_turns_out_rotten_while_another_request_waits_for_it_is_a_miss(rigs: Any, tmp_path: Path) -> None:
+def test_corrupt_record_is_a_miss_for_every_waiting_request(rigs: Any, tmp_path: Path) -> None:
     rig, keys = rigs(**file_settings(tmp_path)), keys_of(2)
     rig.store(keys, [1, 2], rig.request("writer", keys))
     assert rig.manager._runtime.flush(10.0)
@@ -215,7 +209,7 @@ def test_what_turns_out_rotten_while_another_request_waits_for_it_is_a_miss(rigs
     assert rig.lookup(keys, second) == [MISS] * 2
 
 
-def test_another_process_finds_what_the_first_one_stored_and_another_model_does_not(tmp_path: Path) -> None:
+def test_later_process_hits_stored_blocks_unless_the_model_differs(tmp_path: Path) -> None:
     keys, settings = keys_of(2), file_settings(tmp_path)
     for expected in (MISS, PENDING):
         rig = Rig(**settings)
@@ -245,7 +239,7 @@ def test_a_request_whose_load_failed_gets_no_other(rigs: Any) -> None:
     assert rig.cache.jobs_in_flight == 0
 
 
-def test_under_the_plain_connector_the_start_says_what_it_cannot_do(caplog: pytest.LogCaptureFixture) -> None:
+def test_start_warns_under_the_plain_connector(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(world=2)
     rig.close()
     (said,) = [record.getMessage() for record in caplog.records if "OffloadingConnector" in record.getMessage()]
@@ -262,7 +256,7 @@ def test_under_the_plain_connector_the_start_says_what_it_cannot_do(caplog: pyte
         ({"file_path": None, "file_size": 0}, 0),
     ],
 )
-def test_the_start_warns_where_a_stop_would_lose_what_was_not_written_back(
+def test_start_warns_when_shutdown_would_lose_unwritten_blocks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], warned: int
 ) -> None:
     Rig(world=2, **{**file_settings(tmp_path), **change}).close()
@@ -280,161 +274,13 @@ def test_what_cannot_be_served_is_refused_at_start() -> None:
         Rig(host_size=16)
 
 
-def test_a_long_prompt_is_taken_whole(rigs: Any) -> None:
-    """What is not taken is never offered again."""
-    rig, keys = rigs(host_size=2000 * 4096), keys_of(2000)
-    assert rig.manager.prepare_store(keys, rig.request("one", keys)).keys_to_store == keys
-    small = rigs(host_size=2000 * 4096, max_writes=100)
-    assert len(small.manager.prepare_store(keys, small.request("one", keys)).keys_to_store) == 100
-
-
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_every_tier_evicts_by_the_policy_of_the_settings(rigs: Any, tmp_path: Path, eviction: str) -> None:
     rig = rigs(eviction=eviction, **file_settings(tmp_path))
     assert [type(policy) for policy in rig.cache._store.policies] == [POLICIES[eviction]] * 2
 
 
-def test_a_prompt_longer_than_host_memory_is_served_from_its_head(rigs: Any) -> None:
-    """Without a file tier: what fits stays, however often the rest is offered."""
-    rig, keys = rigs(host_size=12 * 4096), keys_of(28)
-    for visit in range(3):
-        context = rig.request(f"visit {visit}", keys)
-        found = rig.lookup(keys, context)
-        served = found.index(MISS)
-        assert served == (12 if visit else 0)
-        assert HIT not in found[served:]
-        if served:
-            rig.load(keys[:served], range(1, 1 + served), context)
-        rig.store(keys[served:], [1] * (28 - served), context)
-        rig.manager.on_request_finished(context)
-        rig.cache.check_integrity()
-    other = rig.request("another", keys_of(2, name="another"))
-    assert rig.store(keys_of(2, name="another"), [1, 2], other), "it makes way for others"
-
-
-def test_storing_goes_on_behind_a_head_as_host_memory_drains(rigs: Any, tmp_path: Path) -> None:
-    rig, keys = rigs(host_size=12 * 4096, **file_settings(tmp_path)), keys_of(28)
-    context, told_again, stored = rig.request("first", keys), 0, 0
-    rig.lookup(keys, context)
-    for end in range(4, 29, 4):  # as a prompt is computed
-        deadline = time.monotonic() + 60
-        while (output := rig.manager.prepare_store(keys[stored:end], context)) is None:
-            told_again += 1
-            assert time.monotonic() < deadline
-            rig.end_step()
-        taken = output.keys_to_store
-        assert taken == keys[stored:end], "all of it, or none of it yet"
-        rig.copy_in(output.store_spec, [1] * len(taken))
-        rig.manager.complete_store(set(taken), context)
-        stored = end
-        rig.end_step()
-    assert told_again, "host memory was full, and vLLM was told to offer again"
-    rig.manager.on_request_finished(context)
-    assert rig.manager.flush(60)
-    second, deadline = rig.request("second", keys), time.monotonic() + 60
-    while PENDING in (found := rig.lookup(keys, second)):
-        assert time.monotonic() < deadline
-    served = found.index(MISS)
-    assert served == 12, "what fits host memory"
-    rig.load(keys[:served], range(1, 1 + served), second)
-    rig.cache.check_integrity()
-
-
-def offered_in_pieces(rig: Any, keys: list[Any], name: str, lag: int, chunks: int, told: bool = True) -> None:
-    """A prompt as vLLM computes it, four chunks a step, of which `chunks` before it ends or is aborted.
-
-    Stores are reported `lag` steps late. What is refused is offered again with what has come; at the end for the last
-    time, and the manager is `told` of that.
-    """
-    context, stored, open_stores = rig.request(name, keys), 0, list[tuple[int, Any]]()
-    for step, end in enumerate([*range(4, chunks + 1, 4), *[chunks] * 3]):
-        rig.end_step()
-        if told and step >= chunks // 4 + 2:
-            rig.manager.will_finish(name)
-        output = rig.manager.prepare_store(keys[stored:end], context) if stored < end else None
-        if output is not None:
-            stored = end
-            if output.keys_to_store:
-                rig.copy_in(output.store_spec, [1] * len(output.keys_to_store))
-                open_stores.append((step + lag, output))
-        for at, each in open_stores:
-            if at == step:
-                rig.manager.complete_store(set(each.keys_to_store), context)
-    rig.manager.on_request_finished(context)
-    for at, each in open_stores:
-        if at > step:
-            rig.manager.complete_store(set(each.keys_to_store), context)
-
-
-def asked_as_vllm_does(rig: Any, keys: list[Any], context: Any) -> list[LookupResult]:
-    """One step: chunk by chunk, up to the first that is missing."""
-    found = []
-    for key in keys:
-        found.append(rig.manager.lookup(key, context))
-        if found[-1] is MISS:
-            break
-    rig.end_step()
-    return found
-
-
-def served(rig: Any, keys: list[Any], context: Any) -> int:
-    """How many chunks are served, and loaded."""
-    deadline = time.monotonic() + 60
-    while PENDING in (found := asked_as_vllm_does(rig, keys, context)):
-        assert time.monotonic() < deadline
-    count = found.count(HIT)
-    if count:
-        rig.load(keys[:count], range(1, 1 + count), context)
-    rig.manager.on_request_finished(context)
-    return count
-
-
-@pytest.mark.parametrize("lag", [0, 2, 9])
-@pytest.mark.parametrize("told", [True, False])
-def test_a_long_prompt_offered_in_pieces_is_served_at_once(rigs: Any, tmp_path: Path, lag: int, told: bool) -> None:
-    """However late stores are reported, and with nothing waited for: at least what fits host memory."""
-    rig, keys = rigs(host_size=12 * 4096, load_timeout=60.0, **file_settings(tmp_path)), keys_of(28)
-    offered_in_pieces(rig, keys, "first", lag, 28, told)
-    assert served(rig, keys, rig.request("second", keys)) == 12
-    for chunks in (4, 16):  # another is aborted
-        offered_in_pieces(rig, keys_of(28, name=f"other {chunks}"), f"aborted {chunks}", lag, chunks, told)
-        assert served(rig, keys, rig.request(f"after {chunks}", keys)) == 12
-    rig.cache.check_integrity()
-    assert rig.manager.flush(60)
-    assert rig.cache.jobs_in_flight == 0
-
-
-def test_long_prompts_at_once_are_served_in_turn(rigs: Any, tmp_path: Path) -> None:
-    rig = rigs(host_size=12 * 4096, load_timeout=60.0, **file_settings(tmp_path))
-    prompts = {name: keys_of(28, name=name) for name in ("one", "two")}
-    for name, keys in prompts.items():
-        offered_in_pieces(rig, keys, name, 1, 28)
-        assert rig.manager.flush(60)
-    waiting = {name: rig.request(f"again {name}", keys) for name, keys in prompts.items()}
-    counts, deadline = {}, time.monotonic() + 60
-    while waiting:
-        assert time.monotonic() < deadline
-        for name in list(waiting):
-            found = [rig.manager.lookup(key, waiting[name]) for key in prompts[name]]
-            if PENDING not in found:
-                counts[name] = found.index(MISS)
-                rig.load(prompts[name][: counts[name]], range(1, 1 + counts[name]), waiting[name])
-                rig.manager.on_request_finished(waiting.pop(name))
-        rig.end_step()
-    assert counts == {"one": 12, "two": 12}
-    rig.cache.check_integrity()
-
-
-def test_the_last_offer_of_a_request_is_taken_as_far_as_there_is_room(rigs: Any, tmp_path: Path) -> None:
-    rig, keys = rigs(host_size=12 * 4096, load_timeout=60.0, **file_settings(tmp_path)), keys_of(28)
-    context = rig.request("one", keys)
-    assert len(rig.store(keys[:8], [1] * 8, context, complete=False)) == 8
-    assert rig.manager.prepare_store(keys[8:28], context) is None, "room may be made for more"
-    rig.manager.will_finish("one")
-    assert rig.manager.prepare_store(keys[8:28], context).keys_to_store == keys[8:12]
-
-
-def test_loads_promised_in_another_order_than_told_are_in_place_after_a_fault(rigs: Any) -> None:
+def test_promised_loads_stay_in_place_after_a_fault(rigs: Any) -> None:
     rig, keys = rigs(), keys_of(5)
     assert rig.store(keys, [1, 2, 3, 4, 5], rig.request("first", keys)) == keys
     second = rig.request("second", [*keys[:3], keys[4], keys[3]])
@@ -447,7 +293,7 @@ def test_loads_promised_in_another_order_than_told_are_in_place_after_a_fault(ri
 
 
 @pytest.mark.parametrize("verb", ["lookup", "prepare_load", "prepare_store", "complete_store", "on_schedule_end"])
-def test_an_inconsistent_cache_turns_the_tiers_off_and_nothing_else(
+def test_inconsistent_cache_disables_tiers_but_not_the_engine(
     rigs: Any, verb: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it is noticed first: vLLM gets an answer, and computes."""
@@ -500,7 +346,7 @@ def test_an_inconsistent_cache_turns_the_tiers_off_and_nothing_else(
     assert "longshore_control_plane_faults" in str(stats.data)
 
 
-def test_a_request_advances_the_clock_of_eviction_once_and_uses_count_once(rigs: Any) -> None:
+def test_request_advances_the_eviction_clock_and_use_counts_once(rigs: Any) -> None:
     rig, keys = rigs(), keys_of(2)
     policy = rig.cache._store.policies[0]
     first = rig.request("first", keys)
@@ -562,119 +408,7 @@ def test_an_offer_with_a_gap_is_taken_up_to_the_gap(rigs: Any) -> None:
     rig.cache.check_integrity()
 
 
-def asking(rig: Any, name: str, keys: Any, **fields: Any) -> ReqContext:
-    """A new request with fields of vLLM's own."""
-    context = ReqContext(req_id=name, **fields)
-    rig.manager.on_new_request(context)
-    rig.tell(keys, context)
-    return context
-
-
-def test_a_request_that_says_so_is_not_stored_and_still_loads(rigs: Any) -> None:
-    rig, keys = rigs(), keys_of(4)
-    private = {"longshore": {"store": False}}
-    assert rig.store(keys, range(1, 5), asking(rig, "private", keys, kv_transfer_params=private)) == []
-    assert rig.store(keys[:2], range(1, 3), rig.request("other", keys)) == keys[:2]
-    assert rig.lookup(keys, asking(rig, "again", keys, kv_transfer_params=private)) == [HIT] * 2 + [MISS] * 2
-
-
-def test_nothing_is_stored_of_a_request_whose_hints_cannot_be_read(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
-    rig, keys = rigs(), keys_of(4)
-    context = asking(rig, "odd", keys, kv_transfer_params={"longshore": {"stor": False}})
-    assert rig.store(keys, range(1, 5), context) == []
-    assert "request odd: request hints: stor: Extra inputs are not permitted" in caplog.text
-
-
-def test_hints_of_the_settings_are_those_of_requests_without(rigs: Any) -> None:
-    rig, keys = rigs(request_hints={"store": False}), keys_of(2)
-    assert rig.store(keys, range(1, 3), rig.request("one", keys)) == []
-    context = asking(rig, "two", keys, kv_transfer_params={"longshore": {}})
-    assert rig.store(keys, range(1, 3), context) == keys
-
-
-def test_kv_hints_say_the_same_as_transfer_parameters(rigs: Any) -> None:
-    rig, keys = rigs(), keys_of(2)
-    action = KvHintAction("1", "longshore", "1", {"store": False})
-    context = asking(rig, "one", keys, kv_hints=KvHintsEnvelope("1", "message", [action]))
-    assert rig.store(keys, range(1, 3), context) == []
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"kv_transfer_params": {"longshore": {"load": ["host"]}}},
-        {"load_tier_filter": TierFilter((TierMatcher(medium=Medium.CPU),))},
-    ],
-)
-def test_files_are_not_read_for_a_request_that_leaves_them_out(rigs: Any, tmp_path: Path, fields: Any) -> None:
-    rig, keys = rigs(host_size=4 * 4096, backup="write_through", **file_settings(tmp_path)), keys_of(4)
-    rig.store(keys, range(1, 5), rig.request("one", keys))
-    assert rig.manager.flush(60)
-    others = keys_of(3, name="other")
-    assert rig.store(others, range(1, 4), rig.request("other", others)) == others
-    assert rig.lookup(keys, asking(rig, "host alone", keys, **fields)) == [HIT] + [MISS] * 3
-    assert PENDING in rig.lookup(keys, asking(rig, "both", keys))
-
-
-def test_a_request_that_loads_nothing_misses_everything(rigs: Any) -> None:
-    rig, keys = rigs(), keys_of(2)
-    rig.store(keys, range(1, 3), rig.request("one", keys))
-    nothing = {"longshore": {"load": []}}
-    assert rig.lookup(keys, asking(rig, "two", keys, kv_transfer_params=nothing)) == [MISS] * 2
-
-
-@pytest.mark.parametrize("looks_up", [True, False])
-def test_what_a_request_says_of_its_return_reaches_the_cache(
-    rigs: Any, monkeypatch: pytest.MonkeyPatch, looks_up: bool
-) -> None:
-    said, lookup = list[Return](), TieredCache.lookup
-
-    def watched(cache: TieredCache, *of: Any, **how: Any) -> Any:
-        if how.get("turn") is None and how.get("returns") is not None:
-            said.append(how["returns"])
-        return lookup(cache, *of, **how)
-
-    monkeypatch.setattr(TieredCache, "lookup", watched)
-    rig, keys = rigs(), keys_of(2)
-    for name, hints in (("over", {"ends": True}), ("tool", {"returns_in": 2.5}), ("batch", {"class": "batch"})):
-        context = asking(rig, name, keys, kv_transfer_params={"longshore": hints})
-        if looks_up:
-            rig.lookup(keys, context)
-        rig.store(keys, range(1, 3), context)
-    assert said == [Return(ends=True), Return(seconds=2.5), Return(of="batch")]
-
-
-def test_priorities_of_requests_decide_what_is_evicted_first(rigs: Any) -> None:
-    rig, low, high = rigs(host_size=8 * 4096), keys_of(4, name="low"), keys_of(4, name="high")
-    for name, keys, priority in (("high", high, 90), ("low", low, 10)):
-        hints = {"longshore": {"retention": [{"priority": priority}]}}
-        assert rig.store(keys, range(1, 5), asking(rig, name, keys, kv_transfer_params=hints)) == keys
-    others = keys_of(4, name="others")
-    assert rig.store(others, range(1, 5), rig.request("others", others)) == others
-    assert rig.lookup(high, rig.request("high again", high)) == [HIT] * 4, "older, and worth more"
-    assert rig.lookup(low, rig.request("low again", low)) == [MISS] * 4
-
-
-def test_priorities_lapse_when_their_time_is_over(rigs: Any) -> None:
-    rig, first, second = rigs(host_size=8 * 4096, eviction="lru"), keys_of(4, name="first"), keys_of(4, name="second")
-    for name, keys, seconds in (("first", first, 0.1), ("second", second, None)):
-        hints = {"longshore": {"retention": [{"priority": 90, "seconds": seconds}]}}
-        assert rig.store(keys, range(1, 5), asking(rig, name, keys, kv_transfer_params=hints)) == keys
-    time.sleep(0.2)
-    others = keys_of(4, name="others")
-    assert rig.store(others, range(1, 5), rig.request("others", others)) == others
-    assert rig.lookup(first, rig.request("first again", first)) == [MISS] * 4
-    assert rig.lookup(second, rig.request("second again", second)) == [HIT] * 4
-
-
-def test_blocks_below_the_priority_floor_are_not_stored(rigs: Any) -> None:
-    rig, keys = rigs(priority_floor=50), keys_of(4)
-    assert rig.store(keys, range(1, 5), rig.request("one", keys)) == []
-    hints = {"longshore": {"retention": [{"end": 2 * TOKENS, "priority": 50}]}}
-    assert rig.store(keys, range(1, 5), asking(rig, "two", keys, kv_transfer_params=hints)) == keys[:2]
-
-
-def test_a_slot_is_not_given_away_while_a_worker_may_write_there(rigs: Any) -> None:
+def test_slot_is_not_reused_while_a_worker_may_write_it(rigs: Any) -> None:
     """The parent of a chunk under way is lost, and a later store of both ends first, under the same keys."""
     rig, keys, others = rigs(host_size=3 * 4096), keys_of(2), keys_of(3, name="other")
     worker, first = rig.workers[0], rig.request("first", keys)

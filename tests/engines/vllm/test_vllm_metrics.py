@@ -48,7 +48,7 @@ def lose_host(rig: Rig, keys: list[OffloadKey]) -> None:
         assert cache.discard(ours(keys), "host") == len(keys)
 
 
-def test_every_label_of_every_metric_is_there_at_first_and_is_declared(rigs: Any) -> None:
+def test_every_metric_label_is_declared_and_starts_at_zero(rigs: Any) -> None:
     definitions = LongshoreSpec.build_metric_definitions({})
     first = rigs().manager.get_stats().data
     assert set(first["data"]) == set(definitions) == set(zero().data["data"])

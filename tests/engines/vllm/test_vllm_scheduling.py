@@ -184,7 +184,7 @@ def test_what_is_loaded_is_what_was_computed(
 
 @pytest.mark.parametrize("per_chunk", [1, 2])
 @pytest.mark.parametrize(("retention", "is_found"), [(0, False), (32, True)])
-def test_a_window_beside_a_draft_group_is_found_only_where_vllm_retains_more_of_it(
+def test_window_with_draft_group_hits_only_with_retention_interval(
     rigs: Any, per_chunk: int, retention: int, is_found: bool
 ) -> None:
     """By default vLLM stores only the window before a prompt's end, and a draft group gives up the chunk there."""

@@ -132,7 +132,7 @@ def test_vllm_writes_into_its_configuration_when_that_was_made() -> None:
     assert before <= model._loading_began(VllmConfig(device_config=DeviceConfig("cpu"))) <= time.time_ns()
 
 
-def test_a_start_of_loading_that_is_not_told_is_that_of_the_process() -> None:
+def test_loading_start_defaults_to_process_start() -> None:
     began = model._loading_began(SimpleNamespace(instance_id="12ab"))
     assert abs(began / 1e9 - psutil.Process().create_time()) < 2.0  # which is exact to a second
     assert began < time.time_ns()

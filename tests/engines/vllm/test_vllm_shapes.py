@@ -40,7 +40,7 @@ def test_images_of_each_group_have_its_size(rigs: Any) -> None:
     rig.cache.check_integrity()
 
 
-def test_groups_with_blocks_of_different_sizes_are_stored_and_loaded_in_one_job(rigs: Any) -> None:
+def test_groups_of_different_block_sizes_share_one_job(rigs: Any) -> None:
     rig = rigs(groups=(Group(0, tokens=64), Group(1, tokens=16, layers=1)), page=PAGE, per_chunk=2)
     coarse, fine = keys_of(1, 0), keys_of(4, 1)
     context = rig.request("one", [*coarse, *fine])

@@ -137,7 +137,7 @@ def test_a_reset_by_an_operator_leaves_nothing(rigs: Rigs, tmp_path: Path) -> No
     assert rig.answers("reader") == [MISS] * 3
 
 
-def test_a_reset_by_an_operator_keeps_files_where_weights_do_not_change(rigs: Rigs, tmp_path: Path) -> None:
+def test_operator_reset_keeps_files_with_fixed_weights(rigs: Rigs, tmp_path: Path) -> None:
     rig = rigs(fixed_weights=True, reset_keep="file", **file_settings(tmp_path))
     before = rig.write()
     rig.manager.reset_cache()
@@ -162,7 +162,7 @@ def test_weights_that_changed_after_all_empty_what_a_sleep_kept(rigs: Rigs) -> N
 # ---------------------------------------------------------------------- work in flight
 
 
-def test_a_store_that_the_workers_begin_after_the_sleep_is_not_published(rigs: Rigs) -> None:
+def test_store_begun_after_a_sleep_is_not_published(rigs: Rigs) -> None:
     rig = rigs(host_size=3 * 4096)
     context = rig.request("writer", KEYS)
     rig.tell(KEYS, context)
@@ -273,7 +273,7 @@ def test_sleeping_twice_and_waking_without_a_sleep(rigs: Rigs, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_host_memory_is_given_back_and_what_it_had_is_read_from_files(rigs: Rigs, tmp_path: Path, world: int) -> None:
+def test_freed_host_memory_blocks_are_read_from_files(rigs: Rigs, tmp_path: Path, world: int) -> None:
     rig = rigs(world=world, sleep_keep="file", **file_settings(tmp_path))
     before = rig.write()
     rig.sleep()
@@ -358,7 +358,7 @@ def test_host_memory_stays_while_a_worker_may_write_there(rigs: Rigs, tmp_path: 
     rig.cache.check_integrity()
 
 
-def test_with_a_dead_tier_host_what_host_memory_had_is_lost_and_nothing_else(rigs: Rigs, tmp_path: Path) -> None:
+def test_sleep_with_dead_tier_host_loses_only_host_memory_blocks(rigs: Rigs, tmp_path: Path) -> None:
     rig = rigs(sleep_keep="file", **file_settings(tmp_path))
     before = rig.write()
     assert rig.manager.flush(30.0)
@@ -389,7 +389,7 @@ def test_without_a_file_tier_memory_that_is_not_kept_is_lost(rigs: Rigs) -> None
 SLEEP = [["sleep", 1], ["lose_device"], ["wake"]]
 
 
-def test_a_real_engine_sleeps_and_finds_its_blocks_in_a_running_engine(serve: Serve, tmp_path: Path) -> None:
+def test_blocks_survive_sleep_in_a_running_engine(serve: Serve, tmp_path: Path) -> None:
     """The CPU backend frees no memory when it sleeps: the test overwrites the blocks, as a GPU loses them."""
     ask = asked(prompts())
     fresh = serve("llama", ask, None, 600).answers
@@ -407,9 +407,7 @@ def test_a_real_engine_sleeps_and_finds_its_blocks_in_a_running_engine(serve: Se
         assert served.counters["faults"] == 0
 
 
-def test_weights_written_during_a_sleep_are_served_no_old_blocks_in_a_running_engine(
-    serve: Serve, tmp_path: Path
-) -> None:
+def test_weights_written_during_sleep_clear_tiers_in_a_running_engine(serve: Serve, tmp_path: Path) -> None:
     ask, model = asked(prompts()), save("llama", tmp_path)
     change: list[list[Any]] = [["sleep", 1], ["lose_device"], ["scale_weights", 0.5], ["wake"]]
     again: list[list[Any]] = [["sleep", 2], ["lose_device"], ["wake"], ["reload_weights"]]

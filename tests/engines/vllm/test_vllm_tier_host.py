@@ -121,7 +121,7 @@ def test_a_tier_host_killed_while_it_reads_costs_these_reads(rig: HostedRig) -> 
     assert rig.cache.held == 0
 
 
-def test_a_tier_host_that_hangs_costs_the_time_that_a_request_may_wait(tmp_path: Path) -> None:
+def test_hung_tier_host_delays_a_request_by_load_timeout_at_most(tmp_path: Path) -> None:
     rig = HostedRig(load_timeout=0.2, **file_settings(tmp_path))
     rig.store_in_files()
     rig.signal(signal.SIGSTOP)
@@ -136,9 +136,7 @@ def test_a_tier_host_that_hangs_costs_the_time_that_a_request_may_wait(tmp_path:
     rig.close()
 
 
-def test_a_tier_host_that_never_answers_again_is_ended_and_the_next_one_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unresponsive_tier_host_is_killed_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = HostedRig(load_timeout=0.2, **file_settings(tmp_path))
     rig.store_in_files()
     stopped = rig.process.pid
@@ -159,7 +157,7 @@ def test_a_tier_host_that_never_answers_again_is_ended_and_the_next_one_serves(
     rig.close()
 
 
-def test_slots_that_a_dead_tier_host_was_filling_are_nobodys_until_it_is_reaped(
+def test_slots_of_a_dead_tier_host_stay_reserved_until_it_is_reaped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, new = HostedRig(host_size=4 * 4096, **file_settings(tmp_path)), keys_of(4, name="new")
@@ -271,9 +269,7 @@ def test_a_stopped_tier_host_is_waited_for_once(tmp_path: Path, monkeypatch: pyt
     rig.close()
 
 
-def test_slots_that_are_read_into_at_a_reset_are_nobodys_until_that_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reset_keeps_slots_of_file_reads_until_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig, new = HostedRig(host_size=4 * 4096, **file_settings(tmp_path)), keys_of(4, name="new")
     rig.store_in_files()
     rig.signal(signal.SIGSTOP)
@@ -292,9 +288,7 @@ def test_slots_that_are_read_into_at_a_reset_are_nobodys_until_that_has_ended(
 
 
 @pytest.mark.parametrize("fixed", [False, True])
-def test_what_is_stored_after_a_reset_is_for_this_engine_unless_weights_do_not_change(
-    tmp_path: Path, fixed: bool
-) -> None:
+def test_blocks_after_a_reset_are_private_without_fixed_weights(tmp_path: Path, fixed: bool) -> None:
     settings = {**file_settings(tmp_path), "fixed_weights": fixed}
     old, new = keys_of(2, name="old"), keys_of(2, name="new")
     rig = HostedRig(**settings)

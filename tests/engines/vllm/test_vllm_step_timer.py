@@ -23,7 +23,7 @@ def test_a_step_takes_from_its_plan_to_its_end() -> None:
     assert seen == [(32, 64, 0.5)]
 
 
-def test_a_step_that_was_planned_early_begins_when_the_one_before_it_ends() -> None:
+def test_step_planned_early_begins_when_the_previous_one_ends() -> None:
     seen = Seen()
     seen.steps.planned([(64, 0)], 10.0)
     seen.steps.planned([(32, 64)], 10.1)
@@ -57,7 +57,7 @@ def test_an_end_that_nobody_planned_is_nothing() -> None:
     assert seen == []
 
 
-def test_steps_whose_end_nobody_told_make_others_look_slow_and_never_quick() -> None:
+def test_steps_without_reported_end_look_slower_never_faster() -> None:
     seen = Seen()
     for at in range(10):
         seen.steps.planned([(64, 0)], at)

@@ -40,7 +40,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_steps_that_come_at_once_are_slowed_down_while_something_is_awaited(clock: Clock) -> None:
+def test_idle_steps_back_off_while_copies_are_in_flight(clock: Clock) -> None:
     pace = Backoff()
     pace.planned(lambda: True)
     assert clock.taken() == 0
@@ -53,7 +53,7 @@ def test_steps_that_come_at_once_are_slowed_down_while_something_is_awaited(cloc
         assert clock.taken() == 0
 
 
-def test_a_step_that_computes_is_never_slowed_down_nor_asked_what_it_awaits(clock: Clock) -> None:
+def test_computing_step_is_never_delayed(clock: Clock) -> None:
     pace, asked = Backoff(), list[bool]()
     for _ in range(3):
         clock.now += 0.6e-3

@@ -340,9 +340,7 @@ def test_while_none_runs_only_the_first_is_waited_for(
     assert sources == {"req_0": (FILE,) * BLOCKS, "req_1": (HOST,) * BLOCKS, "req_2": (HOST,) * BLOCKS}
 
 
-def test_files_are_not_read_for_a_request_that_does_not_want_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_without_file_loads_reads_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, config = make_model(), config_of(tmp_path)
     store(model, config)
     stock = Tiers.hints_for
@@ -353,7 +351,7 @@ def test_files_are_not_read_for_a_request_that_does_not_want_it(
     assert all(len(each) == BLOCKS for each in sources.values())
 
 
-def test_what_is_on_its_way_is_loaded_whatever_the_gate_says_by_then(
+def test_prefetched_blocks_are_loaded_regardless_of_the_gate(
     tmp_path: Path, held: threading.Event, loading: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, config = make_model(), config_of(tmp_path, gate=True, load_timeout=PATIENCE)

@@ -93,7 +93,7 @@ def test_files_in_memory_are_always_hashed(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("kind", ["in memory", "changed a moment ago"])
-def test_a_file_that_would_be_read_again_is_not_read_where_that_is_asked_for(
+def test_only_once_refuses_files_that_cannot_be_memoised(
     model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(model_module, "SETTLED", -1e9 if kind == "in memory" else 1e9)
@@ -144,7 +144,7 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(model: Path, monkeyp
     assert next(times) > 1
 
 
-def test_a_file_that_is_cut_off_while_it_is_read_has_no_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_truncated_while_hashed_has_no_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_module, "_hash", lambda fd, size, hashed=model_module._hash: hashed(fd, size + 1))
     with pytest.raises(EngineError, match="changes while it is read"):
         FileDigests().of([model])
@@ -167,7 +167,7 @@ def test_names_count_and_the_tokenizer_does_not(model: Path) -> None:
     assert FileDigests().of([model]) != before
 
 
-def test_a_model_in_one_file_is_hashed_with_the_weights_beside_it(tmp_path: Path) -> None:
+def test_single_file_model_is_hashed_with_neighbouring_weights(tmp_path: Path) -> None:
     path, beside = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
     path.write_bytes(b"weights")
     assert has_weights(path)
