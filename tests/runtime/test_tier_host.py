@@ -90,9 +90,9 @@ def test_no_result_before_the_process_is_reaped(harness: HostedHarness, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(HostProcess, "reaped", False)
         harness.signal(signal.SIGKILL)
-        process = harness.tier._watch.process
+        process = harness.tier._supervisor.process
         assert process is not None
-        harness.until(lambda: process.hung_up)
+        harness.until(lambda: process.is_eof)
         assert [harness.tier.poll() for _ in range(5)] == [[]] * 5
         assert harness._unclaimed == {}
     assert [harness.wait(ticket).statuses for ticket in tickets] == [(Status.AWAY,)] * 4
@@ -129,8 +129,8 @@ def test_orders_that_the_pipe_does_not_take_at_once_are_not_lost(harness: Hosted
     harness.signal(signal.SIGSTOP)
     batch = [harness.op(Op.READ, 0, 0)] * 400
     tickets = [harness.tier.submit(batch, math.inf) for _ in range(8)]
-    assert harness.tier._watch.process is not None
-    assert harness.tier._watch.process._unsent
+    assert harness.tier._supervisor.process is not None
+    assert harness.tier._supervisor.process._unsent
     harness.signal(signal.SIGCONT)
     assert {harness.wait(ticket).statuses for ticket in tickets} == {(Status.OK,) * 400}
 
@@ -164,7 +164,7 @@ def test_pauses_grow_and_begin_anew_after_a_good_process(tmp_path: Path) -> None
             raise OSError("no more processes")
         return HostProcess(("true",), os.open(os.devnull, os.O_RDONLY))
 
-    guard = watch.Watch(start, lambda: now)
+    guard = watch.HostSupervisor(start, lambda: now)
     with pytest.raises(OSError, match="no more"):
         guard.begin()
     pauses = []
@@ -219,7 +219,7 @@ def test_a_process_that_is_opening_when_a_reset_comes_is_ended_and_the_next_one_
 ) -> None:
     harness.store(0, 0)
     harness.kill()
-    harness.until(lambda: harness.tier._watch.process is not None)
+    harness.until(lambda: harness.tier._supervisor.process is not None)
     assert harness.tier.is_away  # it may have opened the files, but has not been heard
     opening = harness.pid
     harness.tier.forget(1)
@@ -265,7 +265,7 @@ def test_a_reset_that_cannot_be_made_durable_is_an_error_until_it_can(opener: Op
 
 def as_after_a_kill(harness: HostedHarness) -> FileTier:
     """What the next engine finds if everything is killed now; a process that is stopped keeps the lock until then."""
-    process = harness.tier._watch.process
+    process = harness.tier._supervisor.process
     if process is not None:
         process.kill()
         process.wait_reaped(30.0)
@@ -380,9 +380,9 @@ def test_a_process_that_talks_nonsense_is_ended_and_the_next_one_serves(tmp_path
     lines = (
         "import os, pathlib",
         f"gate, said = pathlib.Path({str(gate)!r}), pathlib.Path({str(said)!r})",
-        "report = child.Host._report",
-        "say = lambda self: (gate.unlink(), os.write(self._answers, said.read_bytes()))",
-        "child.Host._report = lambda self, tier: (gate.exists() and say(self), report(self, tier))[-1]",
+        "report = child.TierHostServer._report",
+        "say = lambda self: (gate.unlink(), os.write(self._replies, said.read_bytes()))",
+        "child.TierHostServer._report = lambda self, tier: (gate.exists() and say(self), report(self, tier))[-1]",
     )
     harness = HostedHarness(tmp_path / "tier", program(*lines))
     harness.store(0, 0)

@@ -47,7 +47,7 @@ class Hanging(HostedHarness):
             "import os, time",
             f"is_shut = lambda at: os.path.exists({str(self.gate)!r} + at)",
             "wait = lambda at='': [time.sleep(0.01) for _ in iter(lambda: is_shut(at), False)]",
-            "child.BEAT = 0.01",
+            "child.HEARTBEAT = 0.01",
         )
         super().__init__(directory, program(*hangs, *lines), clock=clock)
 
@@ -159,10 +159,10 @@ def test_its_slots_are_its_own_until_it_is_reaped(
     ticket = read(harness)
     with monkeypatch.context() as patch:
         patch.setattr(HostProcess, "reaped", False)
-        process = harness.tier._watch.process
+        process = harness.tier._supervisor.process
         assert process is not None
         harness.look(LOOKS + 1)
-        harness.until(lambda: process.hung_up)
+        harness.until(lambda: process.is_eof)
         assert harness.look(5) == []
     assert harness.wait(ticket).statuses == (Status.AWAY,)
 
@@ -170,7 +170,7 @@ def test_its_slots_are_its_own_until_it_is_reaped(
 def test_one_that_has_nothing_to_do_may_be_silent(opener: Callable[..., Hanging]) -> None:
     harness = opener()
     harness.store(0, 0)
-    harness.until(lambda: not harness.tier._under_way)
+    harness.until(lambda: not harness.tier._in_flight)
     harness.signal(signal.SIGSTOP)
     harness.look(3 * LOOKS)
     harness.signal(signal.SIGCONT)
@@ -202,7 +202,7 @@ def test_a_disk_that_hangs_costs_misses_and_no_process(opener: Callable[..., Han
     harness.hear(2 * LOOKS)
     assert harness.tier.is_away
     assert harness.run(harness.op(Op.READ, 0, 1), harness.op(Op.WRITE, 1, 1)) == (Status.AWAY, Status.AWAY)
-    assert ticket in harness.tier._under_way  # it may read yet
+    assert ticket in harness.tier._in_flight  # it may read yet
     harness.gate.unlink()
     assert harness.wait(ticket).statuses == (Status.OK,)
     assert not harness.tier.is_away
@@ -247,7 +247,7 @@ def test_a_tier_is_closed_though_its_process_is_stopped(
 ) -> None:
     monkeypatch.setattr(watch, "SILENCE", 0.5)
     harness = opener()
-    harness.tier._watch._silence = watch.Silence(time.monotonic)
+    harness.tier._supervisor._silence = watch.SilenceTimer(time.monotonic)
     harness.store(0, 0)
     pid = harness.pid
     harness.signal(signal.SIGSTOP)

@@ -59,7 +59,7 @@ class HostedHarness(TierHarness):
     @property
     def pid(self) -> int:
         """The process that there is."""
-        process = self.tier._watch.process
+        process = self.tier._supervisor.process
         assert process is not None
         return process.pid
 

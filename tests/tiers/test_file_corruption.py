@@ -20,15 +20,15 @@ from longshore.testing import TierHarness
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier
-from longshore.tiers.file.format import RecordHeader, Wanted, judge, pack_header
+from longshore.tiers.file.format import ExpectedRecord, RecordHeader, judge, pack_header
 
-WANTED = Wanted(bytes(range(32)), bytes(range(64, 96)), slot=3, pool=2, generation=1, length=0)
+WANTED = ExpectedRecord(bytes(range(32)), bytes(range(64, 96)), slot=3, pool=2, generation=1, length=0)
 
 
 class Record:
     """A record as it lies on disk, and what a reader would come for."""
 
-    def __init__(self, data: bytearray, wanted: Wanted) -> None:
+    def __init__(self, data: bytearray, wanted: ExpectedRecord) -> None:
         self.data = data
         self.wanted = wanted
 

@@ -13,11 +13,11 @@ from longshore.errors import FormatError
 from longshore.tiers.arena import PAGE
 from longshore.tiers.file.format import (
     OPENS_LIMIT,
+    ExpectedRecord,
     RecordHeader,
     Superblock,
-    Wanted,
+    check_header,
     is_empty,
-    judge,
     pack_header,
     pack_superblock,
     parse_header,
@@ -36,7 +36,7 @@ HEADER = RecordHeader(
     payload_checksum=0x1112131415161718,
     pool=3,
 )
-WANTED = Wanted(HEADER.key, HEADER.scope, HEADER.slot, HEADER.pool, HEADER.generation, HEADER.length)
+WANTED = ExpectedRecord(HEADER.key, HEADER.scope, HEADER.slot, HEADER.pool, HEADER.generation, HEADER.length)
 SUPERBLOCK = Superblock(slabs=7, slab_bytes=8 * PAGE, image_bytes=(PAGE, 3 * PAGE), generation=0x0304, opens=0x0506)
 
 # Written once, by hand where possible. If these change, the format has: it needs a new version.
@@ -82,7 +82,7 @@ def test_later_processes_have_higher_sequence_numbers() -> None:
 
 
 def test_the_right_header_is_judged_ok() -> None:
-    assert judge(GOLDEN_HEADER, WANTED) == (Status.OK, HEADER.payload_checksum, XXH3_64)
+    assert check_header(GOLDEN_HEADER, WANTED) == (Status.OK, HEADER.payload_checksum, XXH3_64)
 
 
 def test_every_flipped_bit_of_a_header_is_seen() -> None:
@@ -90,10 +90,10 @@ def test_every_flipped_bit_of_a_header_is_seen() -> None:
     seen = set()
     for bit in range(8 * PAGE):
         page[bit // 8] ^= 1 << bit % 8
-        seen.add(judge(bytes(page), WANTED).status)
+        seen.add(check_header(bytes(page), WANTED).status)
         page[bit // 8] ^= 1 << bit % 8
     assert seen == {Status.CORRUPT}
-    assert judge(bytes(page), WANTED).status is Status.OK
+    assert check_header(bytes(page), WANTED).status is Status.OK
 
 
 def test_every_flipped_bit_of_a_superblock_is_seen() -> None:
@@ -117,14 +117,14 @@ def test_every_flipped_bit_of_a_superblock_is_seen() -> None:
         WANTED._replace(length=WANTED.length - 1),
     ],
 )
-def test_a_whole_header_of_something_else_is_a_mismatch(other: Wanted) -> None:
-    assert judge(GOLDEN_HEADER, other).status is Status.MISMATCH
+def test_a_whole_header_of_something_else_is_a_mismatch(other: ExpectedRecord) -> None:
+    assert check_header(GOLDEN_HEADER, other).status is Status.MISMATCH
 
 
 def test_a_slot_that_was_never_written_is_a_mismatch() -> None:
     assert is_empty(bytes(PAGE))
     assert not is_empty(GOLDEN_HEADER)
-    assert judge(bytes(PAGE), WANTED).status is Status.MISMATCH
+    assert check_header(bytes(PAGE), WANTED).status is Status.MISMATCH
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_sealed_header_with_a_wrong_field_is_refused(offset: int, new: bytes, 
     page = sealed(changed(GOLDEN_HEADER, offset, new))
     with pytest.raises(FormatError, match=message):
         parse_header(page)
-    assert judge(page, WANTED).status is Status.CORRUPT
+    assert check_header(page, WANTED).status is Status.CORRUPT
 
 
 @pytest.mark.parametrize(
@@ -221,4 +221,4 @@ def test_hostile_pages_only_ever_raise_format_errors(noise: bytes, start: bytes,
         except FormatError:
             continue
         assert seal  # only by getting every field right
-    assert judge(page, WANTED).status is not Status.OK
+    assert check_header(page, WANTED).status is not Status.OK

@@ -97,7 +97,7 @@ class CallLog:
             if is_kept and not (name == "lookup" and kwargs.get("each") and kwargs.get("until") is Until.NOTHING):
                 if reads_once:  # an iterator cannot be logged and read
                     args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
-                self._note(name, args, kwargs)
+                self._log_call(name, args, kwargs)
             self._inside = True
             try:
                 result = method(*args, **kwargs)
@@ -113,7 +113,7 @@ class CallLog:
 
         return call
 
-    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _log_call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Log a call that is about to be made, with copies of what the caller may change afterwards."""
         if name in _IDLE and (name != "apply" or (args and not args[0])):
             self._idle.pop(name, None)
@@ -223,7 +223,7 @@ def contained(
     return decorate
 
 
-def report(error: BaseException, log: CallLog) -> None:
+def log_fault(error: BaseException, log: CallLog) -> None:
     """Log a fault of the control plane with its traceback and the file of the preceding calls."""
     path = log.write()
     _log.error(

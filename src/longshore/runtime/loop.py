@@ -37,17 +37,17 @@ from longshore.boundary import (
 )
 from longshore.cache import Gate, Lease, Progress, TieredCache
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
-from longshore.runtime.containment import CallLog, report
+from longshore.runtime.containment import CallLog, log_fault
 from longshore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
 _OFF = "all tiers disabled: the control plane failed, see the log; restart the engine to re-enable them"
-_NAP_SECONDS = (20e-6, 1e-3)
+_POLL_SECONDS = (20e-6, 1e-3)
 """Seconds between two polls of a waiting thread: first, and maximum."""
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingTransfer:
     """A transfer whose upstream jobs have not all ended; `failures` are the slots that they did not fill."""
 
     transfer: Transfer
@@ -56,7 +56,7 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningTransfer:
     """A transfer that its mover has; `tail` are the statuses of the items behind those that were submitted."""
 
     transfer: Transfer
@@ -107,15 +107,15 @@ class Runtime:
         self._by_route: dict[Route, Mover] = {route: mover for mover in movers for route in mover.routes}
         self._tiers = list(tiers)
         self._lock = threading.RLock()
-        self._waiting: dict[int, _Waiting] = {}
-        self._running: dict[int, _Running] = {}
+        self._waiting: dict[int, _WaitingTransfer] = {}
+        self._running: dict[int, _RunningTransfer] = {}
         self._probers = {prober.asks: prober for prober in probers}
         self._probing: dict[int, Probe] = {}
         self._results: list[Result] = []
         self._failures: dict[int, dict[Slot, Status]] = {}
         """Slots that were not filled, by job, until the cache has been told of the job's end."""
         self._closed = False
-        self._silent: list[Mover] = []
+        self._unpollable: list[Mover] = []
         """Movers that could not be polled after a fault."""
         self._calls = CallLog(cache, self.fail)
         self.fault: BaseException | None = None
@@ -132,7 +132,7 @@ class Runtime:
             if self.fault is None:
                 self.fault = error
                 self.faults += 1
-                report(error, self._calls)
+                log_fault(error, self._calls)
                 self._waiting.clear()
                 self._probing.clear()
                 for job, running in self._running.items():
@@ -147,7 +147,7 @@ class Runtime:
         with self._lock:
             if self._closed:
                 raise TierClosedError("the runtime was closed")
-            with self._watched():
+            with self._typed_faults():
                 self._cache.apply((), self.clock())
                 try:
                     yield self._cache
@@ -157,7 +157,7 @@ class Runtime:
                         self.wakeup.set()
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _typed_faults(self) -> Iterator[None]:
         """A fault of the control plane becomes a typed error; that is raised once the tiers are off, too."""
         if self.fault is not None:
             raise TierClosedError(_OFF) from self.fault
@@ -186,7 +186,7 @@ class Runtime:
         Raises `TierClosedError` if the control plane fails meanwhile.
         """
         self._wait(lambda: self.fault is not None or self._cache.progress(lease).is_over, timeout)
-        with self._lock, self._watched():
+        with self._lock, self._typed_faults():
             return self._cache.progress(lease)
 
     def worth_loading(self, lease: Lease, context: int, *, least: int = 0, ahead: bool = False) -> int:
@@ -195,7 +195,7 @@ class Runtime:
         `context`: number of tokens before them, which are on the device. A prefetch of `lease` must be over.
         `least` and `ahead` are those of `Gate.worth_loading`.
         """
-        with self._lock, self._watched():
+        with self._lock, self._typed_faults():
             runs = self._cache.progress(lease).runs
             if self.gate is None:
                 return sum(run.chunks for run in runs)
@@ -235,7 +235,7 @@ class Runtime:
                 return True
             return besides > 0 and self._cache.jobs_in_flight <= besides
 
-        with contextlib.suppress(TierClosedError), self._watched():
+        with contextlib.suppress(TierClosedError), self._typed_faults():
             return self._wait(is_done, timeout) and self.fault is None
         return False
 
@@ -301,7 +301,7 @@ class Runtime:
     @property
     def _is_busy(self) -> bool:
         """Whether anything is in flight that will be heard of: if not, there is nothing to pump for."""
-        running = any(each.mover not in self._silent for each in self._running.values())
+        running = any(each.mover not in self._unpollable for each in self._running.values())
         return running or bool(self._waiting or self._probing)
 
     @contextmanager
@@ -315,7 +315,7 @@ class Runtime:
 
     def _wait(self, done: Callable[[], bool], timeout: float) -> bool:
         deadline = self.clock() + timeout
-        nap, longest = _NAP_SECONDS
+        nap, longest = _POLL_SECONDS
         while True:
             with self._lock:
                 self._pump()
@@ -339,7 +339,7 @@ class Runtime:
         A mover that raises is not polled again; its jobs count as in flight until the end.
         """
         for mover in self._movers:
-            if mover in self._silent:
+            if mover in self._unpollable:
                 continue
             try:
                 results = mover.poll()
@@ -347,7 +347,7 @@ class Runtime:
                 _log.exception(
                     "%s cannot be polled; its transfer jobs are treated as still in flight", type(mover).__name__
                 )
-                self._silent.append(mover)
+                self._unpollable.append(mover)
                 continue
             for result in results:
                 running = self._running.get(result.job)
@@ -386,7 +386,7 @@ class Runtime:
             case Transfer():
                 pending = {job for job in command.after if job in self._waiting or job in self._running}
                 failures = {slot: how for job in command.after for slot, how in self._failures.get(job, {}).items()}
-                waiting = _Waiting(command, pending, failures)
+                waiting = _WaitingTransfer(command, pending, failures)
                 if pending:
                     self._waiting[command.job] = waiting
                 else:
@@ -421,7 +421,7 @@ class Runtime:
             )
             tier.close()
 
-    def _start(self, waiting: _Waiting) -> None:
+    def _start(self, waiting: _WaitingTransfer) -> None:
         """Submit the leading items whose upstream arrived: a chunk is of no use without those before it."""
         transfer = waiting.transfer
         self._waiting.pop(transfer.job, None)
@@ -447,7 +447,7 @@ class Runtime:
                 _log.exception("transfer job %d (%s) could not be submitted", transfer.job, transfer.route)
             self._end(transfer, (Status.TIER_OFF,) * len(statuses))  # its sources were not touched, and stay good
         else:
-            self._running[transfer.job] = _Running(transfer, mover, tail, transfer.ranks)
+            self._running[transfer.job] = _RunningTransfer(transfer, mover, tail, transfer.ranks)
 
     def _probe(self, probe: Probe) -> None:
         """Ask a foreign tier; whatever goes wrong with that, the probe must end, and the others go on."""
@@ -543,7 +543,7 @@ class BackgroundLoop:
     def _run(self) -> None:
         busy = True
         while not self._stopping:
-            self._runtime.wakeup.wait(_NAP_SECONDS[1] if busy else None)
+            self._runtime.wakeup.wait(_POLL_SECONDS[1] if busy else None)
             self._runtime.wakeup.clear()
             try:
                 busy = self._runtime.pump()

@@ -140,22 +140,22 @@ class FaultyTier(Tier):
             batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=self._arena.array.nbytes
         )
         now = time.monotonic()
-        books = OpBatch(self._tickets, batch, deadline, now)
-        rules = [None] * len(books.ops) if books.late(now) else self._rules_for(books.ops)
+        state = OpBatch(self._tickets, batch, deadline, now)
+        rules = [None] * len(state.ops) if state.late(now) else self._rules_for(state.ops)
         passed = [
             position
             for position, rule in enumerate(rules)
             if rule is None or (rule.fault not in _WITHOUT_INNER and rule.fault is not Fault.DELAY)
         ]
-        self._pass_on(books, passed, rules)  # first: it may be refused, and then nothing has changed
-        self._seen.update(op.op for op in books.ops)
+        self._pass_on(state, passed, rules)  # first: it may be refused, and then nothing has changed
+        self._seen.update(op.op for op in state.ops)
         self._tickets += 1
-        self._open[books.ticket] = books
+        self._open[state.ticket] = state
         for position, rule in enumerate(rules):
             if rule is not None and position not in passed:
-                self._strike(books, position, rule, now)
+                self._inject(state, position, rule, now)
         self._settle()
-        return books.ticket
+        return state.ticket
 
     def poll(self) -> list[TierResult]:
         """Results since the last call, harmed as planned."""
@@ -230,7 +230,7 @@ class FaultyTier(Tier):
         for position in positions:
             batch.begin(position, now)
 
-    def _strike(self, batch: OpBatch, position: int, rule: Rule, now: float) -> None:
+    def _inject(self, batch: OpBatch, position: int, rule: Rule, now: float) -> None:
         """Carry out a fault that the inner tier does not see, or not yet."""
         self.fired[rule.fault] += 1
         if rule.fault is Fault.DELAY:
@@ -266,9 +266,9 @@ class FaultyTier(Tier):
                 batch.end(position, status, now)
             else:
                 self.fired[rule.fault] += 1
-                batch.end(position, self._harm(batch.ops[position], rule.fault, before.get(position, b"")), now)
+                batch.end(position, self._apply_fault(batch.ops[position], rule.fault, before.get(position, b"")), now)
 
-    def _harm(self, op: TierOp, fault: Fault, before: bytes) -> Status:
+    def _apply_fault(self, op: TierOp, fault: Fault, before: bytes) -> Status:
         """Change the bytes that were read; returns the status to report."""
         if fault is Fault.SHORT:
             self._second_half(op)[:] = before

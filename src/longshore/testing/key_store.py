@@ -95,9 +95,9 @@ class KeyStore(ForeignTier):
 
     def poll(self) -> list[TierResult]:
         """Do what is due; results since the last call."""
-        for books, due in list(self._open.values()):
+        for state, due in list(self._open.values()):
             if self._may_end(due):
-                self._move(books)
+                self._move(state)
         self._settle()
         results, self._results = self._results, []
         return results
@@ -111,8 +111,8 @@ class KeyStore(ForeignTier):
     def close(self) -> None:
         """End everything."""
         self._closed = True
-        for books, _ in self._open.values():
-            books.end_pending(Status.TIER_OFF, self._clock())
+        for state, _ in self._open.values():
+            state.end_pending(Status.TIER_OFF, self._clock())
         self._settle()
         self._asked.clear()
 
@@ -131,14 +131,14 @@ class KeyStore(ForeignTier):
         self.fired[StoreFault.LATE] += late
         return not self.silent and not late
 
-    def _move(self, books: OpBatch) -> None:
+    def _move(self, state: OpBatch) -> None:
         now = self._clock()
-        if books.late(now):
-            books.end_pending(Status.DEADLINE, now)
-        for index, op in enumerate(books.ops):
-            if books.pending(index):
-                books.begin(index, now)
-                books.end(index, self._write(op) if op.op is Op.WRITE else self._read(op), self._clock())
+        if state.late(now):
+            state.end_pending(Status.DEADLINE, now)
+        for index, op in enumerate(state.ops):
+            if state.pending(index):
+                state.begin(index, now)
+                state.end(index, self._write(op) if op.op is Op.WRITE else self._read(op), self._clock())
 
     def _write(self, op: TierOp) -> Status:
         if op.generation < self._forgotten:
@@ -159,5 +159,5 @@ class KeyStore(ForeignTier):
         return Status.OK
 
     def _settle(self) -> None:
-        for ticket in [ticket for ticket, (books, _) in self._open.items() if books.ended]:
+        for ticket in [ticket for ticket, (state, _) in self._open.items() if state.ended]:
             self._results.append(self._open.pop(ticket)[0].result())

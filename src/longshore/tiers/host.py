@@ -107,18 +107,18 @@ class HostTier(Tier):
         for op in batch:
             self._check_outside_slots(op)
         now = time.monotonic()
-        books = OpBatch(self._tickets, batch, deadline, now)
+        state = OpBatch(self._tickets, batch, deadline, now)
         self._tickets += 1
-        for index, op in enumerate(books.ops):
+        for index, op in enumerate(state.ops):
             now = time.monotonic()
-            if books.late(now):
-                books.end_pending(Status.DEADLINE, now)
+            if state.late(now):
+                state.end_pending(Status.DEADLINE, now)
                 break
-            books.begin(index, now)
+            state.begin(index, now)
             status = self._read(op) if op.op is Op.READ else self._write(op)
-            books.end(index, status, time.monotonic())
-        self._results.append(books.result())
-        return books.ticket
+            state.end(index, status, time.monotonic())
+        self._results.append(state.result())
+        return state.ticket
 
     def poll(self) -> list[TierResult]:
         """Results since the last call."""

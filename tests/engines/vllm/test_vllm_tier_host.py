@@ -42,7 +42,7 @@ class HostedRig(Rig):
 
     @property
     def process(self) -> HostProcess:
-        process = self.file._watch.process
+        process = self.file._supervisor.process
         assert process is not None
         return process
 
@@ -58,12 +58,12 @@ class HostedRig(Rig):
     def kill(self) -> None:
         """Kill the tier host; it stays away until `revive`."""
         deaths = self.file.troubles["tier_host"]
-        self.file._watch._pause = 1e9
+        self.file._supervisor._pause = 1e9
         self.signal(signal.SIGKILL)
         self.wait(lambda: self.file.troubles["tier_host"] > deaths)
 
     def revive(self) -> None:
-        self.file._watch._restart_at = 0.0
+        self.file._supervisor._restart_at = 0.0
         self.wait(lambda: self.file._is_open)
 
     def store_in_files(self, keys: list[OffloadKey] = KEYS) -> list[list[torch.Tensor]]:
@@ -170,7 +170,7 @@ def test_slots_of_a_dead_tier_host_stay_reserved_until_it_is_reaped(
         patch.setattr(HostProcess, "reaped", False)
         process = rig.process
         os.kill(process.pid, signal.SIGKILL)
-        rig.wait(lambda: process.hung_up)
+        rig.wait(lambda: process.is_eof)
         assert rig.store(new, [5, 6, 7, 8], rig.request("early", new)) == []
     rig.settle()
     assert rig.store(new, [5, 6, 7, 8], rig.request("in time", new)) == new
@@ -279,7 +279,7 @@ def test_reset_keeps_slots_of_file_reads_until_they_end(tmp_path: Path, monkeypa
         patch.setattr(tier, "FORGET_PATIENCE", 0.05)  # a process that is stopped, is ended for that
         process = rig.process
         rig.manager.reset_cache()
-        rig.wait(lambda: process.hung_up)
+        rig.wait(lambda: process.is_eof)
         assert rig.store(new, [5, 6, 7, 8], rig.request("early", new)) == []
     rig.settle()
     assert rig.store(new, [5, 6, 7, 8], rig.request("in time", new)) == new

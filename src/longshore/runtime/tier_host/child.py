@@ -38,7 +38,7 @@ LOCK_PATIENCE = 10.0
 _LOOK = 0.02
 """Seconds between two checks of deadlines while anything is in flight."""
 
-BEAT = 1.0
+HEARTBEAT = 1.0
 """Seconds between two ALIVE messages."""
 
 _AT_ONCE = 1 << 20
@@ -46,20 +46,20 @@ _AT_ONCE = 1 << 20
 Order = Mapping[str, Any]
 
 
-class Host:
+class TierHostServer:
     """Executes requests until the end of the input."""
 
     def __init__(self, orders: int, answers: int) -> None:
-        self._orders = orders
-        self._answers = answers
+        self._requests = orders
+        self._replies = answers
         self._frames = wire.Frames()
         self._tickets: dict[int, int] = {}
         """The engine's tickets, by the file tier's."""
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}
         self._tier: FileTier | None = None
         self._ended = os.eventfd(0)
         """Counts batches that have ended."""
-        self._saying = threading.Lock()
+        self._send_lock = threading.Lock()
         self._busy = threading.Event()
         """Set while there is work whose result the engine waits for."""
 
@@ -69,13 +69,13 @@ class Host:
         if order is None:
             return 0
         self._busy.set()
-        threading.Thread(target=self._beat, name="longshore-beat", daemon=True).start()
+        threading.Thread(target=self._heartbeat, name="longshore-beat", daemon=True).start()
         try:
             arena = Arena.attach(memory, order["arena_bytes"])
             os.close(memory)
             tier = self._tier = open_tier(order, arena)
         except LongshoreError as error:
-            self._say(Kind.REFUSED, wire.pack_json([type(error).__name__, str(error)]))
+            self._send(Kind.REFUSED, wire.pack_json([type(error).__name__, str(error)]))
             return 1
         try:
             self._serve(tier, recover=order["recover"])
@@ -86,38 +86,40 @@ class Host:
 
     def _first_order(self) -> Order | None:
         """The OPEN request; `None` if the engine has closed the pipe."""
-        while data := os.read(self._orders, _AT_ONCE):
+        while data := os.read(self._requests, _AT_ONCE):
             for _, body in self._frames.feed(data):
                 order: Order = wire.parse_json(body)
                 return order
         return None
 
     def _serve(self, tier: FileTier, *, recover: bool) -> None:
-        self._told = dict(tier.troubles)
+        self._reported = dict(tier.troubles)
         found = tier.recover() if recover else []
-        self._say(
+        self._send(
             Kind.OPENED,
             wire.pack_opened(
-                wire.OpenedReply(tier.slabs, tier.generation, dict(tier.fallbacks), self._told, found, tier.others())
+                wire.OpenedReply(
+                    tier.slabs, tier.generation, dict(tier.fallbacks), self._reported, found, tier.others()
+                )
             ),
         )
         tier.call_at_end(partial(os.eventfd_write, self._ended, 1))
         while True:
             if not self._tickets:
                 self._busy.clear()
-            ready = select.select([self._orders, self._ended], [], [], _LOOK if self._tickets else None)[0]
+            ready = select.select([self._requests, self._ended], [], [], _LOOK if self._tickets else None)[0]
             if self._ended in ready:
                 os.eventfd_read(self._ended)
-            if self._orders in ready:
+            if self._requests in ready:
                 self._busy.set()
-                data = os.read(self._orders, _AT_ONCE)
+                data = os.read(self._requests, _AT_ONCE)
                 if not data:
                     return
                 for kind, body in self._frames.feed(data):
-                    self._obey(tier, kind, body)
+                    self._execute(tier, kind, body)
             self._report(tier)
 
-    def _obey(self, tier: FileTier, kind: Kind, body: bytes) -> None:
+    def _execute(self, tier: FileTier, kind: Kind, body: bytes) -> None:
         match kind:
             case Kind.SUBMIT:
                 ticket, deadline, ops = wire.parse_submit(body)
@@ -129,7 +131,7 @@ class Host:
             case Kind.DISCARD:
                 tier.discard(wire.parse_discard(body))
             case Kind.FORGET:
-                self._say(Kind.FORGOTTEN, _why_not(tier, *wire.parse_forget(body)).encode())
+                self._send(Kind.FORGOTTEN, _forget(tier, *wire.parse_forget(body)).encode())
             case _:
                 raise TierError(f"{kind.name} is not an order")
 
@@ -137,25 +139,25 @@ class Host:
         """Send results, and counts of failures."""
         results = tier.poll()
         troubles = tier.troubles
-        if troubles != self._told:
-            self._told = troubles
-            self._say(Kind.TROUBLES, wire.pack_json(troubles))  # first: a failure is counted before its result arrives
+        if troubles != self._reported:
+            self._reported = troubles
+            self._send(Kind.TROUBLES, wire.pack_json(troubles))  # first: a failure is counted before its result arrives
         for result in results:
-            self._say(Kind.RESULT, wire.pack_result(result._replace(ticket=self._tickets.pop(result.ticket))))
+            self._send(Kind.RESULT, wire.pack_result(result._replace(ticket=self._tickets.pop(result.ticket))))
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         """Tell that this process lives, and how much has ended; by a thread that waits for no disk."""
         with contextlib.suppress(OSError):  # who would hear it is gone
             while True:
                 self._busy.wait()
-                self._say(Kind.ALIVE, wire.pack_alive(0 if self._tier is None else self._tier.ended))
-                time.sleep(BEAT)
+                self._send(Kind.ALIVE, wire.pack_alive(0 if self._tier is None else self._tier.ended))
+                time.sleep(HEARTBEAT)
 
-    def _say(self, kind: Kind, body: bytes) -> None:
-        with self._saying:
+    def _send(self, kind: Kind, body: bytes) -> None:
+        with self._send_lock:
             left = memoryview(frame(kind, body))
             while left:
-                left = left[os.write(self._answers, left) :]
+                left = left[os.write(self._replies, left) :]
 
 
 def open_tier(order: Order, arena: Arena) -> FileTier:
@@ -187,7 +189,7 @@ def open_tier(order: Order, arena: Arena) -> FileTier:
     return tier
 
 
-def _why_not(tier: FileTier, generation: int, scope: bytes) -> str:
+def _forget(tier: FileTier, generation: int, scope: bytes) -> str:
     """Forget; why that could not be done, or nothing."""
     try:
         tier.forget(generation, scope)
@@ -205,7 +207,7 @@ def main() -> int:
     answers = os.dup(1)
     os.dup2(2, 1)
     with contextlib.suppress(BrokenPipeError):  # who would hear it is gone
-        return Host(0, answers).run(int(sys.argv[1]))
+        return TierHostServer(0, answers).run(int(sys.argv[1]))
     return 0
 
 

@@ -26,7 +26,7 @@ PROGRAM = (sys.executable, "-P", "-m", "longshore.runtime.tier_host.child")
 
 _AT_ONCE = 1 << 20
 
-_NOT_MEANT_FOR_IT = (signal.SIGINT, signal.SIGTERM)
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that a tier host ignores; they are blocked until it has set that up."""
 
 _log = logging.getLogger(__name__)
@@ -37,28 +37,28 @@ class HostProcess:
 
     Attributes:
         pid: Process id.
-        hung_up: Whether no more answers will arrive.
+        is_eof: Whether no more answers will arrive.
     """
 
     def __init__(self, program: Sequence[str], memory: int) -> None:
-        self.hung_up = False
+        self.is_eof = False
         self._unsent = bytearray()
         self._frames = Frames()
-        self._orders = self._answers = -1
+        self._requests = self._replies = -1
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as theirs:
             undo.callback(self.close)
-            orders, self._orders = os.pipe()
+            orders, self._requests = os.pipe()
             theirs.callback(os.close, orders)
-            self._answers, answers = os.pipe()
+            self._replies, answers = os.pipe()
             theirs.callback(os.close, answers)
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_MEANT_FOR_IT)  # of this thread; inherited
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)  # of this thread; inherited
             theirs.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
             self._popen = subprocess.Popen(
                 [*program, str(memory)], stdin=orders, stdout=answers, pass_fds=(memory,), env=_environment()
             )
             undo.pop_all()
-        os.set_blocking(self._orders, False)
-        os.set_blocking(self._answers, False)
+        os.set_blocking(self._requests, False)
+        os.set_blocking(self._replies, False)
         self.pid = self._popen.pid
 
     @property
@@ -81,37 +81,37 @@ class HostProcess:
         """Answers since the last call."""
         self._flush()
         heard: list[tuple[Kind, bytes]] = []
-        while not self.hung_up:
+        while not self.is_eof:
             try:
-                data = os.read(self._answers, _AT_ONCE)
+                data = os.read(self._replies, _AT_ONCE)
             except BlockingIOError:
                 break
-            self.hung_up = not data
+            self.is_eof = not data
             try:
                 heard += self._frames.feed(data)
             except WireError as error:
-                self.distrust(error)
+                self.reject(error)
         return heard
 
-    def distrust(self, error: Exception) -> None:
+    def reject(self, error: Exception) -> None:
         """Ignore the process after an invalid message; the watch kills it."""
         _log.error("tier host (process %d) killed: invalid message: %s", self.pid, error)
-        self.hung_up = True
+        self.is_eof = True
 
     def wait(self, timeout: float | None) -> None:
         """Block for at most `timeout` seconds until an answer arrives, or unsent bytes can be sent."""
         either = select.poll()  # unlike `select`, whatever the numbers of the descriptors
-        either.register(self._answers, select.POLLIN)
+        either.register(self._replies, select.POLLIN)
         if self._unsent:
-            either.register(self._orders, select.POLLOUT)
+            either.register(self._requests, select.POLLOUT)
         either.poll(None if timeout is None else 1000 * timeout)
 
-    def hang_up(self) -> None:
+    def close_requests(self) -> None:
         """Close the pipe of requests, dropping unsent ones; the process finishes what it has begun and ends."""
         self._unsent.clear()
-        if self._orders >= 0:
-            os.close(self._orders)
-            self._orders = -1
+        if self._requests >= 0:
+            os.close(self._requests)
+            self._requests = -1
 
     def kill(self) -> None:
         """Kill the process, unless it has ended."""
@@ -125,17 +125,17 @@ class HostProcess:
 
     def close(self) -> None:
         """Close the pipes. Idempotent."""
-        self.hang_up()
-        if self._answers >= 0:
-            os.close(self._answers)
-            self._answers = -1
+        self.close_requests()
+        if self._replies >= 0:
+            os.close(self._replies)
+            self._replies = -1
 
     def _flush(self) -> None:
         """Send what the pipe takes."""
         while self._unsent:
             try:
                 with memoryview(self._unsent) as unsent:
-                    sent = os.write(self._orders, unsent)
+                    sent = os.write(self._requests, unsent)
             except BlockingIOError:
                 return
             except BrokenPipeError:  # its last answers may still be there to hear
@@ -164,14 +164,14 @@ STABLE = 60.0
 """Lifetime in seconds after which delays start again at the first one."""
 
 
-class Heard(NamedTuple):
+class ReceivedFrames(NamedTuple):
     """Answers since the last look, and whether the process was reaped."""
 
     frames: list[tuple[Kind, bytes]]
     died: bool
 
 
-class Silence:
+class SilenceTimer:
     """Seconds waited for an event, as observed by calls of `look`.
 
     Each call adds at most one second, so that the time of a suspended process does not count.
@@ -191,7 +191,7 @@ class Silence:
         self._last = now
 
 
-class Watch:
+class HostSupervisor:
     """Watches the processes that `start` starts, one at a time; `start` raises `OSError` if it fails.
 
     Attributes:
@@ -206,10 +206,10 @@ class Watch:
         self._clock = clock
         self._begun = self._restart_at = clock()
         self._pause = FIRST_PAUSE
-        self._silence = Silence(clock)
+        self._silence = SilenceTimer(clock)
 
     @property
-    def quiet(self) -> bool:
+    def is_quiet(self) -> bool:
         """Whether the process has work and has sent no message for `QUIET` seconds."""
         return self._silence.seconds >= QUIET
 
@@ -220,24 +220,24 @@ class Watch:
         self.process = self._start()
         return self.process
 
-    def look(self, *, owed: bool) -> Heard:
+    def look(self, *, owed: bool) -> ReceivedFrames:
         """Receive answers. Starts a process if there is none and the delay is over.
 
         `owed`: whether answers are expected.
         """
         if self.process is None:
             self._begin_if_due()
-            return Heard([], died=False)
+            return ReceivedFrames([], died=False)
         frames = self.process.receive()
-        self.end_if_silent(self.process, over=bool(frames) or not owed)
-        if self.process.hung_up:
+        self.kill_if_silent(self.process, over=bool(frames) or not owed)
+        if self.process.is_eof:
             self.process.kill()  # it may live on with its pipe closed
             if self.process.reaped:
-                self._bury(self.process)
-                return Heard(frames, died=True)
-        return Heard(frames, died=False)
+                self._on_reaped(self.process)
+                return ReceivedFrames(frames, died=True)
+        return ReceivedFrames(frames, died=False)
 
-    def end_if_silent(self, process: HostProcess, *, over: bool) -> None:
+    def kill_if_silent(self, process: HostProcess, *, over: bool) -> None:
         """Kill a process that has been silent for too long; `over`: it has sent a message, or none is expected."""
         self._silence.look(over=over)
         if self._silence.seconds >= SILENCE:
@@ -251,16 +251,16 @@ class Watch:
         try:
             self.begin()
         except OSError as error:
-            self._count(f"could not be started: {error}")
+            self._count_death(f"could not be started: {error}")
 
-    def _bury(self, process: HostProcess) -> None:
+    def _on_reaped(self, process: HostProcess) -> None:
         process.close()
         self.process = None
         if self._clock() - self._begun >= STABLE:
             self._pause = FIRST_PAUSE
-        self._count(f"(process {process.pid}) ended {process.ending}")
+        self._count_death(f"(process {process.pid}) ended {process.ending}")
 
-    def _count(self, what: str) -> None:
+    def _count_death(self, what: str) -> None:
         self.deaths += 1
         _log.error("tier host %s; file tier blocks are misses until it is restarted, in %.1f s", what, self._pause)
         self._restart_at = self._clock() + self._pause

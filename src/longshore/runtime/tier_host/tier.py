@@ -27,7 +27,7 @@ from longshore import __version__, errors
 from longshore.boundary import FILE, PAGE, Slabs, Status
 from longshore.errors import TierClosedError, TierError
 from longshore.runtime.tier_host import wire
-from longshore.runtime.tier_host.process import PROGRAM, HostProcess, Silence, Watch
+from longshore.runtime.tier_host.process import PROGRAM, HostProcess, HostSupervisor, SilenceTimer
 from longshore.runtime.tier_host.wire import Kind, WireError, frame
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import (
@@ -88,7 +88,7 @@ class HostedFileTier(Tier):
         check_digest("a scope", scope)
         self.name = FILE
         self.image_bytes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
-        self._order: dict[str, Any] = {
+        self._open_request: dict[str, Any] = {
             "version": __version__,
             "directory": str(directory.absolute()),
             "capacity": capacity,
@@ -105,15 +105,15 @@ class HostedFileTier(Tier):
         """Error of the last reset; empty if it is durable; `None` while that is unknown."""
         self._pending: PendingReset | None = None
         """File for resets that no tier host has confirmed."""
-        self._under_way: dict[int, int] = {}
+        self._in_flight: dict[int, int] = {}
         """Number of operations of each ticket in flight."""
         self._results: list[TierResult] = []
         self._tickets = 0
         self._is_open = False
         self._closed = False
         self._pid = os.getpid()
-        self._watch = Watch(self._start, clock)
-        self._standstill = Silence(clock)
+        self._supervisor = HostSupervisor(self._start, clock)
+        self._progress_timer = SilenceTimer(clock)
         self._ended = self._ended_before = 0
         """Operations completed by the process, as reported; and the number at the last look."""
         self._stalls = 0
@@ -138,7 +138,7 @@ class HostedFileTier(Tier):
     def troubles(self) -> Mapping[str, int]:
         """Failures of the file tier over all processes, deaths and failed starts of processes, and stalls."""
         added = {reason: count + self._past[reason] for reason, count in self._troubles.items()}
-        return {**added, _DEATHS: self._watch.deaths, _STALLS: self._stalls}
+        return {**added, _DEATHS: self._supervisor.deaths, _STALLS: self._stalls}
 
     @property
     def is_away(self) -> bool:
@@ -148,11 +148,11 @@ class HostedFileTier(Tier):
     @property
     def is_stalled(self) -> bool:
         """Whether no operation has ended for `STALLED` seconds, or the process sends no message."""
-        return self._is_stalled or self._watch.quiet
+        return self._is_stalled or self._supervisor.is_quiet
 
     @property
     def _is_stalled(self) -> bool:
-        return self._standstill.seconds >= STALLED
+        return self._progress_timer.seconds >= STALLED
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Begin `batch`. Generations above `generation` are refused, as by `FileTier`."""
@@ -163,8 +163,8 @@ class HostedFileTier(Tier):
         if newest > self._generation:
             raise TierError(f"generation {newest} is newer than the last reset, generation {self._generation}")
         ticket, self._tickets = self._tickets, self._tickets + 1
-        self._under_way[ticket] = len(batch)
-        if self.is_away or not self._tell(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
+        self._in_flight[ticket] = len(batch)
+        if self.is_away or not self._send(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
             self._end(ticket, Status.AWAY)
         return ticket
 
@@ -172,15 +172,15 @@ class HostedFileTier(Tier):
         """Results since the last call. Also reaps and restarts the process."""
         self._check_process()
         if not self._closed:
-            self._listen()
+            self._receive()
         results, self._results = self._results, []
         return results
 
     def cancel(self, ticket: int) -> None:
         """End operations of `ticket` that have not begun as `CANCELLED`. Unknown and ended tickets are ignored."""
         self._check_process()
-        if ticket in self._under_way:
-            self._tell(Kind.CANCEL, wire.pack_cancel(ticket))
+        if ticket in self._in_flight:
+            self._send(Kind.CANCEL, wire.pack_cancel(ticket))
 
     def recover(self) -> list[StoredChunk]:
         """Chunks recovered at the first start. Returned once."""
@@ -197,7 +197,7 @@ class HostedFileTier(Tier):
         """Discard the content of `slots`. Has no effect while the process is away."""
         self._check_open()
         check_slots(slots, self.slabs)
-        self._tell(Kind.DISCARD, wire.pack_discard(slots))
+        self._send(Kind.DISCARD, wire.pack_discard(slots))
 
     def forget(self, generation: int) -> None:
         """Serve no record from before `generation`. The reset is durable when this returns, whatever the process does.
@@ -214,12 +214,12 @@ class HostedFileTier(Tier):
         if not self._fixed_weights:
             self._scope = os.urandom(len(self._scope))
         self._forgotten = None
-        if self._tell(Kind.FORGET, wire.pack_forget(self._generation, self._scope)):
+        if self._send(Kind.FORGET, wire.pack_forget(self._generation, self._scope)):
             self._wait_until_forgotten()
-        elif self._watch.process is not None:
-            self._watch.process.kill()  # it is opening an older generation; the next one is told of this one
+        elif self._supervisor.process is not None:
+            self._supervisor.process.kill()  # it is opening an older generation; the next one is told of this one
         if self._forgotten is None:
-            self._forgotten = self._write_down(lambda pending: pending.write(self._generation))
+            self._forgotten = self._write_pending_reset(lambda pending: pending.write(self._generation))
         if self._forgotten:
             raise TierError(self._forgotten)
 
@@ -232,11 +232,11 @@ class HostedFileTier(Tier):
 
         In a forked child, closes only the child's copies of the pipes.
         """
-        process = self._watch.process
+        process = self._supervisor.process
         if not self._closed and process is not None:
             self._closed = True
             if os.getpid() == self._pid:
-                self._see_off(process)
+                self._shut_down_process(process)
             process.close()
         self._closed = True
         if self._forgotten and os.getpid() == self._pid:
@@ -250,26 +250,26 @@ class HostedFileTier(Tier):
 
     def _start(self) -> HostProcess:
         process = HostProcess(self._program, self._arena.fd)
-        first = self._watch.deaths == 0
-        order = {**self._order, "scope": self._scope.hex(), "generation": self._generation, "recover": first}
+        first = self._supervisor.deaths == 0
+        order = {**self._open_request, "scope": self._scope.hex(), "generation": self._generation, "recover": first}
         process.send(frame(Kind.OPEN, wire.pack_json(order)))
         return process
 
     def _open_first(self) -> wire.OpenedReply:
         """Wait until the first process has opened the files, or has reported why it cannot."""
         try:
-            process = self._watch.begin()
+            process = self._supervisor.begin()
         except OSError as error:
             raise TierError(f"the tier host could not be started: {error}") from error
         try:
             while True:
-                process.wait(Silence.MOST)
-                frames, died = self._watch.look(owed=True)
+                process.wait(SilenceTimer.MOST)
+                frames, died = self._supervisor.look(owed=True)
                 for kind, body in frames:
                     if kind is Kind.OPENED:
-                        return self._note_opened(body, None)
+                        return self._on_opened(body, None)
                     if kind is not Kind.ALIVE:
-                        raise _error(body)
+                        raise _refusal(body)
                 if died:
                     raise TierError(f"the tier host ended {process.ending} before it opened the files")
         except BaseException as error:
@@ -282,41 +282,41 @@ class HostedFileTier(Tier):
                 raise TierError(f"invalid message from the tier host: {error}") from error
             raise
 
-    def _note_opened(self, body: bytes, slabs: Slabs | None) -> wire.OpenedReply:
+    def _on_opened(self, body: bytes, slabs: Slabs | None) -> wire.OpenedReply:
         """A process has opened the files: as `slabs`, if it is not the first. `WireError` if that cannot be so."""
         opened = wire.parse_opened(body, OF_FILES)
         sizes = tuple(PAGE + each for each in self.image_bytes)
         if self._is_open or opened.slabs.image_bytes != sizes or slabs not in (None, opened.slabs):
             raise WireError(f"OPENED: {opened.slabs}, for images of {self.image_bytes} bytes, after {slabs}")
-        if opened.generation < self._generation or opened.slabs.nbytes > self._order["capacity"]:
+        if opened.generation < self._generation or opened.slabs.nbytes > self._open_request["capacity"]:
             raise WireError(f"OPENED: generation {opened.generation} of {opened.slabs}, after {self._generation}")
-        pending = PendingReset(Path(self._order["directory"]))  # the directory may be another one now
+        pending = PendingReset(Path(self._open_request["directory"]))  # the directory may be another one now
         if self._pending is not None:
             self._pending.close()
         self._pending, self._is_open = pending, True
         return opened
 
-    def _tell(self, kind: Kind, body: bytes) -> bool:
+    def _send(self, kind: Kind, body: bytes) -> bool:
         """Send a request, if a process has opened the files; returns whether one has."""
-        if self._is_open and self._watch.process is not None:
-            self._watch.process.send(frame(kind, body))
+        if self._is_open and self._supervisor.process is not None:
+            self._supervisor.process.send(frame(kind, body))
         return self._is_open
 
-    def _listen(self) -> None:
-        frames, died = self._watch.look(owed=bool(self._under_way) or not self._is_open)
-        self._hear_all(frames)
+    def _receive(self) -> None:
+        frames, died = self._supervisor.look(owed=bool(self._in_flight) or not self._is_open)
+        self._handle_all(frames)
         if died:
             self._is_open = False
             self._past.update(self._troubles)
             self._troubles = dict.fromkeys(self._troubles, 0)
             self._end_all(Status.AWAY)
-        self._look_for_progress()
+        self._check_progress()
 
-    def _look_for_progress(self) -> None:
+    def _check_progress(self) -> None:
         """Detect a stalled disk: no operation completed, not counting late and cancelled ones."""
         was, moved = self._is_stalled, self._ended != self._ended_before
         self._ended_before = self._ended
-        self._standstill.look(over=moved or not self._under_way)
+        self._progress_timer.look(over=moved or not self._in_flight)
         if self._is_stalled and not was:
             self._stalls += 1
             _log.error(
@@ -326,27 +326,27 @@ class HostedFileTier(Tier):
         if was and not self._is_stalled:
             _log.warning("file tier is no longer stalled: the disk responds")
 
-    def _hear_all(self, frames: Sequence[tuple[Kind, bytes]]) -> None:
+    def _handle_all(self, frames: Sequence[tuple[Kind, bytes]]) -> None:
         """Handle messages. A process that sends an invalid one is killed, and counted as dead."""
         try:
             for kind, body in frames:
-                self._hear(kind, body)
+                self._handle(kind, body)
         except (WireError, TierError) as error:
-            if self._watch.process is not None:
-                self._watch.process.distrust(error)
+            if self._supervisor.process is not None:
+                self._supervisor.process.reject(error)
 
-    def _hear(self, kind: Kind, body: bytes) -> None:
+    def _handle(self, kind: Kind, body: bytes) -> None:
         match kind:
             case Kind.RESULT:
                 result = wire.parse_result(body)
-                if self._under_way.get(result.ticket) != len(result.statuses):
+                if self._in_flight.get(result.ticket) != len(result.statuses):
                     raise WireError(f"RESULT: {len(result.statuses)} statuses of ticket {result.ticket}")
-                del self._under_way[result.ticket]
+                del self._in_flight[result.ticket]
                 self._results.append(result)
             case Kind.OPENED:
-                self._fallbacks = self._note_opened(body, self.slabs).fallbacks
+                self._fallbacks = self._on_opened(body, self.slabs).fallbacks
             case Kind.REFUSED:
-                _log.error("%s", _error(body))
+                _log.error("%s", _refusal(body))
             case Kind.FORGOTTEN:
                 self._forgotten = wire.parse_forgotten(body)
             case Kind.TROUBLES:
@@ -358,36 +358,37 @@ class HostedFileTier(Tier):
 
     def _wait_until_forgotten(self) -> None:
         deadline = time.monotonic() + (0.0 if self.is_stalled else FORGET_PATIENCE)  # it has had its time
-        while self._is_open and self._forgotten is None and self._watch.process is not None:
+        while self._is_open and self._forgotten is None and self._supervisor.process is not None:
             left = deadline - time.monotonic()
-            if left <= 0 or self._watch.quiet:
+            if left <= 0 or self._supervisor.is_quiet:
                 _log.error("tier host killed: it did not write a reset to disk within %.0f s", FORGET_PATIENCE)
-                self._watch.process.kill()
+                self._supervisor.process.kill()
                 return
-            self._watch.process.wait(left)
-            self._listen()
+            self._supervisor.process.wait(left)
+            self._receive()
 
     def _settle_reset(self) -> None:
         """Retry a reset that `forget` could not write; if that fails, drop the superblock, and with it all records."""
-        self._forgotten = self._write_down(lambda pending: pending.write(self._generation))
+        self._forgotten = self._write_pending_reset(lambda pending: pending.write(self._generation))
         if not self._forgotten:
             return
         _log.error("%s; discarding all records, so that none from before the reset is served", self._forgotten)
-        if worse := self._write_down(PendingReset.drop):
+        if worse := self._write_pending_reset(PendingReset.drop):
             _log.error(
                 "%s; remove %s before the next start, or records from before the reset may be served",
                 worse,
-                self._order["directory"],
+                self._open_request["directory"],
             )
 
-    def _write_down(self, order: Callable[[PendingReset], None]) -> str:
+    def _write_pending_reset(self, order: Callable[[PendingReset], None]) -> str:
         """Write a reset beside the files, for the next process to find; why that could not be done, or nothing.
 
         Writes in a thread and waits with a timeout, because a write to a hung disk blocks.
         """
         pending, outcome = self._pending, queue.SimpleQueue[str]()
         if pending is None:
-            return f"{self._order['directory']}: the reset cannot be written: the tier host never opened the directory"
+            directory = self._open_request["directory"]
+            return f"{directory}: the reset cannot be written: the tier host never opened the directory"
 
         def write() -> None:
             try:
@@ -404,28 +405,30 @@ class HostedFileTier(Tier):
         try:
             return outcome.get(timeout=FORGET_PATIENCE)
         except queue.Empty:
-            return f"{self._order['directory']}: the reset was not written to disk within {FORGET_PATIENCE:.0f} s"
+            return (
+                f"{self._open_request['directory']}: the reset was not written to disk within {FORGET_PATIENCE:.0f} s"
+            )
 
-    def _see_off(self, process: HostProcess) -> None:
+    def _shut_down_process(self, process: HostProcess) -> None:
         """Wait until the process has finished its operations and ended; kill it if it does not."""
-        process.hang_up()
+        process.close_requests()
         deadline = time.monotonic() + CLOSE_PATIENCE
-        while not process.hung_up and (left := deadline - time.monotonic()) > 0:
-            process.wait(min(left, Silence.MOST))
+        while not process.is_eof and (left := deadline - time.monotonic()) > 0:
+            process.wait(min(left, SilenceTimer.MOST))
             frames = process.receive()
-            self._hear_all(frames)
-            self._watch.end_if_silent(process, over=bool(frames))
+            self._handle_all(frames)
+            self._supervisor.kill_if_silent(process, over=bool(frames))
         if not process.wait_reaped(max(0.0, deadline - time.monotonic())):
             process.kill()
             if not process.wait_reaped(_KILL_PATIENCE):
                 _log.error("tier host (process %d) cannot be killed: it is blocked in I/O; check the disk", process.pid)
 
     def _end(self, ticket: int, status: Status) -> None:
-        statuses = (status,) * self._under_way.pop(ticket)
+        statuses = (status,) * self._in_flight.pop(ticket)
         self._results.append(TierResult(ticket, statuses, 0, 0.0, 0.0))
 
     def _end_all(self, status: Status) -> None:
-        for ticket in list(self._under_way):
+        for ticket in list(self._in_flight):
             self._end(ticket, status)
 
     def _check_process(self) -> None:
@@ -435,10 +438,10 @@ class HostedFileTier(Tier):
     def _check_open(self) -> None:
         self._check_process()
         if self._closed:
-            raise TierClosedError(f"{self._order['directory']}: the file tier was closed")
+            raise TierClosedError(f"{self._open_request['directory']}: the file tier was closed")
 
 
-def _error(body: bytes) -> TierError:
+def _refusal(body: bytes) -> TierError:
     """The typed error for a refusal of the tier host."""
     name, message = wire.parse_refused(body)
     kind = getattr(errors, name, TierError)

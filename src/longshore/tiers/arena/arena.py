@@ -169,9 +169,9 @@ class Arena:
             undo.callback(self._memory.close)
             self._numa_node = self._find_node(settings)
             self._bind()
-            self._ask_for_huge_pages(settings)
+            self._request_huge_pages(settings)
             self._populate(settings)
-            self._look_for_strays()
+            self._count_stray_pages()
             if settings.huge_pages:
                 self._count_huge_pages(bytes_coverable_by_huge_pages(self.address, self.nbytes, page))
             undo.pop_all()
@@ -270,7 +270,9 @@ class Arena:
             try:
                 registration.add(offset, length)
             except RegistrationError as error:
-                self._fall_back(Fallback.REGISTRATION, f"bytes [{offset}, {offset + length}) cannot be pinned: {error}")
+                self._count_fallback(
+                    Fallback.REGISTRATION, f"bytes [{offset}, {offset + length}) cannot be pinned: {error}"
+                )
 
     def in_one_piece(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Whether each `[offset, offset + length)` is within one registered piece, for direct copies.
@@ -300,7 +302,9 @@ class Arena:
             return None
         node = node_of_device(settings.pci_address, self._system.sysfs)
         if node is None:
-            self._fall_back(Fallback.NUMA_UNKNOWN, f"the NUMA node of the device at {settings.pci_address} is unknown")
+            self._count_fallback(
+                Fallback.NUMA_UNKNOWN, f"the NUMA node of the device at {settings.pci_address} is unknown"
+            )
         return node
 
     def _bind(self) -> None:
@@ -310,9 +314,11 @@ class Arena:
             bind_to_node(self._system, self.address, self.nbytes, self._numa_node)
             self._numa_bound = True
         except OSError as error:
-            self._fall_back(Fallback.NUMA_REFUSED, f"memory cannot be bound to NUMA node {self._numa_node}: {error}")
+            self._count_fallback(
+                Fallback.NUMA_REFUSED, f"memory cannot be bound to NUMA node {self._numa_node}: {error}"
+            )
 
-    def _ask_for_huge_pages(self, settings: ArenaSettings) -> None:
+    def _request_huge_pages(self, settings: ArenaSettings) -> None:
         if settings.huge_pages:
             with contextlib.suppress(OSError):  # what came of it is counted later
                 request_huge_pages(self._system, self.address, self.nbytes)
@@ -326,22 +332,24 @@ class Arena:
                 return
         except OSError as error:
             raise TierError(f"cannot allocate {self.nbytes} bytes of host memory: {error}") from error
-        self._fall_back(Fallback.POPULATE, "this kernel has no MADV_POPULATE_WRITE, so pages are touched one by one")
+        self._count_fallback(
+            Fallback.POPULATE, "this kernel has no MADV_POPULATE_WRITE, so pages are touched one by one"
+        )
         if self._fresh:  # a zero written into memory that others use would be a wrong byte
             touch_pages(self.array, threads)
 
-    def _look_for_strays(self) -> None:
+    def _count_stray_pages(self) -> None:
         if self._numa_node is None or not self._numa_bound:
             return
         try:
             strays = count_strays(self._system, self.address, self.nbytes, self._numa_node)
         except OSError as error:
-            self._fall_back(
+            self._count_fallback(
                 Fallback.NUMA_UNVERIFIED, f"cannot check which pages are on NUMA node {self._numa_node}: {error}"
             )
             return
         if strays:
-            self._fall_back(
+            self._count_fallback(
                 Fallback.NUMA_STRAYS, f"{strays} of the pages sampled are not on NUMA node {self._numa_node}"
             )
 
@@ -349,9 +357,9 @@ class Arena:
         if possible:  # the system takes its time to say
             self._huge_bytes = count_huge_bytes(self._system, self.address, self.nbytes)
         if self._huge_bytes < possible:
-            self._fall_back(Fallback.HUGE_PAGES, f"only {self._huge_bytes} of {possible} bytes are on huge pages")
+            self._count_fallback(Fallback.HUGE_PAGES, f"only {self._huge_bytes} of {possible} bytes are on huge pages")
 
-    def _fall_back(self, reason: Fallback, about: str) -> None:
+    def _count_fallback(self, reason: Fallback, about: str) -> None:
         self._fallbacks[reason] += 1
         _log.warning("host arena: %s (%s); copies may be slower", about, reason.value)
 

@@ -29,7 +29,7 @@ from longshore.checksums import checksum
 from longshore.errors import FormatError, PlanError, TierError, TierInUseError
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import COPIES, LOCK, RESET, SEGMENT, SUPERBLOCK, Directory, Superblocks
-from longshore.tiers.file.format import ENTRY, Entries, Superblock, fit, one_size_a_slab, pack_entry
+from longshore.tiers.file.format import ENTRY, Entries, Superblock, drop_former_sizes, fits_geometry, pack_entry
 from longshore.tiers.file.index import RecordIndex, index_files
 from longshore.tiers.file.io import read_into, write_all
 from longshore.tiers.file.recovery import load, places
@@ -227,7 +227,7 @@ class Audit:
             time.sleep(_PAUSE if self.live else 0.0)
         if entries is None:
             return None
-        return one_size_a_slab(entries[fit(entries, self.superblock.geometry)], self.slabs.stride)
+        return drop_former_sizes(entries[fits_geometry(entries, self.superblock.geometry)], self.slabs.stride)
 
     def _find_newest(self) -> None:
         """Without an index: the newest record of each key."""

@@ -35,7 +35,7 @@ from typing import NamedTuple
 from longshore.boundary import PAGE, Status
 from longshore.errors import TierClosedError, TierError
 from longshore.tiers.base import Op, OpBatch, TierOp, TierResult
-from longshore.tiers.file.io import IoQueue, Piece, Steps
+from longshore.tiers.file.io import IoCoroutine, IoQueue, Piece
 from longshore.tiers.file.segment import FULL, Segment, Staging
 
 _log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class Executor:
         self,
         queue: IoQueue,
         segment: Segment,
-        steps: Callable[[Sequence[Order], Staging], Steps[Sequence[Status]]],
+        steps: Callable[[Sequence[Order], Staging], IoCoroutine[Sequence[Status]]],
         stagings: Sequence[Staging],
         name: str,
         *,
@@ -138,7 +138,7 @@ class Executor:
         self.at_end: Callable[[], None] = lambda: None
         self._queue = queue
         self._segment = segment
-        self._steps = steps
+        self._run_task = steps
         self._depth = depth
         # With the lock: what was submitted.
         self._lock = threading.RLock()
@@ -270,7 +270,7 @@ class Executor:
         if not self._stagings or len(self._ready) >= AHEAD or (task := self._take()) is None:
             return False
         task.staging = self._stagings.pop()
-        task.steps = self._steps(task.orders, task.staging)
+        task.coroutine = self._run_task(task.orders, task.staging)
         self._begun.add(task)
         self._continue(task)
         self._submit_ready()
@@ -373,12 +373,22 @@ class _Task:
     """
 
     __slots__ = (
-        "_first", "_left", "_patience", "_statuses", "at", "batch",
-        "nbytes", "orders", "pieces", "staging", "steps", "writing",
+        "_first",
+        "_left",
+        "_patience",
+        "_statuses",
+        "at",
+        "batch",
+        "coroutine",
+        "nbytes",
+        "orders",
+        "pieces",
+        "staging",
+        "writing",
     )  # fmt: skip
 
     staging: Staging
-    steps: Steps[Sequence[Status]]
+    coroutine: IoCoroutine[Sequence[Status]]
 
     def __init__(self, batch: OpBatch, at: Task, first: int) -> None:
         self.batch = batch
@@ -405,7 +415,7 @@ class _Task:
 
     def advance(self) -> None:
         """Continue up to the next pieces; raises `StopIteration` with the statuses when there are none."""
-        pieces, self.writing = self.steps.send(self._statuses) if self._statuses else next(self.steps)
+        pieces, self.writing = self.coroutine.send(self._statuses) if self._statuses else next(self.coroutine)
         self.pieces = list(pieces)
         self._left = len(self.pieces)
         self._statuses = [Status.IO_ERROR] * self._left

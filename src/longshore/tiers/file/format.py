@@ -98,7 +98,7 @@ class Superblock(NamedTuple):
         return Slabs(self.slab_bytes, tuple(PAGE + size for size in self.image_bytes), self.slabs)
 
 
-class Wanted(NamedTuple):
+class ExpectedRecord(NamedTuple):
     """The record that a reader expects."""
 
     key: Key
@@ -110,7 +110,7 @@ class Wanted(NamedTuple):
 
 
 class HeaderCheck(NamedTuple):
-    """Result of `judge` for a header page; the payload's checksum is valid only if `status` is OK."""
+    """Result of `check_header` for a header page; the payload's checksum is valid only if `status` is OK."""
 
     status: Status
     payload_checksum: int = 0
@@ -165,7 +165,7 @@ def parse_header(page: bytes) -> RecordHeader:
     return RecordHeader(key, before, scope, slot, generation, length, written, payload, pool, algorithm)
 
 
-def judge(page: bytes, wanted: Wanted) -> HeaderCheck:
+def check_header(page: bytes, wanted: ExpectedRecord) -> HeaderCheck:
     """Compare the header in `page` with `wanted`. Does not verify the image."""
     if is_empty(page):
         return HeaderCheck(Status.MISMATCH)
@@ -376,7 +376,7 @@ def describes(entries: Entries) -> npt.NDArray[np.bool_]:
     return fits & (entries["length"] > 0)
 
 
-def fit(entries: Entries, slabs: Slabs) -> npt.NDArray[np.bool_]:
+def fits_geometry(entries: Entries, slabs: Slabs) -> npt.NDArray[np.bool_]:
     """Which of `entries` are of slots that `slabs` have, whose images include a header page, and not too long."""
     images, room = np.array(slabs.images), np.array(slabs.image_bytes) - PAGE
     known = entries["pool"] < len(images)
@@ -452,7 +452,7 @@ def replay(entries: Entries, records: JournalRecords, stride: int) -> Entries:
     return replayed
 
 
-def one_size_a_slab(entries: Entries, stride: int) -> Entries:
+def drop_former_sizes(entries: Entries, stride: int) -> Entries:
     """`entries` without what is left of the former sizes of slabs: that of the record written last is the last."""
     by_age = np.argsort(entries["sequence"], kind="stable")
     slabs = entries["slot"] // stride

@@ -24,7 +24,7 @@ from longshore.boundary import PAGE, Status, align
 from longshore.checksums import MIX64, XXH3_64, checksum
 from longshore.errors import DeviceError, TierError
 from longshore.tiers.base import TierOp
-from longshore.tiers.file.io import Move, Piece, RawIo, Steps
+from longshore.tiers.file.io import IoCoroutine, Move, Piece, RawIo
 from longshore.tiers.file.segment import Seal, Segment, Staging, Verifier, is_aligned
 from longshore.tiers.file.tier import FileTier
 
@@ -213,7 +213,9 @@ class GdsPayload:
         """Never: cuFile moves images one by one."""
         return False
 
-    def write(self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], seal: Seal) -> Steps[list[Status]]:
+    def write(
+        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], seal: Seal
+    ) -> IoCoroutine[list[Status]]:
         """The image first: a header must not stand before bytes that are not there yet for longer than it has to."""
         (op,), (place,), header = ops, places, staging.header
         if (file := self._file_for(op)) is not None:
@@ -226,7 +228,7 @@ class GdsPayload:
             try:
                 found = yield from self._wait(store)
             except DeviceError as error:
-                self._fell_back("gds_write", error)
+                self._count_fallback("gds_write", error)
             else:
                 header[:] = seal(0, MIX64, found)
                 return (yield Move([Piece([header], place)], writing=True))
@@ -238,7 +240,7 @@ class GdsPayload:
 
     def read(
         self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: Verifier
-    ) -> Steps[list[Status]]:
+    ) -> IoCoroutine[list[Status]]:
         """Header and image, in two calls, side by side; then the checksum, by the device if it is for devices."""
         (op,), (place,), image = ops, places, staging.bounce[: ops[0].length]
         is_staged = True
@@ -249,19 +251,19 @@ class GdsPayload:
                 call.result()
                 is_staged = False
             except DeviceError as error:
-                self._fell_back("gds_read", error)
+                self._count_fallback("gds_read", error)
         if is_staged:
             body = staging.bounce[: align(op.length)]
             (status,) = yield Move([Piece([staging.header, body], place)], writing=False)
         if status is Status.OK:
-            status, expected, algorithm = verifier.judge(0)
+            status, expected, algorithm = verifier.check_header(0)
         if status is not Status.OK:
             return [status]
         if algorithm == MIX64 and not is_staged:
             found = yield from self._wait(lambda: self._memory.mix64(op.offset, op.length))
         else:
             if not is_staged:
-                self._fell_back("host_checksum")
+                self._count_fallback("host_checksum")
                 yield from self._wait(lambda: self._memory.load(op.offset, image))
             found = checksum(algorithm, image)
         if not verifier.is_intact(found, expected):
@@ -298,7 +300,7 @@ class GdsPayload:
                 _log.warning(
                     "GPUDirect Storage is not available (%s); file I/O goes through host memory, which is slower", error
                 )
-            self._fell_back("no_gds", error)
+            self._count_fallback("no_gds", error)
             return None
         finally:
             undo()
@@ -306,17 +308,17 @@ class GdsPayload:
 
     def _file_for(self, op: TierOp) -> CuFile | None:
         if self._file is not None and not is_aligned(op):
-            self._fell_back("unaligned")
+            self._count_fallback("unaligned")
             return None
         return self._file
 
-    def _wait(self, work: Callable[[], T]) -> Steps[T]:
+    def _wait(self, work: Callable[[], T]) -> IoCoroutine[T]:
         """Have a thread do `work` with the device: what it returns, or the `DeviceError` that it raises."""
         call = _Call(self.bind, work)
         yield Move([Piece([], 0, call)], writing=False)
         return call.result()
 
-    def _fell_back(self, reason: str, error: DeviceError | None = None) -> None:
+    def _count_fallback(self, reason: str, error: DeviceError | None = None) -> None:
         """Count an image that goes through host memory; `DeviceError` in strict mode."""
         self._fallbacks[reason] += 1
         if self._strict:

@@ -129,7 +129,7 @@ class RecordIndex:
         with self._changing:
             return [self._find(slot, pool, key, scope) for slot, pool, key in records]
 
-    def is_given(self, slot: int, pool: int) -> bool:
+    def is_assigned(self, slot: int, pool: int) -> bool:
         """Whether the slab of `slot` is that of `pool`: else nothing of it is there."""
         return self._pool_of[slot // self._stride] == pool
 
@@ -159,7 +159,7 @@ class RecordIndex:
         with self._changing:
             for header, entry in zip(headers, entries, strict=True):
                 slot = header.slot
-                if self.is_given(slot, header.pool):
+                if self.is_assigned(slot, header.pool):
                     self._rows[slot * _SIZE : (slot + 1) * _SIZE] = entry
                     self._use(slot)
                     self._inserted[slot] = entry
@@ -219,7 +219,7 @@ class RecordIndex:
 
     def _find(self, slot: int, pool: int, key: Key, scope: bytes) -> int:
         record = bytes(self._rows[slot * _SIZE : (slot + 1) * _SIZE])
-        is_it = record[_KEY] == key and record[_SCOPE] == scope and self.is_given(slot, pool)
+        is_it = record[_KEY] == key and record[_SCOPE] == scope and self.is_assigned(slot, pool)
         return int(self._sequences[slot]) if is_it else 0
 
     def _use(self, slot: int) -> None:
@@ -242,7 +242,7 @@ class RecordIndex:
         records: dict[range, bytes] = {}
         for slot, pool in places:
             slab = self._slab(slot)
-            if self.is_given(slot, pool):
+            if self.is_assigned(slot, pool):
                 which = range(slot, slot + self._listed[slot])
             else:
                 which = range(slab.start, slab.stop if self._is_listed[slab].any() else slab.start)
@@ -258,7 +258,7 @@ class RecordIndex:
 
     def _clear(self, places: list[tuple[int, int]]) -> None:
         for slot, pool in places:
-            if self.is_given(slot, pool):
+            if self.is_assigned(slot, pool):
                 self._rows[slot * _SIZE : (slot + 1) * _SIZE] = _NOTHING
                 self._inserted.pop(slot, None)
                 continue

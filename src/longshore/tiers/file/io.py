@@ -77,7 +77,7 @@ class Move(NamedTuple):
     writing: bool
 
 
-Steps = Generator[Move, list[Status], T]
+IoCoroutine = Generator[Move, list[Status], T]
 """A generator that yields pieces to move, is sent a status for each, and returns its result."""
 
 
@@ -227,9 +227,9 @@ class AioQueue:
         self._pointers = (ctypes.c_uint64 * pieces)()
         self._vectors_each = buffers * _VECTOR.size
         self._free = list(range(pieces))
-        self._under_way: dict[int, None] = {}  # in order of submission
+        self._in_flight: dict[int, None] = {}  # in order of submission
         self._refused: list[tuple[int, int]] = []
-        self._has_warned = False
+        self._is_warned = False
         self._event = os.eventfd(0)
         try:
             self._context: int | None = self._open_context(pieces)
@@ -244,7 +244,7 @@ class AioQueue:
             self._describe(number, piece, _PWRITEV if writing else _PREADV)
             self._pointers[at] = ctypes.addressof(self._controls) + number * _CONTROL.size
         del self._free[-len(pieces) :]
-        self._under_way.update(dict.fromkeys(given))
+        self._in_flight.update(dict.fromkeys(given))
         begun = 0
         try:
             while begun < len(given):
@@ -258,7 +258,7 @@ class AioQueue:
         """As `Queue.reap`."""
         os.read(self._event, 8)
         ended, self._refused = self._refused, []
-        if self._under_way:
+        if self._in_flight:
             ended += self._events_of_the_system()
         self._free += [number for number, _ in ended]
         return ended
@@ -284,7 +284,7 @@ class AioQueue:
         _CONTROL.pack_into(self._controls, number * _CONTROL.size, *control)
 
     def _events_of_the_system(self) -> list[tuple[int, int]]:
-        at_most = len(self._under_way)
+        at_most = len(self._in_flight)
         try:
             count = self._call(self._calls.getevents, self._opened(), 0, at_most, ctypes.addressof(self._events))
         except InterruptedError:
@@ -292,26 +292,26 @@ class AioQueue:
             return []
         except OSError as error:  # nobody can say how they end: they must, before their memory is anybody else's
             self._close_context()
-            self._refuse(list(self._under_way), error)
+            self._refuse(list(self._in_flight), error)
             ended, self._refused = self._refused, []
             return ended
         events = memoryview(self._events)[: count * _EVENT.size]
         ended = [(number, result) for number, _, result, _ in _EVENT.iter_unpack(events)]
         for number, _ in ended:
-            del self._under_way[number]
+            del self._in_flight[number]
         return ended
 
     def _refuse(self, numbers: Sequence[int], error: OSError) -> None:
         """They have failed; `reap` says so."""
-        if not self._has_warned:
-            self._has_warned = True
+        if not self._is_warned:
+            self._is_warned = True
             _log.warning(
                 "asynchronous I/O was refused (%s); slower plain calls instead, now and whenever it is: check "
                 "fs.aio-max-nr and memory. This is said once",
                 error,
             )
         for number in numbers:
-            del self._under_way[number]
+            del self._in_flight[number]
         self._refused += [(number, -(error.errno or errno.EAGAIN)) for number in numbers]
         self.wake()
 

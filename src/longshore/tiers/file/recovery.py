@@ -72,8 +72,10 @@ def recover(directory: Directory, segment: Segment, superblock: fmt.Superblock, 
         if held:
             _log.warning("%s: no usable index; recovering from the record headers of %d slabs", directory.path, held)
         entries = scan(segment, slabs)
-    entries = entries.take(np.flatnonzero((entries["generation"] == superblock.generation) & fmt.fit(entries, slabs)))
-    return fmt.one_size_a_slab(entries, slabs.stride), epoch
+    entries = entries.take(
+        np.flatnonzero((entries["generation"] == superblock.generation) & fmt.fits_geometry(entries, slabs))
+    )
+    return fmt.drop_former_sizes(entries, slabs.stride), epoch
 
 
 def load(directory: Directory, stride: int) -> IndexOnDisk:

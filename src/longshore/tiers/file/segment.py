@@ -22,7 +22,7 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.base import TierOp
 from longshore.tiers.file.directory import SEGMENT, Directory
 from longshore.tiers.file.format import HeaderCheck
-from longshore.tiers.file.io import IoQueue, Move, Piece, Steps, read_into
+from longshore.tiers.file.io import IoCoroutine, IoQueue, Move, Piece, read_into
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a full disk or an exceeded quota."""
@@ -120,7 +120,7 @@ def make_staging(image_bytes: int, records: int = 1) -> Staging:
 class Verifier(NamedTuple):
     """Verifies a record that was read: the header, by its position in the task, and the image's checksum."""
 
-    judge: Callable[[int], HeaderCheck]
+    check_header: Callable[[int], HeaderCheck]
     is_intact: Callable[[int, int], bool]
 
 
@@ -138,7 +138,9 @@ class Payload(Protocol):
     def joins(self, op: TierOp) -> bool:
         """Whether the record of `op` can be coalesced with others."""
 
-    def write(self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], seal: Seal) -> Steps[list[Status]]:
+    def write(
+        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], seal: Seal
+    ) -> IoCoroutine[list[Status]]:
         """Write records to bytes `places` of the segment, ascending; several only where all join.
 
         Whether each was written whole. `DeviceError` means that none was.
@@ -146,7 +148,7 @@ class Payload(Protocol):
 
     def read(
         self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: Verifier
-    ) -> Steps[list[Status]]:
+    ) -> IoCoroutine[list[Status]]:
         """Read the records at `places`, headers into those of `staging`; images that are right are where they belong.
 
         As `write`.
@@ -174,7 +176,9 @@ class HostPayload:
         """Whether `op` is aligned."""
         return is_aligned(op)
 
-    def write(self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], seal: Seal) -> Steps[list[Status]]:
+    def write(
+        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], seal: Seal
+    ) -> IoCoroutine[list[Status]]:
         """Adjacent records are one piece; all pieces are submitted at once."""
         bodies = [self._body(op, staging) for op in ops]
         for at, (op, body, header) in enumerate(zip(ops, bodies, staging.headers, strict=False)):
@@ -185,14 +189,14 @@ class HostPayload:
 
     def read(
         self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: Verifier
-    ) -> Steps[list[Status]]:
+    ) -> IoCoroutine[list[Status]]:
         """As `write`."""
         bodies = [self._body(op, staging) for op in ops]
         statuses = yield from move_records(staging.headers, bodies, places, writing=False)
         for at, (op, body) in enumerate(zip(ops, bodies, strict=True)):
             if statuses[at] is Status.OK:
                 image = body[: op.length]
-                statuses[at], expected, algorithm = verifier.judge(at)
+                statuses[at], expected, algorithm = verifier.check_header(at)
                 if statuses[at] is not Status.OK:
                     continue
                 if not verifier.is_intact(checksum(algorithm, image), expected):
@@ -218,7 +222,7 @@ def is_aligned(op: TierOp) -> bool:
 
 def move_records(
     headers: Sequence[memoryview], bodies: Sequence[memoryview], places: Sequence[int], *, writing: bool
-) -> Steps[list[Status]]:
+) -> IoCoroutine[list[Status]]:
     """Move records to or from `places`, ascending: neighbours as one piece. One status each."""
     pieces: list[Piece] = []
     piece_of: list[int] = []

@@ -46,7 +46,7 @@ from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.executor import TASK_RECORDS, WINDOW_TASKS, Executor, Order, coalesce
 from longshore.tiers.file.format import Entries
 from longshore.tiers.file.index import Checkpointer
-from longshore.tiers.file.io import IoQueue, RawIo, Steps, ThreadQueue
+from longshore.tiers.file.io import IoCoroutine, IoQueue, RawIo, ThreadQueue
 from longshore.tiers.file.recovery import open_files, slabs_within
 from longshore.tiers.file.segment import FULL, HostPayload, Payload, Segment, Staging, Verifier, make_staging
 
@@ -171,6 +171,7 @@ class FileTier(Tier):
         self.image_bytes = sizes
         self._scope = scope
         self._closed = False
+        self._pid = os.getpid()
         self._aio: IoQueue | None = None
         self._health = Health(str(directory))
         with contextlib.ExitStack() as resources:
@@ -268,7 +269,7 @@ class FileTier(Tier):
         In a forked child, which has neither threads nor lock of its own, only its copies of the descriptors go.
         """
         self._closed = True
-        if self._directory.forked:
+        if os.getpid() != self._pid:
             self._superblocks.close()
             if self._aio is not None:
                 self._aio.close()
@@ -363,7 +364,7 @@ class FileTier(Tier):
                 )
 
     def _check_process(self) -> None:
-        if self._directory.forked:
+        if os.getpid() != self._pid:
             raise TierClosedError(f"{self._directory.path}: the file tier belongs to the process that forked this one")
 
     def _check_open(self) -> None:
@@ -382,9 +383,9 @@ class FileTier(Tier):
         tasks, depth = (threads, threads) if self._aio is None else (WINDOW_TASKS, math.inf)
         stagings = [make_staging(self.image_bytes[-1], TASK_RECORDS) for _ in range(tasks)]
         queue = self._aio or ThreadQueue(self._segment.move, threads, name)
-        return Executor(queue, self._segment, self._steps, stagings, name, depth=depth)
+        return Executor(queue, self._segment, self._run_task, stagings, name, depth=depth)
 
-    def _steps(self, task: Sequence[Order], staging: Staging) -> Steps[Sequence[Status]]:
+    def _run_task(self, task: Sequence[Order], staging: Staging) -> IoCoroutine[Sequence[Status]]:
         """Carry out operations of one kind and generation; several only if all of them can be coalesced.
 
         Records that were not moved completely are retried one by one: a bad sector fails one record.
@@ -399,7 +400,7 @@ class FileTier(Tier):
         settled = iter(self._settle(*whole))
         ended: list[Status] = []
         for order, over in zip(task, moved, strict=True):
-            ended += [next(settled)] if over else (yield from self._steps([order], staging))
+            ended += [next(settled)] if over else (yield from self._run_task([order], staging))
         return ended
 
     def _refusal(self, op: TierOp) -> Status | None:
@@ -408,7 +409,7 @@ class FileTier(Tier):
             return Status.MISMATCH if op.op is Op.READ else Status.CANCELLED
         return None if self._health.allows(op.op) else Status.TIER_OFF
 
-    def _try(self, task: Sequence[Order], staging: Staging) -> Steps[tuple[list[int], list[Status]]]:
+    def _try(self, task: Sequence[Order], staging: Staging) -> IoCoroutine[tuple[list[int], list[Status]]]:
         """Sequence numbers of the records to read (`RecordIndex.find`), and the statuses of `task`."""
         ops = [op for op, _ in task]
         reading = ops[0].op is Op.READ
@@ -441,7 +442,7 @@ class FileTier(Tier):
             if claimed and status.invalidates_source:
                 self._index.quarantine(op.slot, claimed)
 
-    def _write(self, task: Sequence[Order], staging: Staging) -> Steps[list[Status]]:
+    def _write(self, task: Sequence[Order], staging: Staging) -> IoCoroutine[list[Status]]:
         headers: list[fmt.RecordHeader] = []
 
         def seal(at: int, algorithm: int, checksum: int) -> bytes:
@@ -457,15 +458,15 @@ class FileTier(Tier):
         self._index.insert([header for header, how in zip(headers, statuses, strict=True) if how is Status.OK])
         return statuses
 
-    def _read(self, ops: Sequence[TierOp], staging: Staging) -> Steps[list[Status]]:
-        def judge(at: int) -> fmt.HeaderCheck:
+    def _read(self, ops: Sequence[TierOp], staging: Staging) -> IoCoroutine[list[Status]]:
+        def check(at: int) -> fmt.HeaderCheck:
             op = ops[at]
-            if not self._index.is_given(op.slot, op.pool):
+            if not self._index.is_assigned(op.slot, op.pool):
                 return fmt.HeaderCheck(Status.MISMATCH)
-            wanted = fmt.Wanted(op.key, self._scope, op.slot, op.pool, op.generation, op.length)
-            return fmt.judge(bytes(staging.headers[at]), wanted)
+            wanted = fmt.ExpectedRecord(op.key, self._scope, op.slot, op.pool, op.generation, op.length)
+            return fmt.check_header(bytes(staging.headers[at]), wanted)
 
-        verifier = Verifier(judge, self._payload_is_intact)
+        verifier = Verifier(check, self._payload_is_intact)
         return (yield from self._payload.read(ops, staging, list(map(self._place, ops)), verifier))
 
     def _payload_is_intact(self, found: int, expected: int) -> bool:
