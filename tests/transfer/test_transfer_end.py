@@ -19,7 +19,7 @@ from transfer_kit import Pools, flat, transfer
 
 from longshore.boundary import DEVICE, HOST, Section, Status, Urgency
 from longshore.errors import FreedLayoutError, TierClosedError
-from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine
+from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine, lane
 from longshore.transfer.plan import CopyBatch
 
 OK = Status.OK
@@ -390,6 +390,24 @@ def test_threads_of_a_collected_engine_end() -> None:
     for thread in lanes:
         thread.join(PATIENCE)
         assert not thread.is_alive()
+
+
+def test_exit_of_the_interpreter_waits_for_the_threads_of_open_engines() -> None:
+    before = set(threading.enumerate())
+    rig = Rig()
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 2
+    gate = rig.device.gates[HOST]
+    gate.shut()
+    rig.offload(1, (0,), [0])
+    assert gate.wait_arrived(1)
+    opener = threading.Timer(A_MOMENT, gate.open)
+    opener.start()
+    lane._stop_all()  # as `atexit` does
+    assert not any(thread.is_alive() for thread in threads)
+    opener.join()
+    assert [result.statuses for result in rig.engine.poll()] == [(OK,)]
+    rig.engine.close()
 
 
 def test_ended_job_holds_no_reference_to_memory() -> None:
