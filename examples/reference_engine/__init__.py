@@ -2,25 +2,25 @@
 
 model.py      a tiny decoder: full and sliding-window attention over pages; calls a hook before each layer
 pool.py       the device's blocks: which are free, which hold a known prefix
-below.py      what lies below them: Longshore, or nothing; what is on its way up
+connector.py  the connection to the tiers: Longshore, or none; copies in flight
 engine.py     requests: admit, compute, publish; sleep and wake up
 __main__.py   a demonstration
 
-Begin with `engine.py`, then `below.py`: together they are all that an engine has to do.
+Begin with `engine.py`, then `connector.py`: together they are all that an engine has to do.
 """
 
-from examples.reference_engine.below import Arrival, Below, Tiers, cache_groups
+from examples.reference_engine.connector import NoTiers, PendingCopy, Tiers, cache_groups
 from examples.reference_engine.engine import Engine, Request, Schedule
 from examples.reference_engine.model import Decoder, Group, Shape
 from examples.reference_engine.pool import DevicePool
 
 __all__ = [
-    "Arrival",
-    "Below",
     "Decoder",
     "DevicePool",
     "Engine",
     "Group",
+    "NoTiers",
+    "PendingCopy",
     "Request",
     "Schedule",
     "Shape",

@@ -15,7 +15,7 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 import torch
 
-from examples.reference_engine.below import Tiers, cache_groups
+from examples.reference_engine.connector import Tiers, cache_groups
 from examples.reference_engine.engine import Engine, Request, scope_of
 from examples.reference_engine.model import Decoder, Shape
 from examples.reference_engine.pool import DevicePool

@@ -2,12 +2,12 @@
 
     begin_step ─► admit ──────────► compute ────────────────► end_step ─► publish
                   lookup, load,     per request and layer:                complete blocks go into the
-                  partial copies    arrival.layer(l)?  then compute       prefix cache, and down to the tiers
-                                    arrival.whole()?   then believe it
+                  partial copies    pending.wait_layer(l)?    prefix cache, and to the tiers
+                                    pending.wait_all()?
                                         no: recompute, in other blocks
 
-Requests of one step are admitted together and computed one after the other, so a request may find blocks that are
-still on their way for another one: it shares them, and waits for the same arrival.
+Requests of one step are admitted together and computed one after the other, so a request may find blocks that are in
+flight for another one: it shares them, and waits for the same copies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from examples.reference_engine.below import Arrival, Below
+from examples.reference_engine.connector import NoTiers, PendingCopy
 from examples.reference_engine.model import Decoder
 from examples.reference_engine.pool import DevicePool, Known
 from longshore.cache import Found, GroupKeys, Need, Text
@@ -47,7 +47,7 @@ class Schedule(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """One prompt, and what has become of it.
+    """One prompt and its state.
 
     Attributes:
         tokens: The prompt, and the answer so far.
@@ -57,11 +57,11 @@ class Request:
         schedule: What was done since the request was last admitted.
         hits: Tokens that were not computed then: those that the `"device"` had, those of which a group came from the
             `"tiers"`, and those `"copied"` out of another request's block.
-        restarts: How often something that was promised did not come.
+        restarts: How often a copy failed or was late, so that the request was computed again.
         tables: For each group, its blocks in logical order; -1 where the window has passed.
-        computed: Leading tokens whose K and V are in those blocks, or on their way.
+        computed: Leading tokens whose K and V are in those blocks, or in flight.
         published: For each group, leading blocks that have been published.
-        arrivals: What is on its way into the blocks.
+        pending: Copies in flight into the blocks.
     """
 
     tokens: list[int]
@@ -75,7 +75,7 @@ class Request:
     tables: list[list[int]] = field(default_factory=list)
     computed: int = 0
     published: list[int] = field(default_factory=list)
-    arrivals: list[Arrival] = field(default_factory=list)
+    pending: list[PendingCopy] = field(default_factory=list)
 
 
 class _Part(NamedTuple):
@@ -117,24 +117,24 @@ class _Part(NamedTuple):
         return [-1] * self.skipped + [self.cached[at].block if at in self.cached else next(fresh) for at in behind]
 
 
-class _DidNotComeError(Exception):
-    """Something that a request was promised: one layer of it, or the whole."""
+class _NotLoadedError(Exception):
+    """A layer, or the whole, of a load failed or is late."""
 
 
 class Engine:
     """Serves at most `batch` requests at a time. Used from one thread."""
 
-    def __init__(self, decoder: Decoder, pool: DevicePool, below: Below | None = None, *, batch: int = 2) -> None:
+    def __init__(self, decoder: Decoder, pool: DevicePool, tiers: NoTiers | None = None, *, batch: int = 2) -> None:
         self.decoder = decoder
         self.pool = pool
-        self.below = below or Below(pool)
+        self.tiers = tiers or NoTiers(pool)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._batch = batch
         self._groups = decoder.shape.groups
         scope = scope_of(decoder, pool)
         self._roots = [replace(scope, group=group.name, block_size=group.block_size).root for group in self._groups]
-        self._arriving: dict[int, Arrival] = {}
+        self._pending: dict[int, PendingCopy] = {}
         self._turns = 0
 
     # ------------------------------------------------------------------ requests
@@ -163,7 +163,7 @@ class Engine:
 
     def admit(self) -> None:
         """The first half of a step: what waits gets its blocks, and what they need begins to travel."""
-        self.below.begin_step()
+        self.tiers.begin_step()
         while self.waiting and len(self.running) < self._batch:
             try:
                 self._admit(self.waiting[0], len(self.waiting[0].tokens) - 1)
@@ -174,10 +174,10 @@ class Engine:
     def compute(self) -> bool:
         """The second half: compute on layers as they arrive; whether anything was."""
         done = [(request, logits) for request in list(self.running) if (logits := self._compute(request)) is not None]
-        self.below.end_step()
+        self.tiers.end_step()
         for request in self.running:
-            request.arrivals = []
-        self._close_arrivals()
+            request.pending = []
+        self._close_pending()
         for request, logits in done:
             request.logits.append(logits)
             request.computed = len(request.tokens)
@@ -193,16 +193,16 @@ class Engine:
             self.waiting.remove(request)
         elif request in self.running:
             self._stop(request)
-            self._close_arrivals()
+            self._close_pending()
 
     def sleep(self, *, clear: bool = False) -> None:
         """Give the device's memory back; requests begin anew after `wake_up`. `clear` also forgets the tiers."""
-        self.below.end_step()
+        self.tiers.end_step()
         for request in self.running[::-1]:
             self._stop(request)
             self.waiting.insert(0, request)
-        self._close_arrivals()
-        self.below.sleep(clear=clear)
+        self._close_pending()
+        self.tiers.sleep(clear=clear)
         self.pool.sleep()
 
     def wake_up(self) -> None:
@@ -214,9 +214,9 @@ class Engine:
     def _admit(self, request: Request, most: int) -> None:
         """Give `request` its blocks, with up to `most` tokens in them; all or nothing, else `CapacityError`."""
         most = most if request.replay is None else min(most, request.replay.hit)
-        found = self.below.lookup({group: self._wanted(request, group, most) for group in range(len(self._groups))})
+        found = self.tiers.lookup({group: self._wanted(request, group, most) for group in range(len(self._groups))})
         if request.replay is not None and found.tokens != request.replay.hit:
-            self.below.drop(found)
+            self.tiers.release(found)
             raise EngineError(f"{request.replay.hit} tokens are to be replayed, only {found.tokens} can be")
         parts = [_Part.of(need, each.keys, self.pool) for need, each in zip(found.needs, request.chains, strict=True)]
         shared = [self.pool.share(known) for part in parts for known in part.shared]
@@ -225,11 +225,11 @@ class Engine:
             fresh = iter(self.pool.take(sum(totals) - sum(part.kept for part in parts)))
         except CapacityError:
             self.pool.give(shared)
-            self.below.drop(found)
+            self.tiers.release(found)
             raise
-        arriving = [self._arriving[block] for block in shared if block in self._arriving]
+        arriving = [self._pending[block] for block in shared if block in self._pending]
         request.tables = [part.table(fresh, total) for part, total in zip(parts, totals, strict=True)]
-        request.arrivals = list(dict.fromkeys(arriving)) + self._fill(request, found, parts)
+        request.pending = list(dict.fromkeys(arriving)) + self._fill(request, found, parts)
         self.pool.give([part.source.block for part in parts if part.source is not None])
         request.computed, request.published = found.tokens, [need.first for need in found.needs]
         self._turns += 1
@@ -249,23 +249,23 @@ class Engine:
         text = Text(request.tokens[:most], self._roots[group], beside)
         return GroupKeys(keys, device=[key in self.pool.index for key in keys], text=text)
 
-    def _fill(self, request: Request, found: Found, parts: Sequence[_Part]) -> list[Arrival]:
+    def _fill(self, request: Request, found: Found, parts: Sequence[_Part]) -> list[PendingCopy]:
         """Have the tables of `request` filled with what was found: by one load, and copies inside the device."""
-        arrivals: list[Arrival] = []
+        pending: list[PendingCopy] = []
         if found.lease is not None:
             tables = enumerate(zip(parts, request.tables, strict=True))
             blocks = {group: [table[at] for at in part.loaded] for group, (part, table) in tables}
-            arrivals.append(self.below.load(found.lease, blocks))
+            pending.append(self.tiers.load(found.lease, blocks))
             for group, need in enumerate(found.needs):
                 for at in need.load:
                     self.pool.publish(self._known(request, group, at, request.tables[group][at]))
         for group, (part, need) in enumerate(zip(parts, found.needs, strict=True)):
             if part.source is not None and need.partial is not None:
                 own = request.tables[group][need.end]
-                copy = self.below.copy(group, part.source.block, own, need.partial.tokens)
-                arrivals += [] if copy is None else [copy]
-        self._arriving.update((block, arrival) for arrival in arrivals for block in arrival.blocks)
-        return arrivals
+                copy = self.tiers.copy(group, part.source.block, own, need.partial.tokens)
+                pending += [] if copy is None else [copy]
+        self._pending.update((block, copy) for copy in pending for block in copy.blocks)
+        return pending
 
     def _hits(self, found: Found) -> Counter[str]:
         unit = math.lcm(*(group.block_size for group in self._groups))
@@ -284,7 +284,7 @@ class Engine:
         while True:
             try:
                 return self._forward(request)
-            except _DidNotComeError:
+            except _NotLoadedError:
                 request.restarts += 1
             self._give_blocks(request)
             try:
@@ -296,27 +296,27 @@ class Engine:
 
     def _forward(self, request: Request) -> torch.Tensor:
         def before_layer(layer: int) -> None:
-            for arrival in request.arrivals:
-                if not arrival.layer(layer):
-                    raise _DidNotComeError
+            for copy in request.pending:
+                if not copy.wait_layer(layer):
+                    raise _NotLoadedError
 
         new = request.tokens[request.computed :]
         logits = self.decoder.forward(new, request.computed, request.tables, self.pool.pages, before_layer)
-        for arrival in request.arrivals:
-            if not arrival.whole():
-                raise _DidNotComeError
+        for copy in request.pending:
+            if not copy.wait_all():
+                raise _NotLoadedError
         return logits
 
     # ------------------------------------------------------------------ publish
 
-    def _close_arrivals(self) -> None:
-        """Let go of what no request waits for. What has not arrived by now never will: nobody may find it."""
-        awaited = {arrival for request in self.running for arrival in request.arrivals}
-        for arrival in dict.fromkeys(self._arriving.values()):
-            if arrival not in awaited and not arrival.close():
-                for block in arrival.blocks:
+    def _close_pending(self) -> None:
+        """Close the copies that no request waits for. Blocks that have not arrived by now leave the prefix cache."""
+        awaited = {copy for request in self.running for copy in request.pending}
+        for copy in dict.fromkeys(self._pending.values()):
+            if copy not in awaited and not copy.close():
+                for block in copy.blocks:
                     self.pool.forget(block)
-        self._arriving = {block: arrival for block, arrival in self._arriving.items() if arrival in awaited}
+        self._pending = {block: copy for block, copy in self._pending.items() if copy in awaited}
 
     def _publish(self, request: Request) -> None:
         """Blocks that became complete go down, and into the prefix cache.
@@ -332,7 +332,7 @@ class Engine:
             former = [self.pool.index.get(key) for key in path[first:]]
             blocks = [table[at] if known is None else known.block for at, known in enumerate(former, start=first)]
             text = Text(request.tokens[: request.computed], self._roots[group])
-            unique = self.below.store(group, path, blocks, first, text)
+            unique = self.tiers.store(group, path, blocks, first, text)
             if request.replay is not None:
                 chosen = [at for at in range(first, stop) if path[at] in request.replay.published]
             else:
@@ -361,7 +361,7 @@ class Engine:
     def _give_blocks(self, request: Request) -> None:
         """Tails first: what is evicted first is what is needed least."""
         self.pool.give([block for table in request.tables for block in reversed(table) if block >= 0])
-        request.tables, request.arrivals = [], []
+        request.tables, request.pending = [], []
 
     # ------------------------------------------------------------------ inside
 

@@ -290,7 +290,7 @@ def test_copy_of_too_few_tokens_changes_the_logits(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("by_layer", [True, False], ids=["layer by layer", "whole"])
 def test_source_of_a_partial_copy_may_be_in_flight(by_layer: bool) -> None:
-    """Both are admitted in one step, before anything has arrived: the second shares the first one's arrivals."""
+    """Both are admitted in one step, before anything has arrived: the second shares the first one's load."""
     prompts = [tokens(1, 45), tokens(1, 45), tokens(1, 37) + tokens(2, 9)]
     with rig(48, by_layer=by_layer) as made:
         requests = [made.serve(prompts[0])]

@@ -1,14 +1,14 @@
-"""What lies below the device: Longshore's tiers, or nothing.
+"""The engine's connection to the tiers: Longshore's, or none.
 
-An engine asks in this order:
+An engine calls in this order:
 
-    lookup     how far do device and tiers have this prompt?     Found; what the tiers have is leased
-    load       into these device blocks, please                  an Arrival; the lease goes with it
-    copy       the first tokens of one block into another        an Arrival
-        arrival.layer(3)    before layer 3 is computed: may it be?
-        arrival.whole()     before a result is used: has all of it arrived, and did nothing fail afterwards?
-        arrival.close()     nobody waits for it any more
-    store      these blocks are complete                         copies go down while the engine computes on
+    lookup     the longest prefix in device and tiers            Found; what the tiers have is leased
+    load       fill these device blocks                          a PendingCopy, which owns the lease
+    copy       the first tokens of one block into another        a PendingCopy
+        pending.wait_layer(3)    before layer 3 is computed: has it arrived?
+        pending.wait_all()       before a result is used: have all bytes arrived?
+        pending.close()          no request waits for it any more
+    store      these blocks are complete                         they are offloaded while the engine computes
 
 Whenever the answer is no, the engine recomputes: a miss, never an error.
 """
@@ -33,8 +33,8 @@ def cache_groups(shape: Shape) -> tuple[CacheGroup, ...]:
     )
 
 
-class Below:
-    """No tiers: what is not on the device is computed. Copies are plain assignments, in the order of compute."""
+class NoTiers:
+    """No tiers: blocks that are not on the device are computed. Copies are assignments, in the order of compute."""
 
     def __init__(self, pool: DevicePool) -> None:
         self.pool = pool
@@ -42,24 +42,24 @@ class Below:
         self._cache = TieredCache([TierSpec(HOST, 0, pool.layout.image_bytes)], settings)
 
     def begin_step(self) -> None:
-        """Copies ordered from here on wait for what has been given to the device to compute."""
+        """Copies ordered from now on wait for work submitted to the device before."""
 
     def end_step(self) -> None:
         """The step's layers have been computed."""
 
     def lookup(self, paths: Mapping[int, GroupKeys]) -> Found:
-        """The longest prefix of which every group has what the next token sees; what the tiers have of it is leased."""
+        """The longest prefix of which every group has what the next token sees; its chunks in the tiers are leased."""
         return self._cache.lookup(paths, 0.0)
 
-    def drop(self, found: Found) -> None:
-        """It will not be loaded after all."""
+    def release(self, found: Found) -> None:
+        """Release the lease of a prefix that is not loaded."""
 
-    def load(self, lease: Lease, blocks: Mapping[int, Sequence[int]]) -> Arrival:
-        """Fill device blocks, by group, with what is leased."""
+    def load(self, lease: Lease, blocks: Mapping[int, Sequence[int]]) -> PendingCopy:
+        """Fill device blocks, by group, with the leased chunks."""
         raise ValueError("nothing is ever found")
 
-    def copy(self, group: int, source: int, block: int, tokens: int) -> Arrival | None:
-        """Copy the first `tokens` tokens of block `source` into `block`; `None` when that is done."""
+    def copy(self, group: int, source: int, block: int, tokens: int) -> PendingCopy | None:
+        """Copy the first `tokens` tokens of block `source` into `block`; `None` if the copy has ended."""
         for layer in self.pool.shape.groups[group].layers:
             for part in self.pool.pages[layer]:
                 part[block, :tokens] = part[source, :tokens]
@@ -70,11 +70,11 @@ class Below:
         return set(range(first, len(path)))
 
     def sleep(self, *, clear: bool) -> None:
-        """Let go of the device memory: when this returns, nothing touches it. `clear` forgets what the tiers have."""
+        """Release the device memory: no copy uses it afterwards. `clear` discards the blocks in the tiers."""
         self.pool.layout.free()
 
 
-class Tiers(Below):
+class Tiers(NoTiers):
     """Longshore.
 
     Args:
@@ -82,7 +82,7 @@ class Tiers(Below):
         pool: The device's blocks.
         compute: The stream that the model computes on; `None` on the CPU.
         by_layer: Whether compute may begin before all layers have arrived.
-        patience: Seconds that a request waits for what it was promised, before it recomputes.
+        patience: Seconds that a request waits for its blocks before it recomputes.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Tiers(Below):
         self.pool = pool
         self.stack = stack
         self.overlapped = 0
-        """Layers on which compute began while later ones of the same job were still travelling."""
+        """Layers on which compute began while later layers of the same job were in flight."""
         self.patience = patience
         self._compute = compute
         self.by_layer = by_layer
@@ -102,7 +102,7 @@ class Tiers(Below):
         self.stack.engine.begin_step(self._compute)
 
     def end_step(self) -> None:
-        """Compute has waited, layer by layer, for what it read, and the guard keeps the rest: no jobs are named."""
+        """No jobs are named: compute has waited for each layer that it read, and the guard keeps the other blocks."""
         self.stack.engine.end_step(self._compute, jobs=())
 
     def lookup(self, paths: Mapping[int, GroupKeys]) -> Found:
@@ -110,14 +110,14 @@ class Tiers(Below):
         with self.stack.runtime.control() as cache:
             return cache.lookup(paths, self.stack.runtime.clock())
 
-    def drop(self, found: Found) -> None:
+    def release(self, found: Found) -> None:
         """Release the lease."""
         if found.lease is not None:
             with self.stack.runtime.control() as cache:
                 cache.release(found.lease)
 
-    def load(self, lease: Lease, blocks: Mapping[int, Sequence[int]]) -> Arrival:
-        """One job for all groups: layer by layer where all is in host memory. What must be read first comes whole."""
+    def load(self, lease: Lease, blocks: Mapping[int, Sequence[int]]) -> PendingCopy:
+        """One job for all groups: layer by layer if all chunks are in host memory, otherwise as a whole."""
         filled = [block for each in blocks.values() for block in each]
         with self.stack.runtime.control() as cache:
             by_layer = self.by_layer and all(run.tier == HOST for run in cache.progress(lease).runs)
@@ -125,18 +125,18 @@ class Tiers(Below):
             for part in order.parts:
                 self._guard.add(part.job, filled)
         job = order.parts[0].job if order.parts else 0
-        return Load(self, filled, job, lease, by_layer=by_layer and job > 0)
+        return PendingLoad(self, filled, job, lease, by_layer=by_layer and job > 0)
 
-    def copy(self, group: int, source: int, block: int, tokens: int) -> Arrival | None:
-        """A transfer inside the device pool: if `source` is still on its way, the copy waits for it."""
+    def copy(self, group: int, source: int, block: int, tokens: int) -> PendingCopy | None:
+        """A transfer inside the device pool; if `source` is in flight, the copy waits for it."""
         slot = Slot(DEVICE, self.stack.layout.pools[group], source)
         with self.stack.runtime.control() as cache:
             job = cache.load({group: DeviceCopy([slot], tokens)}, {group: [block]}).parts[0].job
             self._guard.add(job, (source, block))
-        return Arrival(self, [block], job)
+        return PendingCopy(self, [block], job)
 
     def store(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: Text) -> set[int]:
-        """Offload what no tier has. The guard keeps those blocks until they have been read."""
+        """Offload the blocks that no tier has. The guard keeps them until they have been read."""
         with self.stack.runtime.control() as cache:
             offload = cache.store({group: GroupKeys(path, first, text=text)}, {group: blocks})[group]
             if offload.job is not None:
@@ -146,9 +146,9 @@ class Tiers(Below):
     def sleep(self, *, clear: bool) -> None:
         """Raises `TimeoutError` if copies do not end: the memory must stay then; call it again."""
         runtime = self.stack.runtime
-        runtime.flush(self.patience)  # let what is on its way down arrive,
-        self.stack.layout.free()  # refuse what is asked from now on, end what has not begun,
-        if not runtime.flush(self.patience):  # and wait for what has
+        runtime.flush(self.patience)  # let offloads end,
+        self.stack.layout.free()  # refuse new jobs, end those that have not begun,
+        if not runtime.flush(self.patience):  # and wait for the others
             raise TimeoutError("copies still touch the device memory")
         self._guard.drain()
         if clear:
@@ -156,8 +156,8 @@ class Tiers(Below):
                 cache.reset()
 
 
-class Arrival:
-    """Device `blocks` that are being filled, by `job`."""
+class PendingCopy:
+    """Device `blocks` that `job` fills."""
 
     def __init__(self, tiers: Tiers, blocks: Sequence[int], job: int) -> None:
         self.blocks = tuple(blocks)
@@ -170,49 +170,49 @@ class Arrival:
         """Seconds that are left."""
         return max(0.0, self._deadline - self.tiers.stack.runtime.clock())
 
-    def layer(self, layer: int) -> bool:
-        """Wait until `layer` may be computed on; whether it may. On an accelerator the compute stream waits for it."""
-        return self._has_come(layer, self.patience) if self.tiers.by_layer else self.whole()
+    def wait_layer(self, layer: int) -> bool:
+        """Wait until `layer` may be computed, and return whether. On an accelerator the compute stream waits for it."""
+        return self._has_arrived(layer, self.patience) if self.tiers.by_layer else self.wait_all()
 
-    def whole(self) -> bool:
-        """Wait until all has arrived; whether it has: a copy may fail after compute was made to wait for it.
+    def wait_all(self) -> bool:
+        """Wait until all bytes have arrived, and return whether: a copy may fail after compute was made to wait for it.
 
-        This one is inside the device pool: by the end of the job, and then by what is said of its last layer.
+        A copy inside the device pool has arrived if its job has ended and its last layer is `OK`.
         """
         has_ended = self.tiers.stack.runtime.wait_ended([self.job], self.patience)
-        return has_ended and self._has_come(self.tiers.stack.layout.num_layers - 1, 0.0)
+        return has_ended and self._has_arrived(self.tiers.stack.layout.num_layers - 1, 0.0)
 
-    def _has_come(self, layer: int, timeout: float) -> bool:
+    def _has_arrived(self, layer: int, timeout: float) -> bool:
         try:
             return self.tiers.stack.engine.wait_layer(self.job, layer, timeout) is Status.OK
         except PlanError:  # its mover refused the job, and does not know it
             return False
 
     def close(self) -> bool:
-        """Nobody waits any more: cancel what has not begun. Whether all had arrived, or nobody can find it."""
+        """No request waits any more: cancel the copies that have not begun. Returns whether the blocks are valid."""
         return True
 
 
-class Load(Arrival):
-    """An arrival from the tiers, by what a lease is on; layer by layer or whole."""
+class PendingLoad(PendingCopy):
+    """A load of the leased chunks from the tiers, layer by layer or as a whole."""
 
     def __init__(self, tiers: Tiers, blocks: Sequence[int], job: int, lease: Lease, *, by_layer: bool) -> None:
         super().__init__(tiers, blocks, job)
         self._lease = lease
         self._by_layer = by_layer
 
-    def layer(self, layer: int) -> bool:
-        """As for any arrival; counts the layers that are computed on while others travel."""
+    def wait_layer(self, layer: int) -> bool:
+        """As for other copies; counts the layers that are computed while others are in flight."""
         if not self._by_layer:
-            return self.whole()
-        is_here = super().layer(layer)
-        if is_here and layer < self.tiers.stack.layout.num_layers - 1:
+            return self.wait_all()
+        has_arrived = super().wait_layer(layer)
+        if has_arrived and layer < self.tiers.stack.layout.num_layers - 1:
             self.tiers.stack.runtime.pump()
             self.tiers.overlapped += self.tiers.stack.runtime.in_flight(self.job)
-        return is_here
+        return has_arrived
 
-    def whole(self) -> bool:
-        """By the outcome."""
+    def wait_all(self) -> bool:
+        """Wait for the outcome of the load."""
         outcome = self.tiers.stack.runtime.wait_over(self._lease, self.patience).outcome
         return outcome is not None and outcome.chunks == len(self.blocks)
 
