@@ -18,7 +18,7 @@ INSTEAD = {
     "events_path": "vLLM publishes events itself (--kv-events-config)",
     "events_size": "vLLM publishes events itself (--kv-events-config)",
 }
-"""Settings that would have no effect here, and what there is instead."""
+"""Settings without effect under vLLM, and the alternative to each."""
 
 
 def kv_transfer(extra: Mapping[str, object], *, report_failures: bool = True) -> dict[str, object]:
@@ -74,7 +74,7 @@ def read(extra: Mapping[str, Any], blocks_per_chunk: int, replica: int = 0, repl
 
 
 def refuse(parallel: Any, nodes: int) -> None:
-    """Raise `EngineError` for engines that are not served; a replica's workers are on so many `nodes`."""
+    """Raise `EngineError` for engines that are not served; `nodes` is the number of nodes of a replica's workers."""
     served = {"pp_size": "pipeline", "pcp_size": "prefill context", "dcp_size": "decode context"}
     for field, name in served.items():
         if getattr(parallel, field) > 1:

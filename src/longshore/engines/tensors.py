@@ -74,7 +74,7 @@ def _signed(word: int) -> int:
 
 
 class RowBlocks:
-    """One row of bytes for each block."""
+    """Device blocks as the self-test sees them: one row of bytes each."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self._rows = rows
@@ -85,5 +85,5 @@ class RowBlocks:
         return data
 
     def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Set them."""
+        """Overwrite `blocks` with `data`, of the shape that `read` returns."""
         self._rows[list(blocks)] = torch.from_numpy(data).to(self._rows.device)

@@ -176,7 +176,7 @@ def test_adapter_with_undetectable_changes_is_not_served(
         assert found(rig, f"reader {name}", adapter) == [MISS] * 2
     assert digests.hashed_bytes == 0
     (told,) = [record.getMessage() for record in caplog.records if "LoRA adapter" in record.getMessage()]
-    assert "adapter are computed, and not stored" in told
+    assert "LoRA adapter adapter are neither loaded nor stored" in told
     where(monkeypatch, hidden=False)
     assert store(rig, "writer", adapter) == KEYS
     assert [found(rig, f"reader {number}", adapter) for number in range(3)] == [[HIT] * 2] * 3

@@ -56,7 +56,7 @@ class _Chunk:
 
 
 class TierOwner(Protocol):
-    """Who has the tiers of an allocator."""
+    """Owns the tiers of an allocator."""
 
     def admit(self, config: Any) -> int:
         """The number of a cache for a model of this configuration object, from 1; 0 if it may not have tiers.
@@ -289,7 +289,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         return super().get_cache_for_block_table(layer_idx)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
-        """A request is over. Its blocks are released tail first, so that a prefix's head is evicted last."""
+        """A request has ended. Its blocks are released tail first, so that the head of a prefix is evicted last."""
         self._chains.pop(request_id, None)
         if (lookup := self._lookups.pop(request_id, None)) is not None:
             self._stop_waiting([lookup])
@@ -329,7 +329,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         return late
 
     def _stop_waiting(self, lookups: Iterable[PromptLookup]) -> None:
-        """These requests wait no longer."""
+        """End the prefetches of requests that wait no longer."""
         kept = [lookup for lookup in lookups if lookup.kept is not None]
         if kept and self._stack is not None and self._ahead is not None:
             self._end_prefetches(self._stack, self._ahead, kept)
@@ -532,7 +532,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
     # ------------------------------------------------------------------ blocks
 
     def _leaving(self, blocks: list[int]) -> list[int]:
-        """`blocks` are on their way to the pool: those of them that no job touches may go there now."""
+        """The `blocks`, which return to the pool, that no job uses: these may return now."""
         for block in blocks:
             chunk = self._chunks.pop(self._key_of.get(block, b""), None)
             for each in chunk.blocks if chunk is not None else (block,):
@@ -540,7 +540,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         return self._guard.settle(blocks)
 
     def _forgotten(self) -> None:
-        """transformers resets its cache: all blocks go to the pool at once, so no job may touch one any more."""
+        """transformers resets its cache: all blocks return to the pool, so wait until no job uses one."""
         self._chains.clear()
         self._lookups.clear()
         self._chunks.clear()
@@ -560,7 +560,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         return free + int(self.pool.num_free_sectors) * int(self.blocks_per_sector)
 
     def _give_blocks(self, blocks: Sequence[int], *, settled: bool = False) -> None:
-        """Give blocks back to the pool, those that a job still touches later."""
+        """Return blocks to the pool; those that a job still uses, when it has ended."""
         if blocks:
             self.pool.free_blocks(self.index, list(blocks) if settled else self._guard.settle(blocks))
 

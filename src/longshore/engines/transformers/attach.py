@@ -88,7 +88,7 @@ class Tiers:
         self._caches = self.lookups = 0
         self._records: deque[PromptRecord] = deque(maxlen=4096)
         self._hints: dict[str, RequestHints] = {}
-        """Of requests that have not begun."""
+        """Hints of requests that have not begun."""
 
     def admit(self, config: Any) -> int:
         """The number of a cache of this model, from 1; 0 for another's.
@@ -104,7 +104,7 @@ class Tiers:
         return self._caches
 
     def record(self, prompt: PromptRecord) -> None:
-        """A prompt was looked up in a device cache of this model."""
+        """Record a prompt that was looked up in a device cache of this model."""
         self.lookups += 1
         self._records.append(prompt)
 
@@ -249,7 +249,7 @@ class Tiers:
         return self.stack
 
     def _open(self, allocator: TieredAllocator) -> None:
-        """Keep the tiers, put them under `allocator`'s tensor, or open others, as the scope demands."""
+        """Keep the tiers, bind them to `allocator`'s tensor, or reopen them, as the scope requires."""
         is_bound, self._allocator = allocator is self._allocator, allocator
         if not allocator.use_block_sharing:
             _log.warning(
@@ -298,7 +298,7 @@ class Tiers:
         self._self_test(self.stack, allocator, rows, files=is_new)
 
     def _unbind(self) -> None:
-        """Have the device cache let go of the tiers, which stay; what only it has of use goes into them before."""
+        """Detach the device cache from the tiers, which stay open; blocks that only it has are offloaded before."""
         allocator, self._allocator = self._allocator, None
         if allocator is None:
             return
@@ -320,7 +320,7 @@ class Tiers:
             self.collector.follow(None)
 
     def _self_test(self, stack: Stack, allocator: TieredAllocator, rows: Any, *, files: bool) -> None:
-        """Uses the last blocks of the tensor, which has no request, and puts back what was in them."""
+        """Run the self-test on the last blocks of the idle tensor, and restore their content."""
         blocks = range(rows.shape[0] - self.config.blocks_per_chunk, rows.shape[0])
         if allocator.num_blocks < self.config.blocks_per_chunk:
             raise SelfTestError(

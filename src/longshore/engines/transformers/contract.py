@@ -62,7 +62,7 @@ _REQUEST_FIELDS = ("is_cpu_offloaded", "remaining_prefill_tokens", "request_id")
 
 
 def load() -> dict[str, Any]:
-    """The internals in use, by name; raises `ContractError` if one cannot be found."""
+    """The internals in use, by name. Raises `ContractError` if one is missing."""
     try:
         import transformers  # noqa: PLC0415 - a probe, like the others
     except ImportError as error:
@@ -109,7 +109,7 @@ def load() -> dict[str, Any]:
 
 
 def check() -> None:
-    """Raise `ContractError`, naming each thing that moved, unless all that is relied on is as expected."""
+    """Raise `ContractError`, which names each changed internal, unless all are as expected."""
     found = load()
     moved = [message for path, expected in _PARAMETERS.items() if (message := _compare(found, path, expected))]
     registered = found["ATTN_TYPE_TO_ALLOCATOR"].get("full_attention")
@@ -131,7 +131,7 @@ def check() -> None:
 
 
 def check_allocator(allocator: Any) -> None:
-    """Raise `ContractError` unless an allocator whose tensor exists has all that is relied on."""
+    """Raise `ContractError` unless an allocator whose tensor exists has all attributes in use."""
     missing = [name for name in _ALLOCATOR_FIELDS if not hasattr(allocator, name)]
     if not hasattr(allocator.pool, "num_free_sectors"):
         missing.append("pool.num_free_sectors")

@@ -57,7 +57,7 @@ class _KeepingLedger(BlockLedger):
         self.hash_to_block.setdefault(block_hash, block_id)
 
     def evict_cached_blocks(self) -> list[int]:
-        """Nothing is evicted. Raises `EngineError` if there was something to evict."""
+        """Evict nothing. Raises `EngineError` if there are cached blocks to evict."""
         if self.cached_blocks:
             raise EngineError("the oracle's device cache is full: give it more blocks")
         return []
@@ -121,7 +121,7 @@ def recording() -> Iterator[list[int]]:
     hits: list[int] = []
 
     class RecordingAllocator(FullAttentionCacheAllocator):
-        """A stock allocator that keeps count."""
+        """A stock allocator that records hits."""
 
         def match_prefix_blocks(self, prompt_ids: list[int]) -> list[int]:
             blocks: list[int] = super().match_prefix_blocks(prompt_ids)

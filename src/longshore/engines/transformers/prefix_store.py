@@ -144,7 +144,7 @@ class PrefixStore:
         return cache, done * self._chunk * self._block_size
 
     def close(self) -> bool:
-        """Write back what a restart would lose, give everything back; says whether all was written. Idempotent."""
+        """Write back what a restart would lose, and close the tiers; returns whether all was written. Idempotent."""
         return self._stack.close()
 
     def __enter__(self) -> Self:
@@ -176,7 +176,7 @@ class PrefixStore:
         return 0 if outcome is None else outcome.chunks, found.turn
 
     def _wait_idle(self) -> None:
-        """No job may touch the window while it is written; raises `CacheError` if one does not end."""
+        """Wait until no job uses the window. Raises `CacheError` if one does not end."""
         if not self._stack.runtime.wait_ended(self._busy, self._stack.config.write_timeout):
             raise CacheError(
                 f"a device copy has not ended within write_timeout ({self._stack.config.write_timeout:g} s)"

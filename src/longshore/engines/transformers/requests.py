@@ -69,7 +69,7 @@ class PromptLookup:
 
 
 class WaitingPrefetcher:
-    """Prefetches for requests that wait. What is kept for all of them is at most half of the host tier."""
+    """Prefetches for requests that wait. All their leases together take at most half of the host tier."""
 
     def __init__(self, stack: Stack) -> None:
         self._runtime = stack.runtime
@@ -77,11 +77,11 @@ class WaitingPrefetcher:
         with stack.runtime.observe() as cache:
             self.room = cache.stats()[0].slots // 2
         self.keys: Counter[Key] = Counter()
-        """Chunks that are kept, and for how many requests."""
+        """Leased chunks, and for how many requests each."""
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing more can be kept."""
+        """Whether no more chunks can be leased."""
         return len(self.keys) >= self.room
 
     def fetch(self, cache: TieredCache, lookup: PromptLookup, path: GroupKeys, context: int) -> None:
@@ -114,19 +114,19 @@ class WaitingPrefetcher:
                 self._let_go(cache, former)
 
     def is_late(self, cache: TieredCache, lookup: PromptLookup) -> bool:
-        """Whether the request is to wait for its prefetch, by the policy of the settings."""
+        """Whether the request must wait for its prefetch, by the setting `prefetch`."""
         if lookup.is_late and lookup.kept is not None:
             lookup.is_late = not cache.progress(lookup.kept.lease).is_over
         return lookup.is_late
 
     def end(self, cache: TieredCache, lookup: PromptLookup) -> None:
-        """The request waits no longer: what is on its way for nobody else is called off."""
+        """The request waits no longer: cancel prefetches that no other request waits for."""
         kept, lookup.kept = lookup.kept, None
         if kept is not None:
             self._let_go(cache, kept)
 
     def _keep(self, cache: TieredCache, lookup: PromptLookup, path: GroupKeys) -> KeptLease | None:
-        """Keep what is found of `path`."""
+        """Lease what the tiers have of `path`."""
         now = self._runtime.clock()
         found = cache.lookup({0: path}, now, request=lookup.request, count=False, turn=lookup.turn)
         lookup.turn, lookup.kept = found.turn, None

@@ -42,10 +42,10 @@ METHODS = (
     *("load_model", "reload_weights", "apply_model", "sleep"),
     *("start_weight_update", "start_draft_weight_update", "update_weights", "finish_weight_update"),
 )
-"""Of vLLM's worker: those after which weights may be others."""
+"""Methods of vLLM's worker that may change weights."""
 
 OF_MEMORY = ("sleep", "discard", "wake_up")
-"""Of vLLM's worker: those that free device memory, and bring it back."""
+"""Methods of vLLM's worker that free device memory or restore it."""
 
 _TAGS = ("weights", "kv_cache")
 
@@ -56,17 +56,17 @@ _watching: list[WeightWatch] = []
 
 
 class DeviceMemoryUser(Protocol):
-    """Who copies from and to device memory."""
+    """Copies from and to device memory."""
 
     def before_device_release(self) -> None:
-        """Device memory is about to go: end all copies before this returns."""
+        """Device memory is about to be freed: end all copies before this returns."""
 
     def after_device_restore(self) -> None:
-        """Device memory is there again, at its former addresses."""
+        """Device memory was restored at its former addresses."""
 
 
 class WeightWatch:
-    """Calls `told` whenever weights of this process may have changed, and `sleeper`, until it is closed."""
+    """Calls `told` when weights of this process may have changed, and `sleeper` around releases of device memory."""
 
     def __init__(self, vllm: Any, told: Callable[[], None], sleeper: DeviceMemoryUser) -> None:
         """`vllm` is the `VllmConfig` of a worker whose model was loaded; without one nothing is watched."""
@@ -75,9 +75,9 @@ class WeightWatch:
         self._parameters: list[Any] = []
         self._sampled_ones: list[Any] = []
         self._before: list[bytes] | None = None
-        """What weights were when device memory went, until they were found to be the same at the first use of it."""
+        """Checksums of the weights before device memory was freed, until the next copy has compared them."""
         self._gone: set[str] = set()
-        """vLLM's tags of the device memory that has gone: nothing is read until all is back."""
+        """vLLM's tags of the device memory that is freed: nothing is read until all is restored."""
         if vllm is None or not getattr(vllm.parallel_config, "worker_cls", ""):
             return
         _wrap_worker(vllm.parallel_config)
@@ -91,7 +91,7 @@ class WeightWatch:
         _watching.append(self)
 
     def goes(self, tags: Collection[str]) -> None:
-        """Device memory is about to go, perhaps weights with it, which come back, or others."""
+        """Device memory of these `tags` is about to be freed."""
         if "kv_cache" in tags:
             self._sleeper.before_device_release()
         if not self._gone and self._before is None:
@@ -99,7 +99,7 @@ class WeightWatch:
         self._gone.update(tags)
 
     def comes(self, tags: Collection[str]) -> None:
-        """Device memory is there again; weights may have been written meanwhile in ways that nobody tells of."""
+        """Device memory of these `tags` was restored. Weights may have been written meanwhile without a call."""
         self._gone.difference_update(tags)
         if not self._gone:
             if self._before is not None and self._before != self._digests():
@@ -108,7 +108,7 @@ class WeightWatch:
             self._sleeper.after_device_restore()
 
     def look(self) -> None:
-        """Compare the samples, if there are any, with those of the last look; after a sleep all weights, once."""
+        """Compare the samples with those of the last call; after a sleep, once, the checksums of all weights."""
         if self._gone:
             return
         if self._before is not None:
@@ -121,13 +121,13 @@ class WeightWatch:
                 self.told()
 
     def close(self) -> None:
-        """Tell no more. Idempotent."""
+        """Stop watching. Idempotent."""
         self._parameters, self._sampled_ones = [], []
         if self in _watching:
             _watching.remove(self)
 
     def _digests(self) -> list[bytes] | None:
-        """Of each parameter; `None` where one cannot be read, which is as if all had changed."""
+        """A checksum of each parameter; `None` if one cannot be read, which counts as a change."""
         try:
             return [content(each) for each in self._parameters]
         except RuntimeError:  # no memory for it on the device, say
@@ -136,7 +136,7 @@ class WeightWatch:
             return None
 
     def _sampled(self) -> list[bytes]:
-        """Of each parameter some bytes, its last element's included."""
+        """Some bytes of each parameter, its last element included."""
         import torch  # noqa: PLC0415 - vLLM has it
 
         samples = []
@@ -161,7 +161,7 @@ def _wrap_worker(parallel: Any) -> None:
 
 
 def _wrap(kind: type, name: str) -> None:
-    """Have a method that `kind` itself defines tell all who watch, in whatever way it ends; once."""
+    """Wrap a method that `kind` itself defines, so that it notifies every `WeightWatch` when it ends; once."""
     method = vars(kind).get(name)
     if not inspect.isfunction(method) or getattr(method, "tells_of_changes", False):
         return
@@ -198,7 +198,7 @@ def _effects(
 
 
 def _models() -> list[Any]:
-    """Models that this process has made. vLLM tells a connector of their attention layers alone."""
+    """All models of this process. vLLM gives a connector only their attention layers."""
     from torch.nn import Module  # noqa: PLC0415 - vLLM has it
 
     return [each for each in gc.get_objects() if issubclass(type(each), Module) and hasattr(each, "load_weights")]
@@ -208,11 +208,11 @@ Loaded = Callable[[Any, int], None]
 
 _listeners: list[Loaded] = []
 _digests = FileDigests()
-"""Of all workers in this process."""
+"""Shared by all workers in this process."""
 
 
 class AdapterDigests:
-    """The scheduler's side. `lora` is always vLLM's `LoRARequest`."""
+    """The scheduler's side of LoRA adapters. `lora` is always vLLM's `LoRARequest`."""
 
     def __init__(self, stamps: Stamps) -> None:
         self._stamps = stamps
@@ -244,15 +244,15 @@ class AdapterDigests:
         return bool((self._stamps.adapter_changes()[row] == self._changes[row]).all())
 
     def device_was_reset(self) -> None:
-        """The device has no blocks any more."""
+        """The device cache was emptied."""
         self._changes = self._stamps.adapter_changes()
 
 
 class AdapterWatch:
-    """The worker's side: tells `loaded` of each adapter that vLLM has loaded, with the number of its digest, or 0."""
+    """The worker's side: calls `loaded` for each adapter that vLLM loads, with the number of its digest, or 0."""
 
     def __init__(self, vllm: Any, loaded: Loaded) -> None:
-        """`vllm` is the `VllmConfig`, or nothing."""
+        """`vllm` is the `VllmConfig`, or `None`."""
         self._loaded = loaded
         has_adapters = getattr(vllm, "lora_config", None) is not None
         if has_adapters and bool(getattr(vllm.parallel_config, "worker_cls", "")):
@@ -262,7 +262,7 @@ class AdapterWatch:
             _listeners.append(loaded)
 
     def close(self) -> None:
-        """Tell no more. Idempotent."""
+        """Stop watching. Idempotent."""
         if self._loaded in _listeners:
             _listeners.remove(self._loaded)
 
@@ -326,7 +326,7 @@ def _number(digest: bytes) -> int:
 
 
 class BlockValidity:
-    """Of one manager.
+    """Whether blocks on the device may be stored, for one manager.
 
     Attributes:
         weight_changes: How often the workers' weights had changed at the last look, of all ranks.
@@ -349,7 +349,7 @@ class BlockValidity:
         return self.weight_changes, self._stamps.naps
 
     def weights_changed_since(self) -> bool:
-        """Whether weights have changed since the last look; if so, all that is stored means nothing any more."""
+        """Whether weights have changed since the last call; if so, no stored block is valid any more."""
         changes = self._stamps.weight_changes
         if changes == self.weight_changes:
             return False
@@ -369,12 +369,12 @@ class BlockValidity:
         self._device_used = True
 
     def device_was_reset(self) -> None:
-        """The device has no blocks any more."""
+        """The device cache was emptied."""
         self._device_used = self._distrusts = False
         self._adapters.device_was_reset()
 
     def knows(self, request: RequestState) -> bool:
-        """Whether it is known what `request` is computed with, and is the same since it was first known."""
+        """Whether the adapter of `request` is known, and has not changed since it was first known."""
         if request.lora is None:
             return True
         found = self._adapters.identity(request.lora)
@@ -392,7 +392,7 @@ class BlockValidity:
         return not any(key in keys for store in others for key in store.keys)
 
     def holds(self, store: Ticket) -> bool:
-        """Whether what was stored still means what its keys say."""
+        """Whether the chunks of `store` are still valid under their keys."""
         if store.lora is None:
             return True
         return self._adapters.is_trusted(store.lora) and self._adapters.identity(store.lora) == store.adapter

@@ -61,7 +61,7 @@ class StepTimer:
         self._open.append(_Step(tokens, most, pairs, now))
 
     def ended(self, now: float) -> None:
-        """The oldest step that has not ended has."""
+        """The oldest planned step has ended."""
         if not self._open:
             return
         step = self._open.popleft()
@@ -90,7 +90,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
     # ------------------------------------------------------------------ in the scheduler
 
     def on_new_request(self, request: Any) -> None:
-        """A request has come, perhaps one with an adapter."""
+        """A request has arrived, maybe with an adapter."""
         if request.lora_request is not None:
             self.connector_scheduler.manager.set_adapter(request.request_id, request.lora_request)
         super().on_new_request(request)
@@ -101,12 +101,12 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
-        """The same of several KV cache groups."""
+        """A request with several KV cache groups has ended."""
         self.connector_scheduler.manager.will_finish(request.request_id)
         return super().request_finished_all_groups(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """A step was planned; workers are told of the next parts of loads."""
+        """A step was planned: its metadata carries the next parts of loads to the workers."""
         self._step_timer.planned(tokens_of(scheduler_output), time.monotonic())
         meta = super().build_connector_meta(scheduler_output)
         meta.parts = self.connector_scheduler.manager.take_parts()
@@ -118,7 +118,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
         self._step_timer.ended(time.monotonic())
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """The scheduler's own cache: whenever it was emptied, the device has no blocks of old weights."""
+        """Wrap the reset of vLLM's prefix cache, so that the manager knows when the device was emptied."""
         contract.check_has(self.connector_scheduler, "manager", "config")
         contract.check_has(kv_cache_manager, "reset_prefix_cache")
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -143,7 +143,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
     # ------------------------------------------------------------------ in the workers
 
     def register_kv_caches(self, kv_caches: Any) -> None:
-        """The worker is made here, one that reports failures instead of stopping the engine."""
+        """Make the worker, one that reports failed loads instead of stopping the engine."""
         contract.check_has(self.connector_worker, "spec", "worker", "_load_jobs")
         self.connector_worker.spec.reports_failures = True
         super().register_kv_caches(kv_caches)
@@ -157,12 +157,12 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
         return metrics
 
     def start_load_kv(self, forward_context: Any, **named: Any) -> None:
-        """Loads begin, and go on."""
+        """Begin loads, and their next parts."""
         super().start_load_kv(forward_context, **named)
         self._ours.go_on(self._connector_metadata.parts)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """What has ended, and which of the requests that have were not loaded after all."""
+        """Requests whose transfers have ended, and those of them whose loads have failed."""
         requests = dict(self.connector_worker._load_jobs)
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving |= {requests[job] for job in self._ours.take_failed(requests)}

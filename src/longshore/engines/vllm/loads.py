@@ -1,4 +1,4 @@
-"""Loads: slots that are lent to the workers; of more chunks than host memory has room for, part after part.
+"""Loads: slots that are leased to the workers; in parts, if a load has more chunks than host memory has room for.
 
     prepare_load ──► first part: what is in host memory ──► workers ──► stamps of all ranks ──► slots are given back
                                                                ▲                                      │
@@ -56,7 +56,7 @@ class Loads:
     """The loads of one engine, one of each request at most. Whoever calls has the control of the cache."""
 
     def __init__(self, groups: int, stamps: Stamps, patience: float, ticket: Callable[[], Ticket]) -> None:
-        """There are so many KV cache `groups`. `patience` is in seconds; `ticket` makes that of a part."""
+        """`groups` is the number of KV cache groups, `patience` is in seconds; `ticket` makes the ticket of a part."""
         self._groups = groups
         self._stamps = stamps
         self._patience = patience
@@ -74,7 +74,7 @@ class Loads:
 
     @property
     def tickets(self) -> list[Ticket]:
-        """Those of all parts that workers read."""
+        """The tickets of all parts that workers read."""
         return [ticket for load in self._loads.values() for ticket in load.parts]
 
     def begin(
@@ -138,16 +138,16 @@ class Loads:
         return load.parts, load.failed or any(self._stamps.has_failed(ticket.number) for ticket in load.parts)
 
     def end_all(self, cache: TieredCache) -> list[Ticket]:
-        """The same for all requests; the open parts."""
+        """End the loads of all requests; returns the tickets of open parts."""
         return [ticket for name in list(self._loads) for ticket in self.end(cache, name)[0]]
 
     def take(self) -> list[LoadPart]:
-        """What the workers are to be told in this step."""
+        """Parts that are sent to the workers in this step."""
         told, self._told = self._told, []
         return told
 
     def abandon(self) -> list[LoadPart]:
-        """The same after the control plane has failed, in which nothing more is lent."""
+        """`take` after the control plane has failed: loads that have more parts are ended."""
         streams = [load for load in self._loads.values() if load.rest]
         for load in streams:
             load.rest = []
@@ -165,7 +165,7 @@ class Loads:
             cache.prefetch(load.fetch, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
 
     def _lend(self, cache: TieredCache, load: StreamedLoad, paths: Paths, epoch: tuple[int, int]) -> SlotsSpec:
-        """Lend the slots of the next chunks, which are in host memory."""
+        """Lease the slots of the next chunks, which are in host memory, to the workers."""
         ticket, runs, begins = self._ticket(), [NO_SLOTS] * self._groups, tuple(load.lent)
         order = cache.load({group: GroupKeys(keys) for group, keys in paths.items()}, turn=load.turn)
         for group, part in zip(paths, order.parts, strict=True):
@@ -185,7 +185,7 @@ def _by_group(chunks: Sequence[tuple[int, Key]]) -> dict[int, list[Key]]:
 
 
 def _lease(cache: TieredCache, load: StreamedLoad, chunks: Sequence[tuple[int, Key]]) -> Lease | None:
-    """Keep `chunks` in some tier; `None` if none has any of them."""
+    """A lease on `chunks`; `None` if no tier has any of them."""
     asked = {group: GroupKeys(keys) for group, keys in _by_group(chunks).items()}
     return cache.lookup(asked, 0.0, each=True, request=load.name, turn=load.turn).lease
 

@@ -55,7 +55,7 @@ from longshore.hints import RequestHints
 from longshore.runtime.containment import contained
 
 _COMPUTED_SECONDS = 0.5e-3
-"""A step that took longer has computed something, or slept."""
+"""A longer step has computed something, or slept."""
 
 _NAP_SECONDS = 0.2e-3
 
@@ -72,7 +72,7 @@ class Backoff:
         self._last_step = -math.inf
 
     def planned(self, is_awaited: Callable[[], bool]) -> None:
-        """A step is planned; `is_awaited` says whether somebody waits for copies."""
+        """A step was planned: sleep if it follows the last one at once while copies are in flight (`is_awaited`)."""
         if time.monotonic() - self._last_step < _COMPUTED_SECONDS and is_awaited():
             time.sleep(_NAP_SECONDS)
         self._last_step = time.monotonic()
@@ -120,7 +120,7 @@ WHOLE_PATHS = RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
 
 class LongshoreManager(OffloadingManager):  # type: ignore[misc]
-    """Tiers for one engine."""
+    """vLLM's offloading manager over the tiers of one engine."""
 
     def __init__(
         self,
@@ -149,13 +149,13 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         Stamps say when no worker uses their slots.
         """
         self._fenced: set[int] = set()
-        """Of these, the numbers that were there at vLLM's last reset."""
+        """The numbers of those that were open at vLLM's last reset."""
         self.observes_device_resets = False
-        """Whether `device_was_reset` is called whenever vLLM's prefix cache was emptied, and only then."""
+        """Whether the connector calls `device_was_reset` each time vLLM's prefix cache is emptied."""
         self._validity = BlockValidity(store.stamps, base_is_mixed=store.base_is_mixed)
         self._loads = Loads(len(groups), store.stamps, patience, self._ticket)
         self.may_stream = False
-        """Whether loads may have parts: the connector tells workers of them, and failed loads are recomputed."""
+        """Whether loads may have parts: the connector passes them to workers, and failed loads are recomputed."""
         self._backoff = Backoff()
         self._closed = False
         self._metrics = ManagerMetrics(store.file, is_off=store.is_off)
@@ -174,7 +174,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self, req_context: WHOLE_PATHS)
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """A request has come. Its blocks may stay on the device, also if none of them is ever asked for or offered."""
+        """A request has arrived. From now on the device may have blocks of it."""
         self._look_for_new_weights()  # the device had no block of this request before they changed
         self._validity.used()
         self._begin(req_context).hints = hints_of(req_context, self._hints)
@@ -182,7 +182,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self, key, req_context: MISS)
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Where a chunk is: from the answers of this step, which are had for all chunks of the request at once."""
+        """Where a chunk is. The first call in a step answers for all chunks of the request."""
         try:
             request = self._requests[req_context.req_id]
             answer = request.answers[key]
@@ -216,7 +216,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self, keys, req_context: None)
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """The workers have read what they were lent."""
+        """The workers have read the slots of a load."""
         name = req_context.req_id
         request = self._requests.get(name)
         if request is not None and name in self._loads:
@@ -230,7 +230,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self: self._loads.abandon())
     def take_parts(self) -> list[LoadPart]:
-        """What the workers are to be told of loads, in this step."""
+        """Parts of loads that are sent to the workers in this step."""
         return self._loads.take()
 
     @contained(lambda self, context, tokens, seconds: None)
@@ -257,7 +257,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self, keys, req_context, success=True: None)
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """All ranks say that they are done with these chunks; what is published is what they have stamped."""
+        """All ranks report these chunks as done: publish the chunks that all of them have stamped as good."""
         self._look_for_new_weights()
         with self._runtime.control() as cache:
             left = self._stores.report(keys, partial(self._end_store, cache=cache))
@@ -267,13 +267,13 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self, name: None)
     def will_finish(self, name: str) -> None:
-        """What the request `name` offers next, it offers for the last time (`LongshoreConnector` says so)."""
+        """The next offer of the request `name` is its last one; called by `LongshoreConnector`."""
         if name in self._requests:
             self._requests[name].is_finishing = True
 
     @contained(lambda self, req_context: None)
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Nothing is kept for a request any more, but what workers still read."""
+        """Release the leases of a finished request; slots that workers still read stay reserved."""
         request = self._requests.get(req_context.req_id)
         if request is not None:
             with self._runtime.control() as cache:
@@ -284,7 +284,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self, context: None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """A step is planned: order up what was asked for and is colder."""
+        """A step was planned: prefetch the chunks that were asked for and are in a colder tier."""
         self._look_for_new_weights()
         self._store.sleeps.look()
         for name in self._requests.keys() & context.preempted_req_ids:
@@ -308,7 +308,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self: None)
     def reset_cache(self) -> None:
-        """Forget all but what is kept, as vLLM has done, or could not while requests are running."""
+        """vLLM reset its caches: clear the tiers, except those that the settings keep."""
         self._look_for_new_weights()
         workers = sum(len(ticket.jobs) for ticket in self._tickets)
         self._forget_all(keep=self._store.sleeps.kept(workers))
@@ -322,7 +322,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self: None)
     def device_was_reset(self) -> None:
-        """The device has no blocks any more, but those that requests which go on are about to compute."""
+        """vLLM's prefix cache was emptied: only running requests have blocks on the device, and will compute them."""
         self._look_for_new_weights()
         self._validity.device_was_reset()
         if self._is_serving:
@@ -330,16 +330,16 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self, name, lora: None)
     def set_adapter(self, name: str, lora: Any) -> None:
-        """The request `name`, which is about to come, is computed with the adapter of vLLM's `LoRARequest`."""
+        """The request `name`, which arrives next, uses the adapter of vLLM's `LoRARequest`."""
         self._requests.setdefault(name, RequestState(name)).lora = lora
 
     def _look_for_new_weights(self) -> None:
-        """Forget all if weights have changed."""
+        """Clear all tiers if weights have changed."""
         if self._validity.weights_changed_since():
             self._forget_all(weights=True)
 
     def _forget_all(self, keep: tuple[str, ...] = (), *, weights: bool = False) -> None:
-        """Slots in flight are left alone until the workers have stamped them."""
+        """Clear the tiers but those to `keep`. Slots in flight stay reserved until the workers have stamped them."""
         with self._runtime.control() as cache:
             for request in self._requests.values():
                 self._release(request, cache)
@@ -353,7 +353,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self: None)
     def on_reset_flushed(self) -> None:
-        """All that was in flight at the last reset has been reported: no worker touches its slots (vLLM 0.33)."""
+        """All jobs in flight at the last reset were reported: no worker uses their slots any more (vLLM 0.33)."""
         with self._runtime.control() as cache:
             for ticket, _ in self._stale:
                 if ticket.number in self._fenced:
@@ -363,7 +363,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     # ------------------------------------------------------------------ watching
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What the counters have gained since the last call; at the first, every one of them."""
+        """The increments of the counters since the last call; all counters at the first call."""
         try:
             with self._runtime.observe() as cache:
                 gate = self._runtime.gate
@@ -375,23 +375,23 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @property
     def loaded_tokens(self) -> Mapping[str, int]:
-        """Tokens of the first KV cache group that were loaded until now, by the tier that they came from."""
+        """Tokens of the first KV cache group that were loaded so far, by the tier they came from."""
         return self._metrics.tokens
 
     @contained(lambda self: list[OffloadingEvent]())
     def take_events(self) -> list[OffloadingEvent]:
-        """What tiers have got and given up since the last call, if vLLM publishes KV events."""
+        """KV events since the last call: chunks that tiers stored and removed; none unless vLLM publishes events."""
         if self._events is None:
             return []
         with self._runtime.observe() as cache:
             return list(self._events.translate(cache.events()))
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all that was stored is safe in every tier, at most so many seconds; says whether it is."""
+        """Wait at most `timeout` seconds until all stored chunks are in every tier; returns whether they are."""
         return self._runtime.flush(timeout)
 
     def shutdown(self) -> None:
-        """Write back what a restart would lose, and give everything back. Idempotent."""
+        """Write back chunks that a restart would lose, then release all resources. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -402,18 +402,18 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self, tickets: None)
     def _withdraw(self, tickets: Sequence[Ticket]) -> None:
-        """Nobody will tell of these any more, and nothing is served."""
+        """End all loads, and release the jobs of `tickets`: vLLM reports nothing any more."""
         with self._runtime.control() as cache:
             self._loads.end_all(cache)
             for job, _ in (each for ticket in tickets for each in ticket.jobs):
                 cache.release(job)
 
     def _nothing(self) -> SlotsSpec:
-        """No slots at all: a load of them fails."""
+        """An answer without slots, of which a load fails."""
         return self._slots_spec(self._ticket(), [NO_SLOTS] * len(self._groups))
 
     def _in_place(self, keys: Collection[OffloadKey], context: ReqContext) -> SlotsSpec:
-        """The slots of chunks that were found before the control plane failed, if all are in place; or none."""
+        """Slots of chunks found before the control plane failed, if all are in place; else `_nothing`."""
         request, runs = self._begin(context), [NO_SLOTS] * len(self._groups)
         with suppress(Exception), self._runtime.observe() as cache:  # of books that have been reported as damaged
             for group, mine in self._groups.split(keys):
@@ -426,7 +426,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return self._nothing()
 
     def _ask(self, request: RequestState, key: OffloadKey, context: ReqContext) -> LookupResult:
-        """The answer for `key`; and, for the lookups to come, those for all chunks of the request that vLLM told of."""
+        """Look up all chunks of the request that vLLM named; returns the answer for `key`."""
         told = known_keys(context)
         asked = told if key in told else {key: 0}
         if not self._asked:  # the first in this step: what follows from answers is not taken back
@@ -504,7 +504,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         brought: bool,
         stalled: bool,
     ) -> None:
-        """Count what `request`, which asks for chunks from `first` on, does without; once."""
+        """Count the misses of `request`, which asks for chunks from `first` on; once."""
         if request.counted:
             return
         group, begin = first[-GROUP_BYTES:], request.asked_keys.index(first)
@@ -516,7 +516,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             request.counted = self._metrics.missed(found, late=late, brought=brought, stalled=stalled)
 
     def _bring_up(self, request: RequestState, cache: TieredCache) -> None:
-        """Order what `request` was told to wait for, and keep what is ready of it; heads first, where not all fits."""
+        """Prefetch the chunks that `request` waits for, and lease those that are ready; heads first if not all fit."""
         if request.waits and request.waiting_since is None:
             request.waiting_since = self._runtime.clock()
         wanted = [key for key in request.wanted if key not in request.leased]
@@ -550,16 +550,16 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @property
     def _tickets(self) -> list[Ticket]:
-        """All that workers may still use."""
+        """All tickets whose slots workers may still use."""
         return [*self._stores, *self._loads.tickets, *(ticket for ticket, _ in self._stale)]
 
     @property
     def _is_serving(self) -> bool:
-        """Whether a request has not finished."""
+        """Whether any request has not finished."""
         return any(not request.finished for request in self._requests.values())
 
     def _is_over(self, ticket: Ticket, is_store: bool, cache: TieredCache) -> bool:
-        """Whether no worker touches the slots of a ticket from before a reset; if so, they are given back."""
+        """End a ticket from before a reset if no worker uses its slots any more; returns whether it did."""
         if is_store:
             return self._end_store(ticket, cache)
         over = self._store.stamps.has_loaded(ticket.number)
@@ -568,15 +568,15 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return over
 
     def _end_load(self, ticket: Ticket, cache: TieredCache) -> list[TransferResult]:
-        """Give back slots that no worker reads any more."""
+        """Release slots that no worker reads any more."""
         return ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
 
     def _end_store(self, ticket: Ticket, cache: TieredCache) -> bool:
-        """Publish what all ranks have stamped as good; whether all have stamped, so that the store has ended."""
+        """Publish the chunks that all ranks have stamped as good; returns whether all have stamped."""
         return self._stores.end(ticket, cache, self._runtime.clock(), self._image_bytes) is not None
 
     def _is_awaited(self) -> bool:
-        """Whether copies are on their way that a request, or a step to come, waits for."""
+        """Whether copies are in flight that a request or a later step waits for."""
         waiting = (request.leases for request in self._requests.values())
         return bool(self._stores or self._stale or self._loads) or any(waiting)
 

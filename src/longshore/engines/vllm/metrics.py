@@ -41,13 +41,13 @@ _Sample = tuple[str, tuple[str, ...]]
 
 
 def definitions() -> dict[str, Any]:
-    """All metrics, as vLLM wants to know of them beforehand."""
+    """The definitions of all metrics, which vLLM needs before the first value."""
     counters = {name: OffloadingCounterMetadata(*about) for name, about in VLLM_COUNTERS.items()}
     return {**counters, **{name: OffloadingGaugeMetadata(*about) for name, about in VLLM_GAUGES.items()}}
 
 
 class ManagerMetrics:
-    """Counts of what one manager has loaded and missed, and what of all counts vLLM has been told."""
+    """Hits and misses of one manager, and the last values of all counters that vLLM was given."""
 
     def __init__(self, file: HostedFileTier | None = None, *, is_off: bool = False) -> None:
         """`is_off` says that there is no `file` tier because its directory could not be opened."""
@@ -59,7 +59,7 @@ class ManagerMetrics:
         self._told: dict[_Sample, float] = {}
 
     def loaded(self, chunks: int, of_file: int, tokens: int) -> None:
-        """So many chunks are loaded, some of which came from the file tier; each counts for so many tokens."""
+        """Count `chunks` loaded, `of_file` of which came from the file tier, of `tokens` tokens each."""
         for tier, count in ((HOST, chunks - of_file), (FILE, of_file)):
             self.hits[tier] += count
             self.tokens[tier] += count * tokens
@@ -134,36 +134,36 @@ class ManagerMetrics:
 
 
 def zero() -> OffloadingConnectorStats:
-    """All metrics at zero, for an engine that has not worked yet."""
+    """All metrics at zero, for an engine that has not run a step."""
     return ManagerMetrics().stats(TieredCache([TierSpec(HOST, 0, 1)])) or OffloadingConnectorStats()
 
 
 EVENTS_LIMIT = 1 << 17
-"""Events of the cache that are kept until somebody asks: vLLM does at each step."""
+"""Events that the cache keeps until vLLM takes them, which it does in each step."""
 
 _MEDIA = {HOST: Medium.CPU, FILE: Medium.STORAGE}
 
 
 class EventTranslator:
-    """The names of what the tiers of one engine have."""
+    """Translates events of the cache into vLLM's KV events; keeps vLLM's keys of stored chunks."""
 
     def __init__(self) -> None:
         self._names: dict[Key, OffloadKey] = {}
         self._copies: dict[Key, set[str]] = {}
 
     def name(self, theirs: Sequence[OffloadKey], ours: Sequence[Key]) -> None:
-        """vLLM calls these chunks so."""
+        """Remember vLLM's keys of these chunks."""
         self._names.update(zip(ours, theirs, strict=True))
 
     def translate(self, events: Iterable[Event]) -> Iterator[OffloadingEvent]:
-        """What vLLM is to be told of what has happened, in order."""
+        """vLLM's KV events of these events, in order."""
         told = [about for event in events if (about := self._about(event)) is not None]
         for (tier, removed), some in groupby(told, key=lambda each: each[:2]):
             keys = [key for _, _, key in some]
             yield OffloadingEvent(keys, _MEDIA[tier], removed, Locality.LOCAL, removal_expected=True)
 
     def _about(self, event: Event) -> tuple[str, bool, OffloadKey] | None:
-        """Tier, whether it was removed there, and the name of a chunk; nothing of what nobody knows a name for."""
+        """Tier, whether the chunk was removed there, and vLLM's key of it; `None` if that is not known."""
         if event.kind is EventKind.RESET:
             self._names.clear()
             self._copies.clear()

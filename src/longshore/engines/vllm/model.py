@@ -62,7 +62,7 @@ _SECOND = 10**9
 _TICK = _SECOND // 50
 """Nanoseconds by which a ctime may lie before the change that set it: file systems read a clock that ticks."""
 _MOST_LINKS = 40
-"""As in Linux."""
+"""Most symbolic links on one path, as in Linux."""
 _BLOB = re.compile(r"(.*/)?blobs/([0-9a-f]{40}|[0-9a-f]{64})")
 """Where a link of a Hugging Face snapshot points: a file that is named by a digest of its content."""
 _MEMO_FORMAT = 1
@@ -184,7 +184,7 @@ def _stamp(status: os.stat_result) -> int:
 
 
 def _way(path: Path) -> Iterator[Path]:
-    """Every directory and link that leads to `path`, which is absolute, and the file in the end."""
+    """Every directory and link on the way to the absolute `path`, then the file."""
     at, parts, links = Path(path.anchor), list(path.parts[1:]), 0
     while parts:
         at = Path(os.path.normpath(at / parts.pop(0)))
@@ -254,7 +254,7 @@ def _hash(fd: int, size: int) -> str | None:
 
 
 def _is_in_memory(device: int) -> bool:
-    """Whether files of `device` lie in memory alone."""
+    """Whether the file system of `device` is in memory (tmpfs, ramfs)."""
     number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -265,7 +265,7 @@ def _is_in_memory(device: int) -> bool:
 
 
 def _read_memo(path: Path) -> dict[str, tuple[Identity, str]]:
-    """What a memo says; nothing where it is none, or damaged."""
+    """The digests in a memo; empty if there is none, or it is damaged."""
     known: dict[str, tuple[Identity, str]] = {}
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -411,7 +411,7 @@ def applies_to_base_model() -> bool:
 
 
 def _transient(vllm: Any, models: Sequence[Any], paths: Sequence[Path | None]) -> str:
-    """Why the blocks of this engine mean nothing to a later one, if so."""
+    """Why a later engine cannot use the blocks of this one; empty if it can."""
     load_format = vllm.load_config.load_format
     if load_format not in _FROM_FILES:
         return f"weights of load_format {load_format} come from no file of the model's directory; choose another"
@@ -456,7 +456,7 @@ def _group(group: Any, layers: Sequence[Any], vllm: Any) -> str:
 
 
 def _window(specs: Sequence[Any]) -> int | None:
-    """How many tokens back all of these layers look, if that is one number."""
+    """The window of these layers in tokens, if all have the same one."""
     found = {_looks_back(spec) for spec in specs}
     return found.pop() if len(found) == 1 else None
 

@@ -32,7 +32,7 @@ PATIENCE = 300.0
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """What the one who made the memory tells the others.
+    """The shared memory of one engine, as rank 0 publishes it.
 
     Attributes:
         arena: Where the arena is found, as a path.
@@ -62,14 +62,14 @@ class EngineMemory:
 
     @classmethod
     def read(cls, text: str) -> EngineMemory:
-        """What `publish` wrote."""
+        """Parse what `publish` wrote."""
         told = json.loads(text)
         sequences = {name: tuple(told[name]) for name in ("image_bytes", "pools")}
         return cls(**{**told, **sequences, "model": ModelIdentity.told(told["model"])})
 
     @property
     def layout(self) -> Slabs:
-        """Where images lie in the arena."""
+        """The placement of images in the arena."""
         return Slabs(self.slab_bytes, self.image_bytes, self.slabs)
 
 
@@ -87,7 +87,7 @@ def rendezvous_path(engine: str) -> Path:
 
 
 def publish(engine: str, note: EngineMemory) -> None:
-    """Tell the other processes of `engine`, at once or not at all."""
+    """Publish the memory to the other processes of `engine`, atomically."""
     path = rendezvous_path(engine)
     draft = path.with_suffix(f".{os.getpid()}")
     draft.unlink(missing_ok=True)
@@ -112,12 +112,12 @@ def find(engine: str, patience: float = PATIENCE, *, nap: Callable[[float], None
 
 
 def withdraw(engine: str) -> None:
-    """Remove the note: all that need it have read it."""
+    """Remove the note, after all processes have read it."""
     rendezvous_path(engine).unlink(missing_ok=True)
 
 
 def attach(note: EngineMemory) -> tuple[Arena, Stamps]:
-    """The memory that a note tells of."""
+    """Attach to the memory that a note names."""
     slots = note.layout.indices
     arena = Arena.attach(Path(note.arena), note.layout.nbytes)
     stamps = Arena.attach(Path(note.stamps), Stamps.nbytes(slots, note.world))

@@ -26,7 +26,7 @@ from longshore.hints import RequestHints
 
 _KEY_BYTES = 32
 GROUP_BYTES = 4
-"""The end of vLLM's keys."""
+"""Bytes of the group number at the end of vLLM's keys."""
 
 
 def ours(theirs: Iterable[bytes], adapter: bytes = b"") -> list[Key]:
@@ -108,32 +108,32 @@ class RequestState:
 
     Attributes:
         name: vLLM's, unique.
-        answers: Those of this step, for all chunks of the request that vLLM has told of.
-        asked_keys: These chunks, by vLLM's keys.
-        residency: What the cache has of them.
-        colder: What of that is in a colder tier alone.
-        wanted: What vLLM has asked for of a path of which some is colder, in its order.
-        waits: Whether vLLM was told to wait for some of it.
-        load_limit: The token up to which chunks are worth reading from a colder tier, once that was asked.
+        answers: Lookup results of this step, for all chunks of the request that vLLM has named.
+        asked_keys: vLLM's keys of these chunks.
+        residency: Where they are.
+        colder: Those that only a colder tier has.
+        wanted: Chunks that vLLM has asked for in this step, in order, if some of its path is colder.
+        waits: Whether vLLM was told to wait for any of them.
+        load_limit: The token up to which the gate has chunks read from a colder tier, once it was asked.
         waiting_since: When it was first told to wait.
-        leases: On what was brought up for it, until it is loaded.
-        leased: Chunks of these.
+        leases: On chunks that were prefetched for it, until they are loaded.
+        leased: The chunks of these leases.
         from_colder: Chunks that came from a colder tier.
-        streams: Whether it was promised more than host memory has room for, which is loaded in parts.
+        streams: Whether it was promised more than fits host memory, which is loaded in parts.
         refused_since: Since when vLLM is told to offer its chunks again.
         offered: The token up to which its chunks were offered.
         stale: The same at the last reset, after which vLLM offers them again: of groups that slide, it may have given
             the blocks of these chunks to others since.
         windows: Of each group that slides, by our number, the chunks of its last window that were offered.
-        load_failed: A load for it has failed: it gets no other, or it might fail for ever.
-        is_finishing: It offers its chunks once more, and then never again.
-        finished: Nothing will be asked for it any more.
-        counted: What it misses has been counted.
+        load_failed: A load for it has failed; it gets no other, because that might fail again and again.
+        is_finishing: Its next offer of chunks is the last one.
+        finished: vLLM has finished it.
+        counted: Its misses have been counted.
         paths: By our number of a KV cache group, the chunks that follow one another from the first one on.
-        hints: What it says of its blocks.
-        turn: Its turn in the cache, once it has asked for or offered anything.
-        lora: vLLM's `LoRARequest`, if it has one and somebody has said so.
-        adapter: Digest of that adapter, once it was known.
+        hints: Its `RequestHints`.
+        turn: Its turn in the cache, from its first lookup or store on.
+        lora: vLLM's `LoRARequest`, if the connector has reported one.
+        adapter: Digest of that adapter, once it is known.
     """
 
     name: str
@@ -190,7 +190,7 @@ class RequestState:
         return first, path.ours[: first + len(list(alike))]
 
     def seen(self, theirs: list[OffloadKey]) -> Residency | list[Key]:
-        """Some chunks: they were seen already if they are a part of what vLLM has told of in this step."""
+        """Where these chunks are, if this step's lookup covered them; else our keys of them."""
         if self.residency is not None and theirs and theirs[0] in self.answers:
             begin = self.asked_keys.index(theirs[0])
             end = begin + len(theirs)
@@ -204,7 +204,7 @@ class RequestState:
     def slid(
         self, group: int, window: int | None, keys: list[OffloadKey], context: ReqContext
     ) -> tuple[Sequence[Key], list[OffloadKey]]:
-        """What its last `window` of `group` leaves as it slides on to the offered `keys`; and that window then."""
+        """Chunks that leave the last `window` of `group` when it slides on to `keys`; and the new window."""
         before = self.windows.get(group, [])
         if window is None or (before and position(keys[0], context) <= position(before[-1], context)):
             return (), before  # offered once more, when the request ends
@@ -212,7 +212,7 @@ class RequestState:
         return self.ours(before[: max(0, len(path) - window)]), path[-window:]
 
     def may_wait(self, now: float, patience: float) -> bool:
-        """Whether its chunks may be offered once more: not for longer than `patience` seconds."""
+        """Whether its chunks may be offered again: for at most `patience` seconds, and not after the last offer."""
         if self.is_finishing:
             return False
         if self.refused_since is None:
@@ -220,7 +220,7 @@ class RequestState:
         return now - self.refused_since <= patience
 
     def end_step(self) -> None:
-        """What was found in this step may change."""
+        """Drop the answers of this step."""
         self.answers, self.asked_keys, self.residency = {}, [], None
         self.colder, self.wanted, self.waits = set(), {}, False
 
@@ -242,7 +242,7 @@ class Ticket:
 
     @property
     def slots(self) -> list[int]:
-        """All of them."""
+        """The slots of all jobs."""
         return [slot for _, run in self.jobs for slot in run.indices]
 
     def end(
@@ -302,7 +302,7 @@ def hints_of(context: ReqContext, usual: RequestHints) -> RequestHints:
 
 
 def known_keys(context: ReqContext) -> dict[OffloadKey, int]:
-    """The chunks that vLLM has told of, each with the tokens up to its end."""
+    """The chunks that vLLM has named, each with the number of tokens up to its end."""
     return getattr(context, "_offload_key_positions", {})
 
 
@@ -312,16 +312,16 @@ def position(key: OffloadKey, context: ReqContext) -> int:
 
 
 def has_more(keys: Sequence[OffloadKey], context: ReqContext) -> bool:
-    """Whether vLLM has told of chunks behind `keys` in their KV cache group."""
+    """Whether vLLM has named chunks behind `keys` in their KV cache group."""
     of_group = (key for key in reversed(known_keys(context)) if key[-GROUP_BYTES:] == keys[0][-GROUP_BYTES:])
     return bool(next(of_group, keys[-1]) != keys[-1])
 
 
 def residency(cache: TieredCache, keys: Sequence[Key]) -> Residency:
-    """Where chunks are now; they are not kept there."""
+    """Where chunks are now, without a lease."""
     return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.NOTHING, each=True).residency[0]
 
 
 def knows(cache: TieredCache, key: Key) -> bool:
-    """Whether a tier has `key`, or will have."""
+    """Whether a tier has `key`, or a copy of it is in flight."""
     return residency(cache, [key]).presences[0] is not Presence.ABSENT

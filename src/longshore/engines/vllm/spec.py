@@ -89,7 +89,7 @@ class CanonicalBlocks:
         return np.concatenate(rows, axis=1)
 
     def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Set them."""
+        """Overwrite `blocks` with `data`, of the shape that `read` returns."""
         import torch  # noqa: PLC0415 - vLLM has it
 
         begin = 0
@@ -105,7 +105,7 @@ _APART = (
     "ranks on several nodes are not served, because ranks share host memory: run them on one machine, with one /dev/shm"
 )
 _PLAIN = (
-    "vLLM's plain OffloadingConnector cannot report failed loads: a load that fails twice stops the engine. With "
+    "vLLM's plain OffloadingConnector cannot report failed loads: a load that fails twice will stop the engine. With "
     "LongshoreConnector its request is recomputed: `longshore vllm-config` prints the configuration."
 )
 
@@ -129,7 +129,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         super().__init__(config)
         refuse(config.parallel, nodes())
         self.reports_failures = False
-        """Whether the connector tells vLLM of loads that failed; ours does."""
+        """Whether the connector reports failed loads to vLLM; `LongshoreConnector` does."""
         self.offload_prompt_only = bool(self.extra_config.get("offload_prompt_only", False))
         self.replicated_layout = config.replicated_layout
         parallel = config.parallel
@@ -141,7 +141,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         )
 
     def get_manager(self) -> LongshoreManager:
-        """The scheduler's side. The workers are there already, and so is the memory."""
+        """The scheduler's side. The workers have allocated the memory by now."""
         watch_sleeps()
         note = find(self.config.engine_id)
         scope = None
@@ -165,11 +165,11 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """The metrics that `LongshoreManager.get_stats` gives figures for."""
+        """The metrics that `LongshoreManager.get_stats` reports."""
         return definitions()
 
     def get_worker(self, kv_caches: Any) -> LongshoreWorker:
-        """A rank's side; the first rank makes the memory, and tells the others when it has been tested."""
+        """A rank's side. Rank 0 allocates the memory, and publishes it after its self-test."""
         parallel = self.config.parallel
         if parallel.world_size > 1 and not are_together():  # before whatever may fail on one rank alone: all ask
             raise EngineError(_APART)
@@ -205,7 +205,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         return worker
 
     def _warn(self) -> None:
-        """Of what the configuration costs, unless that was meant."""
+        """Log what the configuration may cost."""
         if not self.reports_failures:
             _log.warning(_PLAIN)
         if self.settings.file_path is not None and self.settings.backup is WritePolicy.BACK and is_killed_at_once():

@@ -47,7 +47,7 @@ Watched = Callable[..., Any]
 
 
 def watch_sleeps() -> None:
-    """Have vLLM's engines tell of their sleeps, from now on. Raises `ContractError` if they are not as expected."""
+    """Wrap `EngineCore`, so that resets of a sleep are known. Raises `ContractError` if a method is missing."""
     from vllm.v1.engine.core import EngineCore  # noqa: PLC0415 - it is there where there are managers
 
     contract.check_has(EngineCore, "sleep", "release_kv_cache_memory", "_reset_caches")
@@ -59,7 +59,7 @@ def watch_sleeps() -> None:
 
 
 def _begins_sleep(method: Watched) -> Watched:
-    """From this call on until its future is done, resets of the engine's own are of a sleep."""
+    """A method that marks resets of the engine as those of a sleep until its future is done."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -101,10 +101,10 @@ def _resets(method: Watched) -> Watched:
 
 
 class SleepControl:
-    """What the resets of one manager keep, and its host memory while the engine sleeps."""
+    """Which tiers a reset keeps, and whether host memory is freed while the engine sleeps."""
 
     def __init__(self, runtime: Runtime, stamps: Stamps, slabs: int, config: Config) -> None:
-        """The host tier has so many `slabs`."""
+        """`slabs` is the number of slabs of the host tier."""
         self._runtime = runtime
         self._stamps = stamps
         self._slabs = slabs
@@ -182,7 +182,7 @@ class SchedulerTiers:
     is_off: bool = False
 
     def close(self) -> None:
-        """Write back what a restart would lose, and give everything back. Idempotent."""
+        """Write back chunks that a restart would lose, then release all resources. Idempotent."""
         self.loop.close()
         if not self.runtime.close():
             _log.warning(

@@ -112,7 +112,7 @@ class _WorkerJob:
 
 
 class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies for one rank."""
+    """vLLM's offloading worker: the copies of one rank."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
                 self._begin_part(load, spec)
 
     def get_finished(self) -> list[VllmResult]:
-        """What has ended since the last call."""
+        """Jobs that have ended since the last call."""
         self._poll()
         done, self._done = self._done, []
         return done
@@ -192,12 +192,12 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
                 self._loaded(job, job.load, result)
 
     def wait(self, job_ids: set[int]) -> None:
-        """Block until these have ended; those that are not known have."""
+        """Block until these jobs have ended. Unknown jobs have ended."""
         ours = [number for number, job in self._jobs.items() if job.theirs in job_ids]
         self.engine.wait(ours)
 
     def before_device_release(self) -> None:
-        """Device memory is about to go: until it is back no copy touches it. Idempotent.
+        """Device memory is about to be freed: no copy uses it until it is restored. Idempotent.
 
         Jobs that do not end within a minute are cancelled. Host memory is given back as well, if the manager says so.
         """
@@ -218,7 +218,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
             self.stamps.lacks_memory(self._rank, lacks=self.arena.is_given_back)
 
     def after_device_restore(self) -> None:
-        """Device memory is there again, at its former addresses; its content is not. Idempotent.
+        """Device memory was restored at its former addresses, without its content. Idempotent.
 
         Without host memory, if that is not there again, the engine goes on: the tiers find and store nothing.
         """
@@ -242,7 +242,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self.stamps.slept(self._rank)
 
     def _wait_for_first_rank(self) -> None:
-        """The memory of all ranks is there. Raises `TierError` if it is not."""
+        """Wait until rank 0 has allocated host memory again. Raises `TierError` if it could not."""
         deadline = time.monotonic() + PATIENCE
         while self.stamps.is_asleep(0) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -250,7 +250,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
             raise TierError("rank 0 could not allocate host memory again")
 
     def shutdown(self) -> None:
-        """Wait for what is being copied, and give everything back. Idempotent."""
+        """Wait for copies in flight, then release all resources. Idempotent."""
         self._changes.close()
         self._adapters.close()
         self.engine.shutdown(_LOAD_PATIENCE)
@@ -258,7 +258,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self.arena.close()
 
     def _loaded_adapter(self, lora: Any, number: int) -> None:
-        """Without our connector nobody knows whose blocks mean something else now: all are forgotten."""
+        """An adapter was loaded. The plain connector does not name adapters: other bytes clear all tiers."""
         if tell(lora, self.stamps, self._rank, number) and not self.reports_failures:
             self.stamps.weights_changed(self._rank)
 
@@ -283,11 +283,11 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
             self._end_badly(job)
 
     def _is_outdated(self, job: _WorkerJob) -> bool:
-        """Whether weights have changed, or device memory has gone, since the manager ordered `job`."""
+        """Whether weights have changed, or device memory was freed, since the manager ordered `job`."""
         return (self.stamps.weight_changes, self.stamps.naps) != job.spec.epoch
 
     def _try(self, job: _WorkerJob) -> bool:
-        """Submit what is to be copied; says whether it was taken."""
+        """Submit the transfer of `job`; returns whether the engine accepted it."""
         if self._asleep:
             return False
         try:
@@ -383,14 +383,14 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._done.append(VllmResult(load.theirs, True, *moved))
 
     def take_failed(self, jobs: Collection[int]) -> set[int]:
-        """Which of these loads have failed, told once."""
+        """Which of these loads have failed; each is returned once."""
         failed = self.failed & set(jobs)
         self.failed -= failed
         return failed
 
 
 def _part(blocks: GPULoadStoreSpec, spec: SlotsSpec, per_chunk: int) -> GPULoadStoreSpec:
-    """Those of the `blocks` of a load that the chunks of `spec` go to."""
+    """The `blocks` of a load that the chunks of `spec` are copied to."""
     ids, begin = blocks.block_ids.tolist(), 0
     mine: list[int] = []
     sizes, indices = [], []
