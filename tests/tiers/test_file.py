@@ -146,7 +146,7 @@ class TestRestart:
         harness.tier.close()
         with caplog.at_level(logging.WARNING):
             harness.tier = opener(image_bytes=2 * PAGE)
-        assert [record.getMessage() for record in caplog.records if "starts empty" in record.getMessage()]
+        assert [record.getMessage() for record in caplog.records if "all records discarded" in record.getMessage()]
         assert len(caplog.records) == 1
         assert harness.tier.generation == 6
         assert harness.tier.recover() == []
@@ -165,7 +165,7 @@ class TestRestart:
         for name in COPIES:
             (directory / name).write_bytes(page)
         before = {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
-        with pytest.raises(FormatError, match=rf"version 4, got {version}.*Nothing was touched; remove the directory"):
+        with pytest.raises(FormatError, match=rf"version 4, got {version}.*Nothing was changed; remove the directory"):
             opener(slots=2)
         assert {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"} == before
 

@@ -411,7 +411,7 @@ def test_what_only_the_queue_cannot_do_is_done_without_it(
         io.alone.clear()
     assert load(harness, APART) == (Status.OK,) * 4
     assert io.alone == []
-    refused = [record.levelname for record in caplog.records if "asynchronous I/O was refused" in record.message]
+    refused = [record.levelname for record in caplog.records if "asynchronous I/O refused" in record.message]
     assert refused == ["WARNING"]
     assert cast(FileTier, harness.tier).troubles["read_io_error"] == 0
 

@@ -43,7 +43,7 @@ class TestOwnership:
         directory.chmod(mode)
         opener()
         assert directory.stat().st_mode & 0o777 == 0o700
-        assert f"could be read by others (mode {mode:04o}); it is 0700 now" in caplog.text
+        assert f"could be read by others (mode {mode:04o}); changed to 0700" in caplog.text
 
     def test_a_directory_of_another_user_is_refused(
         self, opener: Opener, directory: Path, monkeypatch: pytest.MonkeyPatch

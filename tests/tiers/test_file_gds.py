@@ -147,7 +147,7 @@ def test_strict_mode_moves_nothing_by_way_of_the_host(
 
 def test_strict_mode_refuses_a_tier_without_cufile(open_gds: Callable[..., TierHarness]) -> None:
     library = library_of(read=None)
-    with pytest.raises(TierError, match=r"strict mode.*no_gds.*cuFile has no read"):
+    with pytest.raises(TierError, match=r"strict mode.*no_gds.*cuFile has no function read"):
         open_gds(library, strict=True)
     assert library.is_clean
 

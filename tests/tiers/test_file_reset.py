@@ -206,7 +206,7 @@ class TestTwins:
             (directory / name).write_bytes(page)
         before = {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"}
         for _ in range(2):
-            with pytest.raises(FormatError, match="Nothing was touched; remove the directory"):
+            with pytest.raises(FormatError, match="Nothing was changed; remove the directory"):
                 opener()
         assert {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"} == before
 

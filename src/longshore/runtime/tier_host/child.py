@@ -133,7 +133,7 @@ class TierHostServer:
             case Kind.FORGET:
                 self._send(Kind.FORGOTTEN, _forget(tier, *wire.parse_forget(body)).encode())
             case _:
-                raise TierError(f"{kind.name} is not an order")
+                raise TierError(f"{kind.name} is not a request")
 
     def _report(self, tier: FileTier) -> None:
         """Send results, and counts of failures."""
@@ -146,8 +146,8 @@ class TierHostServer:
             self._send(Kind.RESULT, wire.pack_result(result._replace(ticket=self._tickets.pop(result.ticket))))
 
     def _heartbeat(self) -> None:
-        """Tell that this process lives, and how much has ended; by a thread that waits for no disk."""
-        with contextlib.suppress(OSError):  # who would hear it is gone
+        """Report that this process is alive, and how many operations have ended; its thread never waits for a disk."""
+        with contextlib.suppress(OSError):  # the engine has ended
             while True:
                 self._busy.wait()
                 self._send(Kind.ALIVE, wire.pack_alive(0 if self._tier is None else self._tier.ended))
@@ -190,7 +190,7 @@ def open_tier(order: Order, arena: Arena) -> FileTier:
 
 
 def _forget(tier: FileTier, generation: int, scope: bytes) -> str:
-    """Forget; why that could not be done, or nothing."""
+    """Store a reset; returns the error message, empty on success."""
     try:
         tier.forget(generation, scope)
     except TierError as error:
@@ -201,12 +201,12 @@ def _forget(tier: FileTier, generation: int, scope: bytes) -> str:
 def main() -> int:
     """Entry point: uses the standard streams; other output goes to standard error, as does the log."""
     logging.basicConfig(level=logging.WARNING, format="longshore tier host: %(levelname)s: %(message)s")
-    logging.getLogger("longshore.tiers.arena").setLevel(logging.ERROR)  # who made it has said what it is like
+    logging.getLogger("longshore.tiers.arena").setLevel(logging.ERROR)  # its creator has logged its fallbacks
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     answers = os.dup(1)
     os.dup2(2, 1)
-    with contextlib.suppress(BrokenPipeError):  # who would hear it is gone
+    with contextlib.suppress(BrokenPipeError):  # the engine has ended
         return TierHostServer(0, answers).run(int(sys.argv[1]))
     return 0
 

@@ -354,7 +354,7 @@ class HostedFileTier(Tier):
             case Kind.ALIVE:
                 self._ended = wire.parse_alive(body)
             case _:
-                raise WireError(f"{kind.name} is not an answer")
+                raise WireError(f"{kind.name} is not a reply")
 
     def _wait_until_forgotten(self) -> None:
         deadline = time.monotonic() + (0.0 if self.is_stalled else FORGET_PATIENCE)  # it has had its time

@@ -213,7 +213,9 @@ class Directory:
                     )
                 if status.st_mode & 0o077 and not self._guest:
                     self.io.fchmod(fd, 0o700)
-                    _log.warning("%s could be read by others (mode %04o); it is 0700 now", path, status.st_mode & 0o777)
+                    _log.warning(
+                        "%s could be read by others (mode %04o); changed to 0700", path, stat.S_IMODE(status.st_mode)
+                    )
             except BaseException:
                 self.io.close(fd)
                 raise
@@ -279,7 +281,7 @@ def _missing(status: os.stat_result, nbytes: int) -> int:
 
 def _check_owner(status: os.stat_result, path: Path) -> None:
     if status.st_uid != os.geteuid():
-        raise TierError(f"{path} belongs to user {status.st_uid}; expected user {os.geteuid()}, who we are")
+        raise TierError(f"{path} belongs to user {status.st_uid}; expected user {os.geteuid()}, that of this process")
 
 
 SUPERBLOCK = "superblock"
@@ -316,7 +318,7 @@ class Superblocks:
             try:
                 found[name] = fmt.parse_superblock(page)
             except FormatError as error:
-                wrong[name] = str(error) if page else "superblock: there is none"
+                wrong[name] = str(error) if page else "superblock: the file is missing"
         # The copy that says least is written first.
         self._order = sorted(COPIES, key=lambda name: (name in found, found[name][3:][::-1] if name in found else ()))
         self.damaged = wrong if found else {}
@@ -327,7 +329,7 @@ class Superblocks:
         if all(page in (b"", _BLANK) for page in (first, second)) or second == _BLANK:
             return None  # the first one that was ever to be written was not, or is torn: the second one comes after it
         raise FormatError(
-            f"{self._directory.path}: {next(iter(wrong.values()))}. Its copy cannot be used either. Nothing was "
+            f"{self._directory.path}: {next(iter(wrong.values()))}. Its copy is damaged, too. Nothing was "
             f"touched; remove the directory to start with an empty one"
         )
 
@@ -342,7 +344,7 @@ class Superblocks:
         if len(pages) == 2 and not generations:
             raise FormatError(
                 f"{self._directory.path}: both copies of a reset in it are damaged, so nothing in it may be served. "
-                f"Nothing was touched; remove the directory to start with an empty one"
+                f"Nothing was changed; remove the directory to start with an empty one"
             )
         return max(generations, default=0)
 

@@ -1,9 +1,9 @@
-"""GPUDirect Storage: images between the segment and a device's memory, without a stop in host memory.
+"""GPUDirect Storage: images between the segment and device memory, without a copy in host memory.
 
-    write    device: checksum ──► cuFile: image ──► header           both verified as ever when they are read
+    write    device: checksum ──► cuFile: image ──► header           reads verify both
     read     header, cuFile: image ──► device: checksum
 
-Every call of cuFile, and of the device, is made by a thread of the queue, so that many are under way at once.
+Every call of cuFile and of the device is made by a thread of the queue, so that many run at once.
 
 cuFile is tried when the tier opens, and again with every image. Images that cuFile refuses are copied through host
 memory and counted; records on disk are the same either way.
@@ -46,8 +46,8 @@ def load_cufile() -> object:
 class CuFile:
     """One file, and one piece of device memory of `nbytes` at `address`, registered with cuFile until `close`.
 
-    Reads and writes block until they are done, in order with nothing that a stream does: whoever calls has waited for
-    what touches those bytes, and whoever is told has others touch them only then.
+    Reads and writes block, and are not ordered with any stream: the caller must have waited for all other accesses to
+    the bytes, and must not start new ones until the call returns.
     """
 
     def __init__(self, library: object, fd: int, address: int, nbytes: int) -> None:
@@ -92,7 +92,7 @@ class CuFile:
     def _call(self, name: str, *arguments: Any) -> Any:
         function: Callable[..., Any] | None = getattr(self._library, name, None)
         if function is None:
-            raise DeviceError(f"cuFile has no {name}: a version that is not known here")
+            raise DeviceError(f"cuFile has no function {name}: unsupported version of cuda-bindings")
         try:
             return function(*arguments)
         except Exception as error:
@@ -216,7 +216,7 @@ class GdsPayload:
     def write(
         self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], seal: Seal
     ) -> IoCoroutine[list[Status]]:
-        """The image first: a header must not stand before bytes that are not there yet for longer than it has to."""
+        """Write the image, then the header, so that no header precedes incomplete bytes for long."""
         (op,), (place,), header = ops, places, staging.header
         if (file := self._file_for(op)) is not None:
 
@@ -273,7 +273,7 @@ class GdsPayload:
         return [Status.OK]
 
     def close(self) -> None:
-        """Let go of cuFile."""
+        """Close cuFile. Idempotent."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -285,7 +285,7 @@ class GdsPayload:
             self._bound.done = True
 
     def _open(self, load: Callable[[], object]) -> CuFile | None:
-        """cuFile, once it has moved a page; `None` where it does not."""
+        """cuFile, after a test read of one page; `None` if that fails."""
         file: CuFile | None = None
         undo = self._memory.bind()
         try:
@@ -313,7 +313,7 @@ class GdsPayload:
         return self._file
 
     def _wait(self, work: Callable[[], T]) -> IoCoroutine[T]:
-        """Have a thread do `work` with the device: what it returns, or the `DeviceError` that it raises."""
+        """Run `work` in a thread of the queue; returns its result, or raises its `DeviceError`."""
         call = _Call(self.bind, work)
         yield Move([Piece([], 0, call)], writing=False)
         return call.result()
@@ -322,7 +322,7 @@ class GdsPayload:
         """Count an image that goes through host memory; `DeviceError` in strict mode."""
         self._fallbacks[reason] += 1
         if self._strict:
-            raise DeviceError(f"strict mode: nothing may go by way of the host ({reason}): {error or 'not for cuFile'}")
+            raise DeviceError(f"strict mode: the image would need host memory ({reason}): {error or 'not for cuFile'}")
         if error is not None:
             _log.debug("an image goes through host memory (%s): %s", reason, error)
 
@@ -333,10 +333,10 @@ class _Call(Generic[T]):
     def __init__(self, bind: Callable[[], None], work: Callable[[], T]) -> None:
         self._bind = bind
         self._work = work
-        self._result: T | DeviceError = DeviceError("it was not carried out")
+        self._result: T | DeviceError = DeviceError("the call was never made")
 
     def __call__(self) -> int:
-        """Carry it out; 0 for the queue."""
+        """Make the call; returns 0, the result of the piece."""
         self._bind()
         try:
             self._result = self._work()
@@ -345,7 +345,7 @@ class _Call(Generic[T]):
         return 0
 
     def result(self) -> T:
-        """What came of it; raises `DeviceError`."""
+        """The result of the call; raises its `DeviceError`."""
         if isinstance(self._result, DeviceError):
             raise self._result
         return self._result

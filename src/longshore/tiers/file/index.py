@@ -1,4 +1,4 @@
-"""The tier's index: which record is in which slot. It serves the next process; this one asks its control plane.
+"""The tier's index: which record is in which slot. It is read by the next process; this one asks its control plane.
 
     invalidate   these slots hold no record; called before anything is written to them
     insert       this record was written completely
@@ -134,15 +134,15 @@ class RecordIndex:
         return self._pool_of[slot // self._stride] == pool
 
     def invalidate(self, places: Iterable[tuple[int, int]]) -> None:
-        """The slots of `places`, each with its pool, hold nothing from now on, nor do their slabs for other pools.
+        """Invalidate the slots of `places`, each with its pool, and all records of other pools in their slabs.
 
-        Raises `OSError` where the disk does not take that. Nothing has changed then: they must not be written to.
+        Raises `OSError` if the journal cannot be written. Nothing has changed then, and the slots must not be written.
         """
         with self._changing:
             self._invalidate(list(places))
 
     def discard(self, slots: Iterable[int]) -> None:
-        """Nobody is to find the records in `slots` any more."""
+        """Discard the records in `slots`; no process finds them any more."""
         with self._changing:
             self._discard(slots)
 
@@ -153,7 +153,7 @@ class RecordIndex:
                 self._discard([slot])
 
     def insert(self, headers: Sequence[RecordHeader]) -> None:
-        """Records were written. One whose slab was given to another pool meanwhile is not there any more."""
+        """Insert records that were written, except those whose slab was assigned to another pool meanwhile."""
         now = min(max(int(time.time()), 0), fmt.MAX_TIME)  # whatever the clock says
         entries = [fmt.pack_entry(header, now) for header in headers]
         with self._changing:
@@ -167,13 +167,13 @@ class RecordIndex:
                 self._journal_inserted()
 
     def flush(self) -> None:
-        """Journal what was inserted: the next process knows of it from here on."""
+        """Write insertions to the journal, for the next process."""
         with self._changing:
             if self._inserted:
                 self._journal_inserted()
 
     def touch(self, slots: Iterable[int]) -> None:
-        """The records in `slots` were served."""
+        """Record that the records in `slots` were served."""
         with self._changing:
             for slot in slots:
                 if self._sequences[slot]:
@@ -182,7 +182,7 @@ class RecordIndex:
                     self._touched += 1
 
     def forget(self, generation: int) -> None:
-        """What is older than `generation` is gone; the superblock says so already, so the disk may go on listing it."""
+        """Drop entries older than `generation`. The superblock already excludes them, so the journal need not."""
         with self._changing:
             older = self._table["generation"] < generation
             self._table[older] = np.zeros(1, ENTRY)
@@ -269,12 +269,12 @@ class RecordIndex:
                 del self._inserted[ended]
 
     def _journal_inserted(self) -> None:
-        """Journal what was inserted, in one call, as far as there is room for that and the invalidations to come."""
+        """Write insertions to the journal in one call, as far as it has room besides all future invalidations."""
         inserted, journal = list(self._inserted.items()), self._journal
         self._inserted.clear()
         some = inserted[: max(0, (journal.room - journal.written - self._listed_slots) // 2)]
         self._missing |= len(some) < len(inserted)
-        for slot, _ in some:  # also where that fails: part of it may lie there
+        for slot, _ in some:  # also if the write fails: part of it may be on disk
             self._listed_slots += not self._listed[slot]
             self._listed[slot] = 1
         try:
@@ -296,7 +296,7 @@ class RecordIndex:
         try:
             self._write(self._journal.epoch, entries, known)
         except TierError:
-            self._missing = True  # in what is on the medium
+            self._missing = True  # on disk
             raise
         self._epoch = self._journal.epoch
 
@@ -323,8 +323,8 @@ def _in_order(table: Entries, used: npt.NDArray[np.int64]) -> Entries:
 class _Journal:
     """An open, empty journal for the changes after checkpoint `epoch`.
 
-    Nothing is synchronised. What the process has written is the system's, and survives a `kill -9`; a crash of the
-    machine may lose the newest journal records, and reading is what then finds out.
+    Nothing is synchronised. Records that the process has written survive a `kill -9`. A crash of the machine may lose
+    the newest ones; verification at each read covers that.
 
     Attributes:
         room: Journal records that it has room for.
@@ -363,21 +363,21 @@ class _Journal:
         self.written += len(records)
 
     def close(self) -> None:
-        """Give the descriptor back. Idempotent."""
+        """Close the descriptor. Idempotent."""
         if self._fd >= 0:
             self._io.close(self._fd)
             self._fd = -1
 
 
 RETRY_SECONDS = 30.0
-"""After a checkpoint that failed, the next one is tried so much later."""
+"""Delay after a failed checkpoint."""
 
 
 class Checkpointer:
     """Writes checkpoints of `index`, one at a time. Thread-safe.
 
     Attributes:
-        failures: Checkpoints that could not be written. The index goes on without: a restart may know less.
+        failures: Checkpoints that could not be written. The index continues; a restart may recover fewer records.
     """
 
     def __init__(self, index: RecordIndex, name: str) -> None:
@@ -389,7 +389,7 @@ class Checkpointer:
         self._not_before = 0.0
 
     def nudge(self) -> None:
-        """A checkpoint may be due; begins it, unless one is under way, or has just failed."""
+        """Begin a checkpoint if one is due, unless one is in progress or has just failed."""
         if self._index.due and time.monotonic() >= self._not_before and self._busy.acquire(blocking=False):
             try:
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
@@ -398,7 +398,7 @@ class Checkpointer:
                 self._busy.release()
 
     def close(self) -> None:
-        """Wait for the checkpoint that is under way, and write a last one. Idempotent."""
+        """Wait for the checkpoint in progress, and write a last one. Idempotent."""
         if not self._closed:
             self._closed = True
             self._busy.acquire()
@@ -421,8 +421,8 @@ class Checkpointer:
         self.failures += 1
         if self.failures == 1:
             _log.warning(
-                "index checkpoint failed: %s; tried again after %d s. Records written since the last one may be lost "
-                "at a restart: check the disk. This is said once",
+                "index checkpoint failed: %s; retry in %d s. Records written since the last one may be lost "
+                "at a restart: check the disk. Later failures are only counted",
                 error,
                 RETRY_SECONDS,
             )

@@ -179,7 +179,7 @@ _VECTOR = struct.Struct("<QQ")  # address, bytes
 _EVENT = struct.Struct("<QQqq")  # data, control block, result; unused
 
 _ASYNCHRONOUS = frozenset({"ext4", "xfs"})
-"""File systems of which `io_submit` does not wait for the disk. On others it may: then threads are faster."""
+"""File systems where `io_submit` does not wait for the disk. On others it may, and threads are faster."""
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.argtypes = [ctypes.c_long] * 6
@@ -187,7 +187,7 @@ _syscall.restype = ctypes.c_long
 
 
 def open_aio_queue(fd: int, pieces: int, buffers: int) -> AioQueue | None:
-    """Asynchronous I/O for `pieces` of at most `buffers`, where this system has it.
+    """A queue for `pieces` of at most `buffers` each; `None` if the system has no asynchronous I/O.
 
     Raises `OSError`: not compiled in, not allowed, fs.aio-max-nr, or a file system where `io_submit` may block.
     """
@@ -212,9 +212,9 @@ def file_system_of(fd: int) -> str:
 
 
 class AioQueue:
-    """A context of the system's, and an event that it signals. For one thread, but for `wake`.
+    """An asynchronous I/O context of the kernel, and the eventfd that it signals. For one thread, except `wake`.
 
-    A piece has the number of its place in the arrays that the system is told of it by.
+    The number of a piece is its position in the arrays of control blocks and vectors.
     """
 
     def __init__(self, calls: _Calls, fd: int, pieces: int, buffers: int) -> None:
@@ -238,7 +238,7 @@ class AioQueue:
             raise
 
     def submit(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
-        """As `Queue.submit`."""
+        """As `IoQueue.submit`."""
         given = self._free[-len(pieces) :]
         for at, (number, piece) in enumerate(zip(given, pieces, strict=True)):
             self._describe(number, piece, _PWRITEV if writing else _PREADV)
@@ -255,7 +255,7 @@ class AioQueue:
         return given
 
     def reap(self) -> list[tuple[int, int]]:
-        """As `Queue.reap`."""
+        """As `IoQueue.reap`."""
         os.read(self._event, 8)
         ended, self._refused = self._refused, []
         if self._in_flight:
@@ -264,11 +264,11 @@ class AioQueue:
         return ended
 
     def wake(self) -> None:
-        """As `Queue.wake`."""
+        """As `IoQueue.wake`."""
         os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
-        """Wait for what is under way, and give all back. Idempotent; in a forked child, which has no context, too."""
+        """Wait for pieces in flight, and release all resources. Idempotent; a forked child has no context to close."""
         self._close_context()
         if self._event >= 0:
             os.close(self._event)
@@ -290,7 +290,7 @@ class AioQueue:
         except InterruptedError:
             self.wake()
             return []
-        except OSError as error:  # nobody can say how they end: they must, before their memory is anybody else's
+        except OSError as error:  # results are lost: close the context, which waits, before the memory is reused
             self._close_context()
             self._refuse(list(self._in_flight), error)
             ended, self._refused = self._refused, []
@@ -302,12 +302,12 @@ class AioQueue:
         return ended
 
     def _refuse(self, numbers: Sequence[int], error: OSError) -> None:
-        """They have failed; `reap` says so."""
+        """End pieces that the system did not accept; `reap` returns them with the error."""
         if not self._is_warned:
             self._is_warned = True
             _log.warning(
-                "asynchronous I/O was refused (%s); slower plain calls instead, now and whenever it is: check "
-                "fs.aio-max-nr and memory. This is said once",
+                "asynchronous I/O refused (%s); using plain calls, which are slower: check fs.aio-max-nr and memory. "
+                "Later refusals are not logged",
                 error,
             )
         for number in numbers:
@@ -341,22 +341,22 @@ class AioQueue:
 
 
 _INTERRUPTIONS = 100
-"""A call that is interrupted more often than this in a row is an error, not bad luck."""
+"""Consecutive interruptions of a call after which it has failed."""
 
 _NEVER_THROUGH_A_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class RawIo(Protocol):
-    """The system calls of a file tier. `preadv`, `pwritev` and a queue move images; the others keep the books."""
+    """The system calls of a file tier. `preadv`, `pwritev` and the queue move images, the others metadata."""
 
     def open_directory(self, path: Path, /, *, create: bool) -> int:
-        """A descriptor of a directory, which may be made, with its parents, when it does not exist."""
+        """A descriptor of a directory; with `create`, it is created with its parents if missing."""
 
     def open(self, name: str, directory: int, /, *, create: bool) -> int:
-        """A descriptor, for reading and writing, of a file in `directory`; mode 0600 if it is made here."""
+        """A descriptor, for reading and writing, of a file in `directory`; mode 0600 if it is created here."""
 
     def close(self, fd: int, /) -> None:
-        """`os.close`; the descriptor is gone then, whatever the system has to say, and nobody can be told."""
+        """`os.close`; never raises. The descriptor is invalid afterwards, also after an error."""
 
     def fstat(self, fd: int, /) -> os.stat_result:
         """`os.fstat`."""
@@ -365,7 +365,7 @@ class RawIo(Protocol):
         """`os.fchmod`."""
 
     def lock(self, fd: int, /) -> bool:
-        """Lock a file for this process, until it closes the file or ends; whether that could be had at once."""
+        """Lock a file for this process, until it closes the file or ends. Does not wait; returns whether it could."""
 
     def pread(self, fd: int, nbytes: int, offset: int, /) -> bytes:
         """`os.pread`."""
@@ -386,19 +386,19 @@ class RawIo(Protocol):
         """`os.ftruncate`."""
 
     def allocate(self, fd: int, nbytes: int, /) -> None:
-        """Have the first `nbytes` of a file allocated; what was not there reads as zeros."""
+        """Allocate the first `nbytes` of a file; new bytes read as zeros."""
 
     def free_bytes(self, fd: int, /) -> int:
-        """What the file system of `fd` has free for us."""
+        """Bytes of the file system of `fd` that this user can allocate."""
 
     def enable_direct(self, fd: int, /) -> bool:
-        """Switch `fd` to direct I/O; whether it can."""
+        """Switch `fd` to direct I/O; returns whether that worked."""
 
     def open_queue(self, fd: int, pieces: int, buffers: int, /) -> IoQueue | None:
-        """For a file with direct I/O, and so many pieces of so many buffers; `None` where there is none."""
+        """A queue for `pieces` of at most `buffers` each, for a file with direct I/O; `None` if there is none."""
 
     def drop_cache(self, fd: int, offset: int, nbytes: int, /) -> None:
-        """Have the page cache let go of a range of a file that is on the medium."""
+        """Drop a synchronised range of a file from the page cache."""
 
 
 class SystemIo:
@@ -421,7 +421,7 @@ class SystemIo:
         return os.open(name, flags, 0o600, dir_fd=directory)
 
     def close(self, fd: int, /) -> None:
-        """`os.close`. All that must last was synchronised before; what the system says of the rest goes to the log."""
+        """`os.close`. Durable data was synchronised before, so an error is only logged."""
         try:
             os.close(fd)
         except OSError as error:
@@ -430,7 +430,7 @@ class SystemIo:
             _log.warning("closing file descriptor %d failed: %s", fd, error)
 
     def lock(self, fd: int, /) -> bool:
-        """A record lock: unlike `flock`'s it is the process's own, and a forked child does not keep it."""
+        """A record lock: unlike `flock`'s it belongs to the process, and a forked child does not inherit it."""
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -486,11 +486,11 @@ class SystemIo:
 
 
 def read_all(io: RawIo, fd: int, nbytes: int, offset: int) -> bytes:
-    """`nbytes` from `offset`, fewer only where the file ends."""
+    """Read `nbytes` from `offset`; fewer only at the end of the file."""
     parts: list[bytes] = []
     done = 0
     while done < nbytes:
-        part = patiently(io.pread, fd, nbytes - done, offset + done)
+        part = retry_interrupted(io.pread, fd, nbytes - done, offset + done)
         if not part:
             break
         parts.append(part)
@@ -499,10 +499,10 @@ def read_all(io: RawIo, fd: int, nbytes: int, offset: int) -> bytes:
 
 
 def read_into(io: RawIo, fd: int, buffer: memoryview, offset: int) -> int:
-    """Fill `buffer` from `offset`; bytes read, fewer only where the file ends."""
+    """Fill `buffer` from `offset`; returns the bytes read, fewer only at the end of the file."""
     done = 0
     while done < len(buffer):
-        moved = patiently(io.preadv, fd, [buffer[done:]], offset + done)
+        moved = retry_interrupted(io.preadv, fd, [buffer[done:]], offset + done)
         if moved <= 0:
             break
         done += moved
@@ -510,18 +510,18 @@ def read_into(io: RawIo, fd: int, buffer: memoryview, offset: int) -> int:
 
 
 def write_all(io: RawIo, fd: int, data: bytes | memoryview, offset: int) -> None:
-    """All of `data` at `offset`; `OSError` if that cannot be had."""
+    """Write all of `data` at `offset`. Raises `OSError`."""
     left = memoryview(data).cast("B")
     done = 0
     while done < len(left):
-        written = patiently(io.pwrite, fd, left[done:], offset + done)
+        written = retry_interrupted(io.pwrite, fd, left[done:], offset + done)
         if written <= 0:
             raise OSError(errno.EIO, f"only {done} of {len(left)} bytes were written")
         done += written
 
 
-def patiently(call: Callable[..., T], *arguments: object) -> T:
-    """What `call` gives once it is not interrupted; raises `InterruptedError` if that never seems to end."""
+def retry_interrupted(call: Callable[..., T], *arguments: object) -> T:
+    """Retry `call` while it is interrupted; raises `InterruptedError` after too many interruptions."""
     for _ in range(_INTERRUPTIONS):
         try:
             return call(*arguments)

@@ -1,4 +1,4 @@
-"""Opens the files of a tier directory, and recovers which records they hold.
+"""Recovery: opens the files of a tier directory, loads the checkpoint, replays the journals.
 
     capacity, image sizes ──► slabs       as many as fit, index files included
     ──► all files reserved                a failure up to here leaves the directory as it was
@@ -131,7 +131,7 @@ def _read_checkpoint(directory: Directory, file: int) -> _Checkpoint | None:
         body = directory.read(name, header.records * fmt.ENTRY.itemsize, PAGE)
         return _Checkpoint(header.epoch, header.known, fmt.parse_checkpoint_body(header, body))
     except FormatError as error:
-        _log.info("%s is not used: %s", directory.path / name, error)
+        _log.info("recovery: %s ignored: %s", directory.path / name, error)
         return None
 
 
@@ -143,7 +143,7 @@ def _read_journal(directory: Directory, file: int) -> int | None:
     try:
         return fmt.parse_journal_header(page)
     except FormatError as error:
-        _log.info("%s is not used: %s", directory.path / journal_name(file), error)
+        _log.info("recovery: %s ignored: %s", directory.path / journal_name(file), error)
         return None
 
 
@@ -283,7 +283,7 @@ def _next_superblock(
     if before is None:
         return fmt.Superblock(fresh.slabs, fresh.slab_bytes, sizes, superblocks.reset(), opens=1)
     if before.opens + 1 >= fmt.OPENS_LIMIT:
-        raise FormatError(f"{directory.path} was opened {before.opens} times, the most it can be; remove the directory")
+        raise FormatError(f"{directory.path} was opened {before.opens} times, which is the limit; remove the directory")
     if before.image_bytes == sizes:
         enough = max(fresh.slab_bytes, capacity // (_ENOUGH * len(sizes)))
         if before.slab_bytes <= enough:
@@ -292,7 +292,8 @@ def _next_superblock(
     if before.generation >= MAX_GENERATION:
         raise FormatError(f"{directory.path} was reset too often for other image sizes; remove the directory")
     _log.warning(
-        "%s held images of %s bytes, in slabs of %d; it starts empty, for images of %s bytes",
+        "%s: all records discarded: they are images of %s bytes in slabs of %d, and this model has images of %s bytes; "
+        "give each model a directory of its own",
         directory.path,
         _listed(before.image_bytes),
         before.slab_bytes,

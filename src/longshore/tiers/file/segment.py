@@ -1,10 +1,10 @@
-"""The segment, and how images get between it and memory: host memory here, a device's in `gds.py`.
+"""The segment, and the movement of images between it and memory: host memory here, device memory in `gds.py`.
 
     write    image ─► checksum ─► header │ image ─► segment          one call where images lie in host memory
     read     segment ─► header │ image                                verified by the caller, then delivered
 
-Direct I/O where the file system allows it, so that neither writes nor reads live off the page cache. Where it does not,
-`Segment.direct` says so, and pages are dropped from the cache once they are on the medium.
+Direct I/O is used where the file system allows it, so that the page cache holds no second copy. Otherwise,
+`Segment.direct` is false, and pages are dropped from the cache after they have been synchronised.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Segment:
             return self._io.open_queue(self.fd, pieces, buffers) if self.direct else None
         except OSError as error:
             _log.warning(
-                "%s: no asynchronous I/O (%s); threads instead, which are slower: on ext4 or xfs, check fs.aio-max-nr",
+                "%s: no asynchronous I/O (%s); slower threads instead: on ext4 or xfs, check fs.aio-max-nr",
                 self._path,
                 error.strerror,
             )
@@ -149,9 +149,9 @@ class Payload(Protocol):
     def read(
         self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: Verifier
     ) -> IoCoroutine[list[Status]]:
-        """Read the records at `places`, headers into those of `staging`; images that are right are where they belong.
+        """Read the records at `places`, headers into those of `staging`; verified images are at the offsets of `ops`.
 
-        As `write`.
+        Errors as for `write`.
         """
 
     def close(self) -> None:

@@ -133,9 +133,9 @@ class FileTier(Tier):
     """Slots for images of `image_bytes` in one file in `directory`, which is locked until `close`.
 
     `capacity` bounds the bytes on disk, headers and administration included; they are allocated here, so that a full
-    disk is met at start. Opening keeps what an earlier process wrote, if it wrote images of these sizes: with less
-    capacity, the slots above are lost; with more, there are more. Images of other sizes are dropped: it is a cache.
-    Slabs as large as they are now are kept, too, unless there is so little capacity that there would be too few.
+    disk is an error at start. Records of an earlier process are kept if its images had the same sizes; with less
+    capacity, the slots above the new end are lost. Records of images of other sizes are discarded. The slab size is
+    kept as well, unless the capacity has room for too few slabs of it.
 
     Attributes:
         direct: Whether the file system allows direct I/O. If not, pages are dropped from the page cache after each use.
@@ -152,15 +152,15 @@ class FileTier(Tier):
         threads: int = 16,
         io: RawIo | None = None,
     ) -> None:
-        """Open the tier; raises `TierError`, `TierInUseError` or `FormatError`, and keeps what the files held.
+        """Open the tier. Raises `TierError`, `TierInUseError` or `FormatError`, and leaves the files unchanged then.
 
-        That is, until they have been made over to another number of slabs, or to images of other sizes. If the disk
-        fails after that, before all is open, they are made over all the same: the next start finds what fits.
+        Exception: a disk that fails after the superblock with the new geometry was written. The next start recovers
+        the records that fit the new geometry.
 
-        `arena` is where images are, or opens what moves them between the segment and other memory. `scope` is the
-        32-byte fingerprint that bytes must have been written under to be served. `threads` move images where the system
-        has no queue, or where they are on a device. `io` replaces the system calls, for tests. `image_bytes` may be
-        several sizes, by pool and ascending.
+        `arena` is the memory of the images, or a function that opens a `Payload` for other memory. `scope` is the
+        32-byte fingerprint under which bytes must have been written to be served. `threads` move images where the
+        system has no asynchronous I/O, or where images are on a device. `io` replaces the system calls, for tests.
+        `image_bytes` may be several sizes, by pool and ascending.
         """
         sizes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
         slabs_within(capacity, sizes)  # or it cannot be
@@ -190,8 +190,8 @@ class FileTier(Tier):
             self.direct = self._segment.direct
             if not self.direct:
                 _log.warning(
-                    "%s: the file system has no direct I/O; buffered reads and writes instead, which are slower: local "
-                    "ext4 or xfs has it",
+                    "%s: the file system has no direct I/O; using buffered I/O, which is slower: put the directory on "
+                    "local ext4 or xfs",
                     directory,
                 )
             self._payload = HostPayload(arena, self._segment) if isinstance(arena, Arena) else arena(self._segment)
@@ -231,13 +231,13 @@ class FileTier(Tier):
         return {**self._health.troubles, "checkpoint": self._checkpointer.failures}
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
-        """Queue `batch`. Generations above `generation` are refused: they have not been made known by `forget`."""
+        """Queue `batch`. Raises `TierError` for a generation that `forget` was never called with."""
         self._check_open()
         arena_bytes = self._payload.nbytes  # raises when that memory is gone
         check_batch(batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
         newest = max((op.generation for op in batch), default=0)
         if newest > self._stored_generation:
-            # Such a record would outlive a crash without its generation, and could be served after a later reset.
+            # After a crash, such a record would be of an unknown generation, and could be served after a later reset.
             raise TierError(f"generation {newest} was never given to forget(), which knows {self._stored_generation}")
         if self._health.allows(Op.WRITE):
             # All at once, in one system call; `_write` invalidates what was inserted since, or what failed.
@@ -280,13 +280,11 @@ class FileTier(Tier):
             self._resources.close()
 
     def forget(self, generation: int, scope: bytes | None = None) -> None:
-        """Serve nothing older than `generation`; durable on return.
+        """Serve no record older than `generation`; durable on return. With `scope`, use that from now on.
 
-        Given a `scope`, this process writes, and serves, under that one from then on.
-
-        Raises `TierError` when it cannot be stored. Then this process still serves nothing older, and takes nothing
-        newer, but a later one might serve it: until a second try succeeds, or `close` has written it, or has dropped
-        the superblock, and all records with it.
+        Raises `TierError` if the reset cannot be stored. This process then serves nothing older and accepts nothing
+        newer, but a later process might serve older records, until a second call succeeds or `close` has written the
+        reset or dropped the superblock.
         """
         self._check_open()
         check_generation(generation)
@@ -300,13 +298,13 @@ class FileTier(Tier):
             self._scope = scope
 
     def weights_changed(self) -> None:
-        """What is written from now on is for this process alone."""
+        """Records written from now on are served to this process only."""
         self._scope = os.urandom(len(self._scope))
 
     def recover(self) -> list[StoredChunk]:
-        """Chunks of our scope, least recently used first; of two with one key, the one that was written later.
+        """Chunks of this scope, least recently used first; of two with one key, the one written later.
 
-        From the index alone: an image that was torn in a crash is found when it is read.
+        Reads the index only: an image that was torn in a crash is detected when it is read.
         """
         self._check_open()
         entries = self._index.entries()
