@@ -99,6 +99,8 @@ class EventLog:
     """The last `limit` events that nobody has pulled yet."""
 
     def __init__(self, limit: int) -> None:
+        self.on = limit > 0
+        """Whether anything is recorded."""
         self.now = 0.0
         self.by: Key | None = None
         """The chunk that room is being made for."""
@@ -108,11 +110,6 @@ class EventLog:
         self._limit = limit
         self._last = 0
         self._missed = 0
-
-    @property
-    def on(self) -> bool:
-        """Whether anything is recorded."""
-        return self._limit > 0
 
     def record(self, kind: EventKind, about: Iterable[Key | None] = (None,), **fields: Any) -> None:
         """One event of `kind` about each of some keys; `fields` are those of `Event`."""

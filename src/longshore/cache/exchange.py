@@ -14,10 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from longshore.boundary import Key, ProbeResult, Status
-from longshore.cache.flow import Flow
 from longshore.cache.foreign import Foreign
-from longshore.cache.jobs import Job, Side
 from longshore.cache.settings import Sightings, WriteRule
+from longshore.cache.transfers import Flow, Job, Side
 from longshore.cache.types import DropReason, MissReason
 from longshore.errors import JobError
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from longshore.boundary import Key, Probe, ProbeResult, Status
-from longshore.cache.flow import Flow
+from longshore.cache.transfers import Flow
 from longshore.cache.types import Answer
 from longshore.errors import JobError
 

@@ -2,35 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
-
-import numpy as np
-
-from longshore.boundary import Key
-from longshore.cache.columns import column, marks
-from longshore.cache.pool import READY, STATES
+from longshore.cache.pool import STATES
 from longshore.cache.store import Store
-from longshore.cache.types import MissReason, Resident, Run, SizeStats, TierStats
+from longshore.cache.types import Resident, SizeStats, TierStats
 from longshore.errors import CacheError
-
-_NOWHERE = 255
-"""No tier has this number."""
-
-
-def runs(store: Store, nodes: Sequence[int]) -> tuple[Run, ...]:
-    """Where `nodes` are, as runs by the warmest tier that has them ready."""
-    at = np.array(nodes, np.int32)
-    if len(at) and np.count_nonzero(store.index.are_ready(at, 0)) == len(at):
-        return (Run(store.levels[0].name, len(at)),)
-    warmest = np.full(len(at), _NOWHERE, np.uint8)
-    for tier in reversed(store.index.tiers):
-        slots = column(store.index.slot[tier])[at]
-        there = slots >= 0
-        there[there] = marks(store.pools[tier].state)[slots[there]] == READY
-        warmest[there] = tier
-    runs = ((tier, len(list(run))) for tier, run in groupby(warmest.tobytes()))
-    return tuple(Run(store.levels[tier].name, chunks) for tier, chunks in runs if tier != _NOWHERE)
 
 
 def residents(store: Store) -> list[Resident]:
@@ -63,29 +38,6 @@ def stats(store: Store) -> tuple[TierStats, ...]:
         )
         for level, pool, policy in zip(store.levels, store.pools, store.policies, strict=True)
     )
-
-
-def miss(store: Store, key: Key) -> MissReason:
-    """Why a request that got no further than to some chunk before `key` does without it."""
-    index = store.index
-    node = index.get(key)
-    if not node:
-        return MissReason.ABSENT
-    return MissReason.IN_FLIGHT if index.warmest_ready(node) < 0 else MissReason.BEHIND
-
-
-def count_misses(store: Store, keys: Sequence[Key], end: int, known: int, foreign: int = 0) -> None:
-    """A request got no further than to before `keys[end]`; a tier will have what leads to before `keys[known]`.
-
-    So many of the rest a foreign tier is known to have. Orphans may be among it.
-    """
-    misses = store.counters.misses
-    if store.index.orphans:
-        known = len(keys)
-    for key in keys[end:known]:
-        misses[miss(store, key)] += 1
-    misses[MissReason.ABSENT] += len(keys) - known - foreign
-    misses[MissReason.FOREIGN] += foreign
 
 
 def check_integrity(store: Store) -> None:

@@ -20,18 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key, Section
-from longshore.cache import inspect
 from longshore.cache.columns import column, has_twins, leading, marks, numbers, once
 from longshore.cache.events import EventKind
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.exchange import Exchange
-from longshore.cache.flow import Flow
 from longshore.cache.groups import GroupKeys, GroupSearch, Need, check_distinct, longest_served, runs_of
 from longshore.cache.index import At, Residency, nodes_of
-from longshore.cache.jobs import Held
-from longshore.cache.jobs import LeaseRecord as Record
 from longshore.cache.nodes import ROOT
 from longshore.cache.store import Pin, Store
+from longshore.cache.transfers import Flow, Held
+from longshore.cache.transfers import LeaseRecord as Record
 from longshore.cache.types import Found, Lease, MissReason, Until
 from longshore.errors import CacheError, LeaseError
 
@@ -182,7 +180,7 @@ class Lookups:
         if self._exchange.tiers:
             foreign, probes = self._exchange.look(keys, known, asks=asks)
         if count:
-            inspect.count_misses(self._store, keys, end, known, foreign)
+            self._store.count_misses(keys, end, known, foreign)
             if self._store.log.on:
                 asked, found = tuple(keys), end - start
                 self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
@@ -456,7 +454,7 @@ class Lookups:
             theirs = self._exchange.tiers
             probes = self._exchange.ask(path.unserved(need.end)) if theirs and asks else ()
             for key in path.keys[max(need.end, path.last_window) :]:
-                reason = inspect.miss(store, key)
+                reason = store.miss(key)
                 abroad = theirs and reason is MissReason.ABSENT and self._exchange.has(key)
                 misses.append(MissReason.FOREIGN if abroad else reason)
             store.counters.misses.update(misses if count else ())
@@ -464,7 +462,7 @@ class Lookups:
             known = store.index.known_prefix(path.keys, need.end)
             foreign, probes = self._exchange.look(path.keys, known, asks=asks) if self._exchange.tiers else (0, ())
             if count:
-                inspect.count_misses(store, path.keys, need.end, known, foreign)
+                store.count_misses(path.keys, need.end, known, foreign)
         if count and store.log.on:
             asked: tuple[Key, ...] = tuple(path.keys[need.first :])
             store.log.record(EventKind.REQUEST, request=request, keys=asked, length=need.end - need.first)

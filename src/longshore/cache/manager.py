@@ -23,15 +23,14 @@ from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.eviction.hit_rates import check as check_return
 from longshore.cache.exchange import Exchange
-from longshore.cache.flow import Flow
 from longshore.cache.groups import GroupKeys, check_blocks, check_distinct, check_paths
-from longshore.cache.jobs import Load
 from longshore.cache.lookups import Leases, Lookups, check_first
 from longshore.cache.prefetching import Loading, Prefetching
 from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, seconds
 from longshore.cache.settings import check as check_retention
 from longshore.cache.store import Level, Store
 from longshore.cache.storing import Storing
+from longshore.cache.transfers import Flow, Load
 from longshore.cache.types import (
     Counters,
     DeviceCopy,
@@ -304,7 +303,7 @@ class TieredCache:
             return Progress(record.load.outcome is not None, record.load.outcome)
         if self._prefetching.is_waiting(record):
             return Progress(is_over=False)
-        return Progress(is_over=True, runs=inspect.runs(self._store, record.nodes(self._store.index)))
+        return Progress(is_over=True, runs=self._store.runs(record.nodes(self._store.index)))
 
     def release(self, what: Lease | str | int) -> int:
         """Let go of a lease, of all leases of a request, or of a job whose bytes the host will not move; how many.

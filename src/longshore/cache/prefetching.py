@@ -20,15 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
-from longshore.cache import inspect
 from longshore.cache.columns import column, leading, marks
-from longshore.cache.flow import Flow
-from longshore.cache.jobs import Job, LeaseRecord, Load, Side, Wait
 from longshore.cache.lookups import Leases
 from longshore.cache.nodes import ROOT
 from longshore.cache.pool import READY
 from longshore.cache.settings import PrefetchPolicy, seconds
 from longshore.cache.storing import Storing
+from longshore.cache.transfers import Flow, Job, LeaseRecord, Load, Side, Wait
 from longshore.cache.types import MissReason
 from longshore.errors import CacheError
 
@@ -94,7 +92,7 @@ class Loading:
             cut = cold[room]
             self._cut(load, tiers[cut:], slots[cut:])
             path, tiers, slots = path[:cut], tiers[:cut], slots[:cut]
-        load.cut += [inspect.miss(store, key) for key in keys[len(path) + len(load.cut) :]]
+        load.cut += [store.miss(key) for key in keys[len(path) + len(load.cut) :]]
         above = store.index.before(path[:1])[0] if path else None
         for start, end in _batches(warm, len(path)):
             here = slice(start, end)
@@ -126,7 +124,7 @@ class Loading:
         store = self._store
         load, wait = self._begin(timeout, is_whole=True)
         if len(nodes) < len(keys):
-            load.cut = [inspect.miss(store, key) for key in keys]
+            load.cut = [store.miss(key) for key in keys]
             return load
         tiers, slots, warm = self._pin(nodes)
         cold = [i for i, tier in enumerate(tiers) if tier]

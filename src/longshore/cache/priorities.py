@@ -160,23 +160,24 @@ class WindowMarks:
     def __init__(self, index: Index, policies: list[EvictionPolicy]) -> None:
         self._index = index
         self._policies = policies
+        self.used = False
         self._mark = bytearray()
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
-        if self._mark:
+        if self.used:
             self._mark.extend(bytes(nodes - len(self._mark)))
 
     def enter(self, nodes: Sequence[int]) -> None:
         """`nodes` lie in the last window of their request; or they are new, and do not stand alone."""
-        if self._mark:
+        if self.used:
             for node in nodes:
                 self._mark[node] = _FRESH
 
     def slide(self, nodes: Sequence[int]) -> None:
         """A window has slid past `nodes`: they go first from now on, unless a match was served from them."""
-        if not self._mark:
-            self._mark = bytearray(self._index.size)
+        if not self.used:
+            self.used, self._mark = True, bytearray(self._index.size)
         for node in nodes:
             if self._mark[node] == _FRESH:
                 self._mark[node] = _SLID
@@ -185,13 +186,13 @@ class WindowMarks:
 
     def serve(self, nodes: Sequence[int]) -> None:
         """A match needed `nodes`."""
-        if self._mark:
+        if self.used:
             for node in nodes:
                 self._mark[node] = _SERVED
 
     def settle(self, nodes: Sequence[int], tier: int) -> None:
         """Copies of `nodes` have become ready in `tier`."""
-        if self._mark:
+        if self.used:
             for node in nodes:
                 if self._mark[node] == _SLID:
                     self._chill(node, tier)

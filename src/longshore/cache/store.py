@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import groupby, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,11 @@ from longshore.cache.index import Index
 from longshore.cache.nodes import LIMBO, ROOT
 from longshore.cache.pool import DRAINING, FILLING, FREE, READY, SlotPool
 from longshore.cache.priorities import Priorities, WindowMarks
-from longshore.cache.types import Counters
+from longshore.cache.types import Counters, MissReason, Run
 from longshore.errors import CacheError
+
+_NOWHERE = 255
+"""No tier has this number."""
 
 
 @dataclass(slots=True)
@@ -146,6 +149,41 @@ class Store:
         """Whether no two of these slots are of different pools."""
         return not self.several_sizes or len(set(map(self.pools[tier].pool_of, slots))) < 2
 
+    def runs(self, nodes: Sequence[int]) -> tuple[Run, ...]:
+        """Where `nodes` are, as runs by the warmest tier that has them ready."""
+        at = np.array(nodes, np.int32)
+        if len(at) and np.count_nonzero(self.index.are_ready(at, 0)) == len(at):
+            return (Run(self.levels[0].name, len(at)),)
+        warmest = np.full(len(at), _NOWHERE, np.uint8)
+        for tier in reversed(self.index.tiers):
+            slots = column(self.index.slot[tier])[at]
+            there = slots >= 0
+            there[there] = marks(self.pools[tier].state)[slots[there]] == READY
+            warmest[there] = tier
+        runs = ((tier, len(list(run))) for tier, run in groupby(warmest.tobytes()))
+        return tuple(Run(self.levels[tier].name, chunks) for tier, chunks in runs if tier != _NOWHERE)
+
+    def miss(self, key: Key) -> MissReason:
+        """Why a request that got no further than to some chunk before `key` does without it."""
+        index = self.index
+        node = index.get(key)
+        if not node:
+            return MissReason.ABSENT
+        return MissReason.IN_FLIGHT if index.warmest_ready(node) < 0 else MissReason.BEHIND
+
+    def count_misses(self, keys: Sequence[Key], end: int, known: int, foreign: int = 0) -> None:
+        """A request got no further than to before `keys[end]`; a tier will have what leads to before `keys[known]`.
+
+        So many of the rest a foreign tier is known to have. Orphans may be among it.
+        """
+        misses = self.counters.misses
+        if self.index.orphans:
+            known = len(keys)
+        for key in keys[end:known]:
+            misses[self.miss(key)] += 1
+        misses[MissReason.ABSENT] += len(keys) - known - foreign
+        misses[MissReason.FOREIGN] += foreign
+
     # ------------------------------------------------------------------ arrivals
 
     def place(self, keys: Sequence[Key], before: Key | None, job: int, pool: int) -> list[int]:
@@ -160,7 +198,8 @@ class Store:
             index.wait(nodes[0], before)
         if index.depth[nodes[0]] < 0:
             self.priorities.sink(nodes)
-        self.windows.enter(nodes)
+        if self.windows.used:
+            self.windows.enter(nodes)
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 
@@ -220,7 +259,8 @@ class Store:
             slots = self.index.slot[tier]
             self.pools[tier].note_use([slots[node] for node in reversed(nodes)])
         news = self.index.reveal(nodes)
-        self.windows.settle(nodes, tier)
+        if self.windows.used:
+            self.windows.settle(nodes, tier)
         if self.last:
             self.tell_backlog(nodes, tier)
             self.reconsider(np.array(nodes, np.int32), apart_from=tier)

@@ -21,11 +21,10 @@ import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.columns import column, leading, numbers
-from longshore.cache.flow import Flow
 from longshore.cache.groups import GroupKeys, runs_of
-from longshore.cache.jobs import Side
 from longshore.cache.nodes import ROOT
 from longshore.cache.settings import Retention, Sightings, WriteBudget, WriteRule, priorities
+from longshore.cache.transfers import Flow, Side
 from longshore.cache.types import DropReason, StoreOrder
 
 SIGHTINGS = 1 << 16
