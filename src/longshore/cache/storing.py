@@ -12,6 +12,7 @@ way before its copy is in place, nor for a chunk that does not come; so whatever
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import compress, pairwise
@@ -31,6 +32,9 @@ from longshore.cache.types import DropReason, StoreOrder
 SIGHTINGS = 1 << 16
 """Chunks that no tier has of which a selective write policy remembers how often they were offered."""
 
+_FORGET = 64
+"""A reserve shrinks by one chunk for so many that found clean room."""
+
 _AHEAD = 64
 """Where not all is copied down at once, copies of one slot in so many are made ahead: fewer jobs, and larger ones."""
 
@@ -44,6 +48,8 @@ class Storing:
         self._store = flow.store
         self._rules = rules
         self._is_choosy = is_only and not flow.store.several_sizes
+        self._reserves = [0.0] * flow.store.last
+        """Slots of each tier above another to keep free or backed up, as far as bursts need more than the rule says."""
         self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]
         self._sightings = Sightings(rules[0].threshold, SIGHTINGS) if rules[0].selective else None
 
@@ -282,7 +288,7 @@ class Storing:
         """Order copies from `tier` to the one below, of `at_least` chunks with those under way, if so many can go."""
         store, below = self._store, tier + 1
         slots, writing = store.room_in_all(tier), self._flow.writing[below]
-        target = self._rules[below].policy.clean_target(slots)
+        target = self._clean_target(tier, slots)
         wanted = max(target - (slots - store.backlog.counts[tier]), at_least - writing)
         if wanted > 0 and target < slots:
             wanted += slots // _AHEAD
@@ -435,10 +441,29 @@ class Storing:
         """
         store = self._store
         room = self._flow.evictor.make_room(tier, count, pool, spare_dirty=True, ahead=ahead)
+        if tier < store.last:
+            self._observe_room(tier, count, room)
         if room < count and tier < store.last:
             self._clean(tier, count)
             room = self._flow.evictor.make_room(tier, count, pool, spare_dirty=self._is_copying_down(tier), ahead=ahead)
         return room
+
+    def _clean_target(self, tier: int, slots: int) -> int:
+        """How many of a tier's `slots` are to be free, or backed up."""
+        least = self._rules[tier + 1].policy.clean_target(slots)
+        return min(slots, max(least, math.ceil(self._reserves[tier])))
+
+    def _observe_room(self, tier: int, wanted: int, found: int) -> None:
+        """Chunks asked for `wanted` slots of `tier`, of which `found` were free or backed up.
+
+        The reserve grows by what is lacking, and shrinks by one for `_FORGET` chunks that lack nothing. So, about one
+        chunk in `_FORGET` finds no clean slot, if the tier is large enough for its bursts and writes keep up on average.
+        """
+        if found >= wanted:
+            self._reserves[tier] = max(0.0, self._reserves[tier] - wanted / _FORGET)
+        else:
+            slots = self._store.room_in_all(tier)
+            self._reserves[tier] = min(slots, self._clean_target(tier, slots) + wanted - found)
 
     def _may_get_room(self, tier: int) -> bool:
         """Whether copies down are under way, or what is being filled may be copied down when it is ready."""

@@ -354,9 +354,18 @@ class TieredReplay:
         runs += [Run(REMOTE, coming)] if coming else []
         queued = {HOST: self.movers.wait(HOST, DEVICE, self._now)}
         queued |= {source: self.movers.wait(source, HOST, self._now) for source in self._sources}
-        count = self._gate.chunks_to_load(0, runs, self._now, queued)
+        count = self._gate.chunks_to_load(0, runs, self._now, queued, spare=self._engine_wait())
         self.tally.computed_by_choice += found - count
         return count
+
+    def _engine_wait(self) -> float:
+        """Seconds until an engine is left for one more request, by those that compute and those that load now."""
+        working = self._working
+        behind = len(working.ready) + len(self._loading) - working.idle
+        if behind < 0:
+            return 0.0
+        ends = heapq.nsmallest(behind + 1, (end for end, *_ in working.under_way))
+        return max(0.0, ends[-1] - self._now) if ends else 0.0
 
     def _settle(self, visit: _Visit) -> None:
         """Go on with a visit if all that was ordered for it has ended."""
