@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from longshore.boundary import Cancel, Items, Route, Status, Transfer, TransferResult
+from longshore.cache import DropReason
 from longshore.cache.eviction import DEFAULT_POLICY, LRU
 from longshore.errors import TraceError
 from longshore.trace import TraceRequest, read_excerpt, synthesize
@@ -347,3 +348,16 @@ def test_a_block_is_lost_for_the_cause_that_kept_it_out_last() -> None:
     assert replay.losses[Loss.PENDING] == 3
     replay = serve([ask(0, [1, 2], extra=0), ask(10, [1, 2], extra=0)])
     assert replay.losses[Loss.LAST_TOKEN] == 1
+
+
+def test_bursts_that_lacked_clean_room_find_it_later() -> None:
+    """Each minute 42 new blocks at once, in host memory of 64, a quarter of which is kept clean at first."""
+    requests = [
+        ask(60.0 * burst, list(range(1000 * burst + 20 * each, 1000 * burst + 20 * each + 14)))
+        for burst in range(12)
+        for each in range(3)
+    ]
+    replay = serve(requests, host=64, file=600, engines=3)
+    dropped = replay.counters.drops["host"][DropReason.BACKPRESSURE]
+    assert replay.counters.routes["device->host"].chunks == 12 * 42 - dropped
+    assert dropped < 42

@@ -393,7 +393,7 @@ class Storing:
         patient &= not orphan
         nbytes, pins = store.pools[0].slabs.image_bytes[pool], [store.pin(node) for node in needed if node]
         once = min(wanted, store.room_in_all(0))
-        again = patient and bool(store.last) and self._room(0, once, pool) < once and self._may_get_room(0)
+        again = patient and bool(store.last) and self._room(0, once, pool, waits=True) < once and self._may_get_room(0)
         granted = 0 if again else self._budgets[0].allows(self._flow.now, wanted, nbytes)
         allowed = min(granted, max(0, self._flow.settings.max_writes - self._flow.writing[0]))
         if orphan:
@@ -405,7 +405,7 @@ class Storing:
 
             room = store.policies[0].admit(path[:allowed], make_room)[0] or make_room(1)
         else:
-            room = self._room(0, allowed, pool) if allowed else 0
+            room = self._room(0, allowed, pool, waits=patient) if allowed else 0
         for pin in pins:
             store.unpin(pin)
         if again:
@@ -434,14 +434,16 @@ class Storing:
             worth = often
         return worth
 
-    def _room(self, tier: int, count: int, pool: int, *, ahead: bool = True) -> int:
+    def _room(self, tier: int, count: int, pool: int, *, ahead: bool = True, waits: bool = False) -> int:
         """Make room for up to `count` chunks of `pool` in `tier`, and says for how many.
+
+        What `waits` for room loses nothing where it is short, so the reserve need not grow.
 
         What is dirty there is copied down first, if the tier below can make room; and is spared while any is.
         """
         store = self._store
         room = self._flow.evictor.make_room(tier, count, pool, spare_dirty=True, ahead=ahead)
-        if tier < store.last:
+        if tier < store.last and not (waits and room < count):
             self._observe_room(tier, count, room)
         if room < count and tier < store.last:
             self._clean(tier, count)
@@ -456,8 +458,8 @@ class Storing:
     def _observe_room(self, tier: int, wanted: int, found: int) -> None:
         """Chunks asked for `wanted` slots of `tier`, of which `found` were free or backed up.
 
-        The reserve grows by what is lacking, and shrinks by one for `_FORGET` chunks that lack nothing. So, about one
-        chunk in `_FORGET` finds no clean slot, if the tier is large enough for its bursts and writes keep up on average.
+        The reserve grows by what is lacking, and shrinks by one for `_FORGET` chunks that lack nothing. So about one
+        chunk in `_FORGET` finds no clean slot, if the tier is large enough for its bursts and writes keep up.
         """
         if found >= wanted:
             self._reserves[tier] = max(0.0, self._reserves[tier] - wanted / _FORGET)

@@ -85,6 +85,10 @@ def replay(
             "needs vLLM."
         ),
     ] = None,
+    file_blocks: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --through cache, a file tier of this many blocks below the first tier."),
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -137,6 +141,7 @@ def replay(
         from longshore.cli.demo import check_report  # noqa: PLC0415 - plotly is an extra
 
         check_report(report)
+    _check_file_blocks(file_blocks, through)
     if capacity_blocks is not None:
         given: dict[str, object] = {"--model": model, "--host": host, "--file": file, "--remote": remote}
         given |= {"--report": report, "--bench": bench, "--link": link, "--file-read": file_read}
@@ -149,7 +154,9 @@ def replay(
         with trace_at(trace) as path, console.status("reading") as status:
             requests = Trace(path, form, block_tokens, bad_lines, limit, console)
             blocks = _AskedBlocks(optimum, console)
-            facts, rows = _experiment(_progress(requests, status), capacity_blocks, policy, through, blocks)
+            facts, rows = _experiment(
+                _progress(requests, status), capacity_blocks, file_blocks or 0, policy, through, blocks
+            )
     elif through is not None:
         raise ConfigError("--through needs --capacity-blocks")
     else:
@@ -191,21 +198,34 @@ def replay(
         _render(rows, facts)
 
 
+def _check_file_blocks(blocks: int | None, through: ControlPath | None) -> None:
+    """Raise `ConfigError` for a file tier of `blocks` without the control plane, or for which there is no memory."""
+    if blocks is not None and through is not ControlPath.CACHE:
+        raise ConfigError("--file-blocks needs --capacity-blocks and --through cache")
+    if blocks is not None:
+        check_memory(SLOT_BYTES * blocks, "--file-blocks", blocks, blocks)
+
+
 def _experiment(
-    requests: Iterable[TraceRequest], slots: int, policy: str | None, through: ControlPath | None, blocks: _AskedBlocks
+    requests: Iterable[TraceRequest],
+    slots: int,
+    file_slots: int,
+    policy: str | None,
+    through: ControlPath | None,
+    blocks: _AskedBlocks,
 ) -> tuple[dict[str, object], list[Row]]:
     from longshore.trace.experiment import Hits, policy_named  # noqa: PLC0415 - numpy loads too slowly for `--help`
     from longshore.trace.result import ratio  # noqa: PLC0415
 
     name, kind = policy_named(policy)
     found = Hits(0, 0, 0)
-    with _served(slots, name, kind, through) as serve:
+    with _served(slots, file_slots, name, kind, through) as (serve, cache):
         for request in requests:
             path = request.hash_ids
             hits = serve(path, request.timestamp_ms / 1000, request.returns)
             found = Hits(found.requests + 1, found.block_refs + len(path), found.hits + hits)
             blocks.add(path)
-    most = blocks.optimal(slots)
+    most = blocks.optimal(slots + file_slots)
     best = None if most is None else ratio(most, found.block_refs)
     facts: dict[str, object] = {
         "requests": found.requests,
@@ -220,6 +240,10 @@ def _experiment(
         "through": None if through is None else through.value,
         "capacity_blocks": slots,
     }
+    if file_slots and cache is not None:
+        facts["file_blocks"] = file_slots
+        facts["hit_ratio_by_tier"] = {tier: ratio(hits, found.block_refs) for tier, hits in cache.hits.items()}
+        facts["blocks_moved_per_hit"] = {route: ratio(blocks, found.hits) for route, blocks in cache.moved.items()}
     rows = [
         ("requests", f"{found.requests:,}", ""),
         ("blocks", f"{found.block_refs:,}", f"asked for, {blocks.unique:,} different ones"),
@@ -228,22 +252,30 @@ def _experiment(
         ("hit ratio", f"{found.ratio:.4f}", "leading resident blocks of all that were asked for"),
         ("best possible", "-" if best is None else f"{best:.4f}", "knowing the future"),
     ]
+    if file_slots and cache is not None:
+        rows.append(("file tier", f"{file_slots:,}", "blocks"))
+        rows += [(f"hits, {tier}", f"{ratio(hits, found.block_refs):.4f}", "") for tier, hits in cache.hits.items()]
+        rows += [(route, f"{ratio(count, found.hits):.3f}", "blocks per hit") for route, count in cache.moved.items()]
     return facts, rows
 
 
 @contextmanager
 def _served(
-    slots: int, name: str, kind: type[EvictionPolicy], through: ControlPath | None
-) -> Iterator[Callable[[Sequence[int], float, Return | None], int]]:
-    """What serves a request, and says its hits: a tier of so many `slots` under the policy `kind` of this name."""
+    slots: int, file_slots: int, name: str, kind: type[EvictionPolicy], through: ControlPath | None
+) -> Iterator[tuple[Callable[[Sequence[int], float, Return | None], int], CacheReplay | None]]:
+    """What serves a request, and says its hits: a tier of so many `slots` under the policy `kind` of this name.
+
+    Below it are files of `file_slots` slots, if any. Also the replay through the cache, if it is one.
+    """
     if through is None:
         from longshore.trace.experiment import Experiment  # noqa: PLC0415
 
-        yield Experiment(kind, slots).serve
+        yield Experiment(kind, slots).serve, None
     elif through is ControlPath.CACHE:
         from longshore.trace.experiment import CacheReplay  # noqa: PLC0415
 
-        yield CacheReplay(kind, slots).serve
+        replay = CacheReplay(kind, slots, file_slots)
+        yield replay.serve, replay
     else:
         try:
             from longshore.engines.vllm.replay import open_replay  # noqa: PLC0415 - vLLM is not among our dependencies
@@ -251,8 +283,8 @@ def _served(
             raise EngineError(
                 f"{error}; --through vllm calls vLLM's own interface: run longshore with the Python that runs vLLM"
             ) from error
-        with closing(open_replay(slots, name)) as replay:
-            yield replay.serve
+        with closing(open_replay(slots, name)) as engine:
+            yield engine.serve, None
 
 
 def _replay(
@@ -358,6 +390,7 @@ def _render(rows: Iterable[Row], facts: dict[str, object]) -> None:
 
 
 if TYPE_CHECKING:
+    from longshore.trace.experiment import CacheReplay
     from longshore.trace.result import Replayed
 
 _POINTS = 200

@@ -57,7 +57,7 @@ class Loss(enum.Enum):
     """Why a block was computed. Closed: each complete block of a prompt was loaded, or has one of these causes."""
 
     FIRST_USE = "first_use"  # no request has asked for it before
-    LAST_TOKEN = "last_token"  # the last token of a prompt is always computed, and this block ends with it
+    LAST_TOKEN = "last_token"  # noqa: S105 - the last token of a prompt is always computed, and this block ends with it
     PENDING = "pending"  # asked for before, and not in host memory yet
     BACKPRESSURE = "backpressure"  # not stored: what was to make way had not been copied down yet
     NOT_STORED = "not_stored"  # not stored, for other reasons
