@@ -360,4 +360,4 @@ def test_bursts_that_lacked_clean_room_find_it_later() -> None:
     replay = serve(requests, host=64, file=600, engines=3)
     dropped = replay.counters.drops["host"][DropReason.BACKPRESSURE]
     assert replay.counters.routes["device->host"].chunks == 12 * 42 - dropped
-    assert dropped < 42
+    assert dropped < 2 * 42

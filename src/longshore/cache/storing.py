@@ -12,7 +12,6 @@ way before its copy is in place, nor for a chunk that does not come; so whatever
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import compress, pairwise
@@ -453,19 +452,20 @@ class Storing:
     def _clean_target(self, tier: int, slots: int) -> int:
         """How many of a tier's `slots` are to be free, or backed up."""
         least = self._rules[tier + 1].policy.clean_target(slots)
-        return min(slots, max(least, math.ceil(self._reserves[tier])))
+        return max(least, int(self._reserves[tier]))
 
     def _observe_room(self, tier: int, wanted: int, found: int) -> None:
         """Chunks asked for `wanted` slots of `tier`, of which `found` were free or backed up.
 
-        The reserve grows by what is lacking, and shrinks by one for `_FORGET` chunks that lack nothing. So about one
-        chunk in `_FORGET` finds no clean slot, if the tier is large enough for its bursts and writes keep up.
+        The reserve grows by half of what is lacking, and shrinks by one for `_FORGET` chunks that lack nothing. So few
+        chunks find no clean slot, if the tier is large enough for its bursts and writes keep up. One slot may be dirty.
         """
         if found >= wanted:
             self._reserves[tier] = max(0.0, self._reserves[tier] - wanted / _FORGET)
         else:
             slots = self._store.room_in_all(tier)
-            self._reserves[tier] = min(slots, self._clean_target(tier, slots) + wanted - found)
+            grown = max(self._clean_target(tier, slots), self._reserves[tier]) + (wanted - found) / 2
+            self._reserves[tier] = min(slots - 1, grown)
 
     def _may_get_room(self, tier: int) -> bool:
         """Whether copies down are under way, or what is being filled may be copied down when it is ready."""
