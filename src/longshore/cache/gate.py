@@ -180,8 +180,8 @@ class Gate:
         """
         if len(runs) == 1:  # saving grows faster than loading does
             ways = [self._routes[tier].bytes_within(spare, now, queued.get(tier)) for tier in self._ways[runs[0].tier]]
-            free = int(min(max(min(ways) // self._chunk_bytes, 0), runs[0].chunks)) if spare else 0
-            return {0, free, runs[0].chunks}
+            within = int(min(max(min(ways) // self._chunk_bytes, 0), runs[0].chunks)) if spare else 0
+            return {0, within, runs[0].chunks}
         ends, count = {0}, 0
         tally = self._tally(())
         for run in runs:
