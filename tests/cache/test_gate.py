@@ -281,3 +281,13 @@ def test_never_five_percent_worse_than_the_better_of_loading_and_computing(
     fixed = [mean_ttft(choose, bandwidth, chunks, busy) for choose in ("load", "compute")]
     assert mean_ttft("told", bandwidth, chunks, busy) <= 1.05 * min(fixed)
     assert mean_ttft("untold", bandwidth, chunks, busy) <= 1.05 * min(fixed)
+
+
+def test_loading_while_the_request_waits_for_an_engine_is_free() -> None:
+    known, runs = taught(5e9), [Run("host", 8)]
+    late = {"host": 3.0}
+    assert known.chunks_to_load(0, runs, 0.0, late) == 0
+    assert known.chunks_to_load(0, runs, 0.0, late, spare=3.0) == 8
+    assert known.chunks_to_load(0, runs, 0.0, late, spare=1.0) == 0
+    with pytest.raises(CacheError, match="spare"):
+        known.chunks_to_load(0, runs, 0.0, late, spare=-1.0)

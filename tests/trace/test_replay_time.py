@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from longshore.boundary import Cancel, Items, Route, Status, Transfer, TransferResult
+from longshore.cache import DropReason
 from longshore.cache.eviction import DEFAULT_POLICY, LRU
 from longshore.errors import TraceError
 from longshore.trace import TraceRequest, read_excerpt, synthesize
@@ -25,7 +26,7 @@ from longshore.trace.machine import (
     with_bench,
     with_changes,
 )
-from longshore.trace.replay import TieredReplay
+from longshore.trace.replay import Loss, TieredReplay
 from longshore.trace.result import Replayed
 
 BLOCK = 512
@@ -320,3 +321,43 @@ def test_every_request_is_computed_where_host_memory_refuses_loads(gated: bool) 
     requests = [replace(prompt, timestamp_ms=at) for at in (0.0, 1.0) for prompt in prompts]
     replay = serve(requests, host=32, file=15_000, gated=gated)
     assert min(replay.tally.ttft) > 0
+
+
+def test_each_block_that_was_not_loaded_has_one_cause() -> None:
+    requests = list(synthesize("mixed", requests=400, seed=3))
+    for host, file, gated in ((60, 0, True), (60, 300, True), (60, 300, False)):
+        replay = serve(requests, host=host, file=file, gated=gated, engines=4)
+        losses = replay.losses
+        assert sum(losses.values()) + sum(replay.tally.hits.values()) == replay.tally.block_refs
+        assert losses[Loss.CHOICE] == replay.tally.computed_by_choice
+        first_used = len({block for r in requests for block in r.hash_ids[: r.input_length // BLOCK]})
+        assert losses[Loss.FIRST_USE] == first_used
+        assert losses[Loss.EVICTED] > 0
+        assert (losses[Loss.FORGOTTEN] > 0) <= (file > 0)
+        found = Replayed(replay, "x", 0, None)
+        assert found.as_json()["losses"] == {cause.value: count for cause, count in losses.items()}
+        assert sum(f"{losses[Loss.EVICTED]:,} evicted" in note for _, _, note in found.rows()) == 1
+        assert ("file->host" in found.bytes_per_hit) is (file > 0)
+
+
+def test_a_block_is_lost_for_the_cause_that_kept_it_out_last() -> None:
+    """Sixteen blocks in a host tier of eight: the tail is not stored; what is forgotten had no copy."""
+    replay = serve([ask(0, list(range(16))), ask(20, list(range(16)))], host=8)
+    assert (replay.losses[Loss.NOT_STORED], replay.losses[Loss.FIRST_USE]) == (8, 16)
+    replay = serve([ask(0, [1, 2, 3]), ask(0, [1, 2, 3])], engines=2)
+    assert replay.losses[Loss.PENDING] == 3
+    replay = serve([ask(0, [1, 2], extra=0), ask(10, [1, 2], extra=0)])
+    assert replay.losses[Loss.LAST_TOKEN] == 1
+
+
+def test_bursts_that_lacked_clean_room_find_it_later() -> None:
+    """Each minute 42 new blocks at once, in host memory of 64, a quarter of which is kept clean at first."""
+    requests = [
+        ask(60.0 * burst, list(range(1000 * burst + 20 * each, 1000 * burst + 20 * each + 14)))
+        for burst in range(12)
+        for each in range(3)
+    ]
+    replay = serve(requests, host=64, file=600, engines=3)
+    dropped = replay.counters.drops["host"][DropReason.BACKPRESSURE]
+    assert replay.counters.routes["device->host"].chunks == 12 * 42 - dropped
+    assert dropped < 2 * 42

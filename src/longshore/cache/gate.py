@@ -154,6 +154,7 @@ class Gate:
         now: float,
         queued: Mapping[str, float] | None = None,
         *,
+        spare: float = 0.0,
         tries: bool = True,
     ) -> int:
         """How many leading chunks of a match to load; the rest is to be computed.
@@ -163,26 +164,27 @@ class Gate:
             runs: Where the matched chunks are, from `TieredCache.runs`.
             now: Clock reading, in seconds.
             queued: Seconds that a load would wait, by tier, where the caller knows them.
+            spare: Seconds for which the request waits for an engine whatever is loaded: loading in that time is free.
             tries: Whether a try may be bought, where the answer is to recompute.
 
         The answer counts as ordered: until these loads should have ended, others wait for them.
         """
         queued = queued or {}
-        _check(context=context, now=now)
+        _check(context=context, now=now, spare=spare)
         _check(**queued)
         total = sum(run.chunks for run in runs)
         saved = self.prefill_seconds(context, total * self._chunk_tokens)
         cost = self._cost(self._tally(runs), now, queued)
         if not total or saved is None or cost is None:
             return self._order(runs, total, now)
-        gains = {0: 0.0, total: saved - cost}
-        for count in self._candidates(runs, now, queued) - set(gains):
-            gains[count] = self._gain(context, runs, count, now, queued)
+        gains = {0: 0.0, total: saved - max(0.0, cost - spare)}
+        for count in self._candidates(runs, now, queued, spare) - set(gains):
+            gains[count] = self._gain(context, runs, count, now, queued, spare)
         best = max(gains, key=lambda count: (gains[count], count))
         if best == total or not tries:
             return self._order(runs, best, now)
         attempt = max(best, -(-total // _TRY_SHARE))
-        loss = gains[best] - self._gain(context, runs, attempt, now, queued)
+        loss = gains[best] - self._gain(context, runs, attempt, now, queued, spare)
         self._spare = min(self._spare + self._explore * saved, max(saved, loss))
         if attempt == best or loss > self._spare:
             return self._order(runs, best, now)
@@ -203,16 +205,22 @@ class Gate:
             raise CacheError(f"the gate knows the tiers {', '.join(self._routes)}, got {tier!r}")
         return self._routes[tier]
 
-    def _gain(self, context: int, runs: Sequence[Run], count: int, now: float, queued: Mapping[str, float]) -> float:
+    def _gain(
+        self, context: int, runs: Sequence[Run], count: int, now: float, queued: Mapping[str, float], spare: float
+    ) -> float:
         """Seconds won by loading the first `count` chunks instead of computing them."""
         saved = self.prefill_seconds(context, count * self._chunk_tokens)
         cost = self._cost(self._tally(_first(runs, count)), now, queued)
-        return (saved or 0.0) - (cost or 0.0)
+        return (saved or 0.0) - max(0.0, (cost or 0.0) - spare)
 
-    def _candidates(self, runs: Sequence[Run], now: float, queued: Mapping[str, float]) -> set[int]:
-        """Where the best prefix can end: at the end of a run, or where another route becomes the slowest."""
+    def _candidates(self, runs: Sequence[Run], now: float, queued: Mapping[str, float], spare: float) -> set[int]:
+        """Where the best prefix can end: at the end of a run, where another route becomes the slowest, or loading ends
+        within the `spare` time.
+        """
         if len(runs) == 1:  # saving grows faster than loading does
-            return {0, runs[0].chunks}
+            ways = [self._routes[tier].bytes_within(spare, now, queued.get(tier)) for tier in self._ways[runs[0].tier]]
+            within = int(min(max(min(ways) // self._chunk_bytes, 0), runs[0].chunks)) if spare else 0
+            return {0, within, runs[0].chunks}
         ends, count = {0}, 0
         tally = self._tally(())
         for run in runs:

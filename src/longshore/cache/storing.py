@@ -30,6 +30,9 @@ from longshore.cache.types import DropReason, StoreOrder
 SIGHTINGS = 1 << 16
 """Chunks that no tier has of which a selective write policy remembers how often they were offered."""
 
+_FORGET = 64
+"""A reserve shrinks by one chunk for so many that found clean room."""
+
 _AHEAD = 64
 """Where not all is copied down at once, copies of one slot in so many are made ahead: fewer jobs, and larger ones."""
 
@@ -43,6 +46,8 @@ class Storing:
         self._store = flow.store
         self._rules = rules
         self._is_choosy = is_only and not flow.store.several_sizes
+        self._reserves = [0.0] * flow.store.last
+        """Slots of each tier above another to keep free or backed up, as far as bursts need more than the rule says."""
         self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]
         self._sightings = Sightings(rules[0].threshold, SIGHTINGS) if rules[0].selective else None
 
@@ -281,7 +286,7 @@ class Storing:
         """Order copies from `tier` to the one below, of `at_least` chunks with those under way, if so many can go."""
         store, below = self._store, tier + 1
         slots, writing = store.room_in_all(tier), self._flow.writing[below]
-        target = self._rules[below].policy.clean_target(slots)
+        target = self._clean_target(tier, slots)
         wanted = max(target - (slots - store.backlog.counts[tier]), at_least - writing)
         if wanted > 0 and target < slots:
             wanted += slots // _AHEAD
@@ -386,7 +391,7 @@ class Storing:
         patient &= not orphan
         nbytes, pins = store.pools[0].slabs.image_bytes[pool], [store.pin(node) for node in needed if node]
         once = min(wanted, store.room_in_all(0))
-        again = patient and bool(store.last) and self._room(0, once, pool) < once and self._may_get_room(0)
+        again = patient and bool(store.last) and self._room(0, once, pool, waits=True) < once and self._may_get_room(0)
         granted = 0 if again else self._budgets[0].allows(self._flow.now, wanted, nbytes)
         allowed = min(granted, max(0, self._flow.settings.max_writes - self._flow.writing[0]))
         if orphan:
@@ -398,7 +403,7 @@ class Storing:
 
             room = store.policies[0].admit(path[:allowed], make_room)[0] or make_room(1)
         else:
-            room = self._room(0, allowed, pool) if allowed else 0
+            room = self._room(0, allowed, pool, waits=patient) if allowed else 0
         for pin in pins:
             store.unpin(pin)
         if again:
@@ -427,17 +432,39 @@ class Storing:
             worth = often
         return worth
 
-    def _room(self, tier: int, count: int, pool: int, *, ahead: bool = True) -> int:
+    def _room(self, tier: int, count: int, pool: int, *, ahead: bool = True, waits: bool = False) -> int:
         """Make room for up to `count` chunks of `pool` in `tier`, and says for how many.
+
+        What `waits` for room loses nothing where it is short, so the reserve need not grow.
 
         What is dirty there is copied down first, if the tier below can make room; and is spared while any is.
         """
         store = self._store
         room = self._flow.evictor.make_room(tier, count, pool, spare_dirty=True, ahead=ahead)
+        if tier < store.last and not (waits and room < count):
+            self._observe_room(tier, count, room)
         if room < count and tier < store.last:
             self._clean(tier, count)
             room = self._flow.evictor.make_room(tier, count, pool, spare_dirty=self._is_copying_down(tier), ahead=ahead)
         return room
+
+    def _clean_target(self, tier: int, slots: int) -> int:
+        """How many of a tier's `slots` are to be free, or backed up."""
+        least = self._rules[tier + 1].policy.clean_target(slots)
+        return max(least, int(self._reserves[tier]))
+
+    def _observe_room(self, tier: int, wanted: int, found: int) -> None:
+        """Chunks asked for `wanted` slots of `tier`, of which `found` were free or backed up.
+
+        The reserve grows by half of what is lacking, and shrinks by one for `_FORGET` chunks that lack nothing. So few
+        chunks find no clean slot, if the tier is large enough for its bursts and writes keep up. One slot may be dirty.
+        """
+        if found >= wanted:
+            self._reserves[tier] = max(0.0, self._reserves[tier] - wanted / _FORGET)
+        else:
+            slots = self._store.room_in_all(tier)
+            grown = max(self._clean_target(tier, slots), self._reserves[tier]) + (wanted - found) / 2
+            self._reserves[tier] = min(slots - 1, grown)
 
     def _may_get_room(self, tier: int) -> bool:
         """Whether copies down are under way, or what is being filled may be copied down when it is ready."""

@@ -65,6 +65,10 @@ def replay(
             "needs vLLM."
         ),
     ] = None,
+    file_blocks: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --through cache, a file tier of this many blocks below the first tier."),
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -115,6 +119,7 @@ def replay(
     console = console_on(stderr=True)
     if report is not None:
         check_report(report)
+    _check_file_blocks(file_blocks, through)
     if capacity_blocks is not None:
         given: dict[str, object] = {"--model": model, "--host": host, "--file": file, "--remote": remote}
         given |= {"--report": report, "--bench": bench, "--link": link, "--file-read": file_read}
@@ -129,7 +134,9 @@ def replay(
         with options.trace_at(trace) as path, console.status("reading") as status:
             requests = options.Trace(path, form, block_tokens, bad_lines, limit, console)
             blocks = _RequestedBlocks(optimum, console)
-            facts, rows = _experiment(_progress(requests, status), capacity_blocks, policy, through, blocks)
+            facts, rows = _experiment(
+                _progress(requests, status), capacity_blocks, file_blocks or 0, policy, through, blocks
+            )
     elif through is not None:
         raise ConfigError("--through needs --capacity-blocks")
     else:
@@ -168,22 +175,31 @@ def replay(
         _render(rows, facts)
 
 
+def _check_file_blocks(blocks: int | None, through: ControlPath | None) -> None:
+    """Raise `ConfigError` for a file tier of `blocks` without the control plane, or for which there is no memory."""
+    if blocks is not None and through is not ControlPath.CACHE:
+        raise ConfigError("--file-blocks needs --capacity-blocks and --through cache")
+    if blocks is not None:
+        options.check_memory(options.SLOT_BYTES * blocks, "--file-blocks", blocks, blocks)
+
+
 def _experiment(
     requests: Iterable[TraceRequest],
     slots: int,
+    file_slots: int,
     policy: str | None,
     through: ControlPath | None,
     blocks: _RequestedBlocks,
 ) -> tuple[dict[str, object], list[Row]]:
     name, kind = policy_named(policy)
     found = Hits(0, 0, 0)
-    with _served(slots, name, kind, through) as serve:
+    with _served(slots, file_slots, name, kind, through) as (serve, cache):
         for request in requests:
             path = request.hash_ids
             hits = serve(path, request.timestamp_ms / 1000, request.returns)
             found = Hits(found.requests + 1, found.block_refs + len(path), found.hits + hits)
             blocks.add(path)
-    most = blocks.optimal(slots)
+    most = blocks.optimal(slots + file_slots)
     best = None if most is None else ratio(most, found.block_refs)
     facts: dict[str, object] = {
         "requests": found.requests,
@@ -198,6 +214,10 @@ def _experiment(
         "through": None if through is None else through.value,
         "capacity_blocks": slots,
     }
+    if file_slots and cache is not None:
+        facts["file_blocks"] = file_slots
+        facts["hit_ratio_by_tier"] = {tier: ratio(hits, found.block_refs) for tier, hits in cache.hits.items()}
+        facts["blocks_moved_per_hit"] = {route: ratio(blocks, found.hits) for route, blocks in cache.moved.items()}
     rows = [
         ("requests", f"{found.requests:,}", ""),
         ("blocks", f"{found.block_refs:,}", f"references, {blocks.unique:,} unique"),
@@ -206,18 +226,26 @@ def _experiment(
         ("hit ratio", f"{found.ratio:.4f}", "leading resident blocks per block reference"),
         ("best possible", "-" if best is None else f"{best:.4f}", "Belady's optimum"),
     ]
+    if file_slots and cache is not None:
+        rows.append(("file tier", f"{file_slots:,}", "blocks"))
+        rows += [(f"hits, {tier}", f"{ratio(hits, found.block_refs):.4f}", "") for tier, hits in cache.hits.items()]
+        rows += [(route, f"{ratio(count, found.hits):.3f}", "blocks per hit") for route, count in cache.moved.items()]
     return facts, rows
 
 
 @contextmanager
 def _served(
-    slots: int, name: str, kind: type[EvictionPolicy], through: ControlPath | None
-) -> Iterator[Callable[[Sequence[int], float, Return | None], int]]:
-    """A function that serves a request and returns its hits, for a tier of `slots` slots under policy `kind`."""
+    slots: int, file_slots: int, name: str, kind: type[EvictionPolicy], through: ControlPath | None
+) -> Iterator[tuple[Callable[[Sequence[int], float, Return | None], int], CacheReplay | None]]:
+    """What serves a request, and says its hits: a tier of so many `slots` under the policy `kind` of this name.
+
+    Below it are files of `file_slots` slots, if any. Also the replay through the cache, if it is one.
+    """
     if through is None:
-        yield Experiment(kind, slots).serve
+        yield Experiment(kind, slots).serve, None
     elif through is ControlPath.CACHE:
-        yield CacheReplay(kind, slots).serve
+        replay = CacheReplay(kind, slots, file_slots)
+        yield replay.serve, replay
     else:
         try:
             from longshore.engines.vllm.replay import open_replay  # noqa: PLC0415 - vLLM is not among our dependencies
@@ -225,8 +253,8 @@ def _served(
             raise EngineError(
                 f"{error}; --through vllm calls vLLM's own interface: run longshore with the Python that runs vLLM"
             ) from error
-        with closing(open_replay(slots, name)) as replay:
-            yield replay.serve
+        with closing(open_replay(slots, name)) as engine:
+            yield engine.serve, None
 
 
 def _replay(

@@ -8,8 +8,9 @@ block. No block is pinned, and there are never more blocks than slots. The polic
 interface as by the cache: an inserted block gets a free number, which may be reused, and has a digest for its key,
 which policies may remember in part.
 
-`CacheReplay` serves the same requests through the control plane, so that the two can be compared: one tier, no bytes,
-no time. The device keeps nothing: each request looks up its whole path, loads what is found and computes the rest.
+`CacheReplay` serves the same requests through the control plane, so that the two can be compared: one tier, or host
+memory above files; no bytes, no time. The device keeps nothing: each request looks up its whole path, loads what is
+found and computes the rest.
 
     lookup, load ──► loaded ──► store ──► stored ──► release        one request after the other
 
@@ -24,7 +25,7 @@ Policies are those of the cache, and published ones for comparison, simple rathe
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -33,8 +34,8 @@ from typing import ClassVar
 import numpy as np
 from xxhash import xxh3_64_digest
 
-from longshore.boundary import HOST, Key, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, GroupKeys, Return, TieredCache, TierSpec
+from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
+from longshore.cache import CacheSettings, GroupKeys, Lease, Return, TieredCache, TierSpec
 from longshore.cache.columns import LISTS, Chains
 from longshore.cache.eviction import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
 from longshore.cache.eviction.base import Names, check_in, check_new, known, unknown
@@ -434,16 +435,37 @@ def experiment(paths: Iterable[Sequence[int]], kind: type[EvictionPolicy], slots
     return tier.totals()
 
 
+_PARTS = 4
+"""A load takes no more than one slot in so many of host memory at a time."""
+
 _MAX_WRITES = 1 << 14
 """Chunks in flight to the tier: more than any request has, so that the limit has no effect."""
 
 
 class CacheReplay:
-    """A `TieredCache` over one tier of `slots` slots, empty at the start, under policy `kind`."""
+    """A `TieredCache`, empty at the start, under policy `kind`: one tier of `slots` slots.
 
-    def __init__(self, kind: type[EvictionPolicy], slots: int) -> None:
-        self.cache = TieredCache([TierSpec(HOST, slots, policy=kind)], CacheSettings(max_writes=_MAX_WRITES))
+    With `file_slots`, a file tier of so many slots is below, under `write_back`. Copies between the tiers end as soon
+    as they are ordered. What is found is loaded in parts of a quarter of host memory, and a store waits for room that
+    is being made.
+
+    Attributes:
+        hits: Blocks loaded, by tier.
+    """
+
+    def __init__(self, kind: type[EvictionPolicy], slots: int, file_slots: int = 0) -> None:
+        specs = [TierSpec(HOST, slots, policy=kind)]
+        specs += [TierSpec(FILE, file_slots, policy=kind)] if file_slots else []
+        self.cache = TieredCache(specs, CacheSettings(max_writes=_MAX_WRITES))
+        self.hits: Counter[str] = Counter(dict.fromkeys((spec.name for spec in specs), 0))
+        self._part = max(1, slots // _PARTS) if file_slots else 0
         self._now = 0.0
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Blocks that each route between tiers has moved."""
+        routes = self.cache.counters.routes
+        return {route: routes[route].chunks if route in routes else 0 for route in ("host->file", "file->host")}
 
     def serve(self, path: Sequence[int], now: float = 0.0, returns: Return | None = None) -> int:
         """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); its hits.
@@ -454,24 +476,54 @@ class CacheReplay:
         self._now = now
         found = cache.lookup({0: GroupKeys(keys)}, now, returns=returns)
         hits, lease = found.chunks, found.lease
-        if lease is not None:
-            cache.load(lease, {0: range(hits)})
-            self._move()
-            outcome = cache.progress(lease).outcome
-            if outcome is None or outcome.chunks < hits:
-                raise IntegrityError(f"not all of the {hits} blocks found were loaded: {outcome}")
+        if lease is not None and self._part and hits > self._part:
+            for first in range(0, hits, self._part):
+                part = GroupKeys(keys[: min(hits, first + self._part)], first)
+                mine = cache.lookup({0: part}, now, turn=found.turn).lease
+                if mine is None:
+                    raise IntegrityError(f"the blocks found from {first} on are not there any more, and are held")
+                self._load(mine, len(part.names) - first)
+                cache.release(mine)
+                cache.end_step()
+                self._move()
+        elif lease is not None:
+            self._load(lease, hits)
         if hits < len(keys):
-            cache.store({0: GroupKeys(keys, hits)}, {0: range(hits, len(keys))}, turn=found.turn)
-            self._move()
+            self._store(keys, hits, found.turn)
         if lease is not None:
             cache.release(lease)
+        if self._part:
+            cache.end_step()
+            self._move()
         return hits
 
-    def _move(self) -> None:
-        """The simulated device: whatever was ordered has succeeded."""
-        done = [
-            TransferResult(command.job, (Status.OK,) * len(command.items), len(command.items))
-            for command in self.cache.take()
-            if isinstance(command, Transfer)
-        ]
-        self.cache.apply(done, self._now)
+    def _load(self, lease: Lease, wanted: int) -> None:
+        """Load all that is held, which is as many as `wanted`."""
+        self.cache.load(lease, {0: range(wanted)})
+        self._move()
+        outcome = self.cache.progress(lease).outcome
+        if outcome is None or outcome.chunks < wanted:
+            raise IntegrityError(f"not all of the {wanted} blocks found were loaded: {outcome}")
+        self.hits.update(outcome.sources)
+
+    def _store(self, keys: Sequence[Key], first: int, turn: int | None) -> None:
+        """Store what is behind the hits; if there are files, again as long as that makes room for more."""
+        waits = bool(self._part)
+        while first < len(keys):
+            blocks = {0: range(first, len(keys))}
+            order = self.cache.store({0: GroupKeys(keys, first)}, blocks, turn=turn, patient=waits)[0]
+            ordered = self._move()
+            if not waits or not (order.positions or (order.again and ordered)):
+                break
+            first = order.positions[-1] + 1 if order.positions else first
+
+    def _move(self) -> bool:
+        """The simulated device: whatever was ordered has succeeded; whether anything was."""
+        any_were = False
+        while jobs := [command for command in self.cache.take() if isinstance(command, Transfer)]:
+            any_were = True
+            done = [TransferResult(job.job, (Status.OK,) * len(job.items), len(job.items)) for job in jobs]
+            self.cache.apply(done, self._now)
+            if not self._part:
+                break
+        return any_were

@@ -12,6 +12,7 @@ engine's own prefix cache.
 
 from __future__ import annotations
 
+import enum
 import heapq
 import math
 from array import array
@@ -23,10 +24,11 @@ from itertools import takewhile
 
 from xxhash import xxh3_128_digest
 
-from longshore.boundary import DEVICE, FILE, HOST, Key, Probe, ProbeResult, Result, Transfer, TransferResult
+from longshore.boundary import DEVICE, FILE, HOST, Key, Probe, ProbeResult, Result, Status, Transfer, TransferResult
 from longshore.cache import (
     CacheSettings,
     Counters,
+    DropReason,
     Found,
     Gate,
     GroupKeys,
@@ -49,6 +51,58 @@ MOST_BLOCKS = 1 << 28
 """Largest number of blocks of a tier, because each slot takes memory even if it is never filled."""
 
 _TIERS = (HOST, FILE, REMOTE)
+
+
+class Loss(enum.Enum):
+    """Why a block was computed. Closed: each complete block of a prompt was loaded, or has one of these causes."""
+
+    FIRST_USE = "first_use"  # no request has asked for it before
+    LAST_TOKEN = "last_token"  # noqa: S105 - the last token of a prompt is always computed, and this block ends with it
+    PENDING = "pending"  # asked for before, and not in host memory yet
+    BACKPRESSURE = "backpressure"  # not stored: what was to make way had not been copied down yet
+    NOT_STORED = "not_stored"  # not stored, for other reasons
+    FORGOTTEN = "forgotten"  # evicted from host memory before a colder tier had a copy
+    EVICTED = "evicted"  # evicted from the coldest tier that had it
+    NOT_LOADED = "not_loaded"  # found, but no room for it, or not in time
+    CHOICE = "computed_by_choice"  # found, but faster to compute than to load
+
+
+class _Losses:
+    """What has become of each block that was asked for, by what movers report and by what the cache takes.
+
+    About 100 bytes for each different block.
+    """
+
+    def __init__(self, coldest: str) -> None:
+        self.counts = Counter[Loss]()
+        self._coldest = coldest
+        self._cause: dict[int, Loss] = {}
+        """The cause that counts if the block is asked for and not there; by the first 8 bytes of its key."""
+
+    def miss(self, keys: Sequence[Key], usable: int) -> None:
+        """A request looked for `keys`, of which the first `usable` may be loaded, and found none of them."""
+        for at, key in enumerate(keys):
+            name = int.from_bytes(key[:8])
+            cause = self._cause.get(name, Loss.FIRST_USE)
+            if cause is Loss.FIRST_USE:
+                self._cause[name] = Loss.PENDING
+            elif at >= usable:
+                cause = Loss.LAST_TOKEN
+            self.counts[cause] += 1
+
+    def arrived(self, transfer: Transfer, result: TransferResult) -> None:
+        """Copies have come into a tier."""
+        tier = transfer.route.destination
+        if tier == DEVICE or transfer.route.source not in (DEVICE, HOST):
+            return
+        cause = Loss.FORGOTTEN if tier == HOST and self._coldest != HOST else Loss.EVICTED
+        for item, status in zip(transfer.items, result.statuses, strict=True):
+            if status is Status.OK:
+                self._cause[int.from_bytes(item.key[:8])] = cause
+
+    def refused(self, keys: Sequence[Key], cause: Loss) -> None:
+        """Host memory did not take `keys`."""
+        self._cause.update(dict.fromkeys((int.from_bytes(key[:8]) for key in keys), cause))
 
 
 @dataclass(slots=True)
@@ -92,6 +146,7 @@ class _Visit:
         parts: What is held for it, in order, `matched` chunks in all.
         awaited: Probes or fetches that it waits for, before it will `go_on`.
         until: When the control plane gives its load up.
+        wanted: Leading chunks that are to be loaded.
         loaded: Leading chunks that have come onto the device.
         turn: Its turn in the cache, once it was matched.
     """
@@ -106,6 +161,7 @@ class _Visit:
     awaited: set[int] = field(default_factory=set)
     go_on: Callable[[], None] | None = None
     until: float = math.inf
+    wanted: int = 0
     loaded: int = 0
     turn: int | None = None
 
@@ -166,6 +222,7 @@ class TieredReplay:
         self.slots = sum(slots.values())
         self.remote = RemoteStore(slots.pop(REMOTE)) if REMOTE in slots else None
         self.tally = ReplayTally()
+        self._losses = _Losses(names[-1])
         specs = [TierSpec(name, count, image, policy) for name, count in slots.items()]
         self.cache = TieredCache(
             specs, CacheSettings(admission=admission), foreign=[REMOTE] if self.remote is not None else []
@@ -182,6 +239,11 @@ class TieredReplay:
         self._admitted, self._most = 0, 2 * engines
         self._without = [0.0] * engines
         self._now = 0.0
+
+    @property
+    def losses(self) -> dict[Loss, int]:
+        """Blocks computed, by cause: with those loaded, all that were asked for."""
+        return {cause: self._losses.counts[cause] for cause in Loss}
 
     @property
     def counters(self) -> Counters:
@@ -237,6 +299,7 @@ class TieredReplay:
         number, onto_device = result.probe if isinstance(result, ProbeResult) else result.job, False
         if isinstance(command, Transfer) and isinstance(result, TransferResult):
             source, onto_device = command.route.source, command.route.destination == DEVICE
+            self._losses.arrived(command, result)
             if self._gate is not None and result.bytes and (onto_device or source in self._sources):
                 self._gate.observe_load(source, result.bytes, result.seconds, result.queued_seconds, self._now)
         self._apply(result)
@@ -317,7 +380,10 @@ class TieredReplay:
 
     def _load(self, visit: _Visit, coming: int) -> None:
         """Order what is worth it of what is held, and of so many more chunks by way of the remote store."""
-        left = wanted = self._worth(visit, coming)
+        left = wanted = visit.wanted = self._worth(visit, coming)
+        found = visit.matched + coming
+        self._losses.counts[Loss.CHOICE] += found - wanted
+        self._losses.miss(visit.keys[found:], visit.usable - found)
         for part in visit.parts:
             part.ordered = min(left, part.chunks)
             left -= part.ordered
@@ -354,9 +420,18 @@ class TieredReplay:
         runs += [Run(REMOTE, coming)] if coming else []
         queued = {HOST: self.movers.wait(HOST, DEVICE, self._now)}
         queued |= {source: self.movers.wait(source, HOST, self._now) for source in self._sources}
-        count = self._gate.chunks_to_load(0, runs, self._now, queued)
+        count = self._gate.chunks_to_load(0, runs, self._now, queued, spare=self._engine_wait())
         self.tally.computed_by_choice += found - count
         return count
+
+    def _engine_wait(self) -> float:
+        """Seconds until an engine is left for one more request, by those that compute and those that load now."""
+        working = self._working
+        behind = len(working.ready) + len(self._loading) - working.idle
+        if behind < 0:
+            return 0.0
+        ends = heapq.nsmallest(behind + 1, (end for end, *_ in working.under_way))
+        return max(0.0, ends[-1] - self._now) if ends else 0.0
 
     def _settle(self, visit: _Visit) -> None:
         """Go on with a visit if all that was ordered for it has ended."""
@@ -396,7 +471,13 @@ class TieredReplay:
         first = visit.matched
         if first < len(visit.keys):
             path, blocks = {0: GroupKeys(visit.keys, first)}, {0: range(len(visit.keys) - first)}
-            self.cache.store(path, blocks, turn=visit.turn)
+            held = self.counters.drops[HOST][DropReason.BACKPRESSURE]
+            order = self.cache.store(path, blocks, turn=visit.turn)[0]
+            had = {*order.positions, *order.known}
+            busy = self.counters.drops[HOST][DropReason.BACKPRESSURE] > held
+            lacking = [visit.keys[at] for at in range(first, len(visit.keys)) if at not in had]
+            self._losses.refused(lacking, Loss.BACKPRESSURE if busy else Loss.NOT_STORED)
+        self._losses.counts[Loss.NOT_LOADED] += visit.wanted - visit.loaded
         for part in visit.parts:
             self.cache.release(part.lease)
         self._submit()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longshore.boundary import FILE
+from longshore.boundary import DEVICE, FILE
 from longshore.cache import DropReason, MissReason
 from longshore.report.page import share, size
 from longshore.trace.machine import REMOTE
@@ -128,6 +128,21 @@ class Replayed:
         return ratio(bytes_per_day, self.slots.get(FILE, 0) * self.replay.image_bytes)
 
     @property
+    def losses(self) -> dict[str, int]:
+        """Blocks that were computed, by cause; with the hits, all block references."""
+        return {cause.value: count for cause, count in self.replay.losses.items()}
+
+    @property
+    def bytes_per_hit(self) -> dict[str, float]:
+        """Bytes that each route between tiers has moved per block loaded."""
+        hits, routes = sum(self.hits.values()), self.replay.counters.routes
+        return {
+            route: ratio(totals.bytes, hits)
+            for route, totals in sorted(routes.items())
+            if DEVICE not in route.split("->")
+        }
+
+    @property
     def assumptions(self) -> list[str]:
         """The assumptions behind the figures."""
         timing = self.replay.timing
@@ -160,6 +175,8 @@ class Replayed:
             "drops": {tier: _counted(drops) for tier, drops in counters.drops.items()},
             "misses": _counted(counters.misses),
             "computed_by_choice": tally.computed_by_choice,
+            "losses": self.losses,
+            "bytes_per_hit": self.bytes_per_hit,
             "engine_busy": ratio(tally.computing, tally.seconds * replay.engines),
             "engine_busy_recompute": ratio(tally.recomputing, tally.seconds * replay.engines),
             "route_busy_s": {route: seconds["moving"] for route, seconds in self.routes.items()},
@@ -211,6 +228,11 @@ class Replayed:
             without = self.file_write_bytes_per_day_without_admission
             note = f"of the file tier; {self.drive_writes(without):.3g} if it refused no block"
             rows.append(("drive writes per day", f"{self.drive_writes(self.file_write_bytes_per_day):.3g}", note))
+        causes = ", ".join(f"{count:,} {cause.replace('_', ' ')}" for cause, count in self.losses.items() if count)
+        rows.append(("not loaded", f"{sum(self.losses.values()):,}", f"blocks: {causes or 'none'}"))
+        moved = ", ".join(f"{size(nbytes)} {route}" for route, nbytes in self.bytes_per_hit.items())
+        if moved:
+            rows.append(("moved per hit", moved, f"blocks have {size(replay.image_bytes)}"))
         for tier, gone in self.evictions.items():
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in gone.items() if count)
             rows.append((f"left {tier}", reasons or "none", "blocks; a colder tier still has demoted ones"))
