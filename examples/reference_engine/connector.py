@@ -22,7 +22,7 @@ from examples.reference_engine.pool import DevicePool
 from longshore.boundary import DEVICE, HOST, Key, Slot, Status
 from longshore.cache import CacheGroup, CacheSettings, DeviceCopy, Found, GroupKeys, Lease, Text, TieredCache, TierSpec
 from longshore.errors import PlanError
-from longshore.runtime.guard import BlockGuard
+from longshore.runtime.block_guard import BlockGuard
 from longshore.runtime.stack import Stack
 
 

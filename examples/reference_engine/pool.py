@@ -25,7 +25,7 @@ from longshore.layout import KVGroup, KVLayout, PageRef
 
 
 class Guard(Protocol):
-    """Keeps blocks from the free list while a copy touches them; `longshore.runtime.guard.BlockGuard` is one."""
+    """Keeps blocks from the free list while a copy touches them; `longshore.runtime.block_guard.BlockGuard` is one."""
 
     def settle(self, blocks: Sequence[int]) -> list[int]:
         """Those of `blocks` that no copy touches, waited for within reason; the others are parked."""

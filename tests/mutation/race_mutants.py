@@ -79,7 +79,7 @@ MODULES: dict[str, str] = {
     "transfer/engine.py": "transfer",
     "transfer/device/torch_streams.py": "streams",
     "transfer/device/cuda/streams.py": "cuda",
-    "runtime/guard.py": "runtime",
+    "runtime/block_guard.py": "runtime",
     "cache/pool.py": "cache",
 }
 """The ordering code, and the suite that guards it."""

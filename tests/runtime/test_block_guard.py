@@ -9,7 +9,7 @@ import pytest
 from longshore.boundary import DEVICE, HOST, Route
 from longshore.cache import GroupKeys, TieredCache, TierSpec
 from longshore.runtime import Runtime
-from longshore.runtime.guard import BlockGuard
+from longshore.runtime.block_guard import BlockGuard
 from scripted import Scripted
 
 AT_ONCE = 0.0

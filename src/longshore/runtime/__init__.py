@@ -1,6 +1,6 @@
 """The loop between the planes: passes commands of the cache to movers, and results back."""
 
-from longshore.runtime.guard import BlockGuard
+from longshore.runtime.block_guard import BlockGuard
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import EventRecorder
 from longshore.tiers.host import ForeignMover, TierMover

@@ -31,8 +31,8 @@ from longshore.engines.transformers.requests import PromptLookup, PromptRecord, 
 from longshore.errors import DeviceError, EngineError, QueueFullError, TierClosedError, TierError, TokenError
 from longshore.hints import RequestHints
 from longshore.keys import KeyChain, chain
+from longshore.runtime.block_guard import BlockGuard
 from longshore.runtime.containment import contained
-from longshore.runtime.guard import BlockGuard
 from longshore.runtime.loop import Runtime
 from longshore.runtime.stack import Stack
 
