@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from longshore.boundary import Status
+from longshore.errors import TierError
 from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import key, span
 from longshore.tiers.arena import Arena
@@ -152,3 +153,18 @@ def wait_answer(harness: TierHarness, number: int) -> tuple[bool, ...] | None:
         pass
     assert answers[0][0] == ticket
     return answers[0][1]
+
+
+def test_a_generation_that_the_tier_was_not_told_is_refused(tmp_path: Path) -> None:
+    harness = open_harness(tmp_path)
+    tier = harness.tier
+    assert isinstance(tier, RemoteTier)
+    with pytest.raises(TierError, match="never given to forget"):
+        tier.submit([harness.op(Op.WRITE, 0, 5, generation=1)], math.inf)
+    with pytest.raises(TierError, match="never given to forget"):
+        tier.ask([key(5)], 1, math.inf)
+    tier.forget(1, NAMESPACE)
+    harness.store(0, 5, generation=1)
+    assert tier.ask([key(5)], 0, math.inf)  # of an earlier one: not there
+    assert [present for _, present in tier.answers()] == [(False,)]
+    tier.close()
