@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cache_machine import PUBLIC
 
-from longshore.cache import TieredCache, prefetching
+from longshore.cache import TieredCache, loading
 
 SLOW = (
     "test_state_machine",
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts here have five chunks: let them be loaded in several parts, too."""
-    monkeypatch.setattr(prefetching, "LOAD_BATCH", 2)
+    monkeypatch.setattr(loading, "LOAD_BATCH", 2)
 
 
 @pytest.fixture

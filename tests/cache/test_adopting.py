@@ -13,8 +13,8 @@ from pickled import state_of
 
 from longshore.boundary import FILE, HOST, Key, Slabs
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
-from longshore.cache.adopting import Recovered
 from longshore.cache.eviction import POLICIES
+from longshore.cache.recovery import Recovered
 from longshore.errors import CacheError
 
 THIRD = "third"

@@ -6,8 +6,8 @@ from cache_setup import store
 
 from longshore.boundary import FILE, HOST, Cancel, Discard, Forget, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
-from longshore.cache.adopting import Recovered
 from longshore.cache.pool import FILLING, READY
+from longshore.cache.recovery import Recovered
 
 
 def key(number: int) -> bytes:

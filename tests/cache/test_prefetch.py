@@ -10,7 +10,7 @@ from cache_setup import LOAD, Setup, chunks, key, lookup, store
 
 from longshore.boundary import FILE, HOST, Cancel, Key, Status, Transfer, TransferResult, Urgency
 from longshore.cache import CacheSettings, GroupKeys, Lease, MissReason, PrefetchPolicy, Run, TieredCache, TierSpec
-from longshore.cache.prefetching import Prefetching
+from longshore.cache.loading import Prefetching
 from longshore.errors import CacheError, LeaseError
 
 BOTH = Setup(host=4, file=8, backup="write_through")

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from longshore.boundary import DEVICE, FILE, HOST, Route
 from longshore.cache import CacheSettings, EventKind, GroupKeys, TieredCache, TierSpec, Verdict, explain
-from longshore.cache.adopting import Recovered
 from longshore.cache.explain import read_events
+from longshore.cache.recovery import Recovered
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import EventRecorder, Runtime, recorder
 from scripted import Scripted

@@ -13,7 +13,7 @@ import pytest
 import longshore.tiers
 from longshore.boundary import FILE, HOST, Status
 from longshore.cache import CacheSettings, TieredCache, TierSpec
-from longshore.cache.adopting import Recovered
+from longshore.cache.recovery import Recovered
 from longshore.testing import TierHarness, TierTests
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op

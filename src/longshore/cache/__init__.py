@@ -1,6 +1,5 @@
 """The control plane: what is where, what moves, what is evicted. Plain Python, sans I/O."""
 
-from longshore.cache.beginnings import Partial, Text
 from longshore.cache.device_pool import DevicePool, DeviceStats
 from longshore.cache.events import Event, EventKind
 from longshore.cache.eviction.hit_rates import Return
@@ -9,6 +8,7 @@ from longshore.cache.gate import Gate
 from longshore.cache.groups import GroupKeys, Need
 from longshore.cache.index import Presence, Residency
 from longshore.cache.manager import TieredCache
+from longshore.cache.partial import Partial, Text
 from longshore.cache.pool import EDGES, State
 from longshore.cache.settings import (
     DEFAULT_PRIORITY,

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from longshore.boundary import Key
-from longshore.cache.beginnings import Beginnings, Partial, Text
 from longshore.cache.columns import leading
 from longshore.cache.index import Index, Residency
+from longshore.cache.partial import Partial, PartialPrefixes, Text
 from longshore.cache.settings import CacheGroup, Retention
 from longshore.errors import CacheError
 
@@ -79,7 +79,7 @@ class GroupSearch:
     def __init__(
         self,
         index: Index,
-        beginnings: Beginnings,
+        partials: PartialPrefixes,
         group: CacheGroup,
         chunk_tokens: int,
         wanted: GroupKeys,
@@ -95,7 +95,7 @@ class GroupSearch:
         self.last_window = group.first_needed(len(self.keys) * chunk_tokens, chunk_tokens)
         """The first chunk that would be needed if all of them were served."""
         self._index = index
-        self._beginnings = beginnings
+        self._partials = partials
         self._abroad = abroad
         self._device = np.zeros(len(self.keys), bool)
         self._device[: len(device)] = np.asarray(device, bool)
@@ -114,7 +114,7 @@ class GroupSearch:
         at, size = tokens // self.chunk_tokens, self.chunk_tokens
         while at * size < tokens + most and self._serves(at):
             at += 1
-        near = self._beginnings.closest(self.keys, at, self.text, size) if at <= len(self.keys) else None
+        near = self._partials.closest(self.keys, at, self.text, size) if at <= len(self.keys) else None
         return min(most, at * size - tokens + (near.tokens if near else 0))
 
     def need(self, tokens: int) -> Need:
@@ -134,7 +134,7 @@ class GroupSearch:
             return None
         if self._serves(at):
             return Partial(self.keys[at], tokens, bool(self._device[at]))
-        near = self._beginnings.closest(self.keys, at, self.text, self.chunk_tokens)
+        near = self._partials.closest(self.keys, at, self.text, self.chunk_tokens)
         return near and near._replace(tokens=tokens)
 
     def _serves(self, at: int) -> bool:

@@ -43,7 +43,7 @@ def stats(store: Store) -> tuple[TierStats, ...]:
 def check_integrity(store: Store) -> None:
     """Walk all books; raise `CacheError` where two of them disagree."""
     index = store.index
-    for book in (index, store.backlog, store.beginnings):
+    for book in (index, store.backlog, store.partials):
         book.check_integrity()
     for tier, (level, pool, policy) in enumerate(zip(store.levels, store.pools, store.policies, strict=True)):
         pool.check_integrity()

@@ -23,10 +23,10 @@ from longshore.boundary import Key, Section
 from longshore.cache.columns import column, has_twins, leading, marks, numbers, once
 from longshore.cache.events import EventKind
 from longshore.cache.eviction.hit_rates import Return
-from longshore.cache.exchange import Exchange
 from longshore.cache.groups import GroupKeys, GroupSearch, Need, check_distinct, longest_served, runs_of
 from longshore.cache.index import At, Residency, nodes_of
 from longshore.cache.nodes import ROOT
+from longshore.cache.remote import Exchange
 from longshore.cache.store import Pin, Store
 from longshore.cache.transfers import Flow, Held
 from longshore.cache.transfers import LeaseRecord as Record
@@ -173,7 +173,7 @@ class Lookups:
             index.check_link(keys, position)
         # Foreign tiers are asked for each key behind these; else looking at some of them is enough here, too.
         known = end + len(index.follow(keys, end)) if self._exchange.tiers else index.known_prefix(keys, end)
-        partial = None if text is None else self._store.beginnings.closest(keys, end, text, size)
+        partial = None if text is None else self._store.partials.closest(keys, end, text, size)
         self._advance(now)
         turn = self._serve(turn, keys, until, end, said=said)
         asks, foreign, probes = until is not Until.NOTHING, 0, tuple[int, ...]()
@@ -317,7 +317,7 @@ class Lookups:
         store, settings = self._store, self._flow.settings
         has = self._exchange.has if abroad else None
         return [
-            GroupSearch(store.index, store.beginnings, *settings.group(group), each, abroad=has)
+            GroupSearch(store.index, store.partials, *settings.group(group), each, abroad=has)
             for group, each in enumerate(wanted)
         ]
 

@@ -18,14 +18,14 @@ from typing import cast
 
 from longshore.boundary import DEVICE, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
 from longshore.cache import inspect
-from longshore.cache.adopting import Chunk, Recovered, adopt
 from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.eviction.hit_rates import check as check_return
-from longshore.cache.exchange import Exchange
 from longshore.cache.groups import GroupKeys, check_blocks, check_distinct, check_paths
+from longshore.cache.loading import Loading, Prefetching
 from longshore.cache.lookups import Leases, Lookups, check_first
-from longshore.cache.prefetching import Loading, Prefetching
+from longshore.cache.recovery import Chunk, Recovered, adopt
+from longshore.cache.remote import Exchange
 from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, seconds
 from longshore.cache.settings import check as check_retention
 from longshore.cache.store import Level, Store

@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from longshore.boundary import DEVICE, Key, Slot, Status, addresses
 from longshore.cache.backlog import Backlog
-from longshore.cache.beginnings import Beginnings
 from longshore.cache.columns import column, marks, numbers, once
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
 from longshore.cache.eviction import EvictionPolicy
@@ -30,6 +29,7 @@ from longshore.cache.eviction.hit_rates import Return, Returns
 from longshore.cache.eviction.partitioned import Sized
 from longshore.cache.index import Index
 from longshore.cache.nodes import LIMBO, ROOT
+from longshore.cache.partial import PartialPrefixes
 from longshore.cache.pool import DRAINING, FILLING, FREE, READY, SlotPool
 from longshore.cache.priorities import Priorities, WindowMarks
 from longshore.cache.types import Counters, MissReason, Run
@@ -98,7 +98,7 @@ class Store:
             self._serving,
         )
         self.windows = WindowMarks(self.index, self.policies)
-        self.beginnings = Beginnings(self.index, self._token_width)
+        self.partials = PartialPrefixes(self.index, self._token_width)
         self.seen = bytearray()
         """1 for nodes that were peeked at in this step."""
         self._condemned: list[tuple[int, int]] = []
@@ -130,7 +130,7 @@ class Store:
             policy.grow(self.index.size)
         self.backlog.grow(self.index.size)
         self.windows.grow(self.index.size)
-        self.beginnings.grow(self.index.size)
+        self.partials.grow(self.index.size)
         self.priorities.grow(self.index.size)
         self.seen.extend(bytes(self.index.size - len(self.seen)))
 
@@ -574,8 +574,8 @@ class Store:
         self.changes += 1
         if self.priorities.used:
             self.priorities.forget(nodes)
-        if self.beginnings.on:
-            self.beginnings.forget(nodes)
+        if self.partials.on:
+            self.partials.forget(nodes)
 
     def _settle(self, tier: int, slot: int) -> None:
         """Free a slot that drains, once no job touches it any more."""

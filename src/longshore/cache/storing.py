@@ -79,7 +79,7 @@ class Storing:
             path.first,
             path.retention,
         )
-        text, prompt, size = path.text if store.beginnings.on else None, path.prompt, 0
+        text, prompt, size = path.text if store.partials.on else None, path.prompt, 0
         if text is not None:
             size = settings.group(group)[1]
             text = text.checked(len(keys) * size)
@@ -94,13 +94,13 @@ class Storing:
             nodes = nodes[: max(0, end - first)]
             offload = self._offload(keys[:end], first, nodes, blocks, retention, group, patient=patient)
         if text is not None:
-            store.beginnings.learn(keys, first, text, size)
+            store.partials.learn(keys, first, text, size)
         return offload
 
     def check(self, path: GroupKeys, group: int) -> list[int]:
         """The nodes of what is known of `path`. Raises `CacheError` unless its keys and its text fit."""
         keys, first, settings = path.names, path.first, self._flow.settings
-        if path.text is not None and self._store.beginnings.on:
+        if path.text is not None and self._store.partials.on:
             path.text.checked(len(keys) * settings.group(group)[1])
         known = self._known_alone if settings.stands_alone(group) else self._follow
         return known(keys, first, group)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from longshore.boundary import Addresses, Key, Slot, Slots, Status
-from longshore.cache.beginnings import Partial
 from longshore.cache.groups import Need
 from longshore.cache.index import Residency
+from longshore.cache.partial import Partial
 from longshore.cache.pool import State
 
 

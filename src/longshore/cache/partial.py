@@ -78,7 +78,7 @@ def as_ids(tokens: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
     return ids.astype(np.uint32)
 
 
-class Beginnings:
+class PartialPrefixes:
     """Tokens of the chunks in `index`, at most `width` each, and which of them follow which key; nothing at zero."""
 
     def __init__(self, index: Index, width: int) -> None:
