@@ -20,7 +20,7 @@ from longshore.testing import TierHarness
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier
-from longshore.tiers.file.format import ExpectedRecord, RecordHeader, judge, pack_header
+from longshore.tiers.file.format import ExpectedRecord, RecordHeader, check_header, pack_header
 
 WANTED = ExpectedRecord(bytes(range(32)), bytes(range(64, 96)), slot=3, pool=2, generation=1, length=0)
 
@@ -45,7 +45,7 @@ class Record:
 
     def is_believed(self) -> bool:
         """Whether a read of it would serve its image: all that a read looks at."""
-        verdict = judge(bytes(self.data[:PAGE]), self.wanted)
+        verdict = check_header(bytes(self.data[:PAGE]), self.wanted)
         if verdict.status is not Status.OK:
             return False
         image = memoryview(self.data)[PAGE:]
@@ -98,7 +98,7 @@ def test_the_judge_can_be_wrong() -> None:
     """The negative control: without its checksum, rot in the image would be believed."""
     record = Record.of(PAGE)
     record.flip(8 * PAGE + 5)
-    assert judge(bytes(record.data[:PAGE]), record.wanted).status is Status.OK
+    assert check_header(bytes(record.data[:PAGE]), record.wanted).status is Status.OK
     assert not record.is_believed()
 
 

@@ -330,7 +330,7 @@ class Superblocks:
             return None  # the first one that was ever to be written was not, or is torn: the second one comes after it
         raise FormatError(
             f"{self._directory.path}: {next(iter(wrong.values()))}. Its copy is damaged, too. Nothing was "
-            f"touched; remove the directory to start with an empty one"
+            f"changed; remove the directory to start with an empty one"
         )
 
     def reset(self) -> int:
