@@ -44,18 +44,18 @@ def gpu() -> ModuleType:
 def rig_of(gpu: ModuleType, folder: Path, vllm_swap: Any = None) -> Any:
     from cuda_stand_in import LazyStream, StandInAccelerator, StandInLibrary
 
-    from longshore.transfer.device.cuda.calibration import everything
+    from longshore.transfer.device.cuda.calibration import all_registered
     from longshore.transfer.device.cuda.device import CudaDevice
 
     accelerator = StandInAccelerator()
     accelerator.world.eager = True
     library = StandInLibrary(accelerator.world)
 
-    def make(chooses: Any) -> CudaDevice:
+    def make(chooser: Any) -> CudaDevice:
         return CudaDevice(
             "cuda:0",
-            in_one_piece=everything,
-            chooses=chooses,
+            in_one_piece=all_registered,
+            chooser=chooser,
             accelerator=accelerator,
             library=library,
             calibration=folder / "kept.json",
