@@ -235,7 +235,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self, context, tokens, seconds: None)
     def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
-        """A step computed `tokens` of prompts behind `context` others: for the gate."""
+        """Tell the gate that a step computed `tokens` prompt tokens behind `context` others in so many `seconds`."""
         self._runtime.observe_prefill(context, tokens, seconds)
 
     # ------------------------------------------------------------------ storing
