@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from longshore.cache.columns import LISTS
 from longshore.cache.eviction import Gittins
-from longshore.cache.eviction.ghosts import GhostList
 from longshore.cache.eviction.hit_rates import (
     AGAIN,
     AGE_BEGINS,
@@ -40,6 +39,7 @@ from longshore.cache.eviction.hit_rates import (
     ROWS,
     USES,
     WEIGHTS,
+    GhostList,
     HitRates,
     Return,
     Returns,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from longshore.cache.eviction.ghosts import GhostList
 from longshore.cache.eviction.hit_rates import (
     AGAIN,
     AGE_OF,
@@ -24,6 +23,7 @@ from longshore.cache.eviction.hit_rates import (
     REQUEST,
     RETURNED,
     USES,
+    GhostList,
     HitRates,
     Spans,
     event,

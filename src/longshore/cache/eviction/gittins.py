@@ -22,7 +22,6 @@ import numpy.typing as npt
 from longshore.boundary import Key
 from longshore.cache.columns import LISTS, Chains, Column, column, grown, has_twins, numbers, once, words, zeros
 from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_in, check_new, unknown
-from longshore.cache.eviction.ghosts import GhostList
 from longshore.cache.eviction.hit_rates import (
     AGAIN,
     AGE_OF,
@@ -45,6 +44,7 @@ from longshore.cache.eviction.hit_rates import (
     RETURNED,
     STATE,
     USES,
+    GhostList,
     HitRates,
     Spans,
     event,
