@@ -87,7 +87,7 @@ def test_too_few_blocks_and_unknown_cases_are_refused() -> None:
     with pytest.raises(BenchError, match="no case match/9"):
         list(managers.run(blocks=[64], only=["match/9"]))
     assert counts_of("10000,1000000", "--blocks", 64) == [10_000, 1_000_000]
-    with pytest.raises(ConfigError, match="--blocks: expected whole numbers of at least 64"):
+    with pytest.raises(ConfigError, match="--blocks: expected comma-separated whole numbers of at least 64"):
         counts_of("10k", "--blocks", 64)
 
 

@@ -143,7 +143,7 @@ class Engine:
 
         There is no other one until `revive_tier_host`.
         """
-        watch = self.file._watch
+        watch = self.file._supervisor
         watch._pause = 1e9
         os.kill(watch.process.pid, signal.SIGSTOP)
         threading.Timer(0.5, os.kill, (watch.process.pid, signal.SIGKILL)).start()
@@ -151,9 +151,9 @@ class Engine:
     def revive_tier_host(self) -> None:
         """Have another tier host started, once the first one has died, and wait for it."""
         runtime = self.manager._runtime
-        if not runtime._wait(lambda: self.file._watch.deaths, 30.0):
+        if not runtime._wait(lambda: self.file._supervisor.deaths, 30.0):
             raise RuntimeError("the tier host lives")
-        self.file._watch._restart_at = 0.0
+        self.file._supervisor._restart_at = 0.0
         if not runtime._wait(lambda: self.file._is_open, 60.0):
             raise RuntimeError("there is no other tier host")
 

@@ -80,7 +80,7 @@ def engine_process(engine: str, extra: dict[str, Any], said: int, orders: int) -
     store = manager._store
     (file,) = store.runtime._tiers
     memory = [os.fstat(arena.fd).st_ino for arena in (store.arena, store.stamps.memory)]
-    about = {"ranks": ranks, "tier host": file._watch.process.pid, "memory": memory}
+    about = {"ranks": ranks, "tier host": file._supervisor.process.pid, "memory": memory}
     os.write(said, json.dumps(about).encode())
     os.close(said)
     while os.read(orders, 1):

@@ -198,7 +198,7 @@ def test_corrupt_record_is_a_miss_for_every_waiting_request(rigs: Any, tmp_path:
     segment = tmp_path / "tier" / "segment"
     segment.write_bytes(bytes(byte ^ 255 for byte in segment.read_bytes()))
     first, second = rig.request("first", keys), rig.request("second", keys)
-    host = rig.manager._store.file._watch.process.pid  # type: ignore[union-attr]
+    host = rig.manager._store.file._supervisor.process.pid  # type: ignore[union-attr]
     os.kill(host, signal.SIGSTOP)
     assert rig.lookup(keys, first) == [PENDING] * 2
     assert [rig.manager.lookup(key, second) for key in keys] == [PENDING] * 2

@@ -84,9 +84,9 @@ class DeviceMemoryUser(Rig):
 
     def kill_tier_host(self) -> None:
         (file,) = self.manager._runtime._tiers
-        file._watch._pause = 1e9
-        os.kill(file._watch.process.pid, signal.SIGKILL)
-        assert self.manager._runtime._wait(lambda: file._watch.deaths, 30.0)
+        file._supervisor._pause = 1e9
+        os.kill(file._supervisor.process.pid, signal.SIGKILL)
+        assert self.manager._runtime._wait(lambda: file._supervisor.deaths, 30.0)
 
 
 @pytest.fixture
@@ -368,7 +368,7 @@ def test_sleep_with_dead_tier_host_loses_only_host_memory_blocks(rigs: Rigs, tmp
     assert rig.resident == 0
     rig.wake()
     (file,) = rig.manager._runtime._tiers
-    file._watch._restart_at = 0.0
+    file._supervisor._restart_at = 0.0
     assert rig.manager._runtime._wait(lambda: file._is_open, 30.0)
     assert rig.answers("of the lost ones", more) == [MISS] * 2
     assert same(rig.read("reader"), before)

@@ -325,7 +325,7 @@ def test_a_rotten_record_fails_the_load(engine: Engine, tmp_path: Path) -> None:
 def test_a_tier_host_that_dies_or_hangs_fails_the_load(engine: Engine, how: signal.Signals) -> None:
     file = cast(Any, engine.manager._store.file)
     request = engine.request(CHUNKS)
-    process = file._watch.process.pid
+    process = file._supervisor.process.pid
     os.kill(process, how)
     assert engine.begin(request) == CHUNKS
     finish_load(engine, request)
