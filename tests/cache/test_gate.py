@@ -55,6 +55,22 @@ def test_nothing_known_loads_and_says_so() -> None:
     assert new.load_seconds([], 0.0) == 0.0
 
 
+@pytest.mark.parametrize(("context", "tokens"), [(0, 16), (0, 100_000), (100_000, 1000), (1_000_000, 16)])
+def test_a_prefill_speed_that_was_set_holds_for_prompts_of_every_length(context: int, tokens: int) -> None:
+    told = Gate(("host",), CHUNK_TOKENS, CHUNK_BYTES, prefill_speed=16_000.0)
+    assert told.prefill_seconds(context, tokens) == pytest.approx(tokens / 16_000)
+
+
+def test_what_loads_in_spare_time_is_loaded_behind_host_memory_too() -> None:
+    known = Gate(("host", "file"), CHUNK_TOKENS, CHUNK_BYTES, explore=0.0, prefill_speed=1e6)
+    for chunks in (1, 4, 16, 64):
+        known.observe_load("host", chunks * CHUNK_BYTES, chunks * 1e-5, 0.0, 0.0)
+        known.observe_load("file", chunks * CHUNK_BYTES, chunks * 1e-2, 0.0, 0.0)
+    runs = [Run("host", 10), Run("file", 1000)]
+    assert known.chunks_to_load(0, runs, 0.0) == 10
+    assert known.chunks_to_load(0, runs, 0.0, spare=1.0) == pytest.approx(110, abs=5)
+
+
 @pytest.mark.parametrize("bandwidth", [0.5e9, 1.5e9, 2.5e9, 10e9])
 def test_the_choice_is_that_of_the_formula(bandwidth: float) -> None:
     known = taught(bandwidth)

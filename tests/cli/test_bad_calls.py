@@ -321,7 +321,7 @@ $ vllm-config --host-size 1MiB --set host_size=2MiB
 $ vllm-config --host-size 1MiB --set prefetch=timeout
 2 'prefetch' has no effect in vLLM: lookups wait for at most load_timeout
 $ vllm-config --host-size 1MiB --set offload=write_back
-2 offload = 'write_back': vLLM offers blocks once they are complete, and not when it evicts them
+2 offload = 'write_back' is not served under vLLM, which offers blocks when they are complete, not when it *
 $ demo --set offload
 2 --set offload: expected KEY=VALUE, as in --set offload=write_back
 $ demo --set of_load=write_back

@@ -54,6 +54,14 @@ def test_the_experiment_through_the_path_verbs_of_the_cache() -> None:
     assert "through cache" in run(*options, "--through", "cache")
 
 
+def test_the_experiment_with_files_below_host_memory() -> None:
+    options = (EXCERPT, "--capacity-blocks", "100", "--through", "cache", "--file-blocks", "400")
+    found = facts(*options)
+    assert found["file_blocks"] == 400
+    assert set(dict(found["hit_ratio_by_tier"])) == {"host", "file"}  # type: ignore[call-overload]
+    assert "file tier" in run(*options)
+
+
 def test_without_vllm_its_interface_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("longshore.engines.vllm")]:
         monkeypatch.delitem(sys.modules, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def opened(rows: torch.Tensor, images: Images, **settings: object) -> Stack:
     host = {} if "file_mode" in settings else {"host_size": 64 * layout.image_bytes}
     config = Config.make(**host, background=False, **settings)
 
-    def open_store(arena: Arena, image_bytes: tuple[int, ...], scope: bytes) -> KeyStore:
+    def open_store(arena: Arena, image_bytes: tuple[int, ...], scope: bytes, generation: int) -> KeyStore:
         return KeyStore(arena, image_bytes, name=f"store-{len(scope)}", images=images)
 
     return open_stack(config, layout, scope, CpuDevice(), open_foreign=[open_store])
@@ -84,6 +85,22 @@ def test_a_store_that_cannot_be_opened_leaves_nothing_behind(tmp_path: Path) -> 
     for _ in range(2):  # the second time the directory would be in use, had the first one stayed open
         with pytest.raises(ConfigError, match="no such store"):
             open_stack(config, layout, scope, CpuDevice(), open_foreign=[refuse])
+
+
+def test_a_foreign_tier_is_told_the_generation_of_the_files(tmp_path: Path) -> None:
+    layout = from_rows(rows_of(1), pages_per_block=4, block_size=16)
+    scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=16)
+    config = Config.make(host_size=64 * layout.image_bytes, background=False, file_path=tmp_path, file_size=1 << 24)
+    told: list[int] = []
+
+    def store(arena: Arena, image_bytes: tuple[int, ...], generation: int, **_: object) -> KeyStore:
+        told.append(generation)
+        return KeyStore(arena, image_bytes, name="store")
+
+    for _ in range(2):
+        with contextlib.closing(open_stack(config, layout, scope, CpuDevice(), open_foreign=[store])) as stack:
+            stack.runtime.reset()
+    assert told == [0, 1]
 
 
 def test_foreign_tiers_need_host_memory(tmp_path: Path) -> None:

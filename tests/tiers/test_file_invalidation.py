@@ -23,7 +23,7 @@ from longshore.tiers.file.format import (
     INSERTED,
     JOURNAL_RECORD,
     RecordHeader,
-    fit,
+    fits_geometry,
     pack_entry,
     pack_journal_record,
     sequence,
@@ -134,7 +134,7 @@ class World:
         entries = load(self.directory, self.slabs.stride).entries
         if entries is None:
             return None
-        assert fit(entries, self.slabs).all()
+        assert fits_geometry(entries, self.slabs).all()
         pools, written = entries["pool"].tolist(), entries["sequence"].tolist()
         return dict(zip(entries["slot"].tolist(), zip(pools, written, strict=True), strict=True))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from trace_kit import ROOT
 
-from longshore.cache.eviction import Gittins
+from longshore.cache.eviction import POLICIES, Gittins
 from longshore.trace import read_mooncake, synthesize
 from longshore.trace.experiment import CacheReplay
 
@@ -41,6 +41,16 @@ def test_a_path_longer_than_host_memory_is_loaded_and_stored_in_parts() -> None:
     assert [tiers.serve(range(40)), tiers.serve(range(40))] == [0, 40]
     assert tiers.moved["host->file"] >= 32
     tiers.cache.check_integrity()
+
+
+def test_blocks_for_which_host_memory_has_no_slot_are_computed() -> None:
+    """Both tiers are full of what the lease of a prompt holds that is longer than host memory."""
+    tiers = CacheReplay(POLICIES["lru"], 64, 16)
+    hits = tiers.serve(range(1, 81)), tiers.serve(range(1, 68), 1.0)
+    assert hits[0] == 0 <= hits[1] < 67
+    assert sum(tiers.hits.values()) == sum(hits)
+    tiers.cache.check_integrity()
+    assert (tiers.cache.held, tiers.cache.jobs_in_flight) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ["mooncake_conversation", "agent_a", "agent_sparse"])

@@ -87,8 +87,7 @@ class Gate:
         self.refused = 0
         self._is_told = prefill_speed > 0
         if self._is_told:
-            for tokens in (1, 2):  # a line through the origin
-                self._prefill.observe(_prefill_terms(0, tokens), tokens / prefill_speed)
+            self._prefill.fix((0.0, 1 / prefill_speed, 0.0))
 
     @property
     def tiers(self) -> tuple[str, ...]:
@@ -227,7 +226,7 @@ class Gate:
             before = dict(tally)
             for tier in self._ways[run.tier]:
                 tally[tier] += run.chunks
-            slowest = self._cost(before, now, queued) or 0.0
+            slowest = max(spare, self._cost(before, now, queued) or 0.0)
             for tier in self._ways[run.tier]:
                 free = self._routes[tier].bytes_within(slowest, now, queued.get(tier)) // self._chunk_bytes
                 ends.add(count + int(min(max(free - before[tier], 0), run.chunks)))
@@ -280,6 +279,10 @@ class _Fit:
         self.count += 1
         if self.count <= _REFIT or self.count % _REFIT == 0:
             self._found = None
+
+    def fix(self, coefficients: Sequence[float]) -> None:
+        """Take `coefficients` as they are, in place of observations."""
+        self._found, self.count = list(coefficients), 1
 
     @property
     def coefficients(self) -> list[float]:

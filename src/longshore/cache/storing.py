@@ -340,7 +340,7 @@ class Storing:
         chosen, left_out, refused = list[int](), set[int](), list[int]()
 
         def make_room(most: int) -> int:
-            return self._room(tier, len(chosen) + most, pool, ahead=False) - len(chosen)
+            return self._room(tier, len(chosen) + most, pool, ahead=False, observes=not chosen) - len(chosen)
 
         starts = [at for at, node in enumerate(nodes) if not at or parent[node] != nodes[at - 1]]
         for start, end in pairwise([*starts, len(nodes)]):
@@ -391,7 +391,9 @@ class Storing:
         patient &= not orphan
         nbytes, pins = store.pools[0].slabs.image_bytes[pool], [store.pin(node) for node in needed if node]
         once = min(wanted, store.room_in_all(0))
-        again = patient and bool(store.last) and self._room(0, once, pool, waits=True) < once and self._may_get_room(0)
+        again = (
+            patient and bool(store.last) and self._room(0, once, pool, observes=False) < once and self._may_get_room(0)
+        )
         granted = 0 if again else self._budgets[0].allows(self._flow.now, wanted, nbytes)
         allowed = min(granted, max(0, self._flow.settings.max_writes - self._flow.writing[0]))
         if orphan:
@@ -432,16 +434,19 @@ class Storing:
             worth = often
         return worth
 
-    def _room(self, tier: int, count: int, pool: int, *, ahead: bool = True, waits: bool = False) -> int:
+    def _room(
+        self, tier: int, count: int, pool: int, *, ahead: bool = True, waits: bool = False, observes: bool = True
+    ) -> int:
         """Make room for up to `count` chunks of `pool` in `tier`, and says for how many.
 
-        What `waits` for room loses nothing where it is short, so the reserve need not grow.
+        What `waits` for room loses nothing where it is short, so the reserve need not grow. With `observes` off, this
+        is not the one request for room that counts for the reserve.
 
         What is dirty there is copied down first, if the tier below can make room; and is spared while any is.
         """
         store = self._store
         room = self._flow.evictor.make_room(tier, count, pool, spare_dirty=True, ahead=ahead)
-        if tier < store.last and not (waits and room < count):
+        if observes and tier < store.last and not (waits and room < count):
             self._observe_room(tier, count, room)
         if room < count and tier < store.last:
             self._clean(tier, count)
@@ -457,14 +462,15 @@ class Storing:
         """Chunks asked for `wanted` slots of `tier`, of which `found` were free or backed up.
 
         The reserve grows by half of what is lacking, and shrinks by one for `_FORGET` chunks that lack nothing. So few
-        chunks find no clean slot, if the tier is large enough for its bursts and writes keep up. One slot may be dirty.
+        chunks find no clean slot, if the tier is large enough for its bursts and writes keep up. It is at most three
+        quarters of the tier: with a larger one, stores would wait for copies that the reserve itself has ordered.
         """
         if found >= wanted:
             self._reserves[tier] = max(0.0, self._reserves[tier] - wanted / _FORGET)
         else:
             slots = self._store.room_in_all(tier)
             grown = max(self._clean_target(tier, slots), self._reserves[tier]) + (wanted - found) / 2
-            self._reserves[tier] = min(slots - 1, grown)
+            self._reserves[tier] = min(slots * 3 / 4, grown)
 
     def _may_get_room(self, tier: int) -> bool:
         """Whether copies down are under way, or what is being filled may be copied down when it is ready."""

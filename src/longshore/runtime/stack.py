@@ -189,10 +189,10 @@ def open_stack(
     tokens of chunks are kept for partial matches. Without either all of a path must be there.
     `open_file` makes the file tier, with the arguments of `FileTier`, `open_gds` that of mode `gds`, with those of
     `GdsFileTier`: the place for wrappers around them. `open_foreign` makes foreign tiers, of which the first that has a
-    chunk is read; each is called with `arena`, `image_bytes` (by pool) and `scope`, and closed with the stack. Where
-    the device keeps no images, `gds` becomes `posix` with a host tier of the default size, and the log says so. Raises
-    `ConfigError` when the machine cannot give what is asked for, or a tier cannot hold a single image, and `TierError`
-    when the file tier cannot be opened; nothing stays behind then.
+    chunk is read; each is called with `arena`, `image_bytes` (by pool), `scope` and `generation` (that of the file
+    tier), and closed with the stack. Where the device keeps no images, `gds` becomes `posix` with a host tier of the
+    default size, and the log says so. Raises `ConfigError` when the machine cannot give what is asked for, or a tier
+    cannot hold a single image, and `TierError` when the file tier cannot be opened; nothing stays behind then.
     """
     config.check_machine()
     if open_foreign and config.file_mode == "gds":
@@ -220,7 +220,8 @@ def open_stack(
             movers.append(TierMover(file, host))
         probers = []
         for opener in open_foreign:
-            tier = opener(arena=arena, image_bytes=sizes, scope=scope.root)
+            generation = 0 if file is None else file.generation
+            tier = opener(arena=arena, image_bytes=sizes, scope=scope.root, generation=generation)
             undo.callback(tier.close)
             probers.append(ForeignMover(tier, host))
         runtime = _make_runtime(config, layout, scope, _Grouping(groups, partial, pools), host, file, movers, probers)

@@ -1,7 +1,7 @@
 """The host tier: slots for block images inside the arena itself, and the movers between them and colder tiers.
 
     arena   │ ... │ slot 0 │ slot 1 │ ... │ slot n-1 │ ...
-                  base     base + image_bytes                    (with one image size; `longshore.slabs` for several)
+                  base     base + image_bytes                    (with one image size; `longshore.boundary` for several)
                     ▲ │
     TierMover       │ ▼      a transfer of the control plane becomes a batch of operations
     colder tier     slot

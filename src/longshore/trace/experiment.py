@@ -475,19 +475,25 @@ class CacheReplay:
         cache, keys = self.cache, keys_of(path)
         self._now = now
         found = cache.lookup({0: GroupKeys(keys)}, now, returns=returns)
-        hits, lease = found.chunks, found.lease
+        hits = loaded = found.chunks
+        lease = found.lease
         if lease is not None and self._part and hits > self._part:
+            loaded = 0
             for first in range(0, hits, self._part):
                 part = GroupKeys(keys[: min(hits, first + self._part)], first)
                 mine = cache.lookup({0: part}, now, turn=found.turn).lease
                 if mine is None:
                     raise IntegrityError(f"the blocks found from {first} on are not there any more, and are held")
-                self._load(mine, len(part.names) - first)
+                wanted = len(part.names) - first
+                arrived = self._load(mine, wanted)
+                loaded += arrived
                 cache.release(mine)
                 cache.end_step()
                 self._move()
+                if arrived < wanted:  # the rest is computed
+                    break
         elif lease is not None:
-            self._load(lease, hits)
+            loaded = self._load(lease, hits)
         if hits < len(keys):
             self._store(keys, hits, found.turn)
         if lease is not None:
@@ -495,16 +501,17 @@ class CacheReplay:
         if self._part:
             cache.end_step()
             self._move()
-        return hits
+        return loaded
 
-    def _load(self, lease: Lease, wanted: int) -> None:
-        """Load all that is held, which is as many as `wanted`."""
+    def _load(self, lease: Lease, wanted: int) -> int:
+        """Load what is held, `wanted` blocks; how many arrived: fewer where host memory has no slot for a read."""
         self.cache.load(lease, {0: range(wanted)})
         self._move()
         outcome = self.cache.progress(lease).outcome
-        if outcome is None or outcome.chunks < wanted:
+        if outcome is None or (outcome.chunks < wanted and not self._part):
             raise IntegrityError(f"not all of the {wanted} blocks found were loaded: {outcome}")
         self.hits.update(outcome.sources)
+        return outcome.chunks
 
     def _store(self, keys: Sequence[Key], first: int, turn: int | None) -> None:
         """Store what is behind the hits; if there are files, again as long as that makes room for more."""

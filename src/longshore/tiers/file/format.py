@@ -14,7 +14,7 @@
                            └────────┴──────┴──────┴──
 
 The position of a slot follows from its number, its pool (the number of an image size) and the superblock
-(`longshore.slabs`). A header names slot and pool, so a record cannot be read as that of another slot.
+(`longshore.boundary`). A header names slot and pool, so a record cannot be read as that of another slot.
 
 Every page is 4096 bytes, little-endian, and ends with a checksum of everything before it: any changed bit is detected.
 An all-zero header page is a slot that was never written. Checkpoint `e` and journal `e` are in the files `e % 2`. A
