@@ -99,7 +99,8 @@ def test_a_foreign_tier_is_told_the_generation_of_the_files(tmp_path: Path) -> N
 
     for _ in range(2):
         with contextlib.closing(open_stack(config, layout, scope, CpuDevice(), open_foreign=[store])) as stack:
-            stack.runtime.reset()
+            with stack.runtime.control() as cache:
+                cache.reset()
     assert told == [0, 1]
 
 
