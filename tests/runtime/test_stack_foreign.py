@@ -98,9 +98,9 @@ def test_a_foreign_tier_is_told_the_generation_of_the_files(tmp_path: Path) -> N
         return KeyStore(arena, image_bytes, name="store")
 
     for _ in range(2):
-        with contextlib.closing(open_stack(config, layout, scope, CpuDevice(), open_foreign=[store])) as stack:
-            with stack.runtime.control() as cache:
-                cache.reset()
+        stack = open_stack(config, layout, scope, CpuDevice(), open_foreign=[store])
+        with contextlib.closing(stack), stack.runtime.control() as cache:
+            cache.reset()
     assert told == [0, 1]
 
 

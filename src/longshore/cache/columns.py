@@ -122,7 +122,16 @@ LISTS = 10_240
 
 
 class Chains:
-    """`LISTS` ordered lists over the numbers from `LISTS` on. 8 bytes per number."""
+    """`LISTS` ordered lists over the numbers from `LISTS` on. 8 bytes per number.
+
+        numbers   0 .. LISTS-1        the lists themselves: list `l` is a ring through element `l`
+                  LISTS ..            elements; each is in at most one list at a time
+
+        cold end                hot end
+           l ──► 17 ──► 9 ──► 4 ──► l            `after[l]` is the coldest, `before[l]` the hottest
+
+    Every operation is O(1), and takes some hundred nanoseconds.
+    """
 
     __slots__ = ("after", "before")
 

@@ -16,7 +16,14 @@ root, so nothing needs it to be reached, and it may outlive whatever came before
 An *orphan* is a child of `LIMBO`, and waits for the key before it. It becomes a child of that chunk when that can be
 read, and lies no colder: what is behind `LIMBO` is closed as well, and nothing there was promised from the root.
 
-The index stands in three modules: `nodes` (the columns), `lookup` (questions about paths) and this one, for changes.
+`Lookup` has the questions about paths: both ends are found by bisection, whatever the length. Behind an orphan, which
+only those can use who have what is before it, one chunk is looked at after the other.
+
+    known       some tier has it, or will have it             A ── B ── C ── D ── E
+    readable    so can be everything before it                A ── B ── C
+
+`Residency` says where single keys are. Node numbers stay valid until a node is removed; it remembers how many had been
+removed when it was taken, and is as good as its keys alone from the next removal on.
 """
 
 from __future__ import annotations

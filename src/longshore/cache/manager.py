@@ -5,8 +5,8 @@
     take() ─► commands              apply(results) ◄─           nothing else goes in or out
 
 Sans I/O: no torch, no threads, no clock and no randomness of its own; the same calls give the same log. Every method
-validates before it changes anything. The books are kept in `store`, the transfers in `flow`, and decided upon in
-`lookups`, `loading`, `storing`, `prefetching` and `exchange` (foreign tiers).
+validates before it changes anything. The books are kept in `store`, the transfers in `transfers`; decisions are
+made in `lookups`, `loading` (with prefetches), `storing` and `remote` (foreign tiers).
 """
 
 from __future__ import annotations

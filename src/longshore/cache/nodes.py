@@ -22,7 +22,12 @@ _NOBODY = 0
 
 
 class Family:
-    """Parents and children of nodes below `size`. 16 bytes each."""
+    """Parents and children of nodes below `size`. 16 bytes each.
+
+        parent ─ child ─► youngest ─ older ─► ... ─ older ─► eldest      `younger` leads back, so that any may leave
+
+    Node numbers start at 1; 0 is no node, and the parent of all first ones.
+    """
 
     __slots__ = ("child", "older", "parent", "younger")
 

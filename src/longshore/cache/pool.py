@@ -31,6 +31,16 @@ class State(enum.Enum):
     DRAINING = "draining"
 
 
+# The life of one slot, as one table.
+#
+#     FREE ──► FILLING ──► READY ──► FREE         the good life
+#                 │           │
+#                 └► DRAINING ◄┘ ──► FREE         unwanted, but a mover still works on it
+#
+# Only `READY` can be matched. A `DRAINING` slot is in no index, yet nobody else may have it until the last job that
+# touches it has ended. The table is used by the code, by the tests (which report the edges that they took) and by
+# docs/architecture.md.
+
 EDGES = MappingProxyType(
     {
         (State.FREE, State.FILLING): "a job was ordered to write it",

@@ -133,6 +133,12 @@ class Retention(NamedTuple):
     """Chunks `[first, end)` of a request have `priority`, for some `seconds` or for good.
 
     `end` is `None` for all chunks behind.
+
+        tokens     0 ──────── 512 ─────────────────── 4096
+        priority   90         10, for 30 seconds           35 where nothing is said
+
+    What has the lowest priority is evicted first, whatever its age. When its time is over, a chunk has the priority of
+    those of which nothing was said. After the retention settings of TensorRT-LLM.
     """
 
     first: int

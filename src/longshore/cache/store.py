@@ -1,6 +1,6 @@
 """The tiers' books: slots, index, eviction orders and backlog, changed together so that they never disagree.
 
-Everything above (`flow`, `manager`) goes through these few verbs; each leaves the books whole:
+Everything above (`transfers`, `manager`) goes through these few verbs; each leaves the books whole:
 
     place    slots for chunks that a job will fill            FREE    -> FILLING
     arrive   the job filled it                                FILLING -> READY

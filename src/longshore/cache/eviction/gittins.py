@@ -6,7 +6,7 @@
                   goes next
 
 Time is counted in requests: each draws a turn (`begin`), and what it uses is as old as its turn. Each kind has one list
-for each span of turns (`spans`), so that growing older moves whole lists. Now and then, between requests, `hit_rates`
+for each span of turns (`Spans`), so that growing older moves whole lists. Now and then, between requests, `hit_rates`
 orders the lists by what came back until now. There is nothing to set. Why this way: `docs/eviction.md`.
 """
 

@@ -43,6 +43,15 @@ from longshore.cache.columns import sparse
 from longshore.cache.eviction.base import FEW
 from longshore.errors import CacheError
 
+# Hints about when a request's chunks are used again, as small numbers for eviction policies.
+#
+#     0              nothing was said
+#     1              `ends`: nobody will come back
+#     2, 3, ... 7    `seconds`: back within 4, 16, 64, 256, 1,024 requests, or later; by the rate of the last requests
+#     8, ... 11      a class of requests; those that were named after the first three share the last number
+#
+# A hint is a kind of use, not an order: the policy learns for each number how long it takes until such chunks are used
+# again, and whether they are. So a hint that is often wrong says little, and does little.
 ENDS, BACK, CLASS, HINTS = 1, 2, 8, 12
 """The number of `ends`, the first ones of times and of classes, and how many there are."""
 
@@ -117,6 +126,12 @@ def check(said: Return | None) -> None:
         raise CacheError(f"chunks are used again in a finite number of seconds, or never, got {said}")
 
 
+# How a node was used, in 20 bits; and what follows from them.
+#
+# bit    19      18 ... 14              13 ... 10           9 ... 3                               2 ... 0
+#        held    bit length of the      its hint            0 out │ 1 ends a prompt, not used     gap before
+#                request that used it   (`returns`)         since │ 2 once │ ... │ 65 often       its last use
+#                last
 OUT, LEAF, ONCE = (use << 3 for use in range(3))
 MOST_USES = 64
 GAP, USES, HOW, STATE, HELD = 0x7, 0x3F8, 0x3FFF, 0x7FFFF, 0x80000
@@ -181,7 +196,14 @@ _END = OLDEST
 
 
 class Spans:
-    """The spans of all ticks until now, the oldest first: their rows, and their first ticks."""
+    """The spans of all ticks until now, the oldest first: their rows, and their first ticks.
+
+        tick     0 ───────────── 70 │ 71 ──── 85 │ 86 ── 92 │ 93 ─ 95 │ 96 │ 97        now = 97
+        row      4                  │ 0          │ 7        │ 2       │ 5  │ 1
+
+    Each span has a row of lists. Two neighbours become one when they are together no longer than a quarter of the
+    time that they lie back, so that what is sorted by spans stays so at the cost of joining whole lists.
+    """
 
     __slots__ = ("_free", "rows", "starts")
 
@@ -383,7 +405,7 @@ _Words = npt.NDArray[np.uint64]
 class GhostList:
     """About the last `limit` chunks that were evicted, less those that came back.
 
-    Of each it keeps the turn of its last use (31 bits) and its state (`uses`).
+    Of each it keeps the turn of its last use (31 bits) and its state (see `OUT`).
     """
 
     __slots__ = ("_any", "_buckets", "_hinted", "_hints", "_next")
