@@ -4,6 +4,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import BY_KEY, Op, OpBatch, TierOp
 from longshore.tiers.remote import RemoteTier
+from longshore.tiers.remote.directory import DirectorySession
 from longshore.tiers.remote.format import Identity, pack_header
 from longshore.tiers.remote.resp import RespSession
 from longshore.tiers.remote.settings import RemoteSettings
@@ -172,6 +174,28 @@ def test_whatever_a_server_says_is_an_answer_or_an_error(data: bytes, some: list
         except StoreError:
             pass
         assert images.ended.get(0, (Status.LAPSED, 0))[0] is not Status.OK
+
+
+def test_a_late_read_of_a_directory_is_a_miss_and_moves_no_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    session = DirectorySession(RemoteSettings("file", path=str(tmp_path)), IMAGE)
+    written = Images(clock, Op.WRITE, [1.0])
+    session.store(written.queue, lambda _: False, lambda _: None)
+    assert written.ended[0][0] is Status.OK
+    read = session._read
+
+    def late(each: Image) -> int | Status:
+        clock.now += 2.0
+        return read(each)
+
+    monkeypatch.setattr(session, "_read", late)
+    images = Images(clock, Op.READ, [1.0])
+    images.memory[:] = b"\xcc" * IMAGE
+    session.fetch(images.queue)
+    assert images.ended[0][0] is Status.DEADLINE
+    assert images.memory == b"\xcc" * IMAGE
 
 
 # The tier, with a store whose calls hang

@@ -59,8 +59,11 @@ class DirectorySession:
                 continue
             value = self._buffer[:count]
             status = verify(value[:HEADER_BYTES], digest(value[HEADER_BYTES:]), image.identity)
-            if status is Status.OK and work.hold(image):
-                image.memory[:] = value[HEADER_BYTES:]
+            if status is Status.OK:
+                if work.hold(image):
+                    image.memory[:] = value[HEADER_BYTES:]
+                else:
+                    status = Status.DEADLINE
             work.end(image, status)
 
     def store(self, work: WorkQueue, is_bad: Callable[[bytes], bool], refusal: Refusal) -> None:
