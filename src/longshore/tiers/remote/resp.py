@@ -1,12 +1,14 @@
 """A client of Valkey and Redis: our own RESP on a blocking socket, for values of hundreds of kilobytes.
 
     GET     ◄── "$262272\\r\\n" and the header, into a small buffer ◄── the image, into the arena in large pieces
-    SET     ──► command and header, image, end: one `sendmsg`, straight from the arena
+    SET     ──► command and header, image, end: `sendmsg`, straight from the arena
     STRLEN  ──► hundreds of commands at once: existence and length, in one round trip
 
-The kernel keeps the deadline of each call (`SO_RCVTIMEO`, `SO_SNDTIMEO`): it bounds the whole call, so a server that
-sends a byte at a time gains no time by it. A connection on which a deadline passed, a reply broke off, or something
-came that is no reply, is closed. It is never read on: the next reply might be that of another request.
+The kernel keeps the deadline of each receive (`SO_RCVTIMEO`): it bounds the whole call, so a server that sends a byte
+at a time gains no time by it. `SO_SNDTIMEO` does not bound a send over a unix socket, where it holds for each buffer
+that the kernel allocates; so sends do not block, and poll until the socket has room. A connection on which a deadline
+passed, a reply broke off, or something came that is no reply, is closed. It is never read on: the next reply might be
+that of another request.
 
 Bytes under way are bounded by connection: with 64 values of 2 MiB requested at once, a server answers ten times slower
 than one by one.
@@ -15,6 +17,7 @@ than one by one.
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import ssl
@@ -58,12 +61,14 @@ class PlainStream:
         sock.setblocking(True)  # the kernel has the deadline: with a timeout of Python's, MSG_WAITALL would not wait
         self._sock = sock
         self._clock = clock
-        self._limits = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}
-        """Seconds that the kernel has been told."""
+        self._limit_set = -1.0
+        """Seconds that the kernel has been told as the limit of a receive."""
+        self._room = select.poll()
+        self._room.register(sock, select.POLLOUT)
 
     def receive_some(self, into: memoryview, deadline: Deadline) -> int:
         """Receive what has come, at least one byte; how many."""
-        self._limit(socket.SO_RCVTIMEO, deadline)
+        self._limit(deadline)
         try:
             return _came(self._sock.recv_into(into))
         except OSError as error:
@@ -72,7 +77,7 @@ class PlainStream:
     def receive(self, parts: list[memoryview], deadline: Deadline) -> None:
         """Fill `parts`, one after the other."""
         while parts:
-            self._limit(socket.SO_RCVTIMEO, deadline)
+            self._limit(deadline)
             try:
                 count, _, _, _ = self._sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)
             except OSError as error:
@@ -82,9 +87,11 @@ class PlainStream:
     def send(self, parts: list[memoryview], deadline: Deadline) -> None:
         """Send `parts`, one after the other."""
         while parts:
-            self._limit(socket.SO_SNDTIMEO, deadline)
+            left = _left(deadline, self._clock)
             try:
-                parts = _behind(parts, self._sock.sendmsg(parts))
+                parts = _behind(parts, self._sock.sendmsg(parts, (), socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                self._room.poll(math.ceil(left * 1000))
             except OSError as error:
                 raise _typed(error) from None
 
@@ -92,17 +99,24 @@ class PlainStream:
         """Descriptor of the socket."""
         return self._sock.fileno()
 
+    def shut_down(self) -> None:
+        """Shut the connection down, from any thread: a call that is blocked on it fails."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the socket."""
         self._sock.close()
 
-    def _limit(self, option: int, deadline: Deadline) -> None:
+    def _limit(self, deadline: Deadline) -> None:
         left = _left(deadline, self._clock)
-        if left <= self._limits[option] <= left + _LIMIT_SECONDS:
+        if left <= self._limit_set <= left + _LIMIT_SECONDS:
             return
-        self._limits[option] = left
+        self._limit_set = left
         micros = int(left * 1e6) or 1  # 0 would be no limit
-        self._sock.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(micros // 1_000_000, micros % 1_000_000))
+        self._sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(micros // 1_000_000, micros % 1_000_000)
+        )
 
 
 class TlsStream:
@@ -141,6 +155,11 @@ class TlsStream:
     def fileno(self) -> int:
         """Descriptor of the socket."""
         return self._sock.fileno()
+
+    def shut_down(self) -> None:
+        """Shut the connection down, from any thread: a call that is blocked on it fails."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # `SSLSocket.shutdown` would end encryption
 
     def close(self) -> None:
         """Close the socket."""
@@ -245,6 +264,10 @@ class RespSession:
         poll = select.poll()
         poll.register(self._stream.fileno(), select.POLLIN)
         return self._begin < self._end or bool(poll.poll(0))
+
+    def shut_down(self) -> None:
+        """Shut the connection down, from any thread: a call that is blocked on it fails."""
+        self._stream.shut_down()
 
     def close(self) -> None:
         """Close the connection."""

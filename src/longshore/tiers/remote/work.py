@@ -166,6 +166,13 @@ class WorkQueue:
         """End all that nobody has taken."""
         self._end_waiting(status, None)
 
+    def end_free(self, status: Status) -> None:
+        """End what threads are busy with, but do not hold."""
+        with self._lock:
+            now = self.clock()
+            for image in [image for image in self._taken if image.phase is Phase.FREE]:
+                self._end(image, status, now)
+
     def forget(self, generation: int) -> None:
         """Nothing of an earlier generation begins any more."""
         with self._lock:
@@ -223,6 +230,9 @@ class Session(Protocol):
 
     def is_stale(self) -> bool:
         """Whether an idle connection was closed by the server, or has received what nobody asked for."""
+
+    def shut_down(self) -> None:
+        """Make the calls under way fail. Any thread may call this, but not while the session is closed."""
 
     def close(self) -> None:
         """Close the connection."""
