@@ -14,6 +14,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -112,13 +113,15 @@ class DirectorySession:
         expected = HEADER_BYTES + len(image.memory)
         path = self._path(image.address)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO would block
         except FileNotFoundError:
             return Status.LAPSED
         except OSError as error:
             raise _typed(error) from None
         try:
             found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                return Status.MISMATCH
             if self._expired(found):
                 with contextlib.suppress(OSError):
                     os.unlink(path)  # noqa: PTH108
