@@ -98,3 +98,33 @@ def test_close_ends_a_connection_that_hangs_and_every_operation_once(
     assert [(each.ticket, each.statuses) for each in results] == [(ticket, (Status.AWAY,))]
     assert tier.poll() == []
     assert not any(thread.is_alive() for thread in tier._threads)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (b"NOPERM no permission", "the server answered NOPERM"),
+        (b"ERR", "the server answered ERR"),
+        (b"ERR\nFAKE 12:00 all is well", "the server answered an error"),
+        (b"\x1b[2JERR no", "the server answered an error"),
+        (b"hunter2 is not a command", "the server answered an error"),
+        (b"E" * 900, "the server answered an error"),
+        (b"", "the server answered an error"),
+    ],
+)
+def test_of_a_server_s_error_only_its_code_is_repeated(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch, error: bytes, said: str
+) -> None:
+    ours, theirs = pair
+    monkeypatch.setenv("LONGSHORE_REMOTE_PASSWORD", "secret")
+    settings = RemoteSettings("valkey", "host")
+    session = RespSession(settings, PlainStream(ours, time.monotonic), time.monotonic, IMAGE)
+    theirs.sendall(b"-%b\r\n" % error * 3)
+    for call in (
+        lambda: session.check(time.monotonic() + 60),
+        lambda: session.lengths([b"a"], time.monotonic() + 60),
+        lambda: session.authenticate(settings, time.monotonic() + 60),
+    ):
+        with pytest.raises(StoreError) as refused:
+            call()
+        assert str(refused.value).removeprefix(f"{settings}: ") == said

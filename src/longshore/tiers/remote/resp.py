@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import select
 import socket
 import ssl
@@ -50,6 +51,7 @@ _LONGEST_LINE = 1024
 _TIME = struct.Struct("@ll")
 _END = b"\r\n"
 _ABSENT = -1
+_ERROR_CODE = re.compile(rb"[A-Z0-9]{1,32}(?![^ ])")
 Deadline = float
 Clock = Callable[[], float]
 
@@ -197,7 +199,7 @@ class RespSession:
         self._send(b"".join(commands), deadline)
         for _ in commands:
             if (error := self._read_simple(deadline)) is not None:
-                raise StoreError("refused", f"{settings}: {error.decode('ascii', 'replace').partition(' ')[0]}")
+                raise StoreError("refused", f"{settings}: the server answered {_error_word(error)}")
 
     def check(self, deadline: Deadline) -> None:
         """Ask the server whether it is there."""
@@ -479,9 +481,13 @@ def _number(line: bytes, kind: bytes) -> int:
 
 
 def _refusal(error: bytes) -> StoreError:
-    """A server's error; only its first word is repeated: the rest may quote what was sent."""
-    word = error.decode("ascii", "replace").partition(" ")[0]
-    return StoreError("refused", f"the server answered {word}", Status.IO_ERROR)
+    return StoreError("refused", f"the server answered {_error_word(error)}", Status.IO_ERROR)
+
+
+def _error_word(error: bytes) -> str:
+    """The code that begins a server's error, for logs. The rest is not repeated: it may quote what was sent."""
+    code = _ERROR_CODE.match(error)
+    return code[0].decode() if code else "an error"
 
 
 def _broken(what: str) -> StoreError:
