@@ -152,10 +152,28 @@ def test_a_store_ends_by_its_deadline_however_its_replies_come(
         images.queue.fail(error.status)
     assert len(images.ended) == len(within)
     assert clock.now <= max(images.deadlines) + 1e-6
+    asked_and_sent = [i for i, each in enumerate(images.identities) if stream.sent.count(each.address) == 2]
+    answer_to = dict(zip(asked_and_sent, answers, strict=False))
     for index, (status, when) in images.ended.items():
         if status is Status.OK:
-            assert answers[index] == b"+OK\r\n"
+            assert answer_to[index] == b"+OK\r\n"
             assert when <= images.deadlines[index] + 1e-6
+
+
+def test_an_image_that_waits_behind_another_one_ends_by_its_own_deadline() -> None:
+    clock = Clock()
+    images = Images(clock, Op.WRITE, [3.0, 0.3])
+
+    class Polled(SlowStream):
+        def receive_some(self, into: memoryview, deadline: float) -> int:
+            count = super().receive_some(into, deadline)
+            assert images.queue.expire() == 0  # the server is not to blame
+            return count
+
+    stream = Polled(clock, b":0\r\n:0\r\n+OK\r\n", iter([(0.0, 8), (1.0, 5)]))  # the first SET takes 1 s
+    session_on(clock, stream, in_flight=IMAGE).store(images.queue, lambda _: False, lambda _: None)
+    assert {index: status for index, (status, _) in images.ended.items()} == {0: Status.OK, 1: Status.DEADLINE}
+    assert stream.sent.count(b"$3\r\nSET\r\n") == 1
 
 
 @given(data=st.binary(max_size=400), some=pieces)

@@ -241,6 +241,8 @@ class RespSession:
     def store(self, work: WorkQueue, is_bad: Callable[[bytes], bool], refusal: Refusal) -> None:
         """Store images until none waits; those that are there are not sent again, unless known to be bad."""
         while batch := _some(work):
+            for image in batch:
+                work.defer(image)
             there = self.lengths([image.address for image in batch], min(image.deadline for image in batch))
             sent: deque[Image] = deque()
             under_way = 0
@@ -248,13 +250,19 @@ class RespSession:
                 value_bytes = HEADER_BYTES + len(image.memory)
                 if length == value_bytes and not is_bad(image.address):
                     work.end(image, Status.OK)
+                elif not work.hold(image):
+                    work.end(image, Status.DEADLINE)
                 elif (refused := refusal(value_bytes)) is not None:
                     work.end(image, refused)
                 else:
                     header = pack_header(image.identity, image.memory)  # while the server is busy with those before
+                    work.defer(image)
                     while sent and under_way + value_bytes > self._in_flight:
                         under_way -= HEADER_BYTES + len(sent[0].memory)
                         self._stored(sent, work)
+                    if not work.hold(image):
+                        work.end(image, Status.DEADLINE)
+                        continue
                     self._set(image, header, min(image.deadline, _soonest(sent)))
                     sent.append(image)
                     under_way += value_bytes
