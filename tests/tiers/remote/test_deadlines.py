@@ -4,6 +4,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import BY_KEY, Op, OpBatch, TierOp
 from longshore.tiers.remote import RemoteTier
+from longshore.tiers.remote.directory import DirectorySession
 from longshore.tiers.remote.format import Identity, pack_header
 from longshore.tiers.remote.resp import RespSession
 from longshore.tiers.remote.settings import RemoteSettings
@@ -150,10 +152,28 @@ def test_a_store_ends_by_its_deadline_however_its_replies_come(
         images.queue.fail(error.status)
     assert len(images.ended) == len(within)
     assert clock.now <= max(images.deadlines) + 1e-6
+    asked_and_sent = [i for i, each in enumerate(images.identities) if stream.sent.count(each.address) == 2]
+    answer_to = dict(zip(asked_and_sent, answers, strict=False))
     for index, (status, when) in images.ended.items():
         if status is Status.OK:
-            assert answers[index] == b"+OK\r\n"
+            assert answer_to[index] == b"+OK\r\n"
             assert when <= images.deadlines[index] + 1e-6
+
+
+def test_an_image_that_waits_behind_another_one_ends_by_its_own_deadline() -> None:
+    clock = Clock()
+    images = Images(clock, Op.WRITE, [3.0, 0.3])
+
+    class Polled(SlowStream):
+        def receive_some(self, into: memoryview, deadline: float) -> int:
+            count = super().receive_some(into, deadline)
+            assert images.queue.expire() == 0  # the server is not to blame
+            return count
+
+    stream = Polled(clock, b":0\r\n:0\r\n+OK\r\n", iter([(0.0, 8), (1.0, 5)]))  # the first SET takes 1 s
+    session_on(clock, stream, in_flight=IMAGE).store(images.queue, lambda _: False, lambda _: None)
+    assert {index: status for index, (status, _) in images.ended.items()} == {0: Status.OK, 1: Status.DEADLINE}
+    assert stream.sent.count(b"$3\r\nSET\r\n") == 1
 
 
 @given(data=st.binary(max_size=400), some=pieces)
@@ -172,6 +192,28 @@ def test_whatever_a_server_says_is_an_answer_or_an_error(data: bytes, some: list
         except StoreError:
             pass
         assert images.ended.get(0, (Status.LAPSED, 0))[0] is not Status.OK
+
+
+def test_a_late_read_of_a_directory_is_a_miss_and_moves_no_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    session = DirectorySession(RemoteSettings("file", path=str(tmp_path)), IMAGE)
+    written = Images(clock, Op.WRITE, [1.0])
+    session.store(written.queue, lambda _: False, lambda _: None)
+    assert written.ended[0][0] is Status.OK
+    read = session._read
+
+    def late(each: Image) -> int | Status:
+        clock.now += 2.0
+        return read(each)
+
+    monkeypatch.setattr(session, "_read", late)
+    images = Images(clock, Op.READ, [1.0])
+    images.memory[:] = b"\xcc" * IMAGE
+    session.fetch(images.queue)
+    assert images.ended[0][0] is Status.DEADLINE
+    assert images.memory == b"\xcc" * IMAGE
 
 
 # The tier, with a store whose calls hang

@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -127,22 +128,42 @@ def test_a_full_file_system_is_left_alone_for_a_while(tmp_path: Path, monkeypatc
     harness.tier.close()
 
 
-def test_a_read_that_hangs_ends_by_its_deadline_and_never_touches_the_arena(tmp_path: Path) -> None:
+def test_a_read_that_hangs_ends_by_its_deadline_and_never_touches_the_arena(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = open_harness(tmp_path)
+    harness.store(0, 5)
     harness.tier.close()
     harness.tier = RemoteTier(
         f"file://{tmp_path}?fetch_timeout=300ms", arena=harness.arena, image_bytes=IMAGE, namespace=NAMESPACE
     )
-    file = file_of(tmp_path, 5)
-    file.parent.mkdir(parents=True)
-    os.mkfifo(file)  # opening it waits until somebody writes
+    read_file, go_on = os.preadv, threading.Event()
+
+    def hang(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        go_on.wait()
+        return read_file(descriptor, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", hang)
     read = harness.op(Op.READ, 0, 5)
     harness.bytes_of(read)[:] = 0xCC
     assert harness.run(read) == (Status.DEADLINE,)
-    with file.open("wb"):
-        pass
+    go_on.set()
     harness.tier.close()
     assert np.all(harness.bytes_of(read) == 0xCC)
+
+
+def test_a_fifo_under_a_name_is_a_miss_and_blocks_no_thread(tmp_path: Path) -> None:
+    harness = open_harness(tmp_path)
+    harness.store(0, 9)
+    for number in range(4):  # as many as there are threads
+        file = file_of(tmp_path, number)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(file)
+        assert harness.load(0, number)[0] is Status.MISMATCH
+    harness.assert_serves(0, 9)
+    harness.store(0, 1)
+    harness.assert_serves(0, 1)
+    harness.tier.close()
 
 
 def wait_answer(harness: TierHarness, number: int) -> tuple[bool, ...] | None:

@@ -59,6 +59,14 @@ def test_impossible_urls_are_refused(url: str) -> None:
         f"valkey://host?Password={SECRET}",
         f"valkey://host?token={SECRET}",
         f"valkey://host#{SECRET}",
+        f"valkey://user:/{SECRET}@host:6379/0",
+        f"valkey://user:12/{SECRET}@host:6379/0",
+        f"valkey://user:1?{SECRET}@host:6379/0",
+        f"valkey://user:1?{SECRET}%40host:6379/0",
+        f"valkey://user:1?ttl={SECRET}@host:6379/0",
+        f"valkey://user:1?in_flight={SECRET}@host:6379/0",
+        f"valkey://user:1/{SECRET}%40host:6379/0",
+        f"file:///mnt/user:{SECRET}@host",
     ],
 )
 def test_a_password_in_a_url_is_refused_and_not_repeated(url: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,8 +60,11 @@ class DirectorySession:
                 continue
             value = self._buffer[:count]
             status = verify(value[:HEADER_BYTES], digest(value[HEADER_BYTES:]), image.identity)
-            if status is Status.OK and work.hold(image):
-                image.memory[:] = value[HEADER_BYTES:]
+            if status is Status.OK:
+                if work.hold(image):
+                    image.memory[:] = value[HEADER_BYTES:]
+                else:
+                    status = Status.DEADLINE
             work.end(image, status)
 
     def store(self, work: WorkQueue, is_bad: Callable[[bytes], bool], refusal: Refusal) -> None:
@@ -81,6 +85,9 @@ class DirectorySession:
     def is_stale(self) -> bool:
         """Nothing stays open between two requests."""
         return False
+
+    def shut_down(self) -> None:
+        """Nothing ends a call that hangs in the kernel; it uses no byte of the arena."""
 
     def close(self) -> None:
         """Nothing is open."""
@@ -106,13 +113,15 @@ class DirectorySession:
         expected = HEADER_BYTES + len(image.memory)
         path = self._path(image.address)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO would block
         except FileNotFoundError:
             return Status.LAPSED
         except OSError as error:
             raise _typed(error) from None
         try:
             found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                return Status.MISMATCH
             if self._expired(found):
                 with contextlib.suppress(OSError):
                     os.unlink(path)  # noqa: PTH108

@@ -1,12 +1,14 @@
 """A client of Valkey and Redis: our own RESP on a blocking socket, for values of hundreds of kilobytes.
 
     GET     ◄── "$262272\\r\\n" and the header, into a small buffer ◄── the image, into the arena in large pieces
-    SET     ──► command and header, image, end: one `sendmsg`, straight from the arena
+    SET     ──► command and header, image, end: `sendmsg`, straight from the arena
     STRLEN  ──► hundreds of commands at once: existence and length, in one round trip
 
-The kernel keeps the deadline of each call (`SO_RCVTIMEO`, `SO_SNDTIMEO`): it bounds the whole call, so a server that
-sends a byte at a time gains no time by it. A connection on which a deadline passed, a reply broke off, or something
-came that is no reply, is closed. It is never read on: the next reply might be that of another request.
+The kernel keeps the deadline of each receive (`SO_RCVTIMEO`): it bounds the whole call, so a server that sends a byte
+at a time gains no time by it. `SO_SNDTIMEO` does not bound a send over a unix socket, where it holds for each buffer
+that the kernel allocates; so sends do not block, and poll until the socket has room. A connection on which a deadline
+passed, a reply broke off, or something came that is no reply, is closed. It is never read on: the next reply might be
+that of another request.
 
 Bytes under way are bounded by connection: with 64 values of 2 MiB requested at once, a server answers ten times slower
 than one by one.
@@ -15,6 +17,8 @@ than one by one.
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 import select
 import socket
 import ssl
@@ -47,6 +51,7 @@ _LONGEST_LINE = 1024
 _TIME = struct.Struct("@ll")
 _END = b"\r\n"
 _ABSENT = -1
+_ERROR_CODE = re.compile(rb"[A-Z0-9]{1,32}(?![^ ])")
 Deadline = float
 Clock = Callable[[], float]
 
@@ -58,12 +63,14 @@ class PlainStream:
         sock.setblocking(True)  # the kernel has the deadline: with a timeout of Python's, MSG_WAITALL would not wait
         self._sock = sock
         self._clock = clock
-        self._limits = {socket.SO_RCVTIMEO: -1.0, socket.SO_SNDTIMEO: -1.0}
-        """Seconds that the kernel has been told."""
+        self._limit_set = -1.0
+        """Seconds that the kernel has been told as the limit of a receive."""
+        self._room = select.poll()
+        self._room.register(sock, select.POLLOUT)
 
     def receive_some(self, into: memoryview, deadline: Deadline) -> int:
         """Receive what has come, at least one byte; how many."""
-        self._limit(socket.SO_RCVTIMEO, deadline)
+        self._limit(deadline)
         try:
             return _came(self._sock.recv_into(into))
         except OSError as error:
@@ -72,7 +79,7 @@ class PlainStream:
     def receive(self, parts: list[memoryview], deadline: Deadline) -> None:
         """Fill `parts`, one after the other."""
         while parts:
-            self._limit(socket.SO_RCVTIMEO, deadline)
+            self._limit(deadline)
             try:
                 count, _, _, _ = self._sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)
             except OSError as error:
@@ -82,9 +89,11 @@ class PlainStream:
     def send(self, parts: list[memoryview], deadline: Deadline) -> None:
         """Send `parts`, one after the other."""
         while parts:
-            self._limit(socket.SO_SNDTIMEO, deadline)
+            left = _left(deadline, self._clock)
             try:
-                parts = _behind(parts, self._sock.sendmsg(parts))
+                parts = _behind(parts, self._sock.sendmsg(parts, (), socket.MSG_DONTWAIT))
+            except BlockingIOError:
+                self._room.poll(math.ceil(left * 1000))
             except OSError as error:
                 raise _typed(error) from None
 
@@ -92,17 +101,24 @@ class PlainStream:
         """Descriptor of the socket."""
         return self._sock.fileno()
 
+    def shut_down(self) -> None:
+        """Shut the connection down, from any thread: a call that is blocked on it fails."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the socket."""
         self._sock.close()
 
-    def _limit(self, option: int, deadline: Deadline) -> None:
+    def _limit(self, deadline: Deadline) -> None:
         left = _left(deadline, self._clock)
-        if left <= self._limits[option] <= left + _LIMIT_SECONDS:
+        if left <= self._limit_set <= left + _LIMIT_SECONDS:
             return
-        self._limits[option] = left
+        self._limit_set = left
         micros = int(left * 1e6) or 1  # 0 would be no limit
-        self._sock.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(micros // 1_000_000, micros % 1_000_000))
+        self._sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(micros // 1_000_000, micros % 1_000_000)
+        )
 
 
 class TlsStream:
@@ -142,6 +158,11 @@ class TlsStream:
         """Descriptor of the socket."""
         return self._sock.fileno()
 
+    def shut_down(self) -> None:
+        """Shut the connection down, from any thread: a call that is blocked on it fails."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # `SSLSocket.shutdown` would end encryption
+
     def close(self) -> None:
         """Close the socket."""
         self._sock.close()
@@ -178,7 +199,7 @@ class RespSession:
         self._send(b"".join(commands), deadline)
         for _ in commands:
             if (error := self._read_simple(deadline)) is not None:
-                raise StoreError("refused", f"{settings}: {error.decode('ascii', 'replace').partition(' ')[0]}")
+                raise StoreError("refused", f"{settings}: the server answered {_error_word(error)}")
 
     def check(self, deadline: Deadline) -> None:
         """Ask the server whether it is there."""
@@ -220,6 +241,8 @@ class RespSession:
     def store(self, work: WorkQueue, is_bad: Callable[[bytes], bool], refusal: Refusal) -> None:
         """Store images until none waits; those that are there are not sent again, unless known to be bad."""
         while batch := _some(work):
+            for image in batch:
+                work.defer(image)
             there = self.lengths([image.address for image in batch], min(image.deadline for image in batch))
             sent: deque[Image] = deque()
             under_way = 0
@@ -227,13 +250,19 @@ class RespSession:
                 value_bytes = HEADER_BYTES + len(image.memory)
                 if length == value_bytes and not is_bad(image.address):
                     work.end(image, Status.OK)
+                elif not work.hold(image):
+                    work.end(image, Status.DEADLINE)
                 elif (refused := refusal(value_bytes)) is not None:
                     work.end(image, refused)
                 else:
                     header = pack_header(image.identity, image.memory)  # while the server is busy with those before
+                    work.defer(image)
                     while sent and under_way + value_bytes > self._in_flight:
                         under_way -= HEADER_BYTES + len(sent[0].memory)
                         self._stored(sent, work)
+                    if not work.hold(image):
+                        work.end(image, Status.DEADLINE)
+                        continue
                     self._set(image, header, min(image.deadline, _soonest(sent)))
                     sent.append(image)
                     under_way += value_bytes
@@ -245,6 +274,10 @@ class RespSession:
         poll = select.poll()
         poll.register(self._stream.fileno(), select.POLLIN)
         return self._begin < self._end or bool(poll.poll(0))
+
+    def shut_down(self) -> None:
+        """Shut the connection down, from any thread: a call that is blocked on it fails."""
+        self._stream.shut_down()
 
     def close(self) -> None:
         """Close the connection."""
@@ -456,9 +489,13 @@ def _number(line: bytes, kind: bytes) -> int:
 
 
 def _refusal(error: bytes) -> StoreError:
-    """A server's error; only its first word is repeated: the rest may quote what was sent."""
-    word = error.decode("ascii", "replace").partition(" ")[0]
-    return StoreError("refused", f"the server answered {word}", Status.IO_ERROR)
+    return StoreError("refused", f"the server answered {_error_word(error)}", Status.IO_ERROR)
+
+
+def _error_word(error: bytes) -> str:
+    """The code that begins a server's error, for logs. The rest is not repeated: it may quote what was sent."""
+    code = _ERROR_CODE.match(error)
+    return code[0].decode() if code else "an error"
 
 
 def _broken(what: str) -> StoreError:

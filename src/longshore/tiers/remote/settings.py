@@ -138,6 +138,11 @@ def parse_url(url: str) -> RemoteSettings:
         raise ConfigError(
             f"remote store: expected a URL without a password: set {PASSWORD_VARIABLE}, or add ?password_file=PATH"
         )
+    if "@" in parts.path or "@" in parts.query:  # as a password makes it that has a '/' or '?' in it
+        raise ConfigError(
+            "remote store: expected no '@' behind the host: write %40 in a path, and no password in a URL: "
+            f"set {PASSWORD_VARIABLE}, or add ?password_file=PATH"
+        )
     scheme = {"redis": "valkey", "rediss": "valkeys"}.get(parts.scheme, parts.scheme)
     if parts.scheme not in _SCHEMES:
         raise ConfigError(f"remote store: expected a URL of one of {', '.join(_SCHEMES)}, got {parts.scheme!r}")
@@ -174,7 +179,9 @@ def _options(query: str) -> dict[str, Any]:
                 f"remote store: expected no {name} in a URL: set {PASSWORD_VARIABLE}, or add ?password_file=PATH"
             )
         if name not in _OPTIONS:
-            raise ConfigError(f"remote store: unknown option {name!r}; there are {', '.join(sorted(_OPTIONS))}")
+            raise ConfigError(
+                f"remote store: unknown option{_shown(name, ' ')}; there are {', '.join(sorted(_OPTIONS))}"
+            )
         if name in options:
             raise ConfigError(f"remote store: option {name} is given twice")
         parse = {"duration": _duration, "size": _size, "number": _number}.get(_NUMBERS.get(name, ""))
@@ -201,7 +208,7 @@ def _check(settings: RemoteSettings, options: Mapping[str, object]) -> None:
 def _duration(name: str, text: str) -> float:
     match = _DURATION.fullmatch(text.strip())
     if match is None or not math.isfinite(seconds := float(match[1]) * _UNITS[match[2]]) or seconds > 86_400 * 3650:
-        raise ConfigError(f"remote store: {name}: expected a time such as 500ms, 30s or 1h, got {text!r}")
+        raise ConfigError(f"remote store: {name}: expected a time such as 500ms, 30s or 1h{_shown(text, ', got ')}")
     return seconds
 
 
@@ -211,11 +218,16 @@ def _size(name: str, text: str) -> int:
     except (ValidationError, OverflowError):
         size = -1
     if not 0 <= size <= _MOST_BYTES:
-        raise ConfigError(f"remote store: {name}: expected a size such as 64MiB, got {text!r}")
+        raise ConfigError(f"remote store: {name}: expected a size such as 64MiB{_shown(text, ', got ')}")
     return size
 
 
 def _number(name: str, text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 6:
-        raise ConfigError(f"remote store: {name}: expected a small number, got {text!r}")
+        raise ConfigError(f"remote store: {name}: expected a small number{_shown(text, ', got ')}")
     return int(text)
+
+
+def _shown(text: str, before: str) -> str:
+    """`text` for a message, with what comes before it; empty where a part of a password may stand in it."""
+    return "" if "@" in unquote(text) else f"{before}{text!r}"

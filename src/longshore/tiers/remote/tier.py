@@ -148,6 +148,8 @@ class RemoteTier(ForeignTier):
                 store = RespStore(self.settings, clock, largest)
         self._store = store
         self._queues = {op: WorkQueue(op, self._lock, clock, self._image_ended) for op in Op}
+        self._sessions: set[Session] = set()
+        """Sessions that are open, of all threads."""
         self._threads = [
             *(self._start(self._move, queue) for queue in self._queues.values() for _ in range(store.threads)),
             self._start(self._probe),
@@ -295,7 +297,8 @@ class RemoteTier(ForeignTier):
     def close(self) -> None:
         """Wait for what has begun, until its deadline at most; end the rest; close the connections. Idempotent.
 
-        A thread that waits for a file system that hangs is left to itself: it uses no byte of the arena.
+        Connections of threads that are blocked beyond that are shut down. A thread that waits for a file system that
+        hangs is left to itself: it uses no byte of the arena, and the operations that it was busy with have ended.
         """
         with self._lock:
             self._closed = True
@@ -305,14 +308,25 @@ class RemoteTier(ForeignTier):
                 self._answer(self._asked.popleft().ticket, None)
             self._probing.notify_all()
         settings = self.settings
-        give_up = time.monotonic() + max(settings.fetch_timeout, settings.write_timeout, settings.connect_timeout)
+        self._join(max(settings.fetch_timeout, settings.write_timeout, settings.connect_timeout) + _GRACE)
+        if any(thread.is_alive() for thread in self._threads):
+            with self._lock:
+                for session in self._sessions:
+                    session.shut_down()
+            self._join(_GRACE)
+        for queue in self._queues.values():
+            queue.end_free(Status.TIER_OFF)
+        if any(thread.is_alive() for thread in self._threads):
+            _log.error("%s: a thread is still blocked in I/O, and is left behind", settings)
+
+    def _join(self, seconds: float) -> None:
+        """Wait until all threads have ended, for at most `seconds`."""
+        give_up = time.monotonic() + seconds
         for thread in self._threads:
-            while thread.is_alive() and time.monotonic() < give_up + _GRACE:
+            while thread.is_alive() and time.monotonic() < give_up:
                 thread.join(0.02)
                 for queue in self._queues.values():
                     queue.expire()
-        if any(thread.is_alive() for thread in self._threads):
-            _log.error("%s: a thread is still blocked in I/O, and is left behind", settings)
 
     # ------------------------------------------------------------------ with the lock
 
@@ -382,18 +396,32 @@ class RemoteTier(ForeignTier):
                     else:
                         session.store(queue, self._is_bad, self._refusal)
                 except Exception as error:  # noqa: BLE001 - this thread serves all requests to come
-                    session = _close(session)
+                    session = self._close(session)
                     failure = self._as_failure(error)
                     self._failed(failure)
                     queue.fail(failure.status)
         finally:
-            _close(session)
+            self._close(session)
 
     def _connected(self, session: Session | None) -> Session:
         """`session`, or a new one where there is none, or the server has closed an idle one."""
         if session is not None and session.is_stale():
-            session = _close(session)
-        return self._store.connect() if session is None else session
+            session = self._close(session)
+        return self._connect() if session is None else session
+
+    def _connect(self) -> Session:
+        session = self._store.connect()
+        with self._lock:
+            self._sessions.add(session)
+        return session
+
+    def _close(self, session: Session | None) -> Session | None:
+        """Close a session, if there is one; there is none after that."""
+        if session is not None:
+            with self._lock:
+                self._sessions.discard(session)
+            session.close()
+        return None
 
     def _probe(self) -> None:
         """Answer probes, and look for a server that is away, until the tier is closed."""
@@ -406,21 +434,21 @@ class RemoteTier(ForeignTier):
                         return
                 try:
                     if check:
-                        session = _close(session)
-                        session = self._store.connect()
+                        session = self._close(session)
+                        session = self._connect()
                         session.check(self._clock() + self.settings.connect_timeout)
                         self._checked(answers=True)
                     elif asked is not None:
                         session = self._connected(session)
                         self._answered(asked, session.lengths(asked.addresses, asked.deadline))
                 except Exception as error:  # noqa: BLE001 - this thread serves all probes to come
-                    session = _close(session)
+                    session = self._close(session)
                     if check:
                         self._checked(answers=False)
                     elif asked is not None:
                         self._unanswered(asked, self._as_failure(error))
         finally:
-            _close(session)
+            self._close(session)
 
     def _next_probe(self) -> tuple[_PendingProbe | None, bool]:
         """Wait for a probe, or until the server is to be looked for."""
@@ -525,10 +553,3 @@ class _Budget:
             self._left -= nbytes
         self.spent += nbytes
         return True
-
-
-def _close(session: Session | None) -> Session | None:
-    """Close a session, if there is one; there is none after that."""
-    if session is not None:
-        session.close()
-    return None

@@ -2,12 +2,12 @@
 
     waiting ──take──► held ──end──► ended          held: a thread uses the image's bytes in the arena
        │               │ ▲                         free: a thread is busy with the store, on a buffer of its own
-       │       release │ │ hold
+       │ release/defer │ │ hold                    deferred: a thread has it, and is busy with others before it
        │               ▼ │
-       └───expire────► free ──expire──► ended
+       └───expire────► free, deferred ──expire──► ended
 
-An image that a thread holds is ended by that thread alone, which has the deadline on each of its calls. One that waits
-or is free can be ended at any time, so a file system that hangs keeps no slot of the arena.
+An image that a thread holds is ended by that thread alone, which has the deadline on each of its calls. All others can
+be ended at any time, so a file system that hangs keeps no slot of the arena.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Phase(enum.Enum):
     WAITING = "waiting"
     HELD = "held"
     FREE = "free"
+    DEFERRED = "deferred"
     ENDED = "ended"
 
 
@@ -139,10 +140,16 @@ class WorkQueue:
             if image.phase is Phase.HELD:
                 image.phase = Phase.FREE
 
-    def hold(self, image: Image) -> bool:
-        """The caller is about to use the bytes of a released image; `False`: it has ended, leave them alone."""
+    def defer(self, image: Image) -> None:
+        """The caller is busy with other images before it uses the bytes of one that it holds."""
         with self._lock:
-            if image.phase is Phase.FREE and self.clock() < image.deadline:
+            if image.phase is Phase.HELD:
+                image.phase = Phase.DEFERRED
+
+    def hold(self, image: Image) -> bool:
+        """The caller is about to use the bytes of an image; `False`: it has ended or is late, leave them alone."""
+        with self._lock:
+            if image.phase in {Phase.FREE, Phase.DEFERRED} and self.clock() < image.deadline:
                 image.phase = Phase.HELD
             return image.phase is Phase.HELD
 
@@ -152,11 +159,12 @@ class WorkQueue:
             now = self.clock()
             for image in [image for image in self._waiting if now >= image.deadline]:
                 self._end(image, Status.DEADLINE, now)
-            late = [image for image in self._taken if image.phase is Phase.FREE and now >= image.deadline]
+            late = [image for image in self._taken if image.phase is not Phase.HELD and now >= image.deadline]
+            busy = sum(image.phase is Phase.FREE for image in late)
             for image in late:
                 self._end(image, Status.DEADLINE, now)
             self._drop_ended()
-            return len(late)
+            return busy
 
     def cancel(self, batch: OpBatch) -> None:
         """End those of `batch` that nobody has taken."""
@@ -165,6 +173,13 @@ class WorkQueue:
     def end_waiting(self, status: Status) -> None:
         """End all that nobody has taken."""
         self._end_waiting(status, None)
+
+    def end_free(self, status: Status) -> None:
+        """End what threads have taken, and do not hold."""
+        with self._lock:
+            now = self.clock()
+            for image in [image for image in self._taken if image.phase is not Phase.HELD]:
+                self._end(image, status, now)
 
     def forget(self, generation: int) -> None:
         """Nothing of an earlier generation begins any more."""
@@ -223,6 +238,9 @@ class Session(Protocol):
 
     def is_stale(self) -> bool:
         """Whether an idle connection was closed by the server, or has received what nobody asked for."""
+
+    def shut_down(self) -> None:
+        """Make the calls under way fail. Any thread may call this, but not while the session is closed."""
 
     def close(self) -> None:
         """Close the connection."""
