@@ -240,6 +240,8 @@ class CacheSettings:
         into: Write rules of routes that differ from these, by the name of the tier that the route leads into.
         admission: Whether a full tier below the warmest refuses copies that promise fewer hits than what would go for
             them, where its eviction policy can say so.
+        stores_wait: Whether the engine offers chunks again that have found no room. Then no reserve of clean slots is
+            kept beyond that of the write policy: a store that waits loses nothing.
         prompt_only: Whether chunks behind the prompt are left out of offloads.
         priority_floor: The least priority that is offloaded.
         prefetch: How long a request waits for its prefetch, unless it says otherwise.
@@ -266,6 +268,7 @@ class CacheSettings:
     threshold: int = 2
     into: Mapping[str, WriteRule] = field(default_factory=dict)
     admission: bool = True
+    stores_wait: bool = False
     prompt_only: bool = False
     priority_floor: int = 0
     prefetch: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT

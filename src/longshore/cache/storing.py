@@ -446,7 +446,7 @@ class Storing:
         """
         store = self._store
         room = self._flow.evictor.make_room(tier, count, pool, spare_dirty=True, ahead=ahead)
-        if observes and tier < store.last and not (waits and room < count):
+        if observes and not self._flow.settings.stores_wait and tier < store.last and not (waits and room < count):
             self._observe_room(tier, count, room)
         if room < count and tier < store.last:
             self._clean(tier, count)

@@ -272,4 +272,5 @@ def make_cache(
         max_writes=config.max_writes if "max_writes" in config.model_fields_set else _MAX_WRITES,
         groups=tuple(CacheGroup(block_size=group.tokens_per_block, window=window) for group, window in windows),
         pools=note.pools,
+        stores_wait=True,
     )
