@@ -462,15 +462,15 @@ class Storing:
         """Chunks asked for `wanted` slots of `tier`, of which `found` were free or backed up.
 
         The reserve grows by half of what is lacking, and shrinks by one for `_FORGET` chunks that lack nothing. So few
-        chunks find no clean slot, if the tier is large enough for its bursts and writes keep up. It is at most three
-        quarters of the tier: with a larger one, stores would wait for copies that the reserve itself has ordered.
+        chunks find no clean slot, if the tier is large enough for its bursts and writes keep up. One
+        slot may be dirty.
         """
         if found >= wanted:
             self._reserves[tier] = max(0.0, self._reserves[tier] - wanted / _FORGET)
         else:
             slots = self._store.room_in_all(tier)
             grown = max(self._clean_target(tier, slots), self._reserves[tier]) + (wanted - found) / 2
-            self._reserves[tier] = min(slots * 3 / 4, grown)
+            self._reserves[tier] = max(0.0, min(slots - 1, grown))
 
     def _may_get_room(self, tier: int) -> bool:
         """Whether copies down are under way, or what is being filled may be copied down when it is ready."""
