@@ -120,7 +120,7 @@ class Leases:
         theirs = {pin for pins in self._store.pins.values() for pin in pins}
         if ours != theirs:
             raise CacheError(f"{len(theirs)} pins are in place, leases have {len(ours)}")
-        seen = {node for node, mark in enumerate(self._store.seen) if mark}
+        seen = set(np.flatnonzero(marks(self._store.seen)).tolist())
         if not seen <= set(self._step):
             raise CacheError(f"{len(seen)} nodes are marked as seen, {len(set(self._step))} were")
 

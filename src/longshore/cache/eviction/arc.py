@@ -190,7 +190,7 @@ class ARC(EvictionPolicy):
         """Raise `CacheError` where lists, marks, counts and ghosts disagree."""
         for which in (_ONCE, _OFTEN):
             self._chains.check_integrity(which)
-            marked = {node for node, at in enumerate(self._place) if at == which}
+            marked = set(np.flatnonzero(marks(self._place) == which).tolist())
             held = self._place.count(which | _HELD)
             if set(self._chains.walk(which)) != marked or len(marked) + held != self._counts[which]:
                 raise CacheError(f"ARC marks {len(marked)} and {held} held nodes, counts {self._counts[which]}")

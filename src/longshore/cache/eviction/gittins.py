@@ -379,8 +379,9 @@ class Gittins(EvictionPolicy):
                 ordered.add(node)
             if not self._stale and not self._filled >> self._rank[which] & 1:
                 raise CacheError(f"list {which} is passed over, and has a node")
-        marked = {node for node, state in enumerate(self._state) if OUT < state < HELD}
-        held = sum(state >= HELD for state in self._state)
+        states = words(self._state)
+        marked = set(np.flatnonzero((states > OUT) & (states < HELD)).tolist())
+        held = int(np.count_nonzero(states >= HELD))
         if ordered != marked or len(marked) + held != self._count:
             raise CacheError(
                 f"lists have {len(ordered)} nodes, {len(marked)} and {held} held are marked of {self._count}"

@@ -151,7 +151,7 @@ class LRU(EvictionPolicy):
         """Raise `CacheError` where the order and the marks disagree."""
         self._chains.check_integrity(_ORDER)
         ordered = set(self.order())
-        marked = {node for node, place in enumerate(self._place) if place == _IN}
+        marked = set(np.flatnonzero(marks(self._place) == _IN).tolist())
         held = self._place.count(_HELD)
         if ordered != marked or len(marked) + held != self._count:
             raise CacheError(f"LRU orders {len(ordered)} nodes, marks {len(marked)} and {held} held, of {self._count}")

@@ -161,7 +161,7 @@ class Parted(EvictionPolicy):
         """Raise `CacheError` unless each node is in the policy that it is marked with, and in no other."""
         for number, policy in self._parts.items():
             policy.check_integrity()
-            ours = [node for node, part in enumerate(self._part) if part == number]
+            ours = np.flatnonzero(marks(self._part) == number).tolist()
             if len(policy) != len(ours) or not all(node in policy for node in ours):
                 raise CacheError(f"policy {number} has {len(policy)} nodes, {len(ours)} are marked")
 
