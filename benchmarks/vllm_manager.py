@@ -33,12 +33,12 @@ _STEP = SimpleNamespace(new_req_ids=(), preempted_req_ids=())
 class Driven:
     """A manager, called as vLLM's scheduler calls it, and the longest call until now."""
 
-    def __init__(self, manager: Any, stamp: Callable[[Any], None]) -> None:
+    def __init__(self, manager: Any, report: Callable[[Any], None]) -> None:
         from vllm.v1.kv_offload import base
 
         self._base = base
         self._manager = manager
-        self._stamp = stamp
+        self._report = report
         self.longest = 0.0
         self._taken = 0.0
 
@@ -49,7 +49,7 @@ class Driven:
         output = self._call(self._manager.prepare_store, keys, request)
         if output is None or len(output.keys_to_store) != len(keys):
             raise BenchError(f"not all of {len(keys)} blocks were stored")
-        self._stamp(output.store_spec)
+        self._report(output.store_spec)
         self._call(self._manager.complete_store, set(output.keys_to_store), request)
         self._call(self._manager.on_request_finished, request)
         return self._taken
@@ -91,7 +91,7 @@ def ours(blocks: int) -> Driven:
     from longshore.engines.vllm.replay import open_tiers
 
     store = open_tiers(blocks, Config.make(), AdmitsAll)
-    return Driven(LongshoreManager(store, [0], 60.0), lambda spec: store.stamps.stored(spec.job, 0, spec.indices, []))
+    return Driven(LongshoreManager(store, [0], 60.0), lambda spec: store.reports.stored(spec.job, 0, spec.indices, []))
 
 
 def theirs(blocks: int, policy: str) -> Driven:

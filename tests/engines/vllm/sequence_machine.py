@@ -30,11 +30,11 @@ from sequences_kit import (
     WINDOW,
     Asked,
     Calls,
+    DelayedReports,
     Job,
     Loading,
     SlowTier,
     Spare,
-    Stamping,
     holds,
     nowhere,
     write_block,
@@ -370,7 +370,7 @@ class Sequences(RuleBasedStateMachine):
         how=st.sampled_from(["good", "bad", "part", "late", "good"]),
     )
     def work(self, share: int, skip: int, how: str) -> None:
-        """Ranks make transfers: well, not at all, in part, or so that their stamps come later than vLLM's report."""
+        """Ranks make transfers: well, not at all, in part, or so that their reports come later than vLLM's report."""
         skip = skip % len(self.jobs) if self.jobs else 0
         for job in [*self.jobs[skip:], *self.jobs[:skip]][:share]:
             self._move(job, how)
@@ -401,17 +401,17 @@ class Sequences(RuleBasedStateMachine):
         self.done.append(job)
         slots, blocks = destination.indices, source.block_ids.tolist()
         if how == "bad":
-            worker.stamps.stored(destination.job, job.rank, [], slots)
+            worker.reports.stored(destination.job, job.rank, [], slots)
             return
-        stamps, kept = worker.stamps, Stamping(worker.stamps)
-        worker.stamps = kept  # type: ignore[assignment]
+        reports, kept = worker.reports, DelayedReports(worker.reports)
+        worker.reports = kept  # type: ignore[assignment]
         half = len(blocks) // 2 if how == "part" else len(blocks)
         for block in blocks[half:]:
             for view in self.views[job.rank]:
                 view[block] = POISON
         worker.submit_store(job.number, source, destination)
         self._poll(job.rank)
-        worker.stamps = stamps
+        worker.reports = reports
         for block in blocks[half:]:
             self._write(block, *self.device[block], ranks=[job.rank])
         ((ticket, rank, good, bad),) = kept.kept
@@ -421,7 +421,7 @@ class Sequences(RuleBasedStateMachine):
         if how == "late":
             self.late.append((ticket, rank, good, bad))
         else:
-            stamps.stored(ticket, rank, good, bad)
+            reports.stored(ticket, rank, good, bad)
 
     def _poll(self, rank: int) -> None:
         """What a rank is copying is in place, or has failed."""
@@ -434,10 +434,10 @@ class Sequences(RuleBasedStateMachine):
             self.copying.remove(job)
             self.done.append(job)
 
-    def stamp(self, count: int) -> None:
-        """What was kept back is stamped."""
+    def report_late(self, count: int) -> None:
+        """What was kept back is reported."""
         for ticket, rank, good, bad in self.late[:count]:
-            self.rig.workers[rank].stamps.stored(ticket, rank, good, bad)
+            self.rig.workers[rank].reports.stored(ticket, rank, good, bad)
         del self.late[:count]
 
     @CALLS.of(share=st.sampled_from([99, 1, 2]), skip=st.integers(0, 3))
@@ -486,11 +486,11 @@ class Sequences(RuleBasedStateMachine):
         count=st.sampled_from([99, 3, 1]),
         last_first=st.booleans(),
         fails=st.sampled_from([False, False, False, True]),
-        stamps=st.sampled_from([0, 1, 99]),
+        reports=st.sampled_from([0, 1, 99]),
     )
-    def disk(self, count: int, last_first: bool, fails: bool, stamps: int) -> None:
-        """The file tier moves; and of what was kept back, so many `stamps` come."""
-        self.stamp(stamps)
+    def disk(self, count: int, last_first: bool, fails: bool, reports: int) -> None:
+        """The file tier moves; and of what was kept back, so many `reports` come."""
+        self.report_late(reports)
         if self.tier is not None:
             self.tier.move(count, Status.IO_ERROR if fails else Status.OK, last_first=last_first)
             self.runtime.pump()
@@ -584,7 +584,7 @@ class Sequences(RuleBasedStateMachine):
         for _ in range(20):
             self.step(1, 0, True, None, 1)
             self.work(len(self.jobs), 0, "good")
-            self.stamp(len(self.late))
+            self.report_late(len(self.late))
             self.report(len(self.done), 0)
             self.control_plane_is_sound()
         assert not self.scheduler.has_pending_push_work()

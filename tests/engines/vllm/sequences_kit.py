@@ -22,7 +22,7 @@ BLOCKS = 4096
 WINDOW = 40
 POISON = 0x55
 Spare = tuple[int, int, list[int], list[int]]
-"""What a rank has yet to stamp: ticket, rank, good slots and bad ones."""
+"""What a rank has yet to report: ticket, rank, slots filled and slots failed."""
 
 
 SEEN: Counter[str] = Counter()
@@ -146,14 +146,14 @@ class Job:
 
 
 @dataclass
-class Stamping:
-    """Stamps that are kept back."""
+class DelayedReports:
+    """Reports that are kept back."""
 
-    stamps: Any
+    reports: Any
     kept: list[Any] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.stamps, name)
+        return getattr(self.reports, name)
 
     def stored(self, ticket: int, rank: int, good: list[int], bad: list[int]) -> None:
         self.kept.append((ticket, rank, good, bad))

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm_kit import Rig, keys_of
 
 from longshore.engines.vllm import changes, model
-from longshore.runtime.stamps import Stamps
+from longshore.runtime.rank_reports import RankReports
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 KEYS = keys_of(2)
@@ -233,15 +233,15 @@ def test_workers_tell_what_they_have_loaded(adapter: Adapter, monkeypatch: pytes
 
 
 def test_adapters_that_share_a_row_are_changes_of_each_other() -> None:
-    stamps = Stamps.make(4, 1, 1)
-    one, other = 5, 5 + Stamps.ADAPTERS
-    assert not stamps.adapter_loaded(0, one, 1, 11)
-    assert stamps.adapter(one) == (1, 11)
-    assert stamps.adapter_loaded(0, other, 2, 11)
-    assert stamps.adapter(one) is None
-    assert stamps.adapter(other) == (2, 11)
-    assert stamps.adapter_changes()[5].tolist() == [1]
-    stamps.close()
+    reports = RankReports.make(4, 1, 1)
+    one, other = 5, 5 + RankReports.ADAPTERS
+    assert not reports.adapter_loaded(0, one, 1, 11)
+    assert reports.adapter(one) == (1, 11)
+    assert reports.adapter_loaded(0, other, 2, 11)
+    assert reports.adapter(one) is None
+    assert reports.adapter(other) == (2, 11)
+    assert reports.adapter_changes()[5].tolist() == [1]
+    reports.close()
 
 
 def test_reloaded_adapter_gets_no_old_blocks_in_a_running_engine(serve: Serve, tmp_path: Path) -> None:

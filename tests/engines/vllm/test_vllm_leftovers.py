@@ -79,7 +79,7 @@ def engine_process(engine: str, extra: dict[str, Any], said: int, orders: int) -
     manager = spec_of(0, engine, extra).get_manager()
     store = manager._store
     (file,) = store.runtime._tiers
-    memory = [os.fstat(arena.fd).st_ino for arena in (store.arena, store.stamps.memory)]
+    memory = [os.fstat(arena.fd).st_ino for arena in (store.arena, store.reports.memory)]
     about = {"ranks": ranks, "tier host": file._supervisor.process.pid, "memory": memory}
     os.write(said, json.dumps(about).encode())
     os.close(said)

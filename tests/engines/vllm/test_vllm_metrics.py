@@ -143,7 +143,7 @@ def test_names_are_kept_of_what_is_stored_and_of_nothing_else(rigs: Any) -> None
     output = rig.manager.prepare_store(keys, writer)
     assert output.keys_to_store == keys
     for worker in rig.workers:
-        worker.stamps.stored(output.store_spec.job, 0, output.store_spec.indices[:2], output.store_spec.indices[2:])
+        worker.reports.stored(output.store_spec.job, 0, output.store_spec.indices[:2], output.store_spec.indices[2:])
     rig.manager.complete_store(set(keys), writer)
     assert list(rig.manager._events._names.values()) == keys[:2]
     (stored,) = rig.manager.take_events()

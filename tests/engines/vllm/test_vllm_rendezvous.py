@@ -17,7 +17,7 @@ from longshore.errors import EngineError
 ENGINE = "an engine"
 HERE = EngineMemory(
     arena="/proc/self/fd/0",
-    stamps="/proc/self/fd/0",
+    reports="/proc/self/fd/0",
     slab_bytes=8192,
     image_bytes=(4096, 8192),
     slabs=3,

@@ -53,7 +53,7 @@ def sleep(engine: Engine, level: int = 1) -> None:
     for rank, worker in enumerate(engine.rig.workers):
         worker.before_device_release()
         if level > 1:
-            worker.stamps.weights_changed(rank)
+            worker.reports.weights_changed(rank)
         for tensor in engine.rig.tensors[rank]:
             tensor.fill_(0x33)
 
@@ -182,7 +182,7 @@ class Life:
             self.engine.finish(request, RequestStatus.FINISHED_ABORTED)
 
     def weights(self) -> None:
-        self.engine.rig.workers[0].stamps.weights_changed(0)
+        self.engine.rig.workers[0].reports.weights_changed(0)
         self.engine.step()
         self.engine.manager.device_was_reset()
 

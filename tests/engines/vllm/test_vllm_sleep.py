@@ -43,7 +43,7 @@ class DeviceMemoryUser(Rig):
         for rank, each in enumerate(self.workers):
             each.before_device_release()
             if level > 1:
-                each.stamps.weights_changed(rank)
+                each.reports.weights_changed(rank)
             for tensor in self.tensors[rank]:
                 tensor.zero_()
 

@@ -1,8 +1,8 @@
 """What changes in a running engine: weights, device memory, LoRA adapters; and which blocks may then be stored.
 
-    worker      `WeightWatch`: wrapped methods, samples of parameters ─► stamps        device memory goes and comes back
-                `AdapterWatch`: an adapter was loaded ─► digest of its files ─► stamps
-    scheduler   `AdapterDigests`: a request's adapter ─► digest of its files = that of the stamps? ─► part of its keys
+    worker      `WeightWatch`: wrapped methods, samples of parameters ─► reports       device memory goes and comes back
+                `AdapterWatch`: an adapter was loaded ─► digest of its files ─► reports
+    scheduler   `AdapterDigests`: a request's adapter ─► digest of its files = that of the reports? ─► part of its keys
                 `BlockValidity`: whether blocks on the device still are what their keys say
 
 vLLM does not tell a connector about new weights, and resets its caches only when told to. So the methods of vLLM's
@@ -34,7 +34,7 @@ from longshore.engines.vllm import contract
 from longshore.engines.vllm.model import FileDigests
 from longshore.engines.vllm.requests import RequestState, Ticket
 from longshore.errors import EngineError
-from longshore.runtime.stamps import Stamps
+from longshore.runtime.rank_reports import RankReports
 
 _log = logging.getLogger(__name__)
 
@@ -214,10 +214,10 @@ _digests = FileDigests()
 class AdapterDigests:
     """The scheduler's side of LoRA adapters. `lora` is always vLLM's `LoRARequest`."""
 
-    def __init__(self, stamps: Stamps) -> None:
-        self._stamps = stamps
+    def __init__(self, reports: RankReports) -> None:
+        self._reports = reports
         self._digests = FileDigests()
-        self._changes = stamps.adapter_changes()
+        self._changes = reports.adapter_changes()
         self._warned: set[int] = set()
 
     def identity(self, lora: Any) -> bytes | None:
@@ -226,7 +226,7 @@ class AdapterDigests:
         This is asked several times for each request: the files are read once, and not where they would be each time.
         """
         tag = _tag(lora)
-        loaded = self._stamps.adapter(tag)
+        loaded = self._reports.adapter(tag)
         if loaded is None:
             return None
         try:
@@ -240,12 +240,12 @@ class AdapterDigests:
 
     def is_trusted(self, lora: Any) -> bool:
         """Whether all of this adapter's blocks on the device were computed with what is loaded now."""
-        row = self._stamps.adapter_row(_tag(lora))
-        return bool((self._stamps.adapter_changes()[row] == self._changes[row]).all())
+        row = self._reports.adapter_row(_tag(lora))
+        return bool((self._reports.adapter_changes()[row] == self._changes[row]).all())
 
     def device_was_reset(self) -> None:
         """The device cache was emptied."""
-        self._changes = self._stamps.adapter_changes()
+        self._changes = self._reports.adapter_changes()
 
 
 class AdapterWatch:
@@ -267,9 +267,9 @@ class AdapterWatch:
             _listeners.remove(self._loaded)
 
 
-def tell(lora: Any, stamps: Stamps, rank: int, number: int) -> bool:
+def tell(lora: Any, reports: RankReports, rank: int, number: int) -> bool:
     """A worker has loaded an adapter; says whether other bytes were loaded under its name and path before."""
-    return stamps.adapter_loaded(rank, _tag(lora), lora.lora_int_id, number)
+    return reports.adapter_loaded(rank, _tag(lora), lora.lora_int_id, number)
 
 
 def _wrap_manager(manager: Any) -> None:
@@ -332,11 +332,11 @@ class BlockValidity:
         weight_changes: How often the workers' weights had changed at the last look, of all ranks.
     """
 
-    def __init__(self, stamps: Stamps, *, base_is_mixed: bool) -> None:
+    def __init__(self, reports: RankReports, *, base_is_mixed: bool) -> None:
         """`base_is_mixed` says that blocks of the base model may have been computed with an adapter."""
-        self.weight_changes = stamps.weight_changes
-        self._stamps = stamps
-        self._adapters = AdapterDigests(stamps)
+        self.weight_changes = reports.weight_changes
+        self._reports = reports
+        self._adapters = AdapterDigests(reports)
         self._base_is_mixed = base_is_mixed
         self._device_used = False
         """Whether there were lookups, or stores, since the device was last known to be empty."""
@@ -346,11 +346,11 @@ class BlockValidity:
     @property
     def epoch(self) -> tuple[int, int]:
         """How often weights had changed at the last look, and device memory has gone or come back."""
-        return self.weight_changes, self._stamps.naps
+        return self.weight_changes, self._reports.sleep_changes
 
     def weights_changed_since(self) -> bool:
         """Whether weights have changed since the last call; if so, no stored block is valid any more."""
-        changes = self._stamps.weight_changes
+        changes = self._reports.weight_changes
         if changes == self.weight_changes:
             return False
         self.weight_changes = changes

@@ -1,6 +1,6 @@
 """Loads: slots that are leased to the workers; in parts, if a load has more chunks than host memory has room for.
 
-    prepare_load ──► first part: what is in host memory ──► workers ──► stamps of all ranks ──► slots are given back
+    prepare_load ──► first part: what is in host memory ──► workers ──► reports of all ranks ──► slots are given back
                                                                ▲                                      │
                            lent in a later step's metadata ────┴── read from colder tiers ◄───────────┘
 
@@ -20,7 +20,7 @@ from longshore.cache import GroupKeys, Lease, PrefetchPolicy, Presence, Residenc
 from longshore.engines.vllm.requests import Ticket, residency
 from longshore.engines.vllm.stores import NO_SLOTS
 from longshore.engines.vllm.worker import LoadPart, SlotsSpec
-from longshore.runtime.stamps import Stamps
+from longshore.runtime.rank_reports import RankReports
 
 Paths = Mapping[int, Residency | Sequence[Key]]
 """Chunks by our number of their KV cache group."""
@@ -55,10 +55,10 @@ class StreamedLoad:
 class Loads:
     """The loads of one engine, one of each request at most. Whoever calls has the control of the cache."""
 
-    def __init__(self, groups: int, stamps: Stamps, patience: float, ticket: Callable[[], Ticket]) -> None:
+    def __init__(self, groups: int, reports: RankReports, patience: float, ticket: Callable[[], Ticket]) -> None:
         """`groups` is the number of KV cache groups, `patience` is in seconds; `ticket` makes the ticket of a part."""
         self._groups = groups
-        self._stamps = stamps
+        self._reports = reports
         self._patience = patience
         self._ticket = ticket
         self._loads: dict[str, StreamedLoad] = {}
@@ -102,8 +102,8 @@ class Loads:
         """
         streams = [load for load in self._loads.values() if load.rest]
         for load in streams:
-            for ticket in [each for each in load.parts if self._stamps.has_loaded(each.number)]:
-                load.failed |= self._stamps.has_failed(ticket.number)
+            for ticket in [each for each in load.parts if self._reports.has_loaded(each.number)]:
+                load.failed |= self._reports.has_failed(ticket.number)
                 load.parts.remove(ticket)
                 end(ticket)
             ahead, is_late = load.rest[:slots], load.fetch is not None and cache.progress(load.fetch).is_over
@@ -135,7 +135,7 @@ class Loads:
         """The workers have reported the load for `name`, or will in vain. Its open parts, and whether it has failed."""
         self.stop(cache, name)
         load = self._loads.pop(name)
-        return load.parts, load.failed or any(self._stamps.has_failed(ticket.number) for ticket in load.parts)
+        return load.parts, load.failed or any(self._reports.has_failed(ticket.number) for ticket in load.parts)
 
     def end_all(self, cache: TieredCache) -> list[Ticket]:
         """End the loads of all requests; returns the tickets of open parts."""

@@ -2,7 +2,7 @@
 
     lookup ... lookup      asked once for the whole request; what only a colder tier has is brought up meanwhile
     prepare_load           slots lent to the workers ────────────► complete_load gives them back (`Loads`)
-    prepare_store          slots offered to the workers ─────────► complete_store: published as stamped (`Stores`)
+    prepare_store          slots offered to the workers ─────────► complete_store: published as reported (`Stores`)
     on_schedule_end        protections end, chunks are ordered up, tickets from before a reset are looked after
 
 A lookup never blocks. `HIT` means verified bytes in the host tier; what is on its way is `HIT_PENDING` until
@@ -146,14 +146,14 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._stale: list[tuple[Ticket, bool]] = []
         """Tickets of which vLLM reports no end, as those from before a reset, and whether they are stores.
 
-        Stamps say when no worker uses their slots.
+        Reports of the ranks say when no worker uses their slots.
         """
         self._fenced: set[int] = set()
         """The numbers of those that were open at vLLM's last reset."""
         self.observes_device_resets = False
         """Whether the connector calls `device_was_reset` each time vLLM's prefix cache is emptied."""
-        self._validity = BlockValidity(store.stamps, base_is_mixed=store.base_is_mixed)
-        self._loads = Loads(len(groups), store.stamps, patience, self._ticket)
+        self._validity = BlockValidity(store.reports, base_is_mixed=store.base_is_mixed)
+        self._loads = Loads(len(groups), store.reports, patience, self._ticket)
         self.may_stream = False
         """Whether loads may have parts: the connector passes them to workers, and failed loads are recomputed."""
         self._backoff = Backoff()
@@ -168,7 +168,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 [cache.settings.group(index)[1] for index in range(len(groups))],
                 store.windows,
             )
-        self._stores = Stores(self._groups, store.stamps, self._validity, patience, self._events)
+        self._stores = Stores(self._groups, store.reports, self._validity, patience, self._events)
 
     # ------------------------------------------------------------------ loading
 
@@ -257,7 +257,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self, keys, req_context, success=True: None)
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """All ranks report these chunks as done: publish the chunks that all of them have stamped as good."""
+        """All ranks report these chunks as done: publish the chunks that all of them have copied."""
         self._look_for_new_weights()
         with self._runtime.control() as cache:
             left = self._stores.report(keys, partial(self._end_store, cache=cache))
@@ -339,7 +339,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._forget_all(weights=True)
 
     def _forget_all(self, keep: tuple[str, ...] = (), *, weights: bool = False) -> None:
-        """Clear the tiers but those to `keep`. Slots in flight stay reserved until the workers have stamped them."""
+        """Clear the tiers but those to `keep`. Slots in flight stay reserved until the workers have reported them."""
         with self._runtime.control() as cache:
             for request in self._requests.values():
                 self._release(request, cache)
@@ -434,7 +434,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._store.sleeps.look()
         self._validity.used()
         barred = request.load_failed or not self._validity.knows(request) or not request.hints.load
-        barred |= self._store.stamps.is_asleep() or not self._store.sleeps.has_memory
+        barred |= self._store.reports.is_asleep() or not self._store.sleeps.has_memory
         request.asked_keys, request.streams = list(asked), False
         now = self._runtime.clock()
         with self._runtime.control() as cache:
@@ -562,7 +562,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """End a ticket from before a reset if no worker uses its slots any more; returns whether it did."""
         if is_store:
             return self._end_store(ticket, cache)
-        over = self._store.stamps.has_loaded(ticket.number)
+        over = self._store.reports.has_loaded(ticket.number)
         if over:
             self._end_load(ticket, cache)
         return over
@@ -572,7 +572,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
 
     def _end_store(self, ticket: Ticket, cache: TieredCache) -> bool:
-        """Publish the chunks that all ranks have stamped as good; returns whether all have stamped."""
+        """Publish the chunks that all ranks have copied; returns whether all ranks have reported."""
         return self._stores.end(ticket, cache, self._runtime.clock(), self._image_bytes) is not None
 
     def _is_awaited(self) -> bool:

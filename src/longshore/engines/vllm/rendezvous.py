@@ -1,6 +1,6 @@
 """Where the processes of one engine find their shared memory: a rank of its workers makes it, the others attach.
 
-    rank 0      make arena and stamps ─► publish a note        (a small file that only this user can read)
+    rank 0      make arena and tables ─► publish a note        (a small file that only this user can read)
     ranks > 0                             read the note ─► attach
     scheduler   (starts when all ranks are there)  ─► read the note ─► attach ─► remove the note
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from longshore.boundary import Slabs
 from longshore.engines.vllm.model import ModelIdentity
 from longshore.errors import EngineError
-from longshore.runtime.stamps import Stamps
+from longshore.runtime.rank_reports import RankReports
 from longshore.tiers.arena import Arena
 
 PATIENCE = 300.0
@@ -36,7 +36,7 @@ class EngineMemory:
 
     Attributes:
         arena: Where the arena is found, as a path.
-        stamps: Where the stamps are.
+        reports: Where the reports of the ranks are.
         slab_bytes: As in `Slabs`, as are the next two.
         image_bytes: Sizes of images, by pool.
         slabs: Number of slabs.
@@ -49,7 +49,7 @@ class EngineMemory:
     """
 
     arena: str
-    stamps: str
+    reports: str
     slab_bytes: int
     image_bytes: tuple[int, ...]
     slabs: int
@@ -116,9 +116,9 @@ def withdraw(engine: str) -> None:
     rendezvous_path(engine).unlink(missing_ok=True)
 
 
-def attach(note: EngineMemory) -> tuple[Arena, Stamps]:
+def attach(note: EngineMemory) -> tuple[Arena, RankReports]:
     """Attach to the memory that a note names."""
     slots = note.layout.indices
     arena = Arena.attach(Path(note.arena), note.layout.nbytes)
-    stamps = Arena.attach(Path(note.stamps), Stamps.nbytes(slots, note.world))
-    return arena, Stamps(stamps, slots, note.world, note.ranks)
+    reports = Arena.attach(Path(note.reports), RankReports.nbytes(slots, note.world))
+    return arena, RankReports(reports, slots, note.world, note.ranks)

@@ -35,7 +35,7 @@ from longshore.engines.vllm.tiers import SchedulerTiers, SleepControl, make_cach
 from longshore.errors import IntegrityError
 from longshore.runtime import Runtime
 from longshore.runtime.loop import BackgroundLoop
-from longshore.runtime.stamps import Stamps
+from longshore.runtime.rank_reports import RankReports
 from longshore.trace.replay import keys_of
 
 _TOKENS = 16
@@ -69,7 +69,7 @@ class VllmReplay:
         if hits:
             spec = manager.prepare_load(keys[:hits], request)
             manager.on_schedule_end(_step())
-            self._store.stamps.loaded(spec.job, 0, good=True)
+            self._store.reports.loaded(spec.job, 0, good=True)
             manager.complete_load(set(keys[:hits]), request)
         manager.on_schedule_end(_step(request))
         computed = keys if offers_hits else keys[hits:]
@@ -102,7 +102,7 @@ class VllmReplay:
         """Offer `keys`, and store what is taken; whether the manager has decided."""
         offer = self._manager.prepare_store(keys, request) if keys else None
         if offer is not None and offer.keys_to_store:
-            self._store.stamps.stored(offer.store_spec.job, 0, offer.store_spec.indices, [])
+            self._store.reports.stored(offer.store_spec.job, 0, offer.store_spec.indices, [])
             self._manager.complete_store(set(offer.keys_to_store), request)
         return not keys or offer is not None
 
@@ -124,9 +124,9 @@ def open_tiers(blocks: int, config: Config, policy: type[EvictionPolicy] | None 
         "", "", 4096, (4096,), blocks, (0,), ranks=1, world=1, fingerprint="", device="cpu", model=model
     )
     cache = make_cache(config, note, None, [SimpleNamespace(tokens_per_block=_TOKENS)], 0, policy)
-    runtime, stamps = Runtime(cache, [], clock=lambda: 0.0), Stamps.make(blocks, 1, 1)
-    loop, sleeps = BackgroundLoop(runtime), SleepControl(runtime, stamps, blocks, config)
-    return SchedulerTiers(runtime, stamps, stamps.memory, loop, file=None, windows=model.windows, sleeps=sleeps)
+    runtime, reports = Runtime(cache, [], clock=lambda: 0.0), RankReports.make(blocks, 1, 1)
+    loop, sleeps = BackgroundLoop(runtime), SleepControl(runtime, reports, blocks, config)
+    return SchedulerTiers(runtime, reports, reports.memory, loop, file=None, windows=model.windows, sleeps=sleeps)
 
 
 def _step(*new: ReqContext) -> ScheduleEndContext:

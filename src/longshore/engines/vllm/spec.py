@@ -37,9 +37,9 @@ from longshore.engines.vllm.tiers import open_tiers, watch_sleeps
 from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import ConfigError, EngineError
 from longshore.layout import KVGroup, KVLayout, PageRef
+from longshore.runtime.rank_reports import RankReports
 from longshore.runtime.selftest import copy_test
 from longshore.runtime.stack import open_arena, registrar_for
-from longshore.runtime.stamps import Stamps
 from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
 from longshore.transfer.device import device_for
@@ -177,15 +177,15 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         _log.info("%s", layout)
         with contextlib.ExitStack() as undo:
             if parallel.rank == 0:
-                arena, stamps, note = self._make_memory(layout)
+                arena, reports, note = self._make_memory(layout)
             else:
                 note = find(self.config.engine_id)
-                arena, stamps = attach(note)
+                arena, reports = attach(note)
                 registrar = registrar_for(layout.device)
                 if registrar is not None:
                     arena.register(registrar, note.slab_bytes)
             undo.callback(arena.close)
-            undo.callback(stamps.close)
+            undo.callback(reports.close)
             device = device_for(layout, self.settings.calibration)
             device.reach(arena.in_one_piece)
             engine = TransferEngine(layout, device, HostTier(arena, note.layout))
@@ -197,7 +197,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             undo.pop_all()
         per_chunk = self.config.cache.blocks_per_chunk
         worker = LongshoreWorker(
-            *(engine, arena, stamps, parallel.rank, per_chunk), has_part=has_part, vllm=vllm_config()
+            *(engine, arena, reports, parallel.rank, per_chunk), has_part=has_part, vllm=vllm_config()
         )
         worker.reports_failures = self.reports_failures
         if parallel.rank == 0:
@@ -223,8 +223,8 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             slot = Slot(HOST, pool, note.layout.slots_of(slab, pool)[0])
             copy_test(engine, CanonicalBlocks(caches, group), Section(group, 0, blocks), slot)
 
-    def _make_memory(self, layout: KVLayout) -> tuple[Arena, Stamps, EngineMemory]:
-        """The arena, as large as configured, and the stamps; and what the other processes are to be told."""
+    def _make_memory(self, layout: KVLayout) -> tuple[Arena, RankReports, EngineMemory]:
+        """The arena, the table of the reports of the ranks, and what other processes need to attach to both."""
         self.settings.check_host()  # whatever is wrong with the file tier's directory does not stop the engine
         sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
         slabs = Slabs.within(self.settings.host_size, sizes)
@@ -234,10 +234,10 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
                 f"{format_bytes(layout.image_bytes)}"
             )
         arena = open_arena(self.settings, slabs.slabs, slabs.slab_bytes, registrar_for(layout.device))
-        stamps = Stamps.make(slabs.indices, self.config.parallel.world_size, layout.ranks)
+        reports = RankReports.make(slabs.indices, self.config.parallel.world_size, layout.ranks)
         note = EngineMemory(
             arena=str(arena.path),
-            stamps=str(stamps.memory.path),
+            reports=str(reports.memory.path),
             slab_bytes=slabs.slab_bytes,
             image_bytes=slabs.image_bytes,
             slabs=slabs.slabs,
@@ -248,4 +248,4 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             device=layout.device,
             model=describe(self.config.groups, self.settings.file_path),
         )
-        return arena, stamps, note
+        return arena, reports, note

@@ -1,9 +1,9 @@
-"""Stores: slots that vLLM is offered for new chunks, until every rank has stamped them.
+"""Stores: slots that vLLM is offered for new chunks, until every rank has reported them.
 
-    offer  ──► slots for what no tier has ──► workers copy ──► stamps of all ranks ──► end: published, or given back
+    offer  ──► slots for what no tier has ──► workers copy ──► reports of all ranks ──► end: published, or given back
 
-vLLM reports a store when all ranks say that they are done. What is published is what they have stamped as good; a slot
-is given back only after all ranks have stamped it, because until then a worker may write there.
+vLLM reports a store when all ranks say that they are done. What is published is what all of them report as done; a slot
+is given back only after all ranks have reported it, because until then a worker may write there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.metrics import EventTranslator
 from longshore.engines.vllm.requests import ChunkGroups, RequestState, Ticket, has_more, knows, ours, position
 from longshore.errors import CacheError, IntegrityError
-from longshore.runtime.stamps import GOOD, Stamps
+from longshore.runtime.rank_reports import DONE, RankReports
 
 _log = logging.getLogger(__name__)
 NO_SLOTS = Slots(HOST, 0, ())
@@ -34,11 +34,16 @@ class Stores:
     """
 
     def __init__(
-        self, groups: ChunkGroups, stamps: Stamps, trust: BlockValidity, patience: float, events: EventTranslator | None
+        self,
+        groups: ChunkGroups,
+        reports: RankReports,
+        trust: BlockValidity,
+        patience: float,
+        events: EventTranslator | None,
     ) -> None:
         """`patience` is in seconds; the `events`, if there is one, learns vLLM's names of what is published."""
         self._groups = groups
-        self._stamps = stamps
+        self._reports = reports
         self._validity = trust
         self._patience = patience
         self._events = events
@@ -129,13 +134,13 @@ class Stores:
         return False, order.slots.of
 
     def report(self, keys: Collection[OffloadKey], end: Callable[[Ticket], bool]) -> list[Ticket]:
-        """vLLM reports `keys` as done: `end` their stores. Returns those whose stamps are not all there yet.
+        """vLLM reports `keys` as done: `end` their stores. Returns those that not all ranks have reported yet.
 
         For these the report was of another store of the same key.
         """
         left = []
         for ticket in Ticket.reported(self.by_key, keys):
-            # A store that is not known any more is from before weights changed: its stamps end it.
+            # A store that is not known any more is from before weights changed: the reports of the ranks end it.
             if self._tickets.pop(ticket.number, None) is not None and not end(ticket):
                 left.append(ticket)
         return left
@@ -143,11 +148,11 @@ class Stores:
     def end(
         self, ticket: Ticket, cache: TieredCache, now: float, image_bytes: Sequence[int]
     ) -> list[TransferResult] | None:
-        """Publish what all ranks have stamped as good, and give the rest back; `None` while a stamp is missing."""
-        said = self._stamps.said(ticket.number, ticket.slots)
-        if not said.all():
+        """Publish what all ranks report as done, and give the rest back; `None` until all have reported."""
+        outcomes = self._reports.outcomes(ticket.number, ticket.slots)
+        if not outcomes.all():
             return None
-        good = (said == GOOD).all(axis=1).tolist()
+        good = (outcomes == DONE).all(axis=1).tolist()
         if ticket.void or not self._validity.holds(ticket):
             good = [False] * len(good)
         if self._events is not None:

@@ -31,9 +31,9 @@ from longshore.engines.vllm.rendezvous import EngineMemory, attach
 from longshore.errors import CapacityError, TierError
 from longshore.keys import Scope
 from longshore.runtime.loop import BackgroundLoop, Runtime
+from longshore.runtime.rank_reports import RankReports
 from longshore.runtime.stack import make_cache as make_tiered_cache
 from longshore.runtime.stack import make_gate
-from longshore.runtime.stamps import Stamps
 from longshore.runtime.tier_host import HostedFileTier
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
@@ -103,10 +103,10 @@ def _resets(method: Watched) -> Watched:
 class SleepControl:
     """Which tiers a reset keeps, and whether host memory is freed while the engine sleeps."""
 
-    def __init__(self, runtime: Runtime, stamps: Stamps, slabs: int, config: Config) -> None:
+    def __init__(self, runtime: Runtime, reports: RankReports, slabs: int, config: Config) -> None:
         """`slabs` is the number of slabs of the host tier."""
         self._runtime = runtime
-        self._stamps = stamps
+        self._reports = reports
         self._slabs = slabs
         self._config = config
         self.has_memory = True
@@ -143,12 +143,12 @@ class SleepControl:
         except CapacityError as error:
             _log.warning("host memory is not freed for this sleep, because copies are in flight: %s", error)
             return
-        self.has_memory, self._stamps.gives_back = False, True
+        self.has_memory, self._reports.frees_host_memory = False, True
 
     def look(self) -> None:
         """A step is planned, so that the engine is awake: have the slots again if the workers have the memory."""
-        if not self.has_memory and not self._stamps.is_asleep() and not self._stamps.is_lacking():
-            self.has_memory, self._stamps.gives_back = True, False
+        if not self.has_memory and not self._reports.is_asleep() and not self._reports.lacks_memory():
+            self.has_memory, self._reports.frees_host_memory = True, False
             with self._runtime.control() as cache:
                 cache.resize(HOST, self._slabs)
 
@@ -172,7 +172,7 @@ class SchedulerTiers:
     """
 
     runtime: Runtime
-    stamps: Stamps
+    reports: RankReports
     arena: Arena
     loop: BackgroundLoop
     file: HostedFileTier | None
@@ -188,7 +188,7 @@ class SchedulerTiers:
             _log.warning(
                 "closed before all blocks were written to the file tier; these blocks are misses after a restart"
             )
-        self.stamps.close()
+        self.reports.close()
         self.arena.close()
 
 
@@ -201,9 +201,9 @@ def open_tiers(
     somebody asks for them. Raises `TierError` where `file_size` has no room for one image.
     """
     with contextlib.ExitStack() as undo:
-        arena, stamps = attach(note)
+        arena, reports = attach(note)
         undo.callback(arena.close)
-        undo.callback(stamps.close)
+        undo.callback(reports.close)
         host = HostTier(arena, note.layout)
         file: HostedFileTier | None = None
         if config.file_path is not None and scope is not None:
@@ -221,8 +221,8 @@ def open_tiers(
         undo.pop_all()
     windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))
     is_off = scope is not None and config.file_path is not None and file is None
-    sleeps = SleepControl(runtime, stamps, note.slabs, config)
-    return SchedulerTiers(runtime, stamps, arena, loop, file, windows, sleeps, note.model.base_is_mixed, is_off)
+    sleeps = SleepControl(runtime, reports, note.slabs, config)
+    return SchedulerTiers(runtime, reports, arena, loop, file, windows, sleeps, note.model.base_is_mixed, is_off)
 
 
 def _open_file_tier(

@@ -1,11 +1,11 @@
-"""`LongshoreWorker`: one rank's side. It copies between the engine's blocks and the shared arena, and stamps what came.
+"""`LongshoreWorker`: one rank. It copies between the engine's blocks and the shared arena, and reports completed jobs.
 
-    submit_store  ─► TransferEngine ─► bytes in place ─► stamp (job, ok) beside them ─► get_finished
-    submit_load   ─► TransferEngine ─► bytes in place ─► stamp the load              ─► get_finished
-    go_on         ─► the next part of a load, in a later step ─► stamp the part      ─► get_finished, after the last
+    submit_store  ─► TransferEngine ─► bytes in place ─► report (job, done or failed) ─► get_finished
+    submit_load   ─► TransferEngine ─► bytes in place ─► report the load            ─► get_finished
+    go_on         ─► the next part of a load, in a later step ─► report the part     ─► get_finished, after the last
 
-vLLM asserts that every job succeeds. So whatever goes wrong with a store is said by a stamp that is not good: the
-manager publishes nothing that is not stamped on all ranks. A load that fails is tried once more; then its request is
+vLLM asserts that every job succeeds. A failed store is therefore reported in shared memory (`RankReports`): the manager
+publishes nothing that not all ranks have reported as done. A load that fails is tried once more; then its request is
 reported as failed, if the connector can (`LongshoreConnector`), or the engine stops: never a wrong token. A load has
 ended when all its parts have, or when one has failed and no other is being copied: parts that come later are refused.
 """
@@ -39,8 +39,8 @@ from longshore.boundary import (
 from longshore.engines.vllm.changes import AdapterWatch, WeightWatch, tell
 from longshore.engines.vllm.rendezvous import PATIENCE
 from longshore.errors import EngineError, LongshoreError, TierError
+from longshore.runtime.rank_reports import RankReports
 from longshore.runtime.stack import take_back
-from longshore.runtime.stamps import Stamps
 from longshore.tiers.arena import Arena
 from longshore.transfer.engine import TransferEngine
 
@@ -118,7 +118,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self,
         engine: TransferEngine,
         arena: Arena,
-        stamps: Stamps,
+        reports: RankReports,
         rank: int,
         blocks_per_chunk: int,
         *,
@@ -131,7 +131,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         """
         self.engine = engine
         self.arena = arena
-        self.stamps = stamps
+        self.reports = reports
         self.failed: set[int] = set()
         """vLLM's numbers of the loads that failed, if somebody asks for them."""
         self.reports_failures = False
@@ -143,11 +143,11 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         """Loads that have not ended, by the ticket of their first part."""
         self._done: list[VllmResult] = []
         self._asleep = False
-        self._changes = WeightWatch(vllm, partial(stamps.weights_changed, rank), self)
+        self._changes = WeightWatch(vllm, partial(reports.weights_changed, rank), self)
         self._adapters = AdapterWatch(vllm, self._loaded_adapter)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """Begin to copy blocks into the arena. Always true: what cannot be copied is not stamped."""
+        """Begin to copy blocks into the arena. Always true: what cannot be copied is reported as failed."""
         if not self._has_part:
             self._done.append(VllmResult(job_id, True, 0, 0.0))
             return True
@@ -165,7 +165,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def go_on(self, parts: Iterable[LoadPart]) -> None:
-        """Begin the next parts of loads, or end them; parts of loads that have ended are stamped as failed."""
+        """Begin the next parts of loads, or end them; parts of loads that have ended are reported as failed."""
         for number, spec in parts:
             load = self._loads.get(number)
             if spec is None:
@@ -173,7 +173,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
                     load.failed = True
                     self._end_if_over(load)
             elif load is None or load.failed:
-                self.stamps.loaded(spec.job, self._rank, good=False)
+                self.reports.loaded(spec.job, self._rank, good=False)
             else:
                 self._begin_part(load, spec)
 
@@ -209,13 +209,13 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
             self.engine.wait(list(self._jobs))
         self._asleep = True
         self._poll()
-        self.stamps.slept(self._rank)
-        if self.stamps.gives_back and not self.arena.is_given_back:
+        self.reports.sleep_changed(self._rank)
+        if self.reports.frees_host_memory and not self.arena.is_given_back:
             try:
                 self.arena.give_back()
             except TierError:
                 _log.exception("host memory could not be freed for the sleep; it stays allocated")
-            self.stamps.lacks_memory(self._rank, lacks=self.arena.is_given_back)
+            self.reports.set_lacks_memory(self._rank, lacks=self.arena.is_given_back)
 
     def after_device_restore(self) -> None:
         """Device memory was restored at its former addresses, without its content. Idempotent.
@@ -238,15 +238,15 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
                     "the engine to sleep and wake it up again, or restart it.",
                     error,
                 )
-            self.stamps.lacks_memory(self._rank, lacks=self.arena.is_given_back)
-        self.stamps.slept(self._rank)
+            self.reports.set_lacks_memory(self._rank, lacks=self.arena.is_given_back)
+        self.reports.sleep_changed(self._rank)
 
     def _wait_for_first_rank(self) -> None:
         """Wait until rank 0 has allocated host memory again. Raises `TierError` if it could not."""
         deadline = time.monotonic() + PATIENCE
-        while self.stamps.is_asleep(0) and time.monotonic() < deadline:
+        while self.reports.is_asleep(0) and time.monotonic() < deadline:
             time.sleep(0.02)
-        if self.stamps.is_lacking(0):
+        if self.reports.lacks_memory(0):
             raise TierError("rank 0 could not allocate host memory again")
 
     def shutdown(self) -> None:
@@ -254,13 +254,13 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._changes.close()
         self._adapters.close()
         self.engine.shutdown(_LOAD_PATIENCE)
-        self.stamps.close()
+        self.reports.close()
         self.arena.close()
 
     def _loaded_adapter(self, lora: Any, number: int) -> None:
         """An adapter was loaded. The plain connector does not name adapters: other bytes clear all tiers."""
-        if tell(lora, self.stamps, self._rank, number) and not self.reports_failures:
-            self.stamps.weights_changed(self._rank)
+        if tell(lora, self.reports, self._rank, number) and not self.reports_failures:
+            self.reports.weights_changed(self._rank)
 
     def _begin_part(self, load: _LoadUnderWay, spec: SlotsSpec) -> None:
         """Begin to copy the chunks of `spec`."""
@@ -284,7 +284,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _is_outdated(self, job: _WorkerJob) -> bool:
         """Whether weights have changed, or device memory was freed, since the manager ordered `job`."""
-        return (self.stamps.weight_changes, self.stamps.naps) != job.spec.epoch
+        return (self.reports.weight_changes, self.reports.sleep_changes) != job.spec.epoch
 
     def _try(self, job: _WorkerJob) -> bool:
         """Submit the transfer of `job`; returns whether the engine accepted it."""
@@ -341,7 +341,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         good = {slot for slot, status in zip(slots, result.statuses, strict=True) if status is OK}
         if self._is_outdated(job):
             good.clear()
-        self.stamps.stored(job.spec.job, self._rank, list(good), [i for i in job.spec.indices if i not in good])
+        self.reports.stored(job.spec.job, self._rank, list(good), [i for i in job.spec.indices if i not in good])
         self._done.append(VllmResult(job.theirs, True, result.bytes, result.seconds))
 
     def _loaded(self, job: _WorkerJob, load: _LoadUnderWay, result: TransferResult) -> None:
@@ -351,7 +351,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
                 self._end_badly(job)
             job.retried = True
             return
-        self.stamps.loaded(job.spec.job, self._rank, good=True)
+        self.reports.loaded(job.spec.job, self._rank, good=True)
         load.bytes, load.seconds = load.bytes + result.bytes, load.seconds + result.seconds
         load.left -= len(job.spec.indices)
         load.copying.discard(job.spec.job)
@@ -359,10 +359,10 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _end_badly(self, job: _WorkerJob) -> None:
         if job.load is None:
-            self.stamps.stored(job.spec.job, self._rank, [], job.spec.indices)
+            self.reports.stored(job.spec.job, self._rank, [], job.spec.indices)
             self._done.append(VllmResult(job.theirs, True, 0, 0.0))
             return
-        self.stamps.loaded(job.spec.job, self._rank, good=False)
+        self.reports.loaded(job.spec.job, self._rank, good=False)
         job.load.failed = True
         job.load.copying.discard(job.spec.job)
         self._end_if_over(job.load)

@@ -1,11 +1,11 @@
-"""Stamps of the ranks on the slots that they fill: a table in shared memory.
+"""Reports of the ranks on their parts of jobs: tables in shared memory.
 
     slot │ rank 0   rank 1   rank 2
     ─────┼──────────────────────────
-       5 │ 41 good  41 good  40 good        by ticket 41 this image is not whole yet
+       5 │ 41 done  41 done  40 done        job 41: rank 2 has not reported its part of this image yet
 
-A rank writes its stamp after its last byte is in place. An image without the stamps of all ranks is incomplete: it is
-neither found nor written to a file.
+A rank writes its report after its last byte is in place. An image that not all ranks have reported is incomplete: it
+is neither found nor written to a file.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy.typing as npt
 from longshore.errors import PlanError
 from longshore.tiers.arena import Arena, ArenaSettings
 
-SILENT, BAD, GOOD = range(3)
-"""Stamp of a rank on a slot or a load."""
+PENDING, FAILED, DONE = range(3)
+"""What a rank has reported of a slot or a load."""
 
 U64 = npt.NDArray[np.uint64]
 
 
-class Stamps:
+class RankReports:
     """One number per slot and rank: the ticket of the job that filled the part, and whether it succeeded.
 
     A second table has the last `LOADS` loads that have ended, by rank; a third has for each rank how often weights have
@@ -53,7 +53,7 @@ class Stamps:
         self._slots: U64 = numbers[: slots * world].reshape(slots, world)
         self._loads: U64 = numbers[slots * world : (slots + self.LOADS) * world].reshape(self.LOADS, world)
         states, rest = numbers[(slots + self.LOADS) * world :], numbers[(slots + self.LOADS + 4) * world :]
-        self._changes, self._naps, self._lacking, self._orders = states[: 4 * world].reshape(4, world)
+        self._changes, self._sleep_changes, self._without_memory, self._orders = states[: 4 * world].reshape(4, world)
         self._adapters: U64 = rest[: 4 * self.ADAPTERS * world].reshape(self.ADAPTERS, world, 4)
 
     @classmethod
@@ -63,21 +63,21 @@ class Stamps:
 
     @classmethod
     def make(cls, slots: int, world: int, ranks: int) -> Self:
-        """New stamps in shared memory that other processes can attach to."""
+        """New tables in shared memory that other processes can attach to."""
         settings = ArenaSettings(numa_node=None, huge_pages=False, shared=True)
         return cls(Arena(cls.nbytes(slots, world), settings), slots, world, ranks)
 
     def stored(self, ticket: int, rank: int, good: Sequence[int], bad: Sequence[int]) -> None:
-        """Stamp for `ticket` that `rank` has filled its part of the slots `good`, and failed for `bad`."""
+        """Report for `ticket` that `rank` has filled its part of the slots `good`, and failed for `bad`."""
         self._slots[np.array(bad, np.int64), rank] = 2 * ticket
         self._slots[np.array(good, np.int64), rank] = 2 * ticket + 1
 
     def loaded(self, ticket: int, rank: int, *, good: bool) -> None:
-        """Stamp that `rank` has ended the load `ticket`; `good`: it has read all slots."""
+        """Report that `rank` has ended the load `ticket`; `good`: it has read all slots."""
         self._loads[ticket % self.LOADS, rank] = 2 * ticket + good
 
-    def said(self, ticket: int, slots: Sequence[int]) -> U64:
-        """The stamps of `slots` for `ticket`: `SILENT`, `BAD` or `GOOD`; shape `(len(slots), ranks)`."""
+    def outcomes(self, ticket: int, slots: Sequence[int]) -> U64:
+        """Reports on `slots` for `ticket`: `PENDING`, `FAILED` or `DONE`; shape `(len(slots), ranks)`."""
         return _answers(self._slots[np.array(slots, np.int64), : self._ranks], ticket)
 
     def has_loaded(self, ticket: int) -> bool:
@@ -97,35 +97,35 @@ class Stamps:
         """Number of weight changes, over all ranks."""
         return int(self._changes.sum())
 
-    def slept(self, rank: int) -> None:
+    def sleep_changed(self, rank: int) -> None:
         """The device memory of `rank` has gone, or is back: each counts."""
-        self._naps[rank] += np.uint64(1)
+        self._sleep_changes[rank] += np.uint64(1)
 
     @property
-    def naps(self) -> int:
+    def sleep_changes(self) -> int:
         """Number of times that device memory has gone or come back, over all ranks."""
-        return int(self._naps.sum())
+        return int(self._sleep_changes.sum())
 
     def is_asleep(self, rank: int | None = None) -> bool:
         """Whether the device memory of `rank`, or of any rank, has gone."""
-        asleep = self._naps % np.uint64(2)
+        asleep = self._sleep_changes % np.uint64(2)
         return bool(asleep.any() if rank is None else asleep[rank])
 
-    def lacks_memory(self, rank: int, *, lacks: bool) -> None:
+    def set_lacks_memory(self, rank: int, *, lacks: bool) -> None:
         """`rank` has given host memory back, or has it again."""
-        self._lacking[rank] = lacks
+        self._without_memory[rank] = lacks
 
-    def is_lacking(self, rank: int | None = None) -> bool:
+    def lacks_memory(self, rank: int | None = None) -> bool:
         """Whether `rank`, or any rank, has no host memory."""
-        return bool(self._lacking.any() if rank is None else self._lacking[rank])
+        return bool(self._without_memory.any() if rank is None else self._without_memory[rank])
 
     @property
-    def gives_back(self) -> bool:
+    def frees_host_memory(self) -> bool:
         """Whether ranks that go to sleep are to give host memory back."""
         return bool(self._orders[0])
 
-    @gives_back.setter
-    def gives_back(self, order: bool) -> None:
+    @frees_host_memory.setter
+    def frees_host_memory(self, order: bool) -> None:
         self._orders[0] = order
 
     def adapter_loaded(self, rank: int, tag: int, number: int, digest: int) -> bool:
@@ -156,10 +156,10 @@ class Stamps:
     def close(self) -> None:
         """Unmap the memory."""
         self._slots = self._loads = self._adapters = np.empty((0, 0), np.uint64)
-        self._changes = self._naps = self._lacking = self._orders = np.empty(0, np.uint64)
+        self._changes = self._sleep_changes = self._without_memory = self._orders = np.empty(0, np.uint64)
         self.memory.close()
 
 
 def _answers(found: U64, ticket: int) -> U64:
-    answers: U64 = np.where(found >> np.uint64(1) == ticket, (found & np.uint64(1)) + np.uint64(1), np.uint64(SILENT))
+    answers: U64 = np.where(found >> np.uint64(1) == ticket, (found & np.uint64(1)) + np.uint64(1), np.uint64(PENDING))
     return answers
