@@ -310,7 +310,7 @@ class Storm:
         waiting, index = store.index.waiting, store.index
         for key, orphans in waiting.items():
             above = index.get(key)
-            if above and any(index.coldest(each) <= index.coldest(above) for each in orphans):
+            if above and any(index.coldest_tier(each) <= index.coldest_tier(above) for each in orphans):
                 raise AssertionError("an orphan waits for a chunk that is there")
 
     def restart(self) -> None:

@@ -197,10 +197,10 @@ def test_copies_of_many_are_all_refused_if_one_is_an_orphan_or_a_second_copy() -
         index.add_copies([c, ab], 1, [0, 1])
     with pytest.raises(CacheError, match=f"chunk {key('c').hex()[:12]} has a copy in tier 0 already"):
         index.add_copies([c], 0, [3])
-    assert [index.coldest(node) for node in (a, ab, c)] == [0, 0, 0]
+    assert [index.coldest_tier(node) for node in (a, ab, c)] == [0, 0, 0]
     index.check_integrity()
     index.add_copies([a, c, ab], 1, [0, 1, 2])
-    assert [index.coldest(node) for node in (a, ab, c)] == [1, 1, 1]
+    assert [index.coldest_tier(node) for node in (a, ab, c)] == [1, 1, 1]
     with pytest.raises(CacheError, match=f"chunk {key('ab').hex()[:12]} has a copy in tier 1 already"):
         index.add_copies([ab], 1, [3])
     index.check_integrity()

@@ -165,8 +165,8 @@ def test_what_lets_another_go_may_release_it_meanwhile(policy: EvictionPolicy) -
 def evict_together(policy: EvictionPolicy, count: int) -> list[int]:
     """The same as `evict`, as many at once as the policy names."""
     gone: list[int] = []
-    while len(gone) < count and (nodes := policy.ahead(count - len(gone))):
-        policy.leave(nodes, [policy.names[node] for node in nodes])
+    while len(gone) < count and (nodes := policy.next_victims(count - len(gone))):
+        policy.remove_victims(nodes, [policy.names[node] for node in nodes])
         gone += nodes
         policy.check_integrity()
     return gone
@@ -179,21 +179,21 @@ def test_who_is_in_is_told_of_all_nodes_at_once(policy: EvictionPolicy) -> None:
 
 
 def test_the_leading_ones_leave_together_and_the_others_stay_in_order(policy: EvictionPolicy) -> None:
-    assert policy.ahead(2) == [A, B]
-    policy.leave([A], [policy.names[A]])
+    assert policy.next_victims(2) == [A, B]
+    policy.remove_victims([A], [policy.names[A]])
     assert (A in policy, len(policy), list(policy.order())) == (False, 2, [B, C])
     policy.check_integrity()
     assert evict_together(policy, 5) == [B, C]
-    assert policy.ahead(1) == []
+    assert policy.next_victims(1) == []
 
 
 def test_the_leading_ones_are_kept_together_and_come_back_in_the_order_asked_for(policy: EvictionPolicy) -> None:
-    policy.keep(policy.ahead(2))
+    policy.hold_victims(policy.next_victims(2))
     assert [policy.is_held(node) for node in (A, B, C)] == [True, True, False]
-    assert (len(policy), policy.ahead(3)) == (3, [C])
+    assert (len(policy), policy.next_victims(3)) == (3, [C])
     policy.check_integrity()
     policy.release([A, B, C])
-    assert policy.ahead(3) == [B, A, C]
+    assert policy.next_victims(3) == [B, A, C]
     policy.check_integrity()
 
 
@@ -311,14 +311,14 @@ def test_a_node_named_twice_in_a_call_counts_once(name: str, size: int) -> None:
         nodes = nodes if verb != "remove_all" else [node for node in nodes if node not in some]
         assert list(doubled.order()) == list(plain.order()), verb
         assert [doubled.is_held(node) for node in nodes] == [plain.is_held(node) for node in nodes]
-    for verb in ("keep", "leave", "leave"):
+    for verb in ("hold", "remove", "remove"):
         for policy in (plain, doubled):
-            named = policy.ahead(max(2, size // 4))
+            named = policy.next_victims(max(2, size // 4))
             named += [] if policy is plain else named
-            if verb == "keep":
-                policy.keep(named)
+            if verb == "hold":
+                policy.hold_victims(named)
             else:
-                policy.leave(named, [policy.names[node] for node in named])
+                policy.remove_victims(named, [policy.names[node] for node in named])
             policy.check_integrity()
         assert list(doubled.order()) == list(plain.order()), verb
         assert len(doubled) == len(plain)
@@ -338,7 +338,7 @@ def test_a_node_inserted_twice_is_an_error_and_none_comes_in(name: str) -> None:
 def test_a_walk_along_a_damaged_list_ends(kind: str) -> None:
     policy = MAKERS[kind]()
     policy.insert([A, B, C])
-    policy._chains.after[C] = A  # type: ignore[attr-defined]
+    policy._linked.after[C] = A  # type: ignore[attr-defined]
     with pytest.raises(IntegrityError, match="goes round"):
         list(policy.order())
     with pytest.raises(CacheError):

@@ -99,11 +99,11 @@ def test_what_reached_an_age_is_counted_once_whenever_spans_end() -> None:
         for row, into in spans.begin(now):
             promises.join(row, into)
         if now == 1:
-            promises.note(event(BECAME, state, 1), 10)
+            promises.record(event(BECAME, state, 1), 10)
         if now == 6:
-            promises.note(event(RETURNED, state, 1, AGE_OF[5]))
+            promises.record(event(RETURNED, state, 1, AGE_OF[5]))
         if now == 10:
-            promises.note(event(FORGOTTEN, state, 1, AGE_OF[9]))
+            promises.record(event(FORGOTTEN, state, 1, AGE_OF[9]))
         promises.learn(spans, now)
     reached = promises._reached[kind] / WEIGHTS[weight]
     assert reached[: AGE_OF[5] + 1].tolist() == pytest.approx([10] * (AGE_OF[5] + 1))
@@ -204,7 +204,7 @@ class Tier:
             self.policy.touch([self.node[key]])
             return True
         if len(self.node) == self.slots:
-            gone = self.policy.coldest()
+            gone = self.policy.victim()
             self.policy.remove(gone, evicted=self.names[gone])
             del self.node[int.from_bytes(self.names[gone], "little")]
             self.free.append(gone)
@@ -311,17 +311,17 @@ def test_long_paths_are_told_in_whole_arrays_to_the_same_end(most: int) -> None:
         together.touch(used)
         for node in used:
             single.touch([node])
-        kept = together.ahead(most)
-        together.keep(kept)
+        kept = together.next_victims(most)
+        together.hold_victims(kept)
         for node in kept:
             single.hold(node)
         together.release(kept[::-1])
         for node in kept[::-1]:
             single.release([node])
-        gone = together.ahead(dice.randint(1, most))
-        together.leave(gone, names[gone].tolist())
+        gone = together.next_victims(dice.randint(1, most))
+        together.remove_victims(gone, names[gone].tolist())
         for node in gone:
-            assert single.coldest() == node
+            assert single.victim() == node
             single.remove(node, evicted=names[node])
         inside = [node for node in inside if node not in set(gone)]
         out += gone
@@ -368,8 +368,8 @@ def test_whatever_happens_each_node_is_in_the_list_of_its_kind_and_age(steps: li
                 policy.hold(node)
         elif verb == "release":
             policy.release(inside)
-        elif gone := policy.ahead(count):
-            policy.leave(gone, names[gone].tolist())
+        elif gone := policy.next_victims(count):
+            policy.remove_victims(gone, names[gone].tolist())
         policy.check_integrity()
 
 
@@ -510,8 +510,8 @@ class Path:
 
     def make_room(self, count: int) -> int:
         policy, missing = self.tier.policy, count - self.free
-        if missing > 0 and (gone := policy.ahead(missing)):
-            policy.leave(gone, self.tier.names[gone].tolist())
+        if missing > 0 and (gone := policy.next_victims(missing)):
+            policy.remove_victims(gone, self.tier.names[gone].tolist())
             self.free += len(gone)
         return min(count, self.free)
 
@@ -620,7 +620,7 @@ def test_what_left_comes_back_with_its_hint() -> None:
     some = list(range(LISTS, LISTS + 60))
     tier.policy.begin(1, 60, hint=ENDS)
     tier.policy.insert(some)
-    tier.policy.leave(tier.policy.ahead(30), tier.names[some[:30]].tolist())
+    tier.policy.remove_victims(tier.policy.next_victims(30), tier.names[some[:30]].tolist())
     tier.policy.remove(some[30], evicted=tier.names[some[30]])
     tier.policy.check_integrity()
     keys = tier.names[some[:31]].tolist()

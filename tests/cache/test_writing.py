@@ -269,9 +269,9 @@ class Policy(LRU):
 
     looks = 0
 
-    def coldest(self) -> int:
+    def victim(self) -> int:
         Policy.looks += 1
-        return super().coldest()
+        return super().victim()
 
 
 @pytest.mark.parametrize("kind", ["one long path", "held", "dirty", "heads older than tails"])

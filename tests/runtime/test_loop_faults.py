@@ -51,7 +51,7 @@ def test_fault_is_logged_once_and_its_call_log_replays(
         assert job is not None
         cache.apply([TransferResult(job, (Status.OK,) * 8)], 0.0)
         policy = cache._store.policies[0]
-        policy._chains.after[next(iter(policy.order()))] = 1  # type: ignore[attr-defined]
+        policy._linked.after[next(iter(policy.order()))] = 1  # type: ignore[attr-defined]
         policy._place[:] = bytes(len(policy._place))  # type: ignore[attr-defined]
     for _ in range(2):
         with pytest.raises(TierClosedError, match="all tiers disabled"), runtime.control() as cache:

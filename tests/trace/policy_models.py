@@ -212,10 +212,10 @@ class GittinsModel(Model):
         elif state[1] == self.now:
             new = state[0]
         else:
-            self.hit_rates.note(event(RETURNED, *state, self.age(state[1])))
+            self.hit_rates.record(event(RETURNED, *state, self.age(state[1])))
             new = AGAIN[state[0] & HOW] | GAP_OF[self.age(state[1])] | self.length
         if state is None or state[1] != self.now:
-            self.hit_rates.note(event(BECAME, new, self.now))
+            self.hit_rates.record(event(BECAME, new, self.now))
         self.blocks.append(block)  # the last one was used last
         self.state[block] = new, self.now
         self.last = new
@@ -236,7 +236,7 @@ class GittinsModel(Model):
         state, when = self.state.pop(victim)
         self.blocks.remove(victim)
         if forgotten := self.ghosts.insert(key_of(victim), when, state):
-            self.hit_rates.note(event(FORGOTTEN, forgotten[1], forgotten[0], self.age(forgotten[0])))
+            self.hit_rates.record(event(FORGOTTEN, forgotten[1], forgotten[0], self.age(forgotten[0])))
 
     def list_of(self, block: int) -> tuple[int, int]:
         state, when = self.state[block]

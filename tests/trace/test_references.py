@@ -33,24 +33,24 @@ def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
 
 def test_without_use_the_oldest_go_first(policy: EvictionPolicy) -> None:
     gone = []
-    while node := policy.coldest():
-        assert policy.coldest() == node
+    while node := policy.victim():
+        assert policy.victim() == node
         policy.remove(node, evicted=policy.names[node])
         gone.append(node)
     assert gone == [A, B, C]
-    assert policy.ahead(1) == []
+    assert policy.next_victims(1) == []
 
 
 def test_what_is_released_goes_first_and_what_is_kept_does_not_go(policy: EvictionPolicy) -> None:
-    assert policy.ahead(1) == [A]
-    policy.keep([A])
+    assert policy.next_victims(1) == [A]
+    policy.hold_victims([A])
     assert policy.is_held(A)
-    assert policy.coldest() == B
+    assert policy.victim() == B
     policy.hold(C)
     policy.release([C, A])
     for node in (A, C, B):
-        assert policy.coldest() == node
-        policy.leave([node], [policy.names[node]])
+        assert policy.victim() == node
+        policy.remove_victims([node], [policy.names[node]])
         policy.check_integrity()
     assert len(policy) == 0
 
@@ -89,7 +89,7 @@ def test_random_lives_keep_the_books_of_references(name: str, steps: list[tuple[
             policy.insert([node])
             resident.add(node)
         elif verb == "evict":
-            gone = policy.coldest()
+            gone = policy.victim()
             assert bool(gone) == bool(resident - held)
             if gone:
                 assert gone in resident - held

@@ -176,8 +176,10 @@ class Policy:
         policy, count = self._policy, len(keys)
         nodes, self._unused = list(self._unused[:count]), self._unused[count:]
         while len(nodes) < count:
-            victims = policy.ahead(count - len(nodes))
-            policy.leave(victims, [key[::-1] for key in keys[len(nodes) :][: len(victims)]])  # stand for their keys
+            victims = policy.next_victims(count - len(nodes))
+            policy.remove_victims(
+                victims, [key[::-1] for key in keys[len(nodes) :][: len(victims)]]
+            )
             nodes += victims
         policy.names = np.broadcast_to(np.array(keys[0], object), (max(nodes) + 1,))
         self._turn += 1

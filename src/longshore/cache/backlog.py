@@ -22,9 +22,9 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.columns import LISTS, Chains, column, leading, marks, numbers, once
+from longshore.cache.columns import LISTS, LinkedLists, column, leading, marks, numbers, once
 from longshore.cache.index import Index
-from longshore.cache.nodes import LIMBO, ROOT
+from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.pool import READY
 from longshore.errors import CacheError
 
@@ -41,7 +41,7 @@ class Backlog:
         self._last = len(index.tiers) - 1
         self._thresholds = [*thresholds[: self._last], *[0] * (self._last - len(thresholds))]
         self._most = max(self._thresholds, default=0)
-        self._chains = Chains()
+        self._linked = LinkedLists()
         self._mark = bytearray(LISTS)
         """Clean, or dirty in tier t: an odd number while it waits for its parent, an even one when it is queued."""
         self._uses = bytearray(LISTS)
@@ -51,7 +51,7 @@ class Backlog:
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
         if self._last:
-            self._chains.grow(nodes)
+            self._linked.grow(nodes)
             self._mark.extend(bytes(max(0, nodes - len(self._mark))))
             self._uses.extend(bytes(max(0, nodes - len(self._uses))))
             self._failed.extend(bytes(max(0, nodes - len(self._failed))))
@@ -83,7 +83,7 @@ class Backlog:
             self.counts[was] -= 1
             self._mark[node] = _CLEAN
             if _is_queued(mark):
-                self._chains.drop(node)
+                self._linked.remove(node)
         if tier >= 0:
             self.counts[tier] += 1
             self._mark[node] = _waiting(tier)
@@ -104,7 +104,7 @@ class Backlog:
                 return []
             at, mark, was, due = at[changed], mark[changed], was[changed], due[changed]
         for node in at[was != mark].tolist():
-            self._chains.drop(node)
+            self._linked.remove(node)
         for tier in range(self._last):
             becomes = (due == _waiting(tier)).nonzero()[0]
             self.counts[tier] += len(becomes) - int(np.count_nonzero(was == _waiting(tier)))
@@ -112,7 +112,7 @@ class Backlog:
                 above = column(self._index.parent)[at[becomes]]
                 queued = becomes[self._are_safe_below(above, tier)]
                 due[queued] += 1
-                self._chains.warm_all(_list(tier), at[queued])
+                self._linked.extend(_list(tier), at[queued])
         marks(self._mark)[at] = due
         clean: list[int] = at[mark != _CLEAN].tolist()
         return clean
@@ -123,14 +123,14 @@ class Backlog:
         for warmer in range(tier):
             may_follow = behind[mark[behind] == _waiting(warmer)]
             mark[may_follow] += 1
-            self._chains.warm_all(_list(warmer), may_follow)
+            self._linked.extend(_list(warmer), may_follow)
 
     def exposed(self, node: int) -> None:
         """`node` is in one of the colder tiers no more: what is behind it may have to wait again."""
         for child in self._index.children(node):
             mark = self._mark[child]
             if mark and _is_queued(mark) and not self._is_safe_below(node, _tier(mark)):
-                self._chains.drop(child)
+                self._linked.remove(child)
                 self._mark[child] = _waiting(_tier(mark))
 
     def fail(self, node: int) -> bool:
@@ -178,7 +178,7 @@ class Backlog:
             return
         uses[node] += 1
         often = uses[node]
-        while node > LIMBO and uses[node] <= often:
+        while node > ORPHANS and uses[node] <= often:
             uses[node] = often
             self.note(node)
             node = parent[node]
@@ -242,7 +242,7 @@ class Backlog:
         """At most `wanted` chunks to copy down from `tier` in one job: the oldest heads, each with those behind it."""
         chosen: list[int] = []
         child, older, mark, waiting = self._index.child, self._index.older, self._mark, _waiting(tier)
-        head = self._chains.coldest(_list(tier))
+        head = self._linked.first(_list(tier))
         while head != _list(tier) and len(chosen) < wanted:
             node, behind = head, list[int]()
             while node and len(chosen) < wanted:
@@ -254,7 +254,7 @@ class Backlog:
                     node = older[node]
                 if not node and behind:
                     node = behind.pop()
-            head = self._chains.after[head]
+            head = self._linked.after[head]
         return chosen
 
     def chain(self, node: int) -> tuple[list[int], int]:
@@ -289,12 +289,12 @@ class Backlog:
             raise CacheError(f"{self.counts} chunks are counted as dirty, by tier, but {counts} are")
 
     def _walk(self, tier: int) -> set[int]:
-        self._chains.check_integrity(_list(tier))
-        return set(self._chains.walk(_list(tier)))
+        self._linked.check_integrity(_list(tier))
+        return set(self._linked.walk(_list(tier)))
 
     def _queue(self, node: int, tier: int) -> None:
         self._mark[node] = _waiting(tier) + 1
-        self._chains.warm(_list(tier), node)
+        self._linked.append(_list(tier), node)
 
 
 def _waiting(tier: int) -> int:

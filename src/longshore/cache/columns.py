@@ -121,7 +121,7 @@ LISTS = 10_240
 """Numbers below this one name lists, not elements."""
 
 
-class Chains:
+class LinkedLists:
     """`LISTS` ordered lists over the numbers from `LISTS` on. 8 bytes per number.
 
         numbers   0 .. LISTS-1        the lists themselves: list `l` is a ring through element `l`
@@ -144,7 +144,7 @@ class Chains:
         """Make room for numbers below `size`; those that are new are in no list."""
         self.after, self.before = grown(self.after, size), grown(self.before, size)
 
-    def warm(self, which: int, number: int) -> None:
+    def append(self, which: int, number: int) -> None:
         """Put `number`, which is in no list, at the hot end of list `which`."""
         after, before = self.after, self.before
         last = before[which]
@@ -152,7 +152,7 @@ class Chains:
         after[number] = which
         before[number] = last
 
-    def warm_all(self, which: int, elements: Sequence[int] | npt.NDArray[np.int32]) -> None:
+    def extend(self, which: int, elements: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Put `elements`, which are distinct and in no list, at the hot end of list `which`, the last the hottest."""
         if not len(elements):
             return
@@ -162,25 +162,25 @@ class Chains:
         after[last], before[at[0]] = at[0], last
         after[at[-1]], before[which] = which, at[-1]
 
-    def coldest_few(self, which: int, count: int) -> list[int]:
+    def first_few(self, which: int, count: int) -> list[int]:
         """The first elements of list `which`, at most `count`."""
         after, number = self.after, which
         found = [number := after[number] for _ in range(count)]  # which goes round, if there are fewer
         return found[: found.index(which)] if which in found else found
 
-    def drop_coldest(self, which: int, last: int) -> None:
+    def drop_first(self, which: int, last: int) -> None:
         """Take the first elements of list `which` out of it, up to `last`, which is one of them."""
         ahead = self.after[last]
         self.after[which], self.before[ahead] = ahead, which
 
-    def chill(self, which: int, number: int) -> None:
+    def prepend(self, which: int, number: int) -> None:
         """Put `number`, which is in no list, at the cold end of list `which`."""
         after, before = self.after, self.before
         first = after[which]
         before[first] = after[which] = number
         after[number], before[number] = first, which
 
-    def chill_all(self, which: int, elements: Sequence[int] | npt.NDArray[np.int32]) -> None:
+    def prepend_all(self, which: int, elements: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Put `elements`, which are distinct and in no list, at the cold end of list `which`, the last the coldest."""
         if not len(elements):
             return
@@ -190,7 +190,7 @@ class Chains:
         before[first], after[at[0]] = at[0], first
         before[at[-1]], after[which] = which, at[-1]
 
-    def move(self, first: int, last: int, which: int) -> None:
+    def move_to_end(self, first: int, last: int, which: int) -> None:
         """Put `first` to `last`, which follow one another in some list, at the hot end of list `which`."""
         after, before = self.after, self.before
         behind, ahead = before[first], after[last]
@@ -199,14 +199,14 @@ class Chains:
         after[hottest], before[first] = first, hottest
         after[last], before[which] = which, last
 
-    def drop(self, number: int) -> None:
+    def remove(self, number: int) -> None:
         """Take `number` out of the list that it is in."""
         after, before = self.after, self.before
         behind, ahead = before[number], after[number]
         after[behind] = ahead
         before[ahead] = behind
 
-    def drop_all(self, at: npt.NDArray[np.int32]) -> None:
+    def remove_all(self, at: npt.NDArray[np.int32]) -> None:
         """Take elements, which differ, out of the lists that they are in; those that follow one another as one."""
         if not len(at):
             return
@@ -217,11 +217,11 @@ class Chains:
             after[behind], before[ahead] = ahead, behind
             first = last + 1
 
-    def coldest(self, which: int) -> int:
+    def first(self, which: int) -> int:
         """The first element of list `which`; the list's own number when it is empty."""
         return self.after[which]
 
-    def hottest(self, which: int) -> int:
+    def last(self, which: int) -> int:
         """The last element of list `which`; the list's own number when it is empty."""
         return self.before[which]
 

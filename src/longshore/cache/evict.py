@@ -1,6 +1,6 @@
 """Eviction: which copies leave a tier that needs room. The tier's policy names victims; this module checks each one.
 
-    policy.ahead(n)  ──► victims, coldest first ──► may_go? ──► yes: removed; its parent may be the next victim
+    policy.next_victims(n)  ──► victims, coldest first ──► may_go? ──► yes: removed; its parent may be the next victim
                                                      └──────► no: held by the policy until its state changes
 
 A held copy is not examined again before something changes (`Store.reconsider`), so the cost of an eviction does not
@@ -35,7 +35,7 @@ from longshore.boundary import Key
 from longshore.cache.columns import column, leading, marks
 from longshore.cache.events import EVICTED
 from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.nodes import LIMBO
+from longshore.cache.nodes import ORPHANS
 from longshore.cache.pool import DRAINING, READY
 from longshore.cache.slab_pool import SlabPool
 from longshore.cache.store import Store
@@ -77,7 +77,7 @@ class Evictor:
     def make_room(self, tier: int, count: int, pool: int, *, spare_dirty: bool, ahead: bool = True) -> int:
         """Evict until `count` slots of `pool` can be had in `tier`, or nothing more may go; says how many can be.
 
-        A few more are made free `ahead` of demand.
+        With `ahead`, a few more are freed than asked for.
         """
         slots = self._store.pools[tier]
         missing = count - slots.room(pool)
@@ -153,14 +153,14 @@ class Evictor:
             return False
         if self._stays_warm(node, tier):
             return False
-        above = index.coldest_without(node, tier)
+        above = index.other_coldest_tier(node, tier)
         last = above < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
         if last and (above >= 0 or store.is_kept(node)):
             return False
         if above >= tier or not index.reach[above + 1][node]:
             return True
         return bool(going) and all(
-            index.coldest_without(child, tier) <= above and (child in going or index.slot[tier][child] < 0)
+            index.other_coldest_tier(child, tier) <= above and (child in going or index.slot[tier][child] < 0)
             for child in index.children(node)
         )
 
@@ -171,13 +171,13 @@ class Evictor:
         """Evict in the policy's order: as many at once as may go together, the others one by one."""
         policy, gone, several = self._store.order(tier, pool), 0, min(count, _AT_FIRST)
         rounds = _ROUNDS * len(policy) + _AT_LEAST
-        while gone < count and (nodes := policy.ahead(several)):
+        while gone < count and (nodes := policy.next_victims(several)):
             rounds -= 1
             if rounds < 0:
                 raise IntegrityError(f"the eviction order of tier {tier} names the same chunks again and again")
             if spare_dirty and (passed := self._store.backlog.leading_sole(nodes, tier)):
                 self._remember(nodes[:passed], tier, pool)
-                policy.keep(nodes[:passed])
+                policy.hold_victims(nodes[:passed])
                 several = max(2 * passed, _AT_LEAST)
                 continue
             free, kept = self._evict_batch(nodes, tier, policy, count - gone)
@@ -193,7 +193,7 @@ class Evictor:
         """Look at the `count` coldest, one by one; how many went."""
         policy, gone = self._store.order(tier, pool), 0
         for _ in range(count):
-            node = policy.coldest()
+            node = policy.victim()
             if not node:
                 break
             if self.may_go(node, tier) and not self._pass_over(node, tier, pool, spare_dirty=spare_dirty):
@@ -227,7 +227,7 @@ class Evictor:
         return self._is_warmer(node, tier) or (spare_dirty and self._store.backlog.is_dirty(node, tier))
 
     def _is_warmer(self, node: int, tier: int) -> bool:
-        return 0 <= self._store.index.coldest_without(node, tier) < tier
+        return 0 <= self._store.index.other_coldest_tier(node, tier) < tier
 
     def _pass_over(self, node: int, tier: int, pool: int, *, spare_dirty: bool) -> bool:
         """Whether `node` is spared; if that is because it is dirty, remember it."""
@@ -262,7 +262,7 @@ class Evictor:
                 self._drop_leaves(going, tier)
                 return len(going), 0
         if kept:
-            policy.keep(nodes[:kept])
+            policy.hold_victims(nodes[:kept])
         return 0, kept
 
     def _kinds(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
@@ -306,7 +306,7 @@ class Evictor:
         free = leading(idle & (below <= behind))
         if not free:
             return [], leading(~idle | (below > 0))
-        tops = parents[:free] > LIMBO
+        tops = parents[:free] > ORPHANS
         tops[:-1] &= ~behind[1:free]
         return self._with_freed(nodes[:free], tops.nonzero()[0].tolist(), tier, policy, most), 0
 
@@ -330,7 +330,7 @@ class Evictor:
             going += nodes[begin : top + 1]
             begin = top + 1
             chain = self._held_chain(above, tier, policy, left, most - len(going))
-            follow = policy.following(nodes[top], chain)
+            follow = policy.victims_after(nodes[top], chain)
             going += chain[:follow]
             if len(going) >= most or follow < len(chain):
                 return going[:most]
@@ -342,7 +342,7 @@ class Evictor:
         slots = column(index.slot[tier])[at]
         self._log(nodes, tier)
         store.counters.demotions[store.levels[tier].name] += len(nodes)
-        store.policies[tier].leave(nodes, index.key[at].tolist())
+        store.policies[tier].remove_victims(nodes, index.key[at].tolist())
         index.drop_copies(at, tier)
         store.pools[tier].free_all(slots)
         store.reconsider(at[::-1], apart_from=tier)
@@ -353,12 +353,12 @@ class Evictor:
         at = np.array(nodes, np.int32)
         keys, slots = index.key[at].tolist(), column(index.slot[tier])[at]
         self._log(nodes, tier)
-        policy.leave(nodes, keys)
+        policy.remove_victims(nodes, keys)
         parents = index.drop_leaves(at, keys, tier)
         store.pools[tier].free_all(slots)
         store.backlog.forget_all(nodes)
         store.forget(nodes)
-        freed = [parent for parent in parents if parent > LIMBO and not index.reach[0][parent]]
+        freed = [parent for parent in parents if parent > ORPHANS and not index.reach[0][parent]]
         for parent in freed:
             if index.is_ready(parent, tier) and policy.is_held(parent):
                 policy.release(self._held_chain(parent, tier, policy, {}, len(policy))[::-1])
@@ -375,7 +375,7 @@ class Evictor:
         if most < 1 or not self._free(np.array((node,), np.int32), tier)[0]:  # a warmer tier may have the whole path
             return []
         chain: list[int] = []
-        while node > LIMBO and len(chain) < most and is_held(node):
+        while node > ORPHANS and len(chain) < most and is_held(node):
             chain.append(node)
             node = parent[node]
             if left.get(node, reach[node]) > 1:
@@ -440,7 +440,7 @@ class Evictor:
         going = dict.fromkeys(slots.node[slot] for slot in inside)
         queue = list(going)
         for node in queue:
-            if index.coldest_without(node, tier) >= tier:
+            if index.other_coldest_tier(node, tier) >= tier:
                 continue
             below = [child for child in index.children(node) if child not in going and index.slot[tier][child] >= 0]
             going.update(dict.fromkeys(below))

@@ -1,4 +1,4 @@
-"""Who is where: one small number ("node") per key, its family, and the slot it has in each tier.
+"""Who is where: one small number ("node") per key, its parent and children, and the slot it has in each tier.
 
 Invariant 6, "a child never outlives its parents", is kept for every tier and all colder ones together: the chunks
 that have a copy in tier `t` or colder are closed under "parent of", for every `t`.
@@ -13,8 +13,8 @@ ready prefix of a path is found by bisection, whatever its length.
 Chunks that are of use without those before them, as in sliding-window groups, stand *alone*: each is a child of the
 root, so nothing needs it to be reached, and it may outlive whatever came before it.
 
-An *orphan* is a child of `LIMBO`, and waits for the key before it. It becomes a child of that chunk when that can be
-read, and lies no colder: what is behind `LIMBO` is closed as well, and nothing there was promised from the root.
+An *orphan* is a child of `ORPHANS`, and waits for the key before it. It becomes a child of that chunk when that can be
+read, and lies no colder: what is behind `ORPHANS` is closed as well, and nothing there was promised from the root.
 
 `Lookup` has the questions about paths: both ends are found by bisection, whatever the length. Behind an orphan, which
 only those can use who have what is before it, one chunk is looked at after the other.
@@ -39,7 +39,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import column, marks, numbers
-from longshore.cache.nodes import ADRIFT, LIMBO, NONE, ROOT, ROOTED, Nodes
+from longshore.cache.nodes import NONE, ORPHANED, ORPHANS, ROOT, ROOTED, Nodes
 from longshore.cache.pool import READY, SlotPool
 from longshore.errors import CacheError, IntegrityError
 
@@ -65,7 +65,7 @@ class Lookup(Nodes):
             else:
                 high = middle
         if self.orphans and low == first:
-            while low < len(keys) and reachable[node := self.get(keys[low])] == ADRIFT:
+            while low < len(keys) and reachable[node := self.get(keys[low])] == ORPHANED:
                 self.check_link(keys, low)
                 low += 1
         return low
@@ -93,7 +93,7 @@ class Lookup(Nodes):
             if path and (self.parent[path[0]] != before or self.key[path].tolist() != list(keys[first:end])):
                 raise _broken(keys, first)
             if self.orphans:
-                path += self._follow_adrift(keys, end)
+                path += self._follow_orphans(keys, end)
                 end = first + len(path)
             rest, shards = keys[end:], self._shards
             for key in rest:
@@ -105,7 +105,7 @@ class Lookup(Nodes):
             raise CacheError(f"the {len(rest)} new keys of a path differ, only {len(set(rest))} do")
         return path
 
-    def _follow_adrift(self, keys: Sequence[Key], first: int) -> list[int]:
+    def _follow_orphans(self, keys: Sequence[Key], first: int) -> list[int]:
         """The nodes of `keys[first:]` that lead, of which none is in its place from the first chunk on.
 
         Raises `CacheError` if one of the others, too, does not follow the key before it.
@@ -176,7 +176,7 @@ class Index(Lookup):
 
     def accepts(self, parent: int, tier: int) -> bool:
         """Whether a child of `parent` may get a copy in `tier` without becoming an orphan."""
-        return parent <= LIMBO or self.coldest(parent) >= tier
+        return parent <= ORPHANS or self.coldest_tier(parent) >= tier
 
     def extend(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
         """New nodes for `keys`, a path that follows `parent`, in `slots` of `tier`; none of them ready.
@@ -195,7 +195,7 @@ class Index(Lookup):
         if not keys:
             return []
         at, depth = self._numbers(len(keys)), self.depth[parent] + 1
-        self._family.append(parent, at)
+        self._tree.append(parent, at)
         column(self.depth)[at] = np.arange(depth, depth + len(at))
         for each in range(tier + 1):
             self.reach[each][parent] += 1
@@ -207,13 +207,13 @@ class Index(Lookup):
         if not keys:
             return []
         at = self._numbers(len(keys))
-        self._family.append_firsts(at)
+        self._tree.append_firsts(at)
         column(self.depth)[at] = 0
         for each in range(tier + 1):
             self.reach[each][ROOT] += len(keys)
         return self._enter(keys, at, tier, slots)
 
-    def graft(
+    def link_trees(
         self,
         keys: Sequence[Key],
         before: npt.NDArray[np.int64],
@@ -231,7 +231,7 @@ class Index(Lookup):
             return at
         nodes = self._enter(keys, at, tier, slots)
         parents = np.where(before >= 0, at[before], above)
-        self._family.graft(parents, at)
+        self._tree.link_trees(parents, at)
         for reach in self.reach[: tier + 1]:
             np.add.at(column(reach), parents, 1)
         depth, reachable = self.depth, self.reachable
@@ -246,7 +246,7 @@ class Index(Lookup):
             raise IntegrityError(f"chunk {self.key[node].hex()[:12]} already has a copy in tier {tier}")
         if not self.accepts(self.parent[node], tier):
             raise IntegrityError(f"chunk {self.key[node].hex()[:12]} has no parent in tier {tier} or colder")
-        before = self.coldest(node)
+        before = self.coldest_tier(node)
         self.slot[tier][node] = slot
         self.pools[tier].node[slot] = node
         parent = self.parent[node]
@@ -258,7 +258,7 @@ class Index(Lookup):
         at, columns = np.array(nodes, np.int32), [column(slot) for slot in self.slot]
         second = columns[tier][at] >= 0
         parents = column(self.parent)[at]
-        orphans = parents > LIMBO
+        orphans = parents > ORPHANS
         orphans[1:] &= parents[1:] != at[:-1]
         for colder in columns[tier:]:
             orphans &= colder[parents] < 0
@@ -280,7 +280,7 @@ class Index(Lookup):
 
     def all_children(self, nodes: Sequence[int]) -> npt.NDArray[np.int32]:
         """The nodes right behind any of `nodes`, in their order; of each the youngest first."""
-        return self._family.all_children(np.array(nodes, np.int32))
+        return self._tree.all_children(np.array(nodes, np.int32))
 
     def drop_copies(self, at: npt.NDArray[np.int32], tier: int) -> None:
         """The same as `drop_copy` for nodes that a colder tier has; keeps their slots' nodes."""
@@ -299,13 +299,13 @@ class Index(Lookup):
         tops = np.ones(len(at), bool)
         np.not_equal(above[:-1], at[1:], out=tops[:-1])
         if self.orphans:
-            for node in at[above == LIMBO].tolist():
-                self._wait_no_more(node)
+            for node in at[above == ORPHANS].tolist():
+                self._stop_waiting(node)
         parents: dict[int, None] = {}
-        for eldest, youngest, parent, count in self._family.siblings(at[tops], above[tops]):
+        for eldest, youngest, parent, count in self._tree.siblings(at[tops], above[tops]):
             for reach in self.reach[: tier + 1]:
                 reach[parent] -= count
-            self._family.leave_together(eldest, youngest, parent)
+            self._tree.unlink_siblings(eldest, youngest, parent)
             parents[parent] = None
         column(self.slot[tier])[at] = NONE
         for reach in self.reach[: tier + 1]:
@@ -319,7 +319,7 @@ class Index(Lookup):
 
     def drop_copy(self, node: int, tier: int) -> bool:
         """Take a copy out of its node; says whether it was the last, and the node is gone. Keeps the slot's state."""
-        after = self.coldest_without(node, tier)
+        after = self.other_coldest_tier(node, tier)
         slots = self.slot[tier]
         self.pools[tier].node[slots[node]] = ROOT
         slots[node] = NONE
@@ -338,10 +338,10 @@ class Index(Lookup):
         """
         if not nodes:
             return nodes
-        reachable, parent, child, older = self.reachable, self.parent, self._family.child, self._family.older
+        reachable, parent, child, older = self.reachable, self.parent, self._tree.child, self._tree.older
         at = numbers(nodes)
         mark = reachable[parent[nodes[0]]]
-        if mark and self._family.is_line(at):
+        if mark and self._tree.is_line(at):
             marks(reachable)[at] = mark
             return nodes
         if mark and self._are_last(at):
@@ -357,21 +357,21 @@ class Index(Lookup):
                 queue += [c for c in self.children(node) if self.warmest_ready(c) >= 0]
         return queue
 
-    def reunite(self, nodes: Sequence[int]) -> list[int]:
+    def attach_orphans(self, nodes: Sequence[int]) -> list[int]:
         """Orphans that wait for `nodes` follow them, where these can be read and lie as cold; what has left limbo."""
         found: list[int] = []
         for node in nodes if self.waiting else ():
             if self.reachable[node]:
                 for orphan in tuple(self.waiting.get(self.key[node], ())):
-                    if not any(self.is_ready(node, tier) for tier in self.tiers[self.coldest(orphan) :]):
+                    if not any(self.is_ready(node, tier) for tier in self.tiers[self.coldest_tier(orphan) :]):
                         self.called.add(node)
                     elif self.top(node) != orphan:  # or they would go in a circle
-                        found += self._adopt(orphan, node)
+                        found += self._attach_orphan(orphan, node)
         return found
 
     def top(self, node: int) -> int:
         """The orphan that `node` is, or is behind; a first chunk for those that are in no limbo."""
-        while self.parent[node] > LIMBO:
+        while self.parent[node] > ORPHANS:
             node = self.parent[node]
         return node
 
@@ -379,12 +379,12 @@ class Index(Lookup):
         """Whether `node` is in no tier, or behind a chunk whose parent is in none."""
         return not node or (self.depth[node] < 0 and not self.get(self.orphans[self.top(node)]))
 
-    def _adopt(self, orphan: int, parent: int) -> list[int]:
+    def _attach_orphan(self, orphan: int, parent: int) -> list[int]:
         """`orphan`, and what is behind it, follow `parent`; all that has left limbo, parents first."""
-        self._wait_no_more(orphan)
-        self._family.move(orphan, parent)
-        for reach in self.reach[: self.coldest(orphan) + 1]:
-            reach[LIMBO] -= 1
+        self._stop_waiting(orphan)
+        self._tree.move(orphan, parent)
+        for reach in self.reach[: self.coldest_tier(orphan) + 1]:
+            reach[ORPHANS] -= 1
             reach[parent] += 1
         shift, mark, moved = self.depth[parent] + 1 - self.depth[orphan], self.reachable[parent], [orphan]
         for node in moved:  # which grows
@@ -397,7 +397,7 @@ class Index(Lookup):
     def _are_last(self, at: npt.NDArray[np.int32]) -> bool:
         """Whether nothing is behind the nodes `at`, and all before them can be reached."""
         above = column(self.parent)[at]
-        return bool(marks(self.reachable)[above].all() and not column(self._family.child)[at].any())
+        return bool(marks(self.reachable)[above].all() and not column(self._tree.child)[at].any())
 
     def orphaned_by(self, node: int, left: int) -> list[tuple[int, int]]:
         """Live copies (node, tier) of descendants that are out of reach once `node` reaches down to tier `left` only.
@@ -408,7 +408,7 @@ class Index(Lookup):
         queue = [(node, left)]
         for each, limit in queue:  # what is left of `each` reaches down to tier `limit`
             for child in self.children(each):
-                if self.coldest(child) <= limit:
+                if self.coldest_tier(child) <= limit:
                     continue
                 lost += [(child, t) for t in self.tiers[limit + 1 :] if self.slot[t][child] >= 0]
                 warm = [t for t in range(limit + 1) if self.slot[t][child] >= 0]
@@ -416,28 +416,28 @@ class Index(Lookup):
         return lost
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` unless family links, reach counts and closure hold everywhere."""
+        """Raise `CacheError` unless parent and child links, reach counts and closure hold everywhere."""
         nodes = list(self)
         if len(nodes) != self._count or sum(map(len, self._shards)) != self._count:
             raise CacheError(f"the index counts {self._count} chunks, has {len(nodes)}")
-        for node in (*nodes, ROOT, LIMBO):
+        for node in (*nodes, ROOT, ORPHANS):
             self._check_node(node)
         waiting = {node: key for key, nodes in self.waiting.items() for node in nodes}
-        if not waiting == self.orphans or set(waiting) != set(self.children(LIMBO)):
+        if not waiting == self.orphans or set(waiting) != set(self.children(ORPHANS)):
             raise CacheError(f"{len(self.orphans)} orphans wait, {len(waiting)} are listed")
 
     def _check_node(self, node: int) -> None:
-        if node > LIMBO:
+        if node > ORPHANS:
             name = self.key[node].hex()[:12]
             parent = self.parent[node]
-            if self.get(self.key[node]) != node or self.coldest(node) < 0:
+            if self.get(self.key[node]) != node or self.coldest_tier(node) < 0:
                 raise CacheError(f"chunk {name} has no copy, or is not found")
-            younger = self._family.younger[node]
-            if (parent > LIMBO and self.key[parent] is None) or node != (
-                self._family.older[younger] if younger else self._family.child[parent]
+            younger = self._tree.younger[node]
+            if (parent > ORPHANS and self.key[parent] is None) or node != (
+                self._tree.older[younger] if younger else self._tree.child[parent]
             ):
                 raise CacheError(f"chunk {name} outlived its parent")
-            if not self.accepts(parent, self.coldest(node)) or self.depth[node] != self.depth[parent] + 1:
+            if not self.accepts(parent, self.coldest_tier(node)) or self.depth[node] != self.depth[parent] + 1:
                 raise CacheError(f"chunk {name} lies colder than its parent, or elsewhere")
             if self.reachable[node] != (self.reachable[parent] if self.warmest_ready(node) >= 0 else 0):
                 raise CacheError(f"chunk {name} is wrongly marked as reachable or not")
@@ -446,7 +446,7 @@ class Index(Lookup):
                 if slot >= 0 and self.pools[tier].node[slot] != node:
                     raise CacheError(f"chunk {name} holds another's slot in tier {tier}")
         for tier in self.tiers:
-            counted = sum(self.coldest(c) >= tier for c in self.children(node))
+            counted = sum(self.coldest_tier(c) >= tier for c in self.children(node))
             if counted != self.reach[tier][node]:
                 raise CacheError(f"node {node} counts {self.reach[tier][node]} children in tier {tier}, has {counted}")
 

@@ -21,7 +21,7 @@ from longshore.errors import CacheError, IntegrityError
 _NOBODY = 0
 
 
-class Family:
+class NodeTree:
     """Parents and children of nodes below `size`. 16 bytes each.
 
         parent ─ child ─► youngest ─ older ─► ... ─ older ─► eldest      `younger` leads back, so that any may leave
@@ -40,7 +40,7 @@ class Family:
             links.extend(zeros(more))
 
     def children(self, node: int) -> Iterator[int]:
-        """The nodes right behind `node`, youngest first. The family must not be changed meanwhile."""
+        """The nodes right behind `node`, youngest first. The tree must not change meanwhile."""
         each = self.child[node]
         for _ in range(len(self.older)):
             if not each:
@@ -104,7 +104,7 @@ class Family:
             self.younger[elder] = last
         self.child[_NOBODY] = first
 
-    def graft(self, parents: npt.NDArray[np.integer], nodes: npt.NDArray[np.int32]) -> None:
+    def link_trees(self, parents: npt.NDArray[np.integer], nodes: npt.NDArray[np.int32]) -> None:
         """Each of `nodes`, which are new, follows that of `parents`; of siblings the first is the youngest."""
         order = np.argsort(parents, kind="stable")
         at, above = nodes[order], parents[order]
@@ -135,18 +135,18 @@ class Family:
 
     def move(self, node: int, parent: int) -> None:
         """`node` and all behind it follow `parent` from now on."""
-        self.leave(node, self.parent[node])
+        self.unlink(node, self.parent[node])
         elder = self.child[parent]
         self.parent[node], self.older[node], self.younger[node] = parent, elder, _NOBODY
         if elder:
             self.younger[elder] = node
         self.child[parent] = node
 
-    def leave(self, node: int, parent: int) -> None:
+    def unlink(self, node: int, parent: int) -> None:
         """`node` is no child of `parent` any more."""
-        self.leave_together(node, node, parent)
+        self.unlink_siblings(node, node, parent)
 
-    def leave_together(self, eldest: int, youngest: int, parent: int) -> None:
+    def unlink_siblings(self, eldest: int, youngest: int, parent: int) -> None:
         """Nor are siblings that follow one another, from `eldest` to `youngest`."""
         older, younger = self.older[eldest], self.younger[youngest]
         if younger:
@@ -160,14 +160,14 @@ class Family:
 ROOT = 0
 """The parent of every first chunk; also "no node"."""
 
-LIMBO = 1
+ORPHANS = 1
 """The parent of every orphan: a chunk whose parent no tier has. No match from the first chunk leads through it."""
 
-ROOTED, ADRIFT = 1, 2
+ROOTED, ORPHANED = 1, 2
 """Marks of nodes that can be read: from the first chunk on, or by those who have what is before their orphan."""
 
 _FAR = -(1 << 30)
-"""The depth of `LIMBO`: all that follows an orphan has a negative depth, as its position is not known."""
+"""The depth of `ORPHANS`: all that follows an orphan has a negative depth, as its position is not known."""
 
 NONE = -1
 """No slot."""
@@ -183,10 +183,10 @@ class Nodes:
 
     __slots__ = (
         "_count",
-        "_family",
         "_free",
         "_others",
         "_shards",
+        "_tree",
         "called",
         "child",
         "children",
@@ -214,18 +214,18 @@ class Nodes:
         """Numbers below this one may be nodes. Nodes begin at `LISTS`, so that policies can name lists below."""
         # One place for each slot there is, from the start: columns that grew would have to be copied now and then.
         self.key = np.full(self.size, None, object)
-        self._family = Family(self.size)
-        self.parent, self.children, self.path = self._family.parent, self._family.children, self._family.path
-        self.child, self.older = self._family.child, self._family.older
+        self._tree = NodeTree(self.size)
+        self.parent, self.children, self.path = self._tree.parent, self._tree.children, self._tree.path
+        self.child, self.older = self._tree.child, self._tree.older
         """The youngest child of each node, and its next older sibling; `ROOT` for none."""
         self.depth = zeros(self.size)
         self.slot = [array("i", [NONE]) * self.size for _ in pools]
         self.reach = [zeros(self.size) for _ in pools]
         self.reachable = bytearray(self.size)
-        self.depth[ROOT], self.depth[LIMBO] = -1, _FAR
-        self.reachable[ROOT], self.reachable[LIMBO] = ROOTED, ADRIFT
+        self.depth[ROOT], self.depth[ORPHANS] = -1, _FAR
+        self.reachable[ROOT], self.reachable[ORPHANS] = ROOTED, ORPHANED
         self.orphans: dict[int, Key] = {}
-        """The key before each child of `LIMBO`."""
+        """The key before each child of `ORPHANS`."""
         self.waiting: dict[Key, dict[int, None]] = {}
         """The same by that key."""
         self.called: set[int] = set()
@@ -265,14 +265,14 @@ class Nodes:
             return [key[parent[node]] for node in nodes]
         return [orphans.get(node) or key[parent[node]] for node in nodes]
 
-    def coldest(self, node: int) -> int:
+    def coldest_tier(self, node: int) -> int:
         """The coldest tier with a live copy; -1 without one."""
         for tier in reversed(self.tiers):
             if self.slot[tier][node] >= 0:
                 return tier
         return -1
 
-    def coldest_without(self, node: int, tier: int) -> int:
+    def other_coldest_tier(self, node: int, tier: int) -> int:
         """The coldest tier that `node` is in, apart from `tier`; -1 without one."""
         for other in self._others[tier]:
             if self.slot[other][node] >= 0:
@@ -324,7 +324,7 @@ class Nodes:
         """The pools have other sizes now: make room for as many chunks, keeping the numbers of those that are here."""
         more = max(0, LISTS + sum(pool.capacity for pool in self.pools) - self.size)
         self.key = np.concatenate([self.key, np.full(more, None, object)])
-        self._family.grow(more)
+        self._tree.grow(more)
         for counts in (self.depth, *self.reach):
             counts.extend(zeros(more))
         for slots in self.slot:
@@ -353,13 +353,13 @@ class Nodes:
         return numbers(self._free.take(count))[::-1]
 
     def wait(self, orphan: int, before: Key) -> None:
-        """`orphan`, a child of `LIMBO`, waits for the key `before` it."""
+        """`orphan`, a child of `ORPHANS`, waits for the key `before` it."""
         self.orphans[orphan] = before
         self.waiting.setdefault(before, {})[orphan] = None
         if above := self.get(before):
             self.called.add(above)
 
-    def _wait_no_more(self, orphan: int) -> None:
+    def _stop_waiting(self, orphan: int) -> None:
         before = self.orphans.pop(orphan)
         del self.waiting[before][orphan]
         if not self.waiting[before]:
@@ -367,11 +367,11 @@ class Nodes:
             self.called.discard(self.get(before))
 
     def _forget(self, node: int, key: Key, parent: int) -> None:
-        if parent == LIMBO:
-            self._wait_no_more(node)
+        if parent == ORPHANS:
+            self._stop_waiting(node)
         self.called.discard(node)
         del self._shards[key[0]][key]
-        self._family.leave(node, parent)
+        self._tree.leave(node, parent)
         self.key[node] = None
         self.reachable[node] = 0
         self._free.give(array("i", (node,)))

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.nodes import LIMBO, ROOT
+from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.store import Store
 from longshore.errors import CacheError
 
@@ -87,7 +87,7 @@ def _parents(
 ) -> tuple[_Numbers, npt.NDArray[np.int32]]:
     """The position in `found` of the parent of each chunk, or `_TOP` or `_LOST`; and the node of one that is known.
 
-    That is `LIMBO` for orphans. What has a parent of another size is lost.
+    That is `ORPHANS` for orphans. What has a parent of another size is lost.
     """
     index, count = store.index, len(found)
     places: dict[Key | None, int] = dict(zip(map(itemgetter(1), found), range(count), strict=True))
@@ -107,7 +107,7 @@ def _parents(
         accepted = not node or index.accepts(node, tier)
         if (node and index.pool_of(node) != pool) or (not accepted and known[row]):
             continue
-        before[row], above[row] = _TOP, node if node and accepted else LIMBO
+        before[row], above[row] = _TOP, node if node and accepted else ORPHANS
     return before, above
 
 
@@ -158,8 +158,8 @@ def _enter(
     outside = np.where(parent >= 0, np.append(known, [ROOT, ROOT])[parent], above[new]).astype(np.int32)
     keys = [found[row][1] for row in new.tolist()]
     nodes = known.copy()
-    nodes[new] = index.graft(keys, place[parent], outside, tier, slots[new].tolist())
-    for row in new[above[new] == LIMBO].tolist():
+    nodes[new] = index.link_trees(keys, place[parent], outside, tier, slots[new].tolist())
+    for row in new[above[new] == ORPHANS].tolist():
         index.wait(int(nodes[row]), cast("Key", found[row][2]))
     adopted: list[int] = nodes[rows].tolist()
     if index.orphans and (adrift := [node for node in adopted if index.depth[node] < 0]):

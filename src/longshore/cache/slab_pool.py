@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Slabs
-from longshore.cache.columns import LISTS, Chains, column, marks, zeros
+from longshore.cache.columns import LISTS, LinkedLists, column, marks, zeros
 from longshore.cache.pool import FREE, SlotPool
 from longshore.errors import CacheError
 
@@ -109,13 +109,13 @@ class SlabPool(SlotPool):
         self._clock += 1
         stride = self.slabs.stride
         for slab in dict.fromkeys(index // stride for index in indices):
-            self._ages.drop(slab + LISTS)
-            self._ages.warm(self.owner[slab], slab + LISTS)
+            self._ages.remove(slab + LISTS)
+            self._ages.append(self.owner[slab], slab + LISTS)
             self._used_at[slab] = self._clock
 
     def last_use(self, pool: int) -> float:
         """When the slab of `pool` that was not used for longest was last used; infinity without one."""
-        slab = self._ages.coldest(pool) - LISTS
+        slab = self._ages.first(pool) - LISTS
         return self._used_at[slab] if slab >= 0 else float("inf")
 
     def slabs_of_others(self, pool: int) -> Iterator[tuple[int, int]]:
@@ -146,13 +146,13 @@ class SlabPool(SlotPool):
         self._clock = 0
         self._spare = array("i", range(count - 1, -1, -1))
         self._open = [0] * pools
-        self._partial, self._ages = Chains(LISTS + count), Chains(LISTS + count)
+        self._partial, self._ages = LinkedLists(LISTS + count), LinkedLists(LISTS + count)
         self._claim(taken, before)
 
     def _take(self, count: int, pool: int) -> list[int]:
         taken: list[int] = []
         while len(taken) < count:
-            slab = self._partial.hottest(pool) - LISTS
+            slab = self._partial.last(pool) - LISTS
             if slab < 0:
                 slab = self._begin(self._spare.pop(), pool)
             taken += self._take_from(slab, count - len(taken))
@@ -163,10 +163,10 @@ class SlabPool(SlotPool):
         self.owner[slab] = pool
         self._fresh[slab], self._returned[slab] = 0, _NONE
         self._open[pool] += self.slabs.images[pool]
-        self._partial.warm(pool, slab + LISTS)
+        self._partial.append(pool, slab + LISTS)
         self._clock += 1
         self._used_at[slab] = self._clock
-        self._ages.warm(pool, slab + LISTS)
+        self._ages.append(pool, slab + LISTS)
         return slab
 
     def _take_from(self, slab: int, count: int) -> list[int]:
@@ -186,7 +186,7 @@ class SlabPool(SlotPool):
         self._taken[slab] += len(taken)
         self._open[pool] -= len(taken)
         if self._taken[slab] == images:
-            self._partial.drop(slab + LISTS)
+            self._partial.remove(slab + LISTS)
         return taken
 
     def _give_back(self, indices: array[int]) -> None:
@@ -196,7 +196,7 @@ class SlabPool(SlotPool):
             pool = self.owner[slab]
             images = self.slabs.images[pool]
             if self._taken[slab] == images:
-                self._partial.chill(pool, slab + LISTS)
+                self._partial.prepend(pool, slab + LISTS)
             self._taken[slab] -= 1
             self._open[pool] += 1
             self._next[index] = self._returned[slab]
@@ -207,8 +207,8 @@ class SlabPool(SlotPool):
     def _end(self, slab: int) -> None:
         """Nothing is left in `slab`: it is nobody's."""
         pool = self.owner[slab]
-        self._partial.drop(slab + LISTS)
-        self._ages.drop(slab + LISTS)
+        self._partial.remove(slab + LISTS)
+        self._ages.remove(slab + LISTS)
         self._open[pool] -= self.slabs.images[pool]
         self.owner[slab] = NOBODY
         self._spare.append(slab)
@@ -271,8 +271,8 @@ class SlabPool(SlotPool):
         for pool in range(len(images)):
             own = pools[order] == pool
             self._open[pool] += int(count[own].sum())
-            self._partial.chill_all(pool, rising[own & (count > 0)] + LISTS)
-            self._ages.warm_all(pool, slabs[pools == pool] + LISTS)
+            self._partial.prepend_all(pool, rising[own & (count > 0)] + LISTS)
+            self._ages.extend(pool, slabs[pools == pool] + LISTS)
 
     def _take_exactly(self, slab: int, wanted: set[int]) -> None:
         pool = self.owner[slab]

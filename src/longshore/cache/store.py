@@ -28,7 +28,7 @@ from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.hit_rates import Return, Returns
 from longshore.cache.eviction.partitioned import Sized
 from longshore.cache.index import Index
-from longshore.cache.nodes import LIMBO, ROOT
+from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.partial import PartialPrefixes
 from longshore.cache.pool import DRAINING, FILLING, FREE, READY, SlotPool
 from longshore.cache.priorities import Priorities, WindowMarks
@@ -192,9 +192,9 @@ class Store:
         The caller has made room in `pool`, and asked `Index.follow` about the keys.
         """
         slots, index = self.pools[0].allocate(len(keys), pool), self.index
-        parent = ROOT if before is None else index.get(before) or LIMBO
+        parent = ROOT if before is None else index.get(before) or ORPHANS
         nodes = index.link(parent, keys, 0, slots)
-        if before is not None and parent == LIMBO:
+        if before is not None and parent == ORPHANS:
             index.wait(nodes[0], before)
         if index.depth[nodes[0]] < 0:
             self.priorities.sink(nodes)
@@ -268,7 +268,7 @@ class Store:
 
     def land(self, nodes: Sequence[int]) -> list[int]:
         """Orphans that wait for one of `nodes` follow it, as far as they may; those that were orphans until now."""
-        landed = self.index.reunite(nodes)
+        landed = self.index.attach_orphans(nodes)
         if landed:
             self.priorities.land(landed)
             self.backlog.arrived(landed)
@@ -515,7 +515,7 @@ class Store:
             there = slots >= 0
             there[there] = marks(self.pools[tier].state)[slots[there]] == READY
             if not there.all():
-                self.policies[tier].note(once(used[~there]).tolist(), leaf=leaf and not there[0])
+                self.policies[tier].record_uses(once(used[~there]).tolist(), leaf=leaf and not there[0])
 
     def reconsider(self, at: npt.NDArray[np.int32], *, apart_from: int = -1) -> None:
         """Something that kept nodes from going may have changed, in all tiers but one."""
@@ -566,7 +566,7 @@ class Store:
             self._reconsider(node)
             if before := index.orphans.get(node):  # which may lie warmer now
                 self.land((index.get(before),))
-        if parent > LIMBO and not index.reach[tier][parent]:
+        if parent > ORPHANS and not index.reach[tier][parent]:
             self._reconsider(parent)
 
     def forget(self, nodes: Sequence[int]) -> None:

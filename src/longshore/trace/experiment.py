@@ -36,7 +36,7 @@ from xxhash import xxh3_64_digest
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Lease, Return, TieredCache, TierSpec
-from longshore.cache.columns import LISTS, Chains
+from longshore.cache.columns import LISTS, LinkedLists
 from longshore.cache.eviction import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
 from longshore.cache.eviction.base import Names, check_in, check_new, known, unknown
 from longshore.cache.eviction.hit_rates import Returns
@@ -57,17 +57,17 @@ class FIFO(LRU):
 class OneByOne(EvictionPolicy):
     """A policy that names one victim at a time, because the next one depends on its eviction."""
 
-    def ahead(self, count: int) -> list[int]:
+    def next_victims(self, count: int) -> list[int]:
         """The next victim."""
-        node = self.coldest() if count else 0
+        node = self.victim() if count else 0
         return [node] if node else []
 
-    def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
+    def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """Evict these, the next victims."""
         for node, key in zip(nodes, keys, strict=True):
             self.remove(node, evicted=key)
 
-    def keep(self, nodes: Sequence[int]) -> None:
+    def hold_victims(self, nodes: Sequence[int]) -> None:
         """Hold these, the next victims, which cannot be evicted at present."""
         for node in nodes:
             self.hold(node)
@@ -123,7 +123,7 @@ class LRU2(OneByOne):
         self._known(node)
         del self._rank[node]
 
-    def coldest(self) -> int:
+    def victim(self) -> int:
         """The node with the oldest second-to-last use; 0 if there is none."""
         heap, rank = self._heap, self._rank
         while heap and rank.get(heap[0][1]) != heap[0][0]:
@@ -185,7 +185,7 @@ class S3FIFO(OneByOne):
 
     def __init__(self, slots: int, names: Names) -> None:
         super().__init__(slots, names)
-        self._chains = Chains()
+        self._linked = LinkedLists()
         self._queue = bytearray(LISTS)
         self._held = bytearray(LISTS)
         self._uses = bytearray(LISTS)
@@ -194,7 +194,7 @@ class S3FIFO(OneByOne):
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
-        self._chains.grow(nodes)
+        self._linked.grow(nodes)
         for each in (self._queue, self._held, self._uses):
             each.extend(bytes(max(0, nodes - len(each))))
 
@@ -217,13 +217,13 @@ class S3FIFO(OneByOne):
             self._uses[node] = min(self.MOST, self._uses[node] + 1)
             if self._held[node]:
                 self._held[node] = 0
-                self._chains.warm(self._queue[node], node)
+                self._linked.append(self._queue[node], node)
 
     def hold(self, node: int) -> None:
         """`node` cannot go at present."""
         self._known(node)
         if not self._held[node]:
-            self._chains.drop(node)
+            self._linked.remove(node)
             self._held[node] = 1
 
     def release(self, nodes: Sequence[int]) -> None:
@@ -232,7 +232,7 @@ class S3FIFO(OneByOne):
         for node in nodes:
             if self._held[node]:
                 self._held[node] = self._uses[node] = 0
-                self._chains.chill(self._queue[node], node)
+                self._linked.prepend(self._queue[node], node)
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left; its key is remembered if it was evicted from the small queue."""
@@ -244,7 +244,7 @@ class S3FIFO(OneByOne):
         self._exit(node)
         self._held[node] = 0
 
-    def coldest(self) -> int:
+    def victim(self) -> int:
         """The next victim; 0 if there is none. Used nodes before it have been moved, and stay so."""
         if self._counts[self.SMALL] >= self._small_slots:
             return self._first_of_small() or self._first_of_main()
@@ -252,8 +252,8 @@ class S3FIFO(OneByOne):
 
     def order(self) -> Iterator[int]:
         """The nodes of the small queue, then those of the main one, each the oldest first."""
-        yield from self._chains.walk(self.SMALL)
-        yield from self._chains.walk(self.MAIN)
+        yield from self._linked.walk(self.SMALL)
+        yield from self._linked.walk(self.MAIN)
 
     def is_held(self, node: int) -> bool:
         """Whether `node` is resident and held."""
@@ -268,9 +268,9 @@ class S3FIFO(OneByOne):
     def check_integrity(self) -> None:
         """Raise `CacheError` where queues, marks and counts disagree."""
         for which in (self.SMALL, self.MAIN):
-            self._chains.check_integrity(which)
+            self._linked.check_integrity(which)
             queued = {node for node, queue in enumerate(self._queue) if queue == which and not self._held[node]}
-            if set(self._chains.walk(which)) != queued or self._queue.count(which) != self._counts[which]:
+            if set(self._linked.walk(which)) != queued or self._queue.count(which) != self._counts[which]:
                 raise CacheError(f"S3-FIFO marks {len(queued)} nodes for queue {which}, counts {self._counts[which]}")
 
     @property
@@ -278,7 +278,7 @@ class S3FIFO(OneByOne):
         return max(1, self.slots // 10)
 
     def _first_of_small(self) -> int:
-        while (node := self._chains.coldest(self.SMALL)) != self.SMALL:
+        while (node := self._linked.first(self.SMALL)) != self.SMALL:
             if self._uses[node] < self.TO_MOVE_ON:
                 return node
             self._exit(node)
@@ -286,22 +286,22 @@ class S3FIFO(OneByOne):
         return 0
 
     def _first_of_main(self) -> int:
-        while (node := self._chains.coldest(self.MAIN)) != self.MAIN:
+        while (node := self._linked.first(self.MAIN)) != self.MAIN:
             if not self._uses[node]:
                 return node
             self._uses[node] -= 1
-            self._chains.drop(node)
-            self._chains.warm(self.MAIN, node)
+            self._linked.remove(node)
+            self._linked.append(self.MAIN, node)
         return 0
 
     def _enter(self, node: int, which: int) -> None:
         self._queue[node] = which
         self._counts[which] += 1
-        self._chains.warm(which, node)
+        self._linked.append(which, node)
 
     def _exit(self, node: int) -> None:
         if not self._held[node]:
-            self._chains.drop(node)
+            self._linked.remove(node)
         self._counts[self._queue[node]] -= 1
         self._queue[node] = 0
 
@@ -398,7 +398,7 @@ class Experiment:
     def _bring_in(self, block: int, *, leaf: bool) -> None:
         policy, names = self.policy, self._names
         if len(self._node) >= self._slots:
-            victim = policy.coldest()
+            victim = policy.victim()
             policy.remove(victim, evicted=names[victim])
             del self._node[self._block[victim]]
             self._free.append(victim)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, Chains, marks, numbers, once
+from longshore.cache.columns import LISTS, LinkedLists, marks, numbers, once
 from longshore.cache.eviction.base import EvictionPolicy, Names, check_in, check_new, unknown
 from longshore.cache.eviction.ghosts import Ghosts
 from longshore.errors import CacheError
@@ -39,7 +39,7 @@ class ARC(EvictionPolicy):
         super().__init__(slots, names)
         self.target = 0.0
         """Slots that are meant for chunks seen once."""
-        self._chains = Chains()
+        self._linked = LinkedLists()
         self._place = bytearray(LISTS)
         self._counts = [0, 0, 0]
         self._ghosts = Ghosts(slots)
@@ -52,7 +52,7 @@ class ARC(EvictionPolicy):
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
-        self._chains.grow(nodes)
+        self._linked.grow(nodes)
         self._place.extend(bytes(max(0, nodes - len(self._place))))
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
@@ -67,12 +67,12 @@ class ARC(EvictionPolicy):
         for key in self.names[at[back]]:
             self._learn(self._ghosts.take(key))
         for which, ours in ((_ONCE, at[~back]), (_OFTEN, at[back])):
-            self._chains.warm_all(which, ours)
+            self._linked.extend(which, ours)
             self._counts[which] += len(ours)
 
     def touch(self, nodes: Sequence[int]) -> None:
         """`nodes` were used: they have been seen often now. Neighbours in one list move as one."""
-        place, after, before = self._place, self._chains.after, self._chains.before
+        place, after, before = self._place, self._linked.after, self._linked.before
         at, count = 0, len(nodes)
         while at < count:
             begin, first = at, nodes[at]
@@ -104,7 +104,7 @@ class ARC(EvictionPolicy):
         if at == _OUT:
             raise unknown(node)
         if at < _HELD:
-            self._chains.drop(node)
+            self._linked.remove(node)
             self._place[node] = at | _HELD
 
     def release(self, nodes: Sequence[int]) -> None:
@@ -117,7 +117,7 @@ class ARC(EvictionPolicy):
         for which in (_ONCE, _OFTEN):
             held = once(at[place[at] == which | _HELD])
             place[held] = which
-            self._chains.chill_all(which, held)
+            self._linked.prepend_all(which, held)
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left; its key is remembered if it was evicted."""
@@ -125,7 +125,7 @@ class ARC(EvictionPolicy):
         if at == _OUT:
             raise unknown(node)
         if at < _HELD:
-            after, before = self._chains.after, self._chains.before
+            after, before = self._linked.after, self._linked.before
             behind, ahead = before[node], after[node]
             after[behind] = ahead
             before[ahead] = behind
@@ -135,29 +135,29 @@ class ARC(EvictionPolicy):
         if evicted is not None:
             self._ghosts.add(evicted, which)
 
-    def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
+    def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """These, the first of one list, left; their keys are remembered."""
         which, at = self._place[nodes[0]], once(numbers(nodes))
-        self._chains.drop_coldest(which, int(at[-1]))
+        self._linked.drop_first(which, int(at[-1]))
         marks(self._place)[at] = _OUT
         self._counts[which] -= len(at)
         self._ghosts.add_all(keys if len(at) == len(keys) else list(dict.fromkeys(keys)), which)
 
-    def keep(self, nodes: Sequence[int]) -> None:
+    def hold_victims(self, nodes: Sequence[int]) -> None:
         """These, the first of one list, cannot go at present."""
         which, at = self._place[nodes[0]], once(numbers(nodes))
-        self._chains.drop_coldest(which, int(at[-1]))
+        self._linked.drop_first(which, int(at[-1]))
         marks(self._place)[at] = which | _HELD
 
-    def ahead(self, count: int) -> list[int]:
+    def next_victims(self, count: int) -> list[int]:
         """The oldest nodes of the list that is longer than it should be, as long as it is; or else of the other one."""
         surplus = math.ceil(self._counts[_ONCE] - self.target)
         first, most = (_ONCE, min(count, surplus)) if surplus > 0 else (_OFTEN, count)
-        return self._chains.coldest_few(first, most) or self._chains.coldest_few(_ONCE + _OFTEN - first, count)
+        return self._linked.first_few(first, most) or self._linked.first_few(_ONCE + _OFTEN - first, count)
 
-    def coldest(self) -> int:
+    def victim(self) -> int:
         """The oldest node of the list that is longer than it should be, or else of the other one; 0 without one."""
-        after = self._chains.after
+        after = self._linked.after
         first = _ONCE if self._counts[_ONCE] > self.target else _OFTEN
         node = after[first]
         if node != first:
@@ -168,8 +168,8 @@ class ARC(EvictionPolicy):
 
     def order(self) -> Iterator[int]:
         """Nodes seen once, then those seen often, each the oldest first."""
-        yield from self._chains.walk(_ONCE)
-        yield from self._chains.walk(_OFTEN)
+        yield from self._linked.walk(_ONCE)
+        yield from self._linked.walk(_OFTEN)
 
     def is_held(self, node: int) -> bool:
         """Whether `node` is in, and held."""
@@ -189,10 +189,10 @@ class ARC(EvictionPolicy):
     def check_integrity(self) -> None:
         """Raise `CacheError` where lists, marks, counts and ghosts disagree."""
         for which in (_ONCE, _OFTEN):
-            self._chains.check_integrity(which)
+            self._linked.check_integrity(which)
             marked = set(np.flatnonzero(marks(self._place) == which).tolist())
             held = self._place.count(which | _HELD)
-            if set(self._chains.walk(which)) != marked or len(marked) + held != self._counts[which]:
+            if set(self._linked.walk(which)) != marked or len(marked) + held != self._counts[which]:
                 raise CacheError(f"ARC marks {len(marked)} and {held} held nodes, counts {self._counts[which]}")
         self._ghosts.check_integrity()
         if not 0 <= self.target <= self.slots:
@@ -204,7 +204,7 @@ class ARC(EvictionPolicy):
             self._learn(left)
         which = _OFTEN if left else _ONCE
         self._place[node] = which
-        self._chains.warm(which, node)
+        self._linked.append(which, node)
         self._counts[which] += 1
 
     def _release_one(self, node: int) -> None:
@@ -213,7 +213,7 @@ class ARC(EvictionPolicy):
             raise unknown(node)
         if at >= _HELD:
             self._place[node] = at & ~_HELD
-            self._chains.chill(at & ~_HELD, node)
+            self._linked.prepend(at & ~_HELD, node)
 
     def _learn(self, left: int) -> None:
         """A chunk that left list `left` is back: that list deserves more room."""

@@ -67,7 +67,7 @@ class EvictionPolicy(ABC):
         """
         return make_room(len(keys)), 0
 
-    def note(self, nodes: Sequence[int], *, leaf: bool = False) -> None:  # noqa: B027 - for those that remember
+    def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:  # noqa: B027 - for those that remember
         """`nodes`, a part of a path, tail first, were used where another tier has them; this one does not.
 
         With `leaf`, a prompt ends with the first of them, as for `insert`.
@@ -82,7 +82,7 @@ class EvictionPolicy(ABC):
         """
 
     def insert_copies(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
-        """`nodes` became resident as copies of what a warmer tier has: `note` has told of their uses."""
+        """`nodes` became resident as copies of what a warmer tier has: `record_uses` has told of their uses."""
         self.insert(nodes, leaf=leaf)
 
     @abstractmethod
@@ -112,7 +112,7 @@ class EvictionPolicy(ABC):
             self.remove(node)
 
     @abstractmethod
-    def coldest(self) -> int:
+    def victim(self) -> int:
         """The node that should go first, of those that are not held; 0 without one."""
 
     @abstractmethod
@@ -149,27 +149,27 @@ class EvictionPolicy(ABC):
         self.names = names
 
     @abstractmethod
-    def ahead(self, count: int) -> list[int]:
+    def next_victims(self, count: int) -> list[int]:
         """The nodes that would go next, first to go first, if each of them went: at least one, at most `count`.
 
         None only if there is none. There may be fewer, where what goes next depends on what has gone before.
         """
 
     @abstractmethod
-    def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """These leading nodes of what `ahead` has just named, and held ones among them, left for want of room.
+    def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
+        """These leading nodes of what `next_victims` has just named, and held ones among them, left for want of room.
 
         Their keys are `keys`.
         """
 
     @abstractmethod
-    def keep(self, nodes: Sequence[int]) -> None:
-        """These leading nodes of what `ahead` has just named cannot go at present: hold them."""
+    def hold_victims(self, nodes: Sequence[int]) -> None:
+        """These leading nodes of what `next_victims` has just named cannot go at present: hold them."""
 
-    def following(self, node: int, held: Sequence[int]) -> int:
-        """How many of `held` lead that would all go right after `node`, which `ahead` has just named, once released.
+    def victims_after(self, node: int, held: Sequence[int]) -> int:
+        """How many leading nodes of `held`, once released, would be evicted right after `node`, a victim just named.
 
-        A policy that cannot say so at little cost says none.
+        A policy that cannot tell cheaply returns 0.
         """
         return 0
 
@@ -179,8 +179,8 @@ class EvictionPolicy(ABC):
         `let_go` either takes leave of the node (calling `remove`, and `release` for what can go now) and says so, or
         changes nothing; the node is then held.
         """
-        gone, coldest, hold = 0, self.coldest, self.hold
-        while gone < count and (node := coldest()):
+        gone, victim, hold = 0, self.victim, self.hold
+        while gone < count and (node := victim()):
             if let_go(node):
                 gone += 1
             else:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, Chains, Column, column, grown, has_twins, numbers, once, words, zeros
+from longshore.cache.columns import LISTS, Column, LinkedLists, column, grown, has_twins, numbers, once, words, zeros
 from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_in, check_new, unknown
 from longshore.cache.eviction.hit_rates import (
     AGAIN,
@@ -78,7 +78,7 @@ class Gittins(EvictionPolicy):
 
     def __init__(self, slots: int, names: Names) -> None:
         super().__init__(slots, names)
-        self._hit_rates, self._spans, self._chains = HitRates(), Spans(), Chains()
+        self._hit_rates, self._spans, self._linked = HitRates(), Spans(), LinkedLists()
         self._state = array("I", bytes(4 * LISTS))
         self._used: Column = zeros(LISTS)
         self._count = 0
@@ -98,7 +98,7 @@ class Gittins(EvictionPolicy):
         self._limit = LISTS
         """The last place in the order whose nodes may go now."""
         self._named: list[tuple[int, int]] = []
-        """What `ahead` has named last: lists, and how many of all come from them and from those before."""
+        """What `next_victims` has named last: lists, and how many of all come from them and from those before."""
         self._ghosts = GhostList(_GHOSTS * slots)
         self._order, self._rank = array("H"), array("H")
 
@@ -112,7 +112,7 @@ class Gittins(EvictionPolicy):
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
-        self._chains.grow(nodes)
+        self._linked.grow(nodes)
         self._state.frombytes(bytes(4 * max(0, nodes - len(self._state))))
         self._used = grown(self._used, nodes)
 
@@ -152,9 +152,9 @@ class Gittins(EvictionPolicy):
         if gone and not copies:
             self._remember(gone, leaf=True)
             self._since += len(gone)
-        return count, len(gone) if gone and self.coldest() else 0
+        return count, len(gone) if gone and self.victim() else 0
 
-    def note(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+    def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """`nodes` were used, and are not in: they are remembered."""
         self._last = self._pause
         self._remember(self.names[numbers(nodes)].tolist(), leaf=leaf)
@@ -187,10 +187,10 @@ class Gittins(EvictionPolicy):
                 some = nodes[first : first + count]
                 self._mark(some, state, when)
                 for node in some:
-                    self._chains.warm(which, node)
+                    self._linked.append(which, node)
             else:
                 self._mark(at[first : first + count], state, when)
-                self._chains.warm_all(which, at[first : first + count])
+                self._linked.extend(which, at[first : first + count])
             self._look_at(which)
             self._last = state
             first += count
@@ -218,9 +218,9 @@ class Gittins(EvictionPolicy):
             self._mark(nodes[first:end], new, now)
             which = self._list_of(new, now)
             if state >= HELD:
-                self._chains.warm(which, head)
+                self._linked.append(which, head)
             else:
-                self._chains.move(head, nodes[end - 1], which)
+                self._linked.move_to_end(head, nodes[end - 1], which)
             self._look_at(which)
             first = end
         if nodes:
@@ -233,14 +233,14 @@ class Gittins(EvictionPolicy):
         if state == OUT:
             raise unknown(node)
         if state < HELD:
-            self._chains.drop(node)
+            self._linked.remove(node)
             self._state[node] = state | HELD
 
     def hold_all(self, nodes: Sequence[int]) -> None:
         """`nodes` cannot go at present."""
         at, state = once(numbers(nodes)), words(self._state)
         check_in(self._state, at)
-        self._chains.drop_all(at[state[at] < HELD])
+        self._linked.remove_all(at[state[at] < HELD])
         state[at] |= HELD
 
     def release(self, nodes: Sequence[int]) -> None:
@@ -252,14 +252,14 @@ class Gittins(EvictionPolicy):
             state[held] &= STATE
             lists = self._lists(state[held], column(self._used)[held])
             for which in np.unique(lists).tolist():
-                self._chains.chill_all(which, held[lists == which])
+                self._linked.prepend_all(which, held[lists == which])
                 self._look_at(which)
             return
         for node in nodes:
             if self._state[node] >= HELD:
                 self._state[node] -= HELD
                 which = self._list_of(self._state[node], self._used[node])
-                self._chains.chill(which, node)
+                self._linked.prepend(which, node)
                 self._look_at(which)
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
@@ -268,10 +268,10 @@ class Gittins(EvictionPolicy):
         if state == OUT:
             raise unknown(node)
         if state < HELD:
-            self._chains.drop(node)
+            self._linked.remove(node)
         left = (when, state) if evicted is None else self._ghosts.insert(evicted, when, state & STATE)
         if left:
-            self._hit_rates.note(event(FORGOTTEN, left[1], left[0], AGE_OF[min(self._now - left[0], OLDEST)]))
+            self._hit_rates.record(event(FORGOTTEN, left[1], left[0], AGE_OF[min(self._now - left[0], OLDEST)]))
         self._state[node] = OUT
         self._count -= 1
 
@@ -279,12 +279,12 @@ class Gittins(EvictionPolicy):
         """`nodes` left."""
         at, state = once(numbers(nodes)), words(self._state)
         check_in(self._state, at)
-        self._chains.drop_all(at[state[at] < HELD])
+        self._linked.remove_all(at[state[at] < HELD])
         self._forget(column(self._used)[at], state[at])
         state[at] = OUT
         self._count -= len(at)
 
-    def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
+    def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """These, the first of all and held ones among them, left; how they were used is remembered."""
         at, state = once(numbers(nodes)), words(self._state)
         if len(at) < len(nodes):
@@ -296,17 +296,17 @@ class Gittins(EvictionPolicy):
         state[at] = OUT
         self._count -= len(nodes)
 
-    def keep(self, nodes: Sequence[int]) -> None:
+    def hold_victims(self, nodes: Sequence[int]) -> None:
         """These, the first of all, cannot go at present."""
         at = once(numbers(nodes))
         self._take_out(at.tolist())
         words(self._state)[at] |= HELD
 
-    def ahead(self, count: int) -> list[int]:
+    def next_victims(self, count: int) -> list[int]:
         """The oldest nodes of the list that promises least, and of those that come next."""
-        found, after = list[int](), self._chains.after
+        found, after = list[int](), self._linked.after
         self._named.clear()
-        if count and self.coldest():
+        if count and self.victim():
             order, filled = self._order, self._filled
             while filled and len(found) < count:
                 first = filled & -filled
@@ -314,12 +314,12 @@ class Gittins(EvictionPolicy):
                     break
                 which = order[first.bit_length() - 1]
                 if after[which] != which:
-                    found += self._chains.coldest_few(which, count - len(found))
+                    found += self._linked.first_few(which, count - len(found))
                     self._named.append((which, len(found)))
                 filled ^= first
         return found
 
-    def following(self, node: int, held: Sequence[int]) -> int:
+    def victims_after(self, node: int, held: Sequence[int]) -> int:
         """How many of `held` lead whose lists come no later in the order than that of `node`."""
         self._rank_lists()
         last = self._rank[self._list_of(self._state[node], self._used[node])]
@@ -331,10 +331,10 @@ class Gittins(EvictionPolicy):
             was = how
         return len(held)
 
-    def coldest(self) -> int:
+    def victim(self) -> int:
         """The oldest node of the list that promises least; 0 without one."""
         self._rank_lists()
-        after, order = self._chains.after, self._order
+        after, order = self._linked.after, self._order
         while self._filled:
             first = self._filled & -self._filled
             if first.bit_length() > self._limit + 1:
@@ -349,7 +349,7 @@ class Gittins(EvictionPolicy):
         """Nodes, the least promising first."""
         self._rank_lists()
         for which in self._order:
-            yield from self._chains.walk(which)
+            yield from self._linked.walk(which)
 
     def is_held(self, node: int) -> bool:
         """Whether `node` is in, and held."""
@@ -369,10 +369,10 @@ class Gittins(EvictionPolicy):
     def check_integrity(self) -> None:
         """Raise `CacheError` where lists, marks, ticks and counts disagree."""
         ordered: set[int] = set()
-        heads = column(self._chains.after)[:LISTS]
+        heads = column(self._linked.after)[:LISTS]
         for which in np.flatnonzero(heads != np.arange(LISTS)).tolist():
-            self._chains.check_integrity(which)
-            for node in self._chains.walk(which):
+            self._linked.check_integrity(which)
+            for node in self._linked.walk(which):
                 state, when = self._state[node], self._used[node]
                 if which != self._list_of(state, when):
                     raise CacheError(f"node {node}, of state {state} at {when}, is in list {which}")
@@ -410,7 +410,7 @@ class Gittins(EvictionPolicy):
                     last = uses | last & GAP | self._hint | self._length
                     runs.append((some, last, self._turn))
                     if noted:
-                        self._hit_rates.note(event(BECAME, last, self._turn), some)
+                        self._hit_rates.record(event(BECAME, last, self._turn), some)
         return runs
 
     def _use(self, state: int, when: int, count: int = 1, *, noted: bool = True) -> int:
@@ -420,17 +420,17 @@ class Gittins(EvictionPolicy):
         age = AGE_OF[min(self._turn - when, OLDEST)]
         new = AGAIN[state & (USES | GAP)] | GAP_OF[age] | self._hint | self._length
         if noted:
-            self._hit_rates.note(event(RETURNED, state, when, age), count)
-            self._hit_rates.note(event(BECAME, new, self._turn), count)
+            self._hit_rates.record(event(RETURNED, state, when, age), count)
+            self._hit_rates.record(event(BECAME, new, self._turn), count)
         return new
 
     def _alike(self, nodes: Sequence[int], at: _Nodes) -> list[int]:
         """Where runs of nodes end that follow one another in a list and were used alike; what is held is alone."""
         if len(nodes) >= FEW:
-            after, state, used = column(self._chains.after)[at], words(self._state)[at], column(self._used)[at]
+            after, state, used = column(self._linked.after)[at], words(self._state)[at], column(self._used)[at]
             apart = (after[:-1] != at[1:]) | (state[:-1] != state[1:]) | (used[:-1] != used[1:]) | (state[:-1] >= HELD)
             return [*(np.flatnonzero(apart) + 1).tolist(), len(nodes)]
-        next_, how, when = self._chains.after, self._state, self._used
+        next_, how, when = self._linked.after, self._state, self._used
         return [
             end
             for end, (one, two) in enumerate(zip_longest(nodes, nodes[1:], fillvalue=0), 1)
@@ -452,11 +452,11 @@ class Gittins(EvictionPolicy):
         self._hit_rates.forget(states, when, AGES_OF[np.minimum(self._now - when, OLDEST)])
 
     def _take_out(self, nodes: Sequence[int]) -> None:
-        """Take the first nodes out of their lists, as `ahead` has named them."""
+        """Take the first nodes out of their lists, as `next_victims` has named them."""
         begin = 0
         for which, end in self._named:
             if begin < len(nodes):
-                self._chains.drop_coldest(which, nodes[min(end, len(nodes)) - 1])
+                self._linked.drop_first(which, nodes[min(end, len(nodes)) - 1])
             begin = end
 
     def _list_of(self, state: int, when: int) -> int:
@@ -480,12 +480,12 @@ class Gittins(EvictionPolicy):
         self._since = 0
         if len(self._hit_rates.events) >= max(_MOST, self.slots // _LEARNED):
             self._learn()
-        after, before = column(self._chains.after), column(self._chains.before)
+        after, before = column(self._linked.after), column(self._linked.before)
         for row, into in self._spans.begin(self._now):
             self._hit_rates.join(row, into)
             lists = np.arange(row * KINDS, (row + 1) * KINDS)
             for which in lists[after[lists] != lists].tolist():
-                self._chains.move(int(after[which]), int(before[which]), which + (into - row) * KINDS)
+                self._linked.move_to_end(int(after[which]), int(before[which]), which + (into - row) * KINDS)
         self._stale = True
 
     def _learn(self) -> None:
@@ -509,6 +509,6 @@ class Gittins(EvictionPolicy):
         ordered = lists[self._hit_rates.order(self._spans.ages(self._now))].astype(np.uint16)
         rank = np.zeros(LISTS, np.uint16)
         rank[ordered] = np.arange(len(ordered))
-        filled = column(self._chains.after)[ordered] != ordered
+        filled = column(self._linked.after)[ordered] != ordered
         self._order, self._rank = array("H", ordered.tobytes()), array("H", rank.tobytes())
         self._filled = int.from_bytes(np.packbits(filled, bitorder="little").tobytes(), "little")

@@ -310,7 +310,7 @@ class HitRates:
         self._rank_kinds()
         return True
 
-    def note(self, what: int, count: int = 1) -> None:
+    def record(self, what: int, count: int = 1) -> None:
         """This event happened to so many chunks."""
         self.events.extend((what, count))
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, Chains, marks, numbers, once
+from longshore.cache.columns import LISTS, LinkedLists, marks, numbers, once
 from longshore.cache.eviction.base import EvictionPolicy, Names, check_in, check_new, unknown
 from longshore.errors import CacheError
 
@@ -21,13 +21,13 @@ class LRU(EvictionPolicy):
 
     def __init__(self, slots: int, names: Names) -> None:
         super().__init__(slots, names)
-        self._chains = Chains()
+        self._linked = LinkedLists()
         self._place = bytearray(LISTS)
         self._count = 0
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
-        self._chains.grow(nodes)
+        self._linked.grow(nodes)
         self._place.extend(bytes(max(0, nodes - len(self._place))))
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
@@ -35,16 +35,16 @@ class LRU(EvictionPolicy):
         check_new(self._place, nodes)
         if len(nodes) == 1:  # ten times faster than by whole arrays
             self._place[nodes[0]] = _IN
-            self._chains.warm(_ORDER, nodes[0])
+            self._linked.append(_ORDER, nodes[0])
             self._count += 1
             return
         marks(self._place)[np.array(nodes, np.int32)] = _IN
-        self._chains.warm_all(_ORDER, nodes)
+        self._linked.extend(_ORDER, nodes)
         self._count += len(nodes)
 
     def touch(self, nodes: Sequence[int]) -> None:
         """`nodes` were used, the last is now the most recently used. Those that are neighbours already move as one."""
-        place, after, before = self._place, self._chains.after, self._chains.before
+        place, after, before = self._place, self._linked.after, self._linked.before
         at, count = 0, len(nodes)
         while at < count:
             first = last = nodes[at]
@@ -69,7 +69,7 @@ class LRU(EvictionPolicy):
         """`node` cannot go at present."""
         place = self._place[node]
         if place == _IN:
-            self._chains.drop(node)
+            self._linked.remove(node)
             self._place[node] = _HELD
         elif place == _OUT:
             raise unknown(node)
@@ -82,17 +82,17 @@ class LRU(EvictionPolicy):
                 raise unknown(nodes[0])
             if place == _HELD:
                 self._place[nodes[0]] = _IN
-                self._chains.chill(_ORDER, nodes[0])
+                self._linked.prepend(_ORDER, nodes[0])
             return
         at, places = np.array(nodes, np.int32), marks(self._place)
         check_in(self._place, nodes)
         held = once(at[places[at] == _HELD])
         places[held] = _IN
-        self._chains.chill_all(_ORDER, held)
+        self._linked.prepend_all(_ORDER, held)
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
         """`node` left."""
-        place, after, before = self._place, self._chains.after, self._chains.before
+        place, after, before = self._place, self._linked.after, self._linked.before
         if place[node] == _IN:
             behind, ahead = before[node], after[node]
             after[behind] = ahead
@@ -102,35 +102,35 @@ class LRU(EvictionPolicy):
         place[node] = _OUT
         self._count -= 1
 
-    def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
+    def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """These, the first of all and held ones among them, left."""
         at, place = once(numbers(nodes)), marks(self._place)
-        self._chains.drop_coldest(_ORDER, int(at[place[at] == _IN][-1]))
+        self._linked.drop_first(_ORDER, int(at[place[at] == _IN][-1]))
         place[at] = _OUT
         self._count -= len(at)
 
-    def keep(self, nodes: Sequence[int]) -> None:
+    def hold_victims(self, nodes: Sequence[int]) -> None:
         """These, the first of all, cannot go at present."""
         at = once(numbers(nodes))
-        self._chains.drop_coldest(_ORDER, int(at[-1]))
+        self._linked.drop_first(_ORDER, int(at[-1]))
         marks(self._place)[at] = _HELD
 
-    def ahead(self, count: int) -> list[int]:
+    def next_victims(self, count: int) -> list[int]:
         """The nodes that were not used for the longest time."""
-        return self._chains.coldest_few(_ORDER, count)
+        return self._linked.first_few(_ORDER, count)
 
-    def following(self, node: int, held: Sequence[int]) -> int:
+    def victims_after(self, node: int, held: Sequence[int]) -> int:
         """All of `held`: what is released goes first."""
         return len(held)
 
-    def coldest(self) -> int:
+    def victim(self) -> int:
         """The node that was not used for the longest time; 0 without one."""
-        node = self._chains.after[_ORDER]
+        node = self._linked.after[_ORDER]
         return 0 if node == _ORDER else node
 
     def order(self) -> Iterator[int]:
         """Nodes, least recently used first."""
-        return self._chains.walk(_ORDER)
+        return self._linked.walk(_ORDER)
 
     def is_held(self, node: int) -> bool:
         """Whether `node` is in, and held."""
@@ -149,7 +149,7 @@ class LRU(EvictionPolicy):
 
     def check_integrity(self) -> None:
         """Raise `CacheError` where the order and the marks disagree."""
-        self._chains.check_integrity(_ORDER)
+        self._linked.check_integrity(_ORDER)
         ordered = set(self.order())
         marked = set(np.flatnonzero(marks(self._place) == _IN).tolist())
         held = self._place.count(_HELD)

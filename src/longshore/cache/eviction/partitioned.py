@@ -61,10 +61,10 @@ class Parted(EvictionPolicy):
         for policy in self._parts.values():
             policy.begin(turn, length, last, keys, hint)
 
-    def note(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
+    def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """`nodes` were used, and are not in."""
         for number, ours in self._split(nodes, self.all_wanted(nodes)):
-            self.part(number).note(ours, leaf=leaf and ours[0] == nodes[0])
+            self.part(number).record_uses(ours, leaf=leaf and ours[0] == nodes[0])
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
         """`nodes` became resident, each where it is wanted."""
@@ -110,29 +110,29 @@ class Parted(EvictionPolicy):
             policy.remove_all(ours)
         marks(self._part)[numbers(nodes)] = OUT
 
-    def leave(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
+    def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """These left, all of one policy."""
-        self._of(nodes[0]).leave(nodes, keys)
+        self._of(nodes[0]).remove_victims(nodes, keys)
         marks(self._part)[numbers(nodes)] = OUT
 
-    def keep(self, nodes: Sequence[int]) -> None:
+    def hold_victims(self, nodes: Sequence[int]) -> None:
         """These, all of one policy, cannot go at present."""
-        self._of(nodes[0]).keep(nodes)
+        self._of(nodes[0]).hold_victims(nodes)
 
-    def ahead(self, count: int) -> list[int]:
+    def next_victims(self, count: int) -> list[int]:
         """The nodes that should go first in the first policy that has any."""
-        return next((nodes for policy in self._parts.values() if (nodes := policy.ahead(count))), [])
+        return next((nodes for policy in self._parts.values() if (nodes := policy.next_victims(count))), [])
 
-    def following(self, node: int, held: Sequence[int]) -> int:
+    def victims_after(self, node: int, held: Sequence[int]) -> int:
         """How many of `held` lead that are of the policy of `node`, and would go right after it there."""
         part = self._part[node]
         ours = next((count for count, each in enumerate(held) if self._part[each] != part), len(held))
-        return self._of(node).following(node, held[:ours])
+        return self._of(node).victims_after(node, held[:ours])
 
-    def coldest(self) -> int:
+    def victim(self) -> int:
         """The node that should go first in the first policy that has any; 0 without one."""
         for policy in self._parts.values():
-            node = policy.coldest()
+            node = policy.victim()
             if node:
                 return node
         return 0

@@ -1,4 +1,4 @@
-"""Siblings that leave together leave the same family behind as if they had left one by one."""
+"""Siblings unlinked together leave the same tree as siblings that leave one by one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from longshore.cache.nodes import Family
+from longshore.cache.nodes import NodeTree
 
 NODES = 40
 
 
-def family() -> Family:
+def tree() -> NodeTree:
     """First chunks 1 to 20, in two calls; and behind the third of them 21 to 40, one after the other."""
-    made = Family(NODES + 1)
+    made = NodeTree(NODES + 1)
     made.append_firsts(range(1, 11))
     made.append_firsts(range(11, 21))
     for node in range(21, NODES + 1):
@@ -23,7 +23,7 @@ def family() -> Family:
     return made
 
 
-def links(each: Family) -> list[list[int]]:
+def links(each: NodeTree) -> list[list[int]]:
     """The children of both parents, from either end."""
     found = []
     for parent in (0, 3):
@@ -45,24 +45,24 @@ def test_together_is_one_by_one(seed: int) -> None:
     ]
     leaving = [node for part in parts for node in dice.choice([part, part[::-1], dice.sample(part, len(part))])]
     leaving = [node for node in leaving if node != 3]
-    together, singly = family(), family()
+    together, singly = tree(), tree()
     at = np.array(leaving, np.int32)
     parents = np.array([together.parent[node] for node in leaving], np.int32)
     runs = list(together.siblings(at, parents))
     for eldest, youngest, parent, _ in runs:
-        together.leave_together(eldest, youngest, parent)
+        together.unlink_siblings(eldest, youngest, parent)
     for node in leaving:
-        singly.leave(node, singly.parent[node])
+        singly.unlink(node, singly.parent[node])
     assert links(together) == links(singly)
     assert sum(count for *_, count in runs) == len(leaving)
 
 
 def test_a_path_ends_with_its_length_or_with_its_head() -> None:
-    assert family().path(40, 1) == [40]
-    assert family().path(40, 9) == [40, 3]
-    assert family().path(0, 9) == []
+    assert tree().path(40, 1) == [40]
+    assert tree().path(40, 9) == [40, 3]
+    assert tree().path(0, 9) == []
 
 
 def test_what_was_stored_together_is_one_run_from_the_eldest_on() -> None:
     at = np.arange(20, 10, -1, dtype=np.int32)
-    assert list(family().siblings(at, np.zeros(10, np.int32))) == [(20, 11, 0, 10)]
+    assert list(tree().siblings(at, np.zeros(10, np.int32))) == [(20, 11, 0, 10)]
