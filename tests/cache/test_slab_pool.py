@@ -120,7 +120,7 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def use(self, data: st.DataObject) -> None:
-        self.pool.note_use(data.draw(st.lists(st.sampled_from(self.all_taken), min_size=1)))
+        self.pool.record_use(data.draw(st.lists(st.sampled_from(self.all_taken), min_size=1)))
 
     @rule(data=st.data())
     def clear(self, data: st.DataObject) -> None:
@@ -192,9 +192,9 @@ def test_the_slab_that_was_not_used_for_longest_is_named_first() -> None:
     pool.allocate(1, LARGE)
     assert [slab for slab, _ in pool.slabs_of_others(LARGE)] == [0, 1]
     assert pool.last_use(SMALL) < pool.last_use(LARGE)
-    pool.note_use(a[:1])
+    pool.record_use(a[:1])
     assert [slab for slab, _ in pool.slabs_of_others(LARGE)] == [1, 0]
-    pool.note_use([*a[1:], *b[:1]])
+    pool.record_use([*a[1:], *b[:1]])
     assert [slab for slab, _ in pool.slabs_of_others(LARGE)] == [0, 1]
     assert pool.last_use(SMALL) > pool.last_use(LARGE)
     pool.free_all([])

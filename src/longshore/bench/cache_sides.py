@@ -177,9 +177,7 @@ class Policy:
         nodes, self._unused = list(self._unused[:count]), self._unused[count:]
         while len(nodes) < count:
             victims = policy.next_victims(count - len(nodes))
-            policy.remove_victims(
-                victims, [key[::-1] for key in keys[len(nodes) :][: len(victims)]]
-            )
+            policy.remove_victims(victims, [key[::-1] for key in keys[len(nodes) :][: len(victims)]])
             nodes += victims
         policy.names = np.broadcast_to(np.array(keys[0], object), (max(nodes) + 1,))
         self._turn += 1

@@ -71,7 +71,7 @@ class Backlog:
             sole &= column(self._index.slot[warmer])[at] < 0
         return leading(sole)
 
-    def note(self, node: int) -> bool:
+    def update(self, node: int) -> bool:
         """Something has changed about the copies of `node`; says whether it is clean now where it was dirty."""
         if not self._last:
             return False
@@ -91,7 +91,7 @@ class Backlog:
                 self._queue(node, tier)
         return mark != _CLEAN
 
-    def note_all(self, nodes: Sequence[int]) -> list[int]:
+    def update_all(self, nodes: Sequence[int]) -> list[int]:
         """The same for many; says which of them."""
         if not self._last or not nodes:
             return []
@@ -136,7 +136,7 @@ class Backlog:
     def fail(self, node: int) -> bool:
         """A copy of `node` to the tier below has failed. Says whether it was dirty."""
         self._failed[node] = 1
-        return self.note(node)
+        return self.update(node)
 
     def refuse(self, nodes: Sequence[int]) -> list[int]:
         """`nodes`, which are queued, and what waits for them are not to be copied until they are used; all of them."""
@@ -147,7 +147,7 @@ class Backlog:
                 left += (child for child in self._index.children(node) if self.is_dirty(child, _tier(mark)))
                 self._failed[node] = 1
                 refused.append(node)
-        self.note_all(refused)
+        self.update_all(refused)
         return refused
 
     def arrived(self, nodes: Sequence[int]) -> None:
@@ -159,14 +159,14 @@ class Backlog:
             for node in nodes:
                 if failed[parent[node]] and not self._is_safe_below(parent[node], coldest(node)):
                     failed[node] = 1
-        self.note_all(nodes)
+        self.update_all(nodes)
 
     def use(self, nodes: Sequence[int]) -> None:
         """`nodes` were used: copies that failed earlier are worth another try, and some may be used often now."""
         at = numbers(nodes)
         if len(again := at[marks(self._failed)[at] != 0]):
             marks(self._failed)[again] = 0
-            self.note_all(once(again).tolist())
+            self.update_all(once(again).tolist())
         if self._most:
             for node in nodes:
                 self._count_use(node)
@@ -180,7 +180,7 @@ class Backlog:
         often = uses[node]
         while node > ORPHANS and uses[node] <= often:
             uses[node] = often
-            self.note(node)
+            self.update(node)
             node = parent[node]
             if uses[node] >= often:
                 break
@@ -230,7 +230,7 @@ class Backlog:
         if self._last:
             self._failed[node] = 0
             self._uses[node] = 0
-            self.note(node)
+            self.update(node)
 
     def forget_all(self, nodes: Sequence[int]) -> None:
         """The same for clean `nodes`."""

@@ -165,7 +165,7 @@ class Evictor:
         )
 
     def _stays_warm(self, node: int, tier: int) -> bool:
-        return tier == 0 and (bool(self._store.seen[node]) or node in self._store.warm)
+        return tier == 0 and (bool(self._store.seen[node]) or node in self._store.kept_in_host)
 
     def _evict(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
         """Evict in the policy's order: as many at once as may go together, the others one by one."""
@@ -287,8 +287,8 @@ class Evictor:
         idle: Mask = column(store.pools[tier].readers)[column(store.index.slot[tier])[at]] == 0
         if not tier:
             idle &= marks(store.seen)[at] == 0
-            if store.warm:
-                idle &= [node not in store.warm for node in at.tolist()]
+            if store.kept_in_host:
+                idle &= [node not in store.kept_in_host for node in at.tolist()]
         return idle
 
     def _leaves(

@@ -187,7 +187,7 @@ class Loading:
         """There is no room for the first of these pinned copies, so none of them is loaded."""
         load.cut = [MissReason.NO_ROOM if tier else MissReason.BEHIND for tier in tiers]
         for tier in sorted(set(tiers)):
-            self._store.unread(tier, [slot for slot, other in zip(slots, tiers, strict=True) if other == tier])
+            self._store.end_reads(tier, [slot for slot, other in zip(slots, tiers, strict=True) if other == tier])
 
     def _order_batch(
         self,
@@ -277,7 +277,7 @@ class Prefetching:
             self.leave(former)
         if patient and (wait.lacks or wait.jobs):
             if not any(before.lacks for _, before in self.queue.values()):
-                self._store.keep_warm(self._store.warm.union(self._path(hold)))
+                self._store.keep_in_host(self._store.warm.union(self._path(hold)))
             self.queue[wait.number] = hold, wait
             self._is_new = True
             self.proceed()
@@ -312,7 +312,7 @@ class Prefetching:
             if is_new or wait.lacks:
                 kept = kept.union(self._path(hold))
             if wait.lacks:
-                store.keep_warm(kept)
+                store.keep_in_host(kept)
                 self._order(hold, wait)
                 others = len(self._flow.jobs) > len(wait.jobs) or not before <= {hold.request}
                 wait.lacks &= others or self._holds.protects
@@ -321,7 +321,7 @@ class Prefetching:
                 break
             before.add(hold.request)
         if kept or store.warm:
-            store.keep_warm(kept)
+            store.keep_in_host(kept)
 
     def is_waiting(self, hold: LeaseRecord) -> bool:
         """Whether the request of `hold` is to wait for more of it in the warmest tier."""
@@ -332,7 +332,7 @@ class Prefetching:
 
     def _path(self, hold: LeaseRecord) -> list[int]:
         """The nodes of the held chunks, as many from the first on as the warmest tier can have at once."""
-        return hold.nodes(self._store.index)[: self._store.room_in_all(0)]
+        return hold.nodes(self._store.index)[: self._store.total_room(0)]
 
     def _order(self, hold: LeaseRecord, wait: Wait, *, waits_its_turn: bool = False) -> None:
         """Join what is on its way, and order what only colder tiers have, as far as clean room is there.
@@ -350,9 +350,9 @@ class Prefetching:
             return
         store.log.by = keys[cold[0]]
         warm = store.warm
-        store.keep_warm(warm.union(path))
+        store.keep_in_host(warm.union(path))
         room = self._storing.clean_room([path[i] for i in cold], cleans=wait.patient)
-        store.keep_warm(warm & store.warm)
+        store.keep_in_host(warm & store.warm)
         wait.lacks, cold = wait.patient and room < len(cold), cold[:room]
         for start in range(0, len(cold), LOAD_BATCH):
             chosen = cold[start : start + LOAD_BATCH]

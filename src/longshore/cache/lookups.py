@@ -111,7 +111,7 @@ class Leases:
             at, self._step = column(self._step), array("i")
             marks(self._store.seen)[at] = 0
             self._store.reconsider(at)
-        self._store.lose_condemned()
+        self._store.invalidate_quarantined()
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless the pins that are in place are those of leases and peeks."""

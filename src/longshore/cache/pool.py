@@ -210,7 +210,7 @@ class SlotPool:
         freed, self.freed = self.freed, []
         return tuple(each for each in dict.fromkeys(freed) if each < self.capacity and self.state[each] == FREE)
 
-    def note_use(self, indices: Sequence[int]) -> None:
+    def record_use(self, indices: Sequence[int]) -> None:
         """These slots, the last of them the warmest, were used: of interest where slabs may change their size."""
 
     def free(self, index: int) -> None:

@@ -93,13 +93,13 @@ class Priorities:
         self._set(numbers(nodes), DEFAULT_PRIORITY, None)
         marks(self._priority)[numbers(nodes)] = _USUAL
 
-    def sink(self, nodes: Sequence[int]) -> None:
+    def mark_orphans(self, nodes: Sequence[int]) -> None:
         """`nodes`, which are new, are orphans, or behind one."""
         if not self.used:
             self._begin()
         marks(self._priority)[numbers(nodes)] &= 0xFE
 
-    def land(self, nodes: Sequence[int]) -> None:
+    def unmark_orphans(self, nodes: Sequence[int]) -> None:
         """`nodes`, a part of a path, parents first, are no orphans any more."""
         marks(self._priority)[numbers(nodes)] |= 1
         self._move(numbers(nodes))
@@ -182,7 +182,7 @@ class WindowMarks:
             if self._mark[node] == _FRESH:
                 self._mark[node] = _SLID
                 for tier in self._index.tiers:
-                    self._chill(node, tier)
+                    self._evict_first(node, tier)
 
     def serve(self, nodes: Sequence[int]) -> None:
         """A match needed `nodes`."""
@@ -190,14 +190,14 @@ class WindowMarks:
             for node in nodes:
                 self._mark[node] = _SERVED
 
-    def settle(self, nodes: Sequence[int], tier: int) -> None:
+    def mark_ready(self, nodes: Sequence[int], tier: int) -> None:
         """Copies of `nodes` have become ready in `tier`."""
         if self.used:
             for node in nodes:
                 if self._mark[node] == _SLID:
-                    self._chill(node, tier)
+                    self._evict_first(node, tier)
 
-    def _chill(self, node: int, tier: int) -> None:
+    def _evict_first(self, node: int, tier: int) -> None:
         if self._index.is_ready(node, tier):
             policy = self._policies[tier]
             policy.hold(node)

@@ -61,7 +61,7 @@ def adopt(store: Store, tier: int, found: Sequence[Chunk]) -> int:
     _check(store, tier, [found[row] for row in shared.tolist()])
     store.pools[tier].claim(slots[rows[::-1]].tolist(), pools[rows[::-1]].tolist())  # the newest last
     nodes = _enter(store, tier, rows, found, slots, known, before, above)
-    _settle(store, tier, nodes, known[shared].tolist())
+    _insert(store, tier, nodes, known[shared].tolist())
     return len(nodes)
 
 
@@ -163,18 +163,18 @@ def _enter(
         index.wait(int(nodes[row]), cast("Key", found[row][2]))
     adopted: list[int] = nodes[rows].tolist()
     if index.orphans and (adrift := [node for node in adopted if index.depth[node] < 0]):
-        store.priorities.sink(adrift)
+        store.priorities.mark_orphans(adrift)
     return adopted
 
 
-def _settle(store: Store, tier: int, nodes: list[int], known: Sequence[int]) -> None:
+def _insert(store: Store, tier: int, nodes: list[int], known: Sequence[int]) -> None:
     """Tell all books of the copies of `nodes`, the newest first, of which other tiers have `known`."""
     if store.log.on:
         store.log_arrivals(nodes, tier)
     store.policies[tier].insert(nodes[::-1])
-    store.windows.settle(nodes, tier)
+    store.windows.mark_ready(nodes, tier)
     if store.last:
         # What only the coldest tier has is not dirty, and nothing waits for it.
-        store.tell_backlog(known if tier == store.last else nodes[::-1], tier)
+        store.update_backlog(known if tier == store.last else nodes[::-1], tier)
         store.reconsider(np.array(known, np.int32), apart_from=tier)
-    store.land(nodes)
+    store.attach_orphans(nodes)

@@ -104,7 +104,7 @@ class SlabPool(SlotPool):
         """The same for slots `at`."""
         return marks(self.owner)[at // self.slabs.stride]
 
-    def note_use(self, indices: Sequence[int]) -> None:
+    def record_use(self, indices: Sequence[int]) -> None:
         """These slots, the last of them the warmest, were used, and so were their slabs."""
         self._clock += 1
         stride = self.slabs.stride
@@ -232,7 +232,7 @@ class SlabPool(SlotPool):
         ends = np.searchsorted(slots, (slabs[~fresh] + 1) * self.slabs.stride).tolist()
         for each, end in zip(slabs[~fresh].tolist(), ends, strict=True):
             self._take_exactly(each, set(slots[np.searchsorted(slots, each * self.slabs.stride) : end].tolist()))
-        self.note_use(at[np.sort(last[~fresh])].tolist())
+        self.record_use(at[np.sort(last[~fresh])].tolist())
 
     def _give_last(self, indices: Sequence[int]) -> None:
         """Of slabs: one that is somebody's already is not begun."""

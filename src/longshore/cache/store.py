@@ -1,14 +1,14 @@
-"""The tiers' books: slots, index, eviction orders and backlog, changed together so that they never disagree.
+"""The state of all tiers: slots, index, eviction policies and backlog, which only this module changes, together.
 
-Everything above (`transfers`, `manager`) goes through these few verbs; each leaves the books whole:
+The modules above (`transfers`, `manager`) use these methods; each leaves all structures consistent:
 
-    place    slots for chunks that a job will fill            FREE    -> FILLING
-    arrive   the job filled it                                FILLING -> READY
-    fail, lose  its bytes are no good                         any -> FREE or DRAINING, its descendants too
-    unread   a reader has let go of it                        DRAINING -> FREE when it was the last
+    place             slots for chunks that a job will fill              FREE     -> FILLING
+    writes_ended      the job has filled them                            FILLING  -> READY
+    fail, invalidate  a write failed, or a read found invalid bytes      any      -> FREE or DRAINING, descendants too
+    end_reads         readers have ended; the last one frees the slot    DRAINING -> FREE
 
-A chunk is a node of the index here, a copy is (node, tier), and jobs know slots. Views of the books are in
-`inspect`, evictions in `evict`.
+A chunk is a node of the index, a copy is (node, tier), and jobs name slots. Read-only views are in `inspect`,
+evictions in `evict`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Level:
 
 
 class Pin:
-    """Keeps a node, and with it all its ancestors, from eviction. `node` is `ROOT` once it was lost all the same."""
+    """Keeps a node and all its ancestors from being evicted. `node` is `ROOT` after it was invalidated."""
 
     __slots__ = ("node",)
 
@@ -58,7 +58,7 @@ class Pin:
 
 
 class Store:
-    """Slots, index, eviction orders and backlog of all tiers."""
+    """Slots, index, eviction policies and backlog of all tiers."""
 
     def __init__(
         self,
@@ -83,11 +83,11 @@ class Store:
         self.turn = self.served = 0
         """The last turn that was drawn, and that of the request that is served."""
         self.changes = 0
-        """Grows with all that may let a copy be evicted, or copied down, that could not be before, or frees slots."""
+        """Increases with each change that may make a copy evictable, allow a copy down, or free slots."""
         self._begin()
 
     def _begin(self) -> None:
-        """Empty books over the pools as they are."""
+        """New, empty structures over the present pools."""
         self.index = Index(self.pools)
         self.policies = [self._make_policy(level) for level in self.levels]
         self.backlog = Backlog(self.index, self.thresholds)
@@ -100,11 +100,11 @@ class Store:
         self.windows = WindowMarks(self.index, self.policies)
         self.partials = PartialPrefixes(self.index, self._token_width)
         self.seen = bytearray()
-        """1 for nodes that were peeked at in this step."""
-        self._condemned: list[tuple[int, int]] = []
-        """Tiers and slots of unusable copies that are lost when the step ends."""
-        self.warm: set[int] = set()
-        """Nodes whose copies stay in the warmest tier, for a prefetch that room is short for."""
+        """1 for nodes that a lookup protects until the end of the step."""
+        self._quarantined: list[tuple[int, int]] = []
+        """Tiers and slots of invalid copies, to be removed when the step ends."""
+        self.kept_in_host: set[int] = set()
+        """Nodes whose copies stay in the warmest tier, for a prefetch that lacks room."""
         self.fit()
         for policy in self.policies:
             policy.begin(self.turn)
@@ -125,7 +125,7 @@ class Store:
         return policy.part(pool) if isinstance(policy, Sized) else policy
 
     def fit(self) -> None:
-        """Give all books room for the nodes that the index has now."""
+        """Grow all structures to the present size of the index."""
         for policy in self.policies:
             policy.grow(self.index.size)
         self.backlog.grow(self.index.size)
@@ -164,7 +164,7 @@ class Store:
         return tuple(Run(self.levels[tier].name, chunks) for tier, chunks in runs if tier != _NOWHERE)
 
     def miss(self, key: Key) -> MissReason:
-        """Why a request that got no further than to some chunk before `key` does without it."""
+        """Why `key` is a miss for a request whose hit ended before it."""
         index = self.index
         node = index.get(key)
         if not node:
@@ -172,9 +172,10 @@ class Store:
         return MissReason.IN_FLIGHT if index.warmest_ready(node) < 0 else MissReason.BEHIND
 
     def count_misses(self, keys: Sequence[Key], end: int, known: int, foreign: int = 0) -> None:
-        """A request got no further than to before `keys[end]`; a tier will have what leads to before `keys[known]`.
+        """Count the misses of a request whose hit ended before `keys[end]`.
 
-        So many of the rest a foreign tier is known to have. Orphans may be among it.
+        The keys before `keys[known]` are in a tier or on their way into one; `foreign` of the others are known to be
+        in a remote tier. There may be orphans among them.
         """
         misses = self.counters.misses
         if self.index.orphans:
@@ -197,7 +198,7 @@ class Store:
         if before is not None and parent == ORPHANS:
             index.wait(nodes[0], before)
         if index.depth[nodes[0]] < 0:
-            self.priorities.sink(nodes)
+            self.priorities.mark_orphans(nodes)
         if self.windows.used:
             self.windows.enter(nodes)
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
@@ -220,7 +221,7 @@ class Store:
                 pool.free(slot)
             raise
         pool.writer.update(zip(slots, repeat(job), strict=False))
-        if clean := self.backlog.note_all(nodes):
+        if clean := self.backlog.update_all(nodes):
             self.reconsider(np.array(clean, np.int32))
         return slots
 
@@ -231,8 +232,8 @@ class Store:
             return pool.allocate(len(nodes))
         return [slot for node in nodes for slot in pool.allocate(1, self.index.pool_of(node))]
 
-    def arrive(self, tier: int, slots: Sequence[int]) -> list[int]:
-        """The writer put all bytes in place in these slots, of which the last is to go first; as `land`."""
+    def writes_ended(self, tier: int, slots: Sequence[int]) -> list[int]:
+        """A job has filled these slots; the last is to be evicted first. Returns as `attach_orphans`."""
         pool, writer = self.pools[tier], self.pools[tier].writer
         for slot in slots:
             del writer[slot]
@@ -240,13 +241,13 @@ class Store:
         draining = marks(pool.state)[at] == DRAINING
         wanted = at[~draining]
         pool.move_all(wanted, FILLING, READY)
-        landed = self.settle_in(column(pool.node)[wanted].tolist(), tier)
+        attached = self.mark_ready(column(pool.node)[wanted].tolist(), tier)
         for slot in at[draining].tolist():
-            self._settle(tier, slot)
-        return landed
+            self._free_drained(tier, slot)
+        return attached
 
-    def settle_in(self, nodes: Sequence[int], tier: int) -> list[int]:
-        """Copies have become ready; parents come before children. As `land`."""
+    def mark_ready(self, nodes: Sequence[int], tier: int) -> list[int]:
+        """Copies of `nodes`, parents first, have become ready in `tier`. Returns as `attach_orphans`."""
         if self.log.on:
             self.log_arrivals(nodes, tier)
         leaf = bool(nodes) and not any(self.index.children(nodes[-1]))
@@ -254,28 +255,28 @@ class Store:
             self.policies[tier].insert_copies(nodes[::-1], leaf=leaf)
         else:
             self.policies[0].insert(nodes[::-1], leaf=leaf)
-            self._note_elsewhere(numbers(nodes)[::-1], leaf=leaf)
+            self._record_uses_elsewhere(numbers(nodes)[::-1], leaf=leaf)
         if self.several_sizes:
             slots = self.index.slot[tier]
-            self.pools[tier].note_use([slots[node] for node in reversed(nodes)])
+            self.pools[tier].record_use([slots[node] for node in reversed(nodes)])
         news = self.index.reveal(nodes)
         if self.windows.used:
-            self.windows.settle(nodes, tier)
+            self.windows.mark_ready(nodes, tier)
         if self.last:
-            self.tell_backlog(nodes, tier)
+            self.update_backlog(nodes, tier)
             self.reconsider(np.array(nodes, np.int32), apart_from=tier)
-        return self.land(news)
+        return self.attach_orphans(news)
 
-    def land(self, nodes: Sequence[int]) -> list[int]:
-        """Orphans that wait for one of `nodes` follow it, as far as they may; those that were orphans until now."""
-        landed = self.index.attach_orphans(nodes)
-        if landed:
-            self.priorities.land(landed)
-            self.backlog.arrived(landed)
-        return landed
+    def attach_orphans(self, nodes: Sequence[int]) -> list[int]:
+        """Attach orphans to their parents among `nodes`, where allowed; returns those that are no orphans any more."""
+        attached = self.index.attach_orphans(nodes)
+        if attached:
+            self.priorities.unmark_orphans(attached)
+            self.backlog.arrived(attached)
+        return attached
 
-    def tell_backlog(self, nodes: Sequence[int], tier: int) -> None:
-        """Copies have become ready: what is dirty, and what may be copied down, may have changed."""
+    def update_backlog(self, nodes: Sequence[int], tier: int) -> None:
+        """Copies have become ready: update which chunks are dirty, and which may be copied down."""
         self.backlog.arrived(nodes)
         if tier and nodes:
             self.backlog.backed_up(nodes, tier)
@@ -283,14 +284,14 @@ class Store:
     # ------------------------------------------------------------------ losses
 
     def fail(self, tier: int, slot: int, fault: Status) -> None:
-        """The writer has ended without putting the bytes in place."""
+        """The job that fills this slot has failed."""
         pool = self.pools[tier]
         del pool.writer[slot]
         pool.fault[slot] = fault
         if pool.state[slot] == DRAINING:
-            self._settle(tier, slot)
+            self._free_drained(tier, slot)
         else:
-            self.lose(pool.node[slot], tier, fault.value)
+            self.invalidate(pool.node[slot], tier, fault.value)
 
     def backup_failed(self, node: int) -> None:
         """A copy of `node` to a colder tier has ended without success: it is not tried again until `node` is used."""
@@ -303,8 +304,8 @@ class Store:
         self.reconsider(numbers(refused))
         return len(refused)
 
-    def unread(self, tier: int, slots: Sequence[int]) -> None:
-        """Readers have let go of these slots, which are distinct."""
+    def end_reads(self, tier: int, slots: Sequence[int]) -> None:
+        """Reads of these distinct slots have ended."""
         pool = self.pools[tier]
         at, readers = numbers(slots), column(pool.readers)
         readers[at] -= 1
@@ -312,42 +313,42 @@ class Store:
         state = marks(pool.state)[idle]
         self.policies[tier].release(column(pool.node)[idle[state == READY]].tolist())
         for slot in idle[state == DRAINING].tolist():
-            self._settle(tier, slot)
+            self._free_drained(tier, slot)
 
-    def condemn(self, tier: int, slot: int, fault: Status) -> None:
-        """A reader has let go of a slot, whose bytes it found unusable.
+    def quarantine(self, tier: int, slot: int, fault: Status) -> None:
+        """A read has ended that found the bytes of the slot invalid.
 
-        A copy in a colder tier is lost at the end of the step if host memory has chunks behind it that were looked at
-        in this step: what was promised can still be read.
+        A copy in a colder tier is removed at the end of the step if host memory has chunks behind it that a lookup
+        protects in this step: what the lookup returned can still be read.
         """
         pool = self.pools[tier]
         pool.readers[slot] -= 1
         pool.fault.setdefault(slot, fault)
         if pool.state[slot] == DRAINING:
-            self._settle(tier, slot)
+            self._free_drained(tier, slot)
         elif tier and any(not where and self.seen[each] for each, where in self.index.orphaned_by(pool.node[slot], -1)):
-            self._condemned.append((tier, slot))
+            self._quarantined.append((tier, slot))
         else:
-            self.lose(pool.node[slot], tier, fault.value)
+            self.invalidate(pool.node[slot], tier, fault.value)
 
-    def lose_condemned(self) -> None:
-        """The step is over: lose the copies that were found unusable in it and kept for what is behind them."""
-        condemned, self._condemned = self._condemned, []
-        for tier, slot in condemned:
+    def invalidate_quarantined(self) -> None:
+        """The step has ended: remove the invalid copies that were kept for the chunks behind them."""
+        quarantined, self._quarantined = self._quarantined, []
+        for tier, slot in quarantined:
             pool = self.pools[tier]
             if pool.state[slot] == READY and slot in pool.fault:
-                self.lose(pool.node[slot], tier, pool.fault[slot].value)
+                self.invalidate(pool.node[slot], tier, pool.fault[slot].value)
 
-    def lose(self, node: int, tier: int, cause: str) -> None:
-        """Take a copy, and what would be out of reach without it, out of the index.
+    def invalidate(self, node: int, tier: int, cause: str) -> None:
+        """Remove an invalid copy, and all copies that cannot be reached without it.
 
-        A copy that is being filled from the one that is lost cannot become good, and goes too.
+        A copy that is being filled from the invalid one is removed, too.
         """
-        for where in self._take_out(node, tier, cause):
+        for where in self._remove_copies(node, tier, cause):
             self.counters.lost[self.levels[where].name] += 1
 
-    def _take_out(self, node: int, tier: int, cause: str) -> list[int]:
-        """The same, uncounted; the tiers of the copies that went."""
+    def _remove_copies(self, node: int, tier: int, cause: str) -> list[int]:
+        """The same without counting; returns the tiers of the copies removed."""
         index = self.index
         others = [t for t in index.tiers if t != tier and index.slot[t][node] >= 0]
         if not any(index.is_ready(node, t) for t in others):
@@ -369,16 +370,16 @@ class Store:
             for pin in pins:
                 pin.node = ROOT
         self.pins.clear()
-        self.index.gone = -1  # nothing that was seen in it is there any more
+        self.index.gone = -1  # no result of an earlier lookup is valid any more
         self._begin()
 
-    def keep_from(self, first: int) -> None:
-        """Forget what is in tiers warmer than tier `first`, and what is on its way into any tier."""
-        self.keep_warm(())
+    def reset_warmer(self, first: int) -> None:
+        """Remove all chunks from tiers warmer than tier `first`, and those being written to any tier."""
+        self.keep_in_host(())
         for tier, pool in enumerate(self.pools):
             for slot in list(pool.writer):
                 if pool.state[slot] == FILLING:
-                    self._take_out(pool.node[slot], tier, RESET)
+                    self._remove_copies(pool.node[slot], tier, RESET)
         for tier, pool in enumerate(self.pools[:first]):
             for node in sorted(filter(None, pool.node), key=lambda node: -self.index.depth[node]):
                 self.detach(node, tier, cause=RESET)
@@ -392,11 +393,11 @@ class Store:
         return pin
 
     def is_kept(self, node: int) -> bool:
-        """Whether a hold, or a look at it in this step, keeps the last copy of `node`."""
+        """Whether a lease, or a lookup in this step, keeps the last copy of `node`."""
         return node in self.pins or bool(self.seen[node])
 
     def unpin(self, pin: Pin) -> None:
-        """Let go of a node; one that was lost meanwhile has been let go of."""
+        """Remove a pin. A pin whose node was invalidated has no effect any more."""
         node = pin.node
         if node == ROOT:
             return
@@ -407,23 +408,23 @@ class Store:
             del self.pins[node]
             self._reconsider(node)
 
-    def keep_warm(self, nodes: Iterable[int]) -> None:
-        """From now on the copies of `nodes` in the warmest tier are not evicted, and those kept before may be."""
-        before, self.warm = self.warm, set(nodes)
-        self.reconsider(np.array(sorted(before - self.warm), np.int32))
+    def keep_in_host(self, nodes: Iterable[int]) -> None:
+        """Keep exactly the copies of `nodes` in the warmest tier from eviction."""
+        before, self.kept_in_host = self.kept_in_host, set(nodes)
+        self.reconsider(np.array(sorted(before - self.kept_in_host), np.int32))
 
     def check_pool(self, nodes: Sequence[int], pool: int) -> None:
-        """Raise `CacheError` if one of `nodes` (0 is nobody) is of another pool."""
+        """Raise `CacheError` if one of `nodes` (0 is no node) is of another pool."""
         if self.several_sizes:
             for node in nodes:
                 if node and self.index.pool_of(node) != pool:
                     key = self.index.key[node].hex()[:12]
                     raise CacheError(f"chunk {key} has images of pool {self.index.pool_of(node)}, not {pool}")
 
-    def room_in_all(self, tier: int) -> int:
-        """How many chunks `tier` has room for, with those that it has; more are of the largest size, if there are any.
+    def total_room(self, tier: int) -> int:
+        """How many chunks fit in `tier`, those that it has or is being filled with included.
 
-        What is being filled counts as had.
+        With several image sizes, further chunks are taken to be of the largest size.
         """
         pool = self.pools[tier]
         if not self.several_sizes:
@@ -432,9 +433,9 @@ class Store:
         return len(self.policies[tier]) + len(pool.writer) + pool.room(largest)
 
     def begin(self, keys: Sequence[Key], known: int, said: Return | None = None) -> int:
-        """A request for the path `keys`, of which the first `known` are in some tier, begins; it draws this turn.
+        """A request for the path `keys` begins, of which the first `known` are in some tier; returns its turn.
 
-        Its host has `said` this about its return.
+        `said` is the hint about when its chunks are used again.
         """
         self.turn = self.served = self.turn + 1
         last = self.index.get(keys[known - 1]) if known else ROOT
@@ -444,12 +445,12 @@ class Store:
         return self.turn
 
     def check_turn(self, turn: int | None) -> None:
-        """Raise `CacheError` for a turn that was not drawn."""
+        """Raise `CacheError` for a turn that no lookup returned."""
         if turn is not None and not (isinstance(turn, int) and 0 < turn <= self.turn):
-            raise CacheError(f"expected a turn that a lookup has said, of which {self.turn} were drawn, got {turn!r}")
+            raise CacheError(f"expected a turn from 1 to {self.turn}, as lookups return them, got {turn!r}")
 
     def serve(self, turn: int | None) -> None:
-        """What follows is done for the request of this turn, or for the last one that began."""
+        """Count the following uses for the request of this turn; for `None`, for the last one that began."""
         turn = self.turn if turn is None else turn
         if turn != self.served:
             self.served = turn
@@ -457,7 +458,7 @@ class Store:
                 policy.begin(turn, hint=self.returns.of(turn))
 
     def touch(self, nodes: Sequence[int]) -> None:
-        """The chunks of a path, tail first, were used by the request that is served: heads stay longest."""
+        """The chunks of a path, tail first, were used by the current request. Heads are evicted last."""
         if not nodes:
             return
         used = numbers(nodes)
@@ -467,8 +468,8 @@ class Store:
             ready = marks(pool.state)[at[live]] == READY
             policy.touch(used[live][ready].tolist())
             if self.several_sizes:
-                pool.note_use(at[live][ready].tolist())
-        self._note_elsewhere(used)
+                pool.record_use(at[live][ready].tolist())
+        self._record_uses_elsewhere(used)
         if self.last:
             dirty = sum(self.backlog.counts)
             self.backlog.use(nodes)
@@ -488,13 +489,13 @@ class Store:
             self.log.record(kind, [index.key[node]], tier=names[tier], parent=parent, source=source)
 
     def log_loss(self, node: int, tier: int, cause: str) -> None:
-        """Record that a copy leaves, or will not come."""
+        """Record that a copy is removed, or failed to be written."""
         kind = EventKind.REMOVED if self.index.is_ready(node, tier) else EventKind.FAILED
         by = self.log.by if cause == EVICTED else None
         self.log.record(kind, [self.index.key[node]], tier=self.levels[tier].name, cause=cause, by=by)
 
     def log_device(self, came: Sequence[tuple[Key, Key | None]], gone: Sequence[Key], cause: str) -> None:
-        """Record what somebody else's books say of the device."""
+        """Record what a device pool outside the tiers reports."""
         warmest = [self.index.warmest_ready(self.index.get(key)) for key, _ in came]
         for key in gone:
             self.index.get(key)
@@ -508,8 +509,8 @@ class Store:
 
     # ------------------------------------------------------------------ inside
 
-    def _note_elsewhere(self, used: npt.NDArray[np.int32], *, leaf: bool = False) -> None:
-        """Tell the tiers below the warmest of uses, tail first, of what they have not; a `leaf` ends a prompt."""
+    def _record_uses_elsewhere(self, used: npt.NDArray[np.int32], *, leaf: bool = False) -> None:
+        """Record uses, tail first, in the policies of colder tiers that lack the chunks. A `leaf` ends a prompt."""
         for tier in self.index.tiers[1:]:
             slots = column(self.index.slot[tier])[used]
             there = slots >= 0
@@ -518,7 +519,7 @@ class Store:
                 self.policies[tier].record_uses(once(used[~there]).tolist(), leaf=leaf and not there[0])
 
     def reconsider(self, at: npt.NDArray[np.int32], *, apart_from: int = -1) -> None:
-        """Something that kept nodes from going may have changed, in all tiers but one."""
+        """Nodes may have become evictable, in all tiers except `apart_from`."""
         at = once(at)
         self.changes += bool(len(at))
         for tier, policy in enumerate(self.policies):
@@ -534,13 +535,13 @@ class Store:
             if self.index.is_ready(node, tier) and policy.is_held(node):
                 policy.release((node,))
 
-    def _note(self, node: int) -> None:
-        """The copies of `node` have changed: it may be dirty now, or clean."""
-        if self.backlog.note(node):
+    def _update_backlog_of(self, node: int) -> None:
+        """The copies of `node` have changed: update whether it is dirty."""
+        if self.backlog.update(node):
             self._reconsider(node)
 
     def detach(self, node: int, tier: int, *, cause: str) -> None:
-        """Take a copy out of all books, and give its slot back."""
+        """Remove a copy from all structures, and free its slot."""
         index, pool = self.index, self.pools[tier]
         slot, parent = index.slot[tier][node], index.parent[node]
         if self.log.on:
@@ -556,28 +557,28 @@ class Store:
                 pin.node = ROOT
         if gone:
             self.seen[node] = 0
-            self.warm.discard(node)
+            self.kept_in_host.discard(node)
             self.backlog.forget(node)
         else:
             if cause == EVICTED:
                 self.counters.demotions[self.levels[tier].name] += 1
             self.backlog.exposed(node)
-            self._note(node)
+            self._update_backlog_of(node)
             self._reconsider(node)
-            if before := index.orphans.get(node):  # which may lie warmer now
-                self.land((index.get(before),))
+            if before := index.orphans.get(node):  # its copies may be in warmer tiers now
+                self.attach_orphans((index.get(before),))
         if parent > ORPHANS and not index.reach[tier][parent]:
             self._reconsider(parent)
 
     def forget(self, nodes: Sequence[int]) -> None:
-        """`nodes` are in no tier any more: what is known of them beside the index is known no longer."""
+        """`nodes` are in no tier any more: remove them from priorities and partial prefixes."""
         self.changes += 1
         if self.priorities.used:
             self.priorities.forget(nodes)
         if self.partials.on:
             self.partials.forget(nodes)
 
-    def _settle(self, tier: int, slot: int) -> None:
-        """Free a slot that drains, once no job touches it any more."""
+    def _free_drained(self, tier: int, slot: int) -> None:
+        """Free a draining slot that no job uses any more."""
         if not self.pools[tier].is_busy(slot):
             self.pools[tier].move(slot, FREE)

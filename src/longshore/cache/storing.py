@@ -285,7 +285,7 @@ class Storing:
     def _clean(self, tier: int, at_least: int) -> None:
         """Order copies from `tier` to the one below, of `at_least` chunks with those under way, if so many can go."""
         store, below = self._store, tier + 1
-        slots, writing = store.room_in_all(tier), self._flow.writing[below]
+        slots, writing = store.total_room(tier), self._flow.writing[below]
         target = self._clean_target(tier, slots)
         wanted = max(target - (slots - store.backlog.counts[tier]), at_least - writing)
         if wanted > 0 and target < slots:
@@ -390,7 +390,7 @@ class Storing:
             return 0
         patient &= not orphan
         nbytes, pins = store.pools[0].slabs.image_bytes[pool], [store.pin(node) for node in needed if node]
-        once = min(wanted, store.room_in_all(0))
+        once = min(wanted, store.total_room(0))
         again = (
             patient and bool(store.last) and self._room(0, once, pool, observes=False) < once and self._may_get_room(0)
         )
@@ -468,7 +468,7 @@ class Storing:
         if found >= wanted:
             self._reserves[tier] = max(0.0, self._reserves[tier] - wanted / _FORGET)
         else:
-            slots = self._store.room_in_all(tier)
+            slots = self._store.total_room(tier)
             grown = max(self._clean_target(tier, slots), self._reserves[tier]) + (wanted - found) / 2
             self._reserves[tier] = max(0.0, min(slots - 1, grown))
 

@@ -370,7 +370,7 @@ class Flow:
         self.waits.clear()
         self.outbox += [Cancel(job) for job in self.jobs]
         if first < len(self.store.levels):
-            self.store.keep_from(first)
+            self.store.reset_warmer(first)
             return
         self.generation += 1
         self.store.clear()
@@ -552,21 +552,21 @@ class Flow:
                 items = zip(job.transfer.items, statuses, strict=True)
                 self.offloaded += [item.key for item, status in items if status is Status.OK]
             store.serve(job.turn)
-            landed = store.arrive(tier, slots)
+            attached = store.writes_ended(tier, slots)
             if self.offloaded is not None:
-                self.offloaded += store.index.key[landed].tolist()
+                self.offloaded += store.index.key[attached].tolist()
 
     def _let_go(self, source: Side, statuses: Sequence[Status], *, blame: bool) -> None:
         """A job has read its sources; if there is reason to `blame` them, some may be unusable."""
         tier, slots = source
         if not blame:
-            self.store.unread(tier, slots)
+            self.store.end_reads(tier, slots)
             return
         condemned = [each for each in zip(slots, statuses, strict=True) if each[1].invalidates_source]
         bad = {slot for slot, _ in condemned}
-        self.store.unread(tier, [slot for slot in slots if slot not in bad])
+        self.store.end_reads(tier, [slot for slot in slots if slot not in bad])
         for slot, status in condemned:
-            self.store.condemn(tier, slot, status)
+            self.store.quarantine(tier, slot, status)
 
     def _fail(self, tier: int, slot: int, status: Status, *, writing: bool) -> None:
         store = self.store
