@@ -154,7 +154,7 @@ class Backlog:
         """`nodes`, parents first, have become ready: what is behind a chunk that is not to be copied is not either."""
         if not self._last:
             return
-        failed, parent, coldest = self._failed, self._index.parent, self._index.coldest
+        failed, parent, coldest = self._failed, self._index.parent, self._index.coldest_tier
         if marks(failed)[column(parent)[numbers(nodes)]].any():
             for node in nodes:
                 if failed[parent[node]] and not self._is_safe_below(parent[node], coldest(node)):

@@ -277,7 +277,7 @@ class Prefetching:
             self.leave(former)
         if patient and (wait.lacks or wait.jobs):
             if not any(before.lacks for _, before in self.queue.values()):
-                self._store.keep_in_host(self._store.warm.union(self._path(hold)))
+                self._store.keep_in_host(self._store.kept_in_host.union(self._path(hold)))
             self.queue[wait.number] = hold, wait
             self._is_new = True
             self.proceed()
@@ -307,7 +307,7 @@ class Prefetching:
         if not is_new and self._seen == store.changes:
             return
         self._is_new, self._seen = False, store.changes
-        kept, before = set[int]() if is_new else store.warm, set[str | None]()
+        kept, before = set[int]() if is_new else store.kept_in_host, set[str | None]()
         for hold, wait in self.queue.values():
             if is_new or wait.lacks:
                 kept = kept.union(self._path(hold))
@@ -320,7 +320,7 @@ class Prefetching:
             if wait.lacks:
                 break
             before.add(hold.request)
-        if kept or store.warm:
+        if kept or store.kept_in_host:
             store.keep_in_host(kept)
 
     def is_waiting(self, hold: LeaseRecord) -> bool:
@@ -349,10 +349,10 @@ class Prefetching:
             flow.waits.begin(wait)
             return
         store.log.by = keys[cold[0]]
-        warm = store.warm
+        warm = store.kept_in_host
         store.keep_in_host(warm.union(path))
         room = self._storing.clean_room([path[i] for i in cold], cleans=wait.patient)
-        store.keep_in_host(warm & store.warm)
+        store.keep_in_host(warm & store.kept_in_host)
         wait.lacks, cold = wait.patient and room < len(cold), cold[:room]
         for start in range(0, len(cold), LOAD_BATCH):
             chosen = cold[start : start + LOAD_BATCH]

@@ -371,7 +371,7 @@ class Nodes:
             self._stop_waiting(node)
         self.called.discard(node)
         del self._shards[key[0]][key]
-        self._tree.leave(node, parent)
+        self._tree.unlink(node, parent)
         self.key[node] = None
         self.reachable[node] = 0
         self._free.give(array("i", (node,)))
