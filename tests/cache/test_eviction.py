@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longshore.cache.columns import LISTS
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.cache.eviction.ghosts import Ghosts
-from longshore.cache.eviction.partitioned import Banded, Sized
+from longshore.cache.eviction.partitioned import PartitionedByPriority, PartitionedBySize
 from longshore.errors import CacheError, IntegrityError
 
 SLOTS = 8
@@ -28,16 +28,18 @@ def make(kind: type[EvictionPolicy], slots: int = SLOTS) -> EvictionPolicy:
     return policy
 
 
-def banded(slots: int = SLOTS, kind: type[EvictionPolicy] = LRU) -> Banded:
+def banded(slots: int = SLOTS, kind: type[EvictionPolicy] = LRU) -> PartitionedByPriority:
     """Priorities over `kind`; no node has one of its own yet."""
     first = make(kind, slots)
-    return Banded(slots, first.names, kind, first, 35, bytearray([35]) * (LISTS + 64))
+    return PartitionedByPriority(slots, first.names, kind, first, 35, bytearray([35]) * (LISTS + 64))
 
 
-def sized(kind: type[EvictionPolicy] = LRU) -> Sized:
+def sized(kind: type[EvictionPolicy] = LRU) -> PartitionedBySize:
     """Two image sizes over `kind`; every third node is of the second."""
     parts = [make(kind) for _ in range(2)]
-    policy = Sized(SLOTS, parts[0].names, parts, lambda nodes: [int(node % 3 == 0 and node > D) for node in nodes])
+    policy = PartitionedBySize(
+        SLOTS, parts[0].names, parts, lambda nodes: [int(node % 3 == 0 and node > D) for node in nodes]
+    )
     policy.grow(LISTS + 64)
     return policy
 
@@ -240,7 +242,7 @@ def test_a_node_comes_in_once_and_lists_are_no_nodes(policy: EvictionPolicy) -> 
 )
 def test_random_lives_keep_the_books(kind: str, steps: list[tuple[str, int]]) -> None:
     policy: EvictionPolicy = MAKERS[kind]()
-    if isinstance(policy, Banded):
+    if isinstance(policy, PartitionedByPriority):
         for node in NODES[1::2]:
             policy._priorities[node] = node % 3
     resident: set[int] = set()
@@ -284,10 +286,14 @@ def wide(name: str) -> EvictionPolicy:
     kind = KINDS[name.rsplit(maxsplit=1)[-1]]
     policy: EvictionPolicy = kind(WIDE, names)
     if name.startswith("sized"):
-        policy = Sized(WIDE, names, [kind(WIDE, names) for _ in range(2)], lambda some: [node % 2 for node in some])
+        policy = PartitionedBySize(
+            WIDE, names, [kind(WIDE, names) for _ in range(2)], lambda some: [node % 2 for node in some]
+        )
     policy.grow(LISTS + WIDE)
     if name.startswith("banded"):
-        policy = Banded(WIDE, names, kind, policy, 35, bytearray(30 + node % 3 for node in range(LISTS + WIDE)))
+        policy = PartitionedByPriority(
+            WIDE, names, kind, policy, 35, bytearray(30 + node % 3 for node in range(LISTS + WIDE))
+        )
     return policy
 
 

@@ -23,7 +23,7 @@ from longshore.cache import (
     WritePolicy,
 )
 from longshore.cache.eviction import LRU, POLICIES, Gittins
-from longshore.cache.eviction.partitioned import Banded
+from longshore.cache.eviction.partitioned import PartitionedByPriority
 from longshore.errors import CacheError
 
 PATH = chunks("abcd")
@@ -386,7 +386,7 @@ def test_the_first_orphan_is_used_by_the_request_that_it_came_with() -> None:
     asked = cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, returns=Return(ends=True))
     put(cache, PATH, 2)
     policy, node = cache._store.policies[0], cache._store.index.get(PATH[3])
-    assert isinstance(policy, Banded)
+    assert isinstance(policy, PartitionedByPriority)
     orphans = policy.part(policy.wanted(node))
     assert isinstance(orphans, Gittins)
     assert node in orphans

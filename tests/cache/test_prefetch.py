@@ -10,7 +10,7 @@ from cache_setup import LOAD, Setup, chunks, key, lookup, store
 
 from longshore.boundary import FILE, HOST, Cancel, Key, Status, Transfer, TransferResult, Urgency
 from longshore.cache import CacheSettings, GroupKeys, Lease, MissReason, PrefetchPolicy, Run, TieredCache, TierSpec
-from longshore.cache.loading import Prefetching
+from longshore.cache.loads import Prefetches
 from longshore.errors import CacheError, LeaseError
 
 BOTH = Setup(host=4, file=8, backup="write_through")
@@ -267,7 +267,7 @@ def test_nobody_waits_for_what_a_reset_has_made_worthless() -> None:
 
 def test_waits_that_are_over_are_not_kept() -> None:
     world, hold = cold("ab")
-    waits = world.cache._flow.waits
+    waits = world.cache._transfers.waits
     for _ in range(300):
         each = lookup(world.cache, chunks("ab"), 0.0).lease
         assert each is not None
@@ -275,7 +275,7 @@ def test_waits_that_are_over_are_not_kept() -> None:
         world.cache.release(each)
     world.cache.take()
     assert len(waits.open) == 300  # they have left their read to each other
-    (read, *copies) = world.cache._flow.jobs
+    (read, *copies) = world.cache._transfers.jobs
     for job in (read, *copies):
         world.cache.apply([TransferResult(job, (Status.OK,) * 2)], 0.0)
     assert not waits.open
@@ -427,13 +427,13 @@ def test_a_reset_ends_prefetches_that_wait_for_room() -> None:
 def work(monkeypatch: pytest.MonkeyPatch) -> list[Lease]:
     """Grows each time that a prefetch that waits for room looks at its chunks."""
     done: list[Lease] = []
-    inner = Prefetching._path
+    inner = Prefetches._path
 
-    def counted(self: Prefetching, hold: Lease) -> list[int]:
+    def counted(self: Prefetches, hold: Lease) -> list[int]:
         done.append(hold)
         return inner(self, hold)
 
-    monkeypatch.setattr(Prefetching, "_path", counted)
+    monkeypatch.setattr(Prefetches, "_path", counted)
     return done
 
 

@@ -28,7 +28,7 @@ from longshore.cache.index import At, Residency, nodes_of
 from longshore.cache.nodes import ROOT
 from longshore.cache.remote import Exchange
 from longshore.cache.store import Pin, Store
-from longshore.cache.transfers import Flow, Held
+from longshore.cache.transfers import LeasedChunks, Transfers
 from longshore.cache.transfers import LeaseRecord as Record
 from longshore.cache.types import Found, Lease, MissReason, Until
 from longshore.errors import CacheError, LeaseError
@@ -50,9 +50,11 @@ class Leases:
     def __iter__(self) -> Iterator[Record]:
         return iter(self._records.values())
 
-    def take(self, identity: int, parts: Sequence[Held], request: str | None, *, joint: bool = False) -> Lease:
-        """Keep `parts`, whose nodes are pinned; of several groups if it is `joint`."""
-        self._records[identity] = Record(parts, request, self._store.served, joint=joint)
+    def take(
+        self, identity: int, parts: Sequence[LeasedChunks], request: str | None, *, is_multi_group: bool = False
+    ) -> Lease:
+        """Keep `parts`, whose nodes are pinned; of several groups if it is multi-group."""
+        self._records[identity] = Record(parts, request, self._store.served, is_multi_group=is_multi_group)
         return Lease(identity)
 
     def get(self, lease: Lease) -> Record:
@@ -65,7 +67,7 @@ class Leases:
     def to_load(self, lease: Lease) -> Record:
         """What `lease` stands for. Raises `LeaseError` if it was loaded, or keeps single chunks."""
         record = self.get(lease)
-        if not record.joint and record.parts[0].alone:
+        if not record.is_multi_group and record.parts[0].alone:
             raise LeaseError(f"lease {lease.id} keeps single chunks, and no path: load these by their keys")
         if record.load is not None:
             raise LeaseError(f"lease {lease.id} was loaded before")
@@ -125,7 +127,7 @@ class Leases:
             raise CacheError(f"{len(seen)} nodes are marked as seen, {len(set(self._step))} were")
 
 
-class JointPrefix(NamedTuple):
+class MultiGroupPrefix(NamedTuple):
     """How far the `paths` of all groups are served, in `tokens`, and what each needs for that."""
 
     paths: Sequence[GroupSearch]
@@ -134,11 +136,13 @@ class JointPrefix(NamedTuple):
 
 
 class Lookups:
-    """Lookups on one `Flow`; `advance` tells it the time, once all has been checked."""
+    """Lookups on one `Transfers`; `advance` tells it the time, once all has been checked."""
 
-    def __init__(self, flow: Flow, leases: Leases, exchange: Exchange, advance: Callable[[float], None]) -> None:
-        self._flow = flow
-        self._store = flow.store
+    def __init__(
+        self, transfers: Transfers, leases: Leases, exchange: Exchange, advance: Callable[[float], None]
+    ) -> None:
+        self._transfers = transfers
+        self._store = transfers.store
         self._leases = leases
         self._exchange = exchange
         self._advance = advance
@@ -160,11 +164,11 @@ class Lookups:
         """The longest run of ready chunks of one `path` of `group`, from its `first` on. As `TieredCache.lookup`."""
         keys, start, text, index = path.names, path.first, path.text, self._store.index
         check_first(keys, start)
-        self._flow.settings.pool_of(group)
-        if self._flow.settings.groups:
-            self._flow.settings.group(group)
-        size = 0 if text is None else self._flow.settings.group(group)[1]
-        if text is not None and self._flow.settings.stands_alone(group):
+        self._transfers.settings.pool_of(group)
+        if self._transfers.settings.groups:
+            self._transfers.settings.group(group)
+        size = 0 if text is None else self._transfers.settings.group(group)[1]
+        if text is not None and self._transfers.settings.stands_alone(group):
             raise CacheError(f"chunks of group {group} stand alone: none of them follows a path")
         text = text and text.checked()
         end = index.reachable_prefix(keys, start)
@@ -192,8 +196,8 @@ class Lookups:
             if self._exchange.tiers:
                 self._exchange.found(keys[start:end])
             pins = (self._store.pin(index.get(leased[-1])),)
-            held = Held(leased, range(start, start + len(leased)), pins, group)
-            lease = self._leases.take(self._flow.new_id(), (held,), request)
+            held = LeasedChunks(leased, range(start, start + len(leased)), pins, group)
+            lease = self._leases.take(self._transfers.new_id(), (held,), request)
         return Found(lease, end - start, partial=partial, foreign=foreign, probes=probes, turn=turn)
 
     def chunks(
@@ -228,7 +232,7 @@ class Lookups:
                 self._leases.protect(here.at[(here.at != ROOT) & (reachable[here.at] != 0)])
             return Found(turn=turn, residency=found)
         held = [
-            Held(
+            LeasedChunks(
                 [here.keys[position] for position in there],
                 there,
                 [self._store.pin(node) for node in here.at[there].tolist()],
@@ -238,15 +242,15 @@ class Lookups:
             for group, here, there in parts
             if there
         ]
-        lease = self._leases.take(self._flow.new_id(), held, request) if held else None
+        lease = self._leases.take(self._transfers.new_id(), held, request) if held else None
         return Found(lease, sum(len(part.keys) for part in held), turn=turn, residency=found)
 
     def fetch_path(self, group: int, path: GroupKeys, now: float) -> tuple[int, ...]:
         """Order what foreign tiers are known to have behind the ready prefix of one path; jobs as for `fetch`."""
         keys, start = path.names, path.first
         check_first(keys, start)
-        pool, index = self._flow.settings.pool_of(group), self._store.index
-        if self._flow.settings.stands_alone(group):
+        pool, index = self._transfers.settings.pool_of(group), self._store.index
+        if self._transfers.settings.stands_alone(group):
             nodes = index.find_alone(keys[start:])
             self._store.check_pool(nodes, pool)
             self._advance(now)
@@ -292,7 +296,7 @@ class Lookups:
         turn = self._serve(turn, [key for path in wanted for key in path.names], until, said=said)
         return self._found(plan, wanted, request, turn, until, count=count)
 
-    def _checked_plan(self, wanted: Sequence[GroupKeys]) -> JointPrefix:
+    def _checked_plan(self, wanted: Sequence[GroupKeys]) -> MultiGroupPrefix:
         """How far what is wanted of each group is served.
 
         Raises `CacheError` unless there is something wanted of each, and the keys are what they should be.
@@ -310,11 +314,11 @@ class Lookups:
             ready = 0 if path.group.alone else index.reachable_prefix(path.keys, 0)
             nodes = index.find_alone(path.keys) if path.group.alone else index.follow(path.keys, ready)
             head = [index.get(path.keys[ready - 1])] if ready else []
-            self._store.check_pool([*head, *nodes], self._flow.settings.pool_of(group))
+            self._store.check_pool([*head, *nodes], self._transfers.settings.pool_of(group))
         check_distinct(keys)
 
     def _paths(self, wanted: Sequence[GroupKeys], *, abroad: bool = False) -> list[GroupSearch]:
-        store, settings = self._store, self._flow.settings
+        store, settings = self._store, self._transfers.settings
         has = self._exchange.has if abroad else None
         return [
             GroupSearch(store.index, store.partials, *settings.group(group), each, abroad=has)
@@ -322,17 +326,17 @@ class Lookups:
         ]
 
     @staticmethod
-    def _plan(paths: Sequence[GroupSearch]) -> JointPrefix:
+    def _plan(paths: Sequence[GroupSearch]) -> MultiGroupPrefix:
         tokens = longest_served(paths)
-        return JointPrefix(paths, tokens, tuple(path.need(tokens) for path in paths))
+        return MultiGroupPrefix(paths, tokens, tuple(path.need(tokens) for path in paths))
 
-    def _could_be(self, wanted: Sequence[GroupKeys]) -> JointPrefix:
+    def _could_be(self, wanted: Sequence[GroupKeys]) -> MultiGroupPrefix:
         """How far it could be served with what foreign tiers are known to have, and what is on its way."""
         return self._plan(self._paths([each._replace(text=None) for each in wanted], abroad=True))
 
     def _found(
         self,
-        plan: JointPrefix,
+        plan: MultiGroupPrefix,
         wanted: Sequence[GroupKeys],
         request: str | None,
         turn: int | None,
@@ -358,7 +362,7 @@ class Lookups:
                 self._leases.protect(numbers(self._store.index.find(self._leased(path, need)[0])))
         elif until is Until.RELEASE and needed:
             parts = [self._hold(*each) for each in needed]
-            lease = self._leases.take(self._flow.new_id(), parts, request, joint=True)
+            lease = self._leases.take(self._transfers.new_id(), parts, request, is_multi_group=True)
         more = self._could_be(wanted).tokens if self._exchange.tiers else 0
         foreign = max(0, more - tokens)
         return Found(lease, tokens=tokens, needs=needs, foreign=foreign, probes=probes, turn=turn)
@@ -374,7 +378,7 @@ class Lookups:
         store, plan, jobs = self._store, self._could_be(wanted), dict[int, None]()
         pins = [store.pin(node) for node in self._needed(plan)]
         for group, (path, need) in enumerate(zip(plan.paths, plan.needs, strict=True)):
-            index, pool = store.index, self._flow.settings.pool_of(group)
+            index, pool = store.index, self._transfers.settings.pool_of(group)
             if path.group.alone:
                 lacking = [path.keys[at] for at in need.load]
                 found = self._exchange.fetch_alone(lacking, index.find_alone(lacking), pool)
@@ -387,7 +391,7 @@ class Lookups:
             store.unpin(pin)
         return tuple(jobs)
 
-    def _needed(self, plan: JointPrefix) -> list[int]:
+    def _needed(self, plan: MultiGroupPrefix) -> list[int]:
         """The nodes of what the prefix of `plan` needs and our tiers have; of a path the last alone, which keeps it."""
         index, nodes = self._store.index, list[int]()
         for path, need in zip(plan.paths, plan.needs, strict=True):
@@ -399,8 +403,8 @@ class Lookups:
 
     def sections(self, record: Record, blocks: Sequence[Sequence[int]]) -> list[Section]:
         """`blocks`, in order of group, as they belong to the held chunks. Raises `CacheError` if they do not fit."""
-        per_chunk, held = self._flow.settings.blocks_per_chunk, {part.group: part.blocks for part in record.parts}
-        counts = [held.get(group, 0) for group in range(len(self._flow.settings.groups))]
+        per_chunk, held = self._transfers.settings.blocks_per_chunk, {part.group: part.blocks for part in record.parts}
+        counts = [held.get(group, 0) for group in range(len(self._transfers.settings.groups))]
         if [len(each) for each in blocks] != counts:
             raise CacheError(f"the held chunks of each group have {counts} blocks, got {[len(b) for b in blocks]}")
         return [
@@ -413,7 +417,7 @@ class Lookups:
             for start, end in runs_of(part.positions)
         ]
 
-    def _check(self, plan: JointPrefix) -> None:
+    def _check(self, plan: MultiGroupPrefix) -> None:
         """Raise `CacheError` where what is to be loaded is not what it should be, before anything has changed."""
         index, (paths, _, needs) = self._store.index, plan
         for path, need in zip(paths, needs, strict=True):
@@ -436,14 +440,14 @@ class Lookups:
             positions.append(need.end)
         return keys, positions
 
-    def _hold(self, group: int, path: GroupSearch, need: Need) -> Held:
+    def _hold(self, group: int, path: GroupSearch, need: Need) -> LeasedChunks:
         store, (keys, positions) = self._store, self._leased(path, need)
-        blocks = len(need.load) * self._flow.settings.blocks_per_chunk
+        blocks = len(need.load) * self._transfers.settings.blocks_per_chunk
         if need.partial and not need.partial.device:
             blocks += -(-need.partial.tokens // path.group.block_size)
         pinned = keys if path.group.alone else keys[-1:]
         pins: list[Pin] = [store.pin(store.index.get(key)) for key in pinned]
-        return Held(keys, positions, pins, group, alone=path.group.alone, blocks=blocks)
+        return LeasedChunks(keys, positions, pins, group, alone=path.group.alone, blocks=blocks)
 
     def _note(
         self, request: str | None, path: GroupSearch, need: Need, until: Until, *, count: bool
@@ -497,13 +501,15 @@ class Lookups:
         """Raise `CacheError` unless the nodes `at` differ, and are of `group`."""
         if has_twins(at):
             raise CacheError(f"the {len(at)} chunks differ, only {len(np.unique(at))} do")
-        if self._flow.settings.stands_alone(group):
+        if self._transfers.settings.stands_alone(group):
             self._store.index.check_alone(at)
-        self._store.check_pool(at.tolist() if self._store.several_sizes else (), self._flow.settings.pool_of(group))
+        self._store.check_pool(
+            at.tolist() if self._store.several_sizes else (), self._transfers.settings.pool_of(group)
+        )
 
     def _of_all_groups(self, paths: Mapping[int, GroupKeys]) -> list[GroupKeys]:
         """`paths` in order of group. Raises `CacheError` unless there is one of each."""
-        groups = range(len(self._flow.settings.groups))
+        groups = range(len(self._transfers.settings.groups))
         if not groups or set(paths) != set(groups):
             raise CacheError(f"expected the keys of one group, or of all {len(groups)}, got those of {sorted(paths)}")
         if any(path.first for path in paths.values()):

@@ -6,7 +6,7 @@
 
 Sans I/O: no torch, no threads, no clock and no randomness of its own; the same calls give the same log. Every method
 validates before it changes anything. The books are kept in `store`, the transfers in `transfers`; decisions are
-made in `lookups`, `loading` (with prefetches), `storing` and `remote` (foreign tiers).
+made in `lookups`, `loads` (with prefetches), `writes` and `remote` (foreign tiers).
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.eviction.hit_rates import check as check_return
 from longshore.cache.groups import GroupKeys, check_blocks, check_distinct, check_paths
-from longshore.cache.loading import Loading, Prefetching
+from longshore.cache.loads import Loads, Prefetches
 from longshore.cache.lookups import Leases, Lookups, check_first
 from longshore.cache.recovery import Chunk, Recovered, adopt
 from longshore.cache.remote import Exchange
 from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, seconds
 from longshore.cache.settings import check as check_retention
 from longshore.cache.store import Level, Store
-from longshore.cache.storing import Storing
-from longshore.cache.transfers import Flow, Load
+from longshore.cache.transfers import Load, Transfers
 from longshore.cache.types import (
     Counters,
     DeviceCopy,
@@ -45,6 +44,7 @@ from longshore.cache.types import (
     TierStats,
     Until,
 )
+from longshore.cache.writes import Writes
 from longshore.errors import CacheError
 
 
@@ -83,19 +83,19 @@ class TieredCache:
         events, width = self.settings.events, self.settings.token_width
         self._store = Store(levels, self.counters, thresholds=thresholds, events=events, token_width=width)
         self._store.log.hidden = self.settings.self_test_key
-        self._flow = Flow(self._store, self.settings, generation)
-        self._loading = Loading(self._flow)
-        self._storing = Storing(self._flow, rules[: len(names)], is_only=len(names) == 1 and not theirs)
-        self._exchange = Exchange(self._flow, theirs, rules[len(names) :])
+        self._transfers = Transfers(self._store, self.settings, generation)
+        self._loads = Loads(self._transfers)
+        self._writes = Writes(self._transfers, rules[: len(names)], is_only=len(names) == 1 and not theirs)
+        self._exchange = Exchange(self._transfers, theirs, rules[len(names) :])
         self._leases = Leases(self._store)
-        self._prefetching = Prefetching(self._flow, self._storing, self._leases)
-        self._lookups = Lookups(self._flow, self._leases, self._exchange, self._advance)
+        self._prefetches = Prefetches(self._transfers, self._writes, self._leases)
+        self._lookups = Lookups(self._transfers, self._leases, self._exchange, self._advance)
         self._device = DeviceBlocks(self.settings.device_blocks)
 
     @property
     def generation(self) -> int:
         """How many resets there were, over all processes that shared the persistent tier."""
-        return self._flow.generation
+        return self._transfers.generation
 
     @property
     def held(self) -> int:
@@ -105,7 +105,7 @@ class TieredCache:
     @property
     def jobs_in_flight(self) -> int:
         """Jobs whose results have not come."""
-        return len(self._flow.jobs)
+        return len(self._transfers.jobs)
 
     # ------------------------------------------------------------------ a prompt that returns
 
@@ -179,9 +179,9 @@ class TieredCache:
         self._check_time(now)
         if not isinstance(what, Mapping):
             record = self._leases.get(what)
-            policy, longest = self._prefetching.check(policy, timeout)
+            policy, longest = self._prefetches.check(policy, timeout)
             self._advance(now)
-            return tuple(sorted(self._prefetching.prefetch(record, policy, longest).jobs))
+            return tuple(sorted(self._prefetches.prefetch(record, policy, longest).jobs))
         if policy is not None or timeout is not None:
             raise CacheError("a policy and a timeout are of the prefetch of a lease")
         check_paths(what)
@@ -237,11 +237,11 @@ class TieredCache:
             self._device.check(())
             self._store.check_turn(turn)
             warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
-            lent = [(len(keys), self._loading.lend(keys, at, turn)) for keys, at in warm]
+            lent = [(len(keys), self._loads.lease_slots(keys, at, turn)) for keys, at in warm]
             return LoadOrder(sum(count for count, _ in lent), tuple(Part(job, n, slots) for n, (job, slots) in lent))
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
-        if record.joint:
+        if record.is_multi_group:
             if skip or tokens is not None:
                 raise CacheError(
                     "`skip` and `tokens` are of the load of one group; `Need` says what to load of several"
@@ -252,7 +252,7 @@ class TieredCache:
                 self._device.check(each)
             self._store.serve(record.turn)
             nodes, keys = record.nodes(self._store.index), record.keys
-            record.load = self._loading.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
+            record.load = self._loads.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
             name = record.request
             record.load.asked = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
             return self._ordered(record.load)
@@ -265,7 +265,7 @@ class TieredCache:
         self._store.check_pool([part.pins[0].node], self.settings.pool_of(group))
         self._check_tokens(tokens, group)
         self._store.serve(record.turn)
-        record.load = self._loading.load(
+        record.load = self._loads.load(
             part.keys[:chunks],
             into,
             part.positions[0] * per_chunk + skip,
@@ -289,7 +289,7 @@ class TieredCache:
             self._device.check(list({source.index for source in sources}))
             self._check_tokens(tokens, group)
         parts = [
-            Part(self._flow.copy_inside(sources, blocks[group], tokens, group), 0)
+            Part(self._transfers.copy_inside(sources, blocks[group], tokens, group), 0)
             for group, (sources, tokens) in copies.items()
         ]
         return LoadOrder(0, tuple(parts))
@@ -297,11 +297,13 @@ class TieredCache:
     def progress(self, of: Lease | int) -> Progress:
         """How far a lease, a job or a probe has come. A job that has ended no longer touches its device blocks."""
         if isinstance(of, int):
-            return Progress(of not in self._flow.jobs and not (self._exchange.tiers and self._exchange.is_asking(of)))
+            return Progress(
+                of not in self._transfers.jobs and not (self._exchange.tiers and self._exchange.is_asking(of))
+            )
         record = self._leases.get(of)
         if record.load is not None:
             return Progress(record.load.outcome is not None, record.load.outcome)
-        if self._prefetching.is_waiting(record):
+        if self._prefetches.is_waiting(record):
             return Progress(is_over=False)
         return Progress(is_over=True, runs=self._store.runs(record.nodes(self._store.index)))
 
@@ -312,16 +314,16 @@ class TieredCache:
         released before is a `LeaseError`, a job that is none a `JobError`.
         """
         if isinstance(what, int):
-            self._flow.withdraw(what)
+            self._transfers.withdraw(what)
             return 1
         leases = self._leases.of(what) if isinstance(what, str) else [what]
         for lease in leases:
             record = self._leases.get(lease)
             if record.load is not None and record.load.outcome is None:
-                self._flow.abandon(record.load)
+                self._transfers.cancel_load(record.load)
                 self._conclude(record.load, MissReason.CANCELLED)
             if record.prefetch is not None:
-                self._prefetching.leave(record.prefetch)
+                self._prefetches.cancel(record.prefetch)
             self._leases.drop(lease)
         return len(leases)
 
@@ -367,13 +369,13 @@ class TieredCache:
             self._device.check(mine)
         if len(paths) > 1:
             check_distinct([key for path in paths.values() for keys in (path.names, path.slid) for key in keys])
-        nodes = {group: self._storing.check(path, group) for group, path in paths.items()}
+        nodes = {group: self._writes.check(path, group) for group, path in paths.items()}
         orders = dict[int, StoreOrder]()
         for group, path in paths.items():
             if orders:  # which may have evicted some
-                nodes[group] = self._storing.check(path, group)
+                nodes[group] = self._writes.check(path, group)
             into = None if blocks is None else blocks.get(group, ())
-            orders[group] = self._storing.store(
+            orders[group] = self._writes.store(
                 path, nodes[group], into, group, evicting=evicting or blocks is None, patient=patient, turn=turn
             )
             if path.slid and not orders[group].again:
@@ -382,18 +384,18 @@ class TieredCache:
 
     def discard(self, keys: Iterable[Key], tier: str) -> int:
         """Remove the copies of a path in `tier` that nothing holds, reads or needs to be reached; says how many."""
-        return self._flow.evictor.discard(list(keys), self._tier(tier))
+        return self._transfers.evictor.discard(list(keys), self._tier(tier))
 
     def flush(self) -> bool:
         """Order backups of all that only the host tier has; says whether there is nothing left to order or wait for."""
-        self._storing.clean(all_of_host=True)
-        return not self._flow.jobs
+        self._writes.clean(all_of_host=True)
+        return not self._transfers.jobs
 
     # ------------------------------------------------------------------ commands and results
 
     def take(self) -> list[Command]:
         """Commands since the last call, in order, each exactly once."""
-        commands, self._flow.outbox = self._flow.outbox, []
+        commands, self._transfers.outbox = self._transfers.outbox, []
         for level in self._store.levels:
             if level.pool.freed and (slots := level.pool.take_freed()):
                 commands.append(Discard(level.name, slots))
@@ -410,7 +412,7 @@ class TieredCache:
         if answers:
             self._exchange.check(answers)
         ended = [result for result in results if isinstance(result, TransferResult)]
-        loads = self._flow.apply(ended) if ended else []
+        loads = self._transfers.apply(ended) if ended else []
         self._advance(now)
         if answers:
             self._exchange.hear(answers)
@@ -448,7 +450,7 @@ class TieredCache:
         have been applied. The tiers keep what they have; to forget that too, `reset`.
         """
         self._device.asleep = True
-        return self._flow.leave_device()
+        return self._transfers.cancel_device_jobs()
 
     def wake(self, blocks: int | None = None) -> None:
         """The device's memory is back, and empty: a pool of so many `blocks`, or of as many as before.
@@ -456,7 +458,7 @@ class TieredCache:
         Raises `CacheError` if `blocks` are named while a job works on the pool before it.
         """
         if blocks is not None:
-            routes = [job.transfer.route for job in self._flow.jobs.values()]
+            routes = [job.transfer.route for job in self._transfers.jobs.values()]
             if busy := sum(DEVICE in (route.source, route.destination) for route in routes):
                 raise CacheError(
                     f"{busy} jobs in flight read or write blocks of the device pool: it cannot be replaced"
@@ -470,7 +472,7 @@ class TieredCache:
         What lies in slots above the new size is in the way: that is a `CapacityError`, unless it is to be discarded,
         and nothing works on it, holds it, or needs it to be reached. Nothing has changed after an error.
         """
-        self._flow.evictor.resize(self._tier(tier), slots, discard=discard)
+        self._transfers.evictor.resize(self._tier(tier), slots, discard=discard)
 
     def reset(self, *, keep: Sequence[str] = (), weights: bool = False) -> int:
         """Forget everything, here and after a restart; returns the new generation.
@@ -496,8 +498,8 @@ class TieredCache:
                 self._count_misses(record.load, record.load.revoke())
         if keep:
             self._leases.end_step()
-        self._prefetching.clear()
-        self._flow.forget(first, weights=weights)
+        self._prefetches.clear()
+        self._transfers.forget(first, weights=weights)
         if not keep:
             self._leases.forget_step()
             self._exchange.clear()
@@ -525,21 +527,21 @@ class TieredCache:
     def check_integrity(self) -> None:
         """Walk every structure; raise `CacheError` where two of them disagree."""
         inspect.check_integrity(self._store)
-        self._flow.check_integrity()
+        self._transfers.check_integrity()
         self._leases.check_integrity()
         self._exchange.check_integrity()
 
     # ------------------------------------------------------------------ inside
 
     def _advance(self, now: float) -> None:
-        self._flow.now = self._store.log.now = max(self._flow.now, now)
+        self._transfers.now = self._store.log.now = max(self._transfers.now, now)
         if self._store.priorities.used:
-            self._store.priorities.expire(self._flow.now)
-        for wait in self._flow.waits.due(self._flow.now) if self._flow.waits.open else ():
+            self._store.priorities.expire(self._transfers.now)
+        for wait in self._transfers.waits.due(self._transfers.now) if self._transfers.waits.open else ():
             if wait.load is not None and wait.load.outcome is None:
-                self._flow.abandon(wait.load)
+                self._transfers.cancel_load(wait.load)
                 self._conclude(wait.load, MissReason.DEADLINE)
-            self._flow.leave(wait)
+            self._transfers.cancel_wait(wait)
 
     def _ordered(self, load: Load) -> LoadOrder:
         """What was ordered of `load`; nothing at all is an outcome already."""
@@ -550,10 +552,10 @@ class TieredCache:
 
     def _proceed(self) -> None:
         """Order what was waiting for room or for its time: prefetches, then writes."""
-        if self._prefetching.queue:
-            self._prefetching.proceed()
+        if self._prefetches.queue:
+            self._prefetches.proceed()
         if self._store.index.called or any(self._store.backlog.counts):
-            self._storing.clean()
+            self._writes.clean()
         if self._exchange.tiers:
             self._exchange.proceed()
 
@@ -562,7 +564,7 @@ class TieredCache:
         hidden = self._store.log.hidden
         if load.outcome is not None and all(len(keys) != 1 or keys[0] != hidden for _, keys in load.asked):
             self.counters.hits.update(load.outcome.sources)
-        self._flow.waits.close(load.wait)
+        self._transfers.waits.close(load.wait)
 
     def _count_misses(self, load: Load, misses: Sequence[MissReason]) -> None:
         self.counters.misses.update(misses)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from longshore.cache.columns import marks, numbers
 from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.eviction.partitioned import Banded, Sized
+from longshore.cache.eviction.partitioned import PartitionedByPriority, PartitionedBySize
 from longshore.cache.index import Index
 from longshore.cache.settings import DEFAULT_PRIORITY, Retention, said
 
@@ -61,7 +61,7 @@ class Priorities:
         """When times end that were named, and whose; some of them have been named anew since. A heap."""
         self._listed = 0
         """Nodes in it."""
-        self._bands: list[Banded] = []
+        self._bands: list[PartitionedByPriority] = []
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
@@ -140,13 +140,13 @@ class Priorities:
         for tier, make in enumerate(self._makers):
             split = partial(self._split, make)
             policy = self._policies[tier]
-            if isinstance(policy, Sized):
+            if isinstance(policy, PartitionedBySize):
                 policy.replace(split)
             else:
                 self._policies[tier] = split(policy)
 
     def _split(self, make: type[EvictionPolicy], first: EvictionPolicy) -> EvictionPolicy:
-        band = Banded(first.slots, first.names, make, first, _USUAL, self._priority, *self._serving())
+        band = PartitionedByPriority(first.slots, first.names, make, first, _USUAL, self._priority, *self._serving())
         self._bands.append(band)
         return band
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from longshore.boundary import Key, Probe, ProbeResult, Status
-from longshore.cache.settings import Sightings, WriteRule
-from longshore.cache.transfers import Flow, Job, Side
+from longshore.cache.settings import AdmissionFilter, WriteRule
+from longshore.cache.transfers import Job, TierSlots, Transfers
 from longshore.cache.types import Answer, DropReason, MissReason
 from longshore.errors import JobError
 
@@ -25,9 +25,9 @@ KNOWN = 1 << 16
 class Foreign:
     """What is known of the tier `name`, and what it was asked."""
 
-    def __init__(self, name: str, flow: Flow) -> None:
+    def __init__(self, name: str, transfers: Transfers) -> None:
         self.name = name
-        self._flow = flow
+        self._transfers = transfers
         self._known: dict[Key, tuple[bool, float]] = {}
         """Whether a key was there, and until when that counts."""
         self._sent: dict[Key, None] = {}
@@ -39,21 +39,21 @@ class Foreign:
     def has(self, key: Key) -> bool | None:
         """What the last answer said of `key`; `None` without one that still counts."""
         answer = self._known.get(key)
-        return answer[0] if answer is not None and self._flow.now < answer[1] else None
+        return answer[0] if answer is not None and self._transfers.now < answer[1] else None
 
     def ask(self, keys: Sequence[Key]) -> list[int]:
         """Have the tier asked for those of `keys` that nothing is known of; the probes that are about one of these.
 
         It is asked for so many at a time only; keys beyond that are counted, and stay unknown.
         """
-        settings, unknown = self._flow.settings, [key for key in keys if self.has(key) is None]
+        settings, unknown = self._transfers.settings, [key for key in keys if self.has(key) is None]
         new = [key for key in unknown if key not in self._asked]
         room = max(0, settings.max_probes - len(self._asked))
-        self._flow.store.counters.probes[self.name][Answer.UNASKED] += len(new) - len(new[:room])
+        self._transfers.store.counters.probes[self.name][Answer.UNASKED] += len(new) - len(new[:room])
         if asked := tuple(new[:room]):
-            number, deadline = self._flow.new_id(), self._flow.now + settings.probe_timeout
-            probe = Probe(number, self.name, asked, deadline, self._flow.generation, settings.ranks)
-            self._flow.outbox.append(probe)
+            number, deadline = self._transfers.new_id(), self._transfers.now + settings.probe_timeout
+            probe = Probe(number, self.name, asked, deadline, self._transfers.generation, settings.ranks)
+            self._transfers.outbox.append(probe)
             self._probes[number] = _UnderWay(probe)
             self._asked.update(dict.fromkeys(asked, number))
         return sorted({self._asked[key] for key in unknown if key in self._asked})
@@ -82,7 +82,7 @@ class Foreign:
     def learn(self, key: Key, *, present: bool) -> None:
         """`key` is there, or not, as of now."""
         self._known.pop(key, None)
-        self._known[key] = present, self._flow.now + self._flow.settings.probe_life
+        self._known[key] = present, self._transfers.now + self._transfers.settings.probe_life
         if not present:
             self._sent.pop(key, None)
         if len(self._known) > KNOWN:
@@ -121,9 +121,9 @@ class Foreign:
                 raise JobError(f"probe {number} is waited for, and does not ask for chunk {key.hex()[:12]}")
 
     def _end(self, asked: _UnderWay) -> None:
-        if asked.probe.generation != self._flow.generation:
+        if asked.probe.generation != self._transfers.generation:
             return
-        counts = self._flow.store.counters.probes[self.name]
+        counts = self._transfers.store.counters.probes[self.name]
         for key, present in zip(asked.probe.keys, asked.present, strict=True):
             del self._asked[key]
             if asked.answered:
@@ -147,7 +147,7 @@ class _UnderWay:
 FETCH_BATCH = 16
 """Chunks that are fetched by one job."""
 
-SIGHTINGS = 1 << 16
+ADMISSION_FILTER_SIZE = 1 << 16
 """Chunks of which a selective write policy remembers how often they came."""
 
 _SHARE = 16
@@ -155,19 +155,21 @@ _SHARE = 16
 
 
 class Exchange:
-    """Fetches and stores over one `Flow`, from and to `tiers`, the first that has a chunk being asked first."""
+    """Fetches and stores over one `Transfers`, from and to `tiers`, the first that has a chunk being asked first."""
 
-    def __init__(self, flow: Flow, tiers: Sequence[str], rules: Sequence[WriteRule]) -> None:
-        self._flow = flow
-        self._store = flow.store
-        self.tiers = [Foreign(name, flow) for name in tiers]
+    def __init__(self, transfers: Transfers, tiers: Sequence[str], rules: Sequence[WriteRule]) -> None:
+        self._transfers = transfers
+        self._store = transfers.store
+        self.tiers = [Foreign(name, transfers) for name in tiers]
         """Without one, callers need not ask anything here."""
-        self._seen = [Sightings(rule.threshold, SIGHTINGS) if rule.selective else None for rule in rules]
+        self._seen = [
+            AdmissionFilter(rule.threshold, ADMISSION_FILTER_SIZE) if rule.selective else None for rule in rules
+        ]
         self._queues: list[deque[Key]] = [deque() for _ in tiers]
         """What is to be stored in each tier, heads first."""
         self._under_way: dict[int, tuple[Foreign, Job]] = {}
-        flow.writing.update(dict.fromkeys(tiers, 0))
-        flow.offloaded = [] if tiers else None
+        transfers.writing.update(dict.fromkeys(tiers, 0))
+        transfers.offloaded = [] if tiers else None
 
     # ------------------------------------------------------------------ what is known
 
@@ -228,11 +230,11 @@ class Exchange:
         before, wanted = keys[begin - 1] if begin else None, keys[begin : begin + known]
         pin = store.pin(store.index.get(before)) if before is not None and wanted else None
         store.log.by = wanted[0] if wanted else None
-        wanted = wanted[: self._flow.evictor.make_room(0, len(wanted), pool, spare_dirty=True)]
+        wanted = wanted[: self._transfers.evictor.make_room(0, len(wanted), pool, spare_dirty=True)]
         if pin is not None:
             store.unpin(pin)
         for tier, batch in self._batches(wanted):
-            job, above = self._flow.new_id(), [before, *batch[:-1]]
+            job, above = self._transfers.new_id(), [before, *batch[:-1]]
             jobs[self._fetch(tier, job, batch, above, store.place(batch, before, job, pool))] = None
             before = batch[-1]
         return tuple(jobs)
@@ -246,11 +248,11 @@ class Exchange:
         jobs = dict.fromkeys(writer[slot] for node in nodes if node and (slot := store.index.slot[0][node]) in writer)
         pins = [store.pin(node) for node in nodes if node]
         store.log.by = wanted[-1] if wanted else None
-        wanted = wanted[len(wanted) - self._flow.evictor.make_room(0, len(wanted), pool, spare_dirty=True) :]
+        wanted = wanted[len(wanted) - self._transfers.evictor.make_room(0, len(wanted), pool, spare_dirty=True) :]
         for pin in pins:
             store.unpin(pin)
         for tier, batch in self._batches(wanted):
-            job = self._flow.new_id()
+            job = self._transfers.new_id()
             slots = store.place_alone(batch, job, pool)
             jobs[self._fetch(tier, job, batch, [None] * len(batch), slots)] = None
         return tuple(jobs)
@@ -266,9 +268,9 @@ class Exchange:
     def _fetch(
         self, tier: Foreign, job: int, keys: Sequence[Key], parents: Sequence[Key | None], slots: list[int]
     ) -> int:
-        deadline = self._flow.now + self._flow.settings.load_timeout
-        record = self._flow.order(
-            job, keys, parents, None, Side(0, slots), foreign=tier.name, deadline=deadline, prefetch=True
+        deadline = self._transfers.now + self._transfers.settings.load_timeout
+        record = self._transfers.order(
+            job, keys, parents, None, TierSlots(0, slots), foreign=tier.name, deadline=deadline, prefetch=True
         )
         self._under_way[job] = tier, record
         return job
@@ -280,7 +282,7 @@ class Exchange:
         for tier, seen, queue in zip(self.tiers, self._seen, self._queues, strict=True):
             often = keys if seen is None else keys[: seen.leading(keys)]
             fresh = [key for key in often if not tier.was_sent(key)]
-            taken = fresh[: max(0, self._flow.settings.max_writes - len(queue))]
+            taken = fresh[: max(0, self._transfers.settings.max_writes - len(queue))]
             queue.extend(taken)
             tier.sending(taken)
             self._drop(tier, len(fresh) - len(taken), DropReason.BACKPRESSURE)
@@ -293,12 +295,12 @@ class Exchange:
     def proceed(self) -> None:
         """Take note of what has ended and arrived, and order stores, as far as not too many are under way."""
         self._conclude()
-        if self._flow.offloaded:
-            self.came(self._flow.offloaded)
-            self._flow.offloaded.clear()
-        limit = min(self._flow.settings.max_writes, max(1, self._store.pools[0].capacity // _SHARE))
+        if self._transfers.offloaded:
+            self.came(self._transfers.offloaded)
+            self._transfers.offloaded.clear()
+        limit = min(self._transfers.settings.max_writes, max(1, self._store.pools[0].capacity // _SHARE))
         for tier, queue in zip(self.tiers, self._queues, strict=True):
-            count = min(len(queue), limit - self._flow.writing[tier.name])
+            count = min(len(queue), limit - self._transfers.writing[tier.name])
             if count > 0:
                 self._store_some(tier, [queue.popleft() for _ in range(count)])
 
@@ -318,9 +320,9 @@ class Exchange:
         slots = [index.slot[0][node] for node in nodes]
         for slot in slots:
             pool.readers[slot] += 1
-        job, above = self._flow.new_id(), index.before(nodes)
-        record = self._flow.order(
-            job, [index.key[node] for node in nodes], above, Side(0, slots), None, foreign=tier.name
+        job, above = self._transfers.new_id(), index.before(nodes)
+        record = self._transfers.order(
+            job, [index.key[node] for node in nodes], above, TierSlots(0, slots), None, foreign=tier.name
         )
         self._under_way[job] = tier, record
 
@@ -331,9 +333,9 @@ class Exchange:
 
     def _conclude(self) -> None:
         """Some jobs may have ended: what was found there is known now, and what was not is a miss."""
-        for job in [job for job in self._under_way if job not in self._flow.jobs]:
+        for job in [job for job in self._under_way if job not in self._transfers.jobs]:
             tier, record = self._under_way.pop(job)
-            if record.transfer.generation != self._flow.generation:
+            if record.transfer.generation != self._transfers.generation:
                 continue
             storing, missed = record.source is not None, False
             for item, status in zip(record.transfer.items, record.statuses, strict=True):
@@ -359,5 +361,5 @@ class Exchange:
         for tier in self.tiers:
             tier.check_integrity()
         for job in self._under_way:
-            if job not in self._flow.jobs:
+            if job not in self._transfers.jobs:
                 raise JobError(f"job {job} of a foreign tier has ended, and was not heard of")

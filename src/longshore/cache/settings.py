@@ -97,7 +97,7 @@ class WriteBudget:
         self._left -= nbytes
 
 
-class Sightings:
+class AdmissionFilter:
     """How often chunks that no tier has were offered: for write policies that store what comes back.
 
     Counts are kept for the last `limit` different chunks, in a ring; who was forgotten starts again at one.

@@ -26,7 +26,7 @@ from longshore.cache.columns import column, marks, numbers, once
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.hit_rates import Return, Returns
-from longshore.cache.eviction.partitioned import Sized
+from longshore.cache.eviction.partitioned import PartitionedBySize
 from longshore.cache.index import Index
 from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.partial import PartialPrefixes
@@ -117,12 +117,12 @@ class Store:
         if not self.several_sizes:
             return level.make_policy(level.pool.capacity, names)
         parts = [level.make_policy(slabs.slabs * images, names) for images in slabs.images]
-        return Sized(level.pool.capacity, names, parts, self.index.pools_of)
+        return PartitionedBySize(level.pool.capacity, names, parts, self.index.pools_of)
 
     def order(self, tier: int, pool: int) -> EvictionPolicy:
         """The eviction policy of one image size of a tier."""
         policy = self.policies[tier]
-        return policy.part(pool) if isinstance(policy, Sized) else policy
+        return policy.part(pool) if isinstance(policy, PartitionedBySize) else policy
 
     def fit(self) -> None:
         """Grow all structures to the present size of the index."""

@@ -104,7 +104,7 @@ class Load:
                     yield None if status is Status.OK else MissReason.of(status)
 
 
-class Held:
+class LeasedChunks:
     """What a hold keeps of one KV cache group: the chunks `keys`, at `positions` of their path, by pins on nodes.
 
     One pin on the last keeps a path; chunks that are held `alone`, each for itself, have one each. `blocks` says how
@@ -143,15 +143,15 @@ class Held:
 
 
 class LeaseRecord:
-    """The control plane's side of a hold: what it keeps, of several groups if it is `joint`, and what was ordered."""
+    """What the control plane knows of a lease: the chunks leased, of one or several groups, and its load and prefetch."""
 
-    __slots__ = ("joint", "load", "parts", "prefetch", "request", "turn")
+    __slots__ = ("is_multi_group", "load", "parts", "prefetch", "request", "turn")
 
-    def __init__(self, parts: Sequence[Held], request: str | None, turn: int, *, joint: bool) -> None:
+    def __init__(self, parts: Sequence[LeasedChunks], request: str | None, turn: int, *, is_multi_group: bool) -> None:
         self.parts = parts
         self.request = request
         self.turn = turn
-        self.joint = joint
+        self.is_multi_group = is_multi_group
         self.load: Load | None = None
         self.prefetch: Wait | None = None
 
@@ -165,7 +165,7 @@ class LeaseRecord:
         return [node for part in self.parts for node in part.nodes(index)]
 
 
-class Side(NamedTuple):
+class TierSlots(NamedTuple):
     """The slots of `tier` that a job reads or fills, in item order."""
 
     tier: int
@@ -185,8 +185,8 @@ class Job:
     def __init__(
         self,
         transfer: Transfer,
-        source: Side | None,
-        destination: Side | None,
+        source: TierSlots | None,
+        destination: TierSlots | None,
         load: Load | None = None,
         *,
         commanded: bool = True,
@@ -311,7 +311,7 @@ class Waits:
         self._due.clear()
 
 
-class Flow:
+class Transfers:
     """Jobs in flight over one `Store`, and the commands that wait to be taken."""
 
     def __init__(self, store: Store, settings: CacheSettings, generation: int) -> None:
@@ -337,7 +337,7 @@ class Flow:
         self._last_id += 1
         return self._last_id
 
-    def abandon(self, load: Load) -> None:
+    def cancel_load(self, load: Load) -> None:
         """Nobody waits for `load` any more. What is on its way into the host tier goes on, for the next one."""
         self.outbox += [Cancel(job.transfer.job) for job in load.pending]
 
@@ -348,7 +348,7 @@ class Flow:
         self.waits.join(wait, [self.jobs[job] for job in jobs])
         return jobs
 
-    def leave(self, wait: Wait) -> None:
+    def cancel_wait(self, wait: Wait) -> None:
         """A request waits no longer: reads that nobody else waits for are cancelled, and own their slots until then."""
         for job in sorted(wait.jobs):
             waits = self.jobs[job].waits
@@ -416,7 +416,7 @@ class Flow:
         self.outbox.append(transfer)
         return job
 
-    def leave_device(self) -> bool:
+    def cancel_device_jobs(self) -> bool:
         """Cancel what moves bytes into or out of the device; says whether nothing does any more."""
         touching = [job for job, record in self.jobs.items() if DEVICE in record.transfer.route]
         self.outbox += [Cancel(job) for job in touching]
@@ -453,8 +453,8 @@ class Flow:
         job: int,
         keys: Sequence[Key],
         parents: Sequence[Key | None],
-        source: Side | None,
-        destination: Side | None,
+        source: TierSlots | None,
+        destination: TierSlots | None,
         *,
         sections: tuple[Section, ...] = (),
         after: tuple[int, ...] = (),
@@ -503,7 +503,11 @@ class Flow:
         return record
 
     def _items(
-        self, keys: Sequence[Key], parents: Sequence[Key | None], source: Side | None, destination: Side | None
+        self,
+        keys: Sequence[Key],
+        parents: Sequence[Key | None],
+        source: TierSlots | None,
+        destination: TierSlots | None,
     ) -> Sequence[Item]:
         """In columns, unless slots of several sizes are among them."""
         sides = [side for side in (source, destination) if side is not None]
@@ -519,7 +523,7 @@ class Flow:
     def _name(self, tier: int | None, elsewhere: str = "") -> str:
         return elsewhere or DEVICE if tier is None else self.store.levels[tier].name
 
-    def _slots(self, side: Side | None) -> Slots | None:
+    def _slots(self, side: TierSlots | None) -> Slots | None:
         if side is None:
             return None
         tier, slots = side
@@ -542,7 +546,7 @@ class Flow:
                 if status is not Status.OK:
                     self._fail(tier, slot, status, writing=writing)
         if job.source is not None:
-            self._let_go(job.source, statuses, blame=not good and not writing)
+            self._end_reads(job.source, statuses, blame=not good and not writing)
         if job.destination is not None:
             tier, slots = job.destination
             if not good:
@@ -556,7 +560,7 @@ class Flow:
             if self.offloaded is not None:
                 self.offloaded += store.index.key[attached].tolist()
 
-    def _let_go(self, source: Side, statuses: Sequence[Status], *, blame: bool) -> None:
+    def _end_reads(self, source: TierSlots, statuses: Sequence[Status], *, blame: bool) -> None:
         """A job has read its sources; if there is reason to `blame` them, some may be unusable."""
         tier, slots = source
         if not blame:

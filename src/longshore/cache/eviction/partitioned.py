@@ -18,7 +18,7 @@ OUT = 255
 """No policy has the node."""
 
 
-class Parted(EvictionPolicy):
+class PartitionedPolicy(EvictionPolicy):
     """Policies by number, from 0 to 254, in the order of eviction; a node goes to that of `wanted(node)`."""
 
     def __init__(self, slots: int, names: Names, parts: Mapping[int, EvictionPolicy], nodes: int = 0) -> None:
@@ -192,7 +192,7 @@ class Parted(EvictionPolicy):
         return [(number, at[of == number].tolist()) for number in dict.fromkeys(parts)]
 
 
-class Sized(Parted):
+class PartitionedBySize(PartitionedPolicy):
     """One policy for each image size, since a slot of one is of no use to another.
 
     `policies` are by pool; nodes go to those of `pools_of(nodes)`.
@@ -228,7 +228,7 @@ class Sized(Parted):
         self._parts = {pool: make(policy) for pool, policy in self._parts.items()}
 
 
-class Banded(Parted):
+class PartitionedByPriority(PartitionedPolicy):
     """Policies by priority, made by `make` as they are needed; `first` is that of `priority`, and may know nodes."""
 
     def __init__(

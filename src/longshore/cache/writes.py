@@ -23,11 +23,11 @@ from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.columns import column, leading, numbers
 from longshore.cache.groups import GroupKeys, runs_of
 from longshore.cache.nodes import ROOT
-from longshore.cache.settings import Retention, Sightings, WriteBudget, WriteRule, priorities
-from longshore.cache.transfers import Flow, Side
+from longshore.cache.settings import AdmissionFilter, Retention, WriteBudget, WriteRule, priorities
+from longshore.cache.transfers import TierSlots, Transfers
 from longshore.cache.types import DropReason, StoreOrder
 
-SIGHTINGS = 1 << 16
+ADMISSION_FILTER_SIZE = 1 << 16
 """Chunks that no tier has of which a selective write policy remembers how often they were offered."""
 
 _FORGET = 64
@@ -37,19 +37,21 @@ _AHEAD = 64
 """Where not all is copied down at once, copies of one slot in so many are made ahead: fewer jobs, and larger ones."""
 
 
-class Storing:
-    """Orders offloads and backups on one `Flow`, by the rules of the routes into each tier."""
+class Writes:
+    """Orders offloads and backups on one `Transfers`, by the rules of the routes into each tier."""
 
-    def __init__(self, flow: Flow, rules: Sequence[WriteRule], *, is_only: bool) -> None:
+    def __init__(self, transfers: Transfers, rules: Sequence[WriteRule], *, is_only: bool) -> None:
         """With `is_only`, there is no tier but the one of the only rule: what it does not take is in none."""
-        self._flow = flow
-        self._store = flow.store
+        self._transfers = transfers
+        self._store = transfers.store
         self._rules = rules
-        self._is_choosy = is_only and not flow.store.several_sizes
-        self._reserves = [0.0] * flow.store.last
+        self._uses_admission = is_only and not transfers.store.several_sizes
+        self._reserves = [0.0] * transfers.store.last
         """Slots of each tier above another to keep free or backed up, as far as bursts need more than the rule says."""
         self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]
-        self._sightings = Sightings(rules[0].threshold, SIGHTINGS) if rules[0].selective else None
+        self._admission_filter = (
+            AdmissionFilter(rules[0].threshold, ADMISSION_FILTER_SIZE) if rules[0].selective else None
+        )
 
     def wants(self, *, evicting: bool) -> bool:
         """Whether chunks on the device are to be copied now that they are complete, or `evicting`."""
@@ -74,7 +76,7 @@ class Storing:
             return StoreOrder(None)
         store, settings, keys, first, retention = (
             self._store,
-            self._flow.settings,
+            self._transfers.settings,
             path.names,
             path.first,
             path.retention,
@@ -90,7 +92,7 @@ class Storing:
             offload = self._offload_alone(keys, first, nodes, blocks, retention, group=group, prompt=end)
         else:
             answer = keys[max(end, first + len(nodes)) :]
-            self._flow.drop(0, store.index.find(answer).count(ROOT), DropReason.ANSWER)
+            self._transfers.drop(0, store.index.find(answer).count(ROOT), DropReason.ANSWER)
             nodes = nodes[: max(0, end - first)]
             offload = self._offload(keys[:end], first, nodes, blocks, retention, group, patient=patient)
         if text is not None:
@@ -99,7 +101,7 @@ class Storing:
 
     def check(self, path: GroupKeys, group: int) -> list[int]:
         """The nodes of what is known of `path`. Raises `CacheError` unless its keys and its text fit."""
-        keys, first, settings = path.names, path.first, self._flow.settings
+        keys, first, settings = path.names, path.first, self._transfers.settings
         if path.text is not None and self._store.partials.on:
             path.text.checked(len(keys) * settings.group(group)[1])
         known = self._known_alone if settings.stands_alone(group) else self._follow
@@ -107,16 +109,16 @@ class Storing:
 
     def _follow(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
         """The nodes of what is known of `keys[first:]`, chunks of `group`."""
-        pool, index = self._flow.settings.pool_of(group), self._store.index
+        pool, index = self._transfers.settings.pool_of(group), self._store.index
         path = index.follow(keys, first)
         self._store.check_pool([*path[:1], index.get(keys[first - 1]) if first else ROOT], pool)
         return path
 
     def _known_alone(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
         """The nodes of `keys`, which stand alone, from those on that the chunk at `first` needs; `ROOT` without one."""
-        kind, size = self._flow.settings.group(group)
+        kind, size = self._transfers.settings.group(group)
         nodes = self._store.index.find_alone(keys[kind.first_needed(first * size, size) :])
-        self._store.check_pool(nodes, self._flow.settings.pool_of(group))
+        self._store.check_pool(nodes, self._transfers.settings.pool_of(group))
         return nodes
 
     def _offload(
@@ -143,11 +145,11 @@ class Storing:
             path, fresh = list(filter(None, nodes)), [keys[at] for at in lacking]
         store.touch(path[::-1])
         if retention:
-            store.priorities.apply(path, there, retention, self._flow.now)
+            store.priorities.apply(path, there, retention, self._transfers.now)
         fresh = fresh[: self._worth(fresh, lacking, retention)]
         store.log.by = keys[lacking[0]] if lacking else None
-        pool = self._flow.settings.pool_of(group)
-        patient = patient and self._sightings is None
+        pool = self._transfers.settings.pool_of(group)
+        patient = patient and self._admission_filter is None
         orphan = known > 0 and index.is_orphan(parent)
         needed = [parent, *path[known - first :]]
         count = self._admit(len(fresh), needed, pool, orphan=orphan, patient=patient, path=fresh)
@@ -156,17 +158,17 @@ class Storing:
         kept, accepted = lacking[count] if count < len(lacking) else len(keys), lacking[:count]
         if not count:
             return StoreOrder(None, kept=kept, known=there)
-        job, slots, parents = self._flow.new_id(), list[int](), list[Key | None]()
+        job, slots, parents = self._transfers.new_id(), list[int](), list[Key | None]()
         for start, end in runs_of(accepted):
             run = keys[accepted[start] : accepted[end - 1] + 1]
             parents += [keys[accepted[start] - 1] if accepted[start] else None, *run[:-1]]
             slots += store.place(run, parents[start], job, pool)
         if retention:
             nodes = [store.pools[0].node[slot] for slot in slots]
-            store.priorities.apply(nodes, accepted, retention, self._flow.now)
+            store.priorities.apply(nodes, accepted, retention, self._transfers.now)
         sections = () if blocks is None else self._sections(group, accepted, first, blocks)
-        self._flow.order(
-            job, fresh[:count], parents, None, Side(0, slots), sections=sections, command=blocks is not None
+        self._transfers.order(
+            job, fresh[:count], parents, None, TierSlots(0, slots), sections=sections, command=blocks is not None
         )
         addresses = Addresses(Slots(store.levels[0].name, pool, tuple(slots)))
         return StoreOrder(job, accepted, addresses, kept, there)
@@ -186,8 +188,8 @@ class Storing:
 
         `nodes` are those of the last of them. Those in the last window are the last to go, and get room first.
         """
-        store, kind, size = self._store, *self._flow.settings.group(group)
-        in_window, pool = kind.first_needed(len(keys) * size, size), self._flow.settings.pool_of(group)
+        store, kind, size = self._store, *self._transfers.settings.group(group)
+        in_window, pool = kind.first_needed(len(keys) * size, size), self._transfers.settings.pool_of(group)
         at = np.zeros(len(keys), np.int32)
         at[len(keys) - len(nodes) :] = numbers(nodes)
         known = np.flatnonzero(at).tolist()
@@ -221,22 +223,22 @@ class Storing:
         """Order the chunks at the positions `wanted`, for which there is room, into the host tier; job and slots."""
         if not wanted:
             return None, []
-        job, mine = self._flow.new_id(), list(map(keys.__getitem__, wanted))
-        slots = self._store.place_alone(mine, job, self._flow.settings.pool_of(group))
+        job, mine = self._transfers.new_id(), list(map(keys.__getitem__, wanted))
+        slots = self._store.place_alone(mine, job, self._transfers.settings.pool_of(group))
         sections = () if blocks is None else self._sections(group, wanted, first, blocks)
-        self._flow.order(
-            job, mine, [None] * len(mine), None, Side(0, slots), sections=sections, command=blocks is not None
+        self._transfers.order(
+            job, mine, [None] * len(mine), None, TierSlots(0, slots), sections=sections, command=blocks is not None
         )
         return job, slots
 
     def _retain(self, at: npt.NDArray[np.int32], positions: Sequence[int], retention: Sequence[Retention]) -> None:
         """`retention` says something of some of `positions`, where the nodes are `at`."""
         if retention and len(positions):
-            self._store.priorities.apply(at[numbers(positions)], positions, retention, self._flow.now)
+            self._store.priorities.apply(at[numbers(positions)], positions, retention, self._transfers.now)
 
     def _sections(self, group: int, positions: Sequence[int], first: int, blocks: Sequence[int]) -> tuple[Section, ...]:
         """The device blocks of the chunks at `positions`, of which the one at `first` has the first of `blocks`."""
-        per_chunk = self._flow.settings.blocks_per_chunk
+        per_chunk = self._transfers.settings.blocks_per_chunk
         sections = []
         for start, end in runs_of(positions):
             begin, stop = positions[start] - first, positions[end - 1] - first + 1
@@ -248,15 +250,15 @@ class Storing:
         self, keys: Sequence[Key], fresh: Sequence[int], prompt: int, retention: Sequence[Retention]
     ) -> list[int]:
         """Those of the positions `fresh`, which ascend, that the write policy takes; the others count as dropped."""
-        floor, seen = self._flow.settings.priority_floor, self._sightings
+        floor, seen = self._transfers.settings.priority_floor, self._admission_filter
         worth = list(fresh[: bisect_left(fresh, prompt)])
-        self._flow.drop(0, len(fresh) - len(worth), DropReason.ANSWER)
+        self._transfers.drop(0, len(fresh) - len(worth), DropReason.ANSWER)
         if floor:
             asked, worth = worth, list(compress(worth, priorities(retention, worth) >= floor))
-            self._flow.drop(0, len(asked) - len(worth), DropReason.PRIORITY)
+            self._transfers.drop(0, len(asked) - len(worth), DropReason.PRIORITY)
         if seen is not None:
             asked, worth = worth, [each for each in worth if seen.leading([keys[each]])]
-            self._flow.drop(0, len(asked) - len(worth), DropReason.SELDOM)
+            self._transfers.drop(0, len(asked) - len(worth), DropReason.SELDOM)
         return worth
 
     def clean_room(self, nodes: Sequence[int], *, cleans: bool) -> int:
@@ -264,10 +266,10 @@ class Storing:
 
         If that `cleans`, copies down are ordered of as many chunks as room is lacking for.
         """
-        room = self._flow.evictor.room_for(0, nodes, spare_dirty=True)
+        room = self._transfers.evictor.room_for(0, nodes, spare_dirty=True)
         if cleans and room < len(nodes) and self._store.last:
             self._clean(0, len(nodes) - room)
-            room = self._flow.evictor.room_for(
+            room = self._transfers.evictor.room_for(
                 0, nodes, spare_dirty=True
             )  # what may not be copied is not dirty any more
         return room
@@ -280,17 +282,17 @@ class Storing:
                 self._clean(tier, dirty[0] if all_of_host and not tier else 0)
         for node in sorted(self._store.index.called):
             chain, tier = self._store.backlog.chain(node)
-            self._write(chain[: max(0, self._flow.settings.max_writes - self._flow.writing[tier + 1])], tier)
+            self._write(chain[: max(0, self._transfers.settings.max_writes - self._transfers.writing[tier + 1])], tier)
 
     def _clean(self, tier: int, at_least: int) -> None:
         """Order copies from `tier` to the one below, of `at_least` chunks with those under way, if so many can go."""
         store, below = self._store, tier + 1
-        slots, writing = store.total_room(tier), self._flow.writing[below]
+        slots, writing = store.total_room(tier), self._transfers.writing[below]
         target = self._clean_target(tier, slots)
         wanted = max(target - (slots - store.backlog.counts[tier]), at_least - writing)
         if wanted > 0 and target < slots:
             wanted += slots // _AHEAD
-        most = min(wanted, self._flow.settings.max_writes - writing)
+        most = min(wanted, self._transfers.settings.max_writes - writing)
         self._write(store.backlog.choose(tier, most) if most > 0 else [], tier)
 
     def _write(self, chosen: list[int], tier: int) -> None:
@@ -313,14 +315,14 @@ class Storing:
 
     def _allowed(self, tier: int, nodes: list[int], pool: int) -> list[int]:
         """Those of `nodes`, of one size, that may be written to `tier`; the others are not to be tried before a use."""
-        if tier in self._flow.refusing:
+        if tier in self._transfers.refusing:
             granted, reason = 0, DropReason.TIER_OFF
         else:
             nbytes = self._store.pools[tier].slabs.image_bytes[pool]
-            granted, reason = self._budgets[tier].allows(self._flow.now, len(nodes), nbytes), DropReason.BUDGET
+            granted, reason = self._budgets[tier].allows(self._transfers.now, len(nodes), nbytes), DropReason.BUDGET
         if granted == len(nodes):
             return nodes
-        self._flow.drop(tier, len(nodes) - granted, reason)
+        self._transfers.drop(tier, len(nodes) - granted, reason)
         for node in nodes[granted:]:
             self._store.backup_failed(node)
         return nodes[:granted]
@@ -333,7 +335,7 @@ class Storing:
         """
         store, parent = self._store, self._store.index.parent
         policy = store.order(tier, pool)
-        if not (self._flow.settings.admission and policy.refuses) or store.pools[tier].room(pool) >= len(nodes):
+        if not (self._transfers.settings.admission and policy.refuses) or store.pools[tier].room(pool) >= len(nodes):
             return list(nodes[: self._room(tier, len(nodes), pool)])
         if tier < store.last:
             self._clean(tier, len(nodes))
@@ -352,21 +354,21 @@ class Storing:
             refused += path[taken : taken + min(least, 1)]
             left_out.update(path[taken:])
         if refused:
-            self._flow.drop(tier, store.refuse(refused), DropReason.ADMISSION)
+            self._transfers.drop(tier, store.refuse(refused), DropReason.ADMISSION)
         return chosen
 
     def _copy_down(self, chosen: Sequence[int], tier: int) -> None:
         """Order one job that copies `chosen` from `tier` to the one below, which has room for them."""
         if not chosen:
             return
-        store, index, job = self._store, self._store.index, self._flow.new_id()
+        store, index, job = self._store, self._store.index, self._transfers.new_id()
         sources = [index.slot[tier][node] for node in chosen]
         for slot in sources:
             store.pools[tier].readers[slot] += 1
         copies = store.place_copies(chosen, tier + 1, job)
         keys = [index.key[node] for node in chosen]
         parents = [index.key[index.parent[node]] for node in chosen]
-        self._flow.order(job, keys, parents, Side(tier, sources), Side(tier + 1, copies))
+        self._transfers.order(job, keys, parents, TierSlots(tier, sources), TierSlots(tier + 1, copies))
 
     def _admit(
         self,
@@ -394,14 +396,14 @@ class Storing:
         again = (
             patient and bool(store.last) and self._room(0, once, pool, observes=False) < once and self._may_get_room(0)
         )
-        granted = 0 if again else self._budgets[0].allows(self._flow.now, wanted, nbytes)
-        allowed = min(granted, max(0, self._flow.settings.max_writes - self._flow.writing[0]))
+        granted = 0 if again else self._budgets[0].allows(self._transfers.now, wanted, nbytes)
+        allowed = min(granted, max(0, self._transfers.settings.max_writes - self._transfers.writing[0]))
         if orphan:
             room = min(allowed, store.pools[0].room(pool))
-        elif self._is_choosy and path and allowed > store.pools[0].room(pool):
+        elif self._uses_admission and path and allowed > store.pools[0].room(pool):
 
             def make_room(most: int) -> int:
-                return self._flow.evictor.make_room(0, most, pool, spare_dirty=False)
+                return self._transfers.evictor.make_room(0, most, pool, spare_dirty=False)
 
             room = store.policies[0].admit(path[:allowed], make_room)[0] or make_room(1)
         else:
@@ -410,11 +412,11 @@ class Storing:
             store.unpin(pin)
         if again:
             return None
-        self._flow.drop(0, wanted - granted, DropReason.BUDGET)
+        self._transfers.drop(0, wanted - granted, DropReason.BUDGET)
         if room < granted:
             busy = allowed < granted or self._is_copying_down(0)
             reason = DropReason.BACKPRESSURE if busy else DropReason.NO_ROOM
-            self._flow.drop(0, granted - room, DropReason.ORPHAN if orphan else reason)
+            self._transfers.drop(0, granted - room, DropReason.ORPHAN if orphan else reason)
         self._budgets[0].spend(room * nbytes)
         return room
 
@@ -423,14 +425,14 @@ class Storing:
 
         They are `at` these positions.
         """
-        worth, floor = len(fresh), self._flow.settings.priority_floor
+        worth, floor = len(fresh), self._transfers.settings.priority_floor
         if floor:
             above = leading(priorities(retention, at) >= floor)
-            self._flow.drop(0, worth - above, DropReason.PRIORITY)
+            self._transfers.drop(0, worth - above, DropReason.PRIORITY)
             worth = above
-        if self._sightings is not None:
-            often = self._sightings.leading(fresh[:worth])
-            self._flow.drop(0, worth - often, DropReason.SELDOM)
+        if self._admission_filter is not None:
+            often = self._admission_filter.leading(fresh[:worth])
+            self._transfers.drop(0, worth - often, DropReason.SELDOM)
             worth = often
         return worth
 
@@ -445,12 +447,14 @@ class Storing:
         What is dirty there is copied down first, if the tier below can make room; and is spared while any is.
         """
         store = self._store
-        room = self._flow.evictor.make_room(tier, count, pool, spare_dirty=True, ahead=ahead)
-        if observes and not self._flow.settings.stores_wait and tier < store.last and not (waits and room < count):
+        room = self._transfers.evictor.make_room(tier, count, pool, spare_dirty=True, ahead=ahead)
+        if observes and not self._transfers.settings.stores_wait and tier < store.last and not (waits and room < count):
             self._observe_room(tier, count, room)
         if room < count and tier < store.last:
             self._clean(tier, count)
-            room = self._flow.evictor.make_room(tier, count, pool, spare_dirty=self._is_copying_down(tier), ahead=ahead)
+            room = self._transfers.evictor.make_room(
+                tier, count, pool, spare_dirty=self._is_copying_down(tier), ahead=ahead
+            )
         return room
 
     def _clean_target(self, tier: int, slots: int) -> int:
@@ -478,4 +482,4 @@ class Storing:
 
     def _is_copying_down(self, tier: int) -> bool:
         """Whether what is dirty in `tier` may soon be safe: copies of it, or of what it waits for, are under way."""
-        return any(self._flow.writing[below] for below in range(tier + 1, self._store.last + 1))
+        return any(self._transfers.writing[below] for below in range(tier + 1, self._store.last + 1))

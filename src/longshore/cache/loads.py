@@ -25,9 +25,9 @@ from longshore.cache.lookups import Leases
 from longshore.cache.nodes import ROOT
 from longshore.cache.pool import READY
 from longshore.cache.settings import PrefetchPolicy, seconds
-from longshore.cache.storing import Storing
-from longshore.cache.transfers import Flow, Job, LeaseRecord, Load, Side, Wait
+from longshore.cache.transfers import Job, LeaseRecord, Load, TierSlots, Transfers, Wait
 from longshore.cache.types import MissReason
+from longshore.cache.writes import Writes
 from longshore.errors import CacheError
 
 LOAD_BATCH = 16
@@ -56,12 +56,12 @@ def _batches(warm: int, count: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + LOAD_BATCH, count)
 
 
-class Loading:
-    """Orders loads on one `Flow`."""
+class Loads:
+    """Orders loads on one `Transfers`."""
 
-    def __init__(self, flow: Flow) -> None:
-        self._flow = flow
-        self._store = flow.store
+    def __init__(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        self._store = transfers.store
 
     def load(
         self,
@@ -99,7 +99,7 @@ class Loading:
             parents = [above, *keys[start : end - 1]]
             batch = Batch(path[here], keys[here], parents, tiers[here], slots[here], warm=end <= warm)
             above = keys[end - 1]
-            per_chunk = self._flow.settings.blocks_per_chunk
+            per_chunk = self._transfers.settings.blocks_per_chunk
             taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
             sections = (Section(group, first_block, tuple(blocks[:taken])),)
             last = tokens if end == len(keys) else None
@@ -139,12 +139,14 @@ class Loading:
 
     def _begin(self, timeout: float, *, is_whole: bool = False) -> tuple[Load, Wait]:
         """A load that is waited for so many seconds."""
-        load = Load(self._flow.new_id(), is_whole=is_whole)
-        wait = Wait(load.wait, self._flow.now + timeout, load, patient=True)
-        self._flow.waits.begin(wait)
+        load = Load(self._transfers.new_id(), is_whole=is_whole)
+        wait = Wait(load.wait, self._transfers.now + timeout, load, patient=True)
+        self._transfers.waits.begin(wait)
         return load, wait
 
-    def lend(self, keys: Sequence[Key], at: npt.NDArray[np.int32], turn: int | None = None) -> tuple[int, Addresses]:
+    def lease_slots(
+        self, keys: Sequence[Key], at: npt.NDArray[np.int32], turn: int | None = None
+    ) -> tuple[int, Addresses]:
         """Let the host read `keys`, which are distinct and have the nodes `at`, from the warmest tier; a use of them.
 
         All are ready there. Returns the job and the slots.
@@ -156,9 +158,9 @@ class Loading:
         store.serve(turn)
         store.touch(nodes[::-1])
         slots = taken.tolist()
-        job = self._flow.new_id()
+        job = self._transfers.new_id()
         store.counters.hits[store.levels[0].name] += len(nodes)
-        self._flow.order(job, keys, [None] * len(nodes), Side(0, slots), None, command=False)
+        self._transfers.order(job, keys, [None] * len(nodes), TierSlots(0, slots), None, command=False)
         return job, Addresses(Slots(store.levels[0].name, store.pools[0].pool_of(slots[0]), tuple(slots)))
 
     def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
@@ -180,8 +182,8 @@ class Loading:
 
     def _make_room(self, nodes: Sequence[int]) -> int:
         """For how many of `nodes`, from the first on, the host tier has room; at last what is not backed up goes."""
-        room = self._flow.evictor.room_for(0, nodes, spare_dirty=True)
-        return room if room == len(nodes) else self._flow.evictor.room_for(0, nodes, spare_dirty=False)
+        room = self._transfers.evictor.room_for(0, nodes, spare_dirty=True)
+        return room if room == len(nodes) else self._transfers.evictor.room_for(0, nodes, spare_dirty=False)
 
     def _cut(self, load: Load, tiers: Sequence[int], slots: Sequence[int]) -> None:
         """There is no room for the first of these pinned copies, so none of them is loaded."""
@@ -209,14 +211,14 @@ class Loading:
             for tier in sorted({tier for tier in batch.tiers if tier}):
                 self._order_read(batch, tier, warm)
         load.parts.append(
-            self._flow.order(
-                self._flow.new_id(),
+            self._transfers.order(
+                self._transfers.new_id(),
                 batch.keys,
                 batch.parents,
-                Side(0, warm),
+                TierSlots(0, warm),
                 None,
                 sections=sections,
-                after=self._flow.join(wait, warm),
+                after=self._transfers.join(wait, warm),
                 load=load,
                 deadline=wait.deadline,
                 by_layer=by_layer,
@@ -226,28 +228,28 @@ class Loading:
 
     def _order_read(self, batch: Batch, tier: int, warm: list[int]) -> None:
         """Order what a batch has in a colder `tier` into the host tier; enters its slots there into `warm`."""
-        job = self._flow.new_id()
+        job = self._transfers.new_id()
         chosen = [i for i, each in enumerate(batch.tiers) if each == tier]
         for i, slot in zip(chosen, self._store.place_copies([batch.nodes[i] for i in chosen], 0, job), strict=True):
             warm[i] = slot
             self._store.pools[0].readers[slot] += 1
-        self._flow.order(
+        self._transfers.order(
             job,
             [batch.keys[i] for i in chosen],
             [batch.parents[i] for i in chosen],
-            Side(tier, [batch.slots[i] for i in chosen]),
-            Side(0, [warm[i] for i in chosen]),
+            TierSlots(tier, [batch.slots[i] for i in chosen]),
+            TierSlots(0, [warm[i] for i in chosen]),
         )
 
 
-class Prefetching:
-    """Orders prefetches on one `Flow`."""
+class Prefetches:
+    """Orders prefetches on one `Transfers`."""
 
-    def __init__(self, flow: Flow, storing: Storing, holds: Leases) -> None:
-        self._flow = flow
-        self._store = flow.store
-        self._storing = storing
-        self._holds = holds
+    def __init__(self, transfers: Transfers, writes: Writes, leases: Leases) -> None:
+        self._transfers = transfers
+        self._store = transfers.store
+        self._writes = writes
+        self._leases = leases
         self.queue: dict[int, tuple[LeaseRecord, Wait]] = {}
         """Prefetches that requests wait for, oldest first, by the number of their wait; until the hold lets go."""
         self._is_new = False
@@ -260,32 +262,35 @@ class Prefetching:
 
         Raises `CacheError` for a timeout that is none, or that the policy does not have.
         """
-        settings = self._flow.settings
+        settings = self._transfers.settings
         policy = policy or settings.prefetch
         if timeout is not None and policy is not PrefetchPolicy.TIMEOUT:
             raise CacheError(f"only a prefetch by {PrefetchPolicy.TIMEOUT} has a timeout, not one by {policy}")
         timed = policy is PrefetchPolicy.TIMEOUT
         return policy, seconds(timeout, settings.prefetch_timeout if timed else settings.load_timeout)
 
-    def prefetch(self, hold: LeaseRecord, policy: PrefetchPolicy, longest: float) -> Wait:
-        """Have `hold` wait for what it lacks in the warmest tier; a wait of an earlier prefetch is over."""
+    def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, longest: float) -> Wait:
+        """Have `record` wait for what it lacks in the warmest tier; a wait of an earlier prefetch is over."""
         patient = policy is not PrefetchPolicy.BEST_EFFORT
-        former, wait = hold.prefetch, Wait(self._flow.new_id(), self._flow.now + longest, None, patient=patient)
-        self._order(hold, wait, waits_its_turn=patient and any(before.lacks for _, before in self.queue.values()))
-        hold.prefetch = wait
+        former, wait = (
+            record.prefetch,
+            Wait(self._transfers.new_id(), self._transfers.now + longest, None, patient=patient),
+        )
+        self._order(record, wait, waits_its_turn=patient and any(before.lacks for _, before in self.queue.values()))
+        record.prefetch = wait
         if former is not None:
-            self.leave(former)
+            self.cancel(former)
         if patient and (wait.lacks or wait.jobs):
             if not any(before.lacks for _, before in self.queue.values()):
-                self._store.keep_in_host(self._store.kept_in_host.union(self._path(hold)))
-            self.queue[wait.number] = hold, wait
+                self._store.keep_in_host(self._store.kept_in_host.union(self._path(record)))
+            self.queue[wait.number] = record, wait
             self._is_new = True
             self.proceed()
         return wait
 
-    def leave(self, wait: Wait) -> None:
+    def cancel(self, wait: Wait) -> None:
         """A request waits no longer."""
-        self._flow.leave(wait)
+        self._transfers.cancel_wait(wait)
         if self.queue.pop(wait.number, None) is not None:
             self._is_new = True
             self.proceed()
@@ -300,7 +305,7 @@ class Prefetching:
         Nothing is looked at unless the queue or the store has changed. What the first in the queue that lacks room has
         in the warmest tier, and what those before it have, is not evicted.
         """
-        for number in [number for number, (_, wait) in self.queue.items() if self._flow.now >= wait.deadline]:
+        for number in [number for number, (_, wait) in self.queue.items() if self._transfers.now >= wait.deadline]:
             del self.queue[number]
             self._is_new = True
         store, is_new = self._store, self._is_new
@@ -308,50 +313,50 @@ class Prefetching:
             return
         self._is_new, self._seen = False, store.changes
         kept, before = set[int]() if is_new else store.kept_in_host, set[str | None]()
-        for hold, wait in self.queue.values():
+        for record, wait in self.queue.values():
             if is_new or wait.lacks:
-                kept = kept.union(self._path(hold))
+                kept = kept.union(self._path(record))
             if wait.lacks:
                 store.keep_in_host(kept)
-                self._order(hold, wait)
-                others = len(self._flow.jobs) > len(wait.jobs) or not before <= {hold.request}
-                wait.lacks &= others or self._holds.protects
+                self._order(record, wait)
+                others = len(self._transfers.jobs) > len(wait.jobs) or not before <= {record.request}
+                wait.lacks &= others or self._leases.protects
                 is_new = True  # those behind it are new to `kept`
             if wait.lacks:
                 break
-            before.add(hold.request)
+            before.add(record.request)
         if kept or store.kept_in_host:
             store.keep_in_host(kept)
 
-    def is_waiting(self, hold: LeaseRecord) -> bool:
-        """Whether the request of `hold` is to wait for more of it in the warmest tier."""
-        wait, index = hold.prefetch, self._store.index
+    def is_waiting(self, record: LeaseRecord) -> bool:
+        """Whether the request of `record` is to wait for more of it in the warmest tier."""
+        wait, index = record.prefetch, self._store.index
         if wait is None or not wait.patient or not (wait.jobs or (wait.lacks and wait.number in self.queue)):
             return False
-        return bool(wait.jobs) or not all(index.is_ready(node, 0) for node in hold.nodes(index))
+        return bool(wait.jobs) or not all(index.is_ready(node, 0) for node in record.nodes(index))
 
-    def _path(self, hold: LeaseRecord) -> list[int]:
+    def _path(self, record: LeaseRecord) -> list[int]:
         """The nodes of the held chunks, as many from the first on as the warmest tier can have at once."""
-        return hold.nodes(self._store.index)[: self._store.total_room(0)]
+        return record.nodes(self._store.index)[: self._store.total_room(0)]
 
-    def _order(self, hold: LeaseRecord, wait: Wait, *, waits_its_turn: bool = False) -> None:
+    def _order(self, record: LeaseRecord, wait: Wait, *, waits_its_turn: bool = False) -> None:
         """Join what is on its way, and order what only colder tiers have, as far as clean room is there.
 
         If more room may be made it `lacks` the rest; or all, if it is not yet its turn.
         """
-        store, flow, path = self._store, self._flow, self._path(hold)
-        store.serve(hold.turn)
+        store, transfers, path = self._store, self._transfers, self._path(record)
+        store.serve(record.turn)
         keys = [store.index.key[node] for node in path]
-        flow.join(wait, [slot for node in path if (slot := store.index.slot[0][node]) >= 0])
+        transfers.join(wait, [slot for node in path if (slot := store.index.slot[0][node]) >= 0])
         cold = [i for i, node in enumerate(path) if store.index.slot[0][node] < 0]
         wait.lacks = waits_its_turn and bool(cold)
         if wait.lacks or not cold:
-            flow.waits.begin(wait)
+            transfers.waits.begin(wait)
             return
         store.log.by = keys[cold[0]]
         warm = store.kept_in_host
         store.keep_in_host(warm.union(path))
-        room = self._storing.clean_room([path[i] for i in cold], cleans=wait.patient)
+        room = self._writes.clean_room([path[i] for i in cold], cleans=wait.patient)
         store.keep_in_host(warm & store.kept_in_host)
         wait.lacks, cold = wait.patient and room < len(cold), cold[:room]
         for start in range(0, len(cold), LOAD_BATCH):
@@ -359,16 +364,16 @@ class Prefetching:
             nodes, mine = [path[i] for i in chosen], [keys[i] for i in chosen]
             above = store.index.before(nodes)
             for tier in sorted({store.index.warmest_ready(node) for node in nodes}):
-                flow.waits.join(wait, [self._read(tier, nodes, mine, above)])
-        flow.waits.begin(wait)
+                transfers.waits.join(wait, [self._read(tier, nodes, mine, above)])
+        transfers.waits.begin(wait)
 
     def _read(self, tier: int, nodes: Sequence[int], keys: Sequence[Key], above: Sequence[Key | None]) -> Job:
         """Order those of `nodes` that are read from `tier` into the warmest one."""
-        store, job = self._store, self._flow.new_id()
+        store, job = self._store, self._transfers.new_id()
         ours = [i for i, node in enumerate(nodes) if store.index.warmest_ready(node) == tier]
         sources = [store.index.slot[tier][nodes[i]] for i in ours]
         for slot in sources:
             store.pools[tier].readers[slot] += 1
         slots = store.place_copies([nodes[i] for i in ours], 0, job)
-        sides = Side(tier, sources), Side(0, slots)
-        return self._flow.order(job, [keys[i] for i in ours], [above[i] for i in ours], *sides, prefetch=True)
+        sides = TierSlots(tier, sources), TierSlots(0, slots)
+        return self._transfers.order(job, [keys[i] for i in ours], [above[i] for i in ours], *sides, prefetch=True)
