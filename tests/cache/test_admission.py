@@ -184,12 +184,12 @@ def test_what_the_third_tier_refuses_takes_along_nothing_that_may_go_to_the_seco
 
     move()
     first, second, third = map(store.index.get, keys)
-    cache._writes._copy_down([first], 0)
+    cache._offloader._copy_down([first], 0)
     move()
     assert store.backlog.counts == [2, 1, 0]
     assert store.refuse([first]) == 1
     assert store.backlog.counts == [2, 0, 0]
-    cache._writes._copy_down([second], 0)
+    cache._offloader._copy_down([second], 0)
     move()
     assert store.backlog.counts == [1, 0, 0], "what is behind what was refused is refused"
     assert store.backlog.is_dirty(third, 0)

@@ -10,7 +10,7 @@ from cache_setup import LOAD, Setup, chunks, key, lookup, store
 
 from longshore.boundary import FILE, HOST, Cancel, Key, Status, Transfer, TransferResult, Urgency
 from longshore.cache import CacheSettings, GroupKeys, Lease, MissReason, PrefetchPolicy, Run, TieredCache, TierSpec
-from longshore.cache.loads import Prefetches
+from longshore.cache.load import Prefetcher
 from longshore.errors import CacheError, LeaseError
 
 BOTH = Setup(host=4, file=8, backup="write_through")
@@ -427,13 +427,13 @@ def test_a_reset_ends_prefetches_that_wait_for_room() -> None:
 def work(monkeypatch: pytest.MonkeyPatch) -> list[Lease]:
     """Grows each time that a prefetch that waits for room looks at its chunks."""
     done: list[Lease] = []
-    inner = Prefetches._path
+    inner = Prefetcher._path
 
-    def counted(self: Prefetches, hold: Lease) -> list[int]:
+    def counted(self: Prefetcher, hold: Lease) -> list[int]:
         done.append(hold)
         return inner(self, hold)
 
-    monkeypatch.setattr(Prefetches, "_path", counted)
+    monkeypatch.setattr(Prefetcher, "_path", counted)
     return done
 
 

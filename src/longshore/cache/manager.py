@@ -5,8 +5,8 @@
     take() ─► commands              apply(results) ◄─           nothing else goes in or out
 
 Sans I/O: no torch, no threads, no clock and no randomness of its own; the same calls give the same log. Every method
-validates before it changes anything. The books are kept in `store`, the transfers in `transfers`; decisions are
-made in `lookups`, `loads` (with prefetches), `writes` and `remote` (foreign tiers).
+validates before it changes anything. `store` holds the state of the tiers, `transfers`
+the jobs in flight; `lookups`, `load` (with prefetches), `offload` and `remote` decide what is done.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.eviction.hit_rates import check as check_return
 from longshore.cache.groups import GroupKeys, check_blocks, check_distinct, check_paths
-from longshore.cache.loads import Loads, Prefetches
+from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import Leases, Lookups, check_first
+from longshore.cache.offload import Offloader
 from longshore.cache.recovery import Chunk, Recovered, adopt
 from longshore.cache.remote import Exchange
 from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, seconds
@@ -44,7 +45,6 @@ from longshore.cache.types import (
     TierStats,
     Until,
 )
-from longshore.cache.writes import Writes
 from longshore.errors import CacheError
 
 
@@ -84,11 +84,11 @@ class TieredCache:
         self._store = Store(levels, self.counters, thresholds=thresholds, events=events, token_width=width)
         self._store.log.hidden = self.settings.self_test_key
         self._transfers = Transfers(self._store, self.settings, generation)
-        self._loads = Loads(self._transfers)
-        self._writes = Writes(self._transfers, rules[: len(names)], is_only=len(names) == 1 and not theirs)
+        self._loader = Loader(self._transfers)
+        self._offloader = Offloader(self._transfers, rules[: len(names)], is_only=len(names) == 1 and not theirs)
         self._exchange = Exchange(self._transfers, theirs, rules[len(names) :])
         self._leases = Leases(self._store)
-        self._prefetches = Prefetches(self._transfers, self._writes, self._leases)
+        self._prefetcher = Prefetcher(self._transfers, self._offloader, self._leases)
         self._lookups = Lookups(self._transfers, self._leases, self._exchange, self._advance)
         self._device = DeviceBlocks(self.settings.device_blocks)
 
@@ -179,9 +179,9 @@ class TieredCache:
         self._check_time(now)
         if not isinstance(what, Mapping):
             record = self._leases.get(what)
-            policy, longest = self._prefetches.check(policy, timeout)
+            policy, longest = self._prefetcher.check(policy, timeout)
             self._advance(now)
-            return tuple(sorted(self._prefetches.prefetch(record, policy, longest).jobs))
+            return tuple(sorted(self._prefetcher.prefetch(record, policy, longest).jobs))
         if policy is not None or timeout is not None:
             raise CacheError("a policy and a timeout are of the prefetch of a lease")
         check_paths(what)
@@ -237,7 +237,7 @@ class TieredCache:
             self._device.check(())
             self._store.check_turn(turn)
             warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
-            lent = [(len(keys), self._loads.lease_slots(keys, at, turn)) for keys, at in warm]
+            lent = [(len(keys), self._loader.lease_slots(keys, at, turn)) for keys, at in warm]
             return LoadOrder(sum(count for count, _ in lent), tuple(Part(job, n, slots) for n, (job, slots) in lent))
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
@@ -252,7 +252,7 @@ class TieredCache:
                 self._device.check(each)
             self._store.serve(record.turn)
             nodes, keys = record.nodes(self._store.index), record.keys
-            record.load = self._loads.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
+            record.load = self._loader.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
             name = record.request
             record.load.asked = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
             return self._ordered(record.load)
@@ -265,7 +265,7 @@ class TieredCache:
         self._store.check_pool([part.pins[0].node], self.settings.pool_of(group))
         self._check_tokens(tokens, group)
         self._store.serve(record.turn)
-        record.load = self._loads.load(
+        record.load = self._loader.load(
             part.keys[:chunks],
             into,
             part.positions[0] * per_chunk + skip,
@@ -303,7 +303,7 @@ class TieredCache:
         record = self._leases.get(of)
         if record.load is not None:
             return Progress(record.load.outcome is not None, record.load.outcome)
-        if self._prefetches.is_waiting(record):
+        if self._prefetcher.is_waiting(record):
             return Progress(is_over=False)
         return Progress(is_over=True, runs=self._store.runs(record.nodes(self._store.index)))
 
@@ -323,7 +323,7 @@ class TieredCache:
                 self._transfers.cancel_load(record.load)
                 self._conclude(record.load, MissReason.CANCELLED)
             if record.prefetch is not None:
-                self._prefetches.cancel(record.prefetch)
+                self._prefetcher.cancel(record.prefetch)
             self._leases.drop(lease)
         return len(leases)
 
@@ -369,13 +369,13 @@ class TieredCache:
             self._device.check(mine)
         if len(paths) > 1:
             check_distinct([key for path in paths.values() for keys in (path.names, path.slid) for key in keys])
-        nodes = {group: self._writes.check(path, group) for group, path in paths.items()}
+        nodes = {group: self._offloader.check(path, group) for group, path in paths.items()}
         orders = dict[int, StoreOrder]()
         for group, path in paths.items():
             if orders:  # which may have evicted some
-                nodes[group] = self._writes.check(path, group)
+                nodes[group] = self._offloader.check(path, group)
             into = None if blocks is None else blocks.get(group, ())
-            orders[group] = self._writes.store(
+            orders[group] = self._offloader.store(
                 path, nodes[group], into, group, evicting=evicting or blocks is None, patient=patient, turn=turn
             )
             if path.slid and not orders[group].again:
@@ -388,7 +388,7 @@ class TieredCache:
 
     def flush(self) -> bool:
         """Order backups of all that only the host tier has; says whether there is nothing left to order or wait for."""
-        self._writes.clean(all_of_host=True)
+        self._offloader.clean(all_of_host=True)
         return not self._transfers.jobs
 
     # ------------------------------------------------------------------ commands and results
@@ -498,7 +498,7 @@ class TieredCache:
                 self._count_misses(record.load, record.load.revoke())
         if keep:
             self._leases.end_step()
-        self._prefetches.clear()
+        self._prefetcher.clear()
         self._transfers.forget(first, weights=weights)
         if not keep:
             self._leases.forget_step()
@@ -552,10 +552,10 @@ class TieredCache:
 
     def _proceed(self) -> None:
         """Order what was waiting for room or for its time: prefetches, then writes."""
-        if self._prefetches.queue:
-            self._prefetches.proceed()
+        if self._prefetcher.queue:
+            self._prefetcher.proceed()
         if self._store.index.called or any(self._store.backlog.counts):
-            self._writes.clean()
+            self._offloader.clean()
         if self._exchange.tiers:
             self._exchange.proceed()
 

@@ -143,7 +143,7 @@ class LeasedChunks:
 
 
 class LeaseRecord:
-    """What the control plane knows of a lease: the chunks leased, of one or several groups, and its load and prefetch."""
+    """What the control plane knows of a lease: the leased chunks, of one or several groups, its load and prefetch."""
 
     __slots__ = ("is_multi_group", "load", "parts", "prefetch", "request", "turn")
 

@@ -23,11 +23,11 @@ from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.columns import column, leading, marks
 from longshore.cache.lookups import Leases
 from longshore.cache.nodes import ROOT
+from longshore.cache.offload import Offloader
 from longshore.cache.pool import READY
 from longshore.cache.settings import PrefetchPolicy, seconds
 from longshore.cache.transfers import Job, LeaseRecord, Load, TierSlots, Transfers, Wait
 from longshore.cache.types import MissReason
-from longshore.cache.writes import Writes
 from longshore.errors import CacheError
 
 LOAD_BATCH = 16
@@ -56,7 +56,7 @@ def _batches(warm: int, count: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + LOAD_BATCH, count)
 
 
-class Loads:
+class Loader:
     """Orders loads on one `Transfers`."""
 
     def __init__(self, transfers: Transfers) -> None:
@@ -242,13 +242,13 @@ class Loads:
         )
 
 
-class Prefetches:
+class Prefetcher:
     """Orders prefetches on one `Transfers`."""
 
-    def __init__(self, transfers: Transfers, writes: Writes, leases: Leases) -> None:
+    def __init__(self, transfers: Transfers, offloader: Offloader, leases: Leases) -> None:
         self._transfers = transfers
         self._store = transfers.store
-        self._writes = writes
+        self._offloader = offloader
         self._leases = leases
         self.queue: dict[int, tuple[LeaseRecord, Wait]] = {}
         """Prefetches that requests wait for, oldest first, by the number of their wait; until the hold lets go."""
@@ -356,7 +356,7 @@ class Prefetches:
         store.log.by = keys[cold[0]]
         warm = store.kept_in_host
         store.keep_in_host(warm.union(path))
-        room = self._writes.clean_room([path[i] for i in cold], cleans=wait.patient)
+        room = self._offloader.clean_room([path[i] for i in cold], cleans=wait.patient)
         store.keep_in_host(warm & store.kept_in_host)
         wait.lacks, cold = wait.patient and room < len(cold), cold[:room]
         for start in range(0, len(cold), LOAD_BATCH):

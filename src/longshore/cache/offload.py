@@ -37,7 +37,7 @@ _AHEAD = 64
 """Where not all is copied down at once, copies of one slot in so many are made ahead: fewer jobs, and larger ones."""
 
 
-class Writes:
+class Offloader:
     """Orders offloads and backups on one `Transfers`, by the rules of the routes into each tier."""
 
     def __init__(self, transfers: Transfers, rules: Sequence[WriteRule], *, is_only: bool) -> None:
