@@ -22,7 +22,7 @@ from pathlib import Path
 import vllm_manager
 from longshore.bench import vllm_runs
 from longshore.bench.harness import Case, machine_facts
-from longshore.tiers.file.audit import Audit, inspect
+from longshore.tiers.file.fsck import Fsck, inspect
 from longshore.trace.workload import FIRST_TOKEN
 
 BLOCK = 32
@@ -108,8 +108,8 @@ def storing(model: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
     tokens = vllm_runs.BATCH * (PROMPT + plan.answer)
     yield from vllm_runs.costs("storing/speed", "storing/cpu", said, tokens)
     eligible = (PAIRS + 1) * vllm_runs.BATCH * (PROMPT // BLOCK)
-    with Audit(scratch / "tier") as audit:
-        records = inspect(audit, iter(()), 0.0).records
+    with Fsck(scratch / "tier") as fsck:
+        records = inspect(fsck, iter(()), 0.0).records
     yield Case("storing/files", records, "chunks", "whole chunks of all prompts", eligible, records / eligible)
 
 

@@ -20,7 +20,7 @@ from longshore.keys import Scope
 from longshore.layout import from_rows
 from longshore.runtime.selftest import copy_test, self_test
 from longshore.runtime.stack import Stack, open_stack
-from longshore.tiers.file.audit import Audit
+from longshore.tiers.file.fsck import Fsck
 from longshore.transfer.device import device_for
 
 
@@ -79,8 +79,8 @@ def test_a_byte_that_comes_back_wrong_fails_it(tmp_path: Path, sound: int, tier:
 
 def records(directory: Path) -> dict[int, tuple[bytes, bytes]]:
     """Scope and key of each slot that the index lists."""
-    with Audit(directory) as audit:
-        entries = audit.entries()
+    with Fsck(directory) as fsck:
+        entries = fsck.entries()
         assert entries is not None
         return {
             slot: (scope, key)
@@ -116,8 +116,8 @@ def test_a_start_under_another_scope_leaves_records_while_there_are_empty_slots(
 
 def test_without_empty_slots_the_records_of_others_go_oldest_first(tmp_path: Path) -> None:
     write_as(tmp_path / "kv", "a", 5)
-    with Audit(tmp_path / "kv") as audit:
-        slots = audit.slabs.slabs
+    with Fsck(tmp_path / "kv") as fsck:
+        slots = fsck.slabs.slabs
     oldest_first = list(records(tmp_path / "kv"))
     write_as(tmp_path / "kv", "b", slots - 3)  # two more than are empty
     left = records(tmp_path / "kv")
@@ -133,8 +133,8 @@ def records_of(found: dict[int, tuple[bytes, bytes]], salt: str) -> list[tuple[b
 def test_it_costs_no_record_where_every_slot_holds_one(tmp_path: Path, salts: str) -> None:
     first, second = salts
     write_as(tmp_path / "kv", first, 1)
-    with Audit(tmp_path / "kv") as audit:
-        slots = audit.slabs.slabs
+    with Fsck(tmp_path / "kv") as fsck:
+        slots = fsck.slabs.slabs
     write_as(tmp_path / "kv", first, slots)
     before = records(tmp_path / "kv")
     assert len(before) == slots

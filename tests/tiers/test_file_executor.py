@@ -413,7 +413,7 @@ def test_an_unexpected_error_ends_one_task_and_the_others_go_on(
             raise ZeroDivisionError("nobody expects this")
         return settle(self, task, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(FileTier, "_settle", explode)
+    monkeypatch.setattr(FileTier, "_record_results", explode)
     for _ in range(2 * executor.WINDOW_TASKS):
         assert harness.run(harness.op(Op.READ, 1, 1)) == (Status.IO_ERROR,)
     assert "nobody expects this" in caplog.text

@@ -17,7 +17,7 @@ from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier
 from longshore.tiers.file import format as fmt
-from longshore.tiers.file.audit import Audit
+from longshore.tiers.file.fsck import Fsck
 
 Opener = Callable[..., FileTier]
 
@@ -31,8 +31,8 @@ def test_records_are_written_whatever_the_clock_says(
     harness.reopen()
     harness.assert_serves(0, 0)
     harness.tier.close()
-    with Audit(directory) as audit:
-        entries = audit.entries()
+    with Fsck(directory) as fsck:
+        entries = fsck.entries()
         assert entries is not None
         assert entries["written"].tolist() == [written]
 
@@ -90,7 +90,7 @@ def test_a_directory_that_cannot_be_named_is_refused(opener: Opener, tmp_path: P
     with pytest.raises(TierError, match=r"cannot be used: .*(null byte|too long)"):
         opener(kind=lambda directory, **rest: FileTier(tmp_path / name, **rest))  # type: ignore[arg-type]
     with pytest.raises(TierError, match=r"does not exist|cannot be used"):
-        Audit(tmp_path / name)
+        Fsck(tmp_path / name)
     config = Config.make(host_size="1MiB", file_path=tmp_path / name, file_size="1MiB")
     if "\0" not in name:
         with pytest.raises(ConfigError, match="too long"):

@@ -22,7 +22,6 @@ from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op, StoredChunk
 from longshore.tiers.file import FileTier, capacity_of
-from longshore.tiers.file.audit import Audit, Condition, inspect
 from longshore.tiers.file.directory import COPIES
 from longshore.tiers.file.format import (
     ENTRY,
@@ -32,6 +31,7 @@ from longshore.tiers.file.format import (
     pack_superblock,
     parse_superblock,
 )
+from longshore.tiers.file.fsck import Condition, Fsck, inspect
 
 SMALL = TierTests.image_bytes
 PER_SLAB = 4
@@ -332,9 +332,9 @@ class TestTools:
         if not index:
             for name in ("index.0", "index.1"):
                 (filled / name).unlink()
-        with Audit(filled) as audit:
-            found = {(each.slot, each.pool): each.condition for each in audit.records() if each.header is not None}
-            assert not any(each.condition.is_damage for each in audit.records())
+        with Fsck(filled) as fsck:
+            found = {(each.slot, each.pool): each.condition for each in fsck.records() if each.header is not None}
+            assert not any(each.condition.is_damage for each in fsck.records())
         whole = {place for place, condition in found.items() if condition is Condition.WHOLE}
         assert whole == {(0, 1), (5, 0), (6, 0)} | (set() if index else {(8, 1)})
 
@@ -344,14 +344,14 @@ class TestTools:
         done = CliRunner().invoke(app, ["fsck", str(filled), "--json", "--repair"])
         damaged = json.loads(done.stdout)["damaged"]
         assert [(each["slot"], each["condition"]) for each in damaged] == [(0, "corrupt image"), (6, "corrupt header")]
-        with Audit(filled) as audit:
-            assert Counter(each.condition for each in audit.records())[Condition.WHOLE] == 1
+        with Fsck(filled) as fsck:
+            assert Counter(each.condition for each in fsck.records())[Condition.WHOLE] == 1
         harness.reopen()
         assert listed(harness) == {(5, 0): key(5)}
 
     def test_inspect_says_what_each_size_has(self, filled: Path) -> None:
-        with Audit(filled) as audit:
-            seen = inspect(audit, audit.headers(), 0.0)
+        with Fsck(filled) as fsck:
+            seen = inspect(fsck, fsck.headers(), 0.0)
         assert (seen.slabs, seen.slab_bytes, seen.records) == (4, SLAB, 3)
         assert [(size.image_bytes, size.per_slab, size.slabs, size.records) for size in seen.sizes] == [
             (SMALL, PER_SLAB, 1, 2),

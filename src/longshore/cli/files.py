@@ -24,9 +24,9 @@ from longshore.cli.options import Json
 from longshore.cli.output import console, table, write_json
 from longshore.config import format_bytes
 from longshore.errors import ConfigError, FormatError, TierError
-from longshore.tiers.file.audit import Audit, Condition, Finding
-from longshore.tiers.file.audit import inspect as sum_up
 from longshore.tiers.file.directory import COPIES
+from longshore.tiers.file.fsck import Condition, Finding, Fsck
+from longshore.tiers.file.fsck import inspect as sum_up
 
 T = TypeVar("T")
 
@@ -53,18 +53,18 @@ def fsck(
     Exit status: [bold]0[/bold] no damage, or all damage repaired; [bold]1[/bold] damage found; [bold]2[/bold] not
     checked: no such directory, in use by a live process, or not the directory of a file tier.
     """
-    with Audit(directory) as audit:
+    with Fsck(directory) as fsck:
         found = Counter(dict.fromkeys(Condition, 0))
         damaged, whole = [], []
-        for finding in _with_progress(audit.records(), audit.most, "verified"):
+        for finding in _with_progress(fsck.records(), fsck.most, "verified"):
             found[finding.condition] += 1
             if finding.condition.is_damage:
                 damaged.append(finding)
-            elif finding.condition is Condition.WHOLE and finding.header is not None and audit.entries() is None:
+            elif finding.condition is Condition.WHOLE and finding.header is not None and fsck.entries() is None:
                 whole.append(finding.header)
-        missing, has_index, superblocks = audit.missing, audit.entries() is not None, list(audit.superblocks.damaged)
+        missing, has_index, superblocks = fsck.missing, fsck.entries() is not None, list(fsck.superblocks.damaged)
         if repair:
-            audit.repair(damaged, whole)
+            fsck.repair(damaged, whole)
     if as_json:
         counts = {condition.name.lower(): found[condition] for condition in Condition}
         facts = {"directory": str(directory), "slots": counts, "missing": missing, "index": has_index}
@@ -112,9 +112,9 @@ def inspect(directory: DirectoryArgument, as_json: Json = False) -> None:
     directory open. A scope is a model with its weights, layout and salt; no process serves records of another scope.
     `longshore fsck` verifies the images.
     """
-    with Audit(directory, shared=True) as audit:
-        found = sum_up(audit, _with_progress(audit.headers(), audit.most, "read"), time.time())
-        superblocks = list(audit.superblocks.damaged)
+    with Fsck(directory, shared=True) as fsck:
+        found = sum_up(fsck, _with_progress(fsck.headers(), fsck.most, "read"), time.time())
+        superblocks = list(fsck.superblocks.damaged)
     if as_json:
         write_json({"directory": str(directory), **found.as_json(), "damaged_superblocks": superblocks})
         return
@@ -205,15 +205,15 @@ def gc(
     paths = list(chain.from_iterable(map(_tiers_in, directories)))
     for path in paths:
         try:
-            audit = Audit(path, shared=True)
+            fsck = Fsck(path, shared=True)
         except (TierError, FormatError) as error:
             if len(paths) == 1:
                 raise
             unreadable += 1
             console(stderr=True).print(f"longshore: {error}", markup=False)
             continue
-        with audit:
-            found, known = sum_up(audit, audit.headers(), now), audit.entries() is not None
+        with fsck:
+            found, known = sum_up(fsck, fsck.headers(), now), fsck.entries() is not None
             doomed = [
                 scope.scope
                 for scope in found.scopes
@@ -221,14 +221,14 @@ def gc(
                 or (limit is not None and scope.written and now - scope.written > limit)
                 or (all_but_current and not scope.current)
             ]
-            busy = audit.live or not known
+            busy = fsck.live or not known
             if doomed and yes and not busy:
-                audit.remove([bytes.fromhex(scope) for scope in doomed])
+                fsck.remove([bytes.fromhex(scope) for scope in doomed])
         for scope in found.scopes:
-            fate = "kept" if scope.scope not in doomed else _fate(live=audit.live, known=known, yes=yes)
+            fate = "kept" if scope.scope not in doomed else _fate(live=fsck.live, known=known, yes=yes)
             seconds = max(0.0, now - scope.written) if scope.written else None
             facts = {"scope": scope.scope, "records": scope.records, "bytes": scope.bytes, "age": seconds}
-            rows.append({"directory": str(path), **facts, "in_use": audit.live, "fate": fate})
+            rows.append({"directory": str(path), **facts, "in_use": fsck.live, "fate": fate})
     if as_json:
         write_json(rows)
     else:

@@ -53,17 +53,17 @@ class Directory:
         io: The system calls that reach it.
     """
 
-    def __init__(self, path: Path, io: RawIo | None = None, *, guest: bool = False) -> None:
-        """A `guest` does not lock the directory, creates nothing and changes no mode."""
+    def __init__(self, path: Path, io: RawIo | None = None, *, unlocked: bool = False) -> None:
+        """With `unlocked`, takes no lock, creates nothing and changes no mode."""
         self.path = path
         self.io: RawIo = SystemIo() if io is None else io
         self._pid = os.getpid()
-        self._guest = guest
+        self._unlocked = unlocked
         self._lock = -1
         with contextlib.ExitStack() as undo:
             self._fd = self._open_directory()
             undo.callback(self.io.close, self._fd)
-            if guest:
+            if unlocked:
                 undo.pop_all()
                 return
             self._own()
@@ -162,7 +162,7 @@ class Directory:
     def close(self) -> None:
         """Release the lock. Idempotent; in a forked child, only its copies of the descriptors go."""
         if self._fd >= 0:
-            if not self._guest:
+            if not self._unlocked:
                 if not self.forked or (os.getpid(), *self._identity[1:]) not in _owned:
                     # Else the child holds the lock by now, and would lose it with any descriptor of that file.
                     self.io.close(self._lock)
@@ -202,7 +202,7 @@ class Directory:
     def _open_directory(self) -> int:
         path = self.path
         with self.as_tier_errors():
-            fd = self.io.open_directory(path, create=not self._guest)
+            fd = self.io.open_directory(path, create=not self._unlocked)
             try:
                 status = self.io.fstat(fd)
                 _check_owner(status, path)
@@ -211,7 +211,7 @@ class Directory:
                         f"{path} can be written by others (mode {stat.S_IMODE(status.st_mode):04o}), who could replace "
                         f"its files; expected 0700: chmod 700 {path}"
                     )
-                if status.st_mode & 0o077 and not self._guest:
+                if status.st_mode & 0o077 and not self._unlocked:
                     self.io.fchmod(fd, 0o700)
                     _log.warning(
                         "%s could be read by others (mode %04o); changed to 0700", path, stat.S_IMODE(status.st_mode)
@@ -255,7 +255,7 @@ class Directory:
         _check_owner(status, path)
         if status.st_nlink != 1:
             raise TierError(f"{path}: expected a file with one name, got {status.st_nlink} links to it")
-        if stat.S_IMODE(status.st_mode) != 0o600 and not self._guest:
+        if stat.S_IMODE(status.st_mode) != 0o600 and not self._unlocked:
             self.io.fchmod(fd, 0o600)
 
     def _restore(self, name: str, fd: int, nbytes: int) -> None:
@@ -384,7 +384,7 @@ class PendingReset:
         """Raises `TierError` if there is no reset file; opening a tier creates it."""
         self._path = path
         with contextlib.ExitStack() as undo:
-            self._directory = Directory(path, io, guest=True)
+            self._directory = Directory(path, io, unlocked=True)
             undo.callback(self._directory.close)
             self._fd = self._directory.open(RESET)
             undo.pop_all()

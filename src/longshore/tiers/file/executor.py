@@ -78,10 +78,12 @@ Task = tuple[int, ...]
 """Positions in the batch, in the order of their records."""
 
 
-def coalesce(batch: Sequence[TierOp], place: Callable[[TierOp], int], joins: Callable[[TierOp], bool]) -> list[Task]:
+def coalesce(
+    batch: Sequence[TierOp], place: Callable[[TierOp], int], can_coalesce: Callable[[TierOp], bool]
+) -> list[Task]:
     """The tasks of `batch`, each position in one; the operations of each are of one kind, and of one generation.
 
-    `place` is the byte where a record begins; `joins` says whether one can be moved together with others.
+    `place` is the byte where a record begins; `can_coalesce` says whether one can be moved together with others.
     """
     if len(batch) == 1:
         return [(0,)]
@@ -91,7 +93,7 @@ def coalesce(batch: Sequence[TierOp], place: Callable[[TierOp], int], joins: Cal
     nbytes = 0  # of its images
     for _, _, at in order:
         op = batch[at]
-        mine = (op.op, op.generation) if joins(op) else None
+        mine = (op.op, op.generation) if can_coalesce(op) else None
         fits = nbytes + op.length <= TASK_BYTES and mine is not None
         if fits and mine == kind and len(tasks[-1]) < TASK_RECORDS:
             tasks[-1].append(at)
@@ -183,7 +185,7 @@ class Executor:
                     queue = self._reads if ops[task[0]].op is Op.READ else self._writes
                     queue.append(_Task(batch, task, self._serials))
             self._serials += len(ops)
-            self._settle(batch)
+            self._report_if_ended(batch)
             self._queue.wake()
             return batch.ticket
 
@@ -224,9 +226,9 @@ class Executor:
         if batch.end_pending(status, time.monotonic()):
             self._reads = deque(task for task in self._reads if task.pending)
             self._writes = deque(task for task in self._writes if task.pending)
-            self._settle(batch)
+            self._report_if_ended(batch)
 
-    def _settle(self, batch: OpBatch) -> None:
+    def _report_if_ended(self, batch: OpBatch) -> None:
         """Report `batch` if it has ended."""
         if batch.ended:
             del self._open[batch.ticket]
@@ -284,7 +286,7 @@ class Executor:
                     task.begin(now)
                     return task
                 task.end([Status.DEADLINE] * len(task.at), now)
-                self._settle(task.batch)
+                self._report_if_ended(task.batch)
         return None
 
     def _next(self) -> _Task:
@@ -357,7 +359,7 @@ class Executor:
         with self._lock:
             task.end(statuses, time.monotonic())
             self.ended += len(task.at)
-            self._settle(task.batch)
+            self._report_if_ended(task.batch)
         if self._completed:
             time.sleep(_MOMENT)
 

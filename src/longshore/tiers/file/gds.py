@@ -209,7 +209,7 @@ class GdsPayload:
         """Bytes of the device's memory."""
         return self._memory.nbytes
 
-    def joins(self, op: TierOp) -> bool:
+    def can_coalesce(self, op: TierOp) -> bool:
         """Never: cuFile moves images one by one."""
         return False
 

@@ -384,11 +384,11 @@ class Checkpointer:
         self.failures = 0
         self._index = index
         self._name = name
-        self._busy = threading.Lock()  # from a nudge to the end of its checkpoint; for ever, once closed
+        self._busy = threading.Lock()  # from a begin_if_due to the end of its checkpoint; for ever, once closed
         self._closed = False
         self._not_before = 0.0
 
-    def nudge(self) -> None:
+    def begin_if_due(self) -> None:
         """Begin a checkpoint if one is due, unless one is in progress or has just failed."""
         if self._index.due and time.monotonic() >= self._not_before and self._busy.acquire(blocking=False):
             try:

@@ -135,7 +135,7 @@ class Payload(Protocol):
     def blocks(self) -> bool:
         """Whether its pieces are blocking calls, for the threads of a `ThreadQueue`."""
 
-    def joins(self, op: TierOp) -> bool:
+    def can_coalesce(self, op: TierOp) -> bool:
         """Whether the record of `op` can be coalesced with others."""
 
     def write(
@@ -172,7 +172,7 @@ class HostPayload:
         """Bytes of the arena; raises `TierClosedError` if it was closed."""
         return self._arena.array.nbytes
 
-    def joins(self, op: TierOp) -> bool:
+    def can_coalesce(self, op: TierOp) -> bool:
         """Whether `op` is aligned."""
         return is_aligned(op)
 

@@ -181,7 +181,7 @@ class FileTier(Tier):
             self._superblock, self._segment, self._index = opened.superblock, opened.segment, opened.index
             self._superblocks = opened.superblocks
             resources.callback(self._superblocks.close)
-            resources.callback(self._settle_reset)
+            resources.callback(self._retry_reset)
             self.slabs = self._superblock.geometry
             self._stored_generation = self.generation
             resources.callback(self._segment.close)
@@ -243,7 +243,7 @@ class FileTier(Tier):
             # All at once, in one system call; `_write` invalidates what was inserted since, or what failed.
             with contextlib.suppress(OSError):
                 self._index.invalidate((op.slot, op.pool) for op in batch if op.op is Op.WRITE)
-        return self._executor.submit(batch, coalesce(batch, self._place, self._payload.joins), deadline)
+        return self._executor.submit(batch, coalesce(batch, self._place, self._payload.can_coalesce), deadline)
 
     def poll(self) -> list[TierResult]:
         """Results since the last call. Records that they report as written are in the journal."""
@@ -251,7 +251,7 @@ class FileTier(Tier):
         results = self._executor.poll()
         if results and not self._closed:
             self._index.flush()
-            self._checkpointer.nudge()
+            self._checkpointer.begin_if_due()
         return results
 
     def call_at_end(self, call: Callable[[], None]) -> None:
@@ -344,7 +344,7 @@ class FileTier(Tier):
         self._check_open()
         self._index.checkpoint()
 
-    def _settle_reset(self) -> None:
+    def _retry_reset(self) -> None:
         """Retry a reset that `forget` could not write; if that fails, drop the superblock, and with it all records."""
         if self.generation == self._stored_generation:
             return
@@ -392,10 +392,10 @@ class FileTier(Tier):
             return [refusal] * len(task)
         claims, statuses = yield from self._try(task, staging)
         if len(task) == 1 or _all_ok(statuses):
-            return self._settle(task, claims, statuses)
+            return self._record_results(task, claims, statuses)
         moved = [status not in _NOT_MOVED for status in statuses]
         whole = list(compress(task, moved)), list(compress(claims, moved)), list(compress(statuses, moved))
-        settled = iter(self._settle(*whole))
+        settled = iter(self._record_results(*whole))
         ended: list[Status] = []
         for order, over in zip(task, moved, strict=True):
             ended += [next(settled)] if over else (yield from self._run_task([order], staging))
@@ -421,7 +421,7 @@ class FileTier(Tier):
             _log.debug("%s of slot %d: %s", ops[0].op.value, ops[0].slot, error)
             return [], [Status.IO_ERROR] * len(ops)
 
-    def _settle(self, task: Sequence[Order], claims: Sequence[int], statuses: list[Status]) -> list[Status]:
+    def _record_results(self, task: Sequence[Order], claims: Sequence[int], statuses: list[Status]) -> list[Status]:
         """Update index and health from `statuses`; returns them, as misses if there was a reset meanwhile."""
         if claims:
             self._index.touch([op.slot for (op, _), how in zip(task, statuses, strict=True) if how is Status.OK])
@@ -431,7 +431,7 @@ class FileTier(Tier):
                 statuses = [Status.MISMATCH if how is Status.OK else how for how in statuses]
         if statuses:
             self._health.record(task[0].op.op, statuses)
-        self._checkpointer.nudge()
+        self._checkpointer.begin_if_due()
         return statuses
 
     def _quarantine(self, task: Sequence[Order], claims: Sequence[int], statuses: Sequence[Status]) -> None:

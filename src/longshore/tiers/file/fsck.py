@@ -5,7 +5,7 @@ A slot that the index does not list is free space, whatever it contains: no proc
 index, of several records of one key the one written last counts, as it would for the next process.
 
 The directory is locked meanwhile, like that of a running tier, or looked at while a process has it. Nothing in it is
-changed, but by `Audit.repair` and `Audit.remove`.
+changed, but by `Fsck.repair` and `Fsck.remove`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Finding(NamedTuple):
     header: fmt.RecordHeader | None = None
 
 
-class Audit:
-    """A tier directory under audit. A context manager.
+class Fsck:
+    """A tier directory under fsck. A context manager.
 
     Attributes:
         live: Whether another process has it open; then it is not locked, and must not be changed.
@@ -100,7 +100,7 @@ class Audit:
         except TierInUseError:
             if not shared:
                 raise
-            self._directory = Directory(path, guest=True)
+            self._directory = Directory(path, unlocked=True)
             self.live = True
         self.superblocks = Superblocks(self._directory)
         self._fd = -1
@@ -407,24 +407,24 @@ class Inspection:
         return asdict(self)
 
 
-def inspect(audit: Audit, headers: Iterable[Finding], now: float) -> Inspection:
-    """Sum up what is in the directory of `audit`, at `now` in Unix time; `headers` are read only without an index."""
-    found = audit.entries()
+def inspect(fsck: Fsck, headers: Iterable[Finding], now: float) -> Inspection:
+    """Sum up what is in the directory of `fsck`, at `now` in Unix time; `headers` are read only without an index."""
+    found = fsck.entries()
     entries = _from_headers(headers) if found is None else found
-    live = entries[entries["generation"] >= audit.superblock.generation]
-    geometry = audit.superblock.geometry
+    live = entries[entries["generation"] >= fsck.superblock.generation]
+    geometry = fsck.superblock.geometry
     return Inspection(
-        slabs=audit.superblock.slabs,
-        slab_bytes=audit.superblock.slab_bytes,
-        generation=audit.superblock.generation,
-        opens=audit.superblock.opens,
-        bytes_on_disk=audit.bytes_on_disk,
+        slabs=fsck.superblock.slabs,
+        slab_bytes=fsck.superblock.slab_bytes,
+        generation=fsck.superblock.generation,
+        opens=fsck.superblock.opens,
+        bytes_on_disk=fsck.bytes_on_disk,
         from_index=found is not None,
         records=len(live),
         stale=len(entries) - len(live),
         full=float(np.array(geometry.image_bytes)[live["pool"]].sum()) / geometry.nbytes,
-        live=audit.live,
-        sizes=_sizes(live, audit.superblock),
+        live=fsck.live,
+        sizes=_sizes(live, fsck.superblock),
         scopes=_scopes(live),
         ages=_ages(live, now),
     )

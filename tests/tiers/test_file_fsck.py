@@ -16,9 +16,9 @@ from longshore.errors import FormatError, TierError, TierInUseError
 from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_image_bit
 from longshore.testing.tier_harness import key
 from longshore.tiers.arena import PAGE
-from longshore.tiers.file.audit import Audit, Condition, inspect
 from longshore.tiers.file.directory import COPIES
 from longshore.tiers.file.format import Superblock, pack_superblock
+from longshore.tiers.file.fsck import Condition, Fsck, inspect
 from longshore.tiers.file.index import checkpoint_name
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
@@ -26,8 +26,8 @@ STRIDE = PAGE + IMAGE
 
 
 def found(directory: Path) -> list[Condition]:
-    with Audit(directory) as audit:
-        return [finding.condition for finding in audit.records()]
+    with Fsck(directory) as fsck:
+        return [finding.condition for finding in fsck.records()]
 
 
 def test_whole_and_empty_slots(harness: TierHarness, directory: Path) -> None:
@@ -37,8 +37,8 @@ def test_whole_and_empty_slots(harness: TierHarness, directory: Path) -> None:
     expected = [Condition.EMPTY] * SLOTS
     expected[1] = expected[3] = Condition.WHOLE
     assert found(directory) == expected
-    with Audit(directory) as audit:
-        headers = {finding.slot: finding.header for finding in audit.records() if finding.header}
+    with Fsck(directory) as fsck:
+        headers = {finding.slot: finding.header for finding in fsck.records() if finding.header}
     assert {slot: header.key for slot, header in headers.items()} == {1: key(1), 3: key(3)}
 
 
@@ -58,11 +58,11 @@ def test_damage_is_named_and_repaired(
         harness.store(slot, slot)
     harness.tier.close()
     damage(directory)
-    with Audit(directory) as audit:
-        findings = {finding.slot: finding for finding in audit.records()}
+    with Fsck(directory) as fsck:
+        findings = {finding.slot: finding for finding in fsck.records()}
         assert {slot for slot, each in findings.items() if each.condition.is_damage} == {2}
         assert findings[2].condition is condition
-        audit.repair([findings[2]])
+        fsck.repair([findings[2]])
     assert found(directory) == [Condition.WHOLE] * 2 + [Condition.EMPTY] + [Condition.WHOLE] * 5
     harness.reopen()
     assert {chunk.slot for chunk in harness.tier.recover()} == set(range(SLOTS)) - {2}
@@ -91,16 +91,16 @@ def test_a_segment_that_ends_early(harness: TierHarness, directory: Path) -> Non
         harness.store(slot, slot)
     harness.tier.close()
     os.truncate(directory / "segment", 5 * STRIDE + PAGE + 10)
-    with Audit(directory) as audit:
-        assert (audit.slabs.slabs, audit.missing) == (6, 2)
-        assert [finding.condition for finding in audit.records()] == [Condition.WHOLE] * 5 + [Condition.SHORT]
+    with Fsck(directory) as fsck:
+        assert (fsck.slabs.slabs, fsck.missing) == (6, 2)
+        assert [finding.condition for finding in fsck.records()] == [Condition.WHOLE] * 5 + [Condition.SHORT]
 
 
 def test_a_slot_that_cannot_be_read(harness: TierHarness, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     harness.store(0, 0)
     harness.tier.close()
-    with Audit(directory) as audit:
-        preadv, fired = audit._io.preadv, []
+    with Fsck(directory) as fsck:
+        preadv, fired = fsck._io.preadv, []
 
         def fail(fd: int, buffers: object, offset: int) -> int:
             if offset == 3 * STRIDE:
@@ -108,8 +108,8 @@ def test_a_slot_that_cannot_be_read(harness: TierHarness, directory: Path, monke
                 raise OSError(5, "Input/output error")
             return preadv(fd, buffers, offset)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(audit._io, "preadv", fail)
-        conditions = [finding.condition for finding in audit.records()]
+        monkeypatch.setattr(fsck._io, "preadv", fail)
+        conditions = [finding.condition for finding in fsck.records()]
     assert fired
     assert conditions[3] is Condition.UNREADABLE
     assert conditions[0] is Condition.WHOLE
@@ -118,29 +118,29 @@ def test_a_slot_that_cannot_be_read(harness: TierHarness, directory: Path, monke
 class TestRefusals:
     def test_a_missing_directory_is_not_made(self, tmp_path: Path) -> None:
         with pytest.raises(TierError, match="does not exist"):
-            Audit(tmp_path / "nowhere")
+            Fsck(tmp_path / "nowhere")
         assert not (tmp_path / "nowhere").exists()
 
     def test_what_is_no_directory(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(TierError, match="is not a directory"):
-            Audit(tmp_path / "file")
+            Fsck(tmp_path / "file")
 
     def test_a_directory_of_something_else_is_left_as_it_is(self, tmp_path: Path) -> None:
         (tmp_path / "photos").mkdir(mode=0o700)
         with pytest.raises(TierError, match="has no superblock"):
-            Audit(tmp_path / "photos")
+            Fsck(tmp_path / "photos")
         assert not list((tmp_path / "photos").iterdir())
 
     def test_a_directory_in_use(self, harness: TierHarness, directory: Path) -> None:
         with pytest.raises(TierInUseError):
-            Audit(directory)
+            Fsck(directory)
         harness.store(0, 0)
 
     def test_it_is_released_again(self, harness: TierHarness, directory: Path) -> None:
         harness.tier.close()
-        with Audit(directory), pytest.raises(TierInUseError):
-            Audit(directory)
+        with Fsck(directory), pytest.raises(TierInUseError):
+            Fsck(directory)
         harness.reopen()
 
     def test_another_version(self, harness: TierHarness, directory: Path) -> None:
@@ -150,7 +150,7 @@ class TestRefusals:
         for name in COPIES:
             (directory / name).write_bytes(page)
         with pytest.raises(FormatError, match="format version"):
-            Audit(directory)
+            Fsck(directory)
 
     @pytest.mark.parametrize("image_bytes", [2**40, 2**62 // PAGE * PAGE])
     def test_giant_images_take_no_memory(self, harness: TierHarness, directory: Path, image_bytes: int) -> None:
@@ -159,17 +159,17 @@ class TestRefusals:
         for name in COPIES:
             (directory / name).write_bytes(pack_superblock(forged))
         with pytest.raises(TierError, match="less than one slab of"):
-            Audit(directory)
+            Fsck(directory)
 
     def test_giant_numbers_of_slots_end(self, harness: TierHarness, directory: Path) -> None:
         harness.store(0, 0)
         harness.tier.close()
         for name in COPIES:
             (directory / name).write_bytes(pack_superblock(Superblock(2**31, STRIDE, (IMAGE,), 0, 1)))
-        with Audit(directory) as audit:
-            assert audit.slabs.slabs <= SLOTS + 1
-            assert audit.missing > 2**30
-            assert next(audit.records()).condition is Condition.WHOLE
+        with Fsck(directory) as fsck:
+            assert fsck.slabs.slabs <= SLOTS + 1
+            assert fsck.missing > 2**30
+            assert next(fsck.records()).condition is Condition.WHOLE
 
     def test_a_header_with_a_giant_length_is_not_followed(self, harness: TierHarness, directory: Path) -> None:
         harness.store(0, 0)
@@ -180,8 +180,8 @@ class TestRefusals:
             struct.pack_into("<Q", page, PAGE - 8, digest(bytes(page[: PAGE - 8])))
             file.seek(0)
             file.write(page)
-        with Audit(directory) as audit:
-            assert next(audit.records()).condition is Condition.MISPLACED
+        with Fsck(directory) as fsck:
+            assert next(fsck.records()).condition is Condition.MISPLACED
 
 
 class TestInspection:
@@ -196,12 +196,12 @@ class TestInspection:
         other = harness_of(scope=bytes([9]) * 32)
         other.store(7, 7)
         other.tier.close()
-        with Audit(directory) as audit:
-            entries = audit.entries()
+        with Fsck(directory) as fsck:
+            entries = fsck.entries()
             assert entries is not None
             now = float(entries["written"].max())
-            seen = inspect(audit, audit.headers(), now)
-            later = inspect(audit, audit.headers(), now + 3 * 24 * 3600)
+            seen = inspect(fsck, fsck.headers(), now)
+            later = inspect(fsck, fsck.headers(), now + 3 * 24 * 3600)
         assert (seen.slabs, seen.records, seen.stale, seen.from_index) == (SLOTS, 5, 0, True)
         assert [(each.records, each.bytes, each.reads) for each in seen.scopes] == [
             (4, 4 * IMAGE - 4 * PAGE, 3),
@@ -218,14 +218,14 @@ class TestInspection:
         harness.tier.close()
         for epoch in (0, 1):
             (directory / checkpoint_name(epoch)).unlink(missing_ok=True)
-        with Audit(directory) as audit:
-            seen = inspect(audit, audit.headers(), 0.0)
+        with Fsck(directory) as fsck:
+            seen = inspect(fsck, fsck.headers(), 0.0)
         assert (seen.from_index, seen.records, seen.stale) == (False, 1, 1)
         assert [(age.written, age.records) for age in seen.ages if age.records] == [("not known", 1)]
 
     def test_nothing_at_all(self, harness: TierHarness, directory: Path) -> None:
         harness.tier.close()
-        with Audit(directory) as audit:
-            seen = inspect(audit, audit.headers(), 0.0)
+        with Fsck(directory) as fsck:
+            seen = inspect(fsck, fsck.headers(), 0.0)
         assert (seen.records, seen.scopes) == (0, ())
         assert np.array([age.records for age in seen.ages]).sum() == 0
