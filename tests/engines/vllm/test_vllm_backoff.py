@@ -42,14 +42,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_idle_steps_back_off_while_copies_are_in_flight(clock: Clock) -> None:
     pace = Backoff()
-    pace.planned(lambda: True)
+    pace.step_planned(lambda: True)
     assert clock.taken() == 0
     for _ in range(3):
         clock.now += 1e-4
-        pace.planned(lambda: True)
+        pace.step_planned(lambda: True)
         assert clock.taken() == 1
         clock.now += 1e-4
-        pace.planned(lambda: False)
+        pace.step_planned(lambda: False)
         assert clock.taken() == 0
 
 
@@ -57,7 +57,7 @@ def test_computing_step_is_never_delayed(clock: Clock) -> None:
     pace, asked = Backoff(), list[bool]()
     for _ in range(3):
         clock.now += 0.6e-3
-        pace.planned(lambda: bool(asked.append(True)))
+        pace.step_planned(lambda: bool(asked.append(True)))
     assert (clock.taken(), asked) == (0, [])
 
 

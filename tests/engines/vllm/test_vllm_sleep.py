@@ -154,7 +154,7 @@ def test_weights_that_changed_after_all_empty_what_a_sleep_kept(rigs: Rigs) -> N
     rig = rigs()
     rig.write()
     rig.sleep()
-    rig.workers[0]._changes.told()
+    rig.workers[0]._changes.on_change()
     rig.wake()
     assert rig.answers("reader") == [MISS] * 3
 

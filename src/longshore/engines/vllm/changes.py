@@ -66,12 +66,12 @@ class DeviceMemoryUser(Protocol):
 
 
 class WeightWatch:
-    """Calls `told` when weights of this process may have changed, and `sleeper` around releases of device memory."""
+    """Calls `on_change` when weights may have changed, and `device_user` around releases of device memory."""
 
-    def __init__(self, vllm: Any, told: Callable[[], None], sleeper: DeviceMemoryUser) -> None:
+    def __init__(self, vllm: Any, on_change: Callable[[], None], device_user: DeviceMemoryUser) -> None:
         """`vllm` is the `VllmConfig` of a worker whose model was loaded; without one nothing is watched."""
-        self.told = told
-        self._sleeper = sleeper
+        self.on_change = on_change
+        self._device_user = device_user
         self._parameters: list[Any] = []
         self._sampled_ones: list[Any] = []
         self._before: list[bytes] | None = None
@@ -90,35 +90,35 @@ class WeightWatch:
         self._seen = self._sampled()
         _watching.append(self)
 
-    def goes(self, tags: Collection[str]) -> None:
+    def before_release(self, tags: Collection[str]) -> None:
         """Device memory of these `tags` is about to be freed."""
         if "kv_cache" in tags:
-            self._sleeper.before_device_release()
+            self._device_user.before_device_release()
         if not self._gone and self._before is None:
             self._before = self._digests()
         self._gone.update(tags)
 
-    def comes(self, tags: Collection[str]) -> None:
+    def after_restore(self, tags: Collection[str]) -> None:
         """Device memory of these `tags` was restored. Weights may have been written meanwhile without a call."""
         self._gone.difference_update(tags)
         if not self._gone:
             if self._before is not None and self._before != self._digests():
                 self._before = None
-                self.told()
-            self._sleeper.after_device_restore()
+                self.on_change()
+            self._device_user.after_device_restore()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Compare the samples with those of the last call; after a sleep, once, the checksums of all weights."""
         if self._gone:
             return
         if self._before is not None:
             before, self._before = self._before, None
             if before != self._digests():
-                self.told()
+                self.on_change()
         if self._sampled_ones:
             before, self._seen = self._seen, self._sampled()
             if before != self._seen:
-                self.told()
+                self.on_change()
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
@@ -132,7 +132,7 @@ class WeightWatch:
             return [content(each) for each in self._parameters]
         except RuntimeError:  # no memory for it on the device, say
             _log.exception("the weights could not be checksummed; they count as changed, and all tiers are cleared")
-            self.told()
+            self.on_change()
             return None
 
     def _sampled(self) -> list[bytes]:
@@ -163,25 +163,25 @@ def _wrap_worker(parallel: Any) -> None:
 def _wrap(kind: type, name: str) -> None:
     """Wrap a method that `kind` itself defines, so that it notifies every `WeightWatch` when it ends; once."""
     method = vars(kind).get(name)
-    if not inspect.isfunction(method) or getattr(method, "tells_of_changes", False):
+    if not inspect.isfunction(method) or getattr(method, "reports_changes", False):
         return
 
     @functools.wraps(method)
-    def told(*arguments: Any, **named: Any) -> Any:
-        goes, changes, comes = _effects(name, arguments[1:], named)
-        for each in list(_watching) if goes else ():
-            each.goes(goes)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        freed, changes, restored = _effects(name, arguments[1:], named)
+        for each in list(_watching) if freed else ():
+            each.before_release(freed)
         try:
             done = method(*arguments, **named)
         finally:
             for each in list(_watching) if changes else ():
-                each.told()
-        for each in list(_watching) if comes else ():
-            each.comes(comes)
+                each.on_change()
+        for each in list(_watching) if restored else ():
+            each.after_restore(restored)
         return done
 
-    told.tells_of_changes = True  # type: ignore[attr-defined]
-    setattr(kind, name, told)
+    wrapped.reports_changes = True  # type: ignore[attr-defined]
+    setattr(kind, name, wrapped)
 
 
 def _effects(
@@ -267,7 +267,7 @@ class AdapterWatch:
             _listeners.remove(self._loaded)
 
 
-def tell(lora: Any, reports: RankReports, rank: int, number: int) -> bool:
+def report_adapter(lora: Any, reports: RankReports, rank: int, number: int) -> bool:
     """A worker has loaded an adapter; says whether other bytes were loaded under its name and path before."""
     return reports.adapter_loaded(rank, _tag(lora), lora.lora_int_id, number)
 
@@ -275,11 +275,11 @@ def tell(lora: Any, reports: RankReports, rank: int, number: int) -> bool:
 def _wrap_manager(manager: Any) -> None:
     contract.check_has(manager, "_load_adapter")
     load = manager._load_adapter
-    if getattr(load, "tells_of_adapters", False):
+    if getattr(load, "reports_adapters", False):
         return
 
     @functools.wraps(load)
-    def told(self: Any, lora: Any, *arguments: Any, **named: Any) -> Any:
+    def wrapped(self: Any, lora: Any, *arguments: Any, **named: Any) -> Any:
         before = _known_digest(lora)
         try:
             done = load(self, lora, *arguments, **named)
@@ -292,8 +292,8 @@ def _wrap_manager(manager: Any) -> None:
                 each(lora, number)
         return done
 
-    told.tells_of_adapters = True  # type: ignore[attr-defined]
-    manager._load_adapter = told
+    wrapped.reports_adapters = True  # type: ignore[attr-defined]
+    manager._load_adapter = wrapped
 
 
 def _known_digest(lora: Any) -> bytes | None:
@@ -381,7 +381,7 @@ class BlockValidity:
         request.adapter = request.adapter or found or b""
         return found is not None and found == request.adapter
 
-    def takes(self, request: RequestState, keys: Collection[OffloadKey], stores: Iterable[Ticket]) -> bool:
+    def may_store(self, request: RequestState, keys: Collection[OffloadKey], stores: Iterable[Ticket]) -> bool:
         """Whether blocks of `request` may be stored under `keys`, beside `stores` that are under way."""
         if request.lora is None:
             return not self._distrusts and not self._base_is_mixed
@@ -391,7 +391,7 @@ class BlockValidity:
         others = (store for store in stores if store.adapter and store.adapter != request.adapter)
         return not any(key in keys for store in others for key in store.keys)
 
-    def holds(self, store: Ticket) -> bool:
+    def is_valid(self, store: Ticket) -> bool:
         """Whether the chunks of `store` are still valid under their keys."""
         if store.lora is None:
             return True

@@ -41,13 +41,13 @@ class StepTimer:
     has ended. A step whose end is not reported lasts until the next report: it looks slower than it was, so in doubt
     blocks are loaded.
 
-    Tells `saw(context, tokens, seconds)` of each step that computed at least `least` tokens of some prompt.
+    Calls `on_step(context, tokens, seconds)` of each step that computed at least `least` tokens of some prompt.
 
     `context` is that of one request that would have taken as much attention as all requests of the step together.
     """
 
-    def __init__(self, saw: Callable[[int, int, float], None], least: int) -> None:
-        self._saw = saw
+    def __init__(self, on_step: Callable[[int, int, float], None], least: int) -> None:
+        self._on_step = on_step
         self._least = least
         self._open: deque[_Step] = deque(maxlen=_AHEAD)
         self._last_end = 0.0
@@ -67,7 +67,7 @@ class StepTimer:
         step = self._open.popleft()
         begun, self._last_end = max(step.planned_at, self._last_end), now
         if step.most >= self._least:
-            self._saw(max(0, round(step.pairs / step.tokens - step.tokens / 2)), step.tokens, now - begun)
+            self._on_step(max(0, round(step.pairs / step.tokens - step.tokens / 2)), step.tokens, now - begun)
 
 
 def tokens_of(output: Any) -> list[tuple[int, int]]:

@@ -62,7 +62,7 @@ class Loads:
         self._patience = patience
         self._ticket = ticket
         self._loads: dict[str, StreamedLoad] = {}
-        self._told: list[LoadPart] = []
+        self._new_parts: list[LoadPart] = []
 
     def __contains__(self, name: str) -> bool:
         """Whether the workers load something for the request `name`."""
@@ -114,7 +114,7 @@ class Loads:
             if ready:
                 del load.rest[: len(ahead) - len(rest)]
                 load.fetched -= len(ahead) - len(rest)
-                self._told.append(LoadPart(load.number, self._lend(cache, load, ready, epoch)))
+                self._new_parts.append(LoadPart(load.number, self._lend(cache, load, ready, epoch)))
             if load.fetched <= 0 and load.fetch is not None:
                 cache.release(load.fetch)
                 load.fetch = None
@@ -128,7 +128,7 @@ class Loads:
         load = self._loads.get(name)
         if load is not None and load.rest:
             load.failed, load.rest = True, []
-            self._told.append(LoadPart(load.number, None))
+            self._new_parts.append(LoadPart(load.number, None))
             _release(cache, load)
 
     def end(self, cache: TieredCache, name: str) -> tuple[list[Ticket], bool]:
@@ -143,8 +143,8 @@ class Loads:
 
     def take(self) -> list[LoadPart]:
         """Parts that are sent to the workers in this step."""
-        told, self._told = self._told, []
-        return told
+        parts, self._new_parts = self._new_parts, []
+        return parts
 
     def abandon(self) -> list[LoadPart]:
         """`take` after the control plane has failed: loads that have more parts are ended."""

@@ -71,7 +71,7 @@ class Backoff:
     def __init__(self) -> None:
         self._last_step = -math.inf
 
-    def planned(self, is_awaited: Callable[[], bool]) -> None:
+    def step_planned(self, is_awaited: Callable[[], bool]) -> None:
         """A step was planned: sleep if it follows the last one at once while copies are in flight (`is_awaited`)."""
         if time.monotonic() - self._last_step < _COMPUTED_SECONDS and is_awaited():
             time.sleep(_NAP_SECONDS)
@@ -250,7 +250,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._look_for_new_weights()
         self._validity.used()
         ticket, request = self._ticket(), self._begin(req_context)
-        takes = request.hints.store and self._validity.takes(request, keys, self._stores)
+        takes = request.hints.store and self._validity.may_store(request, keys, self._stores)
         with self._runtime.control() as cache:
             runs = self._stores.offer(cache, request, keys, req_context, ticket, takes=takes)
         return None if runs is None else PrepareStoreOutput(ticket.keys.copy(), self._slots_spec(ticket, runs), [])
@@ -286,7 +286,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step was planned: prefetch the chunks that were asked for and are in a colder tier."""
         self._look_for_new_weights()
-        self._store.sleeps.look()
+        self._store.sleeps.restore_host_memory()
         for name in self._requests.keys() & context.preempted_req_ids:
             self._requests[name].stale = -1  # its blocks are computed again
         with self._runtime.control() as cache:
@@ -300,7 +300,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             end, now = partial(self._end_load, cache=cache), self._runtime.clock()
             self._loads.proceed(cache, end, now, self._host_slots, self._validity.epoch)
             self._stale = [each for each in self._stale if not self._is_over(*each, cache)]
-        self._backoff.planned(self._is_awaited)
+        self._backoff.step_planned(self._is_awaited)
 
     def has_pending_work(self) -> bool:
         """Whether steps are needed even without requests."""
@@ -427,11 +427,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def _ask(self, request: RequestState, key: OffloadKey, context: ReqContext) -> LookupResult:
         """Look up all chunks of the request that vLLM named; returns the answer for `key`."""
-        told = known_keys(context)
-        asked = told if key in told else {key: 0}
+        positions = known_keys(context)
+        asked = positions if key in positions else {key: 0}
         if not self._asked:  # the first in this step: what follows from answers is not taken back
             self._look_for_new_weights()
-            self._store.sleeps.look()
+            self._store.sleeps.restore_host_memory()
         self._validity.used()
         barred = request.load_failed or not self._validity.knows(request) or not request.hints.load
         barred |= self._store.reports.is_asleep() or not self._store.sleeps.has_memory
@@ -456,7 +456,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if FILE not in request.hints.load:
             found = [Presence.ABSENT if each is Presence.COLDER else each for each in found]
         if request.load_limit is None and Presence.COLDER in found:
-            request.load_limit = load_limit(self._runtime.gate, told, found, key, now)
+            request.load_limit = load_limit(self._runtime.gate, positions, found, key, now)
         stalled = self._store.file is not None and self._store.file.is_stalled
         if self.may_stream and Presence.COLDER in found and not late and not stalled:
             found = self._promised(request, asked, found, key)
@@ -471,7 +471,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             # What was brought up for this request, and is colder again, would be so for ever.
             again = brought and each in request.leased
             comes = presence is Presence.COLDER and not late and not again and not stalled
-            if comes and told.get(each, 0) <= (request.load_limit or 0):
+            if comes and positions.get(each, 0) <= (request.load_limit or 0):
                 waits = True
                 request.colder.add(each)
             request.waits |= waits
@@ -479,7 +479,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         return request.answers[key]
 
     def _promised(
-        self, request: RequestState, told: Mapping[OffloadKey, int], found: Sequence[Presence], first: OffloadKey
+        self, request: RequestState, positions: Mapping[OffloadKey, int], found: Sequence[Presence], first: OffloadKey
     ) -> Sequence[Presence]:
         """What to say of chunks that were found so, the first of which is asked for.
 
@@ -488,7 +488,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         there = [each in _THERE for each in found[request.asked_keys.index(first) :]]
         if sum(there) <= self._host_slots:
             return found
-        ends, worth = list(zip(told.items(), found, strict=True)), request.load_limit or 0
+        ends, worth = list(zip(positions.items(), found, strict=True)), request.load_limit or 0
         cold = {key for (key, end), each in ends if each is Presence.COLDER and end <= worth}
         request.streams = True
         request.from_colder |= cold

@@ -1,7 +1,7 @@
-"""What operators and routers are told: metrics on vLLM's `/metrics`, and KV events.
+"""Metrics and KV events for operators and routers: metrics on vLLM's `/metrics`, and KV events.
 
 Metric names are those of `longshore.metrics`, as far as they apply. Every known label is there from the first step on,
-at zero. vLLM adds up what it is told, so it is told differences.
+at zero. vLLM adds up what `get_stats` returns, so that returns increments.
 
 KV events name chunks by vLLM's keys. Our keys lack the first bytes of these, so the keys of stored chunks are kept for
 as long as a tier has them. What an earlier process has stored has no name: no event names it until it is stored again.
@@ -56,7 +56,7 @@ class ManagerMetrics:
         self.hits = Counter(dict.fromkeys(_TIERS, 0))
         self.tokens = Counter(dict.fromkeys(_TIERS, 0))
         self.misses = Counter(dict.fromkeys(MissReason, 0))
-        self._told: dict[_Sample, float] = {}
+        self._reported: dict[_Sample, float] = {}
 
     def loaded(self, chunks: int, of_file: int, tokens: int) -> None:
         """Count `chunks` loaded, `of_file` of which came from the file tier, of `tokens` tokens each."""
@@ -97,7 +97,7 @@ class ManagerMetrics:
         new["longshore_recomputed_chunks", ()] = refused
         new["longshore_weight_changes", ()] = weights
         new["longshore_control_plane_faults", ()] = faults
-        changed = [(sample, value) for sample, value in new.items() if self._told.get(sample) != value]
+        changed = [(sample, value) for sample, value in new.items() if self._reported.get(sample) != value]
         if not changed:
             return None
         stats = OffloadingConnectorStats()
@@ -105,8 +105,8 @@ class ManagerMetrics:
             if name in VLLM_GAUGES:
                 stats.set_gauge(name, value, labels)
             else:
-                stats.increase_counter(name, value - self._told.get((name, labels), 0), labels)
-        self._told = new
+                stats.increase_counter(name, value - self._reported.get((name, labels), 0), labels)
+        self._reported = new
         return stats
 
     def _samples(self, cache: TieredCache) -> Iterator[tuple[_Sample, float]]:
@@ -157,8 +157,8 @@ class EventTranslator:
 
     def translate(self, events: Iterable[Event]) -> Iterator[OffloadingEvent]:
         """vLLM's KV events of these events, in order."""
-        told = [about for event in events if (about := self._about(event)) is not None]
-        for (tier, removed), some in groupby(told, key=lambda each: each[:2]):
+        translated = [about for event in events if (about := self._about(event)) is not None]
+        for (tier, removed), some in groupby(translated, key=lambda each: each[:2]):
             keys = [key for _, _, key in some]
             yield OffloadingEvent(keys, _MEDIA[tier], removed, Locality.LOCAL, removal_expected=True)
 

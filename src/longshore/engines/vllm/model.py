@@ -270,9 +270,9 @@ def _read_memo(path: Path) -> dict[str, tuple[Identity, str]]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
-            told = json.loads(file.read())
-        if told["format"] == _MEMO_FORMAT:
-            for name, (identity, digest) in told["files"].items():
+            memo = json.loads(file.read())
+        if memo["format"] == _MEMO_FORMAT:
+            for name, (identity, digest) in memo["files"].items():
                 if len(identity) == 5 and isinstance(digest, str) and len(digest) == 32:
                     known[name] = [int(number) for number in identity], digest
     except FileNotFoundError:
@@ -328,7 +328,7 @@ class ModelIdentity:
     base_is_mixed: bool = False
 
     @classmethod
-    def told(cls, fields: dict[str, Any]) -> ModelIdentity:
+    def from_fields(cls, fields: dict[str, Any]) -> ModelIdentity:
         """The model that `dataclasses.asdict` made `fields` of, by way of JSON."""
         return cls(**{**fields, "groups": tuple(fields["groups"]), "windows": tuple(fields["windows"])})
 

@@ -63,9 +63,9 @@ class EngineMemory:
     @classmethod
     def read(cls, text: str) -> EngineMemory:
         """Parse what `publish` wrote."""
-        told = json.loads(text)
-        sequences = {name: tuple(told[name]) for name in ("image_bytes", "pools")}
-        return cls(**{**told, **sequences, "model": ModelIdentity.told(told["model"])})
+        fields = json.loads(text)
+        sequences = {name: tuple(fields[name]) for name in ("image_bytes", "pools")}
+        return cls(**{**fields, **sequences, "model": ModelIdentity.from_fields(fields["model"])})
 
     @property
     def layout(self) -> Slabs:

@@ -77,12 +77,12 @@ class ChunkGroups:
 
 @dataclass(slots=True)
 class RequestPath:
-    """Whole chunks of a request in one KV cache group, from the first one on, as far as vLLM has told them.
+    """Whole chunks of a request in one KV cache group, from the first one on, as far as vLLM has named them.
 
     Attributes:
         theirs: vLLM's keys.
         ours: Our keys of these.
-        read: How many of all keys that vLLM has told were looked at.
+        read: How many of all keys that vLLM has named were read.
         adapter: Digest of the adapter that `ours` are of.
     """
 
@@ -91,15 +91,15 @@ class RequestPath:
     read: int = 0
     adapter: bytes = b""
 
-    def extend(self, told: dict[OffloadKey, int], of_group: bytes, tokens: int) -> None:
-        """Look at what was `told` since, in order: chunks of `tokens` tokens whose keys end with `of_group`."""
+    def extend(self, positions: dict[OffloadKey, int], of_group: bytes, tokens: int) -> None:
+        """Add the chunks that vLLM has named since, in order: those of `tokens` tokens each whose keys end with `of_group`."""
         fresh: list[OffloadKey] = []
-        for key, end in islice(told.items(), self.read, None):
+        for key, end in islice(positions.items(), self.read, None):
             if end == (len(self.theirs) + len(fresh) + 1) * tokens and key.endswith(of_group):
                 fresh.append(key)
         self.theirs += fresh
         self.ours += ours(fresh, self.adapter)
-        self.read = len(told)
+        self.read = len(positions)
 
 
 @dataclass(slots=True)
@@ -175,11 +175,11 @@ class RequestState:
         Chunks have so many `tokens`. Of `keys` those that do not follow the one before them are left out; all are if
         vLLM has not told what is before.
         """
-        path, told = self.paths.get(group), known_keys(context)
+        path, positions = self.paths.get(group), known_keys(context)
         if path is None or path.adapter != self.adapter:
             path = self.paths[group] = RequestPath(adapter=self.adapter)
-        if path.read < len(told):
-            path.extend(told, keys[0][-GROUP_BYTES:], tokens)
+        if path.read < len(positions):
+            path.extend(positions, keys[0][-GROUP_BYTES:], tokens)
         begin = position(keys[0], context)
         first = max(0, -(-begin // tokens) - 1)
         if first > len(path.theirs):

@@ -153,7 +153,7 @@ class Stores:
         if not outcomes.all():
             return None
         good = (outcomes == DONE).all(axis=1).tolist()
-        if ticket.void or not self._validity.holds(ticket):
+        if ticket.void or not self._validity.is_valid(ticket):
             good = [False] * len(good)
         if self._events is not None:
             stored = list(compress(ticket.keys, good))

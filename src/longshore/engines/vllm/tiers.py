@@ -145,7 +145,7 @@ class SleepControl:
             return
         self.has_memory, self._reports.frees_host_memory = False, True
 
-    def look(self) -> None:
+    def restore_host_memory(self) -> None:
         """A step is planned, so that the engine is awake: have the slots again if the workers have the memory."""
         if not self.has_memory and not self._reports.is_asleep() and not self._reports.lacks_memory():
             self.has_memory, self._reports.frees_host_memory = True, False

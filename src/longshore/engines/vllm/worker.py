@@ -36,7 +36,7 @@ from longshore.boundary import (
     Urgency,
     addresses,
 )
-from longshore.engines.vllm.changes import AdapterWatch, WeightWatch, tell
+from longshore.engines.vllm.changes import AdapterWatch, WeightWatch, report_adapter
 from longshore.engines.vllm.rendezvous import PATIENCE
 from longshore.errors import EngineError, LongshoreError, TierError
 from longshore.runtime.rank_reports import RankReports
@@ -259,7 +259,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _loaded_adapter(self, lora: Any, number: int) -> None:
         """An adapter was loaded. The plain connector does not name adapters: other bytes clear all tiers."""
-        if tell(lora, self.reports, self._rank, number) and not self.reports_failures:
+        if report_adapter(lora, self.reports, self._rank, number) and not self.reports_failures:
             self.reports.weights_changed(self._rank)
 
     def _begin_part(self, load: _LoadUnderWay, spec: SlotsSpec) -> None:
@@ -271,7 +271,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._begin(_WorkerJob(load.theirs, spec, None, load), blocks)
 
     def _begin(self, job: _WorkerJob, blocks: GPULoadStoreSpec) -> None:
-        self._changes.look()
+        self._changes.check()
         if self._asleep or self.arena.is_given_back or self._is_outdated(job):
             self._end_badly(job)
             return
