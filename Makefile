@@ -129,13 +129,13 @@ eviction: $(VENV)/ready
 
 # The ordering code on the simulated device: every order of small stories, many larger ones by chance.
 orders: $(VENV)/ready
-	$(BIN)/python tests/transfer/soak.py --schedules 10000
+	$(BIN)/python tests/transfer/order_soak.py --schedules 10000
 
 # The same for MINUTES, from FIRST_SEED on.
 MINUTES ?= 30
 FIRST_SEED ?= 10000
 soak: $(VENV)/ready
-	$(BIN)/python tests/transfer/soak.py --minutes $(MINUTES) --first-seed $(FIRST_SEED)
+	$(BIN)/python tests/transfer/order_soak.py --minutes $(MINUTES) --first-seed $(FIRST_SEED)
 
 # Busy engines by chance over the control plane, every structure checked after each call: CALLS calls from FIRST_SEED on.
 CALLS ?= 1000000
@@ -147,7 +147,7 @@ cache-soak: $(VENV)/ready
 N ?= 300
 crash: $(VENV)/ready
 	STATES=all $(BIN)/pytest -q tests/tiers/test_file_crash.py -k 'before_a_checkpoint or crash_of_the_machine'
-	$(BIN)/python tests/tiers/kills.py --kills $(N)
+	$(BIN)/python tests/tiers/kill_kit.py --kills $(N)
 
 # Weakens the ordering code at one place after the other; a test must notice each time.
 race-mutants: $(VENV)/ready

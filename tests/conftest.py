@@ -15,7 +15,13 @@ from hypothesis import HealthCheck, settings
 from longshore.cache import EDGES, State
 
 pytest.register_assert_rewrite(
-    "cache_model", "cache_movers", "cache_stage", "cache_reading", "cache_storing", "cache_life", "cache_groups"
+    "cache_model",
+    "cache_movers",
+    "cache_model_base",
+    "cache_model_lookup",
+    "cache_model_store",
+    "cache_model_lifecycle",
+    "cache_model_groups",
 )
 
 Edge = tuple[State, State]

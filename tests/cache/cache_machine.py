@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cache_groups import Groups
+from cache_kit import COLDER, group_of, path_of, replay
+from cache_model_groups import Groups
 from cache_movers import Job
-from cache_setup import COLDER, group_of, path_of, replay
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test

@@ -7,9 +7,9 @@ after each call that what the cache calls ready really is there.
 
 from __future__ import annotations
 
-from cache_reading import Reading
-from cache_setup import FRESH, depth, group_of, path_of
-from cache_storing import Storing
+from cache_kit import FRESH, depth, group_of, path_of
+from cache_model_lookup import Reading
+from cache_model_store import Storing
 
 from longshore.boundary import HOST
 from longshore.cache import MissReason, Outcome, State

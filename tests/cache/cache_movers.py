@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from cache_setup import IMAGE_BYTES, Setup, parent
+from cache_kit import IMAGE_BYTES, Setup, parent
 
 from longshore.boundary import DEVICE, FILE, HOST, Item, Key, Slot, Status, Transfer, TransferResult, Urgency
 

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from cache_machine import PUBLIC
 
-from longshore.cache import TieredCache, loading
+from longshore.cache import TieredCache, load
 
 SLOW = (
     "test_state_machine",
     "test_state_machine_groups",
     "test_state_machine_device",
-    "test_cascade_model",
+    "test_state_machine_cascade",
     "test_gate",
     "test_spans",
-    "test_evicting",
+    "test_evict_batches",
     "test_determinism",
 )
 """Modules that take seconds."""
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def short_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts here have five chunks: let them be loaded in several parts, too."""
-    monkeypatch.setattr(loading, "LOAD_BATCH", 2)
+    monkeypatch.setattr(load, "LOAD_BATCH", 2)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cache_setup import IMAGE_BYTES
+from cache_kit import IMAGE_BYTES
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, GroupKeys, TieredCache, TierSpec

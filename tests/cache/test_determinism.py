@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cache_device import HandedOver
-from cache_groups import Groups
+from cache_kit import Setup, chunks, key
 from cache_machine import PATHS, PATTERNS, REQUESTS
-from cache_setup import Setup, chunks, key
+from cache_model_device_pool import HandedOver
+from cache_model_groups import Groups
 
 from longshore.boundary import FILE, HOST, Status
 from longshore.cache import PrefetchPolicy
@@ -149,9 +149,9 @@ def digest(answers: list[Any]) -> str:
 def test_the_same_calls_give_the_same_log_in_another_process(hash_seed: str, life: Callable[[int], Groups]) -> None:
     lives = [life(seed) for seed in range(4)]
     script = (
-        "import pickle, sys, cache_setup, test_determinism as t\n"
+        "import pickle, sys, cache_kit, test_determinism as t\n"
         "for setup, calls in pickle.load(sys.stdin.buffer):\n"
-        "    print(t.digest(cache_setup.replay(setup, calls)))\n"
+        "    print(t.digest(cache_kit.replay(setup, calls)))\n"
     )
     replayed = subprocess.run(
         [sys.executable, "-c", script],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cache_setup import IMAGE_BYTES, chunks, key, lookup, path_of
-from pickled import state_of
+from cache_kit import IMAGE_BYTES, chunks, key, lookup, path_of
+from object_state import state_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Status, Transfer, TransferResult
 from longshore.cache import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache_setup import store
+from cache_kit import store
 
 from longshore.boundary import FILE, HOST, Cancel, Discard, Forget, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy

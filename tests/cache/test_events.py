@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cache_setup import IMAGE_BYTES, chunks, key, lookup, path_of, store
+from cache_kit import IMAGE_BYTES, chunks, key, lookup, path_of, store
 from group_kit import end, orders, settle
 
 from longshore.boundary import FILE, HOST, Status, TransferResult

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from cache_setup import lookup, store
+from cache_kit import lookup, store
 from group_kit import FULL, STATE, WINDOW, end, grouped, orders, resident, settle
 from hypothesis import given
 from hypothesis import strategies as st

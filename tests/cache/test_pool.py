@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 import pytest
-from pickled import state_of
+from object_state import state_of
 
 from longshore.boundary import Status
 from longshore.cache.pool import DRAINING, FILLING, FREE, READY, SlotPool

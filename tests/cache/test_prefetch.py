@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from cache_kit import LOAD, Setup, chunks, key, lookup, store
 from cache_model import World
-from cache_setup import LOAD, Setup, chunks, key, lookup, store
 
 from longshore.boundary import FILE, HOST, Cancel, Key, Status, Transfer, TransferResult, Urgency
 from longshore.cache import CacheSettings, GroupKeys, Lease, MissReason, PrefetchPolicy, Run, TieredCache, TierSpec

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from cache_kit import Setup, key
 from cache_model import World
-from cache_setup import Setup, key
-from test_life import load
+from test_recovery_and_reset import load
 
 from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Status
 from longshore.cache import DevicePool, EventKind, GroupKeys, MissReason

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from cache_kit import Setup, chunks
 from cache_model import World
-from cache_setup import Setup, chunks
-from pickled import state_of
+from object_state import state_of
 
 from longshore.boundary import FILE, HOST
 from longshore.cache.pool import SlotPool

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import cache_soak
 import pytest
+from cache_kit import IMAGE_BYTES, Setup, chunks, key, lookup, residency, store
 from cache_model import World
-from cache_setup import IMAGE_BYTES, Setup, chunks, key, lookup, residency, store
 from group_kit import settle
 
 from longshore.boundary import FILE, HOST, Status, TransferResult

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pickled import state_of
+from object_state import state_of
 
 from longshore.boundary import Slabs
 from longshore.cache.pool import DRAINING, FILLING, FREE, READY

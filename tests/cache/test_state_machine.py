@@ -6,9 +6,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from cache_groups import Groups
+from cache_kit import COLDER, Setup, chunks, key, parent, path_of
 from cache_machine import LEAVES, PATHS, PUBLIC, REQUESTS, RETENTION, Machine, run, small
-from cache_setup import COLDER, Setup, chunks, key, parent, path_of
+from cache_model_groups import Groups
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 

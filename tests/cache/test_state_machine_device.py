@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from cache_device import HandedOver
+from cache_kit import Setup, chunks
 from cache_machine import LEAVES, PATHS, PUBLIC, REQUESTS, Machine, WrongCall, run, small
-from cache_setup import Setup, chunks
+from cache_model_device_pool import HandedOver
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from cache_setup import lookup, residency, store
+from cache_kit import lookup, residency, store
 from group_kit import settle
 
 from longshore.boundary import Key, Status, TransferResult

@@ -14,7 +14,7 @@ from longshore.boundary import FILE, HOST, Status
 from longshore.cache import (
     GroupKeys,
     PrefetchPolicy,
-    loading,
+    load,
 )
 
 
@@ -140,7 +140,7 @@ def test_cancelled_running_transfer_ends_with_a_result(rig: Rig) -> None:
 
 
 def test_wait_ends_at_its_deadline_with_the_chunks_that_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "LOAD_BATCH", 1)
+    monkeypatch.setattr(load, "LOAD_BATCH", 1)
     rig = Rig(load_timeout=0.5)
     rig.runtime.clock = time.monotonic
     rig.now = begin = time.monotonic()

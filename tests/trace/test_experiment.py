@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from eviction_models import MODELS, GittinsModel, hits_of
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_models import MODELS, GittinsModel, hits_of
 from trace_kit import prompts, whole_trace
 
 from longshore.cache.eviction import LRU, POLICIES, Gittins

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gated import PATIENCE, GatedDevice
+from gated_device import PATIENCE, GatedDevice
 from transfer_kit import Model, Pools, flat, transfer
 
 from longshore.boundary import Section

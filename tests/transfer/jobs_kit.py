@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from device_kit import copied_inside
-from gated import PATIENCE
+from gated_device import PATIENCE
 from transfer_kit import Bytes, Model, Pools, transfer
 
 from longshore.boundary import DEVICE, HOST, Item, Section, Slabs, Slot, Status, Transfer

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cuda_stand_in import AnyWay, StandIn, StandInLibrary, World
 from device_kit import Lane, between, copied_inside, inside
-from gated import PATIENCE
+from gated_device import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_kit import Bytes, Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer

@@ -1,12 +1,12 @@
-"""Every order of small stories, and some of larger ones; `soak.py` tells more."""
+"""Every order of small stories, and some of larger ones; `order_soak.py` tells more."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+from order_cases import STORIES, Chance
 from order_kit import Tale, tale
-from order_stories import STORIES, Chance
 
 from longshore.testing.simulated_device import SimulatedDevice
 from longshore.testing.simulation import (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from engine_rig import Rig
-from gated import A_MOMENT, PATIENCE, GatedDevice
+from gated_device import A_MOMENT, PATIENCE, GatedDevice
 from transfer_kit import Pools, flat, transfer
 
 from longshore.boundary import DEVICE, HOST, Section, Status, Urgency

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_rig import Rig
-from gated import PATIENCE
+from gated_device import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gated import PATIENCE, GatedDevice
+from gated_device import PATIENCE, GatedDevice
 from transfer_kit import Model, Pools, transfer
 
 from longshore.boundary import DEVICE, Section, Status

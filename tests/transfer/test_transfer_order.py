@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gated import A_MOMENT, PATIENCE, Compute, GatedDevice, SlowDevice
+from gated_device import A_MOMENT, PATIENCE, Compute, GatedDevice, SlowDevice
 from transfer_kit import Model, Pools, flat, transfer
 
 from longshore.boundary import DEVICE, HOST, Route, Section, Status

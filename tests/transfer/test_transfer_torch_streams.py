@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from device_kit import Lane, between, copied_inside, inside
-from gated import PATIENCE
+from gated_device import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer

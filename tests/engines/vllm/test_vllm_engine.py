@@ -108,7 +108,7 @@ def test_prompts_longer_than_host_memory_are_loaded_whole(serve: Serve, tmp_path
     alone = [["ask", prompts[0]], ["reset"]]
     steps = [*stored, *alone, ["abort", prompts[0], 3], *alone, ["ask_together", prompts], ["reset"]]
     steps += [["cut_off", prompts[1], 3], ["reset"], *stored, *alone, ["settle"], ["witness"]]
-    served = serve("llama", steps, extra, 160, options=CHUNKED, script="crowd.py", connector=CONNECTOR)
+    served = serve("llama", steps, extra, 160, options=CHUNKED, script="many_requests.py", connector=CONNECTOR)
     first, second, together, cut, last, seen = served.answers
     whole = [first, second, *together, last]
     assert [each["tokens"] for each in (*whole, cut)] == [cold[0], cold[0], *cold, cold[0], cold[1]]
@@ -125,7 +125,7 @@ def test_prompts_longer_than_host_memory_are_served_together(serve: Serve, tmp_p
     extra |= {"spec_name": "WatchedSpec", "spec_module_path": "watched_spec"}
     together = ["ask_together", prompts]
     steps = [together, ["reset"], together, ["reset"], together, ["settle"], ["witness"]]
-    served = serve("llama", steps, extra, 160, options=CHUNKED, script="crowd.py", connector=CONNECTOR)
+    served = serve("llama", steps, extra, 160, options=CHUNKED, script="many_requests.py", connector=CONNECTOR)
     *answers, seen = served.answers
     assert [[each["tokens"] for each in both] for both in answers] == [cold] * 3
     assert sum(each["cached"] for both in answers[1:] for each in both) >= 12 * 32, answers

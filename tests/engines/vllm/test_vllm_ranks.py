@@ -46,7 +46,7 @@ def test_two_ranks_load_a_prompt_longer_than_host_memory_whole(serve: Serve, tmp
     (cold,) = serve("llama", asked([prompt]), None, 160, **chunked).answers
     steps = [["fill", prompt, 9 * 32], ["reset"], ["ask", prompt], ["reset"], ["ask", prompt]]
     extra = {**tiers(tmp_path / "tier"), "host_size": "576KiB"}
-    served = serve("llama", steps, extra, 160, script="crowd.py", connector=CONNECTOR, **chunked)
+    served = serve("llama", steps, extra, 160, script="many_requests.py", connector=CONNECTOR, **chunked)
     assert [each["tokens"] for each in served.answers] == [cold["tokens"]] * 2
     assert [each["cached"] for each in served.answers] == [28 * 32] * 2
     assert served.counters["held"] == served.counters["faults"] == 0

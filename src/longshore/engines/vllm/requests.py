@@ -92,7 +92,7 @@ class RequestPath:
     adapter: bytes = b""
 
     def extend(self, positions: dict[OffloadKey, int], of_group: bytes, tokens: int) -> None:
-        """Add the chunks that vLLM has named since, in order: those of `tokens` tokens each whose keys end with `of_group`."""
+        """Add the chunks that vLLM has named since: of `tokens` tokens each, with keys that end with `of_group`."""
         fresh: list[OffloadKey] = []
         for key, end in islice(positions.items(), self.read, None):
             if end == (len(self.theirs) + len(fresh) + 1) * tokens and key.endswith(of_group):

@@ -1,4 +1,4 @@
-"""Stories for every order, and the maker of those by chance; `soak.py` and the tests tell them."""
+"""Stories for every order, and the maker of those by chance; `order_soak.py` and the tests tell them."""
 
 from __future__ import annotations
 

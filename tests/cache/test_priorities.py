@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from cache_setup import IMAGE_BYTES, chunks, key, lookup, path_of, store
+from cache_kit import IMAGE_BYTES, chunks, key, lookup, path_of, store
 from group_kit import settle
 
 from longshore.boundary import FILE, HOST, Key, Status, TransferResult

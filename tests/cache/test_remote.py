@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from cache_setup import chunks, key, lookup, path_of, store
-from pickled import state_of
+from cache_kit import chunks, key, lookup, path_of, store
+from object_state import state_of
 
 from longshore.boundary import FILE, HOST, Probe, ProbeResult, Route, Status, Transfer, TransferResult, Urgency
 from longshore.cache import (

@@ -1,7 +1,7 @@
 """Tell the stories of order in every order, then stories by chance: so many, or for so long.
 
-python tests/transfer/soak.py --schedules 10000
-python tests/transfer/soak.py --minutes 30 --first-seed 10000
+python tests/transfer/order_soak.py --schedules 10000
+python tests/transfer/order_soak.py --minutes 30 --first-seed 10000
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import time
 from collections.abc import Iterator
 
+from order_cases import STORIES, Chance
 from order_kit import tale
-from order_stories import STORIES, Chance
 
 from longshore.testing.simulation import explore, sample
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby, takewhile
 
-from cache_abroad import Abroad
-from cache_holds import ModelHold
-from cache_setup import LOAD, PREFETCH, chunks, group_of, parent, text_of
+from cache_kit import LOAD, PREFETCH, chunks, group_of, parent, text_of
+from cache_model_leases import ModelHold
+from cache_model_remote import Abroad
 
 from longshore.boundary import HOST, Key, Urgency
 from longshore.cache import Found, GroupKeys, Lease, LoadOrder, MissReason, PrefetchPolicy, Progress, Until

@@ -10,9 +10,9 @@ import pickle
 from collections import Counter
 from collections.abc import Sequence
 
-from cache_groups import Groups
+from cache_kit import chunks
+from cache_model_groups import Groups
 from cache_movers import Job, Tag, places
-from cache_setup import chunks
 
 from longshore.boundary import DEVICE, Key
 from longshore.cache import Found, GroupKeys, Lease

@@ -4,8 +4,8 @@ import math
 import pickle
 
 import pytest
+from cache_kit import LOAD, Setup, chunks, key, lookup, parent, path_of, store
 from cache_model import World
-from cache_setup import LOAD, Setup, chunks, key, lookup, parent, path_of, store
 
 from longshore.boundary import FILE, HOST, Cancel, Forget, Status, Transfer
 from longshore.cache import GroupKeys, MissReason, Outcome, TieredCache, TierSpec

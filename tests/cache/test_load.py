@@ -4,11 +4,11 @@ import gc
 import math
 
 import pytest
+from cache_kit import LOAD, Setup, chunks, key, lookup, path_of, store
 from cache_model import World
-from cache_setup import LOAD, Setup, chunks, key, lookup, path_of, store
 
 from longshore.boundary import FILE, HOST, Cancel, Status, TransferResult, Urgency
-from longshore.cache import Lease, MissReason, Run, TieredCache, TierSpec, loading
+from longshore.cache import Lease, MissReason, Run, TieredCache, TierSpec
 
 BOTH = Setup(host=6, file=8, backup="write_through")
 
@@ -161,7 +161,7 @@ def test_what_is_loaded_does_not_evict_itself() -> None:
 
 
 def test_what_is_ready_does_not_wait_and_the_rest_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "LOAD_BATCH", 2)
+    monkeypatch.setattr("longshore.cache.load.LOAD_BATCH", 2)
     world = cold(BOTH, "abcdef")
     load(world, "a")
     world.settle_all()
@@ -194,7 +194,7 @@ def test_parts_of_the_first_and_the_last_chunk() -> None:
 
 
 def test_what_has_arrived_by_the_deadline_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "LOAD_BATCH", 1)
+    monkeypatch.setattr("longshore.cache.load.LOAD_BATCH", 1)
     world = cold(BOTH, "abc")
     before = misses(world)
     hold = load(world, "abc")

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from cache_setup import chunks, key, path_of
+from cache_kit import chunks, key, path_of
 
 from longshore.boundary import HOST, Key, Status, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Lease, TieredCache, TierSpec

@@ -1,8 +1,8 @@
 """A chunk never outlives its parents, in each tier and all colder ones together."""
 
 import pytest
+from cache_kit import Setup, chunks, key, lookup, path_of, store
 from cache_model import World
-from cache_setup import Setup, chunks, key, lookup, path_of, store
 
 from longshore.boundary import FILE, HOST, Status, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec

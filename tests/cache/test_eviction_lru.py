@@ -1,4 +1,4 @@
-"""Least recently used first; what every policy must do stands in `test_eviction`."""
+"""Least recently used first; what every policy must do stands in `test_eviction_policies`."""
 
 import numpy as np
 import pytest

@@ -3,8 +3,8 @@
 import math
 
 import pytest
+from cache_kit import IMAGE_BYTES, Setup, path_of
 from cache_model import World
-from cache_setup import IMAGE_BYTES, Setup, path_of
 
 from longshore.boundary import FILE, HOST, Status
 from longshore.cache import DropReason, WritePolicy, WriteRule

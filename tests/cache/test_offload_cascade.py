@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from cache_kit import Setup, chunks, key, lookup, path_of, store
 from cache_model import World
-from cache_setup import Setup, chunks, key, lookup, path_of, store
 
 from longshore.boundary import DEVICE, FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, EventKind, Lease, TieredCache, TierSpec, WritePolicy, WriteRule

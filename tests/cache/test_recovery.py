@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
-from cache_setup import key, lookup, parent, path_of, store
+from cache_kit import key, lookup, parent, path_of, store
 from group_kit import end, orders
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pickled import state_of
+from object_state import state_of
 
 from longshore.boundary import FILE, HOST, Key, Slabs
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy

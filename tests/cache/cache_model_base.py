@@ -1,7 +1,7 @@
 """One cache under test, on a stage: every call is recorded, its commands go to simulated movers, and after each call
 it is checked that what the cache says it has really is there.
 
-What it is asked, and what the answers must be, stands in `cache_reading`, `cache_storing` and `cache_groups`.
+Calls and expected answers are in `cache_model_lookup`, `cache_model_store` and `cache_model_groups`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from cache_holds import ModelHold
+from cache_kit import IMAGE_BYTES, LOAD, WRITE, Call, Setup, above, depth, group_of, key, method_of, parent, residency
+from cache_model_leases import ModelHold
 from cache_movers import BAD, Job, Movers, Tag, places
-from cache_setup import IMAGE_BYTES, LOAD, WRITE, Call, Setup, above, depth, group_of, key, method_of, parent, residency
-from pickled import state_of
+from object_state import state_of
 
 from longshore.boundary import (
     DEVICE,

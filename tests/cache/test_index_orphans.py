@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cache_setup import IMAGE_BYTES, chunks, key
+from cache_kit import IMAGE_BYTES, chunks, key
 from group_kit import FULL, WINDOW, grouped, keys_of, orders, resident, settle
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cache_kit import Setup
 from cache_model import World
 from cache_movers import POISON
-from cache_setup import Setup
-from pickled import state_of
+from object_state import state_of
 
 from longshore.boundary import DEVICE, Key, Slot
 from longshore.cache import DeviceCopy, Event, EventKind, State

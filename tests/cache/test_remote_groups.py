@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from cache_setup import IMAGE_BYTES
+from cache_kit import IMAGE_BYTES
 from group_kit import FULL, WINDOW, end, keys_of, orders, store, wanted
-from pickled import state_of
+from object_state import state_of
 
 from longshore.boundary import HOST, Probe, ProbeResult
 from longshore.cache import CacheSettings, MissReason, TieredCache, TierSpec

@@ -1,7 +1,7 @@
 """What an engine of its own kind says of its copies: their group, layer by layer, and those inside the device."""
 
 import pytest
-from cache_setup import lookup, store
+from cache_kit import lookup, store
 
 from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slot, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DeviceCopy, TieredCache, TierSpec

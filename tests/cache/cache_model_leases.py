@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cache_kit import above
 from cache_movers import Job
-from cache_setup import above
 
 from longshore.boundary import Key, Status
 from longshore.cache import MissReason, Outcome

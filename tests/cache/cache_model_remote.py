@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import takewhile
 
+from cache_kit import PROBE, PROBE_LIFE, Setup, chunks
+from cache_model_base import Stage
 from cache_movers import Job
-from cache_setup import PROBE, PROBE_LIFE, Setup, chunks
-from cache_stage import Stage
 
 from longshore.boundary import HOST, Key, Probe, ProbeResult, Status, Transfer
 from longshore.cache import DropReason, GroupKeys, MissReason

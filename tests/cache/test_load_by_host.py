@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from cache_setup import residency
+from cache_kit import residency
 from group_kit import settle
-from pickled import state_of
+from object_state import state_of
 
 from longshore.boundary import Key, Status, Transfer, TransferResult
 from longshore.cache import (

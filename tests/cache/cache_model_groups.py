@@ -9,10 +9,10 @@ import math
 from collections.abc import Sequence
 from itertools import takewhile
 
-from cache_holds import ModelHold
-from cache_life import Life
+from cache_kit import GROUPS, LOAD, chunks, group_of, letters
+from cache_model_leases import ModelHold
+from cache_model_lifecycle import Life
 from cache_movers import places
-from cache_setup import GROUPS, LOAD, chunks, group_of, letters
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Transfer
 from longshore.cache import GroupKeys, Lease, MissReason, Need, StoreOrder

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_setup import key, lookup, store
+from cache_kit import key, lookup, store
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pickled import state_of
+from object_state import state_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Slabs, Status, Transfer, TransferResult
 from longshore.cache import (

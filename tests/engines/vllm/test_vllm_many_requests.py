@@ -15,7 +15,7 @@ WATCHED = {"spec_name": "WatchedSpec", "spec_module_path": "watched_spec", "host
 def test_concurrent_requests_load_the_bytes_that_were_stored(serve: Serve) -> None:
     """Shared beginnings, preemptions, aborts and a reset; then the same once more with flipped bits, as a control."""
     steps = [["crowd", 64, 8, 1], ["witness"], ["flip"], ["crowd", 16, 8, 1], ["witness"]]
-    crowd, seen, _, flipped = serve("llama", steps, WATCHED, 50, script="crowd.py").answers
+    crowd, seen, _, flipped = serve("llama", steps, WATCHED, 50, script="many_requests.py").answers
     assert crowd["ended"] + crowd["aborted"] >= 64
     assert crowd["aborted"] == 8
     assert crowd["preempted"] > 0
@@ -29,7 +29,7 @@ def test_concurrent_requests_load_the_bytes_that_were_stored(serve: Serve) -> No
 
 def test_a_crowd_ends_when_the_control_plane_fails(serve: Serve, oracles: Any) -> None:
     steps = [["crowd", 64, 8, 1, True], ["witness"], *asked(prompts()[:2])]
-    served = serve("llama", steps, WATCHED, 50, script="crowd.py")
+    served = serve("llama", steps, WATCHED, 50, script="many_requests.py")
     crowd, seen, *answers = served.answers
     assert served.counters["faults"] == 1, "the damage was met"
     assert crowd["ended"] + crowd["aborted"] >= 64

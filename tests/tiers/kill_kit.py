@@ -1,6 +1,6 @@
 """Real kills: a process that writes to a file tier is killed with SIGKILL at a random instant, again and again.
 
-    python tests/tiers/kills.py --kills 300 [--directory D] [--seed S]
+    python tests/tiers/kill_kit.py --kills 300 [--directory D] [--seed S]
 
 After each kill another process opens the tier, and reads every key that was ever written to each slot. What is served
 must be what was written under that key; what the dead process had reported as written, and not begun to overwrite,

@@ -1,8 +1,8 @@
 """When chunks are written to a colder tier, and what becomes of those that cannot be."""
 
 import pytest
+from cache_kit import Setup, chunks, key, path_of
 from cache_model import World
-from cache_setup import Setup, chunks, key, path_of
 
 from longshore.boundary import FILE, HOST, Key, Status, TransferResult
 from longshore.cache import CacheSettings, DropReason, GroupKeys, StoreOrder, TieredCache, TierSpec, WritePolicy

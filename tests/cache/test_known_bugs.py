@@ -5,7 +5,7 @@
 20 source for destination     23 suffix at the root      could not          29 sizes per rank     33 edges of an item
                                                       26 whose tier?        30 swallowed errors   34 one rank for all
 
-29 stands in tests/test_config.py, 31 and 32 in tests/test_keys.py, of 34 the question to others in test_foreign.py, the
+29 stands in tests/test_config.py, 31 and 32 in tests/test_keys.py, of 34 the question to others in test_remote.py, the
 rest here.
 """
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cache_kit import LOAD, Setup, chunks, key, lookup, path_of, store
 from cache_model import World
-from cache_setup import LOAD, Setup, chunks, key, lookup, path_of, store
-from pickled import state_of
+from object_state import state_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Slabs, Status, TransferResult
 from longshore.cache import DevicePool, DropReason, GroupKeys, TieredCache, TierSpec
@@ -306,5 +306,5 @@ def test_trap_34_what_one_rank_has_is_not_taken_for_granted_on_the_others(
 @pytest.mark.parametrize("number", range(18, 35))
 def test_each_trap_of_the_control_plane_has_a_test_by_its_number(number: int) -> None:
     tests = Path(__file__).parents[1]
-    files = (tests / "cache" / "test_traps.py", tests / "test_config.py", tests / "test_keys.py")
+    files = (tests / "cache" / "test_known_bugs.py", tests / "test_config.py", tests / "test_keys.py")
     assert any(f"def test_trap_{number}_" in path.read_text() for path in files)

@@ -9,7 +9,7 @@ import pytest
 from group_kit import FULL, STATE, WINDOW, end, grouped, keys_of, orders, store, wanted
 from hypothesis import given
 from hypothesis import strategies as st
-from pickled import state_of
+from object_state import state_of
 
 from longshore.boundary import HOST
 from longshore.cache import CacheGroup, CacheSettings, EventKind, GroupKeys, MissReason, TieredCache, TierSpec

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 
 import pytest
+from cache_kit import Setup, path_of
 from cache_model import World
-from cache_setup import Setup, path_of
 
 from longshore.boundary import Status
 from longshore.cache.evict import Evictor

@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from cache_kit import Setup, above, chunks, parent, text_of
+from cache_model_base import Stage
 from cache_movers import Job, Tag
-from cache_setup import Setup, above, chunks, parent, text_of
-from cache_stage import Stage
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Section, Status, Transfer, TransferResult, Urgency
 from longshore.cache import DropReason, GroupKeys, Resident, Retention, State, StoreOrder
