@@ -292,7 +292,7 @@ def test_every_setting_stands_in_the_documentation() -> None:
     for name, field in Config.model_fields.items():
         default = getattr(field.default, "value", field.default)
         shown = format_bytes(default).replace(".0 ", " ") if name.endswith("_size") and default else default
-        line = f"| `{name}` | {'' if shown in (None, '') else shown} | {field.description} |"
+        line = f"| `{name}` | {'' if shown in (None, '', ()) else shown} | {field.description} |"
         assert line in text, f"expected in docs/settings.md: {line}"
 
 
@@ -301,3 +301,49 @@ def test_every_setting_stands_in_the_documentation() -> None:
 def test_a_size_beyond_all_machines_is_told_what_is_allowed(setting: str, size: object) -> None:
     with pytest.raises(ConfigError, match="a size is at most 1 EiB"):
         Config.make(**{setting: size})
+
+
+@pytest.mark.parametrize(
+    ("given", "urls"),
+    [
+        ("valkey://host:6379/0?ttl=1h", ("valkey://host:6379/0?ttl=1h",)),
+        ("valkeys://a rediss://b:1", ("valkeys://a", "rediss://b:1")),
+        (["unix:///run/v.sock", "file:///mnt/shared"], ("unix:///run/v.sock", "file:///mnt/shared")),
+        ((), ()),
+        ("", ()),
+    ],
+)
+def test_stores_are_one_url_or_several_in_order(given: Any, urls: tuple[str, ...]) -> None:
+    assert Config.make(remote=given).remote == urls
+
+
+@pytest.mark.parametrize(
+    ("given", "allowed"),
+    [
+        (7, "expected a URL such as valkey://host:6379/0, or a list of such URLs"),
+        ([7], "expected a URL such as valkey://host:6379/0, or a list of such URLs"),
+        ("http://host", "expected a URL of one of redis, rediss, valkey, valkeys, unix, file, got 'http'"),
+        ("valkey://a file://relative", "expected file:///PATH with an absolute path"),
+        ("valkey://host?ttl=soon", "ttl: expected a time such as 500ms, 30s or 1h"),
+        ("valkey://host/0 redis://host:6379/0?ttl=1h", "expected stores that differ"),
+    ],
+)
+def test_a_store_that_cannot_be_is_refused_with_what_is_allowed(given: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(allowed)):
+        Config.make(remote=given)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["valkey://user:s3cret@host", "valkey://host?password=s3cret", "valkey://us@er:s3cret@host", "valkey://h/s3cret@x"],
+)
+def test_no_part_of_a_password_is_repeated(url: str) -> None:
+    for given in (url, [url], ["valkey://other", url], {"url": url}):
+        with pytest.raises(ConfigError) as info:
+            Config.make(remote=given)
+        assert "s3cret" not in str(info.value) and "remote" in str(info.value)
+
+
+def test_a_store_needs_a_host_tier(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="use file_mode posix, or remove remote"):
+        Config.make(remote="file:///mnt", file_mode="gds", file_path=tmp_path, file_size="1GiB")

@@ -13,7 +13,11 @@ from longshore.hints import RequestHints
 
 def test_hints_that_say_nothing_store_and_load_everything() -> None:
     assert RequestHints.parse({}) == RequestHints()
-    assert (RequestHints().store, RequestHints().load, RequestHints().chunks(16)) == (True, ("host", "file"), ())
+    assert (RequestHints().store, RequestHints().load, RequestHints().chunks(16)) == (
+        True,
+        ("host", "file", "remote"),
+        (),
+    )
 
 
 def test_token_ranges_become_chunks_that_have_one_of_their_tokens() -> None:
@@ -29,8 +33,9 @@ def test_token_ranges_become_chunks_that_have_one_of_their_tokens() -> None:
     [
         ({"stor": False}, "stor: Extra inputs are not permitted, got 'False'"),
         ({"store": "no"}, "store: Input should be a valid boolean, got 'no'"),
-        ({"load": ["disk"]}, "load.0: Input should be 'host' or 'file', got 'disk'"),
-        ({"load": ["file"]}, "blocks of files are loaded through host memory"),
+        ({"load": ["disk"]}, "load.0: Input should be 'host', 'file' or 'remote', got 'disk'"),
+        ({"load": ["file"]}, "load must name host if it names file: its blocks are loaded through host memory"),
+        ({"load": ["remote"]}, "load must name host if it names remote: its blocks are loaded through host memory"),
         ({"retention": [{"priority": 101}]}, "retention.0.priority: Input should be less than or equal to 100"),
         ({"retention": [{"start": 5, "end": 5}]}, "expected start before end, got 5 and 5"),
         ({"retention": [{"seconds": float("inf")}]}, "retention.0.seconds: Input should be a finite number"),

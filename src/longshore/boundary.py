@@ -26,6 +26,8 @@ from longshore.errors import LayoutError, PlanError
 DEVICE = "device"
 HOST = "host"
 FILE = "file"
+REMOTE = "remote"
+"""The first store that replicas share; the next are `remote-2` and so on."""
 
 Key = bytes
 """Hash of a chunk's tokens: 32 bytes, chained over its prefix, starting from a scope (`longshore.keys`)."""

@@ -29,6 +29,7 @@ from longshore.boundary import FILE, HOST
 from longshore.cache.settings import HIGHEST_PRIORITY, PrefetchPolicy, WritePolicy
 from longshore.errors import ConfigError
 from longshore.hints import RequestHints
+from longshore.tiers.remote.settings import parse_url
 
 _CGROUP = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
@@ -68,6 +69,11 @@ class Config(BaseModel):
     )
     file_daily_writes: ByteSize = Field(
         ByteSize(0), ge=0, description="bytes that may be written to the file tier per day; 0: no limit"
+    )
+    remote: tuple[str, ...] = Field(
+        (),
+        description="URLs of stores that replicas share, in the order in which they are read: one, a list, or text "
+        "with spaces between them; see `docs/remote.md`",
     )
     eviction: Literal["gittins", "arc", "lru"] = Field("gittins", description="eviction policy of every tier")
     offload: WritePolicy = Field(
@@ -148,6 +154,20 @@ class Config(BaseModel):
             raise ValueError("expected a path, got an empty one")
         return value
 
+    @field_validator("remote", mode="before")
+    @classmethod
+    def _are_urls(cls, value: Any) -> tuple[str, ...]:
+        urls = value.split() if isinstance(value, str) else value
+        if not isinstance(urls, list | tuple) or not all(isinstance(url, str) for url in urls):
+            raise ValueError("expected a URL such as valkey://host:6379/0, or a list of such URLs")
+        try:
+            stores = [str(parse_url(url)) for url in urls]
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        if len(set(stores)) < len(stores):
+            raise ValueError("expected stores that differ")
+        return tuple(urls)
+
     @field_validator("request_hints", mode="before")
     @classmethod
     def _are_hints(cls, value: Any) -> RequestHints:
@@ -181,6 +201,10 @@ class Config(BaseModel):
         if self.file_mode == "gds" and "host_size" in self.model_fields_set:
             raise ValueError(
                 "file_mode gds has no host tier: remove host_size, or use file_mode posix to have a host tier"
+            )
+        if self.file_mode == "gds" and self.remote:
+            raise ValueError(
+                "file_mode gds has no host tier, but remote needs one: use file_mode posix, or remove remote"
             )
         return self
 
@@ -324,7 +348,8 @@ def _explain(detail: Any) -> str:
         close = difflib.get_close_matches(key, Config.model_fields, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(Config.model_fields)}"
         return f"{key!r} is not a setting; {hint}"
-    return f"{key} = {detail['input']!r}: {_accepted(key, detail)} ({Config.model_fields[key].description})"
+    given = "" if key == "remote" else f" = {detail['input']!r}"  # there may be a password in a wrong URL
+    return f"{key}{given}: {_accepted(key, detail)} ({Config.model_fields[key].description})"
 
 
 def _accepted(key: str, detail: Any) -> str:

@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from longshore.boundary import FILE, HOST
+from longshore.boundary import FILE, HOST, REMOTE
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.settings import DEFAULT_PRIORITY, HIGHEST_PRIORITY, Retention
 from longshore.errors import HintError
@@ -52,7 +52,7 @@ class RequestHints(BaseModel):
 
     Attributes:
         store: Whether its blocks are stored.
-        load: Tiers to load from. Loads go through host memory, so `file` requires `host`.
+        load: Tiers to load from. Loads go through host memory, so `file` and `remote`, all stores, require `host`.
         retention: Priorities of token ranges; where ranges overlap, the highest applies.
         ends: Nobody will come back to it: its session is over.
         returns_in: Seconds from its start until the next request that continues it.
@@ -62,7 +62,7 @@ class RequestHints(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_by_name=True, validate_by_alias=True)
 
     store: bool = True
-    load: tuple[Literal["host", "file"], ...] = Field(default=("host", "file"), strict=False)
+    load: tuple[Literal["host", "file", "remote"], ...] = Field(default=("host", "file", "remote"), strict=False)
     retention: tuple[TokenRange, ...] = Field(default=(), strict=False, max_length=64)
     ends: bool = False
     returns_in: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -70,8 +70,9 @@ class RequestHints(BaseModel):
 
     @model_validator(mode="after")
     def _loads_by_host_memory(self) -> Self:
-        if FILE in self.load and HOST not in self.load:
-            raise ValueError("load must name host if it names file: blocks of files are loaded through host memory")
+        for tier in (FILE, REMOTE):
+            if tier in self.load and HOST not in self.load:
+                raise ValueError(f"load must name host if it names {tier}: its blocks are loaded through host memory")
         return self
 
     @model_validator(mode="after")

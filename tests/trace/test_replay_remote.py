@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from longshore.boundary import Items, Probe, ProbeResult, Route, Status, Transfer, TransferResult
+from longshore.boundary import REMOTE, Items, Probe, ProbeResult, Route, Status, Transfer, TransferResult
 from longshore.cache.eviction import LRU
 from longshore.trace import TraceRequest, synthesize
-from longshore.trace.machine import PROFILES, REMOTE, RemoteStore, Timing, VirtualMovers, geometry_of, with_changes
+from longshore.trace.machine import PROFILES, RemoteStore, Timing, VirtualMovers, geometry_of, with_changes
 from longshore.trace.replay import TieredReplay
 from longshore.trace.result import Replayed
 

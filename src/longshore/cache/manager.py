@@ -294,6 +294,16 @@ class TieredCache:
         ]
         return LoadOrder(0, tuple(parts))
 
+    def ask(self, keys: Sequence[Key], now: float) -> tuple[int, ...]:
+        """Have foreign tiers asked for those of `keys` that nothing is known of; the probes about them, for `progress`."""
+        self._check_time(now)
+        self._advance(now)
+        return self._exchange.ask(keys)
+
+    def abroad(self, keys: Sequence[Key]) -> list[str]:
+        """The foreign tier that each of `keys` is known to be in, the first there is; empty for none."""
+        return self._exchange.sources(keys)
+
     def progress(self, of: Lease | int) -> Progress:
         """How far a lease, a job or a probe has come. A job that has ended no longer touches its device blocks."""
         if isinstance(of, int):

@@ -193,6 +193,10 @@ class Exchange:
         """Whether a foreign tier is known to have `key`."""
         return self._source(key) is not None
 
+    def sources(self, keys: Sequence[Key]) -> list[str]:
+        """The name of the tier that each of `keys` would be fetched from; empty for none."""
+        return ["" if (tier := self._source(key)) is None else tier.name for key in keys]
+
     def _source(self, key: Key) -> Foreign | None:
         return next((tier for tier in self.tiers if tier.has(key)), None)
 

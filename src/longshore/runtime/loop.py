@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby, takewhile
 
 from longshore.boundary import (
     Cancel,
@@ -35,7 +36,7 @@ from longshore.boundary import (
     TransferResult,
     leading_ok,
 )
-from longshore.cache import Gate, Lease, Progress, TieredCache
+from longshore.cache import Gate, GroupKeys, Lease, Progress, Run, TieredCache, Until
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
 from longshore.runtime.containment import CallLog, log_fault
 from longshore.tiers.base import Tier
@@ -200,6 +201,39 @@ class Runtime:
             if self.gate is None:
                 return sum(run.chunks for run in runs)
             return self.gate.worth_loading(context, runs, self.clock(), least=least, ahead=ahead)
+
+    def bring(self, path: GroupKeys, context: int, chunk_tokens: int, timeout: float) -> None:
+        """Wait until what foreign tiers have of `path`, behind what other tiers have, is in host memory.
+
+        As far as the gate says that fetching is quicker than computing. Answers come by the cache's `probe_timeout`;
+        what has not arrived after `timeout` seconds is not waited for. `context` are the tokens before `path.first`.
+        """
+        with self.control() as cache:
+            probes, jobs = self.fetch(cache, path, context, chunk_tokens)
+        if probes and self.wait_ended(probes, timeout):
+            with self.control() as cache:
+                jobs = self.fetch(cache, path, context, chunk_tokens)[1] or jobs
+        self.wait_ended(jobs, timeout)
+
+    def fetch(
+        self, cache: TieredCache, path: GroupKeys, context: int, chunk_tokens: int, *, ahead: bool = False
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The same without waiting, within `control`: the probes and the jobs under way. `ahead` is as for the gate."""
+        now = self.clock()
+        ready = cache.lookup({0: path}, now, until=Until.NOTHING, count=False).chunks
+        begin = path.first + ready
+        rest = path.names[begin:]
+        if not rest:
+            return (), ()
+        probes = cache.ask(rest, now)
+        names = takewhile(bool, cache.abroad(rest))
+        runs = [Run(name, len(list(same))) for name, same in groupby(names)]
+        count = sum(run.chunks for run in runs)
+        if count and self.gate is not None:
+            count = self.gate.worth_loading(context + ready * chunk_tokens, runs, now, ahead=ahead)
+        if not count:
+            return probes, ()
+        return probes, cache.prefetch({0: path._replace(keys=path.names[: begin + count], text=None)}, now)
 
     def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
         """Report that the engine computed `tokens` of a prompt, after `context` others, in a step of `seconds`."""

@@ -4,19 +4,20 @@ Runtime ── TieredCache                                file_mode = "gds":
    ├── TransferEngine   device <-> host                  device pages <-> a ring of images on the device
    ├── HostTier         slots in one Arena               (none)
    ├── FileTier         (with a file_path)               GdsFileTier, between the ring and the file
-   └── ForeignTier ...  (those of `open_foreign`)        (none)
+   └── RemoteTier ...   (those of `remote`)              (none)
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from longshore.boundary import FILE, HOST, Mover, Slabs, by_size
+from longshore.boundary import FILE, HOST, REMOTE, Mover, Slabs, by_size
 from longshore.cache import CacheGroup, CacheSettings, Gate, TieredCache, TierSpec, WriteRule
 from longshore.cache.eviction import POLICIES, EvictionPolicy
 from longshore.config import Config, available_memory, format_bytes
@@ -31,6 +32,7 @@ from longshore.tiers.arena.registration import CudaRegistrar, TorchCudaRuntime
 from longshore.tiers.base import ForeignTier, Tier
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.host import ForeignMover, HostTier, TierMover
+from longshore.tiers.remote import RemoteTier, parse_url
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import TransferEngine
 
@@ -70,6 +72,9 @@ RING_BYTES = 64 << 20
 """Device memory of the staging ring with `file_mode` gds."""
 
 _LEAST_RING = 4  # images: two on each side
+
+_ANSWER_SECONDS = 0.05
+"""Beyond the time that a store has for a probe: until its answer is heard."""
 
 _log = logging.getLogger(__name__)
 
@@ -188,11 +193,12 @@ def open_stack(
     `groups` says what the layout does not: which of its groups see a window only, or keep a state. With `partial`, the
     tokens of chunks are kept for partial matches. Without either all of a path must be there.
     `open_file` makes the file tier, with the arguments of `FileTier`, `open_gds` that of mode `gds`, with those of
-    `GdsFileTier`: the place for wrappers around them. `open_foreign` makes foreign tiers, of which the first that has a
-    chunk is read; each is called with `arena`, `image_bytes` (by pool), `scope` and `generation` (that of the file
-    tier), and closed with the stack. Where the device keeps no images, `gds` becomes `posix` with a host tier of the
-    default size, and the log says so. Raises `ConfigError` when the machine cannot give what is asked for, or a tier
-    cannot hold a single image, and `TierError` when the file tier cannot be opened; nothing stays behind then.
+    `GdsFileTier`: the place for wrappers around them. `open_foreign` makes foreign tiers beside the stores of `config`,
+    of which the first that has a chunk is read; each is called with `arena`, `image_bytes` (by pool), `scope` and
+    `generation` (that of the file tier), and closed with the stack. Where the device keeps no images, `gds` becomes
+    `posix` with a host tier of the default size, and the log says so. Raises `ConfigError` when the machine cannot give
+    what is asked for, or a tier cannot hold a single image, and `TierError` when the file tier cannot be opened;
+    nothing stays behind then.
     """
     config.check_machine()
     if open_foreign and config.file_mode == "gds":
@@ -219,7 +225,10 @@ def open_stack(
         if file is not None:
             movers.append(TierMover(file, host))
         probers = []
-        for opener in open_foreign:
+        openers: list[Callable[..., ForeignTier]] = [
+            functools.partial(_open_store, url, name) for name, url in named_stores(config).items()
+        ]
+        for opener in (*openers, *open_foreign):
             generation = 0 if file is None else file.generation
             tier = opener(arena=arena, image_bytes=sizes, scope=scope.root, generation=generation)
             undo.callback(tier.close)
@@ -320,9 +329,10 @@ def _make_runtime(
     )
     tiers = [*([] if file is None else [file]), *foreign]
     gate = None
-    if file is not None and len(layout.groups) == 1:  # chunks of several groups differ
+    if (file is not None or foreign) and len(layout.groups) == 1:  # chunks of several groups differ
         tokens = layout.groups[0].block_size * config.blocks_per_chunk
-        gate = make_gate(config, [level.name for level in cache.stats()], tokens, layout.image_bytes)
+        names = [*(level.name for level in cache.stats()), *(tier.name for tier in foreign)]
+        gate = make_gate(config, names, tokens, layout.image_bytes)
     return Runtime(cache, [*movers, *probers], tiers, probers=probers, gate=gate)
 
 
@@ -341,6 +351,26 @@ def _open_file(
         **memory,
         scope=scope.root,
         threads=config.file_threads,
+    )
+
+
+def named_stores(config: Config) -> dict[str, str]:
+    """The URLs of the stores that `config` names, by the names of their tiers: remote, remote-2, ..."""
+    return {REMOTE if at == 1 else f"{REMOTE}-{at}": url for at, url in enumerate(config.remote, 1)}
+
+
+def _open_store(
+    url: str, name: str, *, arena: Arena, image_bytes: tuple[int, ...], scope: bytes, generation: int
+) -> RemoteTier:
+    """A store whose namespace is the scope, which identifies the weights: for others, an adapter opens another stack."""
+    return RemoteTier(
+        url,
+        arena=arena,
+        image_bytes=image_bytes,
+        namespace=scope,
+        generation=generation,
+        fixed_weights=True,
+        name=name,
     )
 
 
@@ -377,6 +407,8 @@ def make_cache(
         tiers.append(TierSpec(FILE, file.slabs, policy=policy, outlives=True))
     daily, rule = config.file_daily_writes, config.offload if host is None else config.backup
     into = {FILE: WriteRule(rule, config.threshold, daily / 86_400)} if file is not None and daily else {}
+    slowest = max((parse_url(url).probe_timeout for url in config.remote), default=0.0)
+    stores: dict[str, Any] = {"probe_timeout": slowest + _ANSWER_SECONDS} if config.remote else {}
     settings = CacheSettings(
         into=into,
         blocks_per_chunk=config.blocks_per_chunk,
@@ -390,6 +422,7 @@ def make_cache(
         prefetch_timeout=config.prefetch_timeout,
         load_timeout=config.load_timeout,
         write_timeout=config.write_timeout,
+        **stores,
         **of_engine,
     )
     cache = TieredCache(tiers, settings, foreign=foreign, generation=file.generation if file is not None else 0)

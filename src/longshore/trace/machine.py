@@ -35,6 +35,7 @@ from longshore.boundary import (
     DEVICE,
     FILE,
     HOST,
+    REMOTE,
     Cancel,
     Command,
     Key,
@@ -137,10 +138,6 @@ def _of_config(path: Path, config: Mapping[str, Any]) -> Geometry:
     return Geometry(
         path.parent.name or str(path), layers * kv * _DTYPES[dtype], float(parameters), layers * heads * head, str(path)
     )
-
-
-REMOTE = "remote"
-"""The name of the tier."""
 
 
 class RemoteStore:

@@ -24,7 +24,19 @@ from itertools import takewhile
 
 from xxhash import xxh3_128_digest
 
-from longshore.boundary import DEVICE, FILE, HOST, Key, Probe, ProbeResult, Result, Status, Transfer, TransferResult
+from longshore.boundary import (
+    DEVICE,
+    FILE,
+    HOST,
+    REMOTE,
+    Key,
+    Probe,
+    ProbeResult,
+    Result,
+    Status,
+    Transfer,
+    TransferResult,
+)
 from longshore.cache import (
     CacheSettings,
     Counters,
@@ -42,7 +54,7 @@ from longshore.cache import (
 from longshore.cache.eviction import EvictionPolicy
 from longshore.errors import IntegrityError, TraceError
 from longshore.report.page import size
-from longshore.trace.machine import REMOTE, RemoteStore, Timing, VirtualMovers
+from longshore.trace.machine import RemoteStore, Timing, VirtualMovers
 from longshore.trace.parsing import TraceRequest
 
 _ROOT = xxh3_128_digest(b"longshore replay 2")

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longshore.boundary import DEVICE, FILE
+from longshore.boundary import DEVICE, FILE, REMOTE
 from longshore.cache import DropReason, MissReason
 from longshore.report.page import share, size
-from longshore.trace.machine import REMOTE
 from longshore.trace.replay import ReplayTally, TieredReplay
 
 _DAY = 86_400.0

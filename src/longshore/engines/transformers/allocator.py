@@ -1,6 +1,6 @@
 """The device cache of continuous batching, with tiers below it.
 
-    expect                 what files have of requests that wait is read into host memory
+    expect                 what files and stores have of requests that wait is read into host memory
     match_prefix_blocks    blocks that the device lacks come up from the tiers, within a deadline
     mark_complete_blocks   complete blocks are committed
     evict_cached_blocks    blocks about to be evicted are committed again; none is reused while a job reads it
@@ -24,7 +24,7 @@ import torch
 from transformers.generation.continuous_batching.cache_allocators import FullAttentionCacheAllocator
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger, compute_block_hash
 
-from longshore.boundary import DEVICE, FILE, HOST, Key
+from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
 from longshore.cache import GroupKeys, Lease, Retention, Text, TieredCache, Until
 from longshore.engines.transformers.contract import check_allocator
 from longshore.engines.transformers.requests import PromptLookup, PromptRecord, WaitingPrefetcher
@@ -184,7 +184,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         for lookup in self._lookups.values():
             lookup.path = lookup.turn = lookup.kept = None  # of the former tiers
         if stack is not None:
-            if stack.host is not None and stack.file is not None and self.use_block_sharing:
+            if stack.host is not None and (stack.file is not None or stack.foreign) and self.use_block_sharing:
                 self._ahead = WaitingPrefetcher(stack)
             self._guard = BlockGuard(stack.runtime, stack.config.write_timeout)
             if not isinstance(self.ledger, TieredLedger):
@@ -321,9 +321,9 @@ class TieredAllocator(FullAttentionCacheAllocator):
                         break
                     lookup.is_fetched = True  # whatever comes of it
                     present = len(super().match_prefix_blocks(prompt))
-                    if FILE in lookup.hints.load and present < self._limit(prompt):
+                    if {FILE, REMOTE}.intersection(lookup.hints.load) and present < self._limit(prompt):
                         path = self._path(stack, prompt, present)
-                        ahead.fetch(cache, lookup, path, present * self.tokens_per_page)
+                        ahead.fetch(cache, lookup, path, present * self.tokens_per_page, self.tokens_per_page)
                 if ahead.is_late(cache, lookup):
                     late.add(request)
         return late
@@ -363,6 +363,9 @@ class TieredAllocator(FullAttentionCacheAllocator):
             return [], []
         skip = len(present) % per_chunk
         lookup.path = self._path(stack, prompt, len(present))
+        if stack.foreign and REMOTE in lookup.hints.load:
+            context, patience = len(present) * self.tokens_per_page, stack.config.load_timeout
+            stack.runtime.bring(lookup.path, context, per_chunk * self.tokens_per_page, patience)
         now, name = stack.runtime.clock(), lookup.request
         with stack.runtime.control() as cache:
             found = cache.lookup(

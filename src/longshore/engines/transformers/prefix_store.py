@@ -2,7 +2,7 @@
 
 The prefix's blocks pass through a small window of device blocks (`window` of them), so a prefix may be longer than it:
 
-    DynamicCache ── rows of the window ── host tier ── file tier
+    DynamicCache ── rows of the window ── host tier ── file tier, remote stores
 """
 
 from __future__ import annotations
@@ -158,9 +158,12 @@ class PrefixStore:
 
     def _restore_window(self, keys: Sequence[bytes], start: int, turn: int | None) -> tuple[int, int | None]:
         """Load what follows `start` into the window; how many chunks arrived, and the turn of the restore."""
-        runtime = self._stack.runtime
+        runtime, chunk_tokens = self._stack.runtime, self._chunk * self._block_size
         self._wait_idle()
         self._stack.engine.begin_step(None)
+        if self._stack.foreign:
+            path, patience = GroupKeys(keys, start), self._stack.config.load_timeout
+            runtime.bring(path, start * chunk_tokens, chunk_tokens, patience)
         with runtime.control() as control:
             found = control.lookup({0: GroupKeys(keys, start)}, runtime.clock(), turn=turn)
             if found.lease is None:

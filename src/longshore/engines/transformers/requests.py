@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from longshore.boundary import Key
+from longshore.boundary import REMOTE, Key
 from longshore.cache import GroupKeys, Lease, PrefetchPolicy, TieredCache
 from longshore.hints import RequestHints
 from longshore.runtime.stack import Stack
@@ -74,6 +74,8 @@ class WaitingPrefetcher:
     def __init__(self, stack: Stack) -> None:
         self._runtime = stack.runtime
         self.waits = stack.config.prefetch is not PrefetchPolicy.BEST_EFFORT
+        self._has_stores = bool(stack.foreign)
+        self._per_chunk = stack.config.blocks_per_chunk
         with stack.runtime.observe() as cache:
             self.room = cache.stats()[0].slots // 2
         self.keys: Counter[Key] = Counter()
@@ -84,18 +86,23 @@ class WaitingPrefetcher:
         """Whether no more chunks can be leased."""
         return len(self.keys) >= self.room
 
-    def fetch(self, cache: TieredCache, lookup: PromptLookup, path: GroupKeys, context: int) -> None:
+    def fetch(self, cache: TieredCache, lookup: PromptLookup, path: GroupKeys, context: int, block_size: int) -> None:
         """Prefetch what the tiers have of `path`, as far as there is room, and as reading is quicker than computing.
 
-        `context`: tokens before it, which are on the device. Without room for all of it, `lookup` is not `is_fetched`.
+        `context`: tokens before it, which are on the device. Without room for all of it, or while a store is asked or
+        read, `lookup` is not `is_fetched`.
         """
+        asks = False
+        if self._has_stores and REMOTE in lookup.hints.load:
+            chunk_tokens = self._per_chunk * block_size
+            asks = any(self._runtime.fetch(cache, path, context, chunk_tokens, ahead=True))
         keys, former = path.names, lookup.kept
         end, left = path.first, self.room - len(self.keys)
         while end < len(keys) and left > 0:
             left -= keys[end] not in self.keys
             end += 1
-        lookup.is_fetched = end == len(keys)
-        if not lookup.is_fetched:
+        lookup.is_fetched = end == len(keys) and not asks
+        if end < len(keys):
             path = path._replace(keys=keys[:end], text=None)
         try:
             kept = self._keep(cache, lookup, path)

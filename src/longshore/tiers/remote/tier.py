@@ -96,6 +96,7 @@ class RemoteTier(ForeignTier):
         namespace: bytes,
         generation: int = 0,
         rank: int | None = None,
+        fixed_weights: bool = False,
         name: str = "remote",
         failures: int = FAILURES,
         clock: Callable[[], float] = time.monotonic,
@@ -105,7 +106,8 @@ class RemoteTier(ForeignTier):
 
         `image_bytes` are the sizes of images, by pool. `namespace` is a digest of 32 bytes: of everything that must be
         equal for bytes to be shared. `generation` is that of the first operations. `rank` is set where each rank stores
-        its own part of an image. `failures` in a row open the breaker. `store` replaces the client, for tests.
+        its own part of an image. With `fixed_weights`, resets keep the namespace, unless `weights_changed` was called.
+        `failures` in a row open the breaker. `store` replaces the client, for tests.
         """
         self.settings = parse_url(url) if isinstance(url, str) else url
         self.image_bytes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
@@ -119,6 +121,7 @@ class RemoteTier(ForeignTier):
         self.namespace = namespace
         self.counts: Counter[tuple[str, str]] = Counter()
         self._rank = NO_RANK if rank is None else rank
+        self._keeps_namespace = self._fixed_weights = fixed_weights
         self._generation = generation
         self._arena = arena
         self._clock = clock
@@ -272,9 +275,9 @@ class RemoteTier(ForeignTier):
     def forget(self, generation: int, namespace: bytes | None = None) -> None:
         """Serve nothing from before `generation`; from then on, images are those of `namespace`.
 
-        Without one, under a random namespace that nobody else has: the reset may mean other weights, and nothing says
-        which. A reset after which the same bytes are right passes `self.namespace`. An earlier generation changes
-        nothing.
+        Without one, they are those of the same as before with `fixed_weights`; else, and after `weights_changed`, those
+        of a random one that nobody else has: the reset may mean other weights, and nothing says which. An earlier
+        generation changes nothing.
         """
         self._check_open()
         check_generation(generation)
@@ -283,12 +286,24 @@ class RemoteTier(ForeignTier):
             if generation <= self._generation:
                 return
             self._generation = generation
-            self.namespace = os.urandom(len(self.namespace)) if namespace is None else namespace
+            if namespace is None and not self._keeps_namespace:
+                namespace = os.urandom(len(self.namespace))
+                _log.warning(
+                    "%s: the weights may have changed: from now on, images are stored for this engine alone, and none "
+                    "of other engines are read; start the engine again to share",
+                    self.settings,
+                )
+            self.namespace = self.namespace if namespace is None else namespace
+            self._keeps_namespace = self._fixed_weights
             for queue in self._queues.values():
                 queue.forget(generation)
             while self._asked:
                 asked = self._asked.popleft()
                 self._answer(asked.ticket, (False,) * len(asked.addresses))
+
+    def weights_changed(self) -> None:
+        """Weights have changed: the next `forget` starts a namespace of its own."""
+        self._keeps_namespace = False
 
     def call_at_end(self, call: Callable[[], None]) -> None:
         """Set a completion callback: called in any thread when a batch has ended or an answer has come; it is short."""
