@@ -11,7 +11,7 @@ vLLM exports those of `VLLM_COUNTERS` and `VLLM_GAUGES` in its own `/metrics`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -64,6 +64,7 @@ COUNTERS: Mapping[str, Description] = {
         "Operations of the file tier that used a slower fallback, by reason", ("reason",)
     ),
     "longshore_file_troubles": Description("Failures in the file tier, by reason", ("reason",)),
+    "longshore_store_troubles": Description("Failures of a store that replicas share, by reason", ("tier", "reason")),
     "longshore_control_plane_faults": Description("Failures of the control plane; the first one disables all tiers"),
     "longshore_weight_changes": Description(
         "Times that the weights of a rank changed in the running engine, which discards all blocks"
@@ -105,6 +106,8 @@ VLLM_COUNTERS = {
         "longshore_moving_seconds",
         "longshore_failed_chunks",
         "longshore_file_troubles",
+        "longshore_store_troubles",
+        "longshore_probed_chunks",
     )
 }
 """Counters in vLLM's own `/metrics`."""
@@ -114,7 +117,7 @@ VLLM_GAUGES = {name: GAUGES[name] for name in ("longshore_used_bytes", "longshor
 
 
 class LongshoreCollector(Collector):
-    """The metrics of one runtime, and of its host tier, engine, recorder and file tier where given."""
+    """The metrics of one runtime, and of its host tier, engine, recorder, file tier and stores where given."""
 
     def __init__(
         self,
@@ -123,12 +126,14 @@ class LongshoreCollector(Collector):
         engine: TransferEngine | None = None,
         events: EventRecorder | None = None,
         file: Tier | None = None,
+        stores: Sequence[Tier] = (),
     ) -> None:
         self._runtime = runtime
         self._host = host
         self._engine = engine
         self._events = events
         self._file = file
+        self._stores = stores
 
     def collect(self) -> Iterable[Metric]:
         """All metric families, read under the runtime's lock; also after it was closed."""
@@ -158,6 +163,8 @@ class LongshoreCollector(Collector):
         if self._file is not None:
             metrics.append(_metric("longshore_file_fallbacks", self._file.fallbacks))
             metrics.append(_metric("longshore_file_troubles", self._file.troubles))
+        troubles = {store.name: store.troubles for store in self._stores}
+        metrics.append(_metric("longshore_store_troubles", _by_two(troubles)))
         return metrics
 
 
@@ -202,7 +209,9 @@ class FollowingCollector(Collector):
 
 
 def _of_stack(stack: Stack) -> Iterable[Metric]:
-    return LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file).collect()
+    return LongshoreCollector(
+        stack.runtime, stack.host, stack.engine, stack.events, stack.file, stack.foreign
+    ).collect()
 
 
 def _labelled(sample: Sample) -> tuple[str, frozenset[tuple[str, str]]]:

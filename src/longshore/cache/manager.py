@@ -295,7 +295,7 @@ class TieredCache:
         return LoadOrder(0, tuple(parts))
 
     def ask(self, keys: Sequence[Key], now: float) -> tuple[int, ...]:
-        """Have foreign tiers asked for those of `keys` that nothing is known of; the probes about them, for `progress`."""
+        """Have foreign tiers asked for what is not known of `keys`; the probes about these, for `progress`."""
         self._check_time(now)
         self._advance(now)
         return self._exchange.ask(keys)

@@ -362,7 +362,7 @@ def named_stores(config: Config) -> dict[str, str]:
 def _open_store(
     url: str, name: str, *, arena: Arena, image_bytes: tuple[int, ...], scope: bytes, generation: int
 ) -> RemoteTier:
-    """A store whose namespace is the scope, which identifies the weights: for others, an adapter opens another stack."""
+    """A store whose namespace is the scope, which identifies the weights: adapters open another stack for others."""
     return RemoteTier(
         url,
         arena=arena,

@@ -12,7 +12,7 @@ from vllm_kit import TOKENS, Rig, file_settings, keys_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Route, Status, TransferResult
 from longshore.cache import DropReason, Gate, Presence
-from longshore.engines.vllm.manager import load_limit
+from longshore.engines.vllm.fetches import load_limit, tiers_of
 from longshore.errors import ConfigError
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -33,7 +33,8 @@ def until(found: Sequence[Presence], per_file_chunk: float, first: int = 0) -> i
     keys, others = keys_of(len(found)), keys_of((len(found) + 1) // 2, group=7)
     ends = {key: (i + 1) * TOKENS for i, key in enumerate(keys)}
     ends.update({key: (i + 1) * 2 * TOKENS for i, key in enumerate(others)})
-    return load_limit(gate_for(per_file_chunk), ends, [*found, *([ABSENT] * len(others))], keys[first], 0.0)
+    tiers = tiers_of([*found, *([ABSENT] * len(others))])
+    return load_limit(gate_for(per_file_chunk), ends, tiers, keys[first], 0.0)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import count, groupby, takewhile
+from itertools import count, takewhile
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -35,8 +36,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from longshore.boundary import DEVICE, FILE, HOST, Route, Slots, TransferResult
-from longshore.cache import Gate, GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, Run, TieredCache, Until
+from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, TieredCache, Until
 from longshore.engines.vllm.changes import BlockValidity
+from longshore.engines.vllm.fetches import StoreFetches, load_limit, tiers_of
 from longshore.engines.vllm.loads import Loads
 from longshore.engines.vllm.metrics import EventTranslator, ManagerMetrics
 from longshore.engines.vllm.requests import (
@@ -76,40 +78,6 @@ class Backoff:
         if time.monotonic() - self._last_step < _COMPUTED_SECONDS and is_awaited():
             time.sleep(_NAP_SECONDS)
         self._last_step = time.monotonic()
-
-
-_TIER = {Presence.READY: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE}
-
-
-def load_limit(
-    gate: Gate | None,
-    ends: Mapping[OffloadKey, int],
-    found: Sequence[Presence],
-    first: OffloadKey,
-    now: float,
-) -> float:
-    """The gate: up to which token of a prompt, computed up to the chunk `first`, loading is faster than computing.
-
-    vLLM asks chunk by chunk, and loads the longest prefix that it was promised, so chunks behind this token are not
-    promised. Chunks of the group that vLLM asks for first stand for those of all groups. Infinity without a `gate`.
-
-    Args:
-        ends: For each chunk, in order, the token that it ends with.
-        found: Where each of them is.
-    """
-    if gate is None or first not in ends:
-        return math.inf
-    group = first[-GROUP_BYTES:]
-    mine = sorted(
-        (end, _TIER.get(presence, ""))
-        for (key, end), presence in zip(ends.items(), found, strict=True)
-        if key[-GROUP_BYTES:] == group
-    )
-    computed = ends[first] - mine[0][0]
-    chain = list(takewhile(lambda chunk: chunk[1], (chunk for chunk in mine if chunk[0] > computed)))
-    runs = [Run(tier, len(list(same))) for tier, same in groupby(tier for _, tier in chain)]
-    count = gate.worth_loading(computed, runs, now)
-    return chain[count - 1][0] if count else computed
 
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -158,7 +126,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Whether loads may have parts: the connector passes them to workers, and failed loads are recomputed."""
         self._backoff = Backoff()
         self._closed = False
-        self._metrics = ManagerMetrics(store.file, is_off=store.is_off)
+        self._metrics = ManagerMetrics(store.file, store.stores, is_off=store.is_off)
         self._events = EventTranslator() if announces else None
         with self._runtime.observe() as cache:
             self._image_bytes = [size.image_bytes for size in cache.stats()[0].sizes]
@@ -168,6 +136,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 [cache.settings.group(index)[1] for index in range(len(groups))],
                 store.windows,
             )
+        self._fetches = StoreFetches(self._runtime, self._groups) if store.stores else None
         self._stores = Stores(self._groups, store.reports, self._validity, patience, self._events)
 
     # ------------------------------------------------------------------ loading
@@ -196,6 +165,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """The tier that a chunk came from."""
         request = self._requests.get(req_context.req_id)
+        if request is not None and key in request.abroad:
+            return CacheHitSource.EXTERNAL_UNSPECIFIED
         came_up = request is not None and key in request.from_colder
         return CacheHitSource.DISK if came_up else CacheHitSource.HOST
 
@@ -210,7 +181,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._release(request, cache)
         for group, mine in self._groups.split(keys):
             came_up = len(request.from_colder.intersection(mine)) if request.from_colder else 0
-            self._metrics.loaded(len(mine), came_up, 0 if group else self._groups.tokens[0])
+            abroad = Counter(request.abroad[key] for key in mine if key in request.abroad) if request.abroad else {}
+            self._metrics.loaded(len(mine), {FILE: came_up, **abroad}, 0 if group else self._groups.tokens[0])
         request.waiting_since = None
         return spec
 
@@ -455,8 +427,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         found = request.residency.presences
         if FILE not in request.hints.load:
             found = [Presence.ABSENT if each is Presence.COLDER else each for each in found]
+        if self._fetches is not None and not late and Presence.ABSENT in found and asked is positions:
+            found = self._fetches.look(request, positions, found, key)
         if request.load_limit is None and Presence.COLDER in found:
-            request.load_limit = load_limit(self._runtime.gate, positions, found, key, now)
+            request.load_limit = load_limit(self._runtime.gate, positions, tiers_of(found), key, now)
         stalled = self._store.file is not None and self._store.file.is_stalled
         if self.may_stream and Presence.COLDER in found and not late and not stalled:
             found = self._promised(request, asked, found, key)

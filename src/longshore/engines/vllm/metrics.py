@@ -10,7 +10,7 @@ as long as a tier has them. What an earlier process has stored has no name: no e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import (
 from longshore.boundary import DEVICE, FILE, HOST, Key
 from longshore.cache import DropReason, Event, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
 from longshore.metrics import VLLM_COUNTERS, VLLM_GAUGES
-from longshore.runtime.tier_host import TROUBLES, HostedFileTier
+from longshore.runtime.tier_host import TROUBLES, HostedFileTier, HostedStore
 
 _TIERS = (HOST, FILE)
 _ROUTES = tuple(
@@ -49,18 +49,24 @@ def definitions() -> dict[str, Any]:
 class ManagerMetrics:
     """Hits and misses of one manager, and the last values of all counters that vLLM was given."""
 
-    def __init__(self, file: HostedFileTier | None = None, *, is_off: bool = False) -> None:
+    def __init__(
+        self, file: HostedFileTier | None = None, stores: Sequence[HostedStore] = (), *, is_off: bool = False
+    ) -> None:
         """`is_off` says that there is no `file` tier because its directory could not be opened."""
         self._file = file
+        self._stores = stores
+        names = [store.name for store in stores]
+        self._tiers = (*_TIERS, *names)
+        self._routes = (*_ROUTES, *(route for name in names for route in (f"{HOST}->{name}", f"{name}->{HOST}")))
         self._no_file = {**_QUIET, "off": int(is_off)}
-        self.hits = Counter(dict.fromkeys(_TIERS, 0))
-        self.tokens = Counter(dict.fromkeys(_TIERS, 0))
+        self.hits = Counter(dict.fromkeys(self._tiers, 0))
+        self.tokens = Counter(dict.fromkeys(self._tiers, 0))
         self.misses = Counter(dict.fromkeys(MissReason, 0))
         self._reported: dict[_Sample, float] = {}
 
-    def loaded(self, chunks: int, of_file: int, tokens: int) -> None:
-        """Count `chunks` loaded, `of_file` of which came from the file tier, of `tokens` tokens each."""
-        for tier, count in ((HOST, chunks - of_file), (FILE, of_file)):
+    def loaded(self, chunks: int, others: Mapping[str, int], tokens: int) -> None:
+        """Count `chunks` loaded, of `tokens` tokens each; of these, `others` came from other tiers than host memory."""
+        for tier, count in {HOST: chunks - sum(others.values()), **others}.items():
             self.hits[tier] += count
             self.tokens[tier] += count * tokens
 
@@ -111,14 +117,15 @@ class ManagerMetrics:
 
     def _samples(self, cache: TieredCache) -> Iterator[tuple[_Sample, float]]:
         counters, sizes = cache.counters, {stats.name: stats for stats in cache.stats()}
-        for tier in _TIERS:
+        for tier in self._tiers:
             at = (tier,)
             yield ("longshore_hit_chunks", at), self.hits[tier]
             yield ("longshore_hit_tokens", at), self.tokens[tier]
-            yield ("longshore_evicted_chunks", at), counters.evictions[tier]
-            yield ("longshore_lost_chunks", at), counters.lost[tier]
-            yield ("longshore_used_bytes", at), sizes[tier].used_bytes if tier in sizes else 0
-            yield ("longshore_capacity_bytes", at), sizes[tier].nbytes if tier in sizes else 0
+            if tier in _TIERS:
+                yield ("longshore_evicted_chunks", at), counters.evictions[tier]
+                yield ("longshore_lost_chunks", at), counters.lost[tier]
+                yield ("longshore_used_bytes", at), sizes[tier].used_bytes if tier in sizes else 0
+                yield ("longshore_capacity_bytes", at), sizes[tier].nbytes if tier in sizes else 0
             drops = counters.drops.get(tier) or Counter[DropReason]()
             for reason in DropReason:
                 yield ("longshore_dropped_chunks", (tier, reason.value)), drops[reason]
@@ -126,7 +133,12 @@ class ManagerMetrics:
             yield ("longshore_miss_chunks", (missed.value,)), count
         for trouble, times in (self._no_file if self._file is None else self._file.troubles).items():
             yield ("longshore_file_troubles", (trouble,)), times
-        for route in _ROUTES:
+        for store in self._stores:
+            for trouble, times in store.troubles.items():
+                yield ("longshore_store_troubles", (store.name, trouble)), times
+            for answer, times in counters.probes[store.name].items():
+                yield ("longshore_probed_chunks", (store.name, answer.value)), times
+        for route in self._routes:
             totals = counters.routes.get(route, _NOTHING)
             yield ("longshore_moved_bytes", (route,)), totals.bytes
             yield ("longshore_moving_seconds", (route,)), totals.seconds

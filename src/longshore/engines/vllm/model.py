@@ -35,13 +35,14 @@ from typing import Any
 
 import xxhash
 
+from longshore.config import Config
 from longshore.errors import EngineError
 from longshore.keys import Scope
 
 _log = logging.getLogger(__name__)
 
 MEMO = "weights.json"
-"""Name of the memo in the directory of a file tier."""
+"""Name of the memo."""
 
 SETTLED = 2.0
 """Seconds after its last change from which on a file is memoised."""
@@ -363,10 +364,17 @@ def is_killed_at_once() -> bool:
     return vllm is not None and vllm.shutdown_timeout == 0
 
 
-def describe(groups: Sequence[Any], tier: Path | None) -> ModelIdentity:
+def memo_directory(config: Config) -> Path | None:
+    """Where the memo of digests is: with the files, or in the user's cache; `None` where no tier needs digests."""
+    if config.file_path is not None or not config.remote:
+        return config.file_path
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longshore"
+
+
+def describe(groups: Sequence[Any], memo: Path | None) -> ModelIdentity:
     """The model whose worker is being made in this process; `groups` are those of an `OffloadingConfig`.
 
-    Its weights are hashed for a file tier in the directory `tier`, which has a memo of digests; not at all without one.
+    Its weights are hashed if there is a directory for the `memo` of digests; else there is nothing to be identified.
     """
     vllm = vllm_config()
     if vllm is None:
@@ -376,10 +384,10 @@ def describe(groups: Sequence[Any], tier: Path | None) -> ModelIdentity:
     models = [vllm.model_config, *([] if drafts is None else [drafts])]
     paths = [_path(model, vllm.load_config.download_dir) for model in models]
     transient, weights = _transient(vllm, models, paths), ""
-    if tier is not None and not transient:
+    if memo is not None and not transient:
         found = [path for path in paths if path is not None]
         try:
-            weights = FileDigests(tier / MEMO).of(found)
+            weights = FileDigests(memo / MEMO).of(found)
             late = next(filter(None, (changed_since(path, _loading_began(vllm)) for path in found)), None)
         except (EngineError, OSError) as error:
             transient = f"weights cannot be told apart: {error}"

@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext
 
-from longshore.boundary import FILE, Key, Slots, Status, TransferResult
+from longshore.boundary import FILE, REMOTE, Key, Slots, Status, TransferResult
 from longshore.cache import GroupKeys, Lease, Presence, Residency, TieredCache, Until
 from longshore.errors import HintError
 from longshore.hints import RequestHints
@@ -119,6 +119,9 @@ class RequestState:
         leases: On chunks that were prefetched for it, until they are loaded.
         leased: The chunks of these leases.
         from_colder: Chunks that came from a colder tier.
+        probes: Questions to stores about its chunks, once there are any.
+        fetches_end: Nothing more of it will be fetched from stores.
+        abroad: Chunks that were fetched from a store for it, and the name of that.
         streams: Whether it was promised more than fits host memory, which is loaded in parts.
         refused_since: Since when vLLM is told to offer its chunks again.
         offered: The token up to which its chunks were offered.
@@ -148,6 +151,9 @@ class RequestState:
     leases: list[Lease] = field(default_factory=list)
     leased: set[OffloadKey] = field(default_factory=set)
     from_colder: set[OffloadKey] = field(default_factory=set)
+    probes: tuple[int, ...] | None = None
+    fetches_end: bool = False
+    abroad: dict[OffloadKey, str] = field(default_factory=dict)
     streams: bool = False
     refused_since: float | None = None
     offered: int = 0
@@ -283,7 +289,7 @@ class Ticket:
 
 
 def hints_of(context: ReqContext, usual: RequestHints) -> RequestHints:
-    """What a request says of its blocks, or the `usual`; without files where its `load_tiers` leave storage out.
+    """What a request says of its blocks, or the `usual`; without files or stores that its `load_tiers` leave out.
 
     Nothing is stored of a request whose hints cannot be read, which the log says: it may have asked for just that.
     """
@@ -296,8 +302,9 @@ def hints_of(context: ReqContext, usual: RequestHints) -> RequestHints:
     except HintError as error:
         _log.warning("request %s: %s; none of its blocks are stored: correct its hints", context.req_id, error)
         hints = RequestHints(store=False)
-    if FILE in hints.load and not context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
-        hints = hints.model_copy(update={"load": tuple(tier for tier in hints.load if tier != FILE)})
+    for kind, locality in ((FILE, Locality.LOCAL), (REMOTE, Locality.REMOTE)):
+        if kind in hints.load and not context.load_tier_filter.allows(Medium.STORAGE, locality):
+            hints = hints.model_copy(update={"load": tuple(tier for tier in hints.load if tier != kind)})
     return hints
 
 

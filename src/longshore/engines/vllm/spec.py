@@ -27,6 +27,7 @@ from longshore.engines.vllm.model import (
     are_together,
     describe,
     is_killed_at_once,
+    memo_directory,
     nodes,
     scope_of,
     vllm_config,
@@ -145,10 +146,13 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         watch_sleeps()
         note = find(self.config.engine_id)
         scope = None
-        if self.settings.file_path is not None:
+        if self.settings.file_path is not None or self.settings.remote:
             reason = why_transient(note.model)
             if reason:
-                _log.error("NO FILE TIER: %s", reason)
+                if self.settings.file_path is not None:
+                    _log.error("NO FILE TIER: %s", reason)
+                if self.settings.remote:
+                    _log.error("NO REMOTE STORE: %s", reason)
             else:
                 scope = scope_of(self.config, note.model, note.fingerprint, note.device, self.settings.salt)
         if note.model.base_is_mixed:
@@ -246,6 +250,6 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             world=self.config.parallel.world_size,
             fingerprint=layout.fingerprint,
             device=layout.device,
-            model=describe(self.config.groups, self.settings.file_path),
+            model=describe(self.config.groups, memo_directory(self.settings)),
         )
         return arena, reports, note

@@ -1,7 +1,8 @@
 """The scheduler's side of the tiers: opened over the arena that the workers made, put to sleep, closed.
 
-TieredCache ── Runtime ── TierMover ── HostedFileTier ══ tier host, a process that reads and writes files
-                              └─────── HostTier over the shared arena        (device <-> host is the workers' work)
+TieredCache ── Runtime ─┬ TierMover ──── HostedFileTier ══ tier host, a process that reads and writes files
+                        ├ ForeignMover ─ HostedStore ═════ tier host, with connections to a store that replicas share
+                        └ HostTier over the shared arena                      (device <-> host is the workers' work)
 
 EngineCore.sleep ─► pauses, perhaps for long ─► resets caches, the connector's too ─► the workers' device memory goes
 
@@ -16,7 +17,7 @@ import functools
 import inspect
 import logging
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +34,12 @@ from longshore.keys import Scope
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.rank_reports import RankReports
 from longshore.runtime.stack import make_cache as make_tiered_cache
-from longshore.runtime.stack import make_gate
-from longshore.runtime.tier_host import HostedFileTier
+from longshore.runtime.stack import make_gate, named_stores
+from longshore.runtime.tier_host import HostedFileTier, HostedStore
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
 from longshore.tiers.file.recovery import slabs_within
-from longshore.tiers.host import HostTier, TierMover
+from longshore.tiers.host import ForeignMover, HostTier, TierMover
 
 _level: ContextVar[int] = ContextVar("level", default=0)
 """Level of the sleep whose reset is under way; 0 in any other reset."""
@@ -166,6 +167,7 @@ class SchedulerTiers:
     Attributes:
         file: The file tier, if there is one.
         base_is_mixed: Whether vLLM may have computed blocks of the base model with an adapter.
+        stores: The stores that replicas share.
         is_off: Whether there is no file tier because its directory could not be opened.
         windows: How many chunks the window of each group has; `None` for those that never slide.
         sleeps: What resets keep.
@@ -180,6 +182,7 @@ class SchedulerTiers:
     sleeps: SleepControl
     base_is_mixed: bool = False
     is_off: bool = False
+    stores: tuple[HostedStore, ...] = ()
 
     def close(self) -> None:
         """Write back chunks that a restart would lose, then release all resources. Idempotent."""
@@ -195,10 +198,11 @@ class SchedulerTiers:
 def open_tiers(
     config: Config, note: EngineMemory, scope: Scope | None, groups: Any, *, events: int = 0
 ) -> SchedulerTiers:
-    """The tiers of `config` in the memory that `note` tells of; without a `scope` there is no file tier.
+    """The tiers of `config` in the memory that `note` tells of; without a `scope` there are neither files nor stores.
 
-    Nor is there one where its directory cannot be opened: the log says why. The cache keeps so many `events` until
-    somebody asks for them. Raises `TierError` where `file_size` has no room for one image.
+    Nor is there a file tier where its directory cannot be opened: the log says why. The cache keeps so many `events`
+    until somebody asks for them. Raises `TierError` where `file_size` has no room for one image, or a certificate of a
+    store cannot be used.
     """
     with contextlib.ExitStack() as undo:
         arena, reports = attach(note)
@@ -211,18 +215,50 @@ def open_tiers(
             file = _open_file_tier(config, config.file_path, note, arena, scope)
             if file is not None:
                 undo.callback(file.close)
-        cache = make_cache(config, note, file, groups, events)
-        movers: list[Mover] = [] if file is None else [TierMover(file, host)]
+        stores = tuple(_open_stores(config, note, arena, scope, file, undo))
+        cache = make_cache(config, note, file, groups, events, stores=[store.name for store in stores])
+        probers = [ForeignMover(store, host) for store in stores]
+        movers: list[Mover] = [*([] if file is None else [TierMover(file, host)]), *probers]
         sizes = [group.tokens_per_block * config.blocks_per_chunk for group in groups]
         of_all_groups = sum(note.image_bytes[pool] for pool in note.pools)
-        gate = None if file is None else make_gate(config, [HOST, FILE], sizes[0], of_all_groups)
-        runtime = Runtime(cache, movers, [] if file is None else [file], gate=gate)
+        tiers = [*([] if file is None else [file]), *stores]
+        names = [HOST, *(tier.name for tier in tiers)]
+        gate = make_gate(config, names, sizes[0], of_all_groups) if tiers else None
+        runtime = Runtime(cache, movers, tiers, probers=probers, gate=gate)
         loop = BackgroundLoop(runtime)
         undo.pop_all()
     windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))
     is_off = scope is not None and config.file_path is not None and file is None
     sleeps = SleepControl(runtime, reports, note.slabs, config)
-    return SchedulerTiers(runtime, reports, arena, loop, file, windows, sleeps, note.model.base_is_mixed, is_off)
+    return SchedulerTiers(
+        runtime, reports, arena, loop, file, windows, sleeps, note.model.base_is_mixed, is_off, stores
+    )
+
+
+def _open_stores(
+    config: Config,
+    note: EngineMemory,
+    arena: Arena,
+    scope: Scope | None,
+    file: Tier | None,
+    undo: contextlib.ExitStack,
+) -> Iterator[HostedStore]:
+    """The stores that replicas share; `undo` closes them."""
+    if scope is None:
+        return
+    for name, url in named_stores(config).items():
+        store = HostedStore(
+            url,
+            name=name,
+            image_bytes=note.image_bytes,
+            arena=arena,
+            namespace=scope.root,
+            generation=0 if file is None else file.generation,
+            fixed_weights=config.fixed_weights,
+        )
+        undo.callback(store.close)
+        _log.info("%s: %s, namespace %s", name, store.settings, scope.root.hex()[:16])
+        yield store
 
 
 def _open_file_tier(
@@ -257,8 +293,9 @@ def make_cache(
     groups: Any,
     events: int,
     policy: type[EvictionPolicy] | None = None,
+    stores: Sequence[str] = (),
 ) -> TieredCache:
-    """The control plane over host memory as in `note`, and over `file`; `groups` are vLLM's.
+    """The control plane over host memory as in `note`, over `file`, and beside `stores`; `groups` are vLLM's.
 
     Its tiers have the eviction policy of `config`, or `policy`.
     """
@@ -267,6 +304,7 @@ def make_cache(
         config,
         note.layout,
         file,
+        foreign=stores,
         policy=policy,
         events=events,
         max_writes=config.max_writes if "max_writes" in config.model_fields_set else _MAX_WRITES,

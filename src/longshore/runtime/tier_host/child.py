@@ -1,4 +1,4 @@
-"""The tier host: `python -m longshore.runtime.tier_host.child FD`, started by `HostedFileTier` only.
+"""The tier host: `python -m longshore.runtime.tier_host.child FD`, started by a `HostedTier` only; it has one tier.
 
     standard input   orders                    FD   the host arena's memory
     standard output  answers
@@ -28,15 +28,19 @@ from typing import Any
 from longshore import __version__
 from longshore.errors import LongshoreError, TierError, TierInUseError
 from longshore.runtime.tier_host import wire
-from longshore.runtime.tier_host.wire import Kind, frame
+from longshore.runtime.tier_host.wire import AWAY, Kind, frame
 from longshore.tiers.arena import Arena
 from longshore.tiers.file import FileTier
+from longshore.tiers.remote import RemoteTier
 
 LOCK_PATIENCE = 10.0
 """Seconds to wait for the directory's lock: the tier host of a killed engine may still have it."""
 
 _LOOK = 0.02
 """Seconds between two checks of deadlines while anything is in flight."""
+
+_LOOK_FOR = 0.5
+"""The same while nothing is in flight, of a store that is away."""
 
 HEARTBEAT = 1.0
 """Seconds between two ALIVE messages."""
@@ -56,7 +60,9 @@ class TierHostServer:
         self._tickets: dict[int, int] = {}
         """The engine's tickets, by the file tier's."""
         self._reported: dict[str, int] = {}
-        self._tier: FileTier | None = None
+        self._asked: dict[int, int] = {}
+        """The same of what a store was asked."""
+        self._tier: FileTier | RemoteTier | None = None
         self._ended = os.eventfd(0)
         """Counts batches that have ended."""
         self._send_lock = threading.Lock()
@@ -92,22 +98,24 @@ class TierHostServer:
                 return order
         return None
 
-    def _serve(self, tier: FileTier, *, recover: bool) -> None:
-        self._reported = dict(tier.troubles)
-        found = tier.recover() if recover else []
-        self._send(
-            Kind.OPENED,
-            wire.pack_opened(
-                wire.OpenedReply(
-                    tier.slabs, tier.generation, dict(tier.fallbacks), self._reported, found, tier.others()
-                )
-            ),
-        )
+    def _serve(self, tier: FileTier | RemoteTier, *, recover: bool) -> None:
+        self._reported = troubles_of(tier)
+        if isinstance(tier, FileTier):
+            found = tier.recover() if recover else []
+            opened = wire.OpenedReply(
+                tier.slabs, tier.generation, dict(tier.fallbacks), self._reported, found, tier.others()
+            )
+            self._send(Kind.OPENED, wire.pack_opened(opened))
+        else:
+            self._send(Kind.OPENED, wire.pack_json(self._reported))
         tier.call_at_end(partial(os.eventfd_write, self._ended, 1))
         while True:
-            if not self._tickets:
+            is_idle = not self._tickets and not self._asked
+            if is_idle:
                 self._busy.clear()
-            ready = select.select([self._requests, self._ended], [], [], _LOOK if self._tickets else None)[0]
+            # A store that is away is looked for: when it is back, that is reported without delay.
+            wait = (_LOOK_FOR if troubles_of(tier).get(AWAY) else None) if is_idle else _LOOK
+            ready = select.select([self._requests, self._ended], [], [], wait)[0]
             if self._ended in ready:
                 os.eventfd_read(self._ended)
             if self._requests in ready:
@@ -119,7 +127,7 @@ class TierHostServer:
                     self._execute(tier, kind, body)
             self._report(tier)
 
-    def _execute(self, tier: FileTier, kind: Kind, body: bytes) -> None:
+    def _execute(self, tier: FileTier | RemoteTier, kind: Kind, body: bytes) -> None:
         match kind:
             case Kind.SUBMIT:
                 ticket, deadline, ops = wire.parse_submit(body)
@@ -128,6 +136,9 @@ class TierHostServer:
                 theirs = wire.parse_cancel(body)
                 for ours in [ours for ours, ticket in self._tickets.items() if ticket == theirs]:
                     tier.cancel(ours)
+            case Kind.ASK if isinstance(tier, RemoteTier):
+                ticket, generation, deadline, keys = wire.parse_ask(body)
+                self._asked[tier.ask(keys, generation, deadline)] = ticket
             case Kind.DISCARD:
                 tier.discard(wire.parse_discard(body))
             case Kind.FORGET:
@@ -135,15 +146,18 @@ class TierHostServer:
             case _:
                 raise TierError(f"{kind.name} is not a request")
 
-    def _report(self, tier: FileTier) -> None:
-        """Send results, and counts of failures."""
+    def _report(self, tier: FileTier | RemoteTier) -> None:
+        """Send results, answers, and counts of failures."""
         results = tier.poll()
-        troubles = tier.troubles
+        answers = tier.answers() if isinstance(tier, RemoteTier) else []
+        troubles = troubles_of(tier)
         if troubles != self._reported:
             self._reported = troubles
             self._send(Kind.TROUBLES, wire.pack_json(troubles))  # first: a failure is counted before its result arrives
         for result in results:
             self._send(Kind.RESULT, wire.pack_result(result._replace(ticket=self._tickets.pop(result.ticket))))
+        for ticket, present in answers:
+            self._send(Kind.ANSWER, wire.pack_answer(self._asked.pop(ticket), present))
 
     def _heartbeat(self) -> None:
         """Report that this process is alive, and how many operations have ended; its thread never waits for a disk."""
@@ -160,11 +174,23 @@ class TierHostServer:
                 left = left[os.write(self._replies, left) :]
 
 
-def open_tier(order: Order, arena: Arena) -> FileTier:
-    """The tier that OPEN describes. Raises as `FileTier` does, and `TierError` if the engine runs another version."""
+def troubles_of(tier: FileTier | RemoteTier) -> dict[str, int]:
+    """Its counts of failures; of a store also whether it is away."""
+    away = {AWAY: int(tier.is_away)} if isinstance(tier, RemoteTier) else {}
+    return {**tier.troubles, **away}
+
+
+def open_tier(order: Order, arena: Arena) -> FileTier | RemoteTier:
+    """The tier that OPEN describes. Raises as that does, and `TierError` if the engine runs another version."""
     if order["version"] != __version__:
         raise TierError(
             f"the engine runs Longshore {order['version']}, but {__version__} is installed: restart the engine"
+        )
+    scope = bytes.fromhex(order["scope"])
+    if "url" in order:
+        generation, name, sizes = order["generation"], order["name"], order["image_bytes"]
+        return RemoteTier(
+            order["url"], arena=arena, image_bytes=sizes, namespace=scope, generation=generation, name=name
         )
     deadline = time.monotonic() + LOCK_PATIENCE
     while True:
@@ -174,7 +200,7 @@ def open_tier(order: Order, arena: Arena) -> FileTier:
                 capacity=order["capacity"],
                 image_bytes=order["image_bytes"],
                 arena=arena,
-                scope=bytes.fromhex(order["scope"]),
+                scope=scope,
                 threads=order["threads"],
             )
             break
@@ -189,7 +215,7 @@ def open_tier(order: Order, arena: Arena) -> FileTier:
     return tier
 
 
-def _forget(tier: FileTier, generation: int, scope: bytes) -> str:
+def _forget(tier: FileTier | RemoteTier, generation: int, scope: bytes) -> str:
     """Store a reset; returns the error message, empty on success."""
     try:
         tier.forget(generation, scope)

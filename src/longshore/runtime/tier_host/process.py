@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import longshore
+from longshore.boundary import FILE
 from longshore.runtime.tier_host.wire import Frames, Kind, WireError
 
 PROGRAM = (sys.executable, "-P", "-m", "longshore.runtime.tier_host.child")
@@ -199,8 +200,10 @@ class HostSupervisor:
         deaths: Processes that ended unexpectedly, or could not be started.
     """
 
-    def __init__(self, start: Callable[[], HostProcess], clock: Callable[[], float]) -> None:
+    def __init__(self, start: Callable[[], HostProcess], clock: Callable[[], float], tier: str = FILE) -> None:
+        """`tier` is for the log."""
         self.process: HostProcess | None = None
+        self._tier = tier
         self.deaths = 0
         self._start = start
         self._clock = clock
@@ -262,6 +265,8 @@ class HostSupervisor:
 
     def _count_death(self, what: str) -> None:
         self.deaths += 1
-        _log.error("tier host %s; file tier blocks are misses until it is restarted, in %.1f s", what, self._pause)
+        _log.error(
+            "tier host %s; %s tier blocks are misses until it is restarted, in %.1f s", what, self._tier, self._pause
+        )
         self._restart_at = self._clock() + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)

@@ -1,9 +1,11 @@
-"""`HostedFileTier`: a file tier whose I/O is done by another process, with the interface of any other tier.
+"""`HostedTier`: a tier whose I/O is done by a process of its own, with the interface of any other tier.
 
     opening ──OPENED──► open ──(it dies)──► ending ──(reaped)──► away ──(pause)──► opening ...
 
+    HostedFileTier   files (here)              HostedStore   a store that replicas share (`store.py`)
+
 When the process dies, its operations end as `Status.AWAY`, but only once it is reaped: until then, its reads may still
-write to the arena. Until another process has opened the files, new operations end as `AWAY` at once: misses and skipped
+write to the arena. Until another process has opened the tier, new operations end as `AWAY` at once: misses and skipped
 copies, never a wait. Records in the files remain known to the control plane and are read again later; every read is
 verified, so torn records are detected.
 
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore import __version__, errors
-from longshore.boundary import FILE, PAGE, Slabs, Status
+from longshore.boundary import FILE, PAGE, Status
 from longshore.errors import TierClosedError, TierError
 from longshore.runtime.tier_host import wire
 from longshore.runtime.tier_host.process import PROGRAM, HostProcess, HostSupervisor, SilenceTimer
@@ -63,7 +65,236 @@ _KILL_PATIENCE = 10.0
 _log = logging.getLogger(__name__)
 
 
-class HostedFileTier(Tier):
+class HostedTier(Tier):
+    """What tiers in a tier host have in common: the process, and what is in flight there."""
+
+    def __init__(
+        self,
+        name: str,
+        image_bytes: int | Sequence[int],
+        arena: Arena,
+        program: Sequence[str],
+        clock: Callable[[], float],
+        **order: Any,
+    ) -> None:
+        """`order` is what OPEN says of the tier. Nothing is started yet."""
+        self.name = name
+        self.image_bytes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
+        self._open_request: dict[str, Any] = {
+            "version": __version__,
+            "name": name,
+            "image_bytes": self.image_bytes,
+            "arena_bytes": arena.nbytes,
+            **order,
+        }
+        self._arena = arena
+        self._program = program
+        self._generation = 0
+        self._in_flight: dict[int, int] = {}
+        """Number of operations of each ticket in flight."""
+        self._results: list[TierResult] = []
+        self._tickets = 0
+        self._is_open = False
+        self._closed = False
+        self._pid = os.getpid()
+        self._supervisor = HostSupervisor(self._start, clock, name)
+        self._troubles: dict[str, int] = {}
+        self._past: Counter[str] = Counter()
+        """Failures counted by earlier processes."""
+
+    @property
+    def generation(self) -> int:
+        """The generation last given to `forget`, by this process or an earlier one; 0 at first."""
+        return self._generation
+
+    @property
+    def troubles(self) -> Mapping[str, int]:
+        """Failures of the tier over all processes, and deaths and failed starts of processes."""
+        added = {reason: count + self._past[reason] for reason, count in self._troubles.items()}
+        return {**added, _DEATHS: self._supervisor.deaths}
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the process has work, and sends no message."""
+        return self._supervisor.is_quiet
+
+    @property
+    def is_away(self) -> bool:
+        """Whether no process has opened the tier, or it is stalled or silent. All operations are misses then."""
+        return not self._is_open or self.is_stalled
+
+    def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
+        """Begin `batch`. Generations above `generation` are refused."""
+        self._check_open()
+        arena_bytes, slabs = (
+            self._arena.array.nbytes,
+            getattr(self, "slabs", None),
+        )  # raises when it was closed under us
+        check_batch(batch, deadline, slabs=slabs, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
+        newest = max((op.generation for op in batch), default=0)
+        if newest > self._generation:
+            raise TierError(f"generation {newest} is newer than the last reset, generation {self._generation}")
+        ticket = self._new_ticket()
+        self._in_flight[ticket] = len(batch)
+        if self.is_away or not self._send(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
+            self._end(ticket, Status.AWAY)
+        return ticket
+
+    def poll(self) -> list[TierResult]:
+        """Results since the last call. Also reaps and restarts the process."""
+        self._check_process()
+        if not self._closed:
+            self._receive()
+        results, self._results = self._results, []
+        return results
+
+    def cancel(self, ticket: int) -> None:
+        """End operations of `ticket` that have not begun as `CANCELLED`. Unknown and ended tickets are ignored."""
+        self._check_process()
+        if ticket in self._in_flight:
+            self._send(Kind.CANCEL, wire.pack_cancel(ticket))
+
+    def close(self) -> None:
+        """End operations that have not begun, wait for the others, and for the process. Idempotent.
+
+        In a forked child, closes only the child's copies of the pipes.
+        """
+        process = self._supervisor.process
+        if not self._closed and process is not None:
+            self._closed = True
+            if os.getpid() == self._pid:
+                self._shut_down_process(process)
+            process.close()
+        self._closed = True
+        self._end_all(Status.TIER_OFF)
+
+    # ------------------------------------------------------------------ for the tiers
+
+    def _order(self) -> dict[str, Any]:
+        """What OPEN says beside `_open_request`, as of now."""
+        raise NotImplementedError
+
+    def _on_opened(self, body: bytes) -> None:
+        """A process has opened the tier, and says so in `body`. `WireError` if that cannot be."""
+        raise NotImplementedError
+
+    @property
+    def _is_owed(self) -> bool:
+        """Whether answers are expected."""
+        return bool(self._in_flight) or not self._is_open
+
+    def _handle(self, kind: Kind, body: bytes) -> None:
+        match kind:
+            case Kind.RESULT:
+                result = wire.parse_result(body)
+                if self._in_flight.get(result.ticket) != len(result.statuses):
+                    raise WireError(f"RESULT: {len(result.statuses)} statuses of ticket {result.ticket}")
+                del self._in_flight[result.ticket]
+                self._results.append(result)
+            case Kind.OPENED:
+                self._on_opened(body)
+                self._is_open = True
+            case Kind.REFUSED:
+                _log.error("%s", _refusal(body))
+            case Kind.TROUBLES:
+                self._troubles = wire.parse_counts(body, self._troubles)
+            case Kind.ALIVE:
+                pass
+            case _:
+                raise WireError(f"{kind.name} is not a reply")
+
+    def _open_first(self) -> None:
+        """Wait until the first process has opened the tier, or has reported why it cannot."""
+        try:
+            process = self._supervisor.begin()
+        except OSError as error:
+            raise TierError(f"the tier host could not be started: {error}") from error
+        try:
+            while not self._is_open:
+                process.wait(SilenceTimer.MOST)
+                frames, died = self._supervisor.look(owed=True)
+                for kind, body in frames:
+                    if kind is Kind.REFUSED:
+                        raise _refusal(body)
+                    self._handle(kind, body)
+                if died:
+                    raise TierError(f"the tier host ended {process.ending} before it opened the {self.name} tier")
+        except BaseException as error:
+            process.kill()
+            process.wait_reaped(_KILL_PATIENCE)
+            process.close()
+            if isinstance(error, WireError):
+                raise TierError(f"invalid message from the tier host: {error}") from error
+            raise
+
+    def _send(self, kind: Kind, body: bytes) -> bool:
+        """Send a request, if a process has opened the tier; returns whether one has."""
+        if self._is_open and self._supervisor.process is not None:
+            self._supervisor.process.send(frame(kind, body))
+        return self._is_open
+
+    def _receive(self) -> None:
+        frames, died = self._supervisor.look(owed=self._is_owed)
+        self._handle_all(frames)
+        if died:
+            self._is_open = False
+            self._past.update(self._troubles)
+            self._troubles = dict.fromkeys(self._troubles, 0)
+            self._end_all(Status.AWAY)
+
+    def _new_ticket(self) -> int:
+        ticket, self._tickets = self._tickets, self._tickets + 1
+        return ticket
+
+    def _end_all(self, status: Status) -> None:
+        for ticket in list(self._in_flight):
+            self._end(ticket, status)
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise TierClosedError(f"the {self.name} tier was closed")
+
+    # ------------------------------------------------------------------ inside
+
+    def _start(self) -> HostProcess:
+        process = HostProcess(self._program, self._arena.fd)
+        process.send(frame(Kind.OPEN, wire.pack_json({**self._open_request, **self._order()})))
+        return process
+
+    def _handle_all(self, frames: Sequence[tuple[Kind, bytes]]) -> None:
+        """Handle messages. A process that sends an invalid one is killed, and counted as dead."""
+        try:
+            for kind, body in frames:
+                self._handle(kind, body)
+        except (WireError, TierError) as error:
+            if self._supervisor.process is not None:
+                self._supervisor.process.reject(error)
+
+    def _shut_down_process(self, process: HostProcess) -> None:
+        """Wait until the process has finished its operations and ended; kill it if it does not."""
+        process.close_requests()
+        deadline = time.monotonic() + CLOSE_PATIENCE
+        while not process.is_eof and (left := deadline - time.monotonic()) > 0:
+            process.wait(min(left, SilenceTimer.MOST))
+            frames = process.receive()
+            self._handle_all(frames)
+            self._supervisor.kill_if_silent(process, over=bool(frames))
+        if not process.wait_reaped(max(0.0, deadline - time.monotonic())):
+            process.kill()
+            if not process.wait_reaped(_KILL_PATIENCE):
+                _log.error("tier host (process %d) cannot be killed: it is blocked in I/O; check the disk", process.pid)
+
+    def _end(self, ticket: int, status: Status) -> None:
+        statuses = (status,) * self._in_flight.pop(ticket)
+        self._results.append(TierResult(ticket, statuses, 0, 0.0, 0.0))
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise TierClosedError(f"the {self.name} tier belongs to the parent of this forked process")
+
+
+class HostedFileTier(HostedTier):
     """A `FileTier` in a tier host."""
 
     def __init__(
@@ -86,48 +317,27 @@ class HostedFileTier(Tier):
         scope of this tier alone. `program` runs as the tier host, for tests.
         """
         check_digest("a scope", scope)
-        self.name = FILE
-        self.image_bytes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
-        self._open_request: dict[str, Any] = {
-            "version": __version__,
-            "directory": str(directory.absolute()),
-            "capacity": capacity,
-            "image_bytes": self.image_bytes,
-            "arena_bytes": arena.nbytes,
-            "threads": threads,
-        }
-        self._arena = arena
-        self._program = program
+        order = {"directory": str(directory.absolute()), "capacity": capacity, "threads": threads}
+        super().__init__(FILE, image_bytes, arena, program, clock, **order)
         self._scope = scope
         self._fixed_weights = fixed_weights
-        self._generation = 0
         self._forgotten: str | None = None
         """Error of the last reset; empty if it is durable; `None` while that is unknown."""
         self._pending: PendingReset | None = None
         """File for resets that no tier host has confirmed."""
-        self._in_flight: dict[int, int] = {}
-        """Number of operations of each ticket in flight."""
-        self._results: list[TierResult] = []
-        self._tickets = 0
-        self._is_open = False
-        self._closed = False
-        self._pid = os.getpid()
-        self._supervisor = HostSupervisor(self._start, clock)
         self._progress_timer = SilenceTimer(clock)
         self._ended = self._ended_before = 0
         """Operations completed by the process, as reported; and the number at the last look."""
         self._stalls = 0
-        opened = self._open_first()
-        self.slabs, self._generation = opened.slabs, opened.generation
-        self._others = opened.others
-        self._fallbacks, self._troubles, self._found = opened.fallbacks, opened.troubles, opened.found
-        self._past: Counter[str] = Counter()
-        """Failures counted by earlier processes."""
-
-    @property
-    def generation(self) -> int:
-        """The generation last given to `forget`, by this process or an earlier one; 0 at first."""
-        return self._generation
+        self._fallbacks: Mapping[str, int] = {}
+        self._found: list[StoredChunk] = []
+        self._others: list[int] = []
+        try:
+            self._open_first()
+        except BaseException:
+            if self._pending is not None:
+                self._pending.close()
+            raise
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
@@ -137,50 +347,16 @@ class HostedFileTier(Tier):
     @property
     def troubles(self) -> Mapping[str, int]:
         """Failures of the file tier over all processes, deaths and failed starts of processes, and stalls."""
-        added = {reason: count + self._past[reason] for reason, count in self._troubles.items()}
-        return {**added, _DEATHS: self._supervisor.deaths, _STALLS: self._stalls}
-
-    @property
-    def is_away(self) -> bool:
-        """Whether no process has opened the files, or it is stalled or silent. All operations are misses then."""
-        return not self._is_open or self.is_stalled
+        return {**super().troubles, _STALLS: self._stalls}
 
     @property
     def is_stalled(self) -> bool:
         """Whether no operation has ended for `STALLED` seconds, or the process sends no message."""
-        return self._is_stalled or self._supervisor.is_quiet
+        return self._is_stalled or super().is_stalled
 
     @property
     def _is_stalled(self) -> bool:
         return self._progress_timer.seconds >= STALLED
-
-    def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
-        """Begin `batch`. Generations above `generation` are refused, as by `FileTier`."""
-        self._check_open()
-        arena_bytes = self._arena.array.nbytes  # raises when the arena was closed under us
-        check_batch(batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
-        newest = max((op.generation for op in batch), default=0)
-        if newest > self._generation:
-            raise TierError(f"generation {newest} is newer than the last reset, generation {self._generation}")
-        ticket, self._tickets = self._tickets, self._tickets + 1
-        self._in_flight[ticket] = len(batch)
-        if self.is_away or not self._send(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
-            self._end(ticket, Status.AWAY)
-        return ticket
-
-    def poll(self) -> list[TierResult]:
-        """Results since the last call. Also reaps and restarts the process."""
-        self._check_process()
-        if not self._closed:
-            self._receive()
-        results, self._results = self._results, []
-        return results
-
-    def cancel(self, ticket: int) -> None:
-        """End operations of `ticket` that have not begun as `CANCELLED`. Unknown and ended tickets are ignored."""
-        self._check_process()
-        if ticket in self._in_flight:
-            self._send(Kind.CANCEL, wire.pack_cancel(ticket))
 
     def recover(self) -> list[StoredChunk]:
         """Chunks recovered at the first start. Returned once."""
@@ -228,63 +404,23 @@ class HostedFileTier(Tier):
         self._fixed_weights = False
 
     def close(self) -> None:
-        """End operations that have not begun, wait for the others, and for the process. Idempotent.
-
-        In a forked child, closes only the child's copies of the pipes.
-        """
-        process = self._supervisor.process
-        if not self._closed and process is not None:
-            self._closed = True
-            if os.getpid() == self._pid:
-                self._shut_down_process(process)
-            process.close()
-        self._closed = True
+        """As `HostedTier.close`; a reset that could not be written before is written now."""
+        super().close()
         if self._forgotten and os.getpid() == self._pid:
             self._settle_reset()
         if self._pending is not None:
             self._pending.close()
             self._pending = None
-        self._end_all(Status.TIER_OFF)
 
     # ------------------------------------------------------------------ inside
 
-    def _start(self) -> HostProcess:
-        process = HostProcess(self._program, self._arena.fd)
+    def _order(self) -> dict[str, Any]:
         first = self._supervisor.deaths == 0
-        order = {**self._open_request, "scope": self._scope.hex(), "generation": self._generation, "recover": first}
-        process.send(frame(Kind.OPEN, wire.pack_json(order)))
-        return process
+        return {"scope": self._scope.hex(), "generation": self._generation, "recover": first}
 
-    def _open_first(self) -> wire.OpenedReply:
-        """Wait until the first process has opened the files, or has reported why it cannot."""
-        try:
-            process = self._supervisor.begin()
-        except OSError as error:
-            raise TierError(f"the tier host could not be started: {error}") from error
-        try:
-            while True:
-                process.wait(SilenceTimer.MOST)
-                frames, died = self._supervisor.look(owed=True)
-                for kind, body in frames:
-                    if kind is Kind.OPENED:
-                        return self._on_opened(body, None)
-                    if kind is not Kind.ALIVE:
-                        raise _refusal(body)
-                if died:
-                    raise TierError(f"the tier host ended {process.ending} before it opened the files")
-        except BaseException as error:
-            process.kill()
-            process.wait_reaped(_KILL_PATIENCE)
-            process.close()
-            if self._pending is not None:
-                self._pending.close()
-            if isinstance(error, WireError):
-                raise TierError(f"invalid message from the tier host: {error}") from error
-            raise
-
-    def _on_opened(self, body: bytes, slabs: Slabs | None) -> wire.OpenedReply:
-        """A process has opened the files: as `slabs`, if it is not the first. `WireError` if that cannot be so."""
-        opened = wire.parse_opened(body, OF_FILES)
+    def _on_opened(self, body: bytes) -> None:
+        """A process has opened the files: as the first did, if it is not that one."""
+        opened, slabs = wire.parse_opened(body, OF_FILES), getattr(self, "slabs", None)
         sizes = tuple(PAGE + each for each in self.image_bytes)
         if self._is_open or opened.slabs.image_bytes != sizes or slabs not in (None, opened.slabs):
             raise WireError(f"OPENED: {opened.slabs}, for images of {self.image_bytes} bytes, after {slabs}")
@@ -293,23 +429,13 @@ class HostedFileTier(Tier):
         pending = PendingReset(Path(self._open_request["directory"]))  # the directory may be another one now
         if self._pending is not None:
             self._pending.close()
-        self._pending, self._is_open = pending, True
-        return opened
-
-    def _send(self, kind: Kind, body: bytes) -> bool:
-        """Send a request, if a process has opened the files; returns whether one has."""
-        if self._is_open and self._supervisor.process is not None:
-            self._supervisor.process.send(frame(kind, body))
-        return self._is_open
+        self._pending, self._fallbacks = pending, opened.fallbacks
+        if slabs is None:
+            self.slabs, self._generation, self._others = opened.slabs, opened.generation, opened.others
+            self._found, self._troubles = opened.found, opened.troubles
 
     def _receive(self) -> None:
-        frames, died = self._supervisor.look(owed=bool(self._in_flight) or not self._is_open)
-        self._handle_all(frames)
-        if died:
-            self._is_open = False
-            self._past.update(self._troubles)
-            self._troubles = dict.fromkeys(self._troubles, 0)
-            self._end_all(Status.AWAY)
+        super()._receive()
         self._check_progress()
 
     def _check_progress(self) -> None:
@@ -326,35 +452,13 @@ class HostedFileTier(Tier):
         if was and not self._is_stalled:
             _log.warning("file tier is no longer stalled: the disk responds")
 
-    def _handle_all(self, frames: Sequence[tuple[Kind, bytes]]) -> None:
-        """Handle messages. A process that sends an invalid one is killed, and counted as dead."""
-        try:
-            for kind, body in frames:
-                self._handle(kind, body)
-        except (WireError, TierError) as error:
-            if self._supervisor.process is not None:
-                self._supervisor.process.reject(error)
-
     def _handle(self, kind: Kind, body: bytes) -> None:
-        match kind:
-            case Kind.RESULT:
-                result = wire.parse_result(body)
-                if self._in_flight.get(result.ticket) != len(result.statuses):
-                    raise WireError(f"RESULT: {len(result.statuses)} statuses of ticket {result.ticket}")
-                del self._in_flight[result.ticket]
-                self._results.append(result)
-            case Kind.OPENED:
-                self._fallbacks = self._on_opened(body, self.slabs).fallbacks
-            case Kind.REFUSED:
-                _log.error("%s", _refusal(body))
-            case Kind.FORGOTTEN:
-                self._forgotten = wire.parse_forgotten(body)
-            case Kind.TROUBLES:
-                self._troubles = wire.parse_counts(body, OF_FILES)
-            case Kind.ALIVE:
-                self._ended = wire.parse_alive(body)
-            case _:
-                raise WireError(f"{kind.name} is not a reply")
+        if kind is Kind.FORGOTTEN:
+            self._forgotten = wire.parse_forgotten(body)
+        elif kind is Kind.ALIVE:
+            self._ended = wire.parse_alive(body)
+        else:
+            super()._handle(kind, body)
 
     def _wait_until_forgotten(self) -> None:
         deadline = time.monotonic() + (0.0 if self.is_stalled else FORGET_PATIENCE)  # it has had its time
@@ -408,37 +512,6 @@ class HostedFileTier(Tier):
             return (
                 f"{self._open_request['directory']}: the reset was not written to disk within {FORGET_PATIENCE:.0f} s"
             )
-
-    def _shut_down_process(self, process: HostProcess) -> None:
-        """Wait until the process has finished its operations and ended; kill it if it does not."""
-        process.close_requests()
-        deadline = time.monotonic() + CLOSE_PATIENCE
-        while not process.is_eof and (left := deadline - time.monotonic()) > 0:
-            process.wait(min(left, SilenceTimer.MOST))
-            frames = process.receive()
-            self._handle_all(frames)
-            self._supervisor.kill_if_silent(process, over=bool(frames))
-        if not process.wait_reaped(max(0.0, deadline - time.monotonic())):
-            process.kill()
-            if not process.wait_reaped(_KILL_PATIENCE):
-                _log.error("tier host (process %d) cannot be killed: it is blocked in I/O; check the disk", process.pid)
-
-    def _end(self, ticket: int, status: Status) -> None:
-        statuses = (status,) * self._in_flight.pop(ticket)
-        self._results.append(TierResult(ticket, statuses, 0, 0.0, 0.0))
-
-    def _end_all(self, status: Status) -> None:
-        for ticket in list(self._in_flight):
-            self._end(ticket, status)
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise TierClosedError("the file tier belongs to the parent of this forked process")
-
-    def _check_open(self) -> None:
-        self._check_process()
-        if self._closed:
-            raise TierClosedError(f"{self._open_request['directory']}: the file tier was closed")
 
 
 def _refusal(body: bytes) -> TierError:

@@ -1,13 +1,15 @@
-"""Messages between the engine's process and its tier host: frames of packed numbers, a few of them JSON.
+"""Messages between the engine's process and a tier host: frames of packed numbers, a few of them JSON.
 
     engine                                            tier host
     OPEN       what to open (JSON)             ──►
-                                               ◄──    OPENED     what is there, and all chunks found
+                                               ◄──    OPENED     what is there, and all chunks found; of a store nothing
                                                ◄──    REFUSED    why it cannot be opened (JSON), and the end
     SUBMIT     ticket, deadline, operations    ──►
     CANCEL     ticket                          ──►
                                                ◄──    RESULT     ticket, bytes, seconds, statuses: one for each SUBMIT
-    FORGET     generation, scope               ──►
+    ASK        ticket, deadline, keys          ──►                                                       (stores only)
+                                               ◄──    ANSWER     ticket, what is there; nothing: not known
+    FORGET     generation, scope or namespace  ──►
                                                ◄──    FORGOTTEN  why it could not be done; nothing if it was
                                                ◄──    TROUBLES   counts by reason (JSON), whenever they change
                                                ◄──    ALIVE      operations carried out until now; each second, if busy
@@ -29,14 +31,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longshore.boundary import Slabs, Status
+from longshore.boundary import Key, Slabs, Status
 from longshore.errors import LayoutError, PlanError
-from longshore.tiers.base import Op, StoredChunk, TierOp, TierResult
+from longshore.tiers.base import KEY_BYTES, Op, StoredChunk, TierOp, TierResult
 
 _HEAD = struct.Struct("<BQ")
 _SUBMIT = struct.Struct("<Qd")
-_OP = struct.Struct("<BBHIQQQQ32s32s")  # kind, whether it has a parent, pool, 0, slot, offset, length, generation, keys
+_OP = struct.Struct("<BBHIqQQQ32s32s")  # kind, whether it has a parent, pool, 0, slot, offset, length, generation, keys
 _CANCEL = struct.Struct("<Q")
+_ASK = struct.Struct("<QQd")
 _FORGET = struct.Struct("<Q32s")
 _RESULT = struct.Struct("<QQdd")
 _LENGTH = struct.Struct("<Q")
@@ -68,7 +71,12 @@ class Kind(enum.IntEnum):
     TROUBLES = 9
     DISCARD = 10
     ALIVE = 11
+    ASK = 12
+    ANSWER = 13
 
+
+AWAY = "away"
+"""Beside the counts of a store's failures: whether it is left alone at present."""
 
 _KINDS = frozenset(Kind)
 
@@ -164,6 +172,32 @@ def pack_cancel(ticket: int) -> bytes:
 def parse_cancel(body: bytes) -> int:
     """The ticket."""
     return int(_CANCEL.unpack(body)[0])
+
+
+def pack_ask(ticket: int, generation: int, deadline: float, keys: Sequence[Key]) -> bytes:
+    """The body of ASK."""
+    return _ASK.pack(ticket, generation, deadline) + b"".join(keys)
+
+
+def parse_ask(body: bytes) -> tuple[int, int, float, list[Key]]:
+    """Ticket, generation, deadline and keys."""
+    ticket, generation, deadline = _ASK.unpack_from(body)
+    return ticket, generation, deadline, [body[at : at + KEY_BYTES] for at in range(_ASK.size, len(body), KEY_BYTES)]
+
+
+def pack_answer(ticket: int, present: tuple[bool, ...] | None) -> bytes:
+    """The body of ANSWER."""
+    return _CANCEL.pack(ticket) + (b"" if present is None else b"\1" + bytes(present))
+
+
+def parse_answer(body: bytes) -> tuple[int, tuple[bool, ...] | None]:
+    """The ticket, and which keys are there; `None` if that is not known."""
+    with checked("ANSWER"):
+        (ticket,) = _CANCEL.unpack_from(body)
+        said = body[_CANCEL.size :]
+        if said and (said[0] != 1 or max(said) > 1):
+            raise WireError(f"expected a byte of 0 or 1 for each key, got {said[:8]!r}")
+        return int(ticket), tuple(map(bool, said[1:])) if said else None
 
 
 def pack_discard(slots: Sequence[int]) -> bytes:

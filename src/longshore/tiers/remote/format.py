@@ -16,6 +16,8 @@ xxh3 detects accidents. It does not stop somebody who may write to the store: th
 
 from __future__ import annotations
 
+import logging
+import os
 import struct
 from typing import NamedTuple
 
@@ -28,6 +30,8 @@ HEADER_BYTES = 128
 
 NO_RANK = 0xFFFFFFFF
 """The rank of an image that is not divided among ranks."""
+
+_log = logging.getLogger(__name__)
 
 _NO_CIPHER = 0
 _FIELDS = struct.Struct("<8sIHHII32s32sQQ16x")
@@ -77,3 +81,36 @@ def verify(header: bytes | memoryview, checksum: int, expected: Identity) -> Sta
     if not known or Identity(namespace, key, length, rank) != expected:
         return Status.MISMATCH
     return Status.OK if stored == checksum else Status.CORRUPT
+
+
+class Namespace:
+    """The namespace of one engine, over its resets.
+
+    Attributes:
+        current: 32 bytes.
+    """
+
+    def __init__(self, first: bytes, *, fixed_weights: bool) -> None:
+        """With `fixed_weights`, resets keep it, unless weights have changed."""
+        self.current = first
+        self._keeps = self._fixed_weights = fixed_weights
+
+    def weights_changed(self) -> None:
+        """The next reset is to other weights."""
+        self._keeps = False
+
+    def reset(self, to: bytes | None, store: object) -> None:
+        """A reset, perhaps `to` a namespace that is known to be right; else, unless weights are fixed, to a random one.
+
+        `store` is for the log.
+        """
+        if to is None and not self._keeps:
+            to = os.urandom(len(self.current))
+            _log.warning(
+                "%s: the weights may have changed: from now on, images are stored for this engine alone, and those of "
+                "other engines are not read; start the engine again to share, or set fixed_weights if resets never "
+                "mean other weights",
+                store,
+            )
+        self.current = self.current if to is None else to
+        self._keeps = self._fixed_weights

@@ -11,7 +11,6 @@ waits: `poll` and `answers` end what is late, `submit` and `ask` answer at once 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -32,7 +31,7 @@ from longshore.tiers.base import (
 )
 from longshore.tiers.remote.breaker import FAILURES, CircuitBreaker
 from longshore.tiers.remote.directory import DirectoryStore
-from longshore.tiers.remote.format import HEADER_BYTES, NO_RANK, Identity, address
+from longshore.tiers.remote.format import HEADER_BYTES, NO_RANK, Identity, Namespace, address
 from longshore.tiers.remote.resp import RespStore
 from longshore.tiers.remote.settings import RemoteSettings, parse_url
 from longshore.tiers.remote.work import Image, Session, StoreClient, StoreError, WorkQueue
@@ -83,7 +82,6 @@ class RemoteTier(ForeignTier):
 
     Attributes:
         settings: What the URL says.
-        namespace: Under which images are stored now.
         counts: How many operations have ended, by kind and status, and probes, by answer.
     """
 
@@ -118,10 +116,9 @@ class RemoteTier(ForeignTier):
         check_digest("a namespace", namespace)
         check_generation(generation)
         self.name = name
-        self.namespace = namespace
         self.counts: Counter[tuple[str, str]] = Counter()
         self._rank = NO_RANK if rank is None else rank
-        self._keeps_namespace = self._fixed_weights = fixed_weights
+        self._name = Namespace(namespace, fixed_weights=fixed_weights)
         self._generation = generation
         self._arena = arena
         self._clock = clock
@@ -164,6 +161,11 @@ class RemoteTier(ForeignTier):
     def generation(self) -> int:
         """The generation last given to `forget`, or to the constructor."""
         return self._generation
+
+    @property
+    def namespace(self) -> bytes:
+        """Under which images are stored now."""
+        return self._name.current
 
     @property
     def is_away(self) -> bool:
@@ -286,15 +288,7 @@ class RemoteTier(ForeignTier):
             if generation <= self._generation:
                 return
             self._generation = generation
-            if namespace is None and not self._keeps_namespace:
-                namespace = os.urandom(len(self.namespace))
-                _log.warning(
-                    "%s: the weights may have changed: from now on, images are stored for this engine alone, and none "
-                    "of other engines are read; start the engine again to share",
-                    self.settings,
-                )
-            self.namespace = self.namespace if namespace is None else namespace
-            self._keeps_namespace = self._fixed_weights
+            self._name.reset(namespace, self.settings)
             for queue in self._queues.values():
                 queue.forget(generation)
             while self._asked:
@@ -303,7 +297,7 @@ class RemoteTier(ForeignTier):
 
     def weights_changed(self) -> None:
         """Weights have changed: the next `forget` starts a namespace of its own."""
-        self._keeps_namespace = False
+        self._name.weights_changed()
 
     def call_at_end(self, call: Callable[[], None]) -> None:
         """Set a completion callback: called in any thread when a batch has ended or an answer has come; it is short."""

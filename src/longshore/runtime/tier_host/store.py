@@ -1,0 +1,152 @@
+"""`HostedStore`: a store that replicas share, whose connections are in a tier host.
+
+    scheduler                                        tier host
+    ForeignMover ─ HostedStore ══ SUBMIT, ASK ══►    RemoteTier ── threads ── server, or shared directory
+                               ◄═ RESULT, ANSWER ═       │
+                  arena ═══════ shared memory ═══════════╧     bytes go between socket and arena
+
+Nothing here waits for the store or for the process, but the start and `close`. While the process is dead or silent,
+operations end as `Status.AWAY`, and questions without an answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from longshore.boundary import Key, Status
+from longshore.errors import TierError
+from longshore.runtime.tier_host import wire
+from longshore.runtime.tier_host.process import PROGRAM
+from longshore.runtime.tier_host.tier import HostedTier
+from longshore.runtime.tier_host.wire import AWAY, Kind, WireError
+from longshore.tiers.arena import Arena
+from longshore.tiers.base import ForeignTier, check_digest, check_generation
+from longshore.tiers.remote import TROUBLES, parse_url
+from longshore.tiers.remote.format import Namespace
+
+
+class HostedStore(HostedTier, ForeignTier):
+    """A `RemoteTier` in a tier host.
+
+    Attributes:
+        settings: What the URL says.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str,
+        image_bytes: int | Sequence[int],
+        arena: Arena,
+        namespace: bytes,
+        generation: int = 0,
+        fixed_weights: bool = False,
+        program: Sequence[str] = PROGRAM,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """As for `RemoteTier`, with its errors, and `TierError` if the process cannot be started.
+
+        `arena` must be shared. `program` runs as the tier host, for tests.
+        """
+        self.settings = parse_url(url)
+        check_digest("a namespace", namespace)
+        check_generation(generation)
+        super().__init__(name, image_bytes, arena, program, clock, url=url)
+        self._namespace = Namespace(namespace, fixed_weights=fixed_weights)
+        self._generation = generation
+        self._asked: dict[int, int] = {}
+        """Number of keys of each question without an answer."""
+        self._answers: list[tuple[int, tuple[bool, ...] | None]] = []
+        self._troubles = dict.fromkeys((*TROUBLES, AWAY), 0)
+        self._open_first()
+
+    @property
+    def namespace(self) -> bytes:
+        """Under which images are stored now."""
+        return self._namespace.current
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the store is left alone, or no process serves it. All operations are misses then."""
+        return bool(self._troubles[AWAY]) or super().is_away
+
+    @property
+    def troubles(self) -> Mapping[str, int]:
+        """Failures of the store over all processes, and deaths and failed starts of processes."""
+        return {reason: count for reason, count in super().troubles.items() if reason != AWAY}
+
+    def ask(self, keys: Sequence[Key], generation: int, deadline: float) -> int:
+        """Ask which of `keys` the store has. The answer comes by `deadline`, unless the process dies or is stopped."""
+        self._check_open()
+        for each in keys:
+            check_digest("a key", each)
+        check_generation(generation)
+        if generation > self._generation:
+            raise TierError(f"generation {generation} is newer than the last reset, generation {self._generation}")
+        ticket = self._new_ticket()
+        self._asked[ticket] = len(keys)
+        if self.is_away or not self._send(Kind.ASK, wire.pack_ask(ticket, generation, deadline, keys)):
+            self._answer(ticket, None)
+        return ticket
+
+    def answers(self) -> list[tuple[int, tuple[bool, ...] | None]]:
+        """Answers since the last call; `None`: it is not known, because the store or the process is away."""
+        self._check_process()
+        if not self._closed:
+            self._receive()
+        answers, self._answers = self._answers, []
+        return answers
+
+    def forget(self, generation: int, namespace: bytes | None = None) -> None:
+        """As `RemoteTier.forget`. Returns at once: what is sent to the process later is of the new generation."""
+        self._check_open()
+        check_generation(generation)
+        check_digest("a namespace", self.namespace if namespace is None else namespace)
+        if generation > self._generation:
+            self._generation = generation
+            self._namespace.reset(namespace, self.settings)
+            self._send_generation()
+
+    def weights_changed(self) -> None:
+        """Weights have changed: the next `forget` starts a namespace of its own."""
+        self._namespace.weights_changed()
+
+    # ------------------------------------------------------------------ inside
+
+    def _order(self) -> dict[str, Any]:
+        return {"scope": self.namespace.hex(), "generation": self._generation, "recover": False}
+
+    def _on_opened(self, body: bytes) -> None:
+        if self._is_open:
+            raise WireError("OPENED: a second time")
+        self._troubles = wire.parse_counts(body, self._troubles)
+        self._is_open = True
+        self._send_generation()  # it may have been told an earlier one
+
+    def _send_generation(self) -> None:
+        self._send(Kind.FORGET, wire.pack_forget(self._generation, self.namespace))
+
+    @property
+    def _is_owed(self) -> bool:
+        return super()._is_owed or bool(self._asked)
+
+    def _handle(self, kind: Kind, body: bytes) -> None:
+        if kind is Kind.ANSWER:
+            ticket, present = wire.parse_answer(body)
+            if self._asked.get(ticket) is None or len(present or ()) not in (0, self._asked[ticket]):
+                raise WireError(f"ANSWER: {present} for ticket {ticket}")
+            self._answer(ticket, present)
+        elif kind is not Kind.FORGOTTEN:
+            super()._handle(kind, body)
+
+    def _end_all(self, status: Status) -> None:
+        super()._end_all(status)
+        for ticket in list(self._asked):
+            self._answer(ticket, None)
+
+    def _answer(self, ticket: int, present: tuple[bool, ...] | None) -> None:
+        del self._asked[ticket]
+        self._answers.append((ticket, present))

@@ -1,0 +1,183 @@
+"""A store whose connections are in a tier host: the same conformance suite, and what harm to the process does."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from longshore.boundary import Status
+from longshore.errors import ConfigError, TierError
+from longshore.runtime.tier_host import HostedStore
+from longshore.runtime.tier_host import process as watch
+from longshore.testing import TierHarness, TierTests
+from longshore.testing.tier_harness import key, span
+from longshore.tiers.arena import Arena, ArenaSettings
+from longshore.tiers.base import Op, Tier
+
+IMAGE = TierTests.image_bytes
+PATIENCE = 30.0
+PATIENT = "probe_timeout=20s&fetch_timeout=20s&write_timeout=20s"
+
+
+class StoreHarness(TierHarness):
+    tier: HostedStore
+
+    @property
+    def pid(self) -> int:
+        process = self.tier._supervisor.process
+        assert process is not None
+        return process.pid
+
+    def read(self, number: int) -> Status:
+        return self.load(0, number)[0]
+
+    def until(self, what: Callable[[], bool]) -> None:
+        give_up = time.monotonic() + PATIENCE
+        while not what():
+            assert time.monotonic() < give_up, "it did not come to that"
+            for result in self.tier.poll():
+                self._unclaimed[result.ticket] = result
+            time.sleep(0.002)
+
+    def ask(self, *numbers: int) -> tuple[bool, ...] | None:
+        ticket = self.tier.ask([key(number) for number in numbers], self.tier.generation, math.inf)
+        give_up = time.monotonic() + PATIENCE
+        while not (answers := self.tier.answers()):
+            assert time.monotonic() < give_up
+            time.sleep(0.002)
+        assert [each for each, _ in answers] == [ticket]
+        return answers[0][1]
+
+
+Opener = Callable[..., StoreHarness]
+
+
+@pytest.fixture
+def opener(tmp_path: Path) -> Iterator[Opener]:
+    made: list[StoreHarness] = []
+
+    def opened(url: str | None = None, **options: object) -> StoreHarness:
+        arena = Arena(32 * span(IMAGE), ArenaSettings(shared=True, huge_pages=False))
+        about = {"name": "remote", "image_bytes": IMAGE, "arena": arena, "namespace": bytes(32), **options}
+        harness = StoreHarness(
+            lambda: HostedStore(url or f"file://{tmp_path}?{PATIENT}", **about),  # type: ignore[arg-type]
+            arena,
+            by_key=True,
+        )
+        made.append(harness)
+        return harness
+
+    yield opened
+    for each in made:
+        each.tier.close()
+
+
+class TestHostedStore(TierTests):
+    by_key = True
+    persistent = True
+
+    def make_arena(self, nbytes: int) -> Arena:
+        return Arena(nbytes, ArenaSettings(shared=True, huge_pages=False))
+
+    def open_tier(self, arena: Arena, directory: Path) -> Tier:
+        directory.mkdir(exist_ok=True)
+        url, name = f"file://{directory}?{PATIENT}", bytes(32)
+        return HostedStore(url, name="remote", image_bytes=self.image_bytes, arena=arena, namespace=name)
+
+
+def test_what_is_stored_is_probed_and_read_by_another_engine(opener: Opener) -> None:
+    one, two, other = opener(), opener(), opener(namespace=b"o" * 32)
+    assert one.ask(0, 1) == (False, False)
+    one.store(0, 0)
+    assert two.ask(0, 1) == (True, False)
+    assert two.read(0) is Status.OK
+    assert two.read(1) is Status.LAPSED
+    assert other.ask(0, 1) == (False, False)
+
+
+def test_resets_keep_the_name_of_fixed_weights_alone(opener: Opener) -> None:
+    fixed, free, shared = opener(fixed_weights=True), opener(), opener()
+    for each in (fixed, free):
+        each.tier.forget(1)
+        assert each.tier.generation == 1
+    assert fixed.tier.namespace == bytes(32)
+    assert free.tier.namespace != bytes(32)
+    for number, each in enumerate((fixed, free)):
+        each.store(number, number, generation=1)
+    assert shared.ask(0, 1) == (True, False)
+    fixed.tier.weights_changed()
+    fixed.tier.forget(2)
+    private = fixed.tier.namespace
+    assert private != bytes(32)
+    fixed.store(2, 2, generation=2)
+    assert shared.ask(2) == (False,)
+    fixed.tier.forget(3)
+    assert fixed.tier.namespace == private
+
+
+def test_a_process_that_was_killed_is_started_again_with_the_latest_generation(opener: Opener) -> None:
+    harness = opener()
+    harness.store(0, 0)
+    former = harness.pid
+    os.kill(former, signal.SIGKILL)
+    harness.until(lambda: harness.tier.troubles["tier_host"] == 1)
+    assert harness.tier.is_away
+    assert harness.ask(0) is None
+    assert harness.read(0) is Status.AWAY
+    harness.tier.forget(5, bytes(32))
+    harness.until(lambda: not harness.tier.is_away)
+    assert harness.pid != former
+    assert harness.ask(0) == (True,)
+    harness.store(1, 1, generation=5)
+
+
+def test_questions_and_operations_of_a_process_that_dies_are_answered(opener: Opener) -> None:
+    harness = opener()
+    os.kill(harness.pid, signal.SIGSTOP)
+    harness.tier.ask([key(0)], 0, math.inf)
+    ticket = harness.tier.submit([harness.op(Op.WRITE, 0, 0)], math.inf)
+    assert harness.tier.answers() == [] and harness.tier.poll() == []
+    os.kill(harness.pid, signal.SIGKILL)
+    harness.until(lambda: not harness.tier._asked and not harness.tier._in_flight)
+    assert [present for _, present in harness.tier.answers()] == [None]
+    assert harness._unclaimed.pop(ticket).statuses == (Status.AWAY,)
+
+
+def test_a_stopped_process_is_left_alone_and_then_killed(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = opener()
+    monkeypatch.setattr(watch, "QUIET", 0.2)
+    monkeypatch.setattr(watch, "SILENCE", 1.0)
+    os.kill(harness.pid, signal.SIGSTOP)
+    ticket = harness.tier.submit([harness.op(Op.WRITE, 0, 0)], math.inf)
+    harness.until(lambda: harness.tier.is_stalled)
+    assert harness.ask(0) is None
+    harness.until(lambda: harness.tier.troubles["tier_host"] == 1)
+    assert harness._unclaimed.pop(ticket).statuses == (Status.AWAY,)
+
+
+def test_a_store_that_is_away_says_so_and_comes_back(opener: Opener, tmp_path: Path) -> None:
+    directory = tmp_path / "unmounted"
+    harness = opener(f"file://{directory}?{PATIENT}")
+    while not harness.tier.is_away:
+        assert harness.ask(0) is None
+    assert harness.tier.troubles["breaker"] == 1
+    assert harness.read(0) is Status.AWAY
+    directory.mkdir()
+    harness.until(lambda: not harness.tier.is_away)
+    assert harness.ask(0) == (False,)
+
+
+def test_what_cannot_be_is_refused_at_once(opener: Opener, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected no password"):
+        opener("valkey://h?password=x")
+    with pytest.raises(TierError, match="certificate"):
+        opener(f"valkeys://127.0.0.1:1/0?ca_file={tmp_path}/none.pem")
+    harness = opener()
+    with pytest.raises(TierError, match="newer than the last reset"):
+        harness.tier.ask([key(0)], 1, math.inf)
