@@ -10,7 +10,9 @@
     late/probe, fetch        how long a request of a stopped server takes, 99th percentile, beside its deadline
     back/stopped             from the server's return to its use, beside two seconds
 
-Sides take turns, in another order each time. Servers are started on this machine and keep nothing on disk.
+Sides take turns, in another order each time, and each measurement has connections of its own, after a batch that is not
+measured: the kernel's state of one connection (windows, congestion control) may double its CPU time for all its life.
+Servers are started on this machine and keep nothing on disk.
 """
 
 from __future__ import annotations
@@ -131,9 +133,13 @@ def _moved(
         side = sides[index]
 
         def once() -> float:
+            side.reconnect()
             empty()
+            side.put()
             if kind == "get":
-                side.put()
+                side.get()
+            else:
+                empty()
             call = side.get if kind == "get" else side.put
             used, begun = time.process_time(), time.perf_counter()
             call()
@@ -292,6 +298,9 @@ class RemoteSide(Protocol):
     def put(self) -> None:
         """Write all images."""
 
+    def reconnect(self) -> None:
+        """Move the next images over new connections."""
+
     def close(self) -> None:
         """Give back connections and processes."""
 
@@ -318,15 +327,21 @@ class MeasuredTier:
         self.namespace = namespace or os.urandom(32)
         self._images = images
         self._server = server
+        self._url = f"{where}?{options}"
+        self._failures = failures
         self._done = threading.Event()
-        self.tier = RemoteTier(
-            f"{where}?{options}",
-            arena=images.arena,
-            image_bytes=images.image_bytes,
+        self.tier = self._open()
+
+    def _open(self) -> RemoteTier:
+        tier = RemoteTier(
+            self._url,
+            arena=self._images.arena,
+            image_bytes=self._images.image_bytes,
             namespace=self.namespace,
-            failures=failures,
+            failures=self._failures,
         )
-        self.tier.call_at_end(self._done.set)
+        tier.call_at_end(self._done.set)
+        return tier
 
     def get(self) -> None:
         """Read all images, verified."""
@@ -360,6 +375,11 @@ class MeasuredTier:
         else:
             shutil.rmtree(self._directory / "ls1", ignore_errors=True)
 
+    def reconnect(self) -> None:
+        """Open the tier anew."""
+        self.tier.close()
+        self.tier = self._open()
+
     def close(self) -> None:
         """Close the tier."""
         self.tier.close()
@@ -386,8 +406,13 @@ class PlainTcp:
         self._peer = context.Process(target=_plain_peer, args=(theirs, images.image_bytes), daemon=True)
         self._peer.start()
         theirs.close()
-        self._sock = socket.create_connection(("127.0.0.1", ours.recv()))
-        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._port = ours.recv()
+        self._sock = self._connect()
+
+    def _connect(self) -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", self._port))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
 
     def get(self) -> None:
         """Have the images sent."""
@@ -402,20 +427,31 @@ class PlainTcp:
             self._sock.sendall(self._images.written(index))
         self._sock.recv(1)
 
+    def reconnect(self) -> None:
+        """Connect again."""
+        self._sock.close()
+        self._sock = self._connect()
+
     def close(self) -> None:
         """End the process."""
         self._sock.close()
-        self._peer.join(5)
         self._peer.kill()
+        self._peer.join()
 
 
 def _plain_peer(pipe: Connection, image_bytes: int) -> None:
     memory = memoryview(bytearray(os.urandom(image_bytes)) * IMAGES)
+    views = [memory[start : start + image_bytes] for start in range(0, len(memory), image_bytes)]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pipe.send(listener.getsockname()[1])
-        sock, _ = listener.accept()
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    views = [memory[start : start + image_bytes] for start in range(0, len(memory), image_bytes)]
+        while True:
+            sock, _ = listener.accept()
+            with sock:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _serve_plainly(sock, views)
+
+
+def _serve_plainly(sock: socket.socket, views: Sequence[memoryview]) -> None:
     while order := sock.recv(1):
         for view in views:
             if order == b"g":
@@ -458,6 +494,9 @@ class PlainFiles:
                 file.write(self._images.written(index))
             temporary.rename(self._directory / str(index))
 
+    def reconnect(self) -> None:
+        """There is no connection."""
+
     def close(self) -> None:
         """The directory is removed by whoever made it."""
 
@@ -493,6 +532,10 @@ class PackagedClient:
         for key in self._images.keys:
             pipeline.strlen(key)
         pipeline.execute()
+
+    def reconnect(self) -> None:
+        """Close the connection; the client connects again with its next command."""
+        self._client.close()
 
     def close(self) -> None:
         """Close the connection."""

@@ -9,6 +9,7 @@ import typer
 from longshore import __version__
 from longshore.cli.bench import bench
 from longshore.cli.demo import demo
+from longshore.cli.doctor import doctor
 from longshore.cli.files import explain, fsck, gc, inspect
 from longshore.cli.output import run
 from longshore.cli.plan import plan
@@ -24,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(demo)
+app.command()(doctor)
 app.command()(explain)
 app.command()(fsck)
 app.command()(inspect)

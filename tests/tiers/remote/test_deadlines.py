@@ -16,7 +16,7 @@ from longshore.boundary import Status
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import BY_KEY, Op, OpBatch, TierOp
-from longshore.tiers.remote import RemoteTier
+from longshore.tiers.remote import RemoteTier, directory
 from longshore.tiers.remote.directory import DirectorySession
 from longshore.tiers.remote.format import Identity, pack_header
 from longshore.tiers.remote.resp import RespSession
@@ -194,26 +194,31 @@ def test_whatever_a_server_says_is_an_answer_or_an_error(data: bytes, some: list
         assert images.ended.get(0, (Status.LAPSED, 0))[0] is not Status.OK
 
 
-def test_a_late_read_of_a_directory_is_a_miss_and_moves_no_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reads", [1, 3])
+def test_a_late_read_of_a_directory_is_a_miss_and_moves_no_byte_after_its_deadline(
+    reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
     session = DirectorySession(RemoteSettings("file", path=str(tmp_path)), IMAGE)
     written = Images(clock, Op.WRITE, [1.0])
     session.store(written.queue, lambda _: False, lambda _: None)
     assert written.ended[0][0] is Status.OK
-    read = session._read
+    piece, preadv, left = IMAGE // 4, os.preadv, reads
 
-    def late(each: Image) -> int | Status:
-        clock.now += 2.0
-        return read(each)
+    def late(*arguments: Any) -> int:
+        nonlocal left
+        left -= 1
+        clock.now += 2.0 * (left == 0)
+        return preadv(*arguments)
 
-    monkeypatch.setattr(session, "_read", late)
+    monkeypatch.setattr(directory, "_PIECE", piece)
+    monkeypatch.setattr(directory.os, "preadv", late)
     images = Images(clock, Op.READ, [1.0])
     images.memory[:] = b"\xcc" * IMAGE
     session.fetch(images.queue)
+    assert left == 0
     assert images.ended[0][0] is Status.DEADLINE
-    assert images.memory == b"\xcc" * IMAGE
+    assert images.memory[(reads - 1) * piece :] == b"\xcc" * (IMAGE - (reads - 1) * piece)
 
 
 # The tier, with a store whose calls hang

@@ -19,11 +19,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import xxhash
+
 from longshore.boundary import Status
-from longshore.checksums import digest
 from longshore.tiers.remote.format import HEADER_BYTES, pack_header, verify
 from longshore.tiers.remote.settings import RemoteSettings
 from longshore.tiers.remote.work import Image, Refusal, StoreError, WorkQueue
+
+_PIECE = 256 << 10
+"""Bytes of an image that are read before they are checked and copied."""
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
@@ -54,18 +58,7 @@ class DirectorySession:
         """Fetch images until none waits."""
         while (image := work.take()) is not None:
             work.release(image)
-            count = self._read(image)
-            if isinstance(count, Status):
-                work.end(image, count)
-                continue
-            value = self._buffer[:count]
-            status = verify(value[:HEADER_BYTES], digest(value[HEADER_BYTES:]), image.identity)
-            if status is Status.OK:
-                if work.hold(image):
-                    image.memory[:] = value[HEADER_BYTES:]
-                else:
-                    status = Status.DEADLINE
-            work.end(image, status)
+            work.end(image, self._read(image, work))
 
     def store(self, work: WorkQueue, is_bad: Callable[[bytes], bool], refusal: Refusal) -> None:
         """Store images until none waits; those that are there are not sent again, unless known to be bad."""
@@ -108,8 +101,8 @@ class DirectorySession:
     def _expired(self, found: os.stat_result) -> bool:
         return bool(self._settings.ttl) and time.time() - found.st_mtime > self._settings.ttl
 
-    def _read(self, image: Image) -> int | Status:
-        """Read a value into the buffer; how many bytes, or how it ended."""
+    def _read(self, image: Image, work: WorkQueue) -> Status:
+        """Read a value; how that ended."""
         expected = HEADER_BYTES + len(image.memory)
         path = self._path(image.address)
         try:
@@ -128,14 +121,32 @@ class DirectorySession:
                 return Status.LAPSED
             if found.st_size != expected:
                 return Status.SHORT if found.st_size < expected else Status.MISMATCH
-            count = 0
-            while count < expected and (more := os.preadv(descriptor, [self._buffer[count:expected]], count)):
-                count += more
+            return self._read_pieces(descriptor, image, work)
         except OSError as error:
             raise _typed(error) from None
         finally:
             os.close(descriptor)
-        return count if count == expected else Status.SHORT
+
+    def _read_pieces(self, descriptor: int, image: Image, work: WorkQueue) -> Status:
+        """Read, check and copy a piece at a time, each while it is in the core's cache."""
+        header, checksum, done = b"", xxhash.xxh3_64(), 0
+        while done < len(image.memory):
+            before = 0 if header else HEADER_BYTES
+            piece = self._buffer[: before + min(_PIECE, len(image.memory) - done)]
+            at, count = HEADER_BYTES + done - before, 0
+            while count < len(piece) and (more := os.preadv(descriptor, [piece[count:]], at + count)):
+                count += more
+            if count < len(piece):
+                return Status.SHORT
+            if not header:
+                header, piece = bytes(piece[:before]), piece[before:]
+            checksum.update(piece)
+            if not work.hold(image):
+                return Status.DEADLINE
+            image.memory[done : done + len(piece)] = piece
+            work.release(image)
+            done += len(piece)
+        return verify(header, checksum.intdigest(), image.identity)
 
     def _write(self, path: str, value: memoryview) -> Status:
         """Write a file beside `path`, and give it that name."""

@@ -69,6 +69,13 @@ def pack_header(identity: Identity, image: memoryview) -> bytes:
     return fields + _CHECKSUM.pack(digest(fields))
 
 
+def version_of(header: bytes) -> int | None:
+    """The version of the value that begins with `header`; `None` if it is not one of ours."""
+    if len(header) < HEADER_BYTES or not header.startswith(MAGIC):
+        return None
+    return int(_FIELDS.unpack_from(header)[1])
+
+
 def verify(header: bytes | memoryview, checksum: int, expected: Identity) -> Status:
     """Whether a value is the one that was asked for; `checksum` is xxh3_64 of the image that was read.
 

@@ -52,7 +52,11 @@ _TIME = struct.Struct("@ll")
 _END = b"\r\n"
 _ABSENT = -1
 _ERROR_CODE = re.compile(rb"[A-Z0-9]{1,32}(?![^ ])")
+_LONGEST_REPLY, _MOST_PARTS = 1 << 20, 1 << 16
 Deadline = float
+Reply = bytes | int | list["Reply"] | None
+"""What a server answers: text, a number, several, or nothing."""
+
 Clock = Callable[[], float]
 
 
@@ -207,6 +211,11 @@ class RespSession:
         if (error := self._read_simple(deadline)) is not None:
             raise _refusal(error)
 
+    def call(self, *words: bytes, deadline: Deadline) -> Reply:
+        """Any command whose reply is small, and its reply. Raises `StoreError` where the server answers an error."""
+        self._send(_command(*words), deadline)
+        return self._read_reply(deadline)
+
     def lengths(self, addresses: Sequence[bytes], deadline: Deadline) -> list[int]:
         """The length of each value in bytes; 0 for one that is not there."""
         found = []
@@ -346,6 +355,23 @@ class RespSession:
         if line[:1] == b"-":
             return line[1:]
         raise _broken(f"expected a status, got {line[:1]!r}")
+
+    def _read_reply(self, deadline: Deadline, depth: int = 2) -> Reply:
+        line = self._read_line(deadline)
+        if line[:1] == b"+":
+            return line[1:]
+        if line[:1] == b"*" and depth:
+            return [self._read_reply(deadline, depth - 1) for _ in range(min(_number(line, b"*"), _MOST_PARTS))]
+        if line[:1] != b"$":
+            return _number(line, b":")
+        if (length := _number(line, b"$")) == _ABSENT:
+            return None
+        if length > _LONGEST_REPLY:
+            raise _broken(f"a reply of {length} bytes")
+        value = bytearray(length)
+        self._fill([memoryview(value), self._tail], deadline)
+        self._check_tail()
+        return bytes(value)
 
     def _read_line(self, deadline: Deadline) -> bytes:
         """Receive one line, without its end."""

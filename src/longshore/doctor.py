@@ -1,0 +1,448 @@
+"""What would keep tiers from working, or from being worth it: checks of stores and of this machine, before an engine.
+
+    check_store(url, ...)    can it be reached and used, does it evict, is it fast enough, who else has written there
+    check_machine(config)    memory, limits, shared memory, the file tier's disk
+
+A `Finding` says what was found, and what to do about it. Only invalid settings raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import math
+import os
+import resource
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from longshore.boundary import PAGE, Status
+from longshore.config import Config, available_memory, format_bytes
+from longshore.errors import ConfigError, TierError
+from longshore.tiers.arena import Arena
+from longshore.tiers.base import BY_KEY, KEY_BYTES, Op, TierOp
+from longshore.tiers.file.io import SystemIo, file_system_of
+from longshore.tiers.remote import RemoteSettings, RemoteTier, parse_url
+from longshore.tiers.remote.format import HEADER_BYTES, VERSION, version_of
+from longshore.tiers.remote.resp import RespSession, RespStore
+from longshore.tiers.remote.settings import PASSWORD_VARIABLE, USER_VARIABLE
+from longshore.tiers.remote.work import StoreError
+
+PROBED = 512
+"""Keys that one probe asks for."""
+
+_PROBES, _READS = 9, 3
+_EXPIRY = 60.0
+"""Seconds after which what was written to try a server expires."""
+
+_SCANS, _SCANNED, _SAMPLED = 20, 500, 64
+"""Calls of SCAN, keys that each looks at, and values whose headers are read."""
+
+_LEAST_OPEN_FILES = 1024
+_SHARED_MEMORY, _LEAST_SHARED_MEMORY = "/dev/shm", 1 << 30  # noqa: S108 - only looked at
+_NETWORKED = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "fuse", "9p", "virtiofs", "glusterfs"})
+_RAM_DISKS = frozenset({"tmpfs", "ramfs"})
+_PATIENCE = 60.0
+
+
+class Level(enum.Enum):
+    """How bad a finding is: `BROKEN` means that something does not work, or will stop to."""
+
+    OK = "ok"
+    WARNING = "warning"
+    BROKEN = "broken"
+
+
+class Finding(NamedTuple):
+    """What was found about something, and what to do."""
+
+    about: str
+    level: Level
+    what: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What fetching competes with: tokens per second that the engine computes, and cache bytes of one token."""
+
+    model: str
+    tokens_per_second: float
+    bytes_per_token: int
+
+
+# ---------------------------------------------------------------------- stores
+
+
+def check_store(url: str, recompute: Recompute, *, image_bytes: int, images: int, write: bool = True) -> list[Finding]:
+    """Findings about the store at `url`. Raises `ConfigError` for an invalid URL.
+
+    With `write`, `images` images are written under a namespace of their own, read, and removed; a server drops them
+    after a minute. Otherwise nothing is written, and speed is not measured.
+    """
+    settings = parse_url(url)
+    about = str(settings)
+    found = _directory(settings, about) if settings.is_directory else _server(settings, about)
+    if all(each.level is not Level.BROKEN for each in found) and write:
+        found += _Trial(settings, about, image_bytes, images).findings(recompute)
+    return found
+
+
+def _server(settings: RemoteSettings, about: str) -> list[Finding]:
+    found = []
+    checks: tuple[Callable[[RespSession, float], list[tuple[Level, str, str]]], ...]
+    checks = (_answers, lambda session, until: _memory(session, until, settings), _versions)
+    for check in checks:
+        try:
+            with _session(settings) as session:
+                said = check(session, time.monotonic() + max(settings.connect_timeout, 1.0))
+        except (StoreError, TierError) as error:
+            if check is not _answers:
+                advice = "allow the user the commands INFO, SCAN and GETRANGE, or look yourself"
+                found.append(Finding(about, Level.WARNING, f"not everything could be checked: {error}", advice))
+                continue
+            return [Finding(about, Level.BROKEN, str(error), _advice(error, settings))]
+        found += [Finding(about, *each) for each in said]
+    return found
+
+
+@contextlib.contextmanager
+def _session(settings: RemoteSettings) -> Iterator[RespSession]:
+    session = RespStore(settings, time.monotonic, 1 << 20).connect()
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+def _answers(session: RespSession, until: float) -> list[tuple[Level, str, str]]:
+    session.check(until)
+    return [(Level.OK, "it answers", "")]
+
+
+def _advice(error: Exception, settings: RemoteSettings) -> str:
+    """What to do about a server that cannot be used."""
+    text = str(error)
+    if any(code in text for code in ("NOAUTH", "WRONGPASS", "NOPERM", "password")):
+        return (
+            f"put the password into {PASSWORD_VARIABLE} or a file named by ?password_file=PATH, the user into "
+            f"{USER_VARIABLE} or the URL; of a file only the first line counts. ACL LIST shows what a user may do"
+        )
+    if "TLS" in text or "certificates" in text:
+        return "check ca_file (the authority that signed the server's certificate), server_name and the port"
+    if isinstance(error, StoreError) and error.reason == "timeout":
+        return (
+            "look whether the server hangs (a stopped process still accepts connections), or whether the way is long: "
+            f"then raise ?connect_timeout= ({settings.connect_timeout:g} s)"
+        )
+    if isinstance(error, StoreError) and error.reason == "connection":
+        return (
+            "start it; check host and port, its `bind` and `protected-mode`, and firewalls. A port that speaks TLS "
+            "needs valkeys://"
+        )
+    return "read the server's log"
+
+
+def _memory(session: RespSession, until: float, settings: RemoteSettings) -> list[tuple[Level, str, str]]:
+    """Whether the server evicts what we write."""
+    info = _fields(session.call(b"INFO", b"memory", deadline=until))
+    others = _fields(session.call(b"INFO", b"server", deadline=until))
+    others |= _fields(session.call(b"INFO", b"cluster", deadline=until))
+    kind = "Valkey" if "valkey_version" in others else "Redis"
+    said = [(Level.OK, f"{kind} {others.get('valkey_version', others.get('redis_version', '?'))}", "")]
+    if others.get("cluster_enabled") == "1":
+        said.append((Level.BROKEN, "it is a node of a cluster", "use a single server: clusters are not supported"))
+    limit, policy = int(info.get("maxmemory", 0)), info.get("maxmemory_policy", "?")
+    has = f"maxmemory {format_bytes(limit)} (used {format_bytes(int(info.get('used_memory', 0)))}), policy {policy}"
+    set_both = "CONFIG SET maxmemory 64gb; CONFIG SET maxmemory-policy allkeys-lru; CONFIG REWRITE keeps both"
+    if not limit:
+        said.append((Level.BROKEN, "maxmemory is 0: it grows until the system kills it", set_both))
+    elif policy == "noeviction":
+        said.append((Level.BROKEN, f"{has}: writes fail once it is full", set_both))
+    elif policy.startswith("volatile-") and not settings.ttl:
+        advice = "CONFIG SET maxmemory-policy allkeys-lru, or add ?ttl=24h to the URL"
+        said.append((Level.BROKEN, f"{has}: values without an expiry are never evicted, and ours have none", advice))
+    elif policy == "allkeys-random":
+        said.append((Level.WARNING, f"{has}: also evicts what is in use", "CONFIG SET maxmemory-policy allkeys-lru"))
+    else:
+        said.append((Level.OK, has, ""))
+    return said
+
+
+def _fields(reply: object) -> dict[str, str]:
+    """The fields of a reply to INFO."""
+    text = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
+    return {name: value for name, _, value in (line.partition(":") for line in text.splitlines()) if value}
+
+
+def _versions(session: RespSession, until: float) -> list[tuple[Level, str, str]]:
+    """In which versions of the format the values are that a scan comes across."""
+    keys: list[bytes] = []
+    others: Counter[str] = Counter()
+    cursor = b"0"
+    for _ in range(_SCANS):
+        reply: Any = session.call(b"SCAN", cursor, b"MATCH", b"ls*/*", b"COUNT", b"%d" % _SCANNED, deadline=until)
+        cursor, page = reply
+        for key in page:
+            if key.startswith(b"ls1/"):
+                keys.append(key)
+            else:
+                others[key.split(b"/")[0].decode(errors="replace")] += 1
+        if cursor == b"0" or len(keys) >= _SAMPLED:
+            break
+    headers = []
+    for key in keys[:_SAMPLED]:
+        header = session.call(b"GETRANGE", key, b"0", b"%d" % (HEADER_BYTES - 1), deadline=until)
+        headers.append(header if isinstance(header, bytes) else b"")
+    return _of_versions(headers, others)
+
+
+def _of_versions(headers: list[bytes], others: Counter[str]) -> list[tuple[Level, str, str]]:
+    versions = Counter(version_of(header) for header in headers)
+    strange = {f"version {each}": count for each, count in versions.items() if each not in {VERSION, None}}
+    strange |= {f"addresses {each}/": count for each, count in others.items()}
+    said = []
+    if strange:
+        named = ", ".join(f"{count} with {name}" for name, count in strange.items())
+        advice = "run one release of Longshore on all replicas; what nobody reads is evicted, or remove it"
+        said.append((Level.WARNING, f"values of another format: {named}; this release reads version {VERSION}", advice))
+    if versions[None]:
+        advice = "find out who else writes there: they are misses, and are replaced when they are stored again"
+        said.append((Level.WARNING, f"{versions[None]} of {len(headers)} sampled values are not ours", advice))
+    if not said:
+        what = f"{len(headers)} sampled values have format version {VERSION}" if headers else "it has no values of ours"
+        said.append((Level.OK, what, ""))
+    return said
+
+
+def _directory(settings: RemoteSettings, about: str) -> list[Finding]:
+    root = Path(settings.path)
+    if not root.is_dir():
+        advice = "mount the file system; the directory itself must exist, and is never created"
+        return [Finding(about, Level.BROKEN, f"{root} is not a directory", advice)]
+    if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        advice = "give the engine's user access, for example with a common group and chmod g+rwxs"
+        return [Finding(about, Level.BROKEN, f"{root} is not readable and writable for this user", advice)]
+    free, kind = shutil.disk_usage(root).free, _kind_of(root)
+    found = [Finding(about, Level.OK, f"{kind}, {format_bytes(free)} free")]
+    if kind not in _NETWORKED and not kind.startswith("fuse"):
+        advice = "replicas on other machines do not see it: mount a shared file system there"
+        found.append(Finding(about, Level.WARNING, f"{kind} is a local file system", advice))
+    if not settings.ttl:
+        advice = "add ?ttl=24h to the URL, and remove old files: find DIR/ls1 -type f -mtime +N -delete"
+        found.append(Finding(about, Level.WARNING, "nothing evicts from a directory", advice))
+    headers, others = [], Counter[str]()
+    for each in root.glob("ls*"):
+        if each.name != "ls1":
+            others[each.name] += 1
+    for path in itertools.islice((root / "ls1").glob("*/*/[!.]*"), _SAMPLED):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            headers.append(file.read(HEADER_BYTES))
+    return [*found, *(Finding(about, *each) for each in _of_versions(headers, others))]
+
+
+class _Trial:
+    """Images that are written, probed and read, as an engine would."""
+
+    def __init__(self, settings: RemoteSettings, about: str, image_bytes: int, images: int) -> None:
+        self._settings = settings if settings.is_directory else replace(settings, ttl=_EXPIRY)
+        self._about, self._images, self._size = about, images, image_bytes
+        self._keys = [os.urandom(KEY_BYTES) for _ in range(max(PROBED, images))]
+        self._done = threading.Event()
+
+    def findings(self, recompute: Recompute) -> list[Finding]:
+        """Write, probe and read; what came of it."""
+        arena, namespace = Arena(2 * self._images * self._size), os.urandom(32)
+        half = arena.array.nbytes // 2
+        arena.array[:half] = np.random.default_rng().integers(0, 256, half, np.uint8)
+        tier = RemoteTier(self._settings, arena=arena, image_bytes=self._size, namespace=namespace)
+        tier.call_at_end(self._done.set)
+        try:
+            return list(self._tried(tier, recompute))
+        finally:
+            tier.close()
+            arena.close()
+            if self._settings.is_directory:
+                shutil.rmtree(Path(self._settings.path, "ls1", namespace.hex()), ignore_errors=True)
+
+    def _tried(self, tier: RemoteTier, recompute: Recompute) -> Iterator[Finding]:
+        writes, write_seconds = self._move(tier, Op.WRITE)
+        if writes.keys() != {Status.OK}:
+            yield self._failed("writing", writes, self._settings.write_timeout, "write_timeout")
+            return
+        probes = [self._probe(tier) for _ in range(_PROBES)]
+        yield self._latency([each for each in probes if each is not None], recompute)
+        taken = []
+        for _ in range(_READS):
+            reads, seconds = self._move(tier, Op.READ)
+            if reads.keys() != {Status.OK}:
+                yield self._failed("reading", reads, self._settings.fetch_timeout, "fetch_timeout")
+                return
+            taken.append(seconds)
+        yield self._throughput(statistics.median(taken), write_seconds, recompute)
+
+    def _move(self, tier: RemoteTier, op: Op) -> tuple[Counter[Status], float]:
+        base = 0 if op is Op.WRITE else self._images * self._size
+        batch = [
+            TierOp(op, BY_KEY, key, None, base + index * self._size, self._size, 0)
+            for index, key in enumerate(self._keys[: self._images])
+        ]
+        begun = time.perf_counter()
+        tier.submit(batch, math.inf)
+        (result,) = self._collected(tier.poll)
+        return Counter(result.statuses), time.perf_counter() - begun
+
+    def _probe(self, tier: RemoteTier) -> float | None:
+        begun = time.perf_counter()
+        tier.ask(self._keys[:PROBED], 0, math.inf)
+        ((_, present),) = self._collected(tier.answers)
+        return None if present is None else time.perf_counter() - begun
+
+    def _collected(self, collect: Callable[[], Any]) -> Any:
+        give_up = time.monotonic() + _PATIENCE
+        while not (found := collect()):
+            self._done.wait(0.005)
+            self._done.clear()
+            if time.monotonic() > give_up:
+                raise TierError(f"{self._about}: a request has not ended")
+        return found
+
+    def _failed(self, doing: str, statuses: Counter[Status], limit: float, option: str) -> Finding:
+        named = ", ".join(f"{count} {status.value}" for status, count in statuses.items() if status is not Status.OK)
+        what = f"{doing} {self._images} images of {format_bytes(self._size)}: {named}"
+        advice = "read the server's log; ACL LIST shows whether the user may GET, SET and STRLEN ls1/*"
+        if Status.NO_SPACE in statuses:
+            advice = "the store is full: give it more room, and a policy that evicts"
+        elif Status.QUEUE_FULL in statuses:
+            advice = "daily_writes is too low for this check: raise it, or pass fewer --images"
+        elif Status.DEADLINE in statuses:
+            advice = f"they took longer than {option} ({limit:g} s): the way is too slow, or raise ?{option}="
+        return Finding(self._about, Level.BROKEN, what, advice)
+
+    def _latency(self, seconds: list[float], recompute: Recompute) -> Finding:
+        limit = self._settings.probe_timeout
+        late = _PROBES - len(seconds)
+        if late:
+            what = f"{late} of {_PROBES} probes of {PROBED} keys had no answer within {limit * 1e3:g} ms"
+            advice = "requests find nothing there: use a nearer or less busy server, or raise ?probe_timeout="
+            return Finding(self._about, Level.BROKEN, what, advice)
+        median = statistics.median(seconds)
+        tokens = median * recompute.tokens_per_second
+        what = f"a probe of {PROBED} keys takes {median * 1e3:.1f} ms, as long as computing {tokens:,.0f} tokens"
+        if max(seconds) > limit / 2:
+            advice = f"some take {max(seconds) * 1e3:.0f} ms, near ?probe_timeout= ({limit * 1e3:g} ms): raise it"
+            return Finding(self._about, Level.WARNING, what, advice)
+        return Finding(self._about, Level.OK, what)
+
+    def _throughput(self, read: float, write: float, recompute: Recompute) -> Finding:
+        nbytes = self._images * self._size
+        tokens = nbytes / read / recompute.bytes_per_token
+        what = (
+            f"reads {nbytes / read / 1e9:.2f} GB/s, writes {nbytes / write / 1e9:.2f} GB/s: fetches {tokens:,.0f} "
+            f"tokens per second, {recompute.model} computes {recompute.tokens_per_second:,.0f}"
+        )
+        if tokens > recompute.tokens_per_second:
+            return Finding(self._about, Level.OK, what)
+        advice = (
+            "computing is faster: the gate will seldom fetch. Use a faster link or a nearer store; a smaller cache "
+            "(FP8) helps as well. --model, --profile and --prefill-rate say what computing costs"
+        )
+        return Finding(self._about, Level.WARNING, what, advice)
+
+
+# ---------------------------------------------------------------------- this machine
+
+
+def check_machine(config: Config) -> list[Finding]:
+    """Findings about this machine, for the tiers of `config`."""
+    found = []
+    try:
+        config.check_machine()
+        has = f"{format_bytes(available_memory())} of memory are free, host_size is {format_bytes(config.host_size)}"
+        found.append(Finding("memory", Level.OK, has))
+    except ConfigError as error:
+        found.append(Finding("settings", Level.BROKEN, str(error), "choose what this machine has, or free it"))
+    found += _limits(config)
+    shared = shutil.disk_usage(_SHARED_MEMORY) if Path(_SHARED_MEMORY).is_dir() else None
+    if shared is None or shared.total < _LEAST_SHARED_MEMORY:
+        has = "it is not there" if shared is None else f"it has {format_bytes(shared.total)}"
+        advice = "engines with several ranks pass tensors there: docker run --shm-size=16g or --ipc=host"
+        found.append(Finding(_SHARED_MEMORY, Level.WARNING, has, advice))
+    else:
+        found.append(Finding(_SHARED_MEMORY, Level.OK, f"{format_bytes(shared.free)} free"))
+    if config.file_path is not None and config.file_path.is_dir():
+        found += _disk(config.file_path)
+    return found
+
+
+def _limits(config: Config) -> Iterator[Finding]:
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked == resource.RLIM_INFINITY or locked >= config.host_size:
+        yield Finding("locked memory", Level.OK, "unlimited" if locked < 0 else f"up to {format_bytes(locked)}")
+    else:
+        what = f"limited to {format_bytes(locked)}, host_size is {format_bytes(config.host_size)}"
+        advice = (
+            "a GPU's driver does not count here; RDMA does: ulimit -l unlimited, docker run --ulimit memlock=-1, or "
+            "LimitMEMLOCK=infinity for systemd"
+        )
+        yield Finding("locked memory", Level.WARNING, what, advice)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < _LEAST_OPEN_FILES:
+        advice = "an engine needs one for each connection: ulimit -n 65536, or LimitNOFILE=65536 for systemd"
+        yield Finding("open files", Level.WARNING, f"limited to {files:,}", advice)
+    else:
+        yield Finding("open files", Level.OK, "unlimited" if files < 0 else f"up to {files:,}")
+
+
+def _disk(path: Path) -> Iterator[Finding]:
+    about = f"file tier in {path}"
+    kind = _kind_of(path)
+    has = f"{kind}, {format_bytes(shutil.disk_usage(path).free)} free"
+    if kind in _RAM_DISKS:
+        advice = "it takes the memory that host_size could have: raise host_size instead, or name a disk"
+        yield Finding(about, Level.WARNING, f"{has}: a RAM disk", advice)
+    elif kind in _NETWORKED or kind.startswith("fuse"):
+        advice = "use a local NVMe drive here, and the shared file system as a store: file:///PATH (docs/remote.md)"
+        yield Finding(about, Level.WARNING, f"{has}: not a local disk", advice)
+    else:
+        yield Finding(about, Level.OK, has)
+    io = SystemIo()
+    try:
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(bytes(PAGE))
+            file.flush()
+            if not io.enable_direct(file.fileno()):
+                advice = "reads and writes go through the page cache, which costs memory and CPU time: use ext4 or XFS"
+                yield Finding(about, Level.WARNING, f"no direct I/O (O_DIRECT) on {kind}", advice)
+                return
+            yield Finding(about, Level.OK, "direct I/O works")
+            queue = io.open_queue(file.fileno(), 1, 1)
+            if queue is None:
+                raise OSError("the system has none")
+            queue.close()
+            yield Finding(about, Level.OK, "asynchronous I/O works")
+    except OSError as error:
+        advice = (
+            "threads are used instead, with more CPU time. Containers: allow io_setup and io_submit (seccomp); hosts: "
+            "raise the sysctl fs.aio-max-nr; file systems: ext4 or XFS"
+        )
+        yield Finding(about, Level.WARNING, f"no asynchronous I/O: {error.strerror or error}", advice)
+
+
+def _kind_of(path: Path) -> str:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return file_system_of(fd)
+    finally:
+        os.close(fd)

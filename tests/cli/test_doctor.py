@@ -1,0 +1,65 @@
+"""`longshore doctor` without a store: this machine, and settings that it does not have the means for."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from longshore.cli.app import app
+
+
+def doctor(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
+    result = CliRunner().invoke(app, ["doctor", *arguments, "--json"], catch_exceptions=False)
+    found: dict[str, Any] = json.loads(result.output)
+    return result.exit_code, {f"{each['about']}: {each['what']}": each for each in found["findings"]}
+
+
+@pytest.fixture
+def few_files() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_settings_that_this_machine_can_give(tmp_path: Path) -> None:
+    file = tmp_path / "longshore.toml"
+    file.write_text(f'[longshore]\nhost_size = "1MiB"\nfile_path = "{tmp_path}"\nfile_size = "1MiB"\n')
+    status, found = doctor("--config", str(file))
+    assert status == 0
+    assert [text for text in found if text.startswith(f"file tier in {tmp_path}: ")]
+    assert {each["level"] for each in found.values()} <= {"ok", "warning"}
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_settings_that_it_cannot_give() -> None:
+    status, found = doctor("--set", "host_size=100TiB")
+    assert status == 1
+    (broken,) = (each for each in found.values() if each["level"] == "broken")
+    assert "of memory is free" in broken["what"]
+
+
+def test_limits(few_files: None) -> None:
+    status, found = doctor("--set", "host_size=1MiB")
+    assert status == 0
+    assert "ulimit -n" in found["open files: limited to 256"]["advice"]
+
+
+def test_text_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    result = CliRunner().invoke(app, ["doctor", "file:///no/such/[directory]"], catch_exceptions=False)
+    assert result.exit_code == 1
+    assert "file:///no/such/[directory]" in result.output
+    assert "mount the file system" in result.output
+    assert "1 broken" in result.output
+
+
+def test_an_invalid_url_is_a_usage_error() -> None:
+    result = CliRunner().invoke(app, ["doctor", "http://here"])
+    assert "remote store: expected a URL" in str(result.exception)

@@ -1,0 +1,175 @@
+"""`longshore doctor` with real servers that have something wrong with them."""
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from longshore.cli.app import app
+from longshore.testing.local_server import LocalServer, free_port
+from longshore.tiers.remote.format import Identity, pack_header
+from longshore.tiers.remote.settings import PASSWORD_VARIABLE
+
+SMALL = ("--image", "64KiB", "--images", "4")
+PATIENT = "connect_timeout=20s&probe_timeout=20s&fetch_timeout=20s&write_timeout=20s"
+GOOD = {"maxmemory": "256mb", "maxmemory_policy": "allkeys-lru"}
+Findings = list[dict[str, str]]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., LocalServer]]:
+    with ExitStack() as undo:
+        yield lambda **options: undo.enter_context(LocalServer("valkey", tmp_path / "server", **options))
+
+
+def url_of(server: LocalServer, options: str = PATIENT) -> str:
+    return f"valkey://127.0.0.1:{server.port}/0?{options}"
+
+
+def doctor(*arguments: str) -> tuple[int, Findings]:
+    """The exit status, and what was found about stores."""
+    result = CliRunner().invoke(app, ["doctor", *arguments, *SMALL, "--json"], catch_exceptions=False)
+    found = json.loads(result.output)
+    stores = [each for each in found["findings"] if "://" in each["about"]]
+    broken = [each for each in found["findings"] if each["level"] == "broken"]
+    assert found["broken"] == len(broken)
+    assert all(each["advice"] for each in found["findings"] if each["level"] != "ok")
+    return result.exit_code, stores
+
+
+def broken(found: Findings) -> list[str]:
+    return [f"{each['what']} | {each['advice']}" for each in found if each["level"] == "broken"]
+
+
+def test_a_good_server_is_measured_and_left_as_it_was(started: Callable[..., LocalServer]) -> None:
+    server = started(**GOOD)
+    status, found = doctor(url_of(server), "--prefill-rate", "0.5")
+    assert (status, broken(found)) == (0, [])
+    text = " ".join(each["what"] for each in found)
+    for part in ("it answers", "Valkey 9", "policy allkeys-lru", "a probe of 512 keys", "GB/s", "no values of ours"):
+        assert part in text
+    assert all(each["level"] == "ok" for each in found)
+    keys = server.command(b"KEYS", b"*")
+    assert keys.startswith(b"*4\r\n")
+    for line in keys.split(b"\r\n"):
+        if line.startswith(b"ls1/"):
+            assert 0 < int(server.command(b"PTTL", line)[1:]) <= 60_000
+
+
+def test_fetching_that_is_slower_than_computing_is_a_warning(started: Callable[..., LocalServer]) -> None:
+    status, found = doctor(url_of(started(**GOOD)), "--prefill-rate", "1e9")
+    assert status == 0
+    (warning,) = (each for each in found if each["level"] == "warning")
+    assert "computing is faster" in warning["advice"]
+
+
+def test_without_writing_nothing_is_written(started: Callable[..., LocalServer]) -> None:
+    server = started(**GOOD)
+    status, found = doctor(url_of(server), "--no-write")
+    assert status == 0
+    assert server.command(b"DBSIZE") == b":0\r\n"
+    assert not [each for each in found if "GB/s" in each["what"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "url", "said"),
+    [
+        ({}, PATIENT, ["maxmemory is 0", "maxmemory-policy allkeys-lru"]),
+        ({**GOOD, "maxmemory_policy": "noeviction"}, PATIENT, ["noeviction: writes fail once it is full"]),
+        ({**GOOD, "maxmemory_policy": "volatile-lru"}, PATIENT, ["never evicted", "?ttl="]),
+        ({**GOOD, "maxmemory_policy": "volatile-lru"}, f"ttl=1h&{PATIENT}", []),
+        ({**GOOD, "requirepass": "right"}, PATIENT, ["NOAUTH", PASSWORD_VARIABLE]),
+    ],
+)
+def test_a_server_with_one_thing_wrong(
+    options: dict[str, str], url: str, said: list[str], started: Callable[..., LocalServer]
+) -> None:
+    status, found = doctor(url_of(started(**options), url))
+    assert status == bool(said)
+    assert len(broken(found)) == bool(said)
+    assert all(part in broken(found)[0] for part in said)
+
+
+def test_passwords_are_used_and_never_shown(
+    started: Callable[..., LocalServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = started(**GOOD, requirepass="the-right-word")
+    monkeypatch.setenv(PASSWORD_VARIABLE, "a-wrong-word")
+    status, found = doctor(url_of(server))
+    assert status == 1
+    assert "WRONGPASS" in broken(found)[0]
+    assert "word" not in str(found).replace("password", "")
+    file = tmp_path / "password"
+    file.write_text("the-right-word\n")
+    assert doctor(url_of(server, f"password_file={file}&{PATIENT}"))[0] == 0
+    status, found = doctor(url_of(server, f"password_file={tmp_path / 'none'}&{PATIENT}"))
+    assert status == 1
+    assert "password file" in broken(found)[0]
+
+
+def test_a_user_who_may_do_little(started: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch) -> None:
+    server = started(**GOOD)
+    server.command(b"ACL", b"SETUSER", b"kv", b"on", b">word", b"~ls1/*", b"+get", b"+strlen", b"+ping", b"+auth")
+    monkeypatch.setenv(PASSWORD_VARIABLE, "word")
+    status, found = doctor(f"valkey://kv@127.0.0.1:{server.port}?{PATIENT}")
+    assert status == 1
+    assert [each["what"] for each in found if "not everything" in each["what"]]
+    assert "writing 4 images" in broken(found)[0]
+
+
+def test_a_full_server(started: Callable[..., LocalServer]) -> None:
+    server = started(maxmemory="3mb", maxmemory_policy="allkeys-lru")
+    server.command(b"CONFIG", b"SET", b"maxmemory", b"1")
+    status, found = doctor(url_of(server))
+    assert status == 1
+    assert "the store is full" in broken(found)[0]
+
+
+def test_a_stopped_server_and_none(started: Callable[..., LocalServer]) -> None:
+    server = started(**GOOD)
+    server.pause()
+    try:
+        status, found = doctor(url_of(server, "connect_timeout=200ms"), f"valkey://127.0.0.1:{free_port()}")
+    finally:
+        server.resume()
+    assert status == 1
+    stopped, absent = broken(found)
+    assert "in time" in stopped
+    assert "hangs" in stopped
+    assert "refused" in absent
+    assert "start it" in absent
+
+
+def test_something_that_is_no_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        status, found = doctor(f"valkey://127.0.0.1:{listener.getsockname()[1]}?connect_timeout=200ms")
+    assert (status, len(broken(found))) == (1, 1)
+
+
+def test_values_of_other_versions(started: Callable[..., LocalServer]) -> None:
+    server = started(**GOOD)
+    identity = Identity(bytes(32), bytes(32), 4)
+    ours = pack_header(identity, memoryview(b"1234"))
+    server.command(b"SET", identity.address, ours[:8] + b"\x02" + ours[9:] + b"1234")
+    server.command(b"SET", b"ls2/abc/def", b"x")
+    server.command(b"SET", b"ls1/abc/def", b"something else")
+    status, found = doctor(url_of(server), "--no-write")
+    assert status == 0
+    text = " ".join(each["what"] for each in found if each["level"] == "warning")
+    assert "1 with version 2" in text
+    assert "1 with addresses ls2/" in text
+    assert "1 of 2 sampled values are not ours" in text
+
+
+def test_a_directory(tmp_path: Path) -> None:
+    status, found = doctor(f"file://{tmp_path}?{PATIENT.replace('connect_timeout=20s&', '')}")
+    assert (status, broken(found)) == (0, [])
+    assert "nothing evicts" in str(found)
+    assert not list(tmp_path.glob("ls1/*"))
+    status, found = doctor(f"file://{tmp_path}/absent")
+    assert status == 1
+    assert "mount the file system" in broken(found)[0]
