@@ -8,14 +8,14 @@ The prefix's blocks pass through a small window of device blocks (`window` of th
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from transformers import DynamicCache
 
-from longshore.cache import GroupKeys
+from longshore.cache import Found, GroupKeys
 from longshore.config import Config
 from longshore.engines.tensors import RowBlocks
 from longshore.engines.transformers.attach import refuse
@@ -25,6 +25,8 @@ from longshore.keys import chain
 from longshore.layout import from_rows
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import open_stack
+from longshore.tiers.base import Tier
+from longshore.tiers.file import FileTier
 from longshore.transfer.device import device_for
 
 _log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class PrefixStore:
         config: Where the bytes go; `config.blocks_per_chunk` blocks make an image.
         block_size: Tokens per block; whole chunks of a prefix are kept.
         window: Device blocks that copies pass through.
+        open_file: Makes the file tier, with the arguments of `FileTier`.
 
     Raises:
         EngineError: The model cannot be served.
@@ -49,7 +52,15 @@ class PrefixStore:
         SelfTestError: A block did not come back as it went in.
     """
 
-    def __init__(self, model: Any, config: Config, *, block_size: int = 32, window: int = 64) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: Config,
+        *,
+        block_size: int = 32,
+        window: int = 64,
+        open_file: Callable[..., Tier] = FileTier,
+    ) -> None:
         if (reason := refuse(model)) is not None:
             raise EngineError(f"{type(model).__name__} cannot be served with tiers: {reason}")
         self._model = model
@@ -57,6 +68,7 @@ class PrefixStore:
         self._chunk = config.blocks_per_chunk
         self._blocks = max(window // self._chunk, 1) * self._chunk
         self._block_size = block_size
+        self._open_file = open_file
         self._scopes = ModelScope(model, config.salt, fixed=config.fixed_weights)
         self._open()
 
@@ -78,7 +90,7 @@ class PrefixStore:
         )
         self._busy: list[int] = []
         device = device_for(self._layout, config.calibration)
-        self._stack = open_stack(config, self._layout, self._scopes.of(self._layout), device)
+        self._stack = open_stack(config, self._layout, self._scopes.of(self._layout), device, open_file=self._open_file)
         try:
             self_test(self._stack, RowBlocks(rows), range(self._chunk))
         except BaseException:
@@ -111,16 +123,16 @@ class PrefixStore:
             )
         keys = self._keys(tokens)
         kept = 0
-        for first in range(0, len(keys), self._blocks // self._chunk):
-            part = keys[: first + self._blocks // self._chunk]
+        while kept < len(keys):
+            first, part = kept, keys[: kept + self._blocks // self._chunk]
             blocks = range((len(part) - first) * self._chunk)
             self._wait_idle()
             self._fill(cache, first * self._chunk, len(blocks))
             self._stack.engine.begin_step(None)
-            with self._stack.runtime.control() as control:
-                offload = control.store({0: GroupKeys(part, first)}, {0: blocks}, evicting=True)[0]
-                self._busy = [offload.job] if offload.job is not None else []
-            kept = offload.kept
+            patience = self._config.write_timeout
+            kept = self._stack.store_path(
+                GroupKeys(part, first), blocks, self._note_use, evicting=True, patience=patience
+            )
             if kept < len(part):
                 break
         self._wait_idle()
@@ -132,15 +144,26 @@ class PrefixStore:
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
         """
         self._look()
-        cache = DynamicCache()
-        keys = self._keys(tokens)
-        done, turn = 0, None
-        while done < len(keys):
-            chunks, turn = self._restore_window(keys[: done + self._blocks // self._chunk], done, turn)
-            if not chunks:
-                break
-            self._append(cache, chunks * self._chunk)
-            done += chunks
+        cache, keys, runtime = DynamicCache(), self._keys(tokens), self._stack.runtime
+        done = 0
+        if not keys:
+            return cache, 0
+        with runtime.control() as control:
+            found = control.lookup({0: GroupKeys(keys)}, runtime.clock())
+        if found.lease is None:
+            return cache, 0
+        try:
+            while done < found.chunks:
+                part = GroupKeys(keys[: min(found.chunks, done + self._blocks // self._chunk)], done)
+                wanted = len(part.names) - done
+                arrived = self._restore_window(found, part)
+                self._append(cache, arrived * self._chunk)
+                done += arrived
+                if arrived < wanted:
+                    break
+        finally:
+            with runtime.control() as control:
+                control.release(found.lease)
         return cache, done * self._chunk * self._block_size
 
     def close(self) -> bool:
@@ -156,24 +179,24 @@ class PrefixStore:
     def _keys(self, tokens: Sequence[int]) -> list[bytes]:
         return chain(self._stack.scope.root, tokens, self._chunk * self._block_size)
 
-    def _restore_window(self, keys: Sequence[bytes], start: int, turn: int | None) -> tuple[int, int | None]:
-        """Load what follows `start` into the window; how many chunks arrived, and the turn of the restore."""
-        runtime = self._stack.runtime
+    def _restore_window(self, found: Found, part: GroupKeys) -> int:
+        """Load a `part` of what was found into the window; how many chunks arrived."""
         self._wait_idle()
         self._stack.engine.begin_step(None)
-        with runtime.control() as control:
-            found = control.lookup({0: GroupKeys(keys, start)}, runtime.clock(), turn=turn)
-            if found.lease is None:
-                return 0, found.turn
-            order = control.load(found.lease, {0: range(found.chunks * self._chunk)})
-            self._busy = [part.job for part in order.parts]
+        with self._stack.runtime.control() as control:
+            lease = control.lookup({0: part}, self._stack.runtime.clock(), turn=found.turn, count=False).lease
         try:
-            outcome = runtime.wait_over(found.lease).outcome
+            blocks = range((len(part.names) - part.first) * self._chunk)
+            arrived = self._stack.load_path(found._replace(lease=lease), part, blocks, self._note_use)
         finally:
-            with runtime.control() as control:
-                control.release(found.lease)
+            if lease is not None:
+                with self._stack.runtime.control() as control:
+                    control.release(lease)
         self._wait_idle()
-        return 0 if outcome is None else outcome.chunks, found.turn
+        return len(arrived)
+
+    def _note_use(self, job: int, blocks: Sequence[int]) -> None:
+        self._busy.append(job)
 
     def _wait_idle(self) -> None:
         """Wait until no job uses the window. Raises `CacheError` if one does not end."""
