@@ -15,10 +15,11 @@ from typing import Any, Self
 import torch
 from transformers import DynamicCache
 
+from longshore.boundary import FILE, HOST
 from longshore.cache import Found, GroupKeys
 from longshore.config import Config
 from longshore.engines.tensors import RowBlocks
-from longshore.engines.transformers.attach import refuse
+from longshore.engines.transformers.attach import kept_tiers, refuse
 from longshore.engines.transformers.scope import ModelScope
 from longshore.errors import CacheError, EngineError
 from longshore.keys import chain
@@ -28,6 +29,7 @@ from longshore.runtime.stack import open_stack
 from longshore.tiers.base import Tier
 from longshore.tiers.file import FileTier
 from longshore.transfer.device import device_for
+from longshore.transfer.device.base import Device
 
 _log = logging.getLogger(__name__)
 
@@ -70,11 +72,20 @@ class PrefixStore:
         self._block_size = block_size
         self._open_file = open_file
         self._scopes = ModelScope(model, config.salt, fixed=config.fixed_weights)
+        self._is_asleep = False
         self._open()
 
     def _open(self) -> None:
         """Take the window, and open the tiers under the scope of the model as it is."""
-        model, config, block_size = self._model, self._config, self._block_size
+        device = self._take_window()
+        self._stack = open_stack(
+            self._config, self._layout, self._scopes.of(self._layout), device, open_file=self._open_file
+        )
+        self._test()
+
+    def _take_window(self) -> Device:
+        """Allocate the window; what copies its blocks."""
+        model, block_size = self._model, self._block_size
         text = model.config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -89,10 +100,13 @@ class PrefixStore:
             name="dynamic_cache",
         )
         self._busy: list[int] = []
-        device = device_for(self._layout, config.calibration)
-        self._stack = open_stack(config, self._layout, self._scopes.of(self._layout), device, open_file=self._open_file)
+        return device_for(self._layout, self._config.calibration)
+
+    def _test(self, *, files: bool = True) -> None:
+        """Run the self-test; close the tiers if it fails."""
+        rows = self._pages.view(self._blocks, -1).view(torch.uint8)
         try:
-            self_test(self._stack, RowBlocks(rows), range(self._chunk))
+            self_test(self._stack, RowBlocks(rows), range(self._chunk), files=files)
         except BaseException:
             self._stack.close()
             raise
@@ -112,7 +126,7 @@ class PrefixStore:
 
         Raises `CacheError` if `cache` has another batch size, or fewer tokens than `tokens`.
         """
-        if not tokens:
+        if not tokens or self._is_asleep:
             return 0
         self._look()
         self._check_states(cache)
@@ -143,9 +157,11 @@ class PrefixStore:
 
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
         """
+        cache, done = DynamicCache(), 0
+        if self._is_asleep:
+            return cache, 0
         self._look()
-        cache, keys, runtime = DynamicCache(), self._keys(tokens), self._stack.runtime
-        done = 0
+        keys, runtime = self._keys(tokens), self._stack.runtime
         if not keys:
             return cache, 0
         with runtime.control() as control:
@@ -165,6 +181,43 @@ class PrefixStore:
             with runtime.control() as control:
                 control.release(found.lease)
         return cache, done * self._chunk * self._block_size
+
+    def sleep(self, *, keep: Sequence[str] = (HOST, FILE)) -> None:
+        """Free the window's device memory, and forget the blocks of all but the coldest tiers to `keep`.
+
+        What only host memory has goes into files before, if these are kept alone. Host memory that is not kept is given
+        back. Until `wake` nothing is stored, and nothing is restored. Raises `CacheError`, with nothing changed, for
+        what cannot be kept, or if a copy does not end within `write_timeout`.
+        """
+        keep = kept_tiers(self._config, keep)
+        if self._is_asleep:
+            return
+        self._wait_idle()
+        self._is_asleep = True
+        if self._stack.host is None:  # through the device straight into files: there is no host memory to be kept
+            with self._stack.runtime.control() as cache:
+                cache.reset(keep=keep)
+            self._stack.close()
+        else:
+            self._stack.unbind()
+            self._stack.sleep(keep)
+        is_accelerator = self._pages.device.type != "cpu"
+        del self._pages
+        if is_accelerator:
+            torch.get_device_module().empty_cache()
+
+    def wake(self) -> None:
+        """Take the memory again. Raises `TierError` if there is not enough for the host tier; the store sleeps on."""
+        if not self._is_asleep:
+            return
+        if self._stack.host is None:
+            self._open()
+        else:
+            self._stack.wake()
+            device = self._take_window()
+            self._stack = self._stack.bind(self._layout, device)
+            self._test(files=False)
+        self._is_asleep = False
 
     def close(self) -> bool:
         """Write back what a restart would lose, and close the tiers; returns whether all was written. Idempotent."""
