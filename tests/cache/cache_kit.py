@@ -211,7 +211,7 @@ class Call(NamedTuple):
 
 
 def method_of(cache: TieredCache, pool: DevicePool, name: str) -> Any:
-    """A method of the cache, or of a device pool above it: `pool.match` and so on."""
+    """A method of the cache, or of a device pool above it: `pool.lookup` and so on."""
     return getattr(pool, name.removeprefix("pool.")) if name.startswith("pool.") else getattr(cache, name)
 
 

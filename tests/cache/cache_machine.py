@@ -86,15 +86,15 @@ class Machine(RuleBasedStateMachine):
         number, rank = open_ones[pick % len(open_ones)]
         self.world.answer(number, rank, there, status)
 
-    @precondition(lambda self: self.open_offers())
+    @precondition(lambda self: self.open_host_stores())
     @rule(pick=small)
-    def withdraw(self, pick: int) -> None:
-        offers = self.open_offers()
-        self.world.withdraw(offers[pick % len(offers)])
+    def release_job(self, pick: int) -> None:
+        offers = self.open_host_stores()
+        self.world.release_job(offers[pick % len(offers)])
 
-    def open_offers(self) -> list[Job]:
+    def open_host_stores(self) -> list[Job]:
         """Offers of which the host has written nothing that the cache has not heard of."""
-        return [j for j in self.world.offers if j.transfer.job in self.world.jobs and j.moving == j.untold]
+        return [j for j in self.world.host_stores if j.transfer.job in self.world.jobs and j.moving == j.untold]
 
     # life
 
@@ -105,7 +105,7 @@ class Machine(RuleBasedStateMachine):
         verb, _, word = what.partition(" ")
         if verb == "abort":
             self.gone += [hold for hold, model in self.world.holds.items() if model.request == word]
-            self.world.abort(word)
+            self.world.release_request(word)
         elif verb == "tick":
             self.world.tick(float(word))
         else:

@@ -27,14 +27,14 @@ class World(Reading, Storing):
         assert self.call(self.VIA + "reset", keep=keep) == self.generation
         for model in self.holds.values():
             model.excused = True
-            if model.onboarded and model.outcome is None:
+            if model.has_load and model.outcome is None:
                 self.misses.update([MissReason.CANCELLED] * sum(len(job.told) for job in model.parts) + model.cut)
-            if model.onboarded:
+            if model.has_load:
                 model.outcome = Outcome(0, ())
             model.reading = ()
         if not keep:
             self.forget_abroad()
-        self.peeks.clear()
+        self.seen_in_step.clear()
         self.warm.clear()
         assert {(each.key, each.slot.tier) for each in self.cache.residents()} == kept
         self.settle()
@@ -42,7 +42,7 @@ class World(Reading, Storing):
 
     def end_step(self) -> None:
         self.call("end_step")
-        self.peeks.clear()
+        self.seen_in_step.clear()
         self.warm.clear()
         self.settle()
 
@@ -57,7 +57,7 @@ class World(Reading, Storing):
         self.now += seconds
         self.call("apply", (), self.now)
         for model in self.holds.values():
-            if model.onboarded and model.outcome is None and model.deadline <= self.now:
+            if model.has_load and model.outcome is None and model.deadline <= self.now:
                 self.conclude(model, MissReason.DEADLINE)
         self.settle()
 
@@ -90,7 +90,7 @@ class World(Reading, Storing):
             return
         fresh = FRESH[: len(self.slots(HOST))]
         for _ in range(self.setup.threshold if self.setup.offload == "write_through_selective" else 1):
-            self.offer(fresh, 0)
+            self.store_by_host(fresh, 0)
         self.settle_all()
         assert not self.resident or self.cache.stats()[0].ready == min(len(fresh), self.setup.max_writes)
 

@@ -59,12 +59,12 @@ class Stage:
         self.jobs, self.ended, self.results = self.movers.jobs, self.movers.ended, self.movers.results
         self.secret, self.fault = self.movers.secret, self.movers.fault
         self.runnable, self.on = self.movers.runnable, self.movers.on
-        self.lenders: list[ModelHold] = []  # holds whose device blocks are in use
+        self.loads: list[ModelHold] = []  # holds whose device blocks are in use
         self.holds: dict[Lease, ModelHold] = {}
-        self.peeks: dict[Key, bool] = {}
+        self.seen_in_step: dict[Key, bool] = {}
         """Chunks that were looked at in this step, and whether they may be gone all the same."""
         self.warm: set[Key] = set()
-        """Chunks that a peek has found in the host tier, which they do not leave in this step."""
+        """Chunks that a lookup has found in the host tier, which they do not leave in this step."""
         self.misses: Counter[MissReason] = Counter()
         self.hits: Counter[str] = Counter()
         self.last_job = 0
@@ -266,7 +266,7 @@ class Stage:
         """Bytes of `lost` are known to be unusable: what is held through it may go."""
         for model in self.holds.values():
             model.excused |= lost in model.needs
-        self.peeks = {each: excused or lost in above(each) for each, excused in self.peeks.items()}
+        self.seen_in_step = {each: excused or lost in above(each) for each, excused in self.seen_in_step.items()}
         self.warm = {each for each in self.warm if lost not in above(each)}
 
     def conclude(self, model: ModelHold, unfinished: MissReason) -> None:
@@ -285,10 +285,10 @@ class Stage:
 
     def reclaim(self) -> None:
         """Device blocks come back when the outcome is known and no job writes them any more."""
-        for model in list(self.lenders):
+        for model in list(self.loads):
             if model.outcome is not None and not any(part.untold for part in model.parts):
                 self.give_blocks(model.blocks)
-                self.lenders.remove(model)
+                self.loads.remove(model)
 
     # ------------------------------------------------------------------ what the cache says it has
 
@@ -305,7 +305,9 @@ class Stage:
                 del self.orphans[each]
         for model in self.holds.values():
             model.lost |= {each for each in model.keys if group_of(each) and self.is_absent(each)}
-        self.peeks = {each: excused for each, excused in self.peeks.items() if not excused or not self.is_absent(each)}
+        self.seen_in_step = {
+            each: excused for each, excused in self.seen_in_step.items() if not excused or not self.is_absent(each)
+        }
 
     def is_ready(self, of: Key, tier: str | None = None) -> bool:
         tiers = self.sizes if tier is None else (tier,)
@@ -409,8 +411,8 @@ class Stage:
                 assert found.part(at, at + 1).slots() == ([r.slot.index] if r.state is State.READY else None)
         for model in self.holds.values():
             assert model.excused or all(map(self.is_readable, model.keys)), "a held chunk is gone"
-        for each, excused in self.peeks.items():
-            assert excused or self.is_ready(each), "a chunk that was peeked at is gone"
+        for each, excused in self.seen_in_step.items():
+            assert excused or self.is_ready(each), "a chunk that a lookup of this step has found is gone"
         assert all(self.is_ready(each, HOST) for each in self.warm), "a chunk that was said to be ready is not"
 
     def check_capacity(self) -> None:
@@ -435,7 +437,7 @@ class Stage:
     def check_books(self) -> None:
         assert self.cache.jobs_in_flight == len(self.jobs)
         assert not any(self.cache.progress(job).is_over for job in self.jobs)
-        assert self.cache.held == len(self.holds) + len(self.peeks)
+        assert self.cache.held == len(self.holds) + len(self.seen_in_step)
         misses, hits = +self.cache.counters.misses, +self.cache.counters.hits
         assert misses == +self.misses, f"{misses - self.misses} too many, {self.misses - misses} too few"
         assert hits == +self.hits

@@ -1,4 +1,4 @@
-"""A device that the engine hands over: requests that take blocks of a `DevicePool`, compute, commit and go.
+"""A device that the engine hands over: requests that take blocks of a `DevicePool`, compute, store and go.
 
 Who has how many references, and what lies in which block, is kept beside it. A block that was handed out while a job
 still read or wrote it would show: the job would find, or leave, another chunk's bytes.
@@ -29,7 +29,7 @@ class Visit:
         self.found = found
         self.hold = hold
         self.generation = generation
-        self.committed = False
+        self.is_stored = False
 
 
 class HandedOver(Groups):
@@ -42,7 +42,7 @@ class HandedOver(Groups):
         self.extra: list[int] = []
         """Blocks with one more reference, taken by `hold`."""
         self.found: tuple[int, ...] = ()
-        """What the last match has found, until its request has it."""
+        """What the last lookup has found, until its request has it."""
 
     def look(self) -> None:
         if not hasattr(self, "visits"):
@@ -51,7 +51,7 @@ class HandedOver(Groups):
 
     # ------------------------------------------------------------------ requests
 
-    def look_up(self, keys: Sequence[Key], start: int, request: str | None) -> Found:
+    def call_lookup(self, keys: Sequence[Key], start: int, request: str | None) -> Found:
         found: FoundOnDevice = self.call("pool.lookup", keys, self.now, request=request)
         assert len(found.blocks) == start * self.setup.per_chunk
         self.found = found.blocks
@@ -61,7 +61,7 @@ class HandedOver(Groups):
         """A request takes what the device has, what is below, and blocks for the rest; or there are too few."""
         keys, per_chunk = chunks(path), self.setup.per_chunk
         known = self.on_device(keys)
-        hold = self.match(path, known, request)
+        hold = self.lookup(path, known, request)
         assert [self.holds_chunk(block) for block in self.found] == [
             Tag(each, self.generation, sub) for each in keys[:known] for sub in range(per_chunk)
         ]
@@ -74,7 +74,7 @@ class HandedOver(Groups):
             self.settle()
             return None
         if hold is not None and not self.asleep:
-            self.onboard(hold, len(self.holds[hold].keys), 0, 0)
+            self.load(hold, len(self.holds[hold].keys), 0, 0)
         self.settle()
         return visit
 
@@ -116,7 +116,7 @@ class HandedOver(Groups):
         super().compute(keys, blocks)
 
     def finish_visit(self, visit: Visit, evicting: bool) -> None:
-        """What did not come from below is computed, and all of it is committed."""
+        """What did not come from below is computed, and all of it is stored."""
         model = self.holds.get(visit.hold) if visit.hold is not None else None
         arrived = model.outcome.chunks if model is not None and model.outcome is not None else 0
         start = (visit.found + arrived) * self.setup.per_chunk
@@ -130,7 +130,7 @@ class HandedOver(Groups):
         before = self.before_store(visit.keys, 0, wanted=wanted)
         offload = self.call("pool.store", GroupKeys(visit.keys), tuple(visit.blocks), evicting=evicting)
         assert (self.after_store(before, offload.accepted) if wanted else 0) == len(offload.accepted)
-        visit.committed = True
+        visit.is_stored = True
         assert None not in self.call("pool.find", visit.keys)
         self.settle()
 
@@ -156,7 +156,7 @@ class HandedOver(Groups):
     def copy_between(self, source: int, visit: Visit) -> None:
         """Partial reuse: a block is copied over one of a request that nobody can find yet."""
         target = visit.blocks[-1]
-        if self.asleep or visit.committed or visit.found == len(visit.keys) or target in self.touched_blocks():
+        if self.asleep or visit.is_stored or visit.found == len(visit.keys) or target in self.touched_blocks():
             return
         job = self.call("pool.copy", [source], [target], tokens=1)
         self.carry()

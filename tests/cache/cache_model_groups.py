@@ -31,7 +31,7 @@ class Groups(Life):
         seen = 1 if kind.recurrent else kind.window or end * size
         return range(min((at for at in range(end) if (at + 1) * size > end * size - seen), default=end), end)
 
-    def match_groups(self, path: str, device: Sequence[Sequence[bool]], request: str | None) -> Lease | None:
+    def lookup_groups(self, path: str, device: Sequence[Sequence[bool]], request: str | None) -> Lease | None:
         """A request for `path`, of which the `device` has some chunks of each group, is served as far as can be."""
         keys, there = self.wanted(path, device)
         end, needs = self.longest(keys, there), []
@@ -73,7 +73,7 @@ class Groups(Life):
             abroad = self.is_absent(each) and self.source(each)
             self.misses[MissReason.FOREIGN if abroad else self.reason(each)] += 1
 
-    def fetch_groups(self, path: str, device: Sequence[Sequence[bool]]) -> None:
+    def prefetch_foreign_groups(self, path: str, device: Sequence[Sequence[bool]]) -> None:
         """What the longest prefix needs that could be served comes from abroad."""
         keys, there = self.wanted(path, device)
         end = self.longest(keys, there, abroad=True)
@@ -85,13 +85,13 @@ class Groups(Life):
             some = self.apart(load) if group else self.behind(mine[: needed.stop])
             coming += some[0]
             lacking += some[1]
-        self.fetched(self.call("prefetch", self.paths(keys, there), self.now), coming, lacking)
+        self.prefetched_foreign(self.call("prefetch", self.paths(keys, there), self.now), coming, lacking)
 
-    def fetch_alone(self, path: str, group: int) -> None:
+    def prefetch_foreign_alone(self, path: str, group: int) -> None:
         """Of chunks that stand alone each is fetched for itself."""
         keys = chunks(path, group)
         coming, lacking = self.apart(keys)
-        self.fetched(self.call("prefetch", {group: GroupKeys(keys)}, self.now), coming, lacking)
+        self.prefetched_foreign(self.call("prefetch", {group: GroupKeys(keys)}, self.now), coming, lacking)
 
     def longest(self, keys: Sequence[Sequence[Key]], there: Sequence[Sequence[bool]], *, abroad: bool = False) -> int:
         """The longest prefix, in letters, of which every group has all that is needed; or could have, from `abroad`."""
@@ -122,7 +122,7 @@ class Groups(Life):
         end = next((at for at, each in enumerate(keys) if not (has[at] or each in served)), len(keys))
         return set(keys[end : self.ready_end(keys, end)]) if end and all(has[:end]) else set()
 
-    def onboard_groups(self, hold: Lease, by_layer: bool, timeout: float | None = None) -> None:
+    def load_groups(self, hold: Lease, by_layer: bool, timeout: float | None = None) -> None:
         """All that is held is ordered by one job, or nothing is."""
         model, per_chunk = self.holds[hold], self.setup.per_chunk
         mine = self.take_blocks(len(model.keys) * per_chunk)
@@ -140,8 +140,8 @@ class Groups(Life):
         self.load_timeout = timeout or LOAD
         model.deadline = self.now + self.load_timeout
         answer = self.call("load", hold, blocks, by_layer=by_layer, timeout=timeout)
-        model.onboarded, model.blocks = True, mine
-        self.lenders.append(model)
+        model.has_load, model.blocks = True, mine
+        self.loads.append(model)
         self.carry()
         if answer.parts:
             assert [part.chunks for part in answer.parts] == [len(model.keys)]
@@ -163,7 +163,7 @@ class Groups(Life):
 
     # ------------------------------------------------------------------ chunks that stand alone
 
-    def commit_alone(self, path: str, group: int, first: int, evicting: bool) -> None:
+    def store_alone(self, path: str, group: int, first: int, evicting: bool) -> None:
         """Chunks of a group that stand alone are complete: each is stored for itself, the last window first."""
         keys, per_chunk = chunks(path, group), self.setup.per_chunk
         blocks = self.take_blocks((len(keys) - first) * per_chunk)
@@ -187,13 +187,13 @@ class Groups(Life):
         for place in places(job.transfer, per_chunk):
             assert place.block == blocks[(place.chunk - first) * per_chunk + place.sub]
 
-    def offer_alone(self, path: str, group: int, first: int) -> None:
+    def store_alone_by_host(self, path: str, group: int, first: int) -> None:
         """The same, of which the host moves the bytes."""
         keys = chunks(path, group)
         fresh, drops, free = self.fresh(keys, first), self.drops(), self.free(HOST)
         offload = self.call("store", {group: GroupKeys(keys, first)})[group]
         self.check_alone(keys, first, fresh, offload, self.drops() - drops, free)
-        self.offered(keys, offload)
+        self.note_host_store(keys, offload)
         self.settle()
 
     def fresh(self, keys: Sequence[Key], first: int) -> list[int]:
@@ -217,7 +217,7 @@ class Groups(Life):
         assert sorted([*offload.known, *taken]) == had
         assert offload.kept == next((at for at in range(first, len(keys)) if at not in had), len(keys))
 
-    def keep(self, keys: Sequence[Key], group: int, request: str | None) -> None:
+    def lease_each(self, keys: Sequence[Key], group: int, request: str | None) -> None:
         """Those of the chunks that are ready are leased, each by itself."""
         ready = [each for each in keys if self.is_readable(each)]
         found = self.call("lookup", {group: GroupKeys(keys)}, self.now, each=True, request=request)
@@ -225,7 +225,7 @@ class Groups(Life):
         self.held(found.lease, ModelHold(ready, request))
         self.settle()
 
-    def lend(self, keys: Sequence[Key], group: int) -> None:
+    def load_by_host(self, keys: Sequence[Key], group: int) -> None:
         """The host reads chunks from the warmest tier, if all are ready there."""
         warm = all(self.is_readable(each) and self.is_ready(each, HOST) for each in keys)
         if self.asleep or not keys or not warm:
@@ -235,5 +235,7 @@ class Groups(Life):
         self.hits[HOST] += len(keys)
         assert list(loan.slots) == [self.resident[each, HOST].slot for each in keys]
         items = tuple(Item(each, None, slot, None, 0) for each, slot in zip(keys, loan.slots, strict=True))
-        self.lent(Transfer(loan.job, Route(HOST, DEVICE), items, generation=self.generation, ranks=self.setup.ranks))
+        self.note_host_job(
+            Transfer(loan.job, Route(HOST, DEVICE), items, generation=self.generation, ranks=self.setup.ranks)
+        )
         self.settle()

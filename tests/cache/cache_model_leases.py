@@ -22,7 +22,7 @@ class ModelHold:
         self.lost: set[Key] = set()
         """Chunks that stand alone, and were lost once: the hold knows them no more, even when they come back."""
         self.excused = False
-        self.onboarded = False
+        self.has_load = False
         self.parts: list[Job] = []
         self.blocks: list[int] = []
         self.sources: list[str] = []

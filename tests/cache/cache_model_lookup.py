@@ -1,4 +1,4 @@
-"""What a prompt asks of the cache, and what it must get: match, onboard, prefetch, release."""
+"""What a prompt asks of the cache, and what it must get: lookup, load, prefetch, release."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Reading(Abroad):
 
     told: set[Key]
 
-    def match(self, path: str, start: int, request: str | None) -> Lease | None:
+    def lookup(self, path: str, start: int, request: str | None) -> Lease | None:
         keys = chunks(path)
         end = self.ready_end(keys, start)
         foreign = self.miss(keys, end)
-        found = self.look_up(keys, start, request)
+        found = self.call_lookup(keys, start, request)
         assert (found.chunks, found.foreign, found.partial) == (end - start, foreign, None)
-        return self.matched(found, ModelHold(keys[start:end], request, start=start))
+        return self.looked_up(found, ModelHold(keys[start:end], request, start=start))
 
     def count_later(self, path: str, start: int, request: str | None) -> Lease | None:
         """The same for a request that a scheduler asks for again and again: it is counted apart."""
@@ -35,9 +35,9 @@ class Reading(Abroad):
         assert self.cache.counters.misses == before
         assert (found.chunks, found.foreign) == (end - start, self.miss(keys, end))
         self.call("lookup", path, self.now, until=Until.NOTHING, request=request)
-        return self.matched(found, ModelHold(keys[start:end], request, start=start))
+        return self.looked_up(found, ModelHold(keys[start:end], request, start=start))
 
-    def match_text(self, path: str, start: int, request: str | None) -> Lease | None:
+    def lookup_text(self, path: str, start: int, request: str | None) -> Lease | None:
         """The same by keys and tokens: where nobody has the next chunk, one that begins like it is held, too."""
         keys, text = chunks(path), text_of(path, self.setup.per_chunk)
         end = self.ready_end(keys, start)
@@ -50,7 +50,7 @@ class Reading(Abroad):
             assert found.partial.key in alike
             assert (found.partial.tokens, found.partial.device) == (len(text.tokens) // len(keys) // 2, False)
             held.append(found.partial.key)
-        return self.matched(found, ModelHold(held, request, start=start))
+        return self.looked_up(found, ModelHold(held, request, start=start))
 
     def alike(self, keys: Sequence[Key], end: int) -> set[Key]:
         """What can be read in the place of `keys[end]`, and begins like it as far as the cache was told."""
@@ -58,7 +58,7 @@ class Reading(Abroad):
             return set()
         return {each for each in self.told if parent(each) == parent(keys[end]) and self.is_rooted(each)}
 
-    def matched(self, found: Found, model: ModelHold) -> Lease | None:
+    def looked_up(self, found: Found, model: ModelHold) -> Lease | None:
         """What was found is as the model says."""
         self.held(found.lease, model)
         self.carry()
@@ -66,7 +66,7 @@ class Reading(Abroad):
         self.check()
         return found.lease
 
-    def look_up(self, keys: Sequence[Key], start: int, request: str | None) -> Found:
+    def call_lookup(self, keys: Sequence[Key], start: int, request: str | None) -> Found:
         found: Found = self.call("lookup", {0: GroupKeys(keys, start)}, self.now, request=request)
         return found
 
@@ -80,7 +80,7 @@ class Reading(Abroad):
         return foreign
 
     def held(self, hold: Lease | None, model: ModelHold) -> None:
-        """A match was found, or none; what it holds can be found where the cache says."""
+        """Something was found, or nothing; what is leased can be found where the cache says."""
         assert (hold is None) == (not model.keys)
         if hold is None:
             return
@@ -90,7 +90,7 @@ class Reading(Abroad):
         assert hold not in self.holds
         self.holds[hold] = model
 
-    def peek(self, *keys: Key) -> str:
+    def lookup_each(self, *keys: Key) -> str:
         """Where each of `keys` is, and the answer for the last."""
         answer = ""
         asked = {0: GroupKeys(keys)}
@@ -98,7 +98,7 @@ class Reading(Abroad):
         for of, presence in zip(keys, found.residency[0].presences, strict=True):
             answer = str(presence.value)
             if self.is_readable(of):
-                self.peeks[of] = False
+                self.seen_in_step[of] = False
                 self.warm |= {of} if self.is_ready(of, HOST) else set()
                 assert answer == ("ready" if self.is_ready(of, HOST) else "colder")
             else:
@@ -106,8 +106,8 @@ class Reading(Abroad):
         self.settle()
         return answer
 
-    def onboard(self, hold: Lease, count: int, skip: int, short: int, timeout: float | None = None) -> None:
-        """Onboard the leading `count` chunks, without `skip` sub-blocks at the front and `short` at the end."""
+    def load(self, hold: Lease, count: int, skip: int, short: int, timeout: float | None = None) -> None:
+        """Load the leading `count` chunks, without `skip` sub-blocks at the front and `short` at the end."""
         model, per_chunk = self.holds[hold], self.setup.per_chunk
         blocks = self.take_blocks(count * per_chunk - skip - short)
         if not blocks:
@@ -127,9 +127,9 @@ class Reading(Abroad):
         model.cut += [self.reason(each) for each in keys[leading:]]
         cold = [each for each in keys[:leading] if (each, HOST) not in before]
         assert answer.chunks == leading or free < len(cold), "chunks were left out although there was room"
-        model.onboarded, model.blocks = True, blocks
+        model.has_load, model.blocks = True, blocks
         model.sources = sources[: answer.chunks]
-        self.lenders.append(model)
+        self.loads.append(model)
         self.carry()
         model.parts = [self.jobs[part.job] for part in answer.parts]
         for part, job in zip(answer.parts, model.parts, strict=True):
@@ -178,7 +178,7 @@ class Reading(Abroad):
         self.let_go(hold)
         self.settle()
 
-    def abort(self, request: str) -> None:
+    def release_request(self, request: str) -> None:
         mine = [hold for hold, model in self.holds.items() if model.request == request]
         assert self.call("release", request) == len(mine)
         for hold in mine:
@@ -187,7 +187,7 @@ class Reading(Abroad):
 
     def let_go(self, hold: Lease) -> None:
         model = self.holds.pop(hold)
-        if model.onboarded and model.outcome is None:
+        if model.has_load and model.outcome is None:
             self.conclude(model, MissReason.CANCELLED)
 
     # ------------------------------------------------------------------ checks
@@ -196,7 +196,7 @@ class Reading(Abroad):
         super().check_books()
         for hold, model in self.holds.items():
             progress = self.cache.progress(hold)
-            if model.onboarded:
+            if model.has_load:
                 assert progress == (model.outcome is not None, model.outcome, ())
                 continue
             patient = model.patient and self.now < model.reading_until
@@ -206,6 +206,6 @@ class Reading(Abroad):
             found = progress.leading(HOST) if progress.is_over else None
             if found is None and patient and not reads:
                 assert leading < len(known), "it waits, and lacks nothing"
-                assert self.jobs or self.peeks or len(self.holds) > 1, "it waits for room that nothing will make"
+                assert self.jobs or self.seen_in_step or len(self.holds) > 1, "it waits for room that nothing will make"
             else:
                 assert found == (None if patient and reads else leading)

@@ -140,11 +140,11 @@ class Abroad(Stage):
         """What all ranks have of a chunk."""
         return {(of, self.generation, rank) for rank in range(self.setup.ranks)}
 
-    def fetch(self, path: str, start: int) -> None:
+    def prefetch_foreign(self, path: str, start: int) -> None:
         """What is known to be abroad behind the ready prefix comes into the host tier, as far as there is room."""
         keys = chunks(path)
         coming, wanted = self.behind(keys, start)
-        self.fetched(self.call("prefetch", {0: GroupKeys(keys, start)}, self.now), coming, wanted)
+        self.prefetched_foreign(self.call("prefetch", {0: GroupKeys(keys, start)}, self.now), coming, wanted)
 
     def behind(self, keys: Sequence[Key], start: int = 0) -> tuple[list[Key], list[Key]]:
         """What is on its way behind the ready prefix of a path, and what is known to be abroad behind that."""
@@ -158,7 +158,7 @@ class Abroad(Stage):
         self.expect([each for each in absent if self.source(each) is None])
         return [each for each in keys if each not in absent], [each for each in absent if self.source(each)]
 
-    def fetched(self, jobs: tuple[int, ...], coming: Sequence[Key], wanted: Sequence[Key]) -> None:
+    def prefetched_foreign(self, jobs: tuple[int, ...], coming: Sequence[Key], wanted: Sequence[Key]) -> None:
         """`jobs` bring what was `wanted`, each chunk from the first tier that has it, and what is `coming` anyway."""
         self.asks_about.clear()
         before, free = set(self.jobs), self.free(HOST)

@@ -1,4 +1,4 @@
-"""What an engine hands over, and what must become of it: commit, offer, withdraw, discard, flush."""
+"""What an engine hands over, and what must become of it: store, discard, flush."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Storing(Stage):
     """Blocks that are complete, or about to be evicted from the device."""
 
     def __init__(self, setup: Setup) -> None:
-        self.offers: list[Job] = []
+        self.host_stores: list[Job] = []
         self.sightings: Counter[Key] = Counter()
         """How often chunks that no tier had were offered."""
         self.retained = False
@@ -34,7 +34,7 @@ class Storing(Stage):
         super().look()
         self.told = {each for each in self.told if not self.is_absent(each)}
 
-    def commit(
+    def store(
         self,
         path: str,
         first: int,
@@ -73,12 +73,12 @@ class Storing(Stage):
         assert tuple(item.destination for item in job.transfer.items) == tuple(p.slot for p in offload.accepted)
         job.blocks = blocks
 
-    def offer(self, path: str, first: int) -> None:
+    def store_by_host(self, path: str, first: int) -> None:
         keys = chunks(path)
         before = self.before_store(keys, first)
         offload = self.call("store", {0: GroupKeys(keys, first)})[0]
         self.after_store(before, offload.accepted)
-        self.offered(keys, offload)
+        self.note_host_store(keys, offload)
         self.settle()
 
     def compute(self, keys: Sequence[Key], blocks: Sequence[int]) -> None:
@@ -88,21 +88,21 @@ class Storing(Stage):
             for rank in self.movers.device:
                 rank[block] = Tag(keys[chunk], self.generation, sub)
 
-    def offered(self, keys: Sequence[Key], offload: StoreOrder) -> None:
+    def note_host_store(self, keys: Sequence[Key], offload: StoreOrder) -> None:
         """The host moves what was accepted; the cache gives no command for it."""
         if offload.job is None:
             return
         items = tuple(Item(keys[p.position], parent(keys[p.position]), None, p.slot, 0) for p in offload.accepted)
         write = Transfer(offload.job, Route(DEVICE, HOST), items, urgency=Urgency.WRITE)
-        self.lent(replace(write, generation=self.generation, ranks=self.setup.ranks))
+        self.note_host_job(replace(write, generation=self.generation, ranks=self.setup.ranks))
 
-    def lent(self, transfer: Transfer) -> None:
+    def note_host_job(self, transfer: Transfer) -> None:
         """The host moves bytes itself."""
         self.receive(transfer, commanded=False)
-        self.offers.append(self.jobs[transfer.job])
+        self.host_stores.append(self.jobs[transfer.job])
 
-    def withdraw(self, job: Job) -> None:
-        """The host will not move what it was offered or lent."""
+    def release_job(self, job: Job) -> None:
+        """The host will not move what it was told to."""
         self.call("release", job.transfer.job)
         job.moving.clear()
         for rank in sorted(job.untold):
@@ -205,7 +205,7 @@ class Storing(Stage):
         assert not (before.orphan and gone)
         if self.retained or self.setup.slabs or gone <= before.adrift:
             return
-        needed = {each for model in self.holds.values() for each in model.needs}.union(self.peeks, before.keys)
+        needed = {each for model in self.holds.values() for each in model.needs}.union(self.seen_in_step, before.keys)
         needed.update(item.key for job in self.jobs.values() for item in job.transfer.items)
         parents = {parent(each) for each, _ in self.resident}
         for (each, tier), r in self.resident.items():
@@ -228,7 +228,7 @@ class Storing(Stage):
             return self.free(HOST)
         needed = set(path)
         needed.update(each for model in self.holds.values() for each in model.needs)
-        needed.update(each for peeked in self.peeks for each in above(peeked))
+        needed.update(each for seen in self.seen_in_step for each in above(seen))
         for job in self.jobs.values():
             needed.update(each for item in job.transfer.items for each in above(item.key))
         return self.free(HOST) + sum(each not in needed for each, _ in self.resident)

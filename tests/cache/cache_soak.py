@@ -44,8 +44,21 @@ ROUNDS = 200
 HINTS = (None, None, Return(ends=True), Return(seconds=2.0), Return(of="one"), Return(of="two"))
 LENGTHS = (3, 8, 20, 30, 50, 70, 130, 300)
 """Chunks of a path, on both sides of every threshold."""
-VERBS = ("look", "look", "look", "store", "store", "store", "serve", "lend", "keep", "release", "results", "results")
-VERBS += ("end_step", "gap", "gap", "slide", "priority", "commit", "discard", "rare")
+VERBS = (
+    "lookup_each",
+    "lookup_each",
+    "lookup_each",
+    "store",
+    "store",
+    "store",
+    "lookup_and_load",
+    "load_by_host",
+    "prefetch",
+    "release",
+    "results",
+    "results",
+)
+VERBS += ("end_step", "store_orphans", "store_orphans", "slide", "priority", "store_blocks", "discard", "rare")
 BAD = (Status.IO_ERROR, Status.CORRUPT, Status.CANCELLED, Status.DEADLINE)
 CALLS_OF_A_SEED = 400
 SECONDS_OF_A_SEED = 600
@@ -85,7 +98,7 @@ class Storm:
         self.cache = TieredCache(tiers, settings)
         self.jobs: dict[int, int] = {}
         """Jobs in flight, and how many chunks each has."""
-        self.offers: set[int] = set()
+        self.host_jobs: set[int] = set()
         """Those of which the host moves the bytes."""
         self.holds: list[Lease] = []
         self.refused: tuple[int, list[Key], int] | None = None
@@ -126,7 +139,7 @@ class Storm:
             if isinstance(command, Transfer):
                 self.jobs[command.job] = len(command.items)
 
-    def look(self) -> None:
+    def lookup_each(self) -> None:
         """Two or three requests look at overlapping parts of a path in one step."""
         keys = self.keys(self.path(), self.draw.randrange(self.groups))
         for _ in range(self.draw.randint(1, 3)):
@@ -153,9 +166,9 @@ class Storm:
         if offload.again:
             self.refused = group, keys, begin
             self.again += 1
-        self.offered(offload)
+        self.note_host_store(offload)
 
-    def gap(self) -> None:
+    def store_orphans(self) -> None:
         """What follows a chunk that no tier has is offered, in free slots; or what is between it and the first one."""
         draw, keys = self.draw, self.keys(self.path())
         if draw.random() < 0.5:
@@ -163,34 +176,34 @@ class Storm:
             for tier in self.tiers:
                 self.cache.discard(keys[: draw.randint(end, len(keys))], tier.name)
             self.cache.discard(self.keys(draw.choice(self.trunks)), HOST)
-            self.offered(self.cache.store({0: GroupKeys(keys, end - 1)})[0])
+            self.note_host_store(self.cache.store({0: GroupKeys(keys, end - 1)})[0])
         else:
-            self.offered(self.cache.store({0: GroupKeys(keys[: draw.randint(1, len(keys))])})[0])
+            self.note_host_store(self.cache.store({0: GroupKeys(keys[: draw.randint(1, len(keys))])})[0])
 
     def is_known(self, key: Key) -> bool:
         """Whether some tier has `key`, or is getting it."""
         found = self.cache.lookup({0: GroupKeys([key])}, self.now, until=Until.NOTHING, each=True)
         return found.residency[0].presences[0] is not Presence.ABSENT
 
-    def offered(self, order: StoreOrder) -> None:
+    def note_host_store(self, order: StoreOrder) -> None:
         """The host will report what it was told to move."""
         if order.job is not None:
             self.jobs[order.job] = len(order.positions)
-            self.offers.add(order.job)
+            self.host_jobs.add(order.job)
 
     def priority(self) -> None:
         if self.draw.random() < 0.3:
             some = (
                 Retention(0, self.draw.randint(1, 40), self.draw.choice((10, 35, 90)), self.draw.choice((None, 3.0))),
             )
-            self.offered(self.cache.store({0: GroupKeys(self.keys(self.path()), retention=some)})[0])
+            self.note_host_store(self.cache.store({0: GroupKeys(self.keys(self.path()), retention=some)})[0])
 
-    def commit(self) -> None:
+    def store_blocks(self) -> None:
         path = self.path()
         evicting = self.draw.random() < 0.5
         self.cache.store({0: GroupKeys(self.keys(path))}, {0: range(len(path))}, evicting=evicting)
 
-    def serve(self) -> None:
+    def lookup_and_load(self) -> None:
         """A prompt that returns, in the manner of engines that tell paths."""
         if self.alone:
             return
@@ -201,7 +214,7 @@ class Storm:
             if self.draw.random() < 0.6:
                 self.cache.load(found.lease, {0: range(found.chunks)})
         if self.draw.random() < 0.5:
-            self.offered(self.cache.store({0: GroupKeys(keys, found.chunks)}, turn=found.turn)[0])
+            self.note_host_store(self.cache.store({0: GroupKeys(keys, found.chunks)}, turn=found.turn)[0])
 
     def seen(self, keys: list[Key]) -> Sequence[Presence]:
         """Where each of `keys` is, which stays so until the step ends."""
@@ -214,7 +227,7 @@ class Storm:
         found = zip(keys, self.seen(keys), strict=True)
         return [key for key, presence in found if presence in wanted], group
 
-    def keep(self) -> None:
+    def prefetch(self) -> None:
         keys, group = self.ready((Presence.READY, Presence.COLDER))
         if keys:
             lease = self.cache.lookup({group: GroupKeys(keys)}, self.now, each=True).lease
@@ -224,12 +237,12 @@ class Storm:
             self.cache.check_integrity()
             self.cache.prefetch(lease, self.now, policy=self.draw.choice(list(PrefetchPolicy)))
 
-    def lend(self) -> None:
+    def load_by_host(self) -> None:
         keys, group = self.ready((Presence.READY,))
         if keys:
             (part,) = self.cache.load({group: GroupKeys(keys)}).parts
             self.jobs[part.job] = len(keys)
-            self.offers.add(part.job)
+            self.host_jobs.add(part.job)
 
     def slide(self) -> None:
         group = 0 if self.alone else self.groups - 1
@@ -275,7 +288,7 @@ class Storm:
             case 2:
                 self.cache.events()
             case 3:
-                offers = sorted(self.offers.intersection(self.jobs))
+                offers = sorted(self.host_jobs.intersection(self.jobs))
                 if offers:
                     withdrawn = self.draw.choice(offers)
                     del self.jobs[withdrawn]
@@ -302,7 +315,7 @@ class Storm:
             cache.check_integrity()
         else:
             raise AssertionError("a flush does not end")
-        self.offers.clear()
+        self.host_jobs.clear()
         cache.check_integrity()
         for stats in cache.stats():
             if stats.used != stats.ready:

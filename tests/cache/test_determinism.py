@@ -39,46 +39,46 @@ def busy_world(seed: int) -> Groups:
         path = dice.choice(PATHS)
         match dice.randrange(9):
             case 0 | 1:
-                world.commit(path, 0, dice.random() < 0.5)
+                world.store(path, 0, dice.random() < 0.5)
             case 2:
-                hold = world.match(path, 0, dice.choice(REQUESTS))
+                hold = world.lookup(path, 0, dice.choice(REQUESTS))
                 if hold is not None and dice.random() < 0.7:
-                    world.onboard(hold, len(world.holds[hold].keys), 0, 0)
+                    world.load(hold, len(world.holds[hold].keys), 0, 0)
             case 3:
                 world.settle_all()
             case 4:
-                world.peek(key(path))
+                world.lookup_each(key(path))
             case 5:
                 for job, rank in world.runnable()[:1]:
                     world.deliver(job, rank, dice.choice(PATTERNS))
                     world.apply(world.results[-1:])
             case 6:
-                for hold in [each for each, model in world.holds.items() if not model.onboarded][:1]:
+                for hold in [each for each, model in world.holds.items() if not model.has_load][:1]:
                     world.prefetch(hold, PrefetchPolicy.TIMEOUT, 1.5)
             case 7 | 8:
                 upheave(world, dice)
             case _:
                 world.end_step()
-                world.abort("one")
+                world.release_request("one")
     return world
 
 
 def ask_abroad(world: Groups, path: str, name: str) -> None:
     """A foreign tier has a part of `path`, says so, and it is fetched."""
     world.others_store(path, 4, name)
-    world.match(path, 0, None)
+    world.lookup(path, 0, None)
     for number, question in list(world.questions.items()):
         for rank in sorted(question.waiting):
             world.answer(number, rank, True, Status.OK)
-    world.fetch(path, 0)
+    world.prefetch_foreign(path, 0)
 
 
 def keep_house(world: Groups, path: str, group: int) -> None:
     """A host that moves bytes itself stores, keeps and reads chunks that stand alone."""
-    world.offer_alone(path, group, 0)
+    world.store_alone_by_host(path, group, 0)
     ready = [each for each in chunks(path, group) if world.is_readable(each)]
-    world.keep(ready, group, "two")
-    world.lend(ready, group)
+    world.lease_each(ready, group, "two")
+    world.load_by_host(ready, group)
 
 
 def busy_groups(seed: int) -> Groups:
@@ -90,13 +90,13 @@ def busy_groups(seed: int) -> Groups:
         path, group = dice.choice(("aaaaaa", "aaaabb", "aabaaa")), dice.randrange(1, 3)
         match dice.randrange(9):
             case 0 | 1:
-                world.commit_alone(path, group, 0, True)
-                world.commit(path, 0, True)
+                world.store_alone(path, group, 0, True)
+                world.store(path, 0, True)
             case 2 | 3:
                 device = [[dice.random() < 0.2 for _ in range(6)] for _ in range(3)]
-                hold = world.match_groups(path, device, dice.choice(REQUESTS))
+                hold = world.lookup_groups(path, device, dice.choice(REQUESTS))
                 if hold is not None:
-                    world.onboard_groups(hold, by_layer=True)
+                    world.load_groups(hold, by_layer=True)
             case 4:
                 ask_abroad(world, path, dice.choice(("near", "far")))
             case 5:
@@ -108,7 +108,7 @@ def busy_groups(seed: int) -> Groups:
             case 7:
                 upheave(world, dice)
             case _:
-                world.abort(dice.choice(("one", "two")))
+                world.release_request(dice.choice(("one", "two")))
                 world.settle_all()
     return world
 

@@ -16,7 +16,7 @@ def filled(setup: Setup, *paths: str) -> World:
     """A world in which these paths were offloaded, and backed up if the policy is to do so."""
     world = World(setup)
     for path in paths:
-        world.commit(path, 0, False)
+        world.store(path, 0, False)
         world.settle_all()
     return world
 
@@ -28,7 +28,7 @@ def on(world: World, tier: str) -> list[str]:
 def test_tails_go_before_heads() -> None:
     world = filled(Setup(host=3), "abc")
     for newcomer, left in (("x", ["a", "ab", "x"]), ("y", ["a", "x", "y"])):
-        world.commit(newcomer, 0, False)
+        world.store(newcomer, 0, False)
         world.settle_all()
         assert on(world, HOST) == left
 
@@ -36,37 +36,37 @@ def test_tails_go_before_heads() -> None:
 def test_the_head_of_a_path_stays_even_if_it_was_used_least() -> None:
     world = World(Setup(host=3))
     for path, first in (("a", 0), ("ab", 1), ("abc", 2)):  # heads are the oldest
-        world.commit(path, first, False)
+        world.store(path, first, False)
         world.settle_all()
-    world.commit("x", 0, False)
+    world.store("x", 0, False)
     assert on(world, HOST) == ["a", "ab", "x"]
 
 
 def test_old_heads_go_as_soon_as_their_tails_have() -> None:
     world = World(Setup(host=3))
     for path in ("a", "ab", "abc"):
-        world.commit(path, 0, False)
+        world.store(path, 0, False)
         world.settle_all()
-    world.commit("xyz", 0, False)
+    world.store("xyz", 0, False)
     assert on(world, HOST) == ["x", "xy", "xyz"]
 
 
 def test_several_go_together_from_tail_to_head() -> None:
     world = filled(Setup(host=3), "abc")
-    world.commit("xyz", 0, False)
+    world.store("xyz", 0, False)
     assert on(world, HOST) == ["x", "xy", "xyz"]
 
 
 def test_a_branch_keeps_the_trunk() -> None:
     world = filled(Setup(host=4), "ab", "ac")
-    world.match("ac", 0, None)
-    world.commit("xy", 0, False)
+    world.lookup("ac", 0, None)
+    world.store("xy", 0, False)
     assert on(world, HOST) == ["a", "ac", "x", "xy"]
 
 
 def test_backups_go_heads_first() -> None:
     world = World(Setup(host=4, file=4, backup="write_through"))
-    world.commit("abc", 0, False)
+    world.store("abc", 0, False)
     world.end(world.on("device->host")[0])
     (backup,) = world.on("host->file")
     assert [item.key for item in backup.transfer.items] == chunks("abc")
@@ -74,7 +74,7 @@ def test_backups_go_heads_first() -> None:
 
 def test_a_backup_that_fails_in_the_middle_takes_what_is_behind_it() -> None:
     world = World(Setup(host=4, file=4, backup="write_through"))
-    world.commit("abc", 0, False)
+    world.store("abc", 0, False)
     world.end(world.on("device->host")[0])
     world.end(world.on("host->file")[0], Status.OK, Status.NO_SPACE, Status.OK)
     assert on(world, FILE) == ["a"]
@@ -83,7 +83,7 @@ def test_a_backup_that_fails_in_the_middle_takes_what_is_behind_it() -> None:
 
 def test_an_offload_that_fails_in_the_middle_takes_what_is_behind_it() -> None:
     world = World(Setup(host=4))
-    world.commit("abc", 0, False)
+    world.store("abc", 0, False)
     world.end(world.on("device->host")[0], Status.OK, Status.IO_ERROR, Status.OK)
     assert on(world, HOST) == ["a"]
     assert world.cache.counters.lost[HOST] == 2
@@ -93,9 +93,9 @@ def test_a_corrupt_parent_takes_its_subtree() -> None:
     world = filled(Setup(host=4, file=4, backup="write_through"), "ab", "ac")
     for path in ("ab", "ac"):
         world.discard(path, HOST)
-    hold = world.match("ab", 0, None)
+    hold = world.lookup("ab", 0, None)
     assert hold is not None
-    world.onboard(hold, 2, 0, 0)
+    world.load(hold, 2, 0, 0)
     world.end(world.on("file->host")[0], Status.CORRUPT, Status.OK)
     assert not world.resident
     world.end(world.on("host->device")[0])
@@ -106,9 +106,9 @@ def test_a_corrupt_parent_takes_its_subtree() -> None:
 def test_children_survive_a_corrupt_parent_that_has_a_good_copy() -> None:
     world = filled(Setup(host=4, file=4, backup="write_through"), "ab")
     world.discard("ab", HOST)
-    hold = world.match("a", 0, None)
+    hold = world.lookup("a", 0, None)
     assert hold is not None
-    world.onboard(hold, 1, 0, 0)
+    world.load(hold, 1, 0, 0)
     world.end(world.on("file->host")[0])
     world.end(world.on("host->device")[0], Status.CORRUPT)  # the host copy is bad, that in the file is not
     assert on(world, HOST) == []
@@ -117,19 +117,19 @@ def test_children_survive_a_corrupt_parent_that_has_a_good_copy() -> None:
 
 def test_a_hold_on_the_tail_keeps_the_whole_path() -> None:
     world = filled(Setup(host=3), "abc")
-    hold = world.match("abc", 0, None)
+    hold = world.lookup("abc", 0, None)
     assert hold is not None
-    world.commit("xyz", 0, False)
+    world.store("xyz", 0, False)
     assert on(world, HOST) == ["a", "ab", "abc"]
     world.release(hold)
-    world.commit("xyz", 0, False)
+    world.store("xyz", 0, False)
     assert on(world, HOST) == ["x", "xy", "xyz"]
 
 
 def test_a_hold_on_the_head_lets_the_tail_go() -> None:
     world = filled(Setup(host=3), "abc")
-    world.match("a", 0, None)
-    world.commit("xyz", 0, False)
+    world.lookup("a", 0, None)
+    world.store("xyz", 0, False)
     assert on(world, HOST) == ["a", "x", "xy"]
 
 
@@ -234,7 +234,7 @@ def test_the_longest_prefix_is_found_without_looking_at_each_chunk() -> None:
             return super().__getitem__(at)  # type: ignore[index]
 
     world = World(Setup(host=64, device_blocks=64))
-    world.commit("a" * 40, 0, False)
+    world.store("a" * 40, 0, False)
     world.settle_all()
     found = lookup(world.cache, Keys(chunks("a" * 60)), 0.0)
     assert found.chunks == 40

@@ -31,27 +31,27 @@ BOTH = Setup(host=4, file=8, backup="write_through")
 def offloaded(setup: Setup, *paths: str) -> World:
     world = World(setup)
     for path in paths:
-        world.commit(path, 0, True)
+        world.store(path, 0, True)
         world.settle_all()
     return world
 
 
 def test_trap_7_a_block_is_not_there_because_its_copy_was_submitted() -> None:
     world = World(BOTH)
-    world.commit("a", 0, False)
-    assert world.match("a", 0, None) is None
+    world.store("a", 0, False)
+    assert world.lookup("a", 0, None) is None
 
 
 def test_trap_8_a_slot_is_not_free_because_its_copy_was_submitted() -> None:
     world = offloaded(Setup(host=1), "a")
-    hold = world.match("a", 0, None)
+    hold = world.lookup("a", 0, None)
     assert hold is not None
-    world.onboard(hold, 1, 0, 0)
+    world.load(hold, 1, 0, 0)
     world.release(hold)
-    world.commit("x", 0, False)
+    world.store("x", 0, False)
     assert world.where("x") == {}
     world.settle_all()
-    world.commit("x", 0, False)
+    world.store("x", 0, False)
     assert world.where("x") == {HOST: "filling"}
 
 
@@ -64,19 +64,19 @@ def test_trap_18_allocating_nothing_does_not_take_everything() -> None:
 def test_trap_19_what_came_back_from_a_colder_tier_can_be_evicted_again() -> None:
     world = offloaded(BOTH, "abcd")
     world.discard("abcd", HOST)
-    hold = world.match("abcd", 0, None)
+    hold = world.lookup("abcd", 0, None)
     assert hold is not None
-    world.onboard(hold, 4, 0, 0)
+    world.load(hold, 4, 0, 0)
     world.settle_all()
     world.release(hold)
     assert world.cache.stats()[0].ready == 4
-    world.commit("wxyz", 0, True)
+    world.store("wxyz", 0, True)
     assert world.where("wxyz") == {HOST: "filling"}
 
 
 def test_trap_20_source_and_destination_are_not_swapped_in_any_direction() -> None:
     world = World(Setup(host=4, file=8, backup="write_through", found=((5, key("x"), None),)))
-    world.commit("a", 0, False)
+    world.store("a", 0, False)
     (down,) = world.on("device->host")
     ((_, _, source, destination, _),) = down.transfer.items
     assert (source, destination.tier, destination.index) == (None, HOST, 0)
@@ -84,9 +84,9 @@ def test_trap_20_source_and_destination_are_not_swapped_in_any_direction() -> No
     (further,) = world.on("host->file")
     ((_, _, source, destination, _),) = further.transfer.items
     assert (source.tier, source.index, destination.tier, destination.index) == (HOST, 0, FILE, 0)
-    hold = world.match("x", 0, None)
+    hold = world.lookup("x", 0, None)
     assert hold is not None
-    world.onboard(hold, 1, 0, 0)
+    world.load(hold, 1, 0, 0)
     (up,), (home,) = world.on("file->host"), world.on("host->device")
     ((_, _, source, destination, _),) = up.transfer.items
     assert (source.tier, source.index, destination.tier, destination.index) == (FILE, 5, HOST, 1)
@@ -117,9 +117,9 @@ def test_trap_22_tails_go_before_heads_whatever_the_policy_names_first(
             monkeypatch.setattr(LRU, name, with_heads_coldest(getattr(LRU, name)))
     world = World(Setup(host=3))
     for path, first in (("a", 0), ("ab", 1), ("abc", 2)):
-        world.commit(path, first, False)
+        world.store(path, first, False)
         world.settle_all()
-    world.commit("xy", 0, False)
+    world.store("xy", 0, False)
     assert sorted(path_of(each) for each, _ in world.resident) == ["a", "x", "xy"]
 
 
@@ -131,13 +131,13 @@ def with_heads_coldest(method: Any) -> Any:
 def test_trap_23_a_suffix_that_comes_from_a_colder_tier_keeps_its_parent_and_its_place() -> None:
     world = offloaded(Setup(host=8, file=8, backup="write_through", per_chunk=2), "ab", "abcd")
     world.discard("abcd", HOST)
-    warm = world.match("ab", 0, None)
+    warm = world.lookup("ab", 0, None)
     assert warm is not None
-    world.onboard(warm, 2, 0, 0)
+    world.load(warm, 2, 0, 0)
     world.settle_all()
-    hold = world.match("abcd", 1, None)
+    hold = world.lookup("abcd", 1, None)
     assert hold is not None
-    world.onboard(hold, 3, 1, 0)
+    world.load(hold, 3, 1, 0)
     warm_part, cold_part = (job.transfer for job in world.on("host->device"))
     assert [item.parent for item in warm_part.items] == [key("a")]
     assert (warm_part.sections[0].first_block, len(warm_part.sections[0].blocks)) == (3, 1)
@@ -147,7 +147,7 @@ def test_trap_23_a_suffix_that_comes_from_a_colder_tier_keeps_its_parent_and_its
 
 def test_trap_24_a_reset_leaves_no_pending_work_that_reaches_the_new_generation() -> None:
     world = World(BOTH)
-    world.commit("ab", 0, False)
+    world.store("ab", 0, False)
     world.reset()
     world.settle_all()
     assert not world.resident
@@ -157,19 +157,19 @@ def test_trap_24_a_reset_leaves_no_pending_work_that_reaches_the_new_generation(
 @pytest.mark.parametrize("status", [Status.OK, Status.IO_ERROR])
 def test_trap_24_what_ends_after_a_reset_leaves_the_same_keys_of_the_new_generation_alone(status: Status) -> None:
     world = World(BOTH)
-    world.commit("ab", 0, False)
+    world.store("ab", 0, False)
     world.reset()
-    world.commit("ab", 0, False)
+    world.store("ab", 0, False)
     old, new = world.on("device->host")
     world.end(old, status)
-    assert (world.where("ab"), world.match("ab", 0, None)) == ({HOST: "filling"}, None)
+    assert (world.where("ab"), world.lookup("ab", 0, None)) == ({HOST: "filling"}, None)
     world.end(new)
     assert world.where("ab") == {HOST: "ready", FILE: "filling"}  # of which generation, the world has checked
 
 
 def test_trap_25_what_cannot_be_done_is_refused_before_anything_changes() -> None:
     world = offloaded(Setup(host=1, per_chunk=2), "a")
-    hold = world.match("a", 0, None)
+    hold = world.lookup("a", 0, None)
     world.refused(CacheError, "load", hold, {0: (0, 1, 2)})
     world.refused(CacheError, "store", {0: GroupKeys(chunks("xy"))}, {0: (0, 1, 2)})
     world.refused(JobError, "apply", (TransferResult(99, (Status.OK,)),), 0.0)
@@ -202,9 +202,9 @@ def test_trap_26_a_device_block_is_not_a_slot_and_each_copy_knows_its_tier() -> 
     world = offloaded(BOTH, "ab")
     for block in list(world.free_blocks[:20]):
         world.free_blocks.remove(block)
-    hold = world.match("ab", 0, None)
+    hold = world.lookup("ab", 0, None)
     assert hold is not None
-    world.onboard(hold, 2, 0, 0)
+    world.load(hold, 2, 0, 0)
     (transfer,) = (job.transfer for job in world.on("host->device"))
     assert min(transfer.sections[0].blocks) >= 4 > max(i.source.index for i in transfer.items if i.source)
     assert {r.slot.tier for r in world.resident.values() if r.key == key("a")} == {HOST, FILE}
@@ -212,8 +212,8 @@ def test_trap_26_a_device_block_is_not_a_slot_and_each_copy_knows_its_tier() -> 
 
 def test_trap_27_no_two_books_are_the_same_list() -> None:
     world = World(Setup(host=1, file=1))
-    world.match("a", 0, None)
-    world.commit("abc", 1, False)
+    world.lookup("a", 0, None)
+    world.store("abc", 1, False)
     drops = world.cache.counters.drops
     assert (drops[HOST][DropReason.ORPHAN], drops[FILE][DropReason.ORPHAN]) == (1, 0)
     assert world.setup.build().counters.drops[HOST].total() == 0
@@ -229,12 +229,12 @@ def test_trap_28_no_pin_leaks_whenever_a_request_goes_away(moment: str, monkeypa
     cancelled: set[int] = set()
     monkeypatch.setattr(world, "check_cancel", cancelled.add)
     world.discard("abc", HOST)
-    hold = world.match("abc", 0, "request")
+    hold = world.lookup("abc", 0, "request")
     assert hold is not None
     if moment == "in a prefetch":
         world.prefetch(hold)
     elif moment != "before onboarding":
-        world.onboard(hold, 3, 0, 0)
+        world.load(hold, 3, 0, 0)
     if moment == "after":
         world.settle_all()
     if moment == "after its time":
@@ -246,7 +246,7 @@ def test_trap_28_no_pin_leaks_whenever_a_request_goes_away(moment: str, monkeypa
         if moment == "in a prefetch" or (moment == "during" and job.transfer.route.destination == DEVICE)
     }
     assert bool(for_it_alone) == (moment in {"in a prefetch", "during"})
-    world.abort("request")
+    world.release_request("request")
     assert for_it_alone <= cancelled
     world.drain()
     world.evict_all()
@@ -254,10 +254,10 @@ def test_trap_28_no_pin_leaks_whenever_a_request_goes_away(moment: str, monkeypa
 
 def test_trap_28_a_store_that_failed_is_not_visible() -> None:
     world = World(BOTH)
-    world.commit("ab", 0, False)
+    world.store("ab", 0, False)
     world.end(world.on("device->host")[0], Status.IO_ERROR)
-    assert world.match("ab", 0, None) is None
-    assert world.peek(key("a")) == "absent"
+    assert world.lookup("ab", 0, None) is None
+    assert world.lookup_each(key("a")) == "absent"
     world.drain()
 
 
@@ -295,12 +295,12 @@ def test_trap_34_what_one_rank_has_is_not_taken_for_granted_on_the_others(
 ) -> None:
     """Whichever rank has failed, and whichever speaks last."""
     world = World(Setup(host=2, ranks=2))
-    world.commit("a", 0, False)
+    world.store("a", 0, False)
     (job,) = world.on(f"{DEVICE}->{HOST}")
     for rank, now in zip(order, ("in_flight", "absent"), strict=True):
         world.deliver(job, rank, [said[rank]])
         world.apply(world.results[:])
-        assert world.peek(key("a")) == now
+        assert world.lookup_each(key("a")) == now
 
 
 @pytest.mark.parametrize("number", range(18, 35))

@@ -17,16 +17,16 @@ def cold(setup: Setup, *paths: str) -> World:
     """A world in which these paths are in the file tier alone."""
     world = World(setup)
     for path in paths:
-        world.commit(path, 0, False)
+        world.store(path, 0, False)
         world.settle_all()
         world.discard(path, HOST)
     return world
 
 
 def load(world: World, path: str, count: int = 0) -> Lease:
-    hold = world.match(path, 0, None)
+    hold = world.lookup(path, 0, None)
     assert hold is not None
-    world.onboard(hold, count or len(world.holds[hold].keys), 0, 0)
+    world.load(hold, count or len(world.holds[hold].keys), 0, 0)
     return hold
 
 
@@ -45,30 +45,30 @@ def test_a_match_names_the_tiers_that_it_will_come_from() -> None:
 
 def test_a_match_of_nothing_holds_nothing() -> None:
     world = World(BOTH)
-    assert world.match("abc", 0, None) is None
+    assert world.lookup("abc", 0, None) is None
     assert misses(world) == {"absent": 3}
     assert world.cache.held == 0
 
 
 def test_what_is_on_its_way_into_its_first_tier_is_a_miss() -> None:
     world = World(BOTH)
-    world.commit("a", 0, False)
-    world.commit("ab", 0, False)
+    world.store("a", 0, False)
+    world.store("ab", 0, False)
     world.end(world.on("device->host")[1])  # the child arrives before its parent
-    assert world.match("abc", 0, None) is None
+    assert world.lookup("abc", 0, None) is None
     assert misses(world) == {"in_flight": 1, "behind": 1, "absent": 1}
 
 
 def test_peek_sees_every_state_and_protects_what_is_ready() -> None:
     world = cold(Setup(host=1, file=4, backup="write_through"), "a")
-    assert world.peek(key("a")) == "colder"
-    assert world.peek(key("x")) == "absent"
-    world.commit("x", 0, False)
-    assert world.peek(key("x")) == "in_flight"
+    assert world.lookup_each(key("a")) == "colder"
+    assert world.lookup_each(key("x")) == "absent"
+    world.store("x", 0, False)
+    assert world.lookup_each(key("x")) == "in_flight"
     world.end_step()
     world.settle_all()
-    assert world.peek(key("x")) == "ready"
-    assert world.peeks == {key("x"): False}
+    assert world.lookup_each(key("x")) == "ready"
+    assert world.seen_in_step == {key("x"): False}
     assert world.discard("x", FILE) == 1
     assert world.discard("x", HOST) == 0
     world.end_step()
@@ -126,7 +126,7 @@ def test_chunks_without_room_in_the_host_tier_are_left_out_and_counted() -> None
     assert world.cache.progress(hold).outcome == (0, ())
     assert misses(world) == {"no_room": 3}
     world.settle_all()
-    world.match("a", 0, None)
+    world.lookup("a", 0, None)
     load(world, "xy")
     hold = load(world, "xyz")
     assert [len(part.told) for part in world.holds[hold].parts] == [3]
@@ -145,7 +145,7 @@ def test_as_much_is_loaded_as_there_is_room_for() -> None:
 
 def test_a_chunk_with_a_slot_behind_one_without_room_is_behind_it() -> None:
     world = World(Setup(host=1, file=1, found=((0, key("a"), None),), backup="write_through"))
-    world.commit("ab", 0, False)
+    world.store("ab", 0, False)
     world.settle_all()
     load(world, "ab")
     assert misses(world) == {"no_room": 1, "behind": 1}
@@ -184,9 +184,9 @@ def test_a_batch_is_sixteen_chunks() -> None:
 
 def test_parts_of_the_first_and_the_last_chunk() -> None:
     world = cold(BOTH._replace(per_chunk=2), "abc")
-    hold = world.match("abc", 0, None)
+    hold = world.lookup("abc", 0, None)
     assert hold is not None
-    world.onboard(hold, 3, 1, 1)
+    world.load(hold, 3, 1, 1)
     (section,) = world.on("host->device")[0].transfer.sections
     assert (section.first_block, len(section.blocks)) == (1, 4)
     world.settle_all()
@@ -213,11 +213,11 @@ def test_what_has_arrived_by_the_deadline_is_used(monkeypatch: pytest.MonkeyPatc
 
 def test_giving_up_cancels_what_nobody_waits_for_and_nothing_else() -> None:
     world = cold(BOTH, "a")
-    hasty, patient = (world.match("a", 0, None) for _ in range(2))
+    hasty, patient = (world.lookup("a", 0, None) for _ in range(2))
     assert hasty is not None
     assert patient is not None
-    world.onboard(hasty, 1, 0, 0, 1.0)
-    world.onboard(patient, 1, 0, 0)
+    world.load(hasty, 1, 0, 0, 1.0)
+    world.load(patient, 1, 0, 0)
     world.cache.apply((), 1.0)
     mine, _ = world.on("host->device")
     assert world.cache.take() == [Cancel(mine.transfer.job)]
@@ -229,11 +229,11 @@ def test_giving_up_cancels_what_nobody_waits_for_and_nothing_else() -> None:
 
 def test_letting_go_amid_a_load_leaves_nothing_behind() -> None:
     world = cold(BOTH, "abc")
-    world.match("abc", 0, "one")
-    world.match("ab", 0, "one")
+    world.lookup("abc", 0, "one")
+    world.lookup("ab", 0, "one")
     for hold in list(world.holds)[:1]:
-        world.onboard(hold, 3, 0, 0)
-    world.abort("one")
+        world.load(hold, 3, 0, 0)
+    world.release_request("one")
     assert world.cache.held == 0
     world.settle_all()
     assert world.where("abc") == {HOST: "ready", FILE: "ready"}  # what was on its way in stays, for the next one
@@ -284,7 +284,7 @@ def test_a_late_load_leaves_its_source_good() -> None:
 
 def test_what_others_found_bad_has_not_arrived_whatever_the_mover_says() -> None:
     world = World(BOTH)
-    world.commit("a", 0, False)
+    world.store("a", 0, False)
     world.end(world.on("device->host")[0])
     for job in world.on("host->file"):
         world.end(job)
@@ -298,13 +298,13 @@ def test_what_others_found_bad_has_not_arrived_whatever_the_mover_says() -> None
 
 def test_a_backup_of_bytes_that_turn_out_bad_is_not_kept() -> None:
     world = World(BOTH)
-    world.commit("a", 0, False)
+    world.store("a", 0, False)
     world.end(world.on("device->host")[0])
     hold = load(world, "a")
     world.end(world.on("host->device")[0], Status.CORRUPT)
     world.end(world.on("host->file")[0], Status.OK)
     assert world.where("a") == {}
-    assert world.match("a", 0, None) is None
+    assert world.lookup("a", 0, None) is None
     world.release(hold)
     world.drain()
 

@@ -20,7 +20,7 @@ NO_ROOM, BACKPRESSURE, ORPHAN, WRITE_FAILED = (
 def store(world: World, *paths: str) -> World:
     """StoreOrder these paths; their backups, if any were ordered, stay under way."""
     for path in paths:
-        world.commit(path, 0, True)
+        world.store(path, 0, True)
         for job in world.on("device->host"):
             world.end(job)
     return world
@@ -37,22 +37,22 @@ def backed_up(world: World) -> list[str]:
 
 def test_write_through_offloads_what_is_complete() -> None:
     world = World(Setup(host=4))
-    world.commit("ab", 0, False)
+    world.store("ab", 0, False)
     assert world.where("ab") == {HOST: "filling"}
 
 
 def test_write_back_waits_for_the_engine_to_evict() -> None:
     world = World(Setup(host=4, offload="write_back"))
-    world.commit("ab", 0, False)
+    world.store("ab", 0, False)
     assert world.where("ab") == {}
-    world.commit("ab", 0, True)
+    world.store("ab", 0, True)
     assert world.where("ab") == {HOST: "filling"}
 
 
 def test_what_a_tier_has_or_is_getting_is_not_written_again() -> None:
     world = World(Setup(host=4))
-    world.commit("ab", 0, False)
-    world.commit("abc", 0, False)
+    world.store("ab", 0, False)
+    world.store("abc", 0, False)
     first, second = world.on("device->host")
     assert [path_of(item.key) for item in second.transfer.items] == ["abc"]
     world.end(second)
@@ -83,7 +83,7 @@ def test_all_branches_behind_a_head_follow_it_when_it_is_backed_up() -> None:
 
 def test_an_offload_takes_no_room_from_what_it_follows() -> None:
     world = store(World(Setup(host=2)), "a")
-    world.commit("abc", 1, True)
+    world.store("abc", 1, True)
     assert world.where("a") == {HOST: "ready"}
     assert world.where("ab") == {HOST: "filling"}
     assert drops(world) == {NO_ROOM: 1}
@@ -91,7 +91,7 @@ def test_an_offload_takes_no_room_from_what_it_follows() -> None:
 
 def test_what_is_not_backed_up_is_spared_while_a_backup_is_under_way() -> None:
     world = store(World(Setup(host=2, file=4)), "a", "b")
-    world.commit("c", 0, True)
+    world.store("c", 0, True)
     assert backed_up(world) == ["a"]
     assert drops(world) == {BACKPRESSURE: 1}
     world.end(world.on("host->file")[0])
@@ -115,7 +115,7 @@ def test_a_backup_that_failed_is_not_tried_again_and_blocks_nothing() -> None:
     world.end_step()
     world.flush()
     assert backed_up(world) == []
-    world.commit("ab", 1, True)  # nor what is behind it: the file tier alone could not reach it
+    world.store("ab", 1, True)  # nor what is behind it: the file tier alone could not reach it
     world.end(world.on("device->host")[0])
     assert backed_up(world) == []
     store(world, "xy")
@@ -152,8 +152,8 @@ def test_a_held_chunk_survives_the_failed_backup_of_its_parent() -> None:
     slow = world.on("host->file")[0]
     for job in world.on("host->file")[1:]:
         world.end(job)
-    assert world.match("ab", 0, None) is not None
-    world.commit("c", 0, True)  # would like the slot of "ab"
+    assert world.lookup("ab", 0, None) is not None
+    world.store("c", 0, True)  # would like the slot of "ab"
     world.end(slow, Status.IO_ERROR)
     assert world.where("ab") == {HOST: "ready"}
 
@@ -161,7 +161,7 @@ def test_a_held_chunk_survives_the_failed_backup_of_its_parent() -> None:
 def test_a_file_tier_smaller_than_the_host_tier_comes_to_rest() -> None:
     world = World(Setup(host=4, file=2, backup="write_through"))
     for path in ("a", "b", "c", "d"):
-        world.commit(path, 0, False)
+        world.store(path, 0, False)
         world.settle_all()
     assert world.cache.counters.routes["host->file"].chunks == 2
     assert world.flush()
@@ -170,7 +170,7 @@ def test_a_file_tier_smaller_than_the_host_tier_comes_to_rest() -> None:
 def test_the_file_tier_makes_room_from_what_the_host_tier_has_not() -> None:
     world = World(Setup(host=2, file=3, backup="write_through"))
     for path in ("a", "b", "c", "d"):
-        world.commit(path, 0, False)
+        world.store(path, 0, False)
         world.settle_all()
     assert world.where("c") == world.where("d") == {HOST: "ready", FILE: "ready"}
     assert sum(world.where(path) == {FILE: "ready"} for path in "ab") == 1
@@ -179,13 +179,13 @@ def test_the_file_tier_makes_room_from_what_the_host_tier_has_not() -> None:
 @pytest.mark.parametrize(("limit", "taken"), [(3, 3), (1, 1)])
 def test_offloads_in_flight_are_bounded_and_the_rest_is_counted(limit: int, taken: int) -> None:
     world = World(Setup(host=8, max_writes=limit))
-    world.commit("abcde", 0, False)
+    world.store("abcde", 0, False)
     assert len(world.on("device->host")[0].transfer.items) == taken
     assert drops(world) == {BACKPRESSURE: 5 - taken}
-    world.commit("xyz", 0, False)
+    world.store("xyz", 0, False)
     assert drops(world) == {BACKPRESSURE: 5 - taken + 3}
     world.end(world.on("device->host")[0])
-    world.commit("abcde", 0, False)
+    world.store("abcde", 0, False)
     assert world.where("abcde"[: taken + 1]) == {HOST: "filling"}
 
 
@@ -200,31 +200,31 @@ def test_backups_in_flight_are_bounded_and_the_rest_is_left_for_later() -> None:
 
 def test_offers_count_as_writes_in_flight() -> None:
     world = World(Setup(host=8, max_writes=2))
-    world.offer("abc", 0)
-    world.commit("x", 0, False)
+    world.store_by_host("abc", 0)
+    world.store("x", 0, False)
     assert drops(world) == {BACKPRESSURE: 2}
 
 
 def test_no_room_is_counted_as_such() -> None:
     world = store(World(Setup(host=1)), "a")
-    world.match("a", 0, None)
-    world.commit("x", 0, False)
+    world.lookup("a", 0, None)
+    world.store("x", 0, False)
     assert drops(world) == {NO_ROOM: 1}
 
 
 def test_an_orphan_is_counted_as_such() -> None:
     world = store(World(Setup(host=1)), "x")
-    world.commit("abc", 2, False)
+    world.store("abc", 2, False)
     assert drops(world) == {ORPHAN: 1}
 
 
 def test_a_failed_offload_is_counted_and_invisible() -> None:
     world = World(Setup(host=4))
-    world.commit("a", 0, False)
+    world.store("a", 0, False)
     world.end(world.on("device->host")[0], Status.IO_ERROR)
     assert drops(world) == {WRITE_FAILED: 1}
     assert world.where("a") == {}
-    assert world.match("a", 0, None) is None
+    assert world.lookup("a", 0, None) is None
 
 
 def test_flush_orders_all_that_a_restart_would_lose() -> None:
@@ -244,7 +244,7 @@ def test_a_backup_that_failed_is_tried_again_when_its_chunk_is_used() -> None:
     world.end(world.on("host->file")[0], Status.NO_SPACE)
     world.end_step()
     assert backed_up(world) == []
-    hold = world.match("ab", 0, None)
+    hold = world.lookup("ab", 0, None)
     assert hold is not None
     world.release(hold)
     world.end_step()
@@ -333,7 +333,7 @@ def test_a_policy_knows_when_it_wants_a_chunk() -> None:
 
 def test_chunks_of_an_answer_that_a_tier_has_already_are_not_dropped() -> None:
     world = World(Setup(host=8, prompt_only=True))
-    world.commit("abcd", 0, False, prompt=None)
+    world.store("abcd", 0, False, prompt=None)
     world.settle_all()
-    world.commit("abcde", 0, False, prompt=2)
+    world.store("abcde", 0, False, prompt=2)
     assert world.cache.counters.drops[HOST][DropReason.ANSWER] == 1

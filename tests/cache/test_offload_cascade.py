@@ -20,7 +20,7 @@ def three(host: int, file: int, third: int, **rest: object) -> World:
 
 def stored(world: World, *paths: str) -> World:
     for path in paths:
-        world.commit(path, 0, True)
+        world.store(path, 0, True)
         world.settle_all()
     return world
 
@@ -35,7 +35,7 @@ def there(world: World, tier: str) -> set[str]:
 
 def test_down_through_three_tiers_up_again_and_gone() -> None:
     world = three(1, 1, 1)
-    world.commit("a", 0, False)
+    world.store("a", 0, False)
     assert world.where("a") == {HOST: "filling"}
     world.end(world.on("device->host")[0])
     assert world.where("a") == {HOST: "ready", FILE: "filling"}
@@ -45,9 +45,9 @@ def test_down_through_three_tiers_up_again_and_gone() -> None:
     assert world.where("a") == {HOST: "ready", FILE: "ready", THIRD: "ready"}
     assert [world.discard("a", HOST), world.discard("a", FILE)] == [1, 1]
     assert world.where("a") == {THIRD: "ready"}
-    hold = world.match("a", 0, None)
+    hold = world.lookup("a", 0, None)
     assert isinstance(hold, Lease)
-    world.onboard(hold, 1, 0, 0)
+    world.load(hold, 1, 0, 0)
     assert world.where("a") == {HOST: "filling", THIRD: "ready"}  # not by way of the file tier
     world.end(world.on("third->host")[0])
     world.end(world.on("host->device")[0])
@@ -64,14 +64,14 @@ def test_runs_name_each_tier_along_a_path() -> None:
     world.discard("abc", HOST)
     world.discard("ac", FILE)
     assert world.cache.discard(chunks("abc")[2:], FILE) == 1
-    warm = world.match("a", 0, None)
+    warm = world.lookup("a", 0, None)
     assert warm is not None
-    world.onboard(warm, 1, 0, 0)
+    world.load(warm, 1, 0, 0)
     world.settle_all()
-    hold = world.match("abcd", 0, None)
+    hold = world.lookup("abcd", 0, None)
     assert hold is not None
     assert world.cache.progress(hold).runs == ((HOST, 1), (FILE, 1), (THIRD, 1), (HOST, 1))
-    world.onboard(hold, 4, 0, 0)
+    world.load(hold, 4, 0, 0)
     world.settle_all()
     assert world.cache.progress(hold).outcome == (4, (HOST, FILE, THIRD, HOST))
 
@@ -99,11 +99,11 @@ def test_a_full_tier_has_its_own_copied_down_before_it_makes_room() -> None:
 def test_what_waits_for_a_cascade_is_not_given_up_for_an_offload() -> None:
     world = safe(stored(three(1, 1, 4, backup="write_back"), "a"))
     stored(world, "b")
-    world.commit("c", 0, True)
+    world.store("c", 0, True)
     assert (on(world, "file->third"), there(world, HOST)) == (["a"], {"b"})
     assert world.cache.counters.drops[HOST][DropReason.BACKPRESSURE] == 1
     world.end(world.on("file->third")[0])
-    world.commit("c", 0, True)
+    world.store("c", 0, True)
     assert (on(world, "host->file"), there(world, HOST)) == (["b"], {"b"})
     world.settle_all()
     stored(world, "c")
@@ -124,7 +124,7 @@ def test_a_cascade_that_does_not_fit_changes_nothing() -> None:
     for path in ("a", "b"):
         safe(stored(world, path))
     assert (there(world, FILE), there(world, THIRD)) == ({"b"}, {"a"})
-    assert world.match("a", 0, None)
+    assert world.lookup("a", 0, None)
     stored(world, "c")
     assert there(world, HOST) == {"b", "c"}
     before, gone = dict(world.resident), dict(world.cache.counters.evictions)
@@ -134,14 +134,14 @@ def test_a_cascade_that_does_not_fit_changes_nothing() -> None:
 
 def test_a_copy_down_that_fails_costs_nothing_but_the_copy() -> None:
     world = three(2, 2, 2)
-    world.commit("ab", 0, False)
+    world.store("ab", 0, False)
     world.end(world.on("device->host")[0])
     world.end(world.on("host->file")[0])
     world.end(world.on("file->third")[0], Status.OK, Status.NO_SPACE)
     assert world.where("ab") == {HOST: "ready", FILE: "ready"}
     world.end_step()
     assert on(world, "file->third") == []
-    hold = world.match("ab", 0, None)
+    hold = world.lookup("ab", 0, None)
     assert hold is not None
     world.release(hold)  # a use makes it worth another try
     world.end_step()
@@ -150,9 +150,9 @@ def test_a_copy_down_that_fails_costs_nothing_but_the_copy() -> None:
 
 def test_children_wait_in_each_tier_until_their_parents_are_below() -> None:
     world = three(4, 4, 4)
-    world.commit("ab", 0, False)
+    world.store("ab", 0, False)
     world.end(world.on("device->host")[0])
-    world.commit("abc", 0, False)
+    world.store("abc", 0, False)
     world.end(world.on("device->host")[0])
     assert on(world, "host->file") == ["a", "ab"]
     world.end(world.on("host->file")[0])
@@ -171,7 +171,7 @@ def test_each_route_has_a_rule_of_its_own() -> None:
     assert there(world, FILE) == {"a"}  # one slot of the host tier is free, so one must be safe
     assert there(world, THIRD) == set()
     for _ in range(3):
-        hold = world.match("ab", 0, None)
+        hold = world.lookup("ab", 0, None)
         assert hold is not None
         world.release(hold)
         world.end_step()
@@ -232,10 +232,10 @@ def copies(cache: TieredCache, keys: list[Key]) -> None:
 @pytest.mark.parametrize("batch", ["end_step", "tick", "apply"])
 def test_pending_backups_are_issued_with_the_next_batch(batch: str) -> None:
     world = three(8, 8, 8, max_writes=1)
-    world.commit("a", 0, True)
-    world.commit("x", 0, True)  # one write at a time: it is dropped
+    world.store("a", 0, True)
+    world.store("x", 0, True)  # one write at a time: it is dropped
     world.end(world.on("device->host")[0])
-    world.commit("ab", 1, True)
+    world.store("ab", 1, True)
     world.end(world.on("device->host")[0])
     assert on(world, "host->file") == ["a"]  # "ab" is pending
     for job in world.on("host->file"):

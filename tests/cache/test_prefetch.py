@@ -25,10 +25,10 @@ def prefetched(world: World, lease: Lease) -> int | None:
 def cold(path: str, setup: Setup = BOTH) -> tuple[World, Lease]:
     """A world in which only the file tier has `path`, and a hold on it."""
     world = World(setup)
-    world.commit(path, 0, False)
+    world.store(path, 0, False)
     world.settle_all()
     world.discard(path, HOST)
-    hold = world.match(path, 0, "request")
+    hold = world.lookup(path, 0, "request")
     assert hold is not None
     return world, hold
 
@@ -42,7 +42,7 @@ def test_held_chunks_come_up_and_are_onboarded_from_there() -> None:
     world.settle_all()
     assert world.where("abc") == {HOST: "ready", FILE: "ready"}
     assert world.prefetch(hold) == ()
-    world.onboard(hold, 3, 0, 0)
+    world.load(hold, 3, 0, 0)
     world.settle_all()
     assert world.cache.progress(hold).outcome == (3, (HOST,) * 3)
     world.release(hold)
@@ -52,7 +52,7 @@ def test_held_chunks_come_up_and_are_onboarded_from_there() -> None:
 def test_an_onboarding_joins_what_is_under_way() -> None:
     world, hold = cold("ab")
     (job,) = world.prefetch(hold)
-    world.onboard(hold, 2, 0, 0)
+    world.load(hold, 2, 0, 0)
     assert world.on("file->host") == [world.jobs[job]]
     world.settle_all()
     assert world.cache.progress(hold).outcome == (2, (FILE,) * 2)
@@ -97,23 +97,23 @@ def test_a_prefetch_that_fails_leaves_what_is_sound() -> None:
 
 def test_asleep_nothing_touches_the_device_and_the_tiers_stay() -> None:
     world = World(Setup(host=4, device_blocks=8))
-    world.commit("ab", 0, False)
+    world.store("ab", 0, False)
     world.settle_all()
-    hold = world.match("ab", 0, None)
+    hold = world.lookup("ab", 0, None)
     assert hold is not None
-    world.onboard(hold, 2, 0, 0)
-    world.commit("x", 0, False)
+    world.load(hold, 2, 0, 0)
+    world.store("x", 0, False)
     assert not world.call("sleep")
     assert sum(isinstance(c, Cancel) for c in world.call("take")) == 2
     world.refused(CacheError, "store", {0: GroupKeys([key("y")])}, {0: (7,)})
-    other = world.match("a", 0, None)
+    other = world.lookup("a", 0, None)
     world.refused(CacheError, "load", other, {0: (7,)})
     world.settle_all()
     assert world.call("sleep")
     assert world.where("ab") == {HOST: "ready"}
     world.call("wake")
     assert other is not None
-    world.onboard(other, 1, 0, 0)
+    world.load(other, 1, 0, 0)
     world.settle_all()
     assert world.cache.progress(other).outcome == (1, (HOST,))
     world.release(hold)
@@ -187,7 +187,7 @@ def test_a_prefetch_that_two_have_joined_outlives_the_one_that_began_it() -> Non
     world, first = cold("ab")
     (job,) = world.prefetch(first, PrefetchPolicy.TIMEOUT, 5.0)
     world.tick(3.0)
-    second = world.match("ab", 0, "another")
+    second = world.lookup("ab", 0, "another")
     assert second is not None
     assert world.prefetch(second, PrefetchPolicy.TIMEOUT, 4.0) == (job,)
     world.call("apply", (), 5.0)
@@ -203,9 +203,9 @@ def test_a_prefetch_that_two_have_joined_outlives_the_one_that_began_it() -> Non
 def test_an_onboarding_keeps_a_prefetch_alive_whose_request_has_gone() -> None:
     world, first = cold("ab")
     (job,) = world.prefetch(first)
-    second = world.match("ab", 0, "another")
+    second = world.lookup("ab", 0, "another")
     assert second is not None
-    world.onboard(second, 2, 0, 0)
+    world.load(second, 2, 0, 0)
     world.release(first)
     world.end(world.jobs[job])
     world.settle_all()
@@ -214,11 +214,11 @@ def test_an_onboarding_keeps_a_prefetch_alive_whose_request_has_gone() -> None:
 
 def test_each_waiter_of_a_load_has_a_deadline_of_its_own() -> None:
     world, first = cold("ab")
-    world.onboard(first, 2, 0, 0, 2.0)
+    world.load(first, 2, 0, 0, 2.0)
     world.tick(1.0)
-    second = world.match("ab", 0, None)
+    second = world.lookup("ab", 0, None)
     assert second is not None
-    world.onboard(second, 2, 0, 0, 5.0)
+    world.load(second, 2, 0, 0, 5.0)
     (read,) = world.on("file->host")
     world.tick(1.0)
     assert world.cache.progress(first).outcome == (0, ())  # at the tick, and the mover has said nothing yet
@@ -235,7 +235,7 @@ def test_each_waiter_of_a_load_has_a_deadline_of_its_own() -> None:
 
 def test_a_released_load_leaves_its_read_until_the_deadline() -> None:
     world, hold = cold("ab")
-    world.onboard(hold, 2, 0, 0, 4.0)
+    world.load(hold, 2, 0, 0, 4.0)
     (read,), (copy,) = world.on("file->host"), world.on("host->device")
     world.call("release", hold)
     assert called_off(world) == [copy.transfer.job]
@@ -285,9 +285,9 @@ def test_waits_that_are_over_are_not_kept() -> None:
 
 def test_a_hold_of_which_all_was_lost_has_nothing_to_prefetch() -> None:
     world, hold = cold("ab")
-    other = world.match("ab", 0, None)
+    other = world.lookup("ab", 0, None)
     assert other is not None
-    world.onboard(other, 2, 0, 0)
+    world.load(other, 2, 0, 0)
     world.end(world.on("file->host")[0], Status.CORRUPT)
     assert world.where("a") == {}
     assert world.prefetch(hold) == ()
@@ -297,16 +297,16 @@ def crowded(*paths: str) -> tuple[World, list[Lease]]:
     """A world in which only the file tier has `paths`, and the host tier is full of w, x, y and z alone; holds."""
     world = World(Setup(host=4, file=32))
     for path in paths:
-        world.commit(path, 0, False)
+        world.store(path, 0, False)
         world.settle_all()
         while not world.flush():
             world.settle_all()
         world.discard(path, HOST)
     for path in "wxyz":
-        world.commit(path, 0, False)
+        world.store(path, 0, False)
     for job in world.on("device->host"):
         world.end(job)
-    holds = [world.match(path, 0, path) for path in paths]
+    holds = [world.lookup(path, 0, path) for path in paths]
     assert world.free(HOST) == 0
     return world, [hold for hold in holds if hold is not None]
 
@@ -350,7 +350,7 @@ def test_a_prefetch_goes_on_with_what_room_is_made() -> None:
 def test_a_prefetch_waits_for_the_end_of_the_step_that_peeked_at_what_is_in_the_way() -> None:
     world, (hold,) = crowded("abc")
     world.prefetch(hold, PrefetchPolicy.WAIT)
-    world.peek(*(key(path) for path in "wxyz"))
+    world.lookup_each(*(key(path) for path in "wxyz"))
     while world.jobs:
         step(world)
     assert prefetched(world, hold) is None
@@ -377,11 +377,11 @@ def test_copies_down_that_take_too_long_end_a_prefetch_at_its_deadline() -> None
 
 def test_a_prefetch_does_not_evict_what_its_own_hold_has() -> None:
     world, hold = cold("abcd")
-    head = world.match("ab", 0, None)
+    head = world.lookup("ab", 0, None)
     assert head is not None
     world.prefetch(head)
     world.settle_all()
-    world.commit("xy", 0, False)  # clean, and used later than "ab"
+    world.store("xy", 0, False)  # clean, and used later than "ab"
     world.settle_all()
     assert world.free(HOST) == 0
     world.prefetch(hold, PrefetchPolicy.WAIT)
@@ -401,7 +401,7 @@ def test_prefetches_that_do_not_fit_together_take_turns() -> None:
     while world.jobs:
         step(world)
     assert (prefetched(world, first), prefetched(world, second)) == (3, None)
-    world.commit("v", 0, True)
+    world.store("v", 0, True)
     world.settle_all()
     assert prefetched(world, first) == 3, "a store takes what the prefetches left"
     world.release(first)
@@ -496,9 +496,9 @@ def test_a_waiting_prefetch_takes_the_room_of_what_a_load_has_read() -> None:
     world, (hold,) = crowded("abcd")
     while not world.flush():
         step(world)
-    load = world.match("w", 0, None)
+    load = world.lookup("w", 0, None)
     assert load is not None
-    world.onboard(load, 1, 0, 0)
+    world.load(load, 1, 0, 0)
     world.end_step()
     (copy,) = world.on("host->device")
     world.cache.prefetch(hold, world.now, policy=PrefetchPolicy.WAIT)
@@ -512,11 +512,11 @@ def test_a_waiting_prefetch_has_failed_copies_tried_again_when_their_chunks_are_
     world, (hold,) = crowded("abc")
     for path in "wxyz":
         world.discard(path, HOST)
-    world.commit("wxyz", 0, False)
+    world.store("wxyz", 0, False)
     world.end(world.on("device->host")[0])
-    load = world.match("w", 0, None)
+    load = world.lookup("w", 0, None)
     assert load is not None
-    world.onboard(load, 1, 0, 0)  # under way all the time, so that there is something to wait for
+    world.load(load, 1, 0, 0)  # under way all the time, so that there is something to wait for
     world.end_step()
     world.prefetch(hold, PrefetchPolicy.WAIT)
     (copy,) = world.on("host->file")

@@ -20,9 +20,9 @@ def found(*paths: str) -> tuple[tuple[int, bytes, bytes | None], ...]:
 
 
 def load(world: World, path: str) -> Outcome | None:
-    hold = world.match(path, 0, None)
+    hold = world.lookup(path, 0, None)
     assert hold is not None
-    world.onboard(hold, len(world.holds[hold].keys), 0, 0)
+    world.load(hold, len(world.holds[hold].keys), 0, 0)
     world.settle_all()
     outcome: Outcome | None = world.cache.progress(hold).outcome
     world.release(hold)
@@ -32,7 +32,7 @@ def load(world: World, path: str) -> Outcome | None:
 def test_a_chunk_goes_all_the_way_down_and_back_and_is_gone_in_the_end() -> None:
     world = World(Setup(host=1, file=1))
     assert world.where("a") == {}
-    world.commit("a", 0, True)
+    world.store("a", 0, True)
     assert world.where("a") == {HOST: "filling"}
     world.settle_all()
     assert world.where("a") == {HOST: "ready"}
@@ -40,18 +40,18 @@ def test_a_chunk_goes_all_the_way_down_and_back_and_is_gone_in_the_end() -> None
     assert world.where("a") == {HOST: "ready", FILE: "filling"}
     world.settle_all()
     assert world.where("a") == {HOST: "ready", FILE: "ready"}
-    world.commit("x", 0, True)
+    world.store("x", 0, True)
     assert (world.where("a"), world.where("x")) == ({FILE: "ready"}, {HOST: "filling"})
     world.settle_all()
-    hold = world.match("a", 0, None)
+    hold = world.lookup("a", 0, None)
     assert hold is not None
-    world.onboard(hold, 1, 0, 0)
+    world.load(hold, 1, 0, 0)
     assert (world.where("a"), world.where("x")) == ({HOST: "filling", FILE: "ready"}, {})
     world.settle_all()
     assert world.where("a") == {HOST: "ready", FILE: "ready"}
     assert world.cache.progress(hold).outcome == (1, (FILE,))
     world.release(hold)
-    world.commit("y", 0, True)
+    world.store("y", 0, True)
     assert world.where("a") == {FILE: "ready"}
     world.settle_all()
     world.flush()
@@ -70,7 +70,7 @@ def test_chunks_whose_parents_are_gone_wait_for_them() -> None:
     world = World(BOTH._replace(file=6, found=found("a", "xy", "xyz", "ac")))
     assert sorted(path_of(each) for each, _ in world.resident) == ["a", "ac", "xy", "xyz"]
     assert world.ready_end(chunks("xyz"), 0) == 0
-    world.commit("xyz", 0, False)
+    world.store("xyz", 0, False)
     world.settle_all()
     assert (world.where("x"), world.where("xy")) == ({HOST: "ready", FILE: "ready"}, {FILE: "ready"})
     assert world.ready_end(chunks("xyz"), 0) == 3
@@ -80,7 +80,7 @@ def test_chunks_whose_parents_are_gone_wait_for_them() -> None:
 def test_what_was_written_last_before_a_restart_goes_last_after_it() -> None:
     world = World(Setup(host=2, file=4, backup="write_through", found=found("b", "a", "ab", "c")))
     for newcomer, left in (("x", ["a", "ab", "c", "x"]), ("y", ["a", "c", "x", "y"]), ("z", ["c", "x", "y", "z"])):
-        world.commit(newcomer, 0, False)
+        world.store(newcomer, 0, False)
         world.settle_all()
         assert sorted(path_of(each) for each, tier in world.resident if tier == FILE) == left
 
@@ -120,13 +120,13 @@ def test_a_restart_into_the_warmest_tier_knows_what_is_not_backed_up() -> None:
 
 def test_a_reset_forgets_everything_and_waits_for_slots_in_use() -> None:
     world = World(BOTH)
-    world.commit("ab", 0, False)
+    world.store("ab", 0, False)
     world.settle_all()
     world.discard("ab", HOST)
-    hold = world.match("ab", 0, None)
+    hold = world.lookup("ab", 0, None)
     assert hold is not None
-    world.onboard(hold, 2, 0, 0)
-    world.commit("x", 0, False)
+    world.load(hold, 2, 0, 0)
+    world.store("x", 0, False)
     in_flight = list(world.jobs)
     world.generation += 1
     assert world.cache.reset() == 1
@@ -137,9 +137,9 @@ def test_a_reset_forgets_everything_and_waits_for_slots_in_use() -> None:
 
 def test_results_of_jobs_from_before_a_reset_free_their_slots_and_nothing_else() -> None:
     world = World(BOTH)
-    world.commit("abc", 0, False)
+    world.store("abc", 0, False)
     world.reset()
-    world.commit("a", 0, False)
+    world.store("a", 0, False)
     old, new = world.on("device->host")
     world.end(old)
     assert world.where("a") == {HOST: "filling"}
@@ -151,15 +151,15 @@ def test_results_of_jobs_from_before_a_reset_free_their_slots_and_nothing_else()
 
 def test_an_onboarding_from_before_a_reset_has_brought_nothing() -> None:
     world = World(BOTH)
-    world.commit("ab", 0, False)
+    world.store("ab", 0, False)
     world.settle_all()
-    over, amid, before = (world.match("ab", 0, None) for _ in range(3))
+    over, amid, before = (world.lookup("ab", 0, None) for _ in range(3))
     assert over is not None
     assert amid is not None
-    world.onboard(over, 2, 0, 0)
+    world.load(over, 2, 0, 0)
     world.settle_all()
     assert world.cache.progress(over).outcome == (2, (HOST, HOST))
-    world.onboard(amid, 2, 0, 0)
+    world.load(amid, 2, 0, 0)
     world.reset()
     assert world.cache.progress(over).outcome == world.cache.progress(amid).outcome == (0, ())
     world.settle_all()
@@ -167,16 +167,16 @@ def test_an_onboarding_from_before_a_reset_has_brought_nothing() -> None:
     assert world.cache.counters.misses[MissReason.CANCELLED] == 2
     world.tick(LOAD)
     assert before is not None
-    world.onboard(before, 2, 0, 0)
+    world.load(before, 2, 0, 0)
     assert world.cache.progress(before).outcome == (0, ())
     world.drain()
 
 
 def test_a_reset_lets_go_of_what_was_peeked_at() -> None:
     world = World(BOTH)
-    world.commit("a", 0, False)
+    world.store("a", 0, False)
     world.settle_all()
-    world.peek(key("a"))
+    world.lookup_each(key("a"))
     world.reset()
     assert world.cache.held == 0
     world.end_step()
@@ -195,7 +195,7 @@ def test_commands_come_once_and_in_order() -> None:
 
 def test_commands_and_results_survive_a_pipe() -> None:
     world = World(BOTH._replace(per_chunk=2))
-    world.commit("ab", 0, False)
+    world.store("ab", 0, False)
     for job in world.jobs.values():
         assert pickle.loads(pickle.dumps(job.transfer)) == job.transfer  # noqa: S301
 
@@ -221,9 +221,9 @@ def test_time_does_not_run_backwards() -> None:
 
 def test_holds_are_released_once() -> None:
     world = World(BOTH)
-    world.commit("a", 0, False)
+    world.store("a", 0, False)
     world.settle_all()
-    first, second = world.match("a", 0, None), world.match("a", 0, "mine")
+    first, second = world.lookup("a", 0, None), world.lookup("a", 0, "mine")
     assert first is not None
     assert second is not None
     world.release(first)
@@ -231,24 +231,24 @@ def test_holds_are_released_once() -> None:
     world.refused(LeaseError, "load", first, {0: (0,)})
     assert world.discard("a", HOST) == 1  # the file has it, too
     assert world.discard("a", FILE) == 0  # the other hold keeps it
-    world.abort("mine")
+    world.release_request("mine")
     world.refused(LeaseError, "release", second)
     assert world.discard("a", FILE) == 1
 
 
 def test_a_hold_is_onboarded_once() -> None:
     world = World(BOTH)
-    world.commit("a", 0, False)
+    world.store("a", 0, False)
     world.settle_all()
-    hold = world.match("a", 0, None)
+    hold = world.lookup("a", 0, None)
     assert hold is not None
-    world.onboard(hold, 1, 0, 0)
+    world.load(hold, 1, 0, 0)
     world.refused(LeaseError, "load", hold, {0: (7,)})
 
 
 def test_a_result_is_taken_once() -> None:
     world = World(BOTH._replace(ranks=2))
-    world.commit("a", 0, False)
+    world.store("a", 0, False)
     (job,) = world.jobs.values()
     world.deliver(job, 0, [Status.OK])
     (result,) = world.results

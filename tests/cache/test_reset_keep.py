@@ -19,7 +19,7 @@ def stored(*paths: str, setup: Setup = BOTH) -> World:
     """A world in whose tiers these paths are ready."""
     world = World(setup)
     for path in paths:
-        world.commit(path, 0, False)
+        world.store(path, 0, False)
     world.settle_all()
     return world
 
@@ -38,7 +38,7 @@ def test_what_no_kept_tier_has_is_gone_with_all_behind_it() -> None:
     world = stored("ab", setup=BOTH._replace(backup="write_back"))
     world.flush()
     world.settle_all()
-    world.commit("abcd", 0, False)
+    world.store("abcd", 0, False)
     world.settle_all()
     world.reset(FILES)
     assert sorted(world.resident) == [(key("a"), FILE), (key("ab"), FILE)]
@@ -47,14 +47,14 @@ def test_what_no_kept_tier_has_is_gone_with_all_behind_it() -> None:
 
 def test_all_tiers_stay_and_only_what_is_in_flight_goes() -> None:
     world = stored("ab")
-    world.commit("abcd", 0, False)
+    world.store("abcd", 0, False)
     in_flight = list(world.jobs)
     assert in_flight
     world.reset(ALL)
     assert sorted(world.resident) == sorted((key(path), tier) for path in ("a", "ab") for tier in ALL)
     world.settle_all()  # their movers have copied them all the same
     assert world.where("abc") == {}
-    world.commit("abcd", 0, False)
+    world.store("abcd", 0, False)
     world.settle_all()
     assert load(world, "abcd") == (4, (HOST,) * 4)
     world.drain()
@@ -62,8 +62,8 @@ def test_all_tiers_stay_and_only_what_is_in_flight_goes() -> None:
 
 def test_a_chunk_behind_one_that_is_in_flight_goes_with_it() -> None:
     world = World(BOTH)
-    world.commit("a", 0, False)
-    world.commit("ab", 0, False)
+    world.store("a", 0, False)
+    world.store("ab", 0, False)
     first, second = world.on("device->host")
     world.end(second)
     assert world.where("ab") == {HOST: "ready"}
@@ -76,9 +76,9 @@ def test_a_chunk_behind_one_that_is_in_flight_goes_with_it() -> None:
 def test_slots_of_jobs_are_nobodys_until_these_have_ended() -> None:
     world = stored("abcd", setup=BOTH._replace(host=4))
     world.discard("abcd", HOST)
-    hold = world.match("abcd", 0, None)
+    hold = world.lookup("abcd", 0, None)
     assert hold is not None
-    world.onboard(hold, 4, 0, 0)
+    world.load(hold, 4, 0, 0)
     world.reset(FILES)
     assert world.free(HOST) == 0
     assert world.cache.progress(hold).outcome == (0, ())
@@ -91,9 +91,9 @@ def test_slots_of_jobs_are_nobodys_until_these_have_ended() -> None:
 def test_a_bad_record_that_is_read_at_a_reset_is_lost_all_the_same() -> None:
     world = stored("ab")
     world.discard("ab", HOST)
-    hold = world.match("ab", 0, None)
+    hold = world.lookup("ab", 0, None)
     assert hold is not None
-    world.onboard(hold, 2, 0, 0)
+    world.load(hold, 2, 0, 0)
     world.reset(FILES)
     (read,) = world.on("file->host")
     world.end(read, Status.CORRUPT)
@@ -103,7 +103,7 @@ def test_a_bad_record_that_is_read_at_a_reset_is_lost_all_the_same() -> None:
 
 def test_commands_cancel_and_forget_nothing() -> None:
     world = stored("a")
-    world.commit("xy", 0, False)
+    world.store("xy", 0, False)
     in_flight = list(world.jobs)
     assert world.cache.reset(keep=FILES) == 0
     assert world.cache.take() == [Cancel(job) for job in in_flight]
@@ -135,7 +135,7 @@ def test_what_a_restart_found_outlives_a_reset_that_keeps_it() -> None:
 
 def test_what_was_peeked_at_is_let_go_of() -> None:
     world = stored("a")
-    world.peek(key("a"))
+    world.lookup_each(key("a"))
     world.reset(ALL)
     assert world.cache.held == 0
     assert world.where("a") == {HOST: "ready", FILE: "ready"}

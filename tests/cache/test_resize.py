@@ -15,7 +15,7 @@ from longshore.errors import CacheError, CapacityError
 def filled(setup: Setup, *paths: str) -> World:
     world = World(setup)
     for path in paths:
-        world.commit(path, 0, False)
+        world.store(path, 0, False)
         world.settle_all()
     return world
 
@@ -39,11 +39,11 @@ def refused(
 def test_a_tier_that_grows_takes_more_and_keeps_what_it_has(policy: str) -> None:
     world = filled(Setup(host=2, policy=policy), "ab")
     resize(world, HOST, 5)
-    world.commit("xyz", 0, False)
+    world.store("xyz", 0, False)
     world.settle_all()
     assert len(world.resident) == 5
     assert [s.slots for s in world.cache.stats()] == [5]
-    world.commit("uvw", 0, False)
+    world.store("uvw", 0, False)
     world.settle_all()
     world.drain()
 
@@ -65,22 +65,22 @@ def test_what_is_in_the_way_can_be_discarded() -> None:
     resize(world, HOST, 0, discard=True)
     assert not world.resident
     resize(world, HOST, 3)
-    world.commit("x", 0, False)
+    world.store("x", 0, False)
     world.settle_all()
     assert world.where("x") == {HOST: "ready"}
 
 
 def test_what_is_held_read_or_needed_is_not_discarded() -> None:
     world = filled(Setup(host=4), "x", "abc")
-    hold = world.match("abc", 0, None)
+    hold = world.lookup("abc", 0, None)
     assert hold is not None
     refused(world, HOST, 1, discard=True)
-    world.onboard(hold, 3, 0, 0)
+    world.load(hold, 3, 0, 0)
     world.release(hold)
     refused(world, HOST, 1, discard=True)
     world.settle_all()
     world.discard("x", HOST)
-    world.commit("abcd", 0, False)  # into slot 0: what is above has a child below
+    world.store("abcd", 0, False)  # into slot 0: what is above has a child below
     world.settle_all()
     refused(world, HOST, 1, discard=True)
     world.discard("abcd", HOST)
@@ -89,20 +89,20 @@ def test_what_is_held_read_or_needed_is_not_discarded() -> None:
 
 def test_with_a_copy_below_even_what_is_held_may_leave_the_host_tier() -> None:
     world = filled(Setup(host=4, file=4, backup="write_through"), "abcd")
-    hold = world.match("abcd", 0, None)
+    hold = world.lookup("abcd", 0, None)
     assert hold is not None
     resize(world, HOST, 1, discard=True)
     assert world.where("abcd") == {FILE: "ready"}
     refused(world, FILE, 2, discard=True)
     resize(world, HOST, 4)
-    world.onboard(hold, 4, 0, 0)
+    world.load(hold, 4, 0, 0)
     world.settle_all()
     assert world.cache.progress(hold).outcome == (4, (HOST, FILE, FILE, FILE))
 
 
 def test_a_slot_that_drains_is_in_the_way() -> None:
     world = World(Setup(host=2))
-    world.commit("ab", 0, False)
+    world.store("ab", 0, False)
     world.reset()
     refused(world, HOST, 0, discard=True)
     world.settle_all()

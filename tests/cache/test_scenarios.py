@@ -122,7 +122,7 @@ def test_five_users_of_one_block() -> None:
 
 def test_down_to_the_file_up_again_and_gone() -> None:
     world = World(Setup(host=1, file=1, backup="write_through"))
-    world.commit("a", 0, False)
+    world.store("a", 0, False)
     assert world.where("a") == {HOST: "filling"}
     world.end(world.on("device->host")[0])
     assert world.where("a") == {HOST: "ready", FILE: "filling"}
@@ -130,9 +130,9 @@ def test_down_to_the_file_up_again_and_gone() -> None:
     assert world.where("a") == {HOST: "ready", FILE: "ready"}
     assert world.discard("a", HOST) == 1
     assert world.where("a") == {FILE: "ready"}
-    hold = world.match("a", 0, None)
+    hold = world.lookup("a", 0, None)
     assert isinstance(hold, Lease)
-    world.onboard(hold, 1, 0, 0)
+    world.load(hold, 1, 0, 0)
     assert world.where("a") == {HOST: "filling", FILE: "ready"}
     world.end(world.on("file->host")[0])
     assert world.where("a") == {HOST: "ready", FILE: "ready"}
@@ -158,14 +158,14 @@ def test_what_is_held_has_an_address_for_each_chunk() -> None:
 
 def test_held_chunks_in_several_tiers_have_the_address_of_the_warmest() -> None:
     world = World(Setup(host=4, file=4, backup="write_through"))
-    world.commit("abcd", 0, False)
+    world.store("abcd", 0, False)
     world.settle_all()
     world.discard("abcd", HOST)
-    warm = world.match("ab", 0, None)
+    warm = world.lookup("ab", 0, None)
     assert warm is not None
-    world.onboard(warm, 2, 0, 0)
+    world.load(warm, 2, 0, 0)
     world.settle_all()
-    hold = world.match("abcd", 0, None)
+    hold = world.lookup("abcd", 0, None)
     assert hold is not None
     assert world.cache.progress(hold).runs == ((HOST, 2), (FILE, 2))
 

@@ -68,8 +68,8 @@ class Tiers(Machine):
     # reading
 
     @rule(path=long_paths, start=st.sampled_from((0, 0, 0, 1, 2)), request=st.sampled_from(REQUESTS))
-    def match(self, path: str, start: int, request: str | None) -> None:
-        self.world.match(path, start, request)
+    def lookup(self, path: str, start: int, request: str | None) -> None:
+        self.world.lookup(path, start, request)
 
     @rule(path=long_paths, start=st.sampled_from((0, 0, 1)), request=st.sampled_from(REQUESTS))
     def count_later(self, path: str, start: int, request: str | None) -> None:
@@ -81,24 +81,24 @@ class Tiers(Machine):
 
     @precondition(lambda self: self.world.setup.partial)
     @rule(path=long_paths, start=st.sampled_from((0, 0, 0, 1)), request=st.sampled_from(REQUESTS))
-    def match_text(self, path: str, start: int, request: str | None) -> None:
-        hold = self.world.match_text(path, start, request)
+    def lookup_text(self, path: str, start: int, request: str | None) -> None:
+        hold = self.world.lookup_text(path, start, request)
         Tiers.begun_alike += hold is not None and not set(self.world.holds[hold].keys) <= set(chunks(path))
 
     @rule(path=paths)
-    def peek(self, path: str) -> None:
-        self.world.peek(key(path))
+    def lookup_each(self, path: str) -> None:
+        self.world.lookup_each(key(path))
 
     @rule(one=long_paths, other=long_paths, first=st.integers(0, 2), new=long_paths)
     def look_at_the_same_and_store(self, one: str, other: str, first: int, new: str) -> None:
         """Two requests of a step look at paths that may overlap, and a store in the same step needs room."""
-        self.world.peek(*chunks(one))
-        self.world.peek(*chunks(other)[first:])
+        self.world.lookup_each(*chunks(one))
+        self.world.lookup_each(*chunks(other)[first:])
         if not self.world.asleep:
-            self.world.offer(new, 0)
+            self.world.store_by_host(new, 0)
         self.world.end_step()
 
-    @precondition(lambda self: not self.world.asleep and any(not m.onboarded for m in self.world.holds.values()))
+    @precondition(lambda self: not self.world.asleep and any(not m.has_load for m in self.world.holds.values()))
     @rule(
         pick=small,
         leave=st.sampled_from((0, 0, 1, 2)),
@@ -106,19 +106,19 @@ class Tiers(Machine):
         short=st.integers(0, 1),
         timeout=st.sampled_from((None, None, 0.5, 3.0)),
     )
-    def onboard(self, pick: int, leave: int, skip: int, short: int, timeout: float | None) -> None:
+    def load(self, pick: int, leave: int, skip: int, short: int, timeout: float | None) -> None:
         """The held chunks, or some of them; with two blocks a chunk, also parts of the first and last."""
-        holds = [hold for hold, model in self.world.holds.items() if not model.onboarded]
+        holds = [hold for hold, model in self.world.holds.items() if not model.has_load]
         hold = holds[pick % len(holds)]
         count, spare = max(1, len(self.world.holds[hold].keys) - leave), self.world.setup.per_chunk - 1
-        self.world.onboard(hold, count, skip * spare, short * spare, timeout)
+        self.world.load(hold, count, skip * spare, short * spare, timeout)
 
     @precondition(lambda self: not self.world.asleep)
     @rule(path=long_paths, request=st.sampled_from(REQUESTS))
-    def match_and_onboard(self, path: str, request: str | None) -> None:
-        hold = self.world.match(path, 0, request)
+    def lookup_and_load(self, path: str, request: str | None) -> None:
+        hold = self.world.lookup(path, 0, request)
         if hold is not None:
-            self.world.onboard(hold, len(self.world.holds[hold].keys), 0, 0)
+            self.world.load(hold, len(self.world.holds[hold].keys), 0, 0)
 
     @precondition(lambda self: self.world.resident and not self.world.asleep)
     @rule(pick=st.integers(0, 15), skip=st.integers(0, 1))
@@ -126,17 +126,17 @@ class Tiers(Machine):
         """A prompt that some tier knows, or is about to."""
         known = list(self.world.resident)
         tail, _ = known[pick % len(known)]
-        hold = self.world.match(path_of(tail), 0, None)
+        hold = self.world.lookup(path_of(tail), 0, None)
         if hold is not None:
             skip = min(skip, self.world.setup.per_chunk - 1)
-            self.world.onboard(hold, len(self.world.holds[hold].keys), skip, 0)
+            self.world.load(hold, len(self.world.holds[hold].keys), skip, 0)
 
     # foreign tiers
 
     @precondition(lambda self: self.world.setup.foreign)
     @rule(path=long_paths, start=st.sampled_from((0, 0, 1)))
-    def fetch(self, path: str, start: int) -> None:
-        self.world.fetch(path, start)
+    def prefetch_foreign(self, path: str, start: int) -> None:
+        self.world.prefetch_foreign(path, start)
 
     # writing
 
@@ -148,21 +148,21 @@ class Tiers(Machine):
         retention=st.sampled_from(RETENTION),
         prompt=st.sampled_from((None, None, 1, 3)),
     )
-    def commit(
+    def store(
         self, path: str, first: int, evicting: bool, retention: tuple[Retention, ...], prompt: int | None
     ) -> None:
-        self.world.commit(path, min(first, len(path) - 1), evicting, retention, prompt)
+        self.world.store(path, min(first, len(path) - 1), evicting, retention, prompt)
 
     @precondition(lambda self: not self.world.asleep)
     @rule(path=long_paths)
-    def commit_and_settle(self, path: str) -> None:
-        self.world.commit(path, 0, True)
+    def store_and_settle(self, path: str) -> None:
+        self.world.store(path, 0, True)
         self.world.settle_all()
 
     @precondition(lambda self: not self.world.asleep)
     @rule(path=paths, first=st.sampled_from((0, 0, 1)))
-    def offer(self, path: str, first: int) -> None:
-        self.world.offer(path, first)
+    def store_by_host(self, path: str, first: int) -> None:
+        self.world.store_by_host(path, first)
 
     @rule(path=paths, tier=st.sampled_from((HOST, FILE, *COLDER)))
     def discard(self, path: str, tier: str) -> None:
@@ -226,14 +226,14 @@ class Tiers(Machine):
             calls.append((CacheError, "lookup", ({0: GroupKeys([key("y"), each], 1)}, world.now), {}))
             calls.append((CacheError, "lookup", ({0: GroupKeys([each, each])}, world.now), {}))
         for hold, model in list(world.holds.items())[:1]:
-            calls += self.wrong_onboards(hold, len(model.keys), model.onboarded)
+            calls += self.wrong_loads(hold, len(model.keys), model.has_load)
         if world.jobs:
             calls += self.wrong_results(list(world.jobs)[pick % len(world.jobs)])
         return calls[pick % 8 :] + calls[: pick % 8]
 
-    def wrong_onboards(self, hold: Lease, held: int, onboarded: bool) -> list[Any]:
+    def wrong_loads(self, hold: Lease, held: int, has_load: bool) -> list[Any]:
         per_chunk = self.world.setup.per_chunk
-        if onboarded:
+        if has_load:
             return [(LeaseError, "load", (hold, {0: (0,)}), {})]
         return [
             (CacheError, "load", (hold,), {}),

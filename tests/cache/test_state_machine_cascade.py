@@ -52,7 +52,7 @@ class Waterfall:
         before = self.ready()
         match self.dice.randrange(8):
             case 0 | 1 | 2:
-                self.world.commit(self.dice.choice(PATHS), 0, True)
+                self.world.store(self.dice.choice(PATHS), 0, True)
             case 3 | 4 | 5:
                 for job, rank in self.dice.sample(runnable := self.world.runnable(), min(1, len(runnable))):
                     self.world.deliver(job, rank, [Status.OK])
@@ -60,7 +60,7 @@ class Waterfall:
             case 6:
                 self.world.flush()
             case _:
-                hold = self.world.match(self.dice.choice(PATHS), 0, None)
+                hold = self.world.lookup(self.dice.choice(PATHS), 0, None)
                 if hold is not None:
                     self.world.release(hold)
         self.check(before)

@@ -1,4 +1,4 @@
-"""Random paths over a handed-over device: requests load, compute, commit and go, while the movers do as they like."""
+"""Random paths over a handed-over device: requests load, compute, store and go, while the movers do as they like."""
 
 from __future__ import annotations
 

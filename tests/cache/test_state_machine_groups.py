@@ -55,75 +55,75 @@ class Several(Machine):
     # requests
 
     @rule(path=prompts, device=st.lists(has, min_size=3, max_size=3), request=st.sampled_from(REQUESTS))
-    def match_groups(self, path: str, device: list[list[bool]], request: str | None) -> None:
-        self.world.match_groups(path, device, request)
+    def lookup_groups(self, path: str, device: list[list[bool]], request: str | None) -> None:
+        self.world.lookup_groups(path, device, request)
 
     @precondition(lambda self: not self.world.asleep)
     @rule(path=prompts, device=has, by_layer=st.booleans(), timeout=st.sampled_from((None, 0.5)))
     def come_back(self, path: str, device: list[bool], by_layer: bool, timeout: float | None) -> None:
         """A prompt of which the device has a part in the first group alone."""
-        hold = self.world.match_groups(path, [device, [], []], "one")
+        hold = self.world.lookup_groups(path, [device, [], []], "one")
         if hold is not None:
-            self.world.onboard_groups(hold, by_layer, timeout)
+            self.world.load_groups(hold, by_layer, timeout)
 
     @precondition(lambda self: not self.world.asleep and self.to_load())
     @rule(pick=small)
-    def onboard_groups(self, pick: int) -> None:
+    def load_groups(self, pick: int) -> None:
         holds = self.to_load()
-        self.world.onboard_groups(holds[pick % len(holds)], pick % 2 == 0)
+        self.world.load_groups(holds[pick % len(holds)], pick % 2 == 0)
 
     def to_load(self) -> list[Lease]:
-        return [hold for hold, model in self.world.holds.items() if model.joint and not model.onboarded]
+        return [hold for hold, model in self.world.holds.items() if model.joint and not model.has_load]
 
     @rule(path=prompts, group=st.integers(0, 2), end=ends)
-    def peek(self, path: str, group: int, end: int) -> None:
+    def lookup_each(self, path: str, group: int, end: int) -> None:
         if group < self.world.setup.groups:
-            self.world.peek(chunks(path, group)[-(-end // letters(group)) - 1])
+            self.world.lookup_each(chunks(path, group)[-(-end // letters(group)) - 1])
 
     @rule(one=prompts, other=prompts, group=st.integers(0, 2), first=st.integers(0, 2), new=prompts)
     def look_at_the_same_and_store(self, one: str, other: str, group: int, first: int, new: str) -> None:
         """Two requests of a step look at paths that may overlap, and a store in the same step needs room."""
         group = self.known(group)
-        self.world.peek(*chunks(one, group))
-        self.world.peek(*chunks(other, group)[first:])
+        self.world.lookup_each(*chunks(one, group))
+        self.world.lookup_each(*chunks(other, group)[first:])
         if not self.world.asleep:
-            self.offer(new, group, 6)
+            self.store_by_host(new, group, 6)
         self.world.end_step()
 
     # blocks
 
     @precondition(lambda self: not self.world.asleep)
     @rule(path=prompts, end=ends, first=st.sampled_from((0, 0, 1, 2)), evicting=st.booleans())
-    def commit(self, path: str, end: int, first: int, evicting: bool) -> None:
+    def store(self, path: str, end: int, first: int, evicting: bool) -> None:
         """All groups have come so far."""
         for group in range(self.world.setup.groups):
             count = end // letters(group)
             if first < count and group:
-                self.world.commit_alone(path[: count * letters(group)], group, first, evicting)
+                self.world.store_alone(path[: count * letters(group)], group, first, evicting)
             elif first < count:
-                self.world.commit(path[:count], first, evicting)
+                self.world.store(path[:count], first, evicting)
 
     @precondition(lambda self: not self.world.asleep)
     @rule(path=prompts)
-    def commit_and_settle(self, path: str) -> None:
-        self.commit(path, 6, 0, True)
+    def store_and_settle(self, path: str) -> None:
+        self.store(path, 6, 0, True)
         self.world.settle_all()
 
     @precondition(lambda self: not self.world.asleep)
     @rule(path=prompts, group=st.integers(0, 2), end=ends)
-    def offer(self, path: str, group: int, end: int) -> None:
+    def store_by_host(self, path: str, group: int, end: int) -> None:
         if group and group < self.world.setup.groups:
-            self.world.offer_alone(path[:end], group, 0)
+            self.world.store_alone_by_host(path[:end], group, 0)
         elif not group:
-            self.world.offer(path[:end], 0)
+            self.world.store_by_host(path[:end], 0)
 
     @rule(path=prompts, group=st.integers(1, 2), some=st.sets(st.integers(0, 5)), request=st.sampled_from(REQUESTS))
-    def keep(self, path: str, group: int, some: set[int], request: str | None) -> None:
-        self.world.keep(self.alone(path, group, some), self.known(group), request)
+    def lease_each(self, path: str, group: int, some: set[int], request: str | None) -> None:
+        self.world.lease_each(self.alone(path, group, some), self.known(group), request)
 
     @rule(path=prompts, group=st.integers(1, 2), some=st.sets(st.integers(0, 5)))
-    def lend(self, path: str, group: int, some: set[int]) -> None:
-        self.world.lend(self.alone(path, group, some), self.known(group))
+    def load_by_host(self, path: str, group: int, some: set[int]) -> None:
+        self.world.load_by_host(self.alone(path, group, some), self.known(group))
 
     @rule(path=prompts, group=st.integers(1, 2), end=ends)
     def slide(self, path: str, group: int, end: int) -> None:
@@ -161,27 +161,27 @@ class Several(Machine):
 
     @precondition(lambda self: self.world.setup.foreign)
     @rule(path=prompts, group=st.integers(0, 2))
-    def fetch(self, path: str, group: int) -> None:
+    def prefetch_foreign(self, path: str, group: int) -> None:
         if self.known(group):
-            self.world.fetch_alone(path, self.known(group))
+            self.world.prefetch_foreign_alone(path, self.known(group))
         else:
-            self.world.fetch(path, 0)
+            self.world.prefetch_foreign(path, 0)
 
     @precondition(lambda self: self.world.setup.foreign)
     @rule(path=prompts, device=st.lists(has, min_size=3, max_size=3))
-    def fetch_groups(self, path: str, device: list[list[bool]]) -> None:
-        self.world.fetch_groups(path, device)
+    def prefetch_foreign_groups(self, path: str, device: list[list[bool]]) -> None:
+        self.world.prefetch_foreign_groups(path, device)
 
     @precondition(lambda self: self.world.setup.foreign)
     @rule(path=prompts, there=st.sampled_from((2, 4, 6, 6)), lapsed=st.integers(0, 9), settle=st.booleans())
     def come_from_abroad(self, path: str, there: int, lapsed: int, settle: bool) -> None:
         """A request that waits for all that others have of its prompt."""
         self.others_have(path, there, lapsed)
-        self.world.match_groups(path, [[], [], []], None)
+        self.world.lookup_groups(path, [[], [], []], None)
         for number, question in list(self.world.questions.items()):
             for rank in sorted(question.waiting):
                 self.world.answer(number, rank, True, Status.OK)
-        self.world.fetch_groups(path, [[], [], []])
+        self.world.prefetch_foreign_groups(path, [[], [], []])
         if settle:
             self.world.settle_all()
 
@@ -219,14 +219,14 @@ class Several(Machine):
             (JobError, "apply", ((TransferResult(10**9, (Status.OK,)),), world.now), {}),
         ]
         for hold, model in list(world.holds.items())[:1]:
-            calls += self.wrong_onboards(hold, len(model.keys), model.joint, model.onboarded)
+            calls += self.wrong_loads(hold, len(model.keys), model.joint, model.has_load)
         if world.jobs:
             calls += self.wrong_results(list(world.jobs)[pick % len(world.jobs)])
         return calls[pick % 8 :] + calls[: pick % 8]
 
-    def wrong_onboards(self, hold: Lease, held: int, joint: bool, onboarded: bool) -> list[Any]:
+    def wrong_loads(self, hold: Lease, held: int, joint: bool, has_load: bool) -> list[Any]:
         groups = self.world.setup.groups
-        if not joint or onboarded:
+        if not joint or has_load:
             return [
                 (LeaseError, "load", (hold,), {}),
                 (LeaseError, "load", (hold, {0: (0,)}), {}),

@@ -21,7 +21,7 @@ def world(hourly: float) -> World:
 
 def store(world: World, *paths: str) -> None:
     for path in paths:
-        world.commit(path, 0, True)
+        world.store(path, 0, True)
         for job in world.on("device->host"):
             world.end(job)
         for job in world.on("host->file"):
@@ -98,7 +98,7 @@ def test_a_flush_ends_also_without_budget() -> None:
 def test_a_tier_that_is_off_is_not_written_again_and_keeps_what_it_has() -> None:
     told = World(Setup(host=8, file=3, backup="write_through"))
     store(told, "a", "b")
-    told.commit("c", 0, True)
+    told.store("c", 0, True)
     for job in told.on("device->host"):
         told.end(job)
     (job,) = told.on("host->file")
@@ -106,7 +106,7 @@ def test_a_tier_that_is_off_is_not_written_again_and_keeps_what_it_has() -> None
     left = in_file(told)
     assert left == {"a", "b"}
     for path in "defg":
-        told.commit(path, 0, True)
+        told.store(path, 0, True)
         for each in told.on("device->host"):
             told.end(each)
         assert told.on("host->file") == []

@@ -18,7 +18,18 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from longshore.boundary import FILE, HOST, REMOTE, Mover, Slabs, by_size
-from longshore.cache import CacheGroup, CacheSettings, Gate, TieredCache, TierSpec, WriteRule
+from longshore.cache import (
+    CacheGroup,
+    CacheSettings,
+    Found,
+    Gate,
+    GroupKeys,
+    Lease,
+    PrefetchPolicy,
+    TieredCache,
+    TierSpec,
+    WriteRule,
+)
 from longshore.cache.eviction import POLICIES, EvictionPolicy
 from longshore.config import Config, available_memory, format_bytes
 from longshore.errors import ConfigError, DeviceError, TierError
@@ -78,6 +89,9 @@ _ANSWER_SECONDS = 0.05
 
 _log = logging.getLogger(__name__)
 
+BlockUse = Callable[[int, Sequence[int]], None]
+"""Is told that a job reads or writes these device blocks until it has ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stack:
@@ -100,6 +114,109 @@ class Stack:
     loop: BackgroundLoop | None
     events: EventRecorder | None
     foreign: tuple[ForeignTier, ...] = ()
+
+    def load_path(
+        self,
+        found: Found,
+        path: GroupKeys,
+        blocks: Sequence[int],
+        uses: BlockUse,
+        *,
+        skip: int = 0,
+        request: str | None = None,
+    ) -> list[str]:
+        """Fill device `blocks` with the leading chunks of what `found` leases of `path`; the tier that each came from.
+
+        What the warmest tier lacks may be more than it has room for. It is then read and copied in parts of half of
+        that tier: what is not written down yet is before a part is read. All ends within `load_timeout`, and what has
+        arrived by then counts. The lease stays the caller's; the copies have ended, or are told to `uses`. The first of
+        the blocks is sub-block `skip` of its chunk.
+        """
+        runtime, per_chunk = self.runtime, self.config.blocks_per_chunk
+        deadline = runtime.clock() + self.config.load_timeout
+        if found.lease is None:
+            return []
+        with runtime.control() as cache:
+            warmest, runs = cache.stats()[0], cache.progress(found.lease).runs
+        tiers = [run.tier for run in runs for _ in range(run.chunks)][: -(-(skip + len(blocks)) // per_chunk)]
+        size = self._part(warmest.slots)
+        if len(tiers) - tiers.count(warmest.name) <= size:
+            return self._load(found.lease, blocks, skip, uses)
+        done, wanted = 0, min(len(tiers), found.chunks)
+        while done < wanted and (left := deadline - runtime.clock()) > 0:
+            end, now = min(wanted, done + size), runtime.clock()
+            part = GroupKeys(path.names[: path.first + end], path.first + done)
+            with runtime.control() as cache:
+                here = cache.lookup({0: part}, now, request=request, turn=found.turn, count=False)
+                if here.lease is None:
+                    break
+                cache.prefetch(here.lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=left)
+            mine = blocks[max(0, done * per_chunk - skip) : (done + here.chunks) * per_chunk - skip]
+            try:
+                runtime.wait_over(here.lease)
+                done += len(self._load(here.lease, mine, 0 if done else skip, uses, deadline - runtime.clock()))
+            finally:
+                with runtime.control() as cache:
+                    cache.release(here.lease)
+            if done < end:
+                break
+        return tiers[:done]
+
+    def store_path(
+        self,
+        path: GroupKeys,
+        blocks: Sequence[int],
+        uses: BlockUse,
+        *,
+        evicting: bool = False,
+        turn: int | None = None,
+        patience: float = 0.0,
+    ) -> int:
+        """Store chunks of a path as `TieredCache.store` does; how many of it, from the first on, tiers have then.
+
+        With `patience`, in seconds, they are offered in parts of half of the warmest tier, and room that is being made
+        for a part is waited for. `uses` is told which of the `blocks` each job reads.
+        """
+        runtime, per_chunk, names = self.runtime, self.config.blocks_per_chunk, path.names
+        deadline, first, most = runtime.clock() + patience, path.first, len(names)
+        if patience:
+            with runtime.observe() as cache:
+                most = self._part(cache.stats()[0].slots)
+        while True:
+            end, left = min(len(names), first + most), deadline - runtime.clock()
+            part, skipped = path._replace(keys=names[:end], first=first), (first - path.first) * per_chunk
+            mine = blocks[skipped : (end - path.first) * per_chunk]
+            with runtime.control() as cache:
+                order = cache.store({0: part}, {0: mine}, evicting=evicting, patient=left > 0, turn=turn)[0]
+                if order.job is not None:
+                    at = [position - first for position in order.positions]
+                    uses(order.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])
+            if order.again:
+                runtime.wait_idle(left)
+            elif order.kept < end or end == len(names):
+                return order.kept
+            else:
+                first = end
+
+    @staticmethod
+    def _part(slots: int) -> int:
+        """How many chunks pass through a tier of `slots` at a time, where not all fit."""
+        return max(1, slots // 2)
+
+    def _load(
+        self, lease: Lease, blocks: Sequence[int], skip: int, uses: BlockUse, timeout: float | None = None
+    ) -> list[str]:
+        """Load what `lease` keeps into `blocks`, within `timeout`, and wait for it; the tiers that it came from."""
+        per_chunk, at = self.config.blocks_per_chunk, -skip
+        if timeout is not None and timeout <= 0:
+            return []
+        with self.runtime.control() as cache:
+            for job in cache.load(lease, {0: blocks}, skip=skip, timeout=timeout).parts:
+                end = at + job.chunks * per_chunk
+                uses(job.job, blocks[max(0, at) : end])
+                at = end
+        outcome = self.runtime.wait_over(lease).outcome
+        return [] if outcome is None else list(outcome.sources)
 
     def close(self, flush_timeout: float = 30.0) -> bool:
         """Write back, stop, and release all resources; returns whether all blocks were written."""

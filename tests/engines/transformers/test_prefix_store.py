@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, L
 
 from longshore.config import Config
 from longshore.engines.transformers import PrefixStore
-from longshore.errors import CacheError, EngineError
+from longshore.errors import CacheError, EngineError, TierError
 
 
 def make_model(seed: int = 0, **settings: Any) -> Any:
@@ -146,3 +147,88 @@ def test_fixed_weights_are_looked_at_once(tmp_path: Path) -> None:
         kept = store.store_prefix(tokens, prefill(model, tokens))
         model.model.layers[0].self_attn.k_proj.weight.data.add_(0.5)
         assert store.restore_prefix(tokens)[1] == kept
+
+
+def host_bytes_in_use(store: PrefixStore) -> int:
+    """Bytes of the host arena that the system has allocated."""
+    assert store._stack.arena is not None
+    begin = store._stack.arena.address
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    (at,) = [i for i, line in enumerate(lines) if line.startswith(f"{begin:x}-")]
+    return next(1024 * int(line.split()[1]) for line in lines[at:] if line.startswith("Rss:"))
+
+
+@pytest.mark.parametrize(
+    ("keep", "is_found"),
+    [(("host", "file"), True), (("file",), True), ((), False)],
+    ids=["all", "files", "nothing"],
+)
+def test_sleep_frees_the_window_and_keeps_named_tiers(
+    model: Any, tmp_path: Path, keep: tuple[str, ...], is_found: bool
+) -> None:
+    tokens = [int(t) for t in torch.randint(0, 256, (200,))]
+    cache = prefill(model, tokens)
+    config = Config.make(host_size="64MiB", file_path=tmp_path / "kv", file_size="64MiB", backup="write_back")
+    with PrefixStore(model, config, block_size=16) as store:
+        kept = store.store_prefix(tokens, cache)
+        assert kept == 192
+        with pytest.raises(CacheError, match="only the coldest"):
+            store.sleep(keep=("host",))
+        window = weakref.ref(store._pages)
+        assert window() is not None
+        store.sleep(keep=keep)
+        store.sleep(keep=keep)
+        assert window() is None, "the window's memory is free"
+        assert (host_bytes_in_use(store) > 0) == ("host" in keep)
+        assert store.store_prefix(tokens, cache) == 0
+        assert store.restore_prefix(tokens)[1] == 0
+        store.wake()
+        store.wake()
+        restored, n = store.restore_prefix(tokens)
+        assert n == (kept if is_found else 0)
+        assert not n or bits(restored, n) == bits(cache, n)
+        assert store.store_prefix(tokens, cache) == kept
+        restored, n = store.restore_prefix(tokens)
+        assert n == kept
+        assert bits(restored, n) == bits(cache, n)
+        with store._stack.runtime.control() as control:
+            control.check_integrity()
+            assert control.held == 0
+        store.sleep(keep=keep)
+    with PrefixStore(model, config, block_size=16) as store:
+        assert store.restore_prefix(tokens)[1] == (kept if is_found else 0), "it was closed asleep"
+
+
+def test_a_store_without_memory_after_a_sleep_sleeps_on(
+    model: Any, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [int(t) for t in torch.randint(0, 256, (200,))]
+    cache = prefill(model, tokens)
+    with PrefixStore(model, config, block_size=16) as store:
+        kept = store.store_prefix(tokens, cache)
+        store.sleep(keep=("file",))
+        with monkeypatch.context() as patch:
+            patch.setattr("longshore.runtime.stack.available_memory", lambda: 4096)
+            with pytest.raises(TierError, match="free memory"):
+                store.wake()
+        assert store.restore_prefix(tokens)[1] == 0
+        store.wake()
+        restored, n = store.restore_prefix(tokens)
+        assert n == kept > 0
+        assert bits(restored, n) == bits(cache, n)
+
+
+def test_weights_that_change_during_a_sleep_are_noticed(config: Config) -> None:
+    model = make_model()
+    tokens = [int(t) for t in torch.randint(0, 256, (200,))]
+    with PrefixStore(model, config, block_size=16) as store:
+        assert store.store_prefix(tokens, prefill(model, tokens)) > 0
+        store.sleep()
+        model.model.layers[0].self_attn.k_proj.weight.data.mul_(2)
+        store.wake()
+        assert store.restore_prefix(tokens)[1] == 0
+        cache = prefill(model, tokens)
+        kept = store.store_prefix(tokens, cache)
+        restored, n = store.restore_prefix(tokens)
+        assert n == kept > 0
+        assert bits(restored, n) == bits(cache, n)

@@ -389,17 +389,9 @@ class TieredAllocator(FullAttentionCacheAllocator):
             blocks = self._take_blocks(wanted, reserve=self._blocks_for(len(prompt)) - len(present), keep=present)
             if not blocks:
                 return [], []
+            self._count_request(stack, lookup)
             stack.engine.begin_step(self._compute)
-            with stack.runtime.control() as cache:
-                self._count(cache, lookup, now)
-                order = cache.load(lease, {0: blocks}, skip=skip)
-                at = -skip
-                for part in order.parts:
-                    end = at + part.chunks * per_chunk
-                    self._guard.add(part.job, blocks[max(0, at) : end])
-                    at = end
-            outcome = stack.runtime.wait_over(lease).outcome
-            sources = () if outcome is None else outcome.sources
+            sources = stack.load_path(found, lookup.path, blocks, self._guard.add, skip=skip, request=name)
             filled = [tier for tier in sources for _ in range(per_chunk)][skip : skip + len(blocks)]
         finally:
             self._give_blocks(blocks[len(filled) :])
@@ -523,14 +515,11 @@ class TieredAllocator(FullAttentionCacheAllocator):
     def _store(
         self, stack: Stack, path: GroupKeys, blocks: Sequence[int], *, evicting: bool, turn: int | None = None
     ) -> None:
-        per_chunk, first = stack.config.blocks_per_chunk, path.first
         stack.engine.begin_step(self._compute)
-        with stack.runtime.control() as cache:
-            offload = cache.store({0: path}, {0: blocks}, evicting=evicting, turn=turn)[0]
-            if offload.job is not None:
-                taken = [placement.position - first for placement in offload.accepted]
-                read = [b for i in taken for b in blocks[i * per_chunk : (i + 1) * per_chunk]]
-                self._guard.add(offload.job, read)
+        with stack.runtime.observe() as cache:
+            is_long = len(path.names) > cache.stats()[0].slots
+        patience = stack.config.write_timeout if evicting and is_long else 0.0
+        stack.store_path(path, blocks, self._guard.add, evicting=evicting, turn=turn, patience=patience)
 
     # ------------------------------------------------------------------ blocks
 

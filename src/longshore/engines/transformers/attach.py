@@ -63,6 +63,18 @@ def _rope_of_the_whole_prompt(config: Any) -> str | None:
     return next((kind for kind in kinds if kind in ("dynamic", "longrope")), None)
 
 
+def kept_tiers(config: Config, keep: Sequence[str]) -> tuple[str, ...]:
+    """The tiers of those to `keep` that there are. Raises `CacheError` if these are not the coldest."""
+    tiers = (FILE,) if config.file_mode == "gds" else (HOST, FILE)[: 1 + (config.file_path is not None)]
+    if isinstance(keep, str) or not isinstance(keep, Sequence):
+        raise CacheError(f"keep: expected the names of tiers, such as {tiers[-1:]}, or () for none, got {keep!r}")
+    kept = tuple(tier for tier in tiers if tier in keep)
+    if not {HOST, FILE}.issuperset(keep) or kept != tiers[len(tiers) - len(kept) :]:
+        allowed = ", ".join(str(tiers[first:]) for first in range(len(tiers), -1, -1))
+        raise CacheError(f"only the coldest tiers can be kept: expected {allowed}, got {tuple(keep)}")
+    return kept
+
+
 class Tiers:
     """The tiers under one model's continuous batching, for one device cache after another. Made by `tiered`.
 
@@ -154,7 +166,7 @@ class Tiers:
         """
         if self.stack is None or self._allocator is None:
             return
-        keep = self._kept(keep)
+        keep = kept_tiers(self.config, keep)
         self._allocator.forget()
         if self.stack.runtime.fault is None:
             with self.stack.runtime.control() as cache:
@@ -178,7 +190,7 @@ class Tiers:
         """
         if self._allocator is not None and self._allocator.in_use:
             raise EngineError("an engine of the model is running: stop its manager first")
-        keep, self._asleep = self._kept(keep), True
+        keep, self._asleep = kept_tiers(self.config, keep), True
         self._unbind()
         if self.stack is not None and self.stack.runtime.fault is None:
             self.stack.sleep(keep)
@@ -201,17 +213,6 @@ class Tiers:
             )
             self.failure = error
             self._shut()
-
-    def _kept(self, keep: Sequence[str]) -> tuple[str, ...]:
-        """The tiers of those to `keep` that there are. Raises `CacheError` if these are not the coldest."""
-        tiers = (FILE,) if self.config.file_mode == "gds" else (HOST, FILE)[: 1 + (self.config.file_path is not None)]
-        if isinstance(keep, str) or not isinstance(keep, Sequence):
-            raise CacheError(f"keep: expected the names of tiers, such as {tiers[-1:]}, or () for none, got {keep!r}")
-        kept = tuple(tier for tier in tiers if tier in keep)
-        if not {HOST, FILE}.issuperset(keep) or kept != tiers[len(tiers) - len(kept) :]:
-            allowed = ", ".join(str(tiers[first:]) for first in range(len(tiers), -1, -1))
-            raise CacheError(f"only the coldest tiers can be kept: expected {allowed}, got {tuple(keep)}")
-        return kept
 
     def close(self) -> None:
         """Write back what a restart would lose, and close the tiers for good. Idempotent."""

@@ -8,24 +8,28 @@ The prefix's blocks pass through a small window of device blocks (`window` of th
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from transformers import DynamicCache
 
-from longshore.cache import GroupKeys
+from longshore.boundary import FILE, HOST
+from longshore.cache import Found, GroupKeys
 from longshore.config import Config
 from longshore.engines.tensors import RowBlocks
-from longshore.engines.transformers.attach import refuse
+from longshore.engines.transformers.attach import kept_tiers, refuse
 from longshore.engines.transformers.scope import ModelScope
 from longshore.errors import CacheError, EngineError
 from longshore.keys import chain
 from longshore.layout import from_rows
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import open_stack
+from longshore.tiers.base import Tier
+from longshore.tiers.file import FileTier
 from longshore.transfer.device import device_for
+from longshore.transfer.device.base import Device
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +46,7 @@ class PrefixStore:
         config: Where the bytes go; `config.blocks_per_chunk` blocks make an image.
         block_size: Tokens per block; whole chunks of a prefix are kept.
         window: Device blocks that copies pass through.
+        open_file: Makes the file tier, with the arguments of `FileTier`.
 
     Raises:
         EngineError: The model cannot be served.
@@ -49,7 +54,15 @@ class PrefixStore:
         SelfTestError: A block did not come back as it went in.
     """
 
-    def __init__(self, model: Any, config: Config, *, block_size: int = 32, window: int = 64) -> None:
+    def __init__(
+        self,
+        model: Any,
+        config: Config,
+        *,
+        block_size: int = 32,
+        window: int = 64,
+        open_file: Callable[..., Tier] = FileTier,
+    ) -> None:
         if (reason := refuse(model)) is not None:
             raise EngineError(f"{type(model).__name__} cannot be served with tiers: {reason}")
         self._model = model
@@ -57,12 +70,22 @@ class PrefixStore:
         self._chunk = config.blocks_per_chunk
         self._blocks = max(window // self._chunk, 1) * self._chunk
         self._block_size = block_size
+        self._open_file = open_file
         self._scopes = ModelScope(model, config.salt, fixed=config.fixed_weights)
+        self._is_asleep = False
         self._open()
 
     def _open(self) -> None:
         """Take the window, and open the tiers under the scope of the model as it is."""
-        model, config, block_size = self._model, self._config, self._block_size
+        device = self._take_window()
+        self._stack = open_stack(
+            self._config, self._layout, self._scopes.of(self._layout), device, open_file=self._open_file
+        )
+        self._test()
+
+    def _take_window(self) -> Device:
+        """Allocate the window; what copies its blocks."""
+        model, block_size = self._model, self._block_size
         text = model.config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -77,10 +100,13 @@ class PrefixStore:
             name="dynamic_cache",
         )
         self._busy: list[int] = []
-        device = device_for(self._layout, config.calibration)
-        self._stack = open_stack(config, self._layout, self._scopes.of(self._layout), device)
+        return device_for(self._layout, self._config.calibration)
+
+    def _test(self, *, files: bool = True) -> None:
+        """Run the self-test; close the tiers if it fails."""
+        rows = self._pages.view(self._blocks, -1).view(torch.uint8)
         try:
-            self_test(self._stack, RowBlocks(rows), range(self._chunk))
+            self_test(self._stack, RowBlocks(rows), range(self._chunk), files=files)
         except BaseException:
             self._stack.close()
             raise
@@ -100,7 +126,7 @@ class PrefixStore:
 
         Raises `CacheError` if `cache` has another batch size, or fewer tokens than `tokens`.
         """
-        if not tokens:
+        if not tokens or self._is_asleep:
             return 0
         self._look()
         self._check_states(cache)
@@ -111,16 +137,16 @@ class PrefixStore:
             )
         keys = self._keys(tokens)
         kept = 0
-        for first in range(0, len(keys), self._blocks // self._chunk):
-            part = keys[: first + self._blocks // self._chunk]
+        while kept < len(keys):
+            first, part = kept, keys[: kept + self._blocks // self._chunk]
             blocks = range((len(part) - first) * self._chunk)
             self._wait_idle()
             self._fill(cache, first * self._chunk, len(blocks))
             self._stack.engine.begin_step(None)
-            with self._stack.runtime.control() as control:
-                offload = control.store({0: GroupKeys(part, first)}, {0: blocks}, evicting=True)[0]
-                self._busy = [offload.job] if offload.job is not None else []
-            kept = offload.kept
+            patience = self._config.write_timeout
+            kept = self._stack.store_path(
+                GroupKeys(part, first), blocks, self._note_use, evicting=True, patience=patience
+            )
             if kept < len(part):
                 break
         self._wait_idle()
@@ -131,17 +157,54 @@ class PrefixStore:
 
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
         """
+        cache, done = DynamicCache(), 0
+        if self._is_asleep:
+            return cache, 0
         self._look()
-        cache = DynamicCache()
-        keys = self._keys(tokens)
-        done, turn = 0, None
+        keys, turn = self._keys(tokens), None
         while done < len(keys):
-            chunks, turn = self._restore_window(keys[: done + self._blocks // self._chunk], done, turn)
-            if not chunks:
+            arrived, turn = self._restore_path(cache, GroupKeys(keys, done), turn)
+            done += arrived
+            if not (arrived and self._stack.foreign):
                 break
-            self._append(cache, chunks * self._chunk)
-            done += chunks
         return cache, done * self._chunk * self._block_size
+
+    def sleep(self, *, keep: Sequence[str] = (HOST, FILE)) -> None:
+        """Free the window's device memory, and forget the blocks of all but the coldest tiers to `keep`.
+
+        What only host memory has goes into files before, if these are kept alone. Host memory that is not kept is given
+        back. Until `wake` nothing is stored, and nothing is restored. Raises `CacheError`, with nothing changed, for
+        what cannot be kept, or if a copy does not end within `write_timeout`.
+        """
+        keep = kept_tiers(self._config, keep)
+        if self._is_asleep:
+            return
+        self._wait_idle()
+        self._is_asleep = True
+        if self._stack.host is None:  # through the device straight into files: there is no host memory to be kept
+            with self._stack.runtime.control() as cache:
+                cache.reset(keep=keep)
+            self._stack.close()
+        else:
+            self._stack.unbind()
+            self._stack.sleep(keep)
+        is_accelerator = self._pages.device.type != "cpu"
+        del self._pages
+        if is_accelerator:
+            torch.get_device_module().empty_cache()
+
+    def wake(self) -> None:
+        """Take the memory again. Raises `TierError` if there is not enough for the host tier; the store sleeps on."""
+        if not self._is_asleep:
+            return
+        if self._stack.host is None:
+            self._open()
+        else:
+            self._stack.wake()
+            device = self._take_window()
+            self._stack = self._stack.bind(self._layout, device)
+            self._test(files=False)
+        self._is_asleep = False
 
     def close(self) -> bool:
         """Write back what a restart would lose, and close the tiers; returns whether all was written. Idempotent."""
@@ -156,27 +219,47 @@ class PrefixStore:
     def _keys(self, tokens: Sequence[int]) -> list[bytes]:
         return chain(self._stack.scope.root, tokens, self._chunk * self._block_size)
 
-    def _restore_window(self, keys: Sequence[bytes], start: int, turn: int | None) -> tuple[int, int | None]:
-        """Load what follows `start` into the window; how many chunks arrived, and the turn of the restore."""
-        runtime, chunk_tokens = self._stack.runtime, self._chunk * self._block_size
-        self._wait_idle()
-        self._stack.engine.begin_step(None)
+    def _restore_path(self, cache: DynamicCache, path: GroupKeys, turn: int | None) -> tuple[int, int | None]:
+        """Append what the tiers have of `path` to `cache`; how many chunks that is, and the turn of the restore."""
+        runtime, chunk_tokens, done = self._stack.runtime, self._chunk * self._block_size, path.first
         if self._stack.foreign:
-            path, patience = GroupKeys(keys, start), self._stack.config.load_timeout
-            runtime.bring(path, start * chunk_tokens, chunk_tokens, patience)
+            runtime.bring(path, path.first * chunk_tokens, chunk_tokens, self._config.load_timeout)
         with runtime.control() as control:
-            found = control.lookup({0: GroupKeys(keys, start)}, runtime.clock(), turn=turn)
-            if found.lease is None:
-                return 0, found.turn
-            order = control.load(found.lease, {0: range(found.chunks * self._chunk)})
-            self._busy = [part.job for part in order.parts]
+            found = control.lookup({0: path}, runtime.clock(), turn=turn)
+        if found.lease is None:
+            return 0, found.turn
+        end = path.first + found.chunks
         try:
-            outcome = runtime.wait_over(found.lease).outcome
+            while done < end:
+                part = GroupKeys(path.names[: min(end, done + self._blocks // self._chunk)], done)
+                arrived = self._restore_window(found, part)
+                self._append(cache, arrived * self._chunk)
+                done += arrived
+                if done < len(part.names):
+                    break
         finally:
             with runtime.control() as control:
                 control.release(found.lease)
+        return done - path.first, found.turn
+
+    def _restore_window(self, found: Found, part: GroupKeys) -> int:
+        """Load a `part` of what was found into the window; how many chunks arrived."""
         self._wait_idle()
-        return 0 if outcome is None else outcome.chunks, found.turn
+        self._stack.engine.begin_step(None)
+        with self._stack.runtime.control() as control:
+            lease = control.lookup({0: part}, self._stack.runtime.clock(), turn=found.turn, count=False).lease
+        try:
+            blocks = range((len(part.names) - part.first) * self._chunk)
+            arrived = self._stack.load_path(found._replace(lease=lease), part, blocks, self._note_use)
+        finally:
+            if lease is not None:
+                with self._stack.runtime.control() as control:
+                    control.release(lease)
+        self._wait_idle()
+        return len(arrived)
+
+    def _note_use(self, job: int, blocks: Sequence[int]) -> None:
+        self._busy.append(job)
 
     def _wait_idle(self) -> None:
         """Wait until no job uses the window. Raises `CacheError` if one does not end."""
