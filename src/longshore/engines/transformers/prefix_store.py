@@ -8,6 +8,7 @@ The prefix's blocks pass through a small window of device blocks (`window` of th
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -31,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class PrefixStore:
-    """Block images of prefixes, in the tiers of a `Config`. A context manager.
+    """Block images of prefixes, in the tiers of a `Config`. A context manager. Threads may share it, and take turns.
 
     Each call looks at the whole model: at every byte of its weights, where they lie, and at its code. What was stored
     before a change is not restored after it. That takes about 150 ms for each GiB of weights on 2 cores of a shared
@@ -58,6 +59,8 @@ class PrefixStore:
         self._blocks = max(window // self._chunk, 1) * self._chunk
         self._block_size = block_size
         self._scopes = ModelScope(model, config.salt, fixed=config.fixed_weights)
+        self._lock = threading.RLock()
+        """Of the window, through which the prefix of one call passes at a time."""
         self._open()
 
     def _open(self) -> None:
@@ -100,16 +103,19 @@ class PrefixStore:
 
         Raises `CacheError` if `cache` has another batch size, or fewer tokens than `tokens`.
         """
-        if not tokens:
+        with self._lock:
+            self._look()
+            return self._store(tokens, self._keys(tokens), cache)
+
+    def _store(self, tokens: Sequence[int], keys: Sequence[bytes], cache: DynamicCache) -> int:
+        if not len(tokens):
             return 0
-        self._look()
         self._check_states(cache)
         sequences, length = _states(cache)[0][0].shape[0], cache.get_seq_length()
         if length < len(tokens) or sequences != 1:
             raise CacheError(
                 f"expected a cache of one sequence of at least {len(tokens)} tokens, got {sequences} of {length}"
             )
-        keys = self._keys(tokens)
         kept = 0
         for first in range(0, len(keys), self._blocks // self._chunk):
             part = keys[: first + self._blocks // self._chunk]
@@ -131,21 +137,22 @@ class PrefixStore:
 
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
         """
-        self._look()
-        cache = DynamicCache()
-        keys = self._keys(tokens)
-        done, turn = 0, None
-        while done < len(keys):
-            chunks, turn = self._restore_window(keys[: done + self._blocks // self._chunk], done, turn)
-            if not chunks:
-                break
-            self._append(cache, chunks * self._chunk)
-            done += chunks
+        cache, done, turn = DynamicCache(), 0, None
+        with self._lock:
+            self._look()
+            keys = self._keys(tokens)
+            while done < len(keys):
+                chunks, turn = self._restore_window(keys[: done + self._blocks // self._chunk], done, turn)
+                if not chunks:
+                    break
+                self._append(cache, chunks * self._chunk)
+                done += chunks
         return cache, done * self._chunk * self._block_size
 
     def close(self) -> bool:
         """Write back what a restart would lose, and close the tiers; returns whether all was written. Idempotent."""
-        return self._stack.close()
+        with self._lock:
+            return self._stack.close()
 
     def __enter__(self) -> Self:
         return self
@@ -214,7 +221,8 @@ class PrefixStore:
 
 def _states(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values per layer, each of shape `(sequences, heads, tokens, head_dim)`."""
-    states = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    layers = getattr(cache, "layers", ())
+    states = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
     full = [(keys, values) for keys, values in states if keys is not None and values is not None]
     if not full or len(full) != len(states):
         raise CacheError(f"expected keys and values in all layers, found them in {len(full)} of {len(states)}")
