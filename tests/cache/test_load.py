@@ -296,6 +296,27 @@ def test_what_others_found_bad_has_not_arrived_whatever_the_mover_says() -> None
     assert misses(world) == {"corrupt": 2}
 
 
+@pytest.mark.parametrize("arrives", [Status.OK, Status.IO_ERROR])
+@pytest.mark.parametrize("together", [True, False])
+def test_a_copy_told_of_before_the_read_that_fills_its_source_has_arrived_only_if_that_has(
+    arrives: Status, together: bool
+) -> None:
+    """Results come in any order: what a copy has read is known only once the result of its source's writer is."""
+    world = cold(BOTH, "ab")
+    hold = load(world, "ab")
+    cache, read, copy = world.cache, world.on("file->host")[0].transfer, world.on("host->device")[0].transfer
+    told = [TransferResult(copy.job, (Status.OK,) * 2), TransferResult(read.job, (Status.OK, arrives))]
+    for results in [told] if together else [told[:1], told[1:]]:
+        cache.apply(results, 0.0)
+    both = arrives is Status.OK and together
+    progress = cache.progress(hold)
+    assert progress.outcome is not None
+    assert progress.outcome.chunks == (2 if both else 1 if together else 0)
+    cache.release(hold)
+    cache.check_integrity()
+    assert cache.jobs_in_flight == 0
+
+
 def test_a_backup_of_bytes_that_turn_out_bad_is_not_kept() -> None:
     world = World(BOTH)
     world.store("a", 0, False)

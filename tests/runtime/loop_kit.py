@@ -49,11 +49,11 @@ class Rig:
             self.cache, [self.device, self.files] if with_files else [self.device], clock=lambda: self.now
         )
 
-    def store(self, keys: list[bytes]) -> None:
+    def store(self, keys: list[bytes], group: int = 0) -> None:
         """`keys` lie in the file tier, and in no other."""
         blocks = range(len(keys) * self.cache.settings.blocks_per_chunk)
         with self.runtime.control() as cache:
-            cache.store({0: GroupKeys(keys)}, {0: list(blocks)})
+            cache.store({group: GroupKeys(keys)}, {group: list(blocks)})
         for mover in (self.device, self.files):
             mover.end()
             self.runtime.pump()

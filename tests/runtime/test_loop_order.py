@@ -13,9 +13,7 @@ from loop_kit import (
 )
 
 from longshore.boundary import FILE, HOST, Cancel, Route, Status
-from longshore.cache import (
-    GroupKeys,
-)
+from longshore.cache import CacheGroup, GroupKeys
 from longshore.errors import CacheError, PlanError, TierClosedError, TierError
 from longshore.runtime import Runtime
 from scripted import Scripted
@@ -68,6 +66,24 @@ def test_failed_upstream_items_and_items_behind_them_are_not_copied(
     rig.device.end()
     assert rig.runtime.wait_over(hold, 0.0).outcome.chunks == 1
     assert rig.misses() == {"corrupt": 1, "behind": 1}
+    rig.check_idle()
+
+
+def test_failed_upstream_item_of_one_group_is_counted_under_its_reason_and_all_others_as_behind() -> None:
+    rig = Rig(groups=(CacheGroup(block_size=1), CacheGroup(block_size=1, window=2)))
+    groups = {0: path(3), 1: path(3, first=50)}
+    for group, keys in groups.items():
+        rig.store(keys, group)
+    with rig.runtime.control() as cache:
+        found = cache.lookup({group: GroupKeys(keys) for group, keys in groups.items()}, rig.now)
+        assert found.lease is not None
+        order = cache.load(found.lease, {0: [1, 2, 3], 1: [4, 5]})
+        assert order.chunks == 5
+    rig.files.end(Status.OK, Status.OK, Status.OK, Status.CORRUPT, Status.OK)
+    rig.runtime.pump()
+    rig.device.end()
+    assert rig.runtime.wait_over(found.lease, 0.0).outcome == (0, ())
+    assert rig.misses() == {"corrupt": 1, "behind": 4}
     rig.check_idle()
 
 

@@ -228,12 +228,15 @@ class Job:
                 self.statuses[i] = status
         return not self.waiting
 
-    def blame_sources(self, faults: Mapping[int, Status]) -> None:
-        """What was read from a slot that turned out unusable meanwhile has not arrived, whatever its mover says."""
-        if self.source is not None and faults:
+    def blame_sources(self, faults: Mapping[int, Status], writers: Mapping[int, int]) -> None:
+        """What was read from a slot that turned out unusable meanwhile has not arrived, whatever its mover says.
+
+        Nor has what was read from a slot of whose writer nothing is known yet.
+        """
+        if self.source is not None and (faults or writers):
             for i, slot in enumerate(self.source.slots):
-                if slot in faults and self.statuses[i] is Status.OK:
-                    self.statuses[i] = faults[slot]
+                if self.statuses[i] is Status.OK and (slot in faults or slot in writers):
+                    self.statuses[i] = faults.get(slot, Status.CANCELLED)
 
 
 class Wait:
@@ -387,7 +390,7 @@ class Transfers:
             job.check(result)
             seen.add((result.job, result.rank))
         loads: list[Load] = []
-        for result in results:
+        for result in sorted(results, key=lambda each: bool(self.jobs[each.job].transfer.after)):  # writers first
             job = self.jobs[result.job]
             self._count(job, result)
             if job.report(result):
@@ -535,7 +538,8 @@ class Transfers:
         store.changes += 1
         writing = job.transfer.urgency is Urgency.WRITE
         if job.source is not None:
-            job.blame_sources(store.pools[job.source.tier].fault)
+            pool = store.pools[job.source.tier]
+            job.blame_sources(pool.fault, pool.writer)
         good = statuses.count(Status.OK) == len(statuses)
         if writing:
             at = job.transfer.route.destination if job.destination is None else job.destination.tier

@@ -30,6 +30,7 @@ from longshore.boundary import (
     ProbeResult,
     Result,
     Route,
+    Section,
     Slot,
     Status,
     Transfer,
@@ -586,10 +587,11 @@ class BackgroundLoop:
 
 
 def _truncated(transfer: Transfer, items: int, blocks_per_chunk: int) -> Transfer:
-    """The leading `items` of a single-section transfer, with the device blocks that they fill."""
-    kept = transfer.items[:items]
-    if not transfer.sections:
-        return replace(transfer, items=kept)
-    (section,) = transfer.sections
-    blocks = items * blocks_per_chunk - section.first_block % blocks_per_chunk
-    return replace(transfer, items=kept, sections=(section._replace(blocks=section.blocks[:blocks]),), tokens=None)
+    """The leading `items` of a transfer, with the device blocks that they fill."""
+    kept, left = list[Section](), items
+    for section in transfer.sections:
+        skipped = section.first_block % blocks_per_chunk
+        blocks = section.blocks[: max(0, left * blocks_per_chunk - skipped)]
+        left -= -(-(skipped + len(section.blocks)) // blocks_per_chunk)
+        kept += [section._replace(blocks=blocks)] if blocks else []
+    return replace(transfer, items=transfer.items[:items], sections=tuple(kept), tokens=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,38 @@ def test_generation_goes_on_from_it(model: Any, config: Config) -> None:
         ours = model(torch.tensor([tokens[n:]]), past_key_values=restored).logits
         theirs = model(torch.tensor([tokens[n:]]), past_key_values=prefill(model, tokens[:n])).logits
     assert torch.allclose(ours, theirs)
+
+
+def test_threads_take_turns_with_the_window(model: Any) -> None:
+    prompts = [[token] * 64 for token in range(4)]
+    caches = [prefill(model, prompt) for prompt in prompts]
+    with PrefixStore(model, Config.make(host_size="4MiB", fixed_weights=True), block_size=8, window=2) as store:
+        for prompt, cache in zip(prompts, caches, strict=True):
+            assert store.store_prefix(prompt, cache) == 64
+
+        def restore(which: int) -> list[bool]:
+            found = [store.restore_prefix(prompts[which]) for _ in range(10)]
+            return [n == 64 and bits(cache, n) == bits(caches[which], n) for cache, n in found]
+
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            assert all(all(exact) for exact in threads.map(restore, range(len(prompts))))
+
+
+@pytest.mark.parametrize("make", [list, tuple, torch.tensor], ids=["list", "tuple", "tensor"])
+def test_tokens_may_be_any_sequence_of_integers(model: Any, make: Any) -> None:
+    tokens = list(range(40))
+    with PrefixStore(model, Config.make(host_size="4MiB", fixed_weights=True), block_size=8) as store:
+        assert store.store_prefix(make(tokens), prefill(model, tokens)) == 40
+        assert store.restore_prefix(make(tokens))[1] == 40
+
+
+@pytest.mark.parametrize("cache", [None, DynamicCache()], ids=["none", "empty"])
+def test_what_is_no_cache_of_the_model_is_refused(model: Any, cache: Any) -> None:
+    with (
+        PrefixStore(model, Config.make(host_size="4MiB", fixed_weights=True), block_size=8) as store,
+        pytest.raises(CacheError, match="keys and values in all layers"),
+    ):
+        store.store_prefix(list(range(40)), cache)
 
 
 def test_a_cache_that_is_too_short_is_refused(model: Any, config: Config) -> None:

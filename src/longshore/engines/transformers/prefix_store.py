@@ -8,6 +8,7 @@ The prefix's blocks pass through a small window of device blocks (`window` of th
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -35,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class PrefixStore:
-    """Block images of prefixes, in the tiers of a `Config`. A context manager.
+    """Block images of prefixes, in the tiers of a `Config`. A context manager. Threads may share it, and take turns.
 
     Each call looks at the whole model: at every byte of its weights, where they lie, and at its code. What was stored
     before a change is not restored after it. That takes about 150 ms for each GiB of weights on 2 cores of a shared
@@ -72,6 +73,8 @@ class PrefixStore:
         self._block_size = block_size
         self._open_file = open_file
         self._scopes = ModelScope(model, config.salt, fixed=config.fixed_weights)
+        self._lock = threading.RLock()
+        """Of the window, through which the prefix of one call passes at a time."""
         self._is_asleep = False
         self._open()
 
@@ -126,16 +129,21 @@ class PrefixStore:
 
         Raises `CacheError` if `cache` has another batch size, or fewer tokens than `tokens`.
         """
-        if not tokens or self._is_asleep:
+        with self._lock:
+            if self._is_asleep:
+                return 0
+            self._look()
+            return self._store(tokens, self._keys(tokens), cache)
+
+    def _store(self, tokens: Sequence[int], keys: Sequence[bytes], cache: DynamicCache) -> int:
+        if not len(tokens):
             return 0
-        self._look()
         self._check_states(cache)
         sequences, length = _states(cache)[0][0].shape[0], cache.get_seq_length()
         if length < len(tokens) or sequences != 1:
             raise CacheError(
                 f"expected a cache of one sequence of at least {len(tokens)} tokens, got {sequences} of {length}"
             )
-        keys = self._keys(tokens)
         kept = 0
         while kept < len(keys):
             first, part = kept, keys[: kept + self._blocks // self._chunk]
@@ -157,16 +165,17 @@ class PrefixStore:
 
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
         """
-        cache, done = DynamicCache(), 0
-        if self._is_asleep:
-            return cache, 0
-        self._look()
-        keys, turn = self._keys(tokens), None
-        while done < len(keys):
-            arrived, turn = self._restore_path(cache, GroupKeys(keys, done), turn)
-            done += arrived
-            if not (arrived and self._stack.foreign):
-                break
+        cache, done, turn = DynamicCache(), 0, None
+        with self._lock:
+            if self._is_asleep:
+                return cache, 0
+            self._look()
+            keys = self._keys(tokens)
+            while done < len(keys):
+                arrived, turn = self._restore_path(cache, GroupKeys(keys, done), turn)
+                done += arrived
+                if not (arrived and self._stack.foreign):
+                    break
         return cache, done * self._chunk * self._block_size
 
     def sleep(self, *, keep: Sequence[str] = (HOST, FILE)) -> None:
@@ -177,38 +186,41 @@ class PrefixStore:
         what cannot be kept, or if a copy does not end within `write_timeout`.
         """
         keep = kept_tiers(self._config, keep)
-        if self._is_asleep:
-            return
-        self._wait_idle()
-        self._is_asleep = True
-        if self._stack.host is None:  # through the device straight into files: there is no host memory to be kept
-            with self._stack.runtime.control() as cache:
-                cache.reset(keep=keep)
-            self._stack.close()
-        else:
-            self._stack.unbind()
-            self._stack.sleep(keep)
-        is_accelerator = self._pages.device.type != "cpu"
-        del self._pages
-        if is_accelerator:
-            torch.get_device_module().empty_cache()
+        with self._lock:
+            if self._is_asleep:
+                return
+            self._wait_idle()
+            self._is_asleep = True
+            if self._stack.host is None:  # through the device straight into files: there is no host memory to be kept
+                with self._stack.runtime.control() as cache:
+                    cache.reset(keep=keep)
+                self._stack.close()
+            else:
+                self._stack.unbind()
+                self._stack.sleep(keep)
+            is_accelerator = self._pages.device.type != "cpu"
+            del self._pages
+            if is_accelerator:
+                torch.get_device_module().empty_cache()
 
     def wake(self) -> None:
         """Take the memory again. Raises `TierError` if there is not enough for the host tier; the store sleeps on."""
-        if not self._is_asleep:
-            return
-        if self._stack.host is None:
-            self._open()
-        else:
-            self._stack.wake()
-            device = self._take_window()
-            self._stack = self._stack.bind(self._layout, device)
-            self._test(files=False)
-        self._is_asleep = False
+        with self._lock:
+            if not self._is_asleep:
+                return
+            if self._stack.host is None:
+                self._open()
+            else:
+                self._stack.wake()
+                device = self._take_window()
+                self._stack = self._stack.bind(self._layout, device)
+                self._test(files=False)
+            self._is_asleep = False
 
     def close(self) -> bool:
         """Write back what a restart would lose, and close the tiers; returns whether all was written. Idempotent."""
-        return self._stack.close()
+        with self._lock:
+            return self._stack.close()
 
     def __enter__(self) -> Self:
         return self
@@ -300,7 +312,8 @@ class PrefixStore:
 
 def _states(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values per layer, each of shape `(sequences, heads, tokens, head_dim)`."""
-    states = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    layers = getattr(cache, "layers", ())
+    states = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
     full = [(keys, values) for keys, values in states if keys is not None and values is not None]
     if not full or len(full) != len(states):
         raise CacheError(f"expected keys and values in all layers, found them in {len(full)} of {len(states)}")
