@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key, Section
-from longshore.cache.columns import column, has_twins, leading, marks, numbers, once
+from longshore.cache.columns import column, has_duplicates, leading, marks, numbers, once
 from longshore.cache.events import EventKind
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.groups import GroupKeys, GroupSearch, Need, check_distinct, longest_served, runs_of
@@ -499,7 +499,7 @@ class Lookups:
 
     def _check_chunks(self, group: int, at: At) -> None:
         """Raise `CacheError` unless the nodes `at` differ, and are of `group`."""
-        if has_twins(at):
+        if has_duplicates(at):
             raise CacheError(f"the {len(at)} chunks differ, only {len(np.unique(at))} do")
         if self._transfers.settings.stands_alone(group):
             self._store.index.check_alone(at)

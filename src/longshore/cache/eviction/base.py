@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, has_twins, numbers
+from longshore.cache.columns import LISTS, has_duplicates, numbers
 from longshore.errors import IntegrityError
 
 Names = npt.NDArray[np.object_]
@@ -206,7 +206,7 @@ def check_new(place: bytearray | array[int], nodes: Sequence[int], out: int = 0)
         good = nodes[0] >= LISTS and place[nodes[0]] == out
     else:
         at = numbers(nodes)
-        good = at.min() >= LISTS and (np.asarray(memoryview(place))[at] == out).all() and not has_twins(at)
+        good = at.min() >= LISTS and (np.asarray(memoryview(place))[at] == out).all() and not has_duplicates(at)
     if not good:
         raise known(
             next(node for i, node in enumerate(nodes) if node < LISTS or place[node] != out or node in nodes[:i])
