@@ -218,7 +218,7 @@ def test_groups_that_share_a_key_are_refused() -> None:
     cache = grouped(FULL, FULL)
     keys = keys_of(0, 2)
     store(cache, 0, keys)
-    with pytest.raises(CacheError, match="different keys"):
+    with pytest.raises(CacheError, match="distinct keys over all groups"):
         cache.lookup(wanted(keys, keys), 0.0)
     assert cache.held == 0
     cache.check_integrity()

@@ -265,7 +265,7 @@ def test_trap_30_failures_are_typed_and_say_what_was_expected_and_what_came() ->
     cache = BOTH.build()
     with pytest.raises(LeaseError, match="expected a lease of this cache that was not released, got None"):
         cache.release(None)  # type: ignore[arg-type]
-    with pytest.raises(CacheError, match=r"the first chunk lies in \[0, 1\], got 2"):
+    with pytest.raises(CacheError, match=r"first: expected a position in \[0, 1\], got 2"):
         lookup(cache, [key("a")], 0.0, first=2)
     with pytest.raises(CacheError, match=r"expected a tier of \['host', 'file'\], got 'attic'"):
         cache.discard([key("a")], "attic")

@@ -100,7 +100,7 @@ class Lookup(Nodes):
                 if key in shards[key[0]] and self.depth[self.get(key)] >= 0:
                     raise _broken(keys, keys.index(key, first))
         except (IndexError, TypeError):
-            raise CacheError("expected the keys of a path as bytes") from None
+            raise CacheError("expected the keys of a path as digests (non-empty bytes)") from None
         if len(set(rest)) != len(rest):
             raise CacheError(f"expected {len(rest)} distinct new keys of a path, got {len(set(rest))}")
         return path

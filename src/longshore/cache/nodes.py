@@ -255,7 +255,7 @@ class Nodes:
         try:
             return [shards[key[0]].get(key, ROOT) for key in keys]
         except (IndexError, TypeError):
-            raise CacheError("expected keys as bytes, got another type") from None
+            raise CacheError("expected keys as digests (non-empty bytes)") from None
 
     def before(self, nodes: Sequence[int]) -> list[Key | None]:
         """The parent key of each of `nodes`, also if no tier has it; `None` for first chunks."""
@@ -379,4 +379,4 @@ class Nodes:
 
 
 def _no_key(key: object) -> CacheError:
-    return CacheError(f"expected a key as bytes, got {key!r}")
+    return CacheError(f"expected a key as a digest (non-empty bytes), got {key!r}")
