@@ -419,6 +419,6 @@ def test_what_comes_to_the_device_is_told_with_what_it_needs_to_be_reached() -> 
 @pytest.mark.parametrize("wrong", [b"", None])
 def test_what_cannot_be_a_key_is_no_event(wrong: Any) -> None:
     device = Device(1, events=100)
-    with pytest.raises(CacheError, match="a key is a digest"):
+    with pytest.raises(CacheError, match="expected a key as a digest"):
         device.pool.store(GroupKeys([wrong]), device.pool.allocate(1))
     assert device.cache.events() == []

@@ -218,7 +218,7 @@ def test_events_are_pulled_in_batches() -> None:
         (EventKind.ORDERED, 3, 0),
     ]
     assert [e.number for e in cache.events(2) + cache.events(2) + cache.events(2)] == [4, 5, 6]
-    with pytest.raises(CacheError, match="at least 1, got 0"):
+    with pytest.raises(CacheError, match="at least 1 event, got 0"):
         cache.events(0)
 
 

@@ -180,7 +180,7 @@ def test_the_index_refuses_orphans_and_second_copies() -> None:
         index.extend(a, [key("ab")], 1, [0])
     with pytest.raises(CacheError, match="already has a copy in tier 0"):
         index.add_copy(a, 0, 1)
-    with pytest.raises(CacheError, match="is known already"):
+    with pytest.raises(CacheError, match="is in the index already"):
         index.extend(a, [key("ab"), key("a")], 0, [1, 2])
     (ab,) = index.extend(a, [key("ab")], 0, [1])
     with pytest.raises(CacheError, match="has no parent in tier 1 or colder"):
@@ -248,5 +248,5 @@ def test_integrity_notices_a_child_that_lies_colder_than_its_parent() -> None:
     a, _ = index.extend(ROOT, chunks("ab"), 1, [0, 1])
     index.pools[0].node[0], index.pools[1].node[0] = a, ROOT
     index.slot[0][a], index.slot[1][a] = 0, -1
-    with pytest.raises(CacheError, match="lies colder than its parent"):
+    with pytest.raises(CacheError, match="is in a colder tier than its parent"):
         index.check_integrity()

@@ -265,13 +265,13 @@ def test_trap_30_failures_are_typed_and_say_what_was_expected_and_what_came() ->
     cache = BOTH.build()
     with pytest.raises(LeaseError, match="expected a lease of this cache that was not released, got None"):
         cache.release(None)  # type: ignore[arg-type]
-    with pytest.raises(CacheError, match=r"the first chunk lies in \[0, 1\], got 2"):
+    with pytest.raises(CacheError, match=r"first: expected a position in \[0, 1\], got 2"):
         lookup(cache, [key("a")], 0.0, first=2)
-    with pytest.raises(CacheError, match=r"no tier is called 'attic'; there are \['host', 'file'\]"):
+    with pytest.raises(CacheError, match=r"expected a tier of \['host', 'file'\], got 'attic'"):
         cache.discard([key("a")], "attic")
     with pytest.raises(CacheError, match=r"device blocks lie in \[0, 48\), got 48 to 48"):
         store(cache, [key("a")], (48,))
-    with pytest.raises(CacheError, match="1 chunks have 1 blocks, got 2"):
+    with pytest.raises(CacheError, match="expected 1 blocks of 1 chunks, got 2"):
         store(cache, [key("a")], (0, 1))
 
 

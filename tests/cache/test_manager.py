@@ -237,7 +237,7 @@ def test_a_prefetch_waits_from_the_time_that_it_is_told() -> None:
 def test_slots_of_others_that_are_none_are_refused_before_anything_is_adopted() -> None:
     cache = made()
     before = books(cache)
-    with pytest.raises(CacheError, match="slots lie in"):
+    with pytest.raises(CacheError, match="expected slots in"):
         cache.adopt(FILE, [(0, keys("a")[0], None)], others=[99])
     assert books(cache) == before
 

@@ -272,7 +272,7 @@ def test_a_partial_chunk_takes_as_many_blocks_as_its_tokens() -> None:
     found = cache.lookup(wanted(tokens, 8, 4), 0.0)
     assert [need.partial and need.partial.tokens for need in found.needs] == [5, 1]
     assert found.lease is not None
-    with pytest.raises(CacheError, match=r"have \[4, 3\] blocks"):
+    with pytest.raises(CacheError, match=r"expected \[4, 3\] blocks"):
         cache.load(found.lease, {0: range(4), 1: range(4)})
     cache.load(found.lease, {0: range(4), 1: range(4, 7)})
 
@@ -355,9 +355,9 @@ def test_tokens_that_a_block_has_not_are_refused(tokens: int) -> None:
     cache = stored(ABC, device_blocks=8)
     hold = lookup(cache, path(ABC), 0.0).lease
     assert hold is not None
-    with pytest.raises(CacheError, match="1 to 4 tokens"):
+    with pytest.raises(CacheError, match="expected 1 to 4 of a block"):
         cache.load(hold, {0: [0, 1, 2]}, tokens=tokens)
-    with pytest.raises(CacheError, match="1 to 4 tokens"):
+    with pytest.raises(CacheError, match="expected 1 to 4 of a block"):
         cache.load({0: DeviceCopy([Slot(DEVICE, 0, 0)], tokens)}, {0: [1]})
     with pytest.raises(CacheError, match="device blocks lie"):
         cache.load({0: DeviceCopy([Slot(DEVICE, 0, 8)])}, {0: [1]})

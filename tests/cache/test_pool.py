@@ -44,7 +44,7 @@ def test_a_negative_count_is_refused(count: int) -> None:
 def test_more_than_there_is_changes_nothing() -> None:
     pool = SlotPool(3)
     pool.allocate(2)
-    with pytest.raises(CapacityError, match="2 slots were asked for, 1 of 3 are free"):
+    with pytest.raises(CapacityError, match="cannot allocate 2 slots: 1 of 3 are free"):
         pool.allocate(2)
     assert pool.allocate(1) == [2]
 
@@ -53,7 +53,7 @@ def test_more_than_there_is_changes_nothing() -> None:
 def test_a_slot_that_is_not_taken_cannot_be_freed(index: int) -> None:
     pool = SlotPool(3)
     pool.allocate(2)
-    with pytest.raises(CacheError, match=f"slot {index} of 3 is not taken"):
+    with pytest.raises(CacheError, match=f"slot {index} of 3 is not in use"):
         pool.free(index)
     assert pool.room() == 1
     pool.check_integrity()
@@ -63,7 +63,7 @@ def test_a_double_free_is_refused() -> None:
     pool = SlotPool(3)
     pool.allocate(3)
     pool.free(1)
-    with pytest.raises(CacheError, match="slot 1 of 3 is not taken"):
+    with pytest.raises(CacheError, match="slot 1 of 3 is not in use"):
         pool.free(1)
     assert pool.allocate(1) == [1]
 
@@ -80,7 +80,7 @@ def test_claiming_what_is_taken_or_does_not_exist_changes_nothing(indices: list[
     pool = SlotPool(4)
     pool.claim([0], [0])
     before = state_of(pool)
-    with pytest.raises(CacheError, match=re.escape(f"must be free, distinct and below 4: {named}")):
+    with pytest.raises(CacheError, match=re.escape(f"expected free, distinct slots below 4, got {named}")):
         pool.claim(indices, [0] * len(indices))
     assert state_of(pool) == before
 
@@ -96,7 +96,7 @@ def test_integrity_notices_a_slot_that_is_free_and_taken() -> None:
     pool.allocate(2)
     pool.free(0)
     pool.state[0] = READY
-    with pytest.raises(CacheError, match="the free list has 1 slots, the marks say 0"):
+    with pytest.raises(CacheError, match="the free list has 1 slots, but 0 are free"):
         pool.check_integrity()
 
 
@@ -128,7 +128,7 @@ def test_slots_that_are_freed_together_are_nobodys_and_without_fault() -> None:
 
 def test_with_one_image_size_there_is_one_pool_to_claim_from() -> None:
     pool = SlotPool(4)
-    with pytest.raises(CacheError, match=r"one image size, pool 0; got pools \[0, 1\]"):
+    with pytest.raises(CacheError, match=r"expected pool 0, as there is one image size; got pools \[0, 1\]"):
         pool.claim([2, 3], [0, 1])
     assert pool.room() == 4
     pool.check_integrity()

@@ -220,7 +220,7 @@ def test_slots_of_others_are_given_out_last_and_the_first_of_them_first(slabs: S
     ]
     assert given[: len(rest)] == rest
     assert given[len(rest) :: slabs.stride] == others
-    with pytest.raises(CacheError, match="slots lie in"):
+    with pytest.raises(CacheError, match="expected slots in"):
         pool.give_last([slabs.indices])
 
 

@@ -427,7 +427,7 @@ def test_names_and_rules_that_cannot_be_are_refused() -> None:
 def test_keys_that_are_no_path_are_neither_asked_for_nor_fetched(call: str) -> None:
     desk = known("ab", "ab")
     before = state_of(desk.cache)
-    with pytest.raises(CacheError, match="keys of a path differ"):
+    with pytest.raises(CacheError, match="distinct new keys of a path"):
         getattr(desk.cache, call)({0: GroupKeys([key("a"), key("a")])}, 1.0)
     assert state_of(desk.cache) == before
 

@@ -114,6 +114,6 @@ def test_a_pool_that_grows_gives_its_old_slots_first() -> None:
     pool.allocate(1)
     pool.resize(4)
     assert pool.allocate(3) == [1, 2, 3]
-    with pytest.raises(CapacityError, match="3 slots from 1 on are taken, of 4"):
+    with pytest.raises(CapacityError, match="from 4 to 1 slots: 3 above are in use"):
         pool.resize(1)
     pool.check_integrity()

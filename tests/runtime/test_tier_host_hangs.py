@@ -80,8 +80,8 @@ class Hanging(HostedHarness):
 
 WORKERS = "work = child.FileTier._try; child.FileTier._try = lambda *each: (wait(), work(*each))[1]"
 ONE_BY_ONE = (  # reads that have landed
-    "settle, numbers = child.FileTier._settle, iter(range(100)); "
-    "child.FileTier._settle = lambda self, turn, *rest: "
+    "settle, numbers = child.FileTier._record_results, iter(range(100)); "
+    "child.FileTier._record_results = lambda self, turn, *rest: "
     "(turn[0].op.op.value == 'read' and wait(str(next(numbers))), settle(self, turn, *rest))[1]"
 )
 SUBMISSIONS = "take = child.FileTier.submit; child.FileTier.submit = lambda *each: (wait(), take(*each))[1]"

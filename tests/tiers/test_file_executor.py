@@ -406,7 +406,7 @@ def test_a_queue_that_breaks_ends_all_and_closes_the_tier(
 def test_an_unexpected_error_ends_one_task_and_the_others_go_on(
     harness: TierHarness, io: HeldIo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settle, tier = FileTier._settle, cast(FileTier, harness.tier)
+    settle, tier = FileTier._record_results, cast(FileTier, harness.tier)
 
     def explode(self: FileTier, task: Sequence[object], *rest: object) -> list[Status]:
         if task[0][0].slot == 1:  # type: ignore[index]

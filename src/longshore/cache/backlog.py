@@ -1,17 +1,16 @@
-"""What a tier has and no colder one: queues of chunks to copy down, heads first.
+"""Dirty chunks, which no colder tier has: queues of chunks to copy down, heads first.
 
-    dirty     ready in one tier and in none below, though there is one: it would be lost with its slot
-    queued    dirty, and its parent is ready below: may be copied down now. The oldest goes first
-    seldom    not used often enough for a selective write policy: not dirty, may go without a copy
-    failed    a copy was tried, and did not succeed; dirty again when it is next used
-    orphan    not dirty: it is not written down until a tier has its parent, and may go without a copy
+    dirty     ready in one tier and in none below, though there is one: lost if its slot is reused
+    queued    dirty, and its parent is ready below: can be copied down now, oldest first
+    seldom    not used often enough for a selective write policy: not dirty, evicted without a copy
+    failed    a copy has failed: not dirty until the next use
+    orphan    not dirty: not copied down until a tier has its parent, evicted without a copy
 
-A chunk is dirty in one tier at most, the coldest that has it, so one mark for each says all.
+A chunk is dirty in one tier at most, the coldest that has it, so one mark per chunk suffices.
 
-Heads go first because each tier must be closed over prefixes together with those below it: these are all that a
-restart finds. What is behind a chunk whose copy is under way waits for it (should that write fail, the warmer copy must
-still be there), or goes with it in the same job. Nothing here ever searches: a chunk is queued when it becomes dirty,
-or its parent ready.
+Heads are copied first because the chunks of a tier and all colder ones have to be closed under "parent of"; a restart
+finds these only. A chunk whose parent is being copied waits for that copy, because the write may fail, or is copied in
+the same job. No operation searches: a chunk is queued when it becomes dirty, or when its parent becomes ready below.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _CLEAN = 0
 
 
 class Backlog:
-    """The dirty chunks of `index`. `thresholds` say how often one is used, for each tier, before it is copied down."""
+    """The dirty chunks of `index`. `thresholds` are the uses of a chunk, by tier, before it is copied down."""
 
     def __init__(self, index: Index, thresholds: Sequence[int] = ()) -> None:
         self.counts = [0] * len(index.tiers)
@@ -43,10 +42,10 @@ class Backlog:
         self._most = max(self._thresholds, default=0)
         self._linked = LinkedLists()
         self._mark = bytearray(LISTS)
-        """Clean, or dirty in tier t: an odd number while it waits for its parent, an even one when it is queued."""
+        """0 for clean; for dirty in tier t an odd number while waiting for the parent, an even one when queued."""
         self._uses = bytearray(LISTS)
         self._failed = bytearray(LISTS)
-        """1 for what is not to be copied before it is used again."""
+        """1 for chunks that are not copied before their next use."""
 
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
@@ -57,11 +56,11 @@ class Backlog:
             self._failed.extend(bytes(max(0, nodes - len(self._failed))))
 
     def is_dirty(self, node: int, tier: int) -> bool:
-        """Whether `node` would be lost with its copy in `tier`, and is worth a copy below."""
+        """Whether `node` is dirty in `tier`."""
         return self._last > 0 and self._mark[node] != _CLEAN and _tier(self._mark[node]) == tier
 
     def leading_sole(self, nodes: Sequence[int], tier: int) -> int:
-        """How many of `nodes` lead that are dirty in `tier`, and in no other."""
+        """The number of leading `nodes` that are dirty in `tier`, and in no other tier."""
         if not self.is_dirty(nodes[0], tier):
             return 0
         at = np.array(nodes, np.int32)
@@ -72,11 +71,11 @@ class Backlog:
         return leading(sole)
 
     def update(self, node: int) -> bool:
-        """Something has changed about the copies of `node`; says whether it is clean now where it was dirty."""
+        """Update the mark of `node` after a change of its copies; returns whether it has become clean."""
         if not self._last:
             return False
         mark, tier = self._mark[node], self._dirty_in(node)
-        was = (mark - 1) // 2  # -1 where it is clean
+        was = (mark - 1) // 2  # -1 for clean
         if was == tier:
             return False
         if mark:
@@ -92,7 +91,7 @@ class Backlog:
         return mark != _CLEAN
 
     def update_all(self, nodes: Sequence[int]) -> list[int]:
-        """The same for many; says which of them."""
+        """`update` for many; returns those that have become clean."""
         if not self._last or not nodes:
             return []
         at = numbers(nodes)
@@ -118,7 +117,7 @@ class Backlog:
         return clean
 
     def backed_up(self, nodes: Sequence[int], tier: int) -> None:
-        """`nodes` have become ready in `tier`: what is behind them in warmer tiers may follow."""
+        """`nodes` have become ready in `tier`: queue their dirty children in warmer tiers."""
         behind, mark = self._index.all_children(nodes), marks(self._mark)
         for warmer in range(tier):
             may_follow = behind[mark[behind] == _waiting(warmer)]
@@ -126,7 +125,7 @@ class Backlog:
             self._linked.extend(_list(warmer), may_follow)
 
     def exposed(self, node: int) -> None:
-        """`node` is in one of the colder tiers no more: what is behind it may have to wait again."""
+        """`node` was removed from a colder tier: its children may have to wait again."""
         for child in self._index.children(node):
             mark = self._mark[child]
             if mark and _is_queued(mark) and not self._is_safe_below(node, _tier(mark)):
@@ -134,12 +133,12 @@ class Backlog:
                 self._mark[child] = _waiting(_tier(mark))
 
     def fail(self, node: int) -> bool:
-        """A copy of `node` to the tier below has failed. Says whether it was dirty."""
+        """A copy of `node` to the tier below has failed. Returns whether it was dirty."""
         self._failed[node] = 1
         return self.update(node)
 
     def refuse(self, nodes: Sequence[int]) -> list[int]:
-        """`nodes`, which are queued, and what waits for them are not to be copied until they are used; all of them."""
+        """Copy the queued `nodes`, and chunks that wait for them, only after their next use; returns all of them."""
         refused, left = list[int](), list(nodes)
         while left:
             node = left.pop()
@@ -151,7 +150,7 @@ class Backlog:
         return refused
 
     def arrived(self, nodes: Sequence[int]) -> None:
-        """`nodes`, parents first, have become ready: what is behind a chunk that is not to be copied is not either."""
+        """`nodes`, parents first, have become ready. A chunk behind one that is not copied is not copied, either."""
         if not self._last:
             return
         failed, parent, coldest = self._failed, self._index.parent, self._index.coldest_tier
@@ -162,7 +161,7 @@ class Backlog:
         self.update_all(nodes)
 
     def use(self, nodes: Sequence[int]) -> None:
-        """`nodes` were used: copies that failed earlier are worth another try, and some may be used often now."""
+        """`nodes` were used: retry failed copies, and copy chunks that have reached the threshold."""
         at = numbers(nodes)
         if len(again := at[marks(self._failed)[at] != 0]):
             marks(self._failed)[again] = 0
@@ -172,7 +171,7 @@ class Backlog:
                 self._count_use(node)
 
     def _count_use(self, node: int) -> None:
-        """Another use of `node`. Its ancestors are used as often as it is, whether or not a caller named them."""
+        """Count a use of `node`. Its ancestors count at least as many uses."""
         uses, parent = self._uses, self._index.parent
         if uses[node] >= self._most:
             return
@@ -186,7 +185,7 @@ class Backlog:
                 break
 
     def _dirty_in(self, node: int) -> int:
-        """The tier in which `node` should be dirty; -1 for none."""
+        """The tier in which `node` is dirty by its copies; -1 for none."""
         slots, last = self._index.slot, self._last
         if slots[last][node] >= 0 or self._index.depth[node] < 0:
             return -1
@@ -196,9 +195,9 @@ class Backlog:
         return -1 if self._failed[node] or self._uses[node] < self._thresholds[tier] else tier
 
     def _all_due(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
-        """For each of the nodes `at` the mark that it should have, as long as it waits."""
+        """The mark of each of the nodes `at` by its copies, not queued."""
         index, due = self._index, np.zeros(len(at), np.uint8)
-        lost = column(index.slot[self._last])[at] < 0  # with the copies that are not in the last tier
+        lost = column(index.slot[self._last])[at] < 0  # copies that are not in the last tier
         if not np.count_nonzero(lost):
             return due
         for tier in range(self._last):
@@ -214,7 +213,7 @@ class Backlog:
         return due
 
     def _is_safe_below(self, node: int, tier: int) -> bool:
-        """Whether `node` has a ready copy in a tier colder than `tier`, so that what is behind it may follow."""
+        """Whether `node` has a ready copy in a tier colder than `tier`, so that its children can be copied down."""
         index = self._index
         return node == ROOT or any(index.is_ready(node, colder) for colder in index.tiers[tier + 1 :])
 
@@ -233,13 +232,13 @@ class Backlog:
             self.update(node)
 
     def forget_all(self, nodes: Sequence[int]) -> None:
-        """The same for clean `nodes`."""
+        """`forget` for clean `nodes`."""
         if self._last:
             at = numbers(nodes)
             marks(self._uses)[at] = marks(self._failed)[at] = 0
 
     def choose(self, tier: int, wanted: int) -> list[int]:
-        """At most `wanted` chunks to copy down from `tier` in one job: the oldest heads, each with those behind it."""
+        """At most `wanted` chunks to copy down from `tier` in one job: the oldest heads, each with its descendants."""
         chosen: list[int] = []
         child, older, mark, waiting = self._index.child, self._index.older, self._mark, _waiting(tier)
         head = self._linked.first(_list(tier))
@@ -248,7 +247,7 @@ class Backlog:
             while node and len(chosen) < wanted:
                 chosen.append(node)
                 node = child[node]
-                while node and (older[node] or mark[node] != waiting):  # an only child that waits is next
+                while node and (older[node] or mark[node] != waiting):  # continue with an only child that waits
                     if mark[node] == waiting:
                         behind.append(node)
                     node = older[node]
@@ -258,9 +257,9 @@ class Backlog:
         return chosen
 
     def chain(self, node: int) -> tuple[list[int], int]:
-        """What is to be copied down so that a colder tier has `node`, heads first, and the tier that it is in.
+        """The chunks to copy down so that a colder tier has `node`, heads first, and their tier.
 
-        Nothing as long as it may not be copied, or has to wait for what is before it.
+        None while one of them may not be copied, or waits for its parent.
         """
         if not (mark := self._mark[node]):
             return [], 0
@@ -269,7 +268,7 @@ class Backlog:
         return chain if _is_queued(self._mark[chain[0]]) else [], _tier(mark)
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` where a mark, a queue and the index disagree."""
+        """Raise `CacheError` where marks, queues and index are inconsistent."""
         if not self._last:
             return
         index = self._index
@@ -284,9 +283,9 @@ class Backlog:
             in_queues = [t for t in index.tiers if node in queued[t]]
             due = tier >= 0 and self._is_safe_below(index.parent[node], tier)
             if in_queues != ([tier] if due else []) or (mark != _CLEAN and _is_queued(mark)) != due:
-                raise CacheError(f"chunk {name} is wrongly queued for a copy below, or not")
+                raise CacheError(f"chunk {name} is queued for a copy down, or not queued, in error")
         if self.counts != counts or sum(counts) != len(self._mark) - self._mark.count(_CLEAN):
-            raise CacheError(f"{self.counts} chunks are counted as dirty, by tier, but {counts} are")
+            raise CacheError(f"dirty chunks by tier: counted {self.counts}, found {counts}")
 
     def _walk(self, tier: int) -> set[int]:
         self._linked.check_integrity(_list(tier))
@@ -298,7 +297,7 @@ class Backlog:
 
 
 def _waiting(tier: int) -> int:
-    """The mark of what is dirty in `tier`, and not queued."""
+    """The mark of chunks that are dirty in `tier`, and not queued."""
     return 2 * tier + 1
 
 
@@ -312,7 +311,7 @@ def _is_queued(mark: int) -> bool:
 
 
 _WAITING = bytes([_CLEAN, *(mark - 1 | 1 for mark in range(1, 256))])
-"""The mark of what is dirty in the same tier, and not queued."""
+"""The same mark, not queued."""
 
 
 def _list(tier: int) -> int:

@@ -1,7 +1,7 @@
-"""Columns of numbers, one place for each node or slot: nothing for a garbage collector to walk.
+"""Columns: arrays with one number for each node or slot, which the garbage collector does not traverse.
 
-They are plain arrays, which Python reads one place at a time at little cost. To change many places at once, numpy looks
-at the same memory, but for the moment only: while it does, a column cannot grow.
+They are of Python's `array`, which is fast for single elements. For many elements at once, a numpy view of the same
+memory is made for the time of the operation. A column cannot grow while a view of it exists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from longshore.errors import CacheError, IntegrityError
 
 _INT32, _UINT32, _UINT8 = map(
     np.dtype, (np.int32, np.uint32, np.uint8)
-)  # found out anew each time, they would cost as much again
+)  # constants, because `np.dtype` costs as much as the view itself
 _seen_as = np.frombuffer
 
 Column: TypeAlias = "array[int] | memoryview[int]"
@@ -31,19 +31,18 @@ def zeros(count: int) -> array[int]:
 
 
 def sparse(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Zeros that take memory only where they are written to, a small page at a time.
+    """Zeros of `dtype`, shape `(count,)`, whose memory is allocated by small pages when first written.
 
-    Those of numpy take it in huge pages: whoever writes all over the place for the first time would wait for all of
-    them, which was seen to take 67 ms at a million chunks.
+    numpy's zeros are allocated by huge pages: the first writes at random places took 67 ms for a million chunks.
     """
     places = mmap(-1, max(1, count * np.dtype(dtype).itemsize), MAP_PRIVATE | MAP_ANONYMOUS)
-    with suppress(OSError):  # of a kernel without huge pages
+    with suppress(OSError):  # a kernel without huge pages
         places.madvise(MADV_NOHUGEPAGE)
     return np.frombuffer(places, dtype, count)
 
 
 def grown(numbers: Column, size: int) -> Column:
-    """The same column, with zeros behind up to `size` places, which take memory only where they are written to."""
+    """The column extended with zeros to `size` elements, allocated when first written."""
     if size <= len(numbers):
         return numbers
     places = sparse(size, _INT32).data
@@ -52,48 +51,48 @@ def grown(numbers: Column, size: int) -> Column:
 
 
 def column(numbers: Column) -> npt.NDArray[np.int32]:
-    """A column of 32-bit numbers as numpy sees it."""
+    """A numpy view of a column of signed 32-bit numbers."""
     return _seen_as(numbers, _INT32)
 
 
 def marks(each: bytearray) -> npt.NDArray[np.uint8]:
-    """A column of bytes as numpy sees it."""
+    """A numpy view of a column of bytes."""
     return _seen_as(each, _UINT8)
 
 
 def words(each: array[int]) -> npt.NDArray[np.uint32]:
-    """A column of 32-bit numbers without a sign as numpy sees it."""
+    """A numpy view of a column of unsigned 32-bit numbers."""
     return _seen_as(each, _UINT32)
 
 
 def numbers(each: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Some 32-bit numbers as numpy sees them: sooner than by `np.array`."""
+    """32-bit numbers as a numpy array; faster than `np.array`."""
     if isinstance(each, np.ndarray):
         return each
     return column(array("i", each)) if len(each) else np.empty(0, np.int32)
 
 
-def has_twins(at: npt.NDArray[np.int32]) -> bool:
-    """Whether some of these numbers are equal."""
+def has_duplicates(at: npt.NDArray[np.int32]) -> bool:
+    """Whether `at` has duplicates."""
     ordered = np.sort(at)
     return bool((ordered[1:] == ordered[:-1]).any())
 
 
 def once(at: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """These numbers without repetitions: of equal ones the first."""
-    if len(at) < 2 or not has_twins(at):
+    """`at` without duplicates; the first of equal numbers stays."""
+    if len(at) < 2 or not has_duplicates(at):
         return at
     return at[np.sort(np.unique(at, return_index=True)[1])]
 
 
 def leading(true: npt.NDArray[np.bool_]) -> int:
-    """How many lead that are true."""
+    """The number of leading true elements."""
     first = int(true.argmin()) if len(true) else 0
     return len(true) if not len(true) or true[first] else first
 
 
 class FreeList:
-    """Numbers, taken and given back at the end. It never shrinks: an array that does may move, 2 ms for a million."""
+    """A stack of free numbers. The array never shrinks, because moving a million elements takes 2 ms."""
 
     def __init__(self, numbers: array[int]) -> None:
         self._places = numbers
@@ -106,23 +105,23 @@ class FreeList:
         return iter(self._places[: self._count])
 
     def take(self, count: int) -> array[int]:
-        """The last `count`, which there are; the last of all comes last."""
+        """Pop `count` numbers, in stack order. There must be as many."""
         before, self._count = self._count, self._count - count
         return self._places[self._count : before]
 
     def give(self, numbers: array[int]) -> None:
-        """More behind the last."""
+        """Push `numbers`."""
         end = self._count + len(numbers)
         self._places[self._count : end] = numbers
         self._count = end
 
 
 LISTS = 10_240
-"""Numbers below this one name lists, not elements."""
+"""Numbers below this one are lists, not elements."""
 
 
 class LinkedLists:
-    """`LISTS` ordered lists over the numbers from `LISTS` on. 8 bytes per number.
+    """`LISTS` doubly linked lists over the numbers from `LISTS` on, in two arrays. 8 bytes per number.
 
         numbers   0 .. LISTS-1        the lists themselves: list `l` is a ring through element `l`
                   LISTS ..            elements; each is in at most one list at a time
@@ -130,7 +129,7 @@ class LinkedLists:
         cold end                hot end
            l ──► 17 ──► 9 ──► 4 ──► l            `after[l]` is the coldest, `before[l]` the hottest
 
-    Every operation is O(1), and takes some hundred nanoseconds.
+    Every operation on one element is O(1), about 100 ns.
     """
 
     __slots__ = ("after", "before")
@@ -141,7 +140,7 @@ class LinkedLists:
         self.grow(size)
 
     def grow(self, size: int) -> None:
-        """Make room for numbers below `size`; those that are new are in no list."""
+        """Make room for numbers below `size`. New numbers are in no list."""
         self.after, self.before = grown(self.after, size), grown(self.before, size)
 
     def append(self, which: int, number: int) -> None:
@@ -165,11 +164,11 @@ class LinkedLists:
     def first_few(self, which: int, count: int) -> list[int]:
         """The first elements of list `which`, at most `count`."""
         after, number = self.after, which
-        found = [number := after[number] for _ in range(count)]  # which goes round, if there are fewer
+        found = [number := after[number] for _ in range(count)]  # wraps around if there are fewer
         return found[: found.index(which)] if which in found else found
 
     def drop_first(self, which: int, last: int) -> None:
-        """Take the first elements of list `which` out of it, up to `last`, which is one of them."""
+        """Remove the first elements of list `which`, up to `last`, which is in it."""
         ahead = self.after[last]
         self.after[which], self.before[ahead] = ahead, which
 
@@ -191,7 +190,7 @@ class LinkedLists:
         before[at[-1]], after[which] = which, at[-1]
 
     def move_to_end(self, first: int, last: int, which: int) -> None:
-        """Put `first` to `last`, which follow one another in some list, at the hot end of list `which`."""
+        """Move the adjacent elements from `first` to `last` of any list to the hot end of list `which`."""
         after, before = self.after, self.before
         behind, ahead = before[first], after[last]
         after[behind], before[ahead] = ahead, behind
@@ -200,14 +199,14 @@ class LinkedLists:
         after[last], before[which] = which, last
 
     def remove(self, number: int) -> None:
-        """Take `number` out of the list that it is in."""
+        """Remove `number` from its list."""
         after, before = self.after, self.before
         behind, ahead = before[number], after[number]
         after[behind] = ahead
         before[ahead] = behind
 
     def remove_all(self, at: npt.NDArray[np.int32]) -> None:
-        """Take elements, which differ, out of the lists that they are in; those that follow one another as one."""
+        """Remove the distinct elements `at` from their lists; adjacent elements in one step."""
         if not len(at):
             return
         after, before, numbers = self.after, self.before, at.tolist()
@@ -218,17 +217,17 @@ class LinkedLists:
             first = last + 1
 
     def first(self, which: int) -> int:
-        """The first element of list `which`; the list's own number when it is empty."""
+        """The first element of list `which`; `which` if it is empty."""
         return self.after[which]
 
     def last(self, which: int) -> int:
-        """The last element of list `which`; the list's own number when it is empty."""
+        """The last element of list `which`; `which` if it is empty."""
         return self.before[which]
 
     def walk(self, which: int) -> Iterator[int]:
-        """The elements of list `which`, coldest first. The lists must not be changed meanwhile.
+        """The elements of list `which`, coldest first. The lists must not change during the iteration.
 
-        Raises `IntegrityError` where the list does not lead back to its beginning.
+        Raises `IntegrityError` if the list does not lead back to its beginning.
         """
         number = self.after[which]
         for _ in range(len(self.after)):
@@ -236,14 +235,14 @@ class LinkedLists:
                 return
             yield number
             number = self.after[number]
-        raise IntegrityError(f"list {which} goes round without an end: damaged links")
+        raise IntegrityError(f"list {which} does not lead back to its beginning: damaged links")
 
     def check_integrity(self, which: int) -> None:
-        """Raise `CacheError` unless list `which` is the same from both ends."""
+        """Raise `CacheError` unless list `which` has the same elements in both directions."""
         last = which
         for number in self.walk(which):
             if self.before[number] != last or number < LISTS:
-                raise CacheError(f"list {which}: {number} comes after {last}, and says {self.before[number]}")
+                raise CacheError(f"list {which}: {number} follows {last}, but links back to {self.before[number]}")
             last = number
         if self.before[which] != last:
-            raise CacheError(f"list {which} ends with {last}, and says {self.before[which]}")
+            raise CacheError(f"list {which} ends with {last}, but links back to {self.before[which]}")

@@ -1,11 +1,12 @@
-"""What happened to chunks, for routers that track who has what and for people who ask why: pulled, bounded, in order.
+"""Events of chunks, in order, in a bounded log: for routers that track which engine has which blocks, and for
+diagnosis.
 
-    ordered ──► stored ──► moved (another tier has it too) ──► removed (from one tier; why, and for whom)
-         └───► failed                                          reset (from all)
-    request: what a match asked for, and what it found ──► loaded: what of that came onto the device
+    ordered ──► stored ──► moved (copied to another tier) ──► removed (from one tier; cause, and for which chunk)
+         └───► failed                                         reset (from all)
+    request: keys that a lookup requested and found ──► loaded: those that arrived on the device
 
-Nothing is recorded unless a limit was set. A reader that is too slow gets a `GAP` in place of the oldest events, which
-says how many are missing: it must then ask for `TieredCache.residents` again.
+Nothing is recorded without a limit. A reader that is too slow gets a `GAP` in place of the oldest events, with their
+number; it has to read `TieredCache.residents` again.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from longshore.cache.types import MissReason
 from longshore.errors import TraceError
 
 EVICTED = "evicted"
-"""The cause of what goes to make room."""
+"""The cause of evictions."""
 
 RESET = "reset"
-"""The cause of what a reset takes out of some tiers."""
+"""The cause of removals by a reset that keeps tiers."""
 
 
 class EventKind(enum.Enum):
-    """What an event says. Closed: there is no "other"."""
+    """Kind of an event. Complete: there is no "other"."""
 
-    ORDERED = "ordered"  # a chunk is on its way into `tier`
-    STORED = "stored"  # it is ready in `tier`, its first
+    ORDERED = "ordered"  # a chunk is being written to `tier`
+    STORED = "stored"  # it is ready in `tier`, and in no other
     MOVED = "moved"  # it is ready in `tier` too, copied from `source`
-    REMOVED = "removed"  # it is no longer in `tier`, because of `cause`; to make room for `by`, if it was evicted
-    FAILED = "failed"  # it did not reach `tier`, because of `cause`
-    RESET = "reset"  # nothing is anywhere any more
+    REMOVED = "removed"  # it was removed from `tier` for `cause`; if evicted, to make room for `by`
+    FAILED = "failed"  # writing it to `tier` failed for `cause`
+    RESET = "reset"  # all chunks were removed from all tiers
     REQUEST = "request"  # `request` asked for `keys` from position `start` on, and found `length` of them
-    LOADED = "loaded"  # the first `length` of `keys` came onto the device; the next did not, because of `cause`
+    LOADED = "loaded"  # the first `length` of `keys` were loaded; the next was not, for `cause`
     GAP = "gap"  # `length` events are missing here
 
 

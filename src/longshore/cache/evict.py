@@ -1,10 +1,10 @@
-"""Eviction: which copies leave a tier that needs room. The tier's policy names victims; this module checks each one.
+"""Eviction: which copies are removed from a tier that needs room. Its policy names victims, which are checked here.
 
     policy.next_victims(n)  ──► victims, coldest first ──► may_go? ──► yes: removed; its parent may be the next victim
                                                      └──────► no: held by the policy until its state changes
 
-A held copy is not examined again before something changes (`Store.reconsider`), so the cost of an eviction does not
-grow with the number of copies that must stay.
+A held copy is not examined again until its state may have changed (`Store.reconsider`), so the cost of an eviction does
+not grow with the number of copies that cannot be evicted.
 
 Victims are examined in batches, as arrays, with the same result and order as one by one:
 
@@ -16,9 +16,9 @@ Only copies without a backup, and slabs, are examined one by one.
 
 Slabs. A tier with several image sizes moves a slab (`slab_pool`) from one size to another:
 
-    wanted: slots of A      a slab of B     if it was last used before any slab of A: its copies are evicted together
+    needed: slots of A      a slab of B     if it was last used before any slab of A: its copies are evicted together
                             copies of A     otherwise, in policy order
-                            a slab of B     of any age, if no copy of A may go
+                            a slab of B     of any age, if no copy of A can be evicted
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _AHEAD, _MOST_AHEAD = 256, 64
 """Evictions run ahead of demand by one slot in `_AHEAD` of the tier, at most `_MOST_AHEAD`, to amortise their cost."""
 
 _ROUNDS = 4
-"""At most so many rounds for each chunk of a tier: in each, one goes or is held, and some that it kept are released."""
+"""Upper bound of rounds per chunk of a tier: each round evicts or holds a chunk, and may release others."""
 
 _AT_FIRST, _AT_LEAST = 2048, 256
-"""How many victims the first batch has; later batches have twice as many as went or stay, but no fewer than this."""
+"""Victims in the first batch, and at least in later ones, which have twice as many as the batch before processed."""
 
 _SLABS_EXAMINED = 8
 """Slabs of other sizes that are examined for one that can be reclaimed, least recently used first."""
@@ -69,13 +69,13 @@ class Evictor:
         self.clear()
 
     def clear(self) -> None:
-        """The store was cleared: forget which chunks were passed over."""
+        """The store was cleared: remove the chunks that were passed over."""
         self._passed_over = [[deque() for _ in pool.slabs.images] for pool in self._store.pools]
 
     # ------------------------------------------------------------------ room
 
     def make_room(self, tier: int, count: int, pool: int, *, spare_dirty: bool, ahead: bool = True) -> int:
-        """Evict until `count` slots of `pool` can be had in `tier`, or nothing more may go; says how many can be.
+        """Evict until `count` slots of `pool` are available in `tier`, or nothing can be evicted; returns how many are.
 
         With `ahead`, a few more are freed than asked for.
         """
@@ -91,7 +91,7 @@ class Evictor:
         return min(count, slots.room(pool))
 
     def room_for(self, tier: int, nodes: Sequence[int], *, spare_dirty: bool) -> int:
-        """Make room for copies of `nodes`, of whatever pools, in `tier`; for how many of them, from the first on."""
+        """Make room for copies of `nodes`, of any pools, in `tier`; returns for how many leading ones."""
         slots = self._store.pools[tier]
         if not isinstance(slots, SlabPool):
             return self.make_room(tier, len(nodes), 0, spare_dirty=spare_dirty)
@@ -100,7 +100,7 @@ class Evictor:
         return slots.leading(pools)
 
     def discard(self, keys: Sequence[Key], tier: int) -> int:
-        """Remove the copies of `keys` that nothing holds, reads or needs to be reached; says how many."""
+        """Remove copies of `keys` that are not leased, read or needed by descendants; returns how many."""
         count, nodes = 0, [self._store.index.get(key) for key in keys]
         for node in reversed(nodes):
             if node and self._store.index.is_ready(node, tier) and self.may_go(node, tier):
@@ -109,18 +109,18 @@ class Evictor:
         return count
 
     def resize(self, tier: int, slots: int, *, discard: bool) -> None:
-        """Have `slots` slots in `tier`, all or nothing; with `discard`, what lies above goes, if all of it may.
+        """Resize `tier` to `slots` slots; with `discard`, chunks in slots above are removed.
 
-        Raises `CapacityError`, and changes nothing, if something that must stay is in the way.
+        Raises `CapacityError`, with nothing changed, if a chunk in a slot above cannot be removed.
         """
         pool, index = self._store.pools[tier], self._store.index
         first = max(0, slots) * pool.slabs.stride
         above = [node for node in pool.node[first:] if node] if discard else []
         going = set(above)
         if not all(self.may_go(node, tier, going) for node in above):
-            raise CapacityError(f"some of the {len(above)} chunks from slot {slots} on are in use, or needed by others")
+            raise CapacityError(f"cannot remove the {len(above)} chunks from slot {slots} on: some are in use")
         if slots < 0 or DRAINING in pool.state[first:]:
-            pool.resize(slots)  # which says what is wrong
+            pool.resize(slots)  # raises the error
         for node in sorted(above, key=lambda node: -index.depth[node]):
             self._store.detach(node, tier, cause="discarded")
         pool.resize(slots)
@@ -133,9 +133,9 @@ class Evictor:
     # ------------------------------------------------------------------ in policy order
 
     def evict(self, tier: int, count: int, pool: int = 0, *, spare_dirty: bool) -> int:
-        """Evict at most `count` copies of `pool` from `tier`, coldest first, and says how many.
+        """Evict at most `count` copies of `pool` from `tier`, in policy order; returns how many.
 
-        What is not backed up is spared if `spare_dirty`.
+        With `spare_dirty`, copies without a backup are not evicted.
         """
         store = self._store
         gone = 0 if spare_dirty else self._evict_passed_over(tier, count, pool)
@@ -168,13 +168,13 @@ class Evictor:
         return tier == 0 and (bool(self._store.seen[node]) or node in self._store.kept_in_host)
 
     def _evict(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
-        """Evict in the policy's order: as many at once as may go together, the others one by one."""
+        """Evict in policy order: in batches where possible, else one by one."""
         policy, gone, several = self._store.order(tier, pool), 0, min(count, _AT_FIRST)
         rounds = _ROUNDS * len(policy) + _AT_LEAST
         while gone < count and (nodes := policy.next_victims(several)):
             rounds -= 1
             if rounds < 0:
-                raise IntegrityError(f"the eviction order of tier {tier} names the same chunks again and again")
+                raise IntegrityError(f"the eviction policy of tier {tier} names the same victims repeatedly")
             if spare_dirty and (passed := self._store.backlog.leading_sole(nodes, tier)):
                 self._remember(nodes[:passed], tier, pool)
                 policy.hold_victims(nodes[:passed])
@@ -190,7 +190,7 @@ class Evictor:
         return gone
 
     def _evict_few(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
-        """Look at the `count` coldest, one by one; how many went."""
+        """Evict at most `count` of the next victims, one by one; returns how many."""
         policy, gone = self._store.order(tier, pool), 0
         for _ in range(count):
             node = policy.victim()
@@ -204,7 +204,7 @@ class Evictor:
         return gone
 
     def _remember(self, nodes: Sequence[int], tier: int, pool: int) -> None:
-        """These dirty chunks were passed over."""
+        """Record dirty chunks that were passed over."""
         queue = self._passed_over[tier][pool]
         if len(queue) > 2 * len(self._store.policies[tier]) + 64:
             kept = dict.fromkeys(each for each in queue if self._is_passed_over(each, tier, pool))
@@ -212,7 +212,7 @@ class Evictor:
         queue.extend(nodes)
 
     def _evict_passed_over(self, tier: int, count: int, pool: int) -> int:
-        """Evict dirty chunks that were passed over: they are colder than any that the policy would name."""
+        """Evict dirty chunks that were passed over: they come before all victims that the policy would name."""
         gone = 0
         queue = self._passed_over[tier][pool]
         while gone < count and queue:
@@ -223,14 +223,14 @@ class Evictor:
         return gone
 
     def is_spared(self, node: int, tier: int, *, spare_dirty: bool) -> bool:
-        """What is not below is spared on request; and always if a warmer tier has it: it would be written again."""
+        """Whether to keep a copy without a backup: with `spare_dirty`, or if a warmer tier would write it again."""
         return self._is_warmer(node, tier) or (spare_dirty and self._store.backlog.is_dirty(node, tier))
 
     def _is_warmer(self, node: int, tier: int) -> bool:
         return 0 <= self._store.index.other_coldest_tier(node, tier) < tier
 
     def _pass_over(self, node: int, tier: int, pool: int, *, spare_dirty: bool) -> bool:
-        """Whether `node` is spared; if that is because it is dirty, remember it."""
+        """Whether `node` is spared; records it if it is dirty."""
         if not self.is_spared(node, tier, spare_dirty=spare_dirty):
             return False
         if not self._is_warmer(node, tier):
@@ -243,9 +243,9 @@ class Evictor:
     # ------------------------------------------------------------------ in batches
 
     def _evict_batch(self, nodes: Sequence[int], tier: int, policy: EvictionPolicy, most: int) -> tuple[int, int]:
-        """Evict at most so many of `nodes`, which `policy` has just named, or hold some: the leading ones of one kind.
+        """Evict at most `most` of the victims `nodes`, or hold some: the leading ones that are alike.
 
-        Says how many went, and how many are held. Neither if the first is to be looked at by itself.
+        Returns how many were evicted, and how many are held; 0, 0 if the first has to be examined by itself.
         """
         at = np.array(nodes, np.int32)
         safe, sole = self._kinds(at, tier)
@@ -266,7 +266,7 @@ class Evictor:
         return 0, kept
 
     def _kinds(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
-        """Which of the nodes `at` are safe, and which have their only copy in `tier`."""
+        """Which of the nodes `at` are safe, and which have their only copy in `tier`; bool, of the same shape."""
         store, index = self._store, self._store.index
         ready, colder, others = (np.zeros(len(at), bool) for _ in range(3))
         for other in index.tiers:
@@ -282,7 +282,7 @@ class Evictor:
         return self._idle(at, tier) & colder & ready, ~others
 
     def _idle(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
-        """Which copies nothing reads; in the warmest tier also not kept there, nor looked at in this step."""
+        """Which copies are not being read, nor kept in the warmest tier by a prefetch or a lookup of this step."""
         store = self._store
         idle: Mask = column(store.pools[tier].readers)[column(store.index.slot[tier])[at]] == 0
         if not tier:
@@ -294,9 +294,10 @@ class Evictor:
     def _leaves(
         self, nodes: Sequence[int], at: npt.NDArray[np.int32], tier: int, policy: EvictionPolicy, most: int
     ) -> tuple[list[int], int]:
-        """The sole copies that go one after the other, with those that they set free; or how many lead that cannot go.
+        """The leading sole copies to evict, with the nodes that become evictable by that; or how many leading ones
+        cannot be.
 
-        A node may go when nothing is behind it, or only the one before it, which goes first.
+        A node can be evicted if it has no child, or only the victim before it.
         """
         index = self._store.index
         parents, below = column(index.parent)[at], column(index.reach[0])[at]
@@ -313,14 +314,14 @@ class Evictor:
     def _with_freed(
         self, nodes: Sequence[int], tops: Sequence[int], tier: int, policy: EvictionPolicy, most: int
     ) -> list[int]:
-        """At most so many of `nodes`, which go; and right behind any of `tops` the held ones that it sets free.
+        """At most `most` of the victims `nodes`, and behind each of `tops` the held ancestors that become evictable.
 
-        Ends where one is set free that does not go at once, but may go before what comes next.
+        Ends where a node becomes evictable whose place in the order is unknown.
         """
         parent, reach, is_held = self._store.index.parent, self._store.index.reach[0], policy.is_held
         going: list[int] = []
         left: dict[int, int] = {}
-        """Children of nodes that have lost some."""
+        """The number of children left, of nodes that lose some."""
         begin = 0
         for top in tops:
             above = parent[nodes[top]]
@@ -337,7 +338,7 @@ class Evictor:
         return [*going, *nodes[begin:]][:most]
 
     def _drop_copies(self, nodes: Sequence[int], at: npt.NDArray[np.int32], tier: int) -> None:
-        """Evict safe copies: what is left of each reaches as far down as before."""
+        """Evict safe copies, of which a colder tier keeps another."""
         store, index = self._store, self._store.index
         slots = column(index.slot[tier])[at]
         self._log(nodes, tier)
@@ -366,13 +367,13 @@ class Evictor:
             store.reconsider(np.array(freed, np.int32), apart_from=tier)
 
     def _held_chain(self, node: int, tier: int, policy: EvictionPolicy, left: dict[int, int], most: int) -> list[int]:
-        """`node`, which is held, and behind which nothing is left; and those that may go right after it, each if held.
+        """The held `node`, which has no children left, and the ancestors that can be evicted right after it; at most
+        `most`.
 
-        At most so many in all. `left` has how many children some nodes will have, of those that will have fewer than
-        they have now; it is told what will be behind the last of these.
+        `left` is the number of children that nodes will have left, of those that lose some; it is updated.
         """
         parent, reach, is_held = self._store.index.parent, self._store.index.reach[0], policy.is_held
-        if most < 1 or not self._free(np.array((node,), np.int32), tier)[0]:  # a warmer tier may have the whole path
+        if most < 1 or not self._free(np.array((node,), np.int32), tier)[0]:  # as when a warmer tier has the whole path
             return []
         chain: list[int] = []
         while node > ORPHANS and len(chain) < most and is_held(node):
@@ -386,7 +387,7 @@ class Evictor:
         return chain
 
     def _free(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
-        """Which of the nodes `at`, whose copies in `tier` are ready, have no other copy, and nothing that keeps it."""
+        """Which ready copies of the nodes `at` in `tier` have no other copy, reader, lease or lookup of this step."""
         store, index = self._store, self._store.index
         free = self._idle(at, tier)
         if tier:
@@ -406,8 +407,8 @@ class Evictor:
     # ------------------------------------------------------------------ slabs
 
     def _reclaim_slabs(self, tier: int, slots: SlabPool, wanted: Mapping[int, int], *, spare_dirty: bool) -> None:
-        """Evict until as many slots as `wanted`, by pool, can be had together of those of `tier`; as far as may be."""
-        for _ in range(sum(wanted.values())):  # what was emptied for one size may be lacking for another
+        """Evict until the slots `wanted`, by pool, are available together in `tier`, or nothing can be evicted."""
+        for _ in range(sum(wanted.values())):  # a slab reclaimed for one size may be missing for another
             pool, missing = slots.shortage(wanted)
             if not missing:
                 break
@@ -420,7 +421,7 @@ class Evictor:
                 break
 
     def _reclaim_one(self, tier: int, slots: SlabPool, pool: int, before: float, *, spare_dirty: bool) -> bool:
-        """Empty a slab of another size that was last used earlier than `before`; says whether there was one."""
+        """Reclaim a slab of another size that was last used before `before`; returns whether there was one."""
         store = self._store
         going: list[int] = []
         for slab, used in islice(slots.slabs_of_others(pool), _SLABS_EXAMINED):
@@ -432,7 +433,7 @@ class Evictor:
         return bool(going)
 
     def _goes_with(self, tier: int, slots: SlabPool, slab: int, *, spare_dirty: bool) -> list[int]:
-        """All that goes when `slab` is emptied; nothing if it cannot be."""
+        """All nodes to evict to empty `slab`; none if it cannot be emptied."""
         index = self._store.index
         inside = slots.contents(slab)
         if any(slots.state[slot] != READY for slot in inside):

@@ -1,7 +1,7 @@
-"""Why a request got what it got: for each of its chunks, where it came from, or why it was missed.
+"""Explains a request: for each of its chunks the tier that it was loaded from, or the reason of the miss.
 
-A pure function over recorded events (`longshore.cache.events`), from the cache itself or from a file of JSON lines
-(`longshore.runtime.recorder`): it follows every key up to the request, and says what was last heard of it.
+A pure function of recorded events (`longshore.cache.events`), of a cache or from a file of JSON lines
+(`longshore.runtime.recorder`). It follows every key up to the request, to its last event.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from longshore.errors import TraceError
 
 
 class Verdict(enum.Enum):
-    """What became of one chunk of a request. Closed: there is no "other"."""
+    """Outcome of one chunk of a request. Complete: there is no "other"."""
 
     DEVICE = "device"  # the engine had it
-    FOUND = "found"  # in a tier, and part of what the match found
-    MISSED = "missed"  # found, but it did not come onto the device
+    FOUND = "found"  # in a tier, and found by the lookup
+    MISSED = "missed"  # found, but not loaded
     BEHIND = "behind"  # in a tier, but behind a chunk that was missed
-    IN_FLIGHT = "in flight"  # on its way into its first tier
-    FAILED = "failed"  # its last write or read went wrong
-    EVICTED = "evicted"  # it was there, and had to make room
-    REMOVED = "removed"  # it was there, and was taken out
-    RESET = "reset"  # it was there before the last reset
-    OTHER_SCOPE = "other scope"  # the same tokens are known under another scope
-    NEVER_SEEN = "never seen"  # as far as the events go back
+    IN_FLIGHT = "in flight"  # being written to its first tier
+    FAILED = "failed"  # its last write or read failed
+    EVICTED = "evicted"  # evicted
+    REMOVED = "removed"  # removed for another reason
+    RESET = "reset"  # removed by the last reset
+    OTHER_SCOPE = "other scope"  # the same tokens were stored under another scope
+    NEVER_SEEN = "never seen"  # as far back as the events go
 
 
 class Account(NamedTuple):
-    """One chunk: its position, what became of it, and since when; the tier, the cause, and for whom it made room."""
+    """One chunk: its position, its outcome and time; the tier, the cause, and the chunk that it was evicted for."""
 
     position: int
     key: Key
@@ -46,7 +46,7 @@ class Account(NamedTuple):
 
 
 class _History:
-    """What was last heard of one key: the tiers that have it, and the last event."""
+    """The state of one key: the tiers that have it, and its last event."""
 
     __slots__ = ("last", "tiers")
 
@@ -54,8 +54,8 @@ class _History:
         self.tiers: list[str] = []
         self.last: Event | None = None
 
-    def hear(self, event: Event) -> None:
-        """Take in an event about this key, or a reset."""
+    def apply(self, event: Event) -> None:
+        """Apply an event of this key, or a reset."""
         if event.kind in (EventKind.STORED, EventKind.MOVED):
             self.tiers.append(event.tier)
         elif event.kind is EventKind.REMOVED and event.tier in self.tiers:
@@ -76,10 +76,10 @@ _GONE = {
 def explain(
     events: Iterable[Event], request: str, *, scopes: Mapping[str, Sequence[Key]] | None = None
 ) -> list[Account]:
-    """What became of each chunk of `request`, of which the last match counts.
+    """The outcome of each chunk of `request`, in its last lookup.
 
-    `scopes` are keys of the same tokens under other scopes, by a name of theirs, for what this scope never saw.
-    Raises `TraceError` if the events know no such request.
+    `scopes` are the keys of the same tokens under other scopes, by name of the scope, for chunks that were never stored
+    under this one. Raises `TraceError` if there is no event of such a request.
     """
     histories: dict[Key, _History] = {}
     answer: list[Account] | None = None
@@ -92,16 +92,16 @@ def explain(
                 _miss(answer, event)
         elif event.kind is EventKind.RESET:
             for history in histories.values():
-                history.hear(event)
+                history.apply(event)
         elif event.key is not None:
-            histories.setdefault(event.key, _History()).hear(event)
+            histories.setdefault(event.key, _History()).apply(event)
     if answer is None:
         raise TraceError(f"no event is about a request called {request!r}")
     return answer
 
 
 class Asked(NamedTuple):
-    """A request as the events know it: when it was matched, its chunks, and how many of them were found, or there."""
+    """A request by its events: time of the lookup, its chunks, and how many of them were found."""
 
     request: str
     at: float
@@ -111,7 +111,7 @@ class Asked(NamedTuple):
 
 
 def requests(events: Iterable[Event]) -> list[Asked]:
-    """The requests that have a name, in order."""
+    """The named requests, in order."""
     return [
         Asked(event.request, event.at, len(event.keys), event.start, event.length)
         for event in events
@@ -120,14 +120,15 @@ def requests(events: Iterable[Event]) -> list[Asked]:
 
 
 def former(path: Path) -> Path:
-    """Where a file of events goes when it is full, and the next one begins."""
+    """The name that a full file of events gets when the next one is begun."""
     return path.with_name(path.name + ".1")
 
 
 def read_events(path: Path) -> list[Event]:
-    """Events from a file of JSON lines, and from the one before it, if there is one.
+    """Events from a file of JSON lines, and from the file before it, if there is one.
 
-    A last line that has no end is left out: its writer has died, or is at work. Raises `TraceError`.
+    A last line without a newline is ignored: it is being written, or its writer has died. Raises `TraceError` for an
+    invalid line.
     """
     older = _read(former(path)) if path.name and former(path).exists() else []
     return older + _read(path)
@@ -156,7 +157,7 @@ def write_events(path: Path, events: Iterable[Event]) -> None:
 
 
 def _miss(answer: list[Account], loaded: Event) -> None:
-    """What was found, and did not come onto the device: the first for a cause, those after it were behind."""
+    """Chunks that were found but not loaded: the first has a cause, the others are behind it."""
     causes = dict.fromkeys(loaded.keys[loaded.length :], "behind") | dict.fromkeys(
         loaded.keys[loaded.length : loaded.length + 1], loaded.cause
     )

@@ -1,13 +1,13 @@
-"""KV cache groups: what the next token needs of each, and the longest prefix at which all of them are served.
+"""Lookups over several KV cache groups: the longest prefix that every group can serve.
 
-                       matched length ─┐
+                          prefix end ─┐
     full attention   ■ ■ ■ ■ ■ ■ ■ ■ ■ │       every chunk
-    sliding window               ■ ■ ■ │       the chunks that cover the last `window` tokens; older ones may be gone
-    recurrent                        ■ │       the last one, whose state is that of its end
+    sliding window               ■ ■ ■ │       the chunks of the last `window` tokens; older ones may be missing
+    recurrent                        ■ │       the last one, which has the state at its end
 
-A chunk is served that the device has, or of which a tier has a ready copy. What is served of a path with full attention
-is closed, so that its end is found by bisection. Elsewhere the search goes back from the end: a chunk that is missing
-rules out every length that needs it, so the next length to try ends before it, and no key is looked up twice.
+A chunk can be served if the device has it, or a tier has a ready copy. With full attention, a served chunk implies its
+ancestors, so bisection finds the end. In other groups the search goes backwards: a missing chunk excludes every length
+that needs it, so the next length to try ends before it, and no key is looked up twice.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from longshore.errors import CacheError
 
 
 class GroupKeys(NamedTuple):
-    """Chunks of one KV cache group of a request, as the verbs of `TieredCache` take them.
+    """Chunks of one KV cache group of a request, as the methods of `TieredCache` take them.
 
     Attributes:
-        keys: The path from the first chunk of the prompt on; or single chunks, where a lookup or a load says so. The
-            `Residency` of a lookup saves a load without a lease the search.
-        first: Chunks before this position are the engine's own: it has them, and they are not asked for or stored.
-        device: Of a lookup for all groups: whether the device has each chunk, from the first on (a numpy array is
-            fastest). Those that are left out it does not have.
+        keys: The path from the first chunk of the prompt on; or single chunks, for a lookup with `each` and a load
+            without a lease. The `Residency` of a lookup saves that load another search.
+        first: Position of the first chunk to look up or store. The engine has the chunks before it.
+        device: For a lookup of all groups: whether the device has each chunk, from the first on (a numpy array is
+            fastest). False for chunks beyond its end.
         text: The tokens, for partial matches (`CacheSettings.partial`).
-        prompt: Of a store: chunks from this position on are of the answer.
-        retention: Of a store: what is worth keeping.
-        slid: Of a store: chunks that the window of the request has slid past, of a host that does not store whole
-            paths. They are evicted first from now on, unless a lookup was served from them; others are ignored.
+        prompt: For a store: position of the first chunk of the answer; `None` if all are of the prompt.
+        retention: For a store: priorities and times to live.
+        slid: For a store: chunks that the sliding window has moved past, from an engine that does not store whole
+            paths. They are evicted first, unless a lookup was served from them. Keys in no tier are ignored.
     """
 
     keys: Sequence[Key] | Residency
@@ -53,14 +53,14 @@ class GroupKeys(NamedTuple):
 
     @property
     def names(self) -> Sequence[Key]:
-        """The keys alone."""
+        """The keys, also of a `Residency`."""
         return self.keys if isinstance(self.keys, Sequence) else self.keys.keys
 
 
 class Need(NamedTuple):
-    """What a matched prefix needs of one group: the chunks `[first, end)`, and of these `load` from the tiers.
+    """What a prefix needs of one group: the chunks `[first, end)`, of which those at `load` come from the tiers.
 
-    With a `partial` match, behind them the first tokens of another chunk.
+    With `partial`, also the first tokens of another chunk, behind them.
     """
 
     first: int
@@ -70,10 +70,10 @@ class Need(NamedTuple):
 
 
 class GroupSearch:
-    """One group's keys, `chunk_tokens` tokens each, and how far they are served.
+    """The search for the longest served prefix in one group, whose chunks have `chunk_tokens` tokens each.
 
-    With `abroad`, which says whether a foreign tier has a key, how far they can be: also by what is to be fetched from
-    there, or is on its way already.
+    With `abroad`, which returns whether a remote tier has a key, chunks of remote tiers and chunks in flight count as
+    served, too.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class GroupSearch:
     ) -> None:
         self.keys, device = wanted.names, () if wanted.device is None else wanted.device
         if len(device) > len(self.keys):
-            raise CacheError(f"the device cannot have {len(device)} of {len(self.keys)} chunks")
+            raise CacheError(f"device: expected at most {len(self.keys)} values, one for each key, got {len(device)}")
         self.text = None if wanted.text is None else wanted.text.checked()
         self.group = group
         self.chunk_tokens = chunk_tokens
@@ -99,16 +99,16 @@ class GroupSearch:
         self._abroad = abroad
         self._device = np.zeros(len(self.keys), bool)
         self._device[: len(device)] = np.asarray(device, bool)
-        self._clear = len(self.keys)  # from here on, as far as was looked, nothing is missing
+        self._clear = len(self.keys)  # chunks from here on that were examined are served
 
     def longest(self, tokens: int) -> int:
-        """No more than `tokens` tokens are served, and no fewer than the longest prefix that is."""
+        """An upper bound of the longest served prefix, at most `tokens`; equal to `tokens` if that is served."""
         end = tokens // self.chunk_tokens
         missing = self._missing(self.group.first_needed(tokens, self.chunk_tokens), end)
         return tokens if missing is None else missing * self.chunk_tokens
 
     def beyond(self, tokens: int, most: int) -> int:
-        """How many tokens are served behind a prefix of `tokens`, at most `most`: whole chunks, and a part of one."""
+        """How many tokens behind a served prefix of `tokens` are served, with a partial chunk; at most `most`."""
         if self.text is None or self.group.recurrent:
             return 0
         at, size = tokens // self.chunk_tokens, self.chunk_tokens
@@ -118,18 +118,18 @@ class GroupSearch:
         return min(most, at * size - tokens + (near.tokens if near else 0))
 
     def need(self, tokens: int) -> Need:
-        """What is needed of this group for a prefix of `tokens` tokens, which is served."""
+        """What a served prefix of `tokens` tokens needs of this group."""
         first, end = self.group.first_needed(tokens, self.chunk_tokens), tokens // self.chunk_tokens
         load = first + np.flatnonzero(~self._device[first:end])
         return Need(first, end, tuple(load.tolist()), self._partial(end, tokens % self.chunk_tokens))
 
     def unserved(self, first: int) -> list[Key]:
-        """The chunks from `first` on that neither the device has nor any tier of ours, now or soon."""
+        """The keys from `first` on that are not on the device, in an own tier, or on their way into one."""
         has, get = self._device, self._index.get
         return [key for at, key in enumerate(self.keys[first:], first) if not has[at] and not get(key)]
 
     def _partial(self, at: int, tokens: int) -> Partial | None:
-        """Where the first `tokens` tokens of the chunk at `at` come from, if there are any."""
+        """Where the first `tokens` tokens of the chunk at `at` come from, if any are needed."""
         if not tokens or self.text is None:
             return None
         if self._serves(at):
@@ -146,7 +146,7 @@ class GroupSearch:
         return bool(self._device[at] or self._index.is_readable(self.keys[at]))
 
     def _missing(self, first: int, end: int) -> int | None:
-        """A chunk of `[first, end)` that is not served, behind which all are, as far as was looked."""
+        """The last chunk of `[first, end)` that is not served, of those examined; `None` if all are served."""
         if not self.group.alone:
             ready = self._index.reachable_prefix(self.keys[:end], 0)
             if self._abroad is not None:
@@ -165,9 +165,9 @@ class GroupSearch:
 
 
 def longest_served(paths: Sequence[GroupSearch]) -> int:
-    """The longest prefix, in tokens, at which every one of `paths` is served: a multiple of all their chunks.
+    """The longest prefix, in tokens, that every one of `paths` serves.
 
-    Behind that less than one such multiple more, of which all of them have the first tokens.
+    It is a multiple of the chunk sizes of all groups, plus, for partial matches, fewer tokens than another multiple.
     """
     unit = math.lcm(*(path.chunk_tokens for path in paths))
     tokens = min(len(path.keys) * path.chunk_tokens for path in paths) // unit * unit
@@ -181,7 +181,7 @@ def longest_served(paths: Sequence[GroupSearch]) -> int:
 
 
 def runs_of(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Runs of consecutive numbers in `positions`, which ascend: where each begins and ends there."""
+    """Runs of consecutive numbers in the ascending `positions`: start and end index of each."""
     if not positions:
         return
     if positions[-1] - positions[0] == len(positions) - 1:
@@ -198,24 +198,24 @@ def check_paths(paths: Mapping[int, GroupKeys]) -> None:
         raise CacheError(f"expected keys by number of KV cache group, got {_brief(paths)}")
     for group, path in paths.items():
         if not isinstance(path, GroupKeys) or not isinstance(path.keys, Sequence | Residency):
-            raise CacheError(f"expected GroupKeys of a sequence of keys for group {group}, got {_brief(path)}")
+            raise CacheError(f"group {group}: expected GroupKeys with a sequence of keys, got {_brief(path)}")
         if type(path.first) is not int or not (path.prompt is None or type(path.prompt) is int):
-            raise CacheError(f"positions are whole numbers, got first {path.first!r} and prompt {path.prompt!r}")
+            raise CacheError(f"group {group}: expected integers, got first={path.first!r}, prompt={path.prompt!r}")
 
 
 def check_blocks(blocks: Mapping[int, Sequence[int]], groups: Iterable[int]) -> Mapping[int, Sequence[int]]:
-    """`blocks`, which are of `groups`. Raises `CacheError` for others, and for what are no sequences."""
+    """`blocks`, checked. Raises `CacheError` unless they are sequences by number of one of `groups`."""
     if not isinstance(blocks, Mapping) or not all(isinstance(each, Sequence) for each in blocks.values()):
         raise CacheError(f"expected sequences of device blocks by number of KV cache group, got {_brief(blocks)}")
     if unknown := {group for group, mine in blocks.items() if len(mine)}.difference(groups):
-        raise CacheError(f"there are blocks of groups {list(unknown)}, of which there are no chunks")
+        raise CacheError(f"got device blocks of groups {list(unknown)}, but no chunks of these")
     return blocks
 
 
 def check_distinct(keys: Sequence[Key]) -> None:
-    """Raise `CacheError` unless all keys of a request differ."""
+    """Raise `CacheError` unless all keys of a request are distinct."""
     if len(set(keys)) != len(keys):
-        raise CacheError(f"the groups of a request have different keys, only {len(set(keys))} of {len(keys)} are")
+        raise CacheError(f"expected {len(keys)} distinct keys over all groups, got {len(set(keys))}")
 
 
 def _brief(value: object) -> str:

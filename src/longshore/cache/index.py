@@ -1,29 +1,30 @@
-"""Who is where: one small number ("node") per key, its parent and children, and the slot it has in each tier.
+"""The index: one small integer ("node") per key, its parent and children, and its slot in each tier.
 
-Invariant 6, "a child never outlives its parents", is kept for every tier and all colder ones together: the chunks
-that have a copy in tier `t` or colder are closed under "parent of", for every `t`.
+Invariant 6: no chunk outlives its parent. It holds for each tier together with all colder ones: for every `t`, the set
+of chunks with a copy in tier `t` or colder contains the parent of each of its chunks.
 
-    host   A ── B ── C ── D        {A..D} in host or file is closed: every match can reach its end
-    file   A ── B ── C             {A..C} in file is closed: so it is after a restart, too
+    host   A ── B ── C ── D        {A..D} in host or file is closed: all of it can be read from the first chunk on
+    file   A ── B ── C             {A..C} in file is closed: so it is after a restart
 
-`reach[t][node]` counts the children with a copy in `t` or colder, so that "may this copy go?" is one comparison. A
-node is *reachable* when it and all its ancestors have a ready copy. Reachable nodes are closed as well, so the longest
-ready prefix of a path is found by bisection, whatever its length.
+`reach[t][node]` counts the children with a copy in `t` or colder, so that one comparison decides whether a copy is
+needed by a descendant. A node is *reachable* if it and all its ancestors have a ready copy. The parent of a reachable
+node is reachable, so bisection finds the longest ready prefix of a path.
 
-Chunks that are of use without those before them, as in sliding-window groups, stand *alone*: each is a child of the
-root, so nothing needs it to be reached, and it may outlive whatever came before it.
+Chunks that can be used without those before them, as in sliding-window groups, stand *alone*: each is a child of the
+root, no other chunk needs it, and it may outlive the chunks before it.
 
-An *orphan* is a child of `ORPHANS`, and waits for the key before it. It becomes a child of that chunk when that can be
-read, and lies no colder: what is behind `ORPHANS` is closed as well, and nothing there was promised from the root.
+An *orphan* is a child of `ORPHANS` and has the key of its missing parent. It is attached to that chunk when the chunk
+is readable, and in a tier that is as cold. Descendants of `ORPHANS` are closed under "parent of", too; no lookup from
+the first chunk returns them.
 
-`Lookup` has the questions about paths: both ends are found by bisection, whatever the length. Behind an orphan, which
-only those can use who have what is before it, one chunk is looked at after the other.
+`Lookup` finds both ends of a path by bisection. Behind an orphan, which only a request that has the chunks before it
+can use, it examines one chunk after the other.
 
-    known       some tier has it, or will have it             A ── B ── C ── D ── E
-    readable    so can be everything before it                A ── B ── C
+    known       in a tier, or on its way into one             A ── B ── C ── D ── E
+    readable    ready, like all chunks before it              A ── B ── C
 
-`Residency` says where single keys are. Node numbers stay valid until a node is removed; it remembers how many had been
-removed when it was taken, and is as good as its keys alone from the next removal on.
+`Residency` says in which tiers single keys are. Node numbers are valid until a node is removed: a `Residency` holds the
+number of removals at its creation, and searches by key after the next one.
 """
 
 from __future__ import annotations
@@ -45,16 +46,15 @@ from longshore.errors import CacheError, IntegrityError
 
 
 class Lookup(Nodes):
-    """Questions about paths of keys."""
+    """Lookups of paths of keys."""
 
     __slots__ = ()
 
     def reachable_prefix(self, keys: Sequence[Key], first: int) -> int:
-        """How many of `keys` lead without a gap to the deepest that can be read, but at least `first`; by bisection.
+        """The number of leading chunks of `keys` that are readable, at least `first`; found by bisection.
 
-        From `first` on that may be an orphan, and what follows it: whoever asks has what is before.
-
-        Raises `CacheError` if what is found shows that `keys` is no path.
+        An orphan at `first` and its descendants count, because the caller has the chunks before it. Raises
+        `CacheError` if a chunk found shows that `keys` is no path.
         """
         low, high, reachable = first, len(keys), self.reachable
         while low < high:
@@ -71,7 +71,7 @@ class Lookup(Nodes):
         return low
 
     def known_prefix(self, keys: Sequence[Key], first: int) -> int:
-        """The same for chunks that some tier has, or will have, none of them behind an orphan."""
+        """As `reachable_prefix`, for chunks in a tier or on their way into one, without orphans."""
         low, high = first, len(keys)
         while low < high:
             middle = (low + high) // 2
@@ -82,9 +82,9 @@ class Lookup(Nodes):
         return low
 
     def follow(self, keys: Sequence[Key], first: int) -> list[int]:
-        """Nodes of the leading chunks of `keys[first:]` that some tier has, or will have.
+        """Nodes of the leading chunks of `keys[first:]` that are in a tier, or on their way into one.
 
-        Raises `CacheError` unless these follow one another, and the key before them, and the rest is new and distinct.
+        Raises `CacheError` unless each is the child of the key before it, and the other keys are new and distinct.
         """
         try:
             before = self._at(keys, first - 1) if first else ROOT
@@ -100,15 +100,15 @@ class Lookup(Nodes):
                 if key in shards[key[0]] and self.depth[self.get(key)] >= 0:
                     raise _broken(keys, keys.index(key, first))
         except (IndexError, TypeError):
-            raise CacheError("the keys of a path are digests in bytes") from None
+            raise CacheError("expected the keys of a path as digests (non-empty bytes)") from None
         if len(set(rest)) != len(rest):
-            raise CacheError(f"the {len(rest)} new keys of a path differ, only {len(set(rest))} do")
+            raise CacheError(f"expected {len(rest)} distinct new keys of a path, got {len(set(rest))}")
         return path
 
     def _follow_orphans(self, keys: Sequence[Key], first: int) -> list[int]:
-        """The nodes of `keys[first:]` that lead, of which none is in its place from the first chunk on.
+        """Nodes of the leading chunks of `keys[first:]`, all of them orphans or behind one.
 
-        Raises `CacheError` if one of the others, too, does not follow the key before it.
+        Raises `CacheError` if one of `keys[first:]` is not the child of the key before it.
         """
         nodes = self.find(keys[first:])
         for position, node in enumerate(nodes, first):
@@ -117,7 +117,7 @@ class Lookup(Nodes):
         return list(takewhile(bool, nodes))
 
     def readable(self, keys: Sequence[Key]) -> list[int]:
-        """Nodes of the leading chunks of `keys` that can be read, or that can be once a copy on its way has arrived."""
+        """Nodes of the leading chunks of `keys` that are readable, now or when a copy in flight has arrived."""
         shards, reachable = self._shards, self.reachable
         path: list[int] = []
         for key in keys:
@@ -128,17 +128,17 @@ class Lookup(Nodes):
         return path
 
     def is_readable(self, key: Key) -> bool:
-        """Whether `key`, and all that it needs to be reached, can be read."""
+        """Whether `key` and all its ancestors are ready."""
         return self.reachable[node] == ROOTED if (node := self.get(key)) else False
 
     def find_alone(self, keys: Sequence[Key]) -> list[int]:
-        """The node of each of `keys`, which stand alone; `ROOT` for those that no tier has, or will have.
+        """The node of each of `keys`, which stand alone; `ROOT` for those in no tier and not on their way into one.
 
-        Raises `CacheError` if they are not distinct, or one is known as the child of another.
+        Raises `CacheError` if they are not distinct, or one is the child of another chunk.
         """
         nodes = self.find(keys)
         if len(set(keys)) != len(keys):
-            raise CacheError(f"the {len(keys)} keys of a path differ, only {len(set(keys))} do")
+            raise CacheError(f"expected {len(keys)} distinct keys of a path, got {len(set(keys))}")
         self.check_alone(numbers(nodes))
         return nodes
 
@@ -147,7 +147,7 @@ class Lookup(Nodes):
         behind = at[column(self.parent)[at] != ROOT].tolist()
         if behind:
             name = self.key[behind[0]].hex()[:12]
-            raise CacheError(f"chunk {name} was stored behind another, and does not stand alone")
+            raise CacheError(f"expected chunks that stand alone, got {name}, which is the child of another chunk")
 
     def check_link(self, keys: Sequence[Key], position: int) -> int:
         """The node of `keys[position]`; raises `CacheError` if it does not follow the key before it."""
@@ -166,7 +166,7 @@ class Lookup(Nodes):
 
 
 def _broken(keys: Sequence[Key], position: int) -> CacheError:
-    return CacheError(f"key {position} of a path, {keys[position].hex()[:12]}, does not follow the one before it")
+    return CacheError(f"key {position} of a path, {keys[position].hex()[:12]}, is not the child of the key before it")
 
 
 class Index(Lookup):
@@ -179,19 +179,19 @@ class Index(Lookup):
         return parent <= ORPHANS or self.coldest_tier(parent) >= tier
 
     def extend(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
-        """New nodes for `keys`, a path that follows `parent`, in `slots` of `tier`; none of them ready.
+        """New nodes for `keys`, a path behind `parent`, in `slots` of `tier`, none of them ready.
 
-        Raises `CacheError` for a key that is known, or for orphans, before anything has changed.
+        Raises `CacheError`, with nothing changed, for a key that is in the index, or if they would be orphans.
         """
         if not self.accepts(parent, tier):
             raise CacheError(f"chunk {keys[0].hex()[:12]} has no parent in tier {tier} or colder")
         for key in keys:
             if self.get(key):
-                raise CacheError(f"chunk {key.hex()[:12]} is known already")
+                raise CacheError(f"chunk {key.hex()[:12]} is in the index already")
         return self.link(parent, keys, tier, slots)
 
     def link(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
-        """`extend` for keys of which `follow` has said that they are new, behind a parent that accepts them."""
+        """`extend` without checks: `follow` has returned that the keys are new, and `parent` accepts them."""
         if not keys:
             return []
         at, depth = self._numbers(len(keys)), self.depth[parent] + 1
@@ -203,7 +203,7 @@ class Index(Lookup):
         return self._enter(keys, at, tier, slots)
 
     def link_alone(self, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
-        """New nodes, which stand alone, for `keys` that `find_alone` did not find."""
+        """New nodes that stand alone, for `keys` that `find_alone` did not find."""
         if not keys:
             return []
         at = self._numbers(len(keys))
@@ -221,10 +221,10 @@ class Index(Lookup):
         tier: int,
         slots: Sequence[int],
     ) -> npt.NDArray[np.int32]:
-        """New nodes for `keys`, paths that branch as they like, parents first, in `slots` of `tier`, which are ready.
+        """New nodes for `keys`, a forest of paths, parents first, in `slots` of `tier`, which are ready.
 
         Each follows the key at position `before`, int64, shape `(len(keys),)`; or, where that is -1, the node `above`,
-        int32 and of the same shape, which accepts it. The caller has seen to it that all keys are new and distinct.
+        int32 and of the same shape, which accepts it. The caller has checked that all keys are new and distinct.
         """
         at = self._numbers(len(keys))
         if not len(at):
@@ -241,7 +241,7 @@ class Index(Lookup):
         return at
 
     def add_copy(self, node: int, tier: int, slot: int) -> None:
-        """Another copy of `node`, in `slot` of `tier`. Raises `IntegrityError` for a second one, or an orphan."""
+        """Add a copy of `node` in `slot` of `tier`. Raises `IntegrityError` if it has one there, or no parent there."""
         if self.slot[tier][node] >= 0:
             raise IntegrityError(f"chunk {self.key[node].hex()[:12]} already has a copy in tier {tier}")
         if not self.accepts(self.parent[node], tier):
@@ -254,7 +254,7 @@ class Index(Lookup):
             self.reach[each][parent] += 1
 
     def add_copies(self, nodes: Sequence[int], tier: int, slots: Sequence[int]) -> None:
-        """`add_copy` for `nodes`, which differ, parents first. Raises `IntegrityError` before anything has changed."""
+        """`add_copy` for distinct `nodes`, parents first. Raises `IntegrityError` with nothing changed."""
         at, columns = np.array(nodes, np.int32), [column(slot) for slot in self.slot]
         second = columns[tier][at] >= 0
         parents = column(self.parent)[at]
@@ -279,18 +279,18 @@ class Index(Lookup):
         column(self.pools[tier].node)[slots] = at
 
     def all_children(self, nodes: Sequence[int]) -> npt.NDArray[np.int32]:
-        """The nodes right behind any of `nodes`, in their order; of each the youngest first."""
+        """The children of all `nodes`, in order of parent, the youngest first."""
         return self._tree.all_children(np.array(nodes, np.int32))
 
     def drop_copies(self, at: npt.NDArray[np.int32], tier: int) -> None:
-        """The same as `drop_copy` for nodes that a colder tier has; keeps their slots' nodes."""
+        """`drop_copy` for nodes that a colder tier has; keeps the nodes of their slots."""
         column(self.slot[tier])[at] = NONE
 
     def drop_leaves(self, at: npt.NDArray[np.int32], keys: Sequence[Key], tier: int = 0) -> list[int]:
-        """The same as `drop_copy` for nodes `at`, with these keys, of which only `tier` has a copy.
+        """`drop_copy` for the nodes `at`, with `keys`, of which only `tier` has a copy.
 
-        Keeps their slots' nodes. None has a child when those before it have gone, and then only the one right before
-        it. Returns the parents that have lost a child, each once.
+        Keeps the nodes of their slots. The only child that a node of `at` may have is the node before it. Returns the
+        parents that have lost a child, each once.
         """
         shards = self._shards
         for key in keys:
@@ -318,7 +318,7 @@ class Index(Lookup):
         return list(parents)
 
     def drop_copy(self, node: int, tier: int) -> bool:
-        """Take a copy out of its node; says whether it was the last, and the node is gone. Keeps the slot's state."""
+        """Remove a copy from its node; returns whether that removed the node. Does not change the state of the slot."""
         after = self.other_coldest_tier(node, tier)
         slots = self.slot[tier]
         self.pools[tier].node[slots[node]] = ROOT
@@ -332,9 +332,9 @@ class Index(Lookup):
         return True
 
     def reveal(self, nodes: Sequence[int]) -> Sequence[int]:
-        """`nodes`, parents first, have a ready copy: those with a reachable parent are, too, and what waits behind.
+        """`nodes`, parents first, have a ready copy: mark those with a reachable parent, and ready descendants.
 
-        Returns all of which this may be news.
+        Returns all nodes that may have become reachable.
         """
         if not nodes:
             return nodes
@@ -348,7 +348,7 @@ class Index(Lookup):
             marks(reachable)[at] = marks(reachable)[column(parent)[at]]
             return nodes
         queue = list(nodes)
-        for i, node in enumerate(queue, 1):  # which grows by what has waited behind them
+        for i, node in enumerate(queue, 1):  # grows by ready descendants
             if reachable[node] or not reachable[parent[node]]:
                 continue
             reachable[node] = reachable[parent[node]]
@@ -358,36 +358,36 @@ class Index(Lookup):
         return queue
 
     def attach_orphans(self, nodes: Sequence[int]) -> list[int]:
-        """Orphans that wait for `nodes` follow them, where these can be read and lie as cold; what has left limbo."""
+        """Attach orphans to parents among `nodes` that are readable and as cold; returns those no longer orphans."""
         found: list[int] = []
         for node in nodes if self.waiting else ():
             if self.reachable[node]:
                 for orphan in tuple(self.waiting.get(self.key[node], ())):
                     if not any(self.is_ready(node, tier) for tier in self.tiers[self.coldest_tier(orphan) :]):
                         self.called.add(node)
-                    elif self.top(node) != orphan:  # or they would go in a circle
+                    elif self.top(node) != orphan:  # else the links would form a cycle
                         found += self._attach_orphan(orphan, node)
         return found
 
     def top(self, node: int) -> int:
-        """The orphan that `node` is, or is behind; a first chunk for those that are in no limbo."""
+        """The orphan that `node` is or descends from; for other nodes the first chunk of the path."""
         while self.parent[node] > ORPHANS:
             node = self.parent[node]
         return node
 
     def is_orphan(self, node: int) -> bool:
-        """Whether `node` is in no tier, or behind a chunk whose parent is in none."""
+        """Whether `node` is `ROOT`, or an orphan whose parent is in no tier, or descends from one."""
         return not node or (self.depth[node] < 0 and not self.get(self.orphans[self.top(node)]))
 
     def _attach_orphan(self, orphan: int, parent: int) -> list[int]:
-        """`orphan`, and what is behind it, follow `parent`; all that has left limbo, parents first."""
+        """Attach `orphan` and its descendants to `parent`; returns those no longer orphans, parents first."""
         self._stop_waiting(orphan)
         self._tree.move(orphan, parent)
         for reach in self.reach[: self.coldest_tier(orphan) + 1]:
             reach[ORPHANS] -= 1
             reach[parent] += 1
         shift, mark, moved = self.depth[parent] + 1 - self.depth[orphan], self.reachable[parent], [orphan]
-        for node in moved:  # which grows
+        for node in moved:  # grows
             self.depth[node] += shift
             if self.reachable[node]:
                 self.reachable[node] = mark
@@ -395,18 +395,18 @@ class Index(Lookup):
         return moved if mark == ROOTED else []
 
     def _are_last(self, at: npt.NDArray[np.int32]) -> bool:
-        """Whether nothing is behind the nodes `at`, and all before them can be reached."""
+        """Whether the nodes `at` have no children, and all their parents are reachable."""
         above = column(self.parent)[at]
         return bool(marks(self.reachable)[above].all() and not column(self._tree.child)[at].any())
 
     def orphaned_by(self, node: int, left: int) -> list[tuple[int, int]]:
-        """Live copies (node, tier) of descendants that are out of reach once `node` reaches down to tier `left` only.
+        """Copies (node, tier) of descendants that become unreachable when `left` is the coldest tier of `node`.
 
-        Parents come before children; `left` is -1 when nothing remains of `node`.
+        Parents come before children; `left` is -1 if no copy of `node` remains.
         """
         lost: list[tuple[int, int]] = []
         queue = [(node, left)]
-        for each, limit in queue:  # what is left of `each` reaches down to tier `limit`
+        for each, limit in queue:  # `limit` is the coldest tier that still has `each`
             for child in self.children(each):
                 if self.coldest_tier(child) <= limit:
                     continue
@@ -419,32 +419,32 @@ class Index(Lookup):
         """Raise `CacheError` unless parent and child links, reach counts and closure hold everywhere."""
         nodes = list(self)
         if len(nodes) != self._count or sum(map(len, self._shards)) != self._count:
-            raise CacheError(f"the index counts {self._count} chunks, has {len(nodes)}")
+            raise CacheError(f"the index counts {self._count} chunks, but has {len(nodes)}")
         for node in (*nodes, ROOT, ORPHANS):
             self._check_node(node)
         waiting = {node: key for key, nodes in self.waiting.items() for node in nodes}
         if not waiting == self.orphans or set(waiting) != set(self.children(ORPHANS)):
-            raise CacheError(f"{len(self.orphans)} orphans wait, {len(waiting)} are listed")
+            raise CacheError(f"there are {len(self.orphans)} orphans, but {len(waiting)} are listed by parent")
 
     def _check_node(self, node: int) -> None:
         if node > ORPHANS:
             name = self.key[node].hex()[:12]
             parent = self.parent[node]
             if self.get(self.key[node]) != node or self.coldest_tier(node) < 0:
-                raise CacheError(f"chunk {name} has no copy, or is not found")
+                raise CacheError(f"chunk {name} has no copy, or is not found by its key")
             younger = self._tree.younger[node]
             if (parent > ORPHANS and self.key[parent] is None) or node != (
                 self._tree.older[younger] if younger else self._tree.child[parent]
             ):
-                raise CacheError(f"chunk {name} outlived its parent")
+                raise CacheError(f"chunk {name} has outlived its parent")
             if not self.accepts(parent, self.coldest_tier(node)) or self.depth[node] != self.depth[parent] + 1:
-                raise CacheError(f"chunk {name} lies colder than its parent, or elsewhere")
+                raise CacheError(f"chunk {name} is in a colder tier than its parent, or has a wrong depth")
             if self.reachable[node] != (self.reachable[parent] if self.warmest_ready(node) >= 0 else 0):
                 raise CacheError(f"chunk {name} is wrongly marked as reachable or not")
             for tier in self.tiers:
                 slot = self.slot[tier][node]
                 if slot >= 0 and self.pools[tier].node[slot] != node:
-                    raise CacheError(f"chunk {name} holds another's slot in tier {tier}")
+                    raise CacheError(f"chunk {name} has the slot of another chunk in tier {tier}")
         for tier in self.tiers:
             counted = sum(self.coldest_tier(c) >= tier for c in self.children(node))
             if counted != self.reach[tier][node]:
@@ -468,7 +468,7 @@ At = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """Where each of `keys` was, in `presences`; `keys` of a `GroupKeys` may be one, and saves a search."""
+    """Where each of `keys` was, in `presences`. As `keys` of a `GroupKeys` it saves another search."""
 
     keys: Sequence[Key]
     presences: Sequence[Presence]
@@ -481,23 +481,23 @@ class Residency:
         return len(self.keys)
 
     def part(self, begin: int, end: int) -> Residency:
-        """The same of the keys `[begin, end)`."""
+        """The residency of the keys `[begin, end)`."""
         here = slice(begin, end)
         return Residency(self.keys[here], self.presences[here], self.at[here], self.index, self.pool, self.gone)
 
     def pick(self, positions: Sequence[int]) -> Residency:
-        """The same of the keys at `positions`."""
+        """The residency of the keys at `positions`."""
         keys, presences = [self.keys[at] for at in positions], [self.presences[at] for at in positions]
         return Residency(keys, presences, self.at[list(positions)], self.index, self.pool, self.gone)
 
     def slots(self) -> list[int] | None:
-        """The slots of the warmest tier that the chunks are ready in now; `None` unless all books agree on each.
+        """The slots of the chunks in the warmest tier; `None` unless index and pool agree that all of them are ready.
 
-        For reading what was found before the control plane failed: nothing is written there since.
+        Used to read chunks that were found before the control plane failed: no slot is written after that.
         """
         index, pool, slots = self.index, self.pool, list[int]()
         if index.gone < 0:
-            return None  # all was forgotten since
+            return None  # all chunks were removed since
         for key in self.keys:
             node = index.get(key)
             slot = index.slot[0][node] if node else -1
@@ -508,7 +508,7 @@ class Residency:
 
     @classmethod
     def take(cls, index: Index, pool: SlotPool, keys: Sequence[Key]) -> Residency:
-        """Look for `keys`; `pool` is the warmest tier's. Raises `CacheError` for what cannot be a key."""
+        """Look up `keys`; `pool` is that of the warmest tier. Raises `CacheError` for a key that is not bytes."""
         at = numbers(index.find(keys))
         reachable = marks(index.reachable)[at] != 0
         found = np.where(reachable, np.where(index.are_ready(at, 0), _READY, _COLDER), _IN_FLIGHT)
@@ -519,7 +519,7 @@ class Residency:
 
 
 def nodes_of(index: Index, keys: Sequence[Key] | Residency) -> tuple[Sequence[Key], At]:
-    """Keys and their nodes, `ROOT` for those that no tier has. Raises `CacheError` for what cannot be a key."""
+    """Keys and their nodes, `ROOT` for keys in no tier. Raises `CacheError` for a key that is not bytes."""
     if not isinstance(keys, Residency):
         return keys, numbers(index.find(keys))
     if keys.index is index and keys.gone == index.gone:

@@ -1,4 +1,4 @@
-"""Views of a `Store` that change nothing: residency, occupancy, reasons for misses, and `check_integrity`."""
+"""Read-only views of a `Store`: residents, occupancy, and `check_integrity`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from longshore.errors import CacheError
 
 
 def residents(store: Store) -> list[Resident]:
-    """Every chunk that has a slot and can be found, or soon can, once for each tier that it is in."""
+    """Every chunk that is ready or being filled, once for each tier that it is in."""
     index, nodes = store.index, list(store.index)
     return [
         Resident(
@@ -41,7 +41,7 @@ def stats(store: Store) -> tuple[TierStats, ...]:
 
 
 def check_integrity(store: Store) -> None:
-    """Walk all books; raise `CacheError` where two of them disagree."""
+    """Check all data structures; raises `CacheError` where two of them are inconsistent."""
     index = store.index
     for book in (index, store.backlog, store.partials):
         book.check_integrity()
@@ -50,10 +50,10 @@ def check_integrity(store: Store) -> None:
         policy.check_integrity()
         live = [node for node in index if index.slot[tier][node] >= 0]
         if len(live) + len(pool.draining()) != pool.used:
-            raise CacheError(f"{level.name}: {len(live)} copies own {pool.used} slots")
+            raise CacheError(f"{level.name}: {len(live)} copies use {pool.used} slots")
         ready = [node for node in live if index.is_ready(node, tier)]
         if len(policy) != len(ready) or not all(node in policy for node in ready):
-            raise CacheError(f"{level.name}: the eviction policy knows {len(policy)} of {len(ready)} chunks")
+            raise CacheError(f"{level.name}: the eviction policy has {len(policy)} of {len(ready)} ready chunks")
     for node, pins in store.pins.items():
         if index.key[node] is None or not pins or any(pin.node != node for pin in pins):
-            raise CacheError(f"node {node} is pinned, and gone")
+            raise CacheError(f"node {node} is pinned, but was removed")

@@ -1,14 +1,14 @@
-"""Prefetches: held chunks into the warmest tier, while their request waits for its turn.
+"""Loads onto the device, and prefetches of leased chunks into the warmest tier while their request is queued.
 
-policy          the request waits                  called off
-best effort     not at all                         when the hold is let go of, or after a load's time
-wait            until all is there                 the same
-timeout         until all is there, or so long     the same, or after so long
+prefetch policy   the request waits                     reads are cancelled
+best effort       not at all                            when the lease is released, or after `load_timeout`
+wait              until all chunks have arrived         the same
+timeout           the same, at most `timeout` seconds   the same, or after the timeout
 
-Where clean room is short, a request that waits has copies down ordered, and takes the room that they make in its turn:
+Where a prefetch that is waited for lacks clean room, it orders backups. Such prefetches get room in order:
 
-    first that lacks room    takes what room is made; what it has in the warmest tier is not evicted until it lets go
-    those behind it          order nothing yet
+    the first that lacks room    gets the room made; its chunks in the warmest tier are kept until it is over
+    those behind it              order nothing yet
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from longshore.cache.types import MissReason
 from longshore.errors import CacheError
 
 LOAD_BATCH = 16
-"""Chunks that one load job waits for together: what has arrived by a deadline can be used."""
+"""Chunks of one load job. The jobs that have arrived by the deadline are used."""
 
 
 class Batch(NamedTuple):
-    """Chunks to load together; `parents` are the keys before each, `tiers` and `slots` say what is pinned.
+    """Chunks of one load job: `parents` are their parent keys, `tiers` and `slots` the copies to read.
 
-    All of them are ready in the host tier when they are `warm`.
+    `warm`: all of them are ready in the host tier.
     """
 
     nodes: Sequence[int]
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
 
 
 def _batches(warm: int, count: int) -> Iterator[tuple[int, int]]:
-    """The leading warm run, which waits for nothing; then `LOAD_BATCH` chunks at a time."""
+    """The leading run in the host tier, which needs no read; then `LOAD_BATCH` chunks at a time."""
     if warm:
         yield 0, warm
     for start in range(warm, count, LOAD_BATCH):
@@ -76,10 +76,11 @@ class Loader:
         by_layer: bool = False,
         tokens: int | None = None,
     ) -> Load:
-        """Order `keys` (as far as they are ready, and the host tier has room) into device `blocks` within `timeout`.
+        """Load `keys` into device `blocks`, as far as they are ready and the host tier has room.
 
         `first_block` is the logical index of `blocks[0]`, a block of the first chunk. `keys` are the first of `held`
-        chunks that end at `tail`, if that is known and reachable. Of the last block only `tokens` are loaded.
+        leased chunks that end at the node `tail`, unless that is `ROOT`. Of the last block only `tokens` are loaded.
+        The load ends after `timeout` seconds.
         """
         store = self._store
         load, wait = self._begin(timeout)
@@ -116,10 +117,10 @@ class Loader:
         timeout: float,
         by_layer: bool = False,
     ) -> Load:
-        """Order `keys`, of any groups, into the device blocks of `sections`, by one job that waits for all reads.
+        """Load `keys`, of all groups, into the device blocks of `sections`, by one job that waits for all reads.
 
-        `nodes` are theirs, fewer if some were lost. Then, or if the host tier has no room for all that must be read
-        first, nothing is ordered.
+        `nodes` are their nodes, fewer if some were removed. Then, or if the host tier has no room for all reads,
+        nothing is loaded.
         """
         store = self._store
         load, wait = self._begin(timeout, is_whole=True)
@@ -138,7 +139,7 @@ class Loader:
         return load
 
     def _begin(self, timeout: float, *, is_whole: bool = False) -> tuple[Load, Wait]:
-        """A load that is waited for so many seconds."""
+        """A new load, and the wait for it."""
         load = Load(self._transfers.new_id(), is_whole=is_whole)
         wait = Wait(load.wait, self._transfers.now + timeout, load, patient=True)
         self._transfers.waits.begin(wait)
@@ -147,9 +148,10 @@ class Loader:
     def lease_slots(
         self, keys: Sequence[Key], at: npt.NDArray[np.int32], turn: int | None = None
     ) -> tuple[int, Addresses]:
-        """Let the host read `keys`, which are distinct and have the nodes `at`, from the warmest tier; a use of them.
+        """Let the engine read `keys`, distinct chunks at the nodes `at`, all ready in the warmest tier. Counts as a
+        use.
 
-        All are ready there. Returns the job and the slots.
+        Returns the job and the slots, which are not written before the job has ended.
         """
         store, nodes = self._store, at.tolist()
         taken = column(store.index.slot[0])[at]
@@ -164,9 +166,9 @@ class Loader:
         return job, Addresses(Slots(store.levels[0].name, store.pools[0].pool_of(slots[0]), tuple(slots)))
 
     def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
-        """Pin the copy that each reachable node is read from, or will be.
+        """Add a reader to the copy that each reachable node is read from.
 
-        Says tiers and slots, and how many chunks lead that are ready in the host tier.
+        Returns tiers and slots, and the number of leading chunks that are ready in the host tier.
         """
         index, pools = self._store.index, self._store.pools
         at = column(index.slot[0])[np.array(path, np.int32)]
@@ -181,12 +183,12 @@ class Loader:
         return tiers, slots, warm
 
     def _make_room(self, nodes: Sequence[int]) -> int:
-        """For how many of `nodes`, from the first on, the host tier has room; at last what is not backed up goes."""
+        """Make room for `nodes` in the host tier, if necessary without backups; returns for how many leading ones."""
         room = self._transfers.evictor.room_for(0, nodes, spare_dirty=True)
         return room if room == len(nodes) else self._transfers.evictor.room_for(0, nodes, spare_dirty=False)
 
     def _cut(self, load: Load, tiers: Sequence[int], slots: Sequence[int]) -> None:
-        """There is no room for the first of these pinned copies, so none of them is loaded."""
+        """There is no room for the first of these copies: none of them is loaded."""
         load.cut = [MissReason.NO_ROOM if tier else MissReason.BEHIND for tier in tiers]
         for tier in sorted(set(tiers)):
             self._store.end_reads(tier, [slot for slot, other in zip(slots, tiers, strict=True) if other == tier])
@@ -227,7 +229,7 @@ class Loader:
         )
 
     def _order_read(self, batch: Batch, tier: int, warm: list[int]) -> None:
-        """Order what a batch has in a colder `tier` into the host tier; enters its slots there into `warm`."""
+        """Order the reads of a batch from a colder `tier` into the host tier; stores their slots there in `warm`."""
         job = self._transfers.new_id()
         chosen = [i for i, each in enumerate(batch.tiers) if each == tier]
         for i, slot in zip(chosen, self._store.place_copies([batch.nodes[i] for i in chosen], 0, job), strict=True):
@@ -251,26 +253,23 @@ class Prefetcher:
         self._offloader = offloader
         self._leases = leases
         self.queue: dict[int, tuple[LeaseRecord, Wait]] = {}
-        """Prefetches that requests wait for, oldest first, by the number of their wait; until the hold lets go."""
+        """Prefetches that requests wait for, oldest first, by number of the wait, until the lease is released."""
         self._is_new = False
-        """Whether the queue is another one than `proceed` last saw."""
+        """Whether the queue has changed since the last `proceed`."""
         self._seen = 0
-        """`Store.changes` before `proceed` last looked for room: what it changes itself has it look once more."""
+        """`Store.changes` at the start of the last `proceed`, so that its own changes cause another one."""
 
     def check(self, policy: PrefetchPolicy | None, timeout: float | None) -> tuple[PrefetchPolicy, float]:
-        """The policy, and for how many seconds.
-
-        Raises `CacheError` for a timeout that is none, or that the policy does not have.
-        """
+        """The policy, and its seconds. Raises `CacheError` for an invalid timeout, or one with another policy."""
         settings = self._transfers.settings
         policy = policy or settings.prefetch
         if timeout is not None and policy is not PrefetchPolicy.TIMEOUT:
-            raise CacheError(f"only a prefetch by {PrefetchPolicy.TIMEOUT} has a timeout, not one by {policy}")
+            raise CacheError(f"timeout: expected only with the policy {PrefetchPolicy.TIMEOUT}, got it with {policy}")
         timed = policy is PrefetchPolicy.TIMEOUT
         return policy, seconds(timeout, settings.prefetch_timeout if timed else settings.load_timeout)
 
     def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, longest: float) -> Wait:
-        """Have `record` wait for what it lacks in the warmest tier; a wait of an earlier prefetch is over."""
+        """Prefetch the chunks of `record` that are not in the warmest tier; ends the wait of an earlier prefetch."""
         patient = policy is not PrefetchPolicy.BEST_EFFORT
         former, wait = (
             record.prefetch,
@@ -289,21 +288,21 @@ class Prefetcher:
         return wait
 
     def cancel(self, wait: Wait) -> None:
-        """A request waits no longer."""
+        """End the wait of a request."""
         self._transfers.cancel_wait(wait)
         if self.queue.pop(wait.number, None) is not None:
             self._is_new = True
             self.proceed()
 
     def clear(self) -> None:
-        """All was forgotten."""
+        """The store was cleared."""
         self.queue.clear()
 
     def proceed(self) -> None:
-        """Whoever lacks room takes what was made, in turn; one for whom no more will be made does without.
+        """Order reads of queued prefetches for which room was made; end waits for which no room can be made.
 
-        Nothing is looked at unless the queue or the store has changed. What the first in the queue that lacks room has
-        in the warmest tier, and what those before it have, is not evicted.
+        Does nothing unless the queue or the store has changed. The chunks in the warmest tier of the first prefetch
+        that lacks room, and of those before it, are not evicted.
         """
         for number in [number for number, (_, wait) in self.queue.items() if self._transfers.now >= wait.deadline]:
             del self.queue[number]
@@ -321,7 +320,7 @@ class Prefetcher:
                 self._order(record, wait)
                 others = len(self._transfers.jobs) > len(wait.jobs) or not before <= {record.request}
                 wait.lacks &= others or self._leases.protects
-                is_new = True  # those behind it are new to `kept`
+                is_new = True  # `kept` changes for those behind it
             if wait.lacks:
                 break
             before.add(record.request)
@@ -329,20 +328,20 @@ class Prefetcher:
             store.keep_in_host(kept)
 
     def is_waiting(self, record: LeaseRecord) -> bool:
-        """Whether the request of `record` is to wait for more of it in the warmest tier."""
+        """Whether the request of `record` has to wait for more chunks in the warmest tier."""
         wait, index = record.prefetch, self._store.index
         if wait is None or not wait.patient or not (wait.jobs or (wait.lacks and wait.number in self.queue)):
             return False
         return bool(wait.jobs) or not all(index.is_ready(node, 0) for node in record.nodes(index))
 
     def _path(self, record: LeaseRecord) -> list[int]:
-        """The nodes of the held chunks, as many from the first on as the warmest tier can have at once."""
+        """The nodes of the leased chunks, at most as many as fit in the warmest tier."""
         return record.nodes(self._store.index)[: self._store.total_room(0)]
 
     def _order(self, record: LeaseRecord, wait: Wait, *, waits_its_turn: bool = False) -> None:
-        """Join what is on its way, and order what only colder tiers have, as far as clean room is there.
+        """Join reads in flight, and order reads from colder tiers as far as there is clean room.
 
-        If more room may be made it `lacks` the rest; or all, if it is not yet its turn.
+        The wait `lacks` room for the others if more may be made, or, with `waits_its_turn`, for all of them.
         """
         store, transfers, path = self._store, self._transfers, self._path(record)
         store.serve(record.turn)
@@ -368,7 +367,7 @@ class Prefetcher:
         transfers.waits.begin(wait)
 
     def _read(self, tier: int, nodes: Sequence[int], keys: Sequence[Key], above: Sequence[Key | None]) -> Job:
-        """Order those of `nodes` that are read from `tier` into the warmest one."""
+        """Order the reads of those `nodes` whose warmest copy is in `tier`."""
         store, job = self._store, self._transfers.new_id()
         ours = [i for i, node in enumerate(nodes) if store.index.warmest_ready(node) == tier]
         sources = [store.index.slot[tier][nodes[i]] for i in ours]

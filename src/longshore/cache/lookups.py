@@ -1,13 +1,13 @@
-"""Lookups: what the tiers have of a prompt, and leases on it.
+"""Lookups: which chunks of a prompt the tiers have, and leases on them.
 
     path       one KV cache group: the longest run of ready chunks
     chunks     single chunks, whatever is before them
-    groups     all groups of a request: the longest prefix at which every one of them is served. What each needs from
-               the tiers is held by one lease; its load is one job with a section for each run of chunks, so that layer
-               by layer the groups' layers travel in the model's order
-    fetch      how far could they be, by what foreign tiers have as well? What is lacking for that is fetched
+    groups     all groups of a request: the longest prefix that every one of them serves. One lease keeps the chunks of
+               all groups. Its load is one job with a section for each run of chunks, so that a layer-wise copy has
+               the layers of all groups in the model's order
+    fetch      the longest prefix with the chunks of remote tiers; those that it needs are read from there
 
-A prefix is of use to all groups or to none: when one chunk cannot be had, nothing is ordered.
+A prefix is of use for all groups or for none: if one chunk is not available, nothing is loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key, Section
-from longshore.cache.columns import column, has_twins, leading, marks, numbers, once
+from longshore.cache.columns import column, has_duplicates, leading, marks, numbers, once
 from longshore.cache.events import EventKind
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.groups import GroupKeys, GroupSearch, Need, check_distinct, longest_served, runs_of
@@ -35,16 +35,16 @@ from longshore.errors import CacheError, LeaseError
 
 
 class Leases:
-    """The leases on one `Store`, by their identity."""
+    """The leases on one `Store`, by number."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._records: dict[int, Record] = {}
         self._step = array("i")
-        """Nodes that were looked at in this step, each once; some of them have gone since."""
+        """Nodes protected in this step, each once; some may have been removed since."""
 
     def __len__(self) -> int:
-        """Leases that were not released, and chunks that are kept until the step ends."""
+        """Number of leases not released, and of chunks protected until the end of the step."""
         return len(self._records) + int(np.count_nonzero(marks(self._store.seen)[np.unique(column(self._step))]))
 
     def __iter__(self) -> Iterator[Record]:
@@ -53,28 +53,28 @@ class Leases:
     def take(
         self, identity: int, parts: Sequence[LeasedChunks], request: str | None, *, is_multi_group: bool = False
     ) -> Lease:
-        """Keep `parts`, whose nodes are pinned; of several groups if it is multi-group."""
+        """A new lease on `parts`, whose nodes are pinned."""
         self._records[identity] = Record(parts, request, self._store.served, is_multi_group=is_multi_group)
         return Lease(identity)
 
     def get(self, lease: Lease) -> Record:
-        """What `lease` stands for. Raises `LeaseError` if it was released, or is none."""
+        """The record of `lease`. Raises `LeaseError` if it was released, or is no lease of this cache."""
         record = self._records.get(lease.id) if isinstance(lease, Lease) else None
         if record is None:
             raise LeaseError(f"expected a lease of this cache that was not released, got {lease!r}")
         return record
 
     def to_load(self, lease: Lease) -> Record:
-        """What `lease` stands for. Raises `LeaseError` if it was loaded, or keeps single chunks."""
+        """The record of `lease`, to load it. Raises `LeaseError` if it was loaded, or is of single chunks."""
         record = self.get(lease)
         if not record.is_multi_group and record.parts[0].alone:
-            raise LeaseError(f"lease {lease.id} keeps single chunks, and no path: load these by their keys")
+            raise LeaseError(f"lease {lease.id} is of single chunks, not of a path: load these by their keys")
         if record.load is not None:
-            raise LeaseError(f"lease {lease.id} was loaded before")
+            raise LeaseError(f"lease {lease.id} was loaded before; a lease serves one load")
         return record
 
     def drop(self, lease: Lease) -> None:
-        """Let go of what `lease` stands for, which is a use of it by its request."""
+        """Remove `lease`, and record a use of its chunks by its request."""
         record = self._records.pop(lease.id)
         self._store.serve(record.turn)
         for part in record.parts:
@@ -88,11 +88,11 @@ class Leases:
                 self._store.unpin(pin)
 
     def of(self, request: str) -> list[Lease]:
-        """The leases that were taken for `request`."""
+        """The leases of `request`."""
         return [Lease(identity) for identity, record in self._records.items() if record.request == request]
 
     def protect(self, at: npt.NDArray[np.int32]) -> None:
-        """Keep the nodes `at` until `end_step`, and where they are in the warmest tier, there."""
+        """Protect the nodes `at` from eviction until `end_step`, those in the warmest tier in that tier."""
         seen = marks(self._store.seen)
         fresh = once(at[seen[at] == 0])
         seen[fresh] = 1
@@ -100,15 +100,15 @@ class Leases:
 
     @property
     def protects(self) -> bool:
-        """Whether something is protected until the step is over."""
+        """Whether nodes are protected until the end of the step."""
         return bool(self._step)
 
     def forget_step(self) -> None:
-        """The store was cleared, and with it what was protected."""
+        """The store was cleared: nothing is protected any more."""
         self._step = array("i")
 
     def end_step(self) -> None:
-        """What was protected no longer is."""
+        """The step has ended: remove all protections."""
         if self._step:
             at, self._step = column(self._step), array("i")
             marks(self._store.seen)[at] = 0
@@ -116,19 +116,19 @@ class Leases:
         self._store.invalidate_quarantined()
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` unless the pins that are in place are those of leases and peeks."""
+        """Raise `CacheError` unless all pins are those of leases, and all marks those of protected nodes."""
         held = [pin for record in self for part in record.parts for pin in part.pins]
         ours = {pin for pin in held if pin.node}
         theirs = {pin for pins in self._store.pins.values() for pin in pins}
         if ours != theirs:
-            raise CacheError(f"{len(theirs)} pins are in place, leases have {len(ours)}")
+            raise CacheError(f"the store has {len(theirs)} pins, the leases {len(ours)}")
         seen = set(np.flatnonzero(marks(self._store.seen)).tolist())
         if not seen <= set(self._step):
-            raise CacheError(f"{len(seen)} nodes are marked as seen, {len(set(self._step))} were")
+            raise CacheError(f"{len(seen)} nodes are marked as protected, expected {len(set(self._step))}")
 
 
 class MultiGroupPrefix(NamedTuple):
-    """How far the `paths` of all groups are served, in `tokens`, and what each needs for that."""
+    """The longest prefix that the `paths` of all groups serve, in `tokens`, and what each needs of it."""
 
     paths: Sequence[GroupSearch]
     tokens: int
@@ -136,7 +136,7 @@ class MultiGroupPrefix(NamedTuple):
 
 
 class Lookups:
-    """Lookups on one `Transfers`; `advance` tells it the time, once all has been checked."""
+    """Lookups on one `Transfers`. `advance` sets its time, after all arguments were checked."""
 
     def __init__(
         self, transfers: Transfers, leases: Leases, exchange: Exchange, advance: Callable[[float], None]
@@ -161,7 +161,7 @@ class Lookups:
         *,
         count: bool,
     ) -> Found:
-        """The longest run of ready chunks of one `path` of `group`, from its `first` on. As `TieredCache.lookup`."""
+        """`TieredCache.lookup` of one `path` of `group`."""
         keys, start, text, index = path.names, path.first, path.text, self._store.index
         check_first(keys, start)
         self._transfers.settings.pool_of(group)
@@ -169,13 +169,13 @@ class Lookups:
             self._transfers.settings.group(group)
         size = 0 if text is None else self._transfers.settings.group(group)[1]
         if text is not None and self._transfers.settings.stands_alone(group):
-            raise CacheError(f"chunks of group {group} stand alone: none of them follows a path")
+            raise CacheError(f"expected no text with group {group}, whose chunks stand alone")
         text = text and text.checked()
         end = index.reachable_prefix(keys, start)
         index.find(keys[start - 1 : start] if start else ())
         for position in {start, max(start, end - 1), end} - {len(keys)}:
             index.check_link(keys, position)
-        # Foreign tiers are asked for each key behind these; else looking at some of them is enough here, too.
+        # Remote tiers are asked for each key behind these, so their order is checked; else a bisection suffices.
         known = end + len(index.follow(keys, end)) if self._exchange.tiers else index.known_prefix(keys, end)
         partial = None if text is None else self._store.partials.closest(keys, end, text, size)
         self._advance(now)
@@ -209,9 +209,9 @@ class Lookups:
         turn: int | None,
         said: Return | None,
     ) -> Found:
-        """Where each chunk is by itself, whatever is before it. As `TieredCache.lookup`."""
+        """`TieredCache.lookup` with `each`."""
         if any(path.first or path.device is not None for path in paths.values()):
-            raise CacheError("a lookup of single chunks looks at each of the keys: it has no `first` and no `device`")
+            raise CacheError("expected no `first` and no `device` in a lookup with `each`")
         found = {group: self._residency(path.keys) for group, path in paths.items()}
         reachable, parts = marks(self._store.index.reachable), list[tuple[int, Residency, list[int]]]()
         if until is Until.RELEASE:
@@ -246,7 +246,7 @@ class Lookups:
         return Found(lease, sum(len(part.keys) for part in held), turn=turn, residency=found)
 
     def fetch_path(self, group: int, path: GroupKeys, now: float) -> tuple[int, ...]:
-        """Order what foreign tiers are known to have behind the ready prefix of one path; jobs as for `fetch`."""
+        """Read chunks behind the ready prefix of one path from remote tiers that have them; returns as `fetch`."""
         keys, start = path.names, path.first
         check_first(keys, start)
         pool, index = self._transfers.settings.pool_of(group), self._store.index
@@ -270,10 +270,10 @@ class Lookups:
         lacking = np.flatnonzero((at == ROOT) | (marks(index.reachable)[at] == 0)).tolist()
         if lacking:
             name = mine[lacking[0]].hex()[:12]
-            raise CacheError(f"{len(lacking)} of {len(at)} chunks are not ready in any tier: {name} ...")
+            raise CacheError(f"{len(lacking)} of {len(at)} chunks are not ready in any tier, the first is {name}")
         self._check_chunks(group, at)
         if not index.are_ready(at, 0).all():
-            raise CacheError(f"not all of {len(at)} chunks are ready in the warmest tier: bring them up first")
+            raise CacheError(f"not all of {len(at)} chunks are ready in the warmest tier: prefetch them first")
         return mine, at
 
     # ------------------------------------------------------------------ all groups
@@ -289,7 +289,7 @@ class Lookups:
         *,
         count: bool,
     ) -> Found:
-        """The longest prefix at which all groups are served. As `TieredCache.lookup`."""
+        """`TieredCache.lookup` of all groups."""
         wanted = self._of_all_groups(paths)
         plan = self._checked_plan(wanted)
         self._advance(now)
@@ -297,17 +297,14 @@ class Lookups:
         return self._found(plan, wanted, request, turn, until, count=count)
 
     def _checked_plan(self, wanted: Sequence[GroupKeys]) -> MultiGroupPrefix:
-        """How far what is wanted of each group is served.
-
-        Raises `CacheError` unless there is something wanted of each, and the keys are what they should be.
-        """
+        """The longest prefix that all groups serve. Raises `CacheError` for invalid keys, also behind it."""
         plan = self._plan(self._paths(wanted))
         self._check(plan)
-        self._check_all(wanted)  # what is not found is looked at, too, as a miss
+        self._check_all(wanted)  # keys that are not found are checked, too
         return plan
 
     def _check_all(self, wanted: Sequence[GroupKeys]) -> None:
-        """Raise `CacheError` unless all keys are what they should be, for whatever prefix."""
+        """Raise `CacheError` unless all keys are valid, whatever the prefix."""
         index, keys = self._store.index, list[Key]()
         for group, path in enumerate(self._paths(wanted)):
             keys += path.keys
@@ -331,7 +328,7 @@ class Lookups:
         return MultiGroupPrefix(paths, tokens, tuple(path.need(tokens) for path in paths))
 
     def _could_be(self, wanted: Sequence[GroupKeys]) -> MultiGroupPrefix:
-        """How far it could be served with what foreign tiers are known to have, and what is on its way."""
+        """The longest prefix with the chunks that remote tiers are known to have, and those in flight."""
         return self._plan(self._paths([each._replace(text=None) for each in wanted], abroad=True))
 
     def _found(
@@ -344,7 +341,7 @@ class Lookups:
         *,
         count: bool,
     ) -> Found:
-        """The prefix of `plan`, and a lease on what it needs."""
+        """The result for `plan`, with a lease on the chunks that it needs."""
         paths, tokens, needs = plan
         probes = tuple(
             probe
@@ -368,9 +365,10 @@ class Lookups:
         return Found(lease, tokens=tokens, needs=needs, foreign=foreign, probes=probes, turn=turn)
 
     def fetch(self, paths: Mapping[int, GroupKeys], now: float) -> tuple[int, ...]:
-        """Order what only foreign tiers have of what the longest prefix needs; those jobs, and what is under way.
+        """Read from remote tiers what the longest prefix needs and no own tier has; returns its jobs, and those in
+        flight.
 
-        None of what it needs makes way for the rest.
+        No chunk that the prefix needs is evicted for the others.
         """
         wanted = self._of_all_groups(paths)
         self._check_all(wanted)
@@ -392,7 +390,7 @@ class Lookups:
         return tuple(jobs)
 
     def _needed(self, plan: MultiGroupPrefix) -> list[int]:
-        """The nodes of what the prefix of `plan` needs and our tiers have; of a path the last alone, which keeps it."""
+        """The nodes to pin for the prefix of `plan`: of a path only the last one, which keeps its ancestors."""
         index, nodes = self._store.index, list[int]()
         for path, need in zip(plan.paths, plan.needs, strict=True):
             if path.group.alone:
@@ -402,11 +400,11 @@ class Lookups:
         return [node for node in nodes if node]
 
     def sections(self, record: Record, blocks: Sequence[Sequence[int]]) -> list[Section]:
-        """`blocks`, in order of group, as they belong to the held chunks. Raises `CacheError` if they do not fit."""
+        """The sections that load the leased chunks into `blocks`, by group. Raises `CacheError` for a wrong number."""
         per_chunk, held = self._transfers.settings.blocks_per_chunk, {part.group: part.blocks for part in record.parts}
         counts = [held.get(group, 0) for group in range(len(self._transfers.settings.groups))]
         if [len(each) for each in blocks] != counts:
-            raise CacheError(f"the held chunks of each group have {counts} blocks, got {[len(b) for b in blocks]}")
+            raise CacheError(f"expected {counts} blocks for the chunks of each group, got {[len(b) for b in blocks]}")
         return [
             Section(
                 part.group,
@@ -418,7 +416,7 @@ class Lookups:
         ]
 
     def _check(self, plan: MultiGroupPrefix) -> None:
-        """Raise `CacheError` where what is to be loaded is not what it should be, before anything has changed."""
+        """Raise `CacheError` for invalid keys among the chunks to load, before anything has changed."""
         index, (paths, _, needs) = self._store.index, plan
         for path, need in zip(paths, needs, strict=True):
             if path.group.alone:
@@ -426,12 +424,12 @@ class Lookups:
             else:
                 for at in {*need.load[:1], *need.load[-1:]}:
                     index.check_link(path.keys, at)
-                index.known_prefix(path.keys, need.end)  # as for the misses
+                index.known_prefix(path.keys, need.end)  # as when misses are counted
         keys = [path.keys[at] for path, need in zip(paths, needs, strict=True) for at in need.load]
         check_distinct([*keys, *(n.partial.key for n in needs if n.partial and not n.partial.device)])
 
     def _leased(self, path: GroupSearch, need: Need) -> tuple[list[Key], list[int]]:
-        """The chunks that a lease keeps for `need`, and their positions."""
+        """The chunks to lease for `need`, and their positions."""
         positions = list(need.load)
         in_a_row = bool(positions) and positions[-1] - positions[0] < len(positions)
         keys = list(path.keys[positions[0] : positions[-1] + 1]) if in_a_row else [path.keys[at] for at in positions]
@@ -452,7 +450,7 @@ class Lookups:
     def _note(
         self, request: str | None, path: GroupSearch, need: Need, until: Until, *, count: bool
     ) -> tuple[int, ...]:
-        """Ask for what is not known of what is missing, and `count` it, and the request; the probes about it."""
+        """Probe remote tiers for missing chunks; with `count`, count misses and the request. Returns the probes."""
         store, misses, asks = self._store, list[MissReason](), until is not Until.NOTHING
         if path.group.alone:
             theirs = self._exchange.tiers
@@ -483,7 +481,7 @@ class Lookups:
         *,
         said: Return | None,
     ) -> int | None:
-        """What follows is for the request of `turn`; without one, a request for `keys` begins, unless it is a probe."""
+        """Set the request that the following uses are counted for: that of `turn`, or a new one for `keys`."""
         if turn is None and until is not Until.NOTHING:
             if known is None:
                 known = leading(nodes_of(self._store.index, keys)[1] != ROOT)
@@ -498,9 +496,9 @@ class Lookups:
         return Residency.take(self._store.index, self._store.pools[0], keys)
 
     def _check_chunks(self, group: int, at: At) -> None:
-        """Raise `CacheError` unless the nodes `at` differ, and are of `group`."""
-        if has_twins(at):
-            raise CacheError(f"the {len(at)} chunks differ, only {len(np.unique(at))} do")
+        """Raise `CacheError` unless the nodes `at` are distinct, and of `group`."""
+        if has_duplicates(at):
+            raise CacheError(f"expected {len(at)} distinct chunks, got {len(np.unique(at))}")
         if self._transfers.settings.stands_alone(group):
             self._store.index.check_alone(at)
         self._store.check_pool(
@@ -511,13 +509,13 @@ class Lookups:
         """`paths` in order of group. Raises `CacheError` unless there is one of each."""
         groups = range(len(self._transfers.settings.groups))
         if not groups or set(paths) != set(groups):
-            raise CacheError(f"expected the keys of one group, or of all {len(groups)}, got those of {sorted(paths)}")
+            raise CacheError(f"expected the keys of one group, or of all {len(groups)}, got groups {sorted(paths)}")
         if any(path.first for path in paths.values()):
-            raise CacheError("a lookup for all groups says by `device` which chunks the engine has, not by `first`")
+            raise CacheError("expected `device` in a lookup of all groups, got `first`")
         return [paths[group] for group in groups]
 
 
 def check_first(keys: Sequence[Key], first: int) -> None:
-    """Raise `CacheError` unless `first` is a position in `keys`, or their end."""
+    """Raise `CacheError` unless `first` is a position in `keys`, or their number."""
     if not 0 <= first <= len(keys):
-        raise CacheError(f"the first chunk lies in [0, {len(keys)}], got {first}")
+        raise CacheError(f"first: expected a position in [0, {len(keys)}], got {first}")

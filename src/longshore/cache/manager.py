@@ -1,11 +1,11 @@
-"""`TieredCache`: what is where, what moves, what is evicted.
+"""`TieredCache`: the control plane. It decides what is stored in which tier, what is copied and what is evicted.
 
-    lookup ─► Found ─► prefetch, load ─► progress ─► release    a prompt that returns
+    lookup ─► Found ─► prefetch, load ─► progress ─► release    a prompt that was computed before
     store                                                       blocks that are complete, or about to be evicted
-    take() ─► commands              apply(results) ◄─           nothing else goes in or out
+    take() ─► commands              apply(results) ◄─           the only input and output
 
-Sans I/O: no torch, no threads, no clock and no randomness of its own; the same calls give the same log. Every method
-validates before it changes anything. `store` holds the state of the tiers, `transfers`
+Sans I/O: no torch, threads, clock or randomness. The same calls give the same log. Every method validates its arguments
+before it changes anything. `store` holds the state of the tiers, `transfers`
 the jobs in flight; `lookups`, `load` (with prefetches), `offload` and `remote` decide what is done.
 """
 
@@ -52,7 +52,8 @@ class TieredCache:
     """The control plane of one engine: an index over `tiers`, warmest first, below the engine's own device cache.
 
     Calls name chunks by `Mapping`s from the number of a KV cache group to `GroupKeys`; an engine with one group has
-    `{0: GroupKeys(keys)}`. Times are seconds on the caller's clock. What cannot be is a `CacheError`.
+    `{0: GroupKeys(keys)}`. Times are seconds on the caller's clock. Invalid arguments raise `CacheError`, and change
+    nothing.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class TieredCache:
     ) -> None:
         names, theirs = tuple(tier.name for tier in tiers), tuple(foreign)
         if not names or len({DEVICE, *names, *theirs}) != 1 + len(names) + len(theirs):
-            raise CacheError(f"there is one tier or more below the device, of different names; got {names}, {theirs}")
+            raise CacheError(f"expected one tier or more, with different names; got {names}, {theirs}")
         self.settings = settings or CacheSettings()
         self.made_of = tuple(tiers), self.settings, theirs, generation
-        """Arguments of the constructor, for the log of a fault."""
+        """Arguments of the constructor, for the call log of a fault."""
         rules = self.settings.rules(names, theirs)
-        # Down from neighbour to neighbour, up straight into the host tier: all tiers reach its memory.
+        # Copies go down by one tier at a time, and up into the host tier directly: all tiers can access host memory.
         down, up = pairwise((DEVICE, *names)), ((name, names[0] if tier else DEVICE) for tier, name in enumerate(names))
         to_and_fro = [route for name in theirs for route in ((names[0], name), (name, names[0]))]
         routes = tuple(str(Route(*route)) for route in (*down, *up, *to_and_fro))
@@ -78,7 +79,7 @@ class TieredCache:
         levels = [Level(tier.name, tier.make_pool(), tier.policy) for tier in tiers]
         sizes = {len(level.pool.slabs.image_bytes) for level in levels}
         if len(sizes) > 1 or any(not 0 <= pool < min(sizes) for pool in self.settings.pools):
-            raise CacheError(f"all tiers have the pools of {self.settings.pools}, got {sorted(sizes)} image sizes")
+            raise CacheError(f"expected image sizes for the pools {self.settings.pools}, got {sorted(sizes)} sizes")
         thresholds = [rule.threshold if rule.selective else 0 for rule in rules[1 : len(names)]]
         events, width = self.settings.events, self.settings.token_width
         self._store = Store(levels, self.counters, thresholds=thresholds, events=events, token_width=width)
@@ -94,20 +95,20 @@ class TieredCache:
 
     @property
     def generation(self) -> int:
-        """How many resets there were, over all processes that shared the persistent tier."""
+        """Number of resets, over all processes that have used the persistent tier."""
         return self._transfers.generation
 
     @property
     def held(self) -> int:
-        """Leases that were not released, and chunks that are kept until the step ends."""
+        """Number of leases not released, and of chunks protected until the end of the step."""
         return len(self._leases)
 
     @property
     def jobs_in_flight(self) -> int:
-        """Jobs whose results have not come."""
+        """Number of jobs without a result."""
         return len(self._transfers.jobs)
 
-    # ------------------------------------------------------------------ a prompt that returns
+    # ------------------------------------------------------------------ lookups and loads
 
     def lookup(
         self,
@@ -121,34 +122,33 @@ class TieredCache:
         returns: Return | None = None,
         count: bool = True,
     ) -> Found:
-        """How much of a prompt the tiers have, kept from eviction `until` then.
+        """Find how much of a prompt the tiers have, and keep it from eviction as long as `until` says.
 
-        With one path, the longest run of ready chunks from its `first` on. It is found by bisection, in microseconds
-        whatever its length, as a key names its whole prefix. Behind an orphan, a chunk whose parent no tier has, it is
-        found only from a `first` there, one chunk after the other. With the paths of all groups, or one that says what
-        the `device` has, the longest prefix at which every group is served. With `each`, where each chunk is by itself:
-        then the keys need not follow one another, and nothing counts as a miss. A chunk that cannot be reached yet,
-        because one before it is on its way, is in flight itself.
+        With one path: the longest run of ready chunks from its `first` on. Bisection finds it in microseconds, whatever
+        its length, because a key identifies its whole prefix. Chunks behind an orphan, a chunk whose parent is in no
+        tier, are found only if `first` is there, one after the other. With the paths of all groups, or with a path that
+        has a `device`: the longest prefix that every group can serve. With `each`: where each chunk is, by itself; the
+        keys need not form a path, and no misses are counted. A chunk is in flight if it or a chunk before it is.
 
-        What is not known of foreign tiers is asked for, and never waited for.
+        Remote tiers are asked for chunks that they are not known to have or lack. A lookup does not wait for them.
 
         Args:
-            paths: By group.
+            paths: Keys by group.
             now: Seconds.
-            until: `NOTHING` also draws no turn, and asks no foreign tier.
-            each: Look at each chunk by itself.
-            request: Its name, for events and `release`.
-            turn: What an earlier lookup for the request has said; chunks that it uses several times count once.
-            returns: What is known about when the request's chunks are used again; of the first lookup for a request.
-            count: Count what was not found as misses, and have the request among the events. An engine whose scheduler
-                asks again and again while a request waits does so once.
+            until: How long found chunks are kept. `NOTHING` begins no request, and asks no remote tier.
+            each: Look up each chunk by itself.
+            request: Name of the request, for events and `release`.
+            turn: The turn that an earlier lookup of this request returned, so that its uses of a chunk count once.
+            returns: Hint about when its chunks are used again, with the first lookup of a request.
+            count: Count misses, and record the request as an event. An engine that looks up a waiting request
+                repeatedly does so once.
         """
         self._check_time(now)
         self._store.check_turn(turn)
         check_paths(paths)
         check_return(returns)
         if not isinstance(until, Until):
-            raise CacheError(f"a lookup keeps what it found for one of {list(Until)}, got {until!r}")
+            raise CacheError(f"until: expected one of {list(Until)}, got {until!r}")
         if each:
             return self._lookups.chunks(paths, now, until, request, turn, returns)
         if len(paths) == 1 and next(iter(paths.values())).device is None:
@@ -164,17 +164,17 @@ class TieredCache:
         policy: PrefetchPolicy | None = None,
         timeout: float | None = None,
     ) -> tuple[int, ...]:
-        """Bring chunks into the warmest tier while their request waits; returns the first jobs, perhaps none.
+        """Copy chunks into the warmest tier while their request waits; returns the first jobs, possibly none.
 
-        Of a lease what colder tiers have of it. `progress` says when the request need not wait any longer: by `policy`,
-        `settings.prefetch` if it is `None`, and `timeout` seconds, which only a policy of `TIMEOUT` has. Nothing that
-        is not backed up makes way: a policy that waits has more backed up where room is short, and takes turns with
-        other such prefetches. What is on its way for others is joined, as a load joins this; what nobody else waits for
-        is called off when the time is over, or the lease is released. A second call takes the place of the first.
+        Of a lease: its chunks that only colder tiers have. `progress` says when the request may go on: by `policy`,
+        `settings.prefetch` if `None`, and after `timeout` seconds, which only `TIMEOUT` has. No chunk is evicted for it
+        before it was backed up: a policy that waits orders backups where room is short, and such prefetches get room
+        one after the other. Reads that are in flight for other requests are joined. Reads that no request waits for any
+        more are cancelled at the deadline, or when the lease is released. Another call replaces the first.
 
-        Of paths what foreign tiers are known to have behind the ready prefix, from `first` on; with the paths of all
-        groups what the longest prefix needs of each. What has arrived is found by the next lookup. What is not known is
-        asked for. These outlive the request.
+        Of paths: chunks behind the ready prefix that remote tiers are known to have, from `first` on; with the paths
+        of all groups, those that the longest prefix needs. The next lookup finds what has arrived. Remote tiers are
+        asked for chunks of which they have not answered. These reads are not cancelled with the request.
         """
         self._check_time(now)
         if not isinstance(what, Mapping):
@@ -183,7 +183,7 @@ class TieredCache:
             self._advance(now)
             return tuple(sorted(self._prefetcher.prefetch(record, policy, longest).jobs))
         if policy is not None or timeout is not None:
-            raise CacheError("a policy and a timeout are of the prefetch of a lease")
+            raise CacheError("expected `policy` and `timeout` only with a lease")
         check_paths(what)
         if len(what) == 1 and next(iter(what.values())).device is None:
             ((group, path),) = what.items()
@@ -201,39 +201,40 @@ class TieredCache:
         timeout: float | None = None,
         turn: int | None = None,
     ) -> LoadOrder:
-        """Order chunks onto the device, by group, as far as the host tier can make room now. A lease serves one load.
+        """Load chunks onto the device, by group, as far as the host tier has room now. A lease serves one load.
 
         Args:
-            what: A lease of a lookup; or chunks that are ready in the warmest tier, which the host reads itself: their
-                slots stay as they are until every rank has reported the job, or it was released; or device blocks to
-                copy.
-            blocks: Device blocks, by group, in logical order; `None` where the host moves the bytes. Of a lease on one
-                path, the first is sub-block `skip` of the first chunk, and the last may be any sub-block of any. Of a
-                lease on all groups those of `Need.load`, and of as many blocks of a partial match as its tokens take.
+            what: A lease of a lookup; or chunks that are ready in the warmest tier, which the engine reads itself:
+                their slots are not written until every rank has reported the job, or it was released; or device
+                blocks to copy.
+            blocks: Device blocks, by group, in logical order; `None` if the engine moves the bytes. For a lease on one
+                path, the first is sub-block `skip` of the first chunk, and the last may be any sub-block of a chunk.
+                For a lease on all groups, the blocks of `Need.load`, and those that the tokens of a partial match
+                take.
             skip: Leading sub-blocks of the first chunk that the device has already.
             tokens: Leading tokens to load of the last block of a lease on one path, as a partial match says; `None`
                 loads all.
-            by_layer: Have each job go layer after layer, those of all groups in the model's order, so that compute may
-                begin before all have arrived.
-            timeout: Seconds after which what has arrived is the outcome, at the next `apply`, whatever the movers do
-                meanwhile; `settings.load_timeout` if it is `None`.
-            turn: Of the request, for chunks without a lease.
+            by_layer: Copy layer by layer, in the model's order over all groups, so that compute may begin before all
+                layers have arrived.
+            timeout: Seconds until the load ends with the chunks that have arrived, at the next `apply`;
+                `settings.load_timeout` if `None`.
+            turn: Turn of the request, for chunks without a lease.
 
-        Chunks of one path for which there is no room are left out, and counted as misses, with those behind them. Of
-        all groups it is all or nothing.
+        Chunks of one path for which the host tier has no room, and those behind them, are not loaded, and counted as
+        misses. A load of all groups loads all chunks or none.
         """
         if isinstance(what, Mapping):
             if skip or tokens is not None or by_layer or timeout is not None:
-                raise CacheError("`skip`, `tokens`, `by_layer` and `timeout` are of the load of a lease")
+                raise CacheError("expected `skip`, `tokens`, `by_layer` and `timeout` only with a lease")
             copies = {group: copy for group, copy in what.items() if isinstance(copy, DeviceCopy)}
             if copies:
                 if len(copies) < len(what):
-                    raise CacheError("a load is of chunks, or of device blocks, not of both")
+                    raise CacheError("expected chunks or device blocks to load, got both")
                 return self._copy_inside(copies, check_blocks({} if blocks is None else blocks, copies))
             paths = cast("Mapping[int, GroupKeys]", what)
             check_paths(paths)
             if blocks is not None or any(path.first for path in paths.values()):
-                raise CacheError("chunks without a lease are read by the host: they have no blocks, and no `first`")
+                raise CacheError("expected no `blocks` and no `first` with chunks that the engine reads itself")
             self._device.check(())
             self._store.check_turn(turn)
             warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
@@ -244,7 +245,7 @@ class TieredCache:
         if record.is_multi_group:
             if skip or tokens is not None:
                 raise CacheError(
-                    "`skip` and `tokens` are of the load of one group; `Need` says what to load of several"
+                    "expected `skip` and `tokens` only with a lease on one group; `Need` says what to load of several"
                 )
             mine = [blocks.get(group, ()) for group in range(len(self.settings.groups))]
             sections = self._lookups.sections(record, mine)
@@ -260,7 +261,9 @@ class TieredCache:
         group, into = part.group, blocks.get(part.group, ())
         chunks, held = -(-(skip + len(into)) // per_chunk), len(part.keys)
         if not 0 <= skip < per_chunk or not into or chunks > held:
-            raise CacheError(f"{len(into)} blocks after {skip} of {per_chunk} do not lie within {held} leased chunks")
+            raise CacheError(
+                f"expected blocks of {held} chunks of {per_chunk} blocks, got {len(into)} with skip={skip}"
+            )
         self._device.check(into)
         self._store.check_pool([part.pins[0].node], self.settings.pool_of(group))
         self._check_tokens(tokens, group)
@@ -280,7 +283,7 @@ class TieredCache:
         return self._ordered(record.load)
 
     def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> LoadOrder:
-        """Copies between device blocks: the tiers have no part in it, the jobs keep their place among all others."""
+        """Order copies between device blocks, which no tier takes part in, in order with all other jobs."""
         for group, (sources, tokens) in copies.items():
             into = blocks.get(group, ())
             if len(sources) != len(into) or not into or any(source.tier != DEVICE for source in sources):
@@ -305,7 +308,7 @@ class TieredCache:
         return self._exchange.sources(keys)
 
     def progress(self, of: Lease | int) -> Progress:
-        """How far a lease, a job or a probe has come. A job that has ended no longer touches its device blocks."""
+        """The progress of a lease, job or probe. A job that is over does not use its device blocks any more."""
         if isinstance(of, int):
             return Progress(
                 of not in self._transfers.jobs and not (self._exchange.tiers and self._exchange.is_asking(of))
@@ -318,10 +321,10 @@ class TieredCache:
         return Progress(is_over=True, runs=self._store.runs(record.nodes(self._store.index)))
 
     def release(self, what: Lease | str | int) -> int:
-        """Let go of a lease, of all leases of a request, or of a job whose bytes the host will not move; how many.
+        """Release a lease, all leases of a request, or a job whose bytes the engine does not move; returns how many.
 
-        Loads onto the device that have not ended are cancelled, and end when their movers say so. A lease that was
-        released before is a `LeaseError`, a job that is none a `JobError`.
+        Loads onto the device in flight are cancelled; they end when their movers report them. Raises `LeaseError` for a
+        lease that was released before, `JobError` for a number that is no open job.
         """
         if isinstance(what, int):
             self._transfers.withdraw(what)
@@ -337,7 +340,7 @@ class TieredCache:
             self._leases.drop(lease)
         return len(leases)
 
-    # ------------------------------------------------------------------ blocks that are complete
+    # ------------------------------------------------------------------ stores
 
     def store(
         self,
@@ -348,20 +351,18 @@ class TieredCache:
         patient: bool = False,
         turn: int | None = None,
     ) -> dict[int, StoreOrder]:
-        """Chunks from `first` on of each path are complete on the device, or about to be evicted; what is taken.
+        """Store chunks from `first` on of each path that are complete on the device, or about to be evicted.
 
-        What a tier has already is not written again; heads are taken before tails. Chunks behind one that no tier has
-        are orphans: they take free slots only, and go first.
+        Chunks that a tier has are not written again. Where room is short, heads are stored before tails. Chunks behind
+        one that is in no tier are orphans: they take free slots only, and are evicted first.
 
         Args:
             paths: By group; each from the first chunk of the prompt.
-            blocks: Device blocks of the chunks from `first` on, by group; they stay unchanged until the job has ended.
-                `None` where the host moves the bytes, into the slots that it is told: it reports the job, or releases
-                it.
-            evicting: Whether the blocks are about to be evicted: the write policy decides what is stored when.
-            patient: Take the chunks of a path together, or not yet (`StoreOrder.again`), as long as room is being made
-                that all of them fit into.
-            turn: Of the request; without one it is that of the last request that began.
+            blocks: Device blocks of the chunks from `first` on, by group, not to be changed until the job has ended.
+                `None` if the engine moves the bytes into the returned slots; it then reports or releases the job.
+            evicting: Whether the blocks are about to be evicted: the write policy decides which chunks are stored when.
+            patient: While room for all chunks of a path is being made, store none yet (`StoreOrder.again`).
+            turn: Turn of the request; `None` for that of the last request that began.
         """
         self._store.check_turn(turn)
         check_paths(paths)
@@ -370,19 +371,21 @@ class TieredCache:
             check_retention(path.retention)
             check_first(path.names, path.first)
             if path.slid and not self.settings.stands_alone(group):
-                raise CacheError(f"no window slides past chunks of group {group}: they do not stand alone")
+                raise CacheError(f"expected `slid` only for groups with a window, got it for group {group}")
             self._store.index.find_alone(path.slid)
             mine = () if blocks is None else blocks.get(group, ())
             expected = 0 if blocks is None else (len(path.names) - path.first) * self.settings.blocks_per_chunk
             if len(mine) != expected:
-                raise CacheError(f"{len(path.names) - path.first} chunks have {expected} blocks, got {len(mine)}")
+                raise CacheError(
+                    f"expected {expected} blocks of {len(path.names) - path.first} chunks, got {len(mine)}"
+                )
             self._device.check(mine)
         if len(paths) > 1:
             check_distinct([key for path in paths.values() for keys in (path.names, path.slid) for key in keys])
         nodes = {group: self._offloader.check(path, group) for group, path in paths.items()}
         orders = dict[int, StoreOrder]()
         for group, path in paths.items():
-            if orders:  # which may have evicted some
+            if orders:  # the orders before may have evicted some
                 nodes[group] = self._offloader.check(path, group)
             into = None if blocks is None else blocks.get(group, ())
             orders[group] = self._offloader.store(
@@ -393,11 +396,11 @@ class TieredCache:
         return orders
 
     def discard(self, keys: Iterable[Key], tier: str) -> int:
-        """Remove the copies of a path in `tier` that nothing holds, reads or needs to be reached; says how many."""
+        """Remove copies of a path in `tier` that are not leased, read or needed by descendants; returns how many."""
         return self._transfers.evictor.discard(list(keys), self._tier(tier))
 
     def flush(self) -> bool:
-        """Order backups of all that only the host tier has; says whether there is nothing left to order or wait for."""
+        """Order backups of all chunks that only the host tier has; returns whether no job is in flight."""
         self._offloader.clean(all_of_host=True)
         return not self._transfers.jobs
 
@@ -412,10 +415,10 @@ class TieredCache:
         return commands
 
     def apply(self, results: Sequence[Result], now: float) -> None:
-        """What became of earlier commands, and that time has passed, which ends the waits whose deadline has come.
+        """Take the results of earlier commands, and end waits whose deadline has passed at `now`.
 
-        Their movers are told, and own their slots until they end. A job or probe that is not in flight, or reported
-        twice by a rank, is a `JobError`, and nothing is applied.
+        Jobs that no request waits for any more are cancelled, and own their slots until they end. Raises `JobError`,
+        with nothing applied, for a job or probe that is not in flight, or that a rank reports twice.
         """
         self._check_time(now)
         answers = [result for result in results if isinstance(result, ProbeResult)]
@@ -432,76 +435,74 @@ class TieredCache:
         self._proceed()
 
     def end_step(self) -> None:
-        """The engine's step is over: what lookups kept until here is not kept any more, and backups are ordered."""
+        """End the engine's step: chunks that lookups have kept for the step may be evicted, and backups are ordered."""
         self._leases.end_step()
         self._proceed()
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ start, sleep, resize, reset
 
     def adopt(self, tier: str, found: Iterable[Chunk | tuple[int, Key, Key | None]], others: Sequence[int] = ()) -> int:
-        """Take in what a persistent tier holds at start: (slot, key, parent, pool), oldest first; says how many.
+        """Recover the chunks of a persistent tier: (slot, key, parent, pool), oldest first; returns how many.
 
-        Slots of `others` hold what is not for this cache, least useful first: they are given out after all empty ones.
-        Chunks whose parents are gone are orphans, and wait for these. Two chunks in one slot, or two of one
-        key, are a `CacheError`, and nothing is taken in.
+        The slots `others` have records that this cache cannot use, least useful first: they are allocated after all
+        empty slots. Chunks whose parents were not found are orphans. Raises `CacheError`, with nothing recovered, for
+        two chunks in one slot, or with one key.
         """
         at, chunks = self._tier(tier), list(found)
         self._store.pools[at].check_slots(others)
-        named = set(map(len, chunks)) <= {4}  # as from a tier, where there may be half a million of them
+        named = set(map(len, chunks)) <= {4}  # fast for chunks from a tier, which may be half a million
         whole = cast("list[Chunk]", chunks) if named else [Recovered(*each) for each in chunks]
         adopted = adopt(self._store, at, whole)
         self._store.pools[at].give_last(others)
         return adopted
 
     def sleep(self) -> bool:
-        """The device's memory is about to be freed: cancel what touches it, and take no orders that would.
+        """Prepare for device memory to be freed: cancel jobs that use it, and refuse new ones.
 
-        Says whether nothing touches it any more; until then it must stay, and this is to be asked again when results
-        have been applied. The tiers keep what they have; to forget that too, `reset`.
+        Returns whether no job uses it any more. Until then the memory must stay; call this again after results were
+        applied. The tiers keep their chunks; use `reset` to remove them, too.
         """
         self._device.asleep = True
         return self._transfers.cancel_device_jobs()
 
     def wake(self, blocks: int | None = None) -> None:
-        """The device's memory is back, and empty: a pool of so many `blocks`, or of as many as before.
+        """Device memory was restored, empty: a pool of `blocks` blocks, or of as many as before.
 
-        Raises `CacheError` if `blocks` are named while a job works on the pool before it.
+        Raises `CacheError` if `blocks` is given while a job uses the pool before it.
         """
         if blocks is not None:
             routes = [job.transfer.route for job in self._transfers.jobs.values()]
             if busy := sum(DEVICE in (route.source, route.destination) for route in routes):
-                raise CacheError(
-                    f"{busy} jobs in flight read or write blocks of the device pool: it cannot be replaced"
-                )
+                raise CacheError(f"the device pool cannot be replaced: {busy} jobs in flight read or write its blocks")
             self._device = DeviceBlocks(blocks)
         self._device.asleep = False
 
     def resize(self, tier: str, slots: int, *, discard: bool = False) -> None:
-        """Have `slots` slots (slabs, where images have several sizes) in `tier`; the caller gives or takes the memory.
+        """Resize `tier` to `slots` slots (slabs, if images have several sizes); the caller adds or frees the memory.
 
-        What lies in slots above the new size is in the way: that is a `CapacityError`, unless it is to be discarded,
-        and nothing works on it, holds it, or needs it to be reached. Nothing has changed after an error.
+        Raises `CapacityError`, with nothing changed, if slots above the new size have chunks; with `discard`, only if
+        one of these is leased, in use by a job, or needed by descendants.
         """
         self._transfers.evictor.resize(self._tier(tier), slots, discard=discard)
 
     def reset(self, *, keep: Sequence[str] = (), weights: bool = False) -> int:
-        """Forget everything, here and after a restart; returns the new generation.
+        """Remove all chunks, also for later processes; returns the new generation.
 
-        Jobs in flight are cancelled; they own their slots until their results come, and change nothing else. Nothing
-        that was loaded before counts as arrived.
+        Jobs in flight are cancelled. They own their slots until their results arrive, which have no other effect. No
+        load before the reset counts as arrived.
 
         Args:
-            keep: The coldest tiers, warmest of them first, whose ready chunks stay: the generation does, too.
-            weights: Weights have changed: what is stored from now on is not for engines that start later.
+            keep: The coldest tiers, warmest first, that keep their ready chunks. The generation does not change then.
+            weights: Whether weights have changed. Chunks stored from now on are then not served after a restart.
 
-        Raises `CacheError` if `keep` are not the coldest tiers, or if `weights` have changed, and something is kept.
+        Raises `CacheError` if `keep` are not the coldest tiers, or with both `keep` and `weights`.
         """
         names = tuple(level.name for level in self._store.levels)
         first = len(names) - len(keep)
         if tuple(keep) != names[first:] or (keep and weights):
             raise CacheError(
-                f"a reset keeps the coldest of the tiers {names}, and nothing of other weights; got {tuple(keep)}"
-                f"{' for new weights' * weights}"
+                f"keep: expected the coldest of the tiers {names}, or none if weights have changed; got {tuple(keep)}"
+                f"{' with weights=True' * weights}"
             )
         for record in self._leases:
             if record.load is not None:
@@ -515,27 +516,27 @@ class TieredCache:
             self._exchange.clear()
         return self.generation
 
-    # ------------------------------------------------------------------ watching
+    # ------------------------------------------------------------------ monitoring
 
     def stats(self) -> tuple[TierStats, ...]:
         """Occupancy per tier, warmest first."""
         return inspect.stats(self._store)
 
     def residents(self) -> list[Resident]:
-        """Every chunk that has a slot and can be found, or soon can, once for each tier that it is in."""
+        """Every chunk that is ready or being filled, once for each tier that it is in."""
         return inspect.residents(self._store)
 
     def events(self, limit: int | None = None) -> list[Event]:
-        """What happened since the last call, in order, as far as it was kept (`CacheSettings.events`).
+        """Events since the last call, in order, at most `limit`; the others are returned by the next call.
 
-        At most `limit` events, and one more that says how many are missing, if some are; what is left comes next time.
+        If more occurred than `CacheSettings.events` are kept, one more event says how many are missing.
         """
         if limit is not None and limit < 1:
-            raise CacheError(f"a limit of events is at least 1, got {limit}")
+            raise CacheError(f"limit: expected at least 1 event, got {limit}")
         return self._store.log.pull(limit)
 
     def check_integrity(self) -> None:
-        """Walk every structure; raise `CacheError` where two of them disagree."""
+        """Check all data structures; raises `CacheError` where two of them are inconsistent."""
         inspect.check_integrity(self._store)
         self._transfers.check_integrity()
         self._leases.check_integrity()
@@ -554,14 +555,14 @@ class TieredCache:
             self._transfers.cancel_wait(wait)
 
     def _ordered(self, load: Load) -> LoadOrder:
-        """What was ordered of `load`; nothing at all is an outcome already."""
+        """The order of `load`. A load without jobs ends at once."""
         if not load.parts:
             self._conclude(load, MissReason.CANCELLED)
         parts = tuple(Part(job.transfer.job, len(job.statuses)) for job in load.parts)
         return LoadOrder(sum(part.chunks for part in parts), parts)
 
     def _proceed(self) -> None:
-        """Order what was waiting for room or for its time: prefetches, then writes."""
+        """Order prefetches that have waited for room, then backups."""
         if self._prefetcher.queue:
             self._prefetcher.proceed()
         if self._store.index.called or any(self._store.backlog.counts):
@@ -585,16 +586,16 @@ class TieredCache:
         for tier, level in enumerate(self._store.levels):
             if level.name == name:
                 return tier
-        raise CacheError(f"no tier is called {name!r}; there are {[level.name for level in self._store.levels]}")
+        raise CacheError(f"expected a tier of {[level.name for level in self._store.levels]}, got {name!r}")
 
     def _check_tokens(self, tokens: int | None, group: int) -> None:
-        """Raise `CacheError` unless a block of `group`, whose size is known if there are `groups`, has `tokens`."""
+        """Raise `CacheError` unless `tokens` tokens fit a block of `group`, where its size is known."""
         most = self.settings.group(group)[0].block_size if self.settings.groups else tokens
         if tokens is not None and not 0 < tokens <= (most or 0):
-            raise CacheError(f"of a block of group {group} 1 to {most} tokens are moved, not {tokens}")
+            raise CacheError(f"tokens: expected 1 to {most} of a block of group {group}, got {tokens}")
 
     @staticmethod
     def _check_time(now: float) -> None:
-        """Raise `CacheError` for what is no clock's reading: time never comes back from infinity."""
+        """Raise `CacheError` unless `now` is a finite number: time would not return from infinity."""
         if not isinstance(now, int | float) or not math.isfinite(now):
-            raise CacheError(f"a time is a finite number of seconds, got {now!r}")
+            raise CacheError(f"now: expected a finite number of seconds, got {now!r}")

@@ -1,8 +1,8 @@
-"""Nodes: one small number per key that some tier has, or will have, and what is known of each.
+"""Nodes: one small integer for each key that is in a tier, or on its way into one, and its attributes.
 
-Nodes live in arrays (29 bytes each, and 8 for each tier): a million of them are some twenty objects, not a million,
-which is what the garbage collector and the memory bill see. Keys find their node in 256 dictionaries, by their first
-byte (keys are digests), so that none of them ever takes long to grow.
+The attributes are in arrays (29 bytes per node, and 8 for each tier): a million nodes are about twenty Python objects,
+which saves memory and garbage collection. 256 dictionaries by the first byte of the key (keys are digests) map keys to
+nodes, so that no dictionary takes long to grow.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _NOBODY = 0
 class NodeTree:
     """Parents and children of nodes below `size`. 16 bytes each.
 
-        parent ─ child ─► youngest ─ older ─► ... ─ older ─► eldest      `younger` leads back, so that any may leave
+        parent ─ child ─► youngest ─ older ─► ... ─ older ─► eldest      `younger` is the reverse link
 
-    Node numbers start at 1; 0 is no node, and the parent of all first ones.
+    Nodes start at 1; 0 is no node, and the parent of all first nodes.
     """
 
     __slots__ = ("child", "older", "parent", "younger")
@@ -40,14 +40,14 @@ class NodeTree:
             links.extend(zeros(more))
 
     def children(self, node: int) -> Iterator[int]:
-        """The nodes right behind `node`, youngest first. The tree must not change meanwhile."""
+        """The children of `node`, youngest first. The tree must not change during the iteration."""
         each = self.child[node]
         for _ in range(len(self.older)):
             if not each:
                 return
             yield each
             each = self.older[each]
-        raise IntegrityError(f"the children of node {node} go round without an end: damaged links")
+        raise IntegrityError(f"the children of node {node} form a cycle: damaged links")
 
     def all_children(self, nodes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The nodes right behind any of `nodes`, in their order; of each the youngest first."""
@@ -62,11 +62,11 @@ class NodeTree:
                 found.append(each)
                 each = older[each]
                 if len(found) > len(older):
-                    raise IntegrityError(f"the siblings of node {first} go round without an end: damaged links")
+                    raise IntegrityError(f"the siblings of node {first} form a cycle: damaged links")
         return column(found)
 
     def path(self, node: int, length: int) -> list[int]:
-        """`node` and its ancestors, at most `length` in all, tail first."""
+        """`node` and its ancestors, at most `length` nodes, tail first."""
         parent, found = self.parent, list[int]()
         for _ in range(length):
             if node == _NOBODY:
@@ -83,7 +83,7 @@ class NodeTree:
         return not child[at[-1]] and not np.count_nonzero(apart)
 
     def append(self, parent: int, at: npt.NDArray[np.int32]) -> None:
-        """The nodes `at`, which are new, follow `parent`, one after the other."""
+        """Add the new nodes `at` as a chain behind `parent`."""
         elder, head, tail = self.child[parent], int(at[0]), int(at[-1])
         column(self.parent)[at[1:]] = at[:-1]
         column(self.child)[at[:-1]] = at[1:]
@@ -94,7 +94,7 @@ class NodeTree:
         self.child[parent] = head
 
     def append_firsts(self, at: npt.NDArray[np.int32]) -> None:
-        """The nodes `at`, which are new, follow nobody."""
+        """Add the new nodes `at` as children of the root."""
         elder, first, last = self.child[_NOBODY], int(at[0]), int(at[-1])
         column(self.parent)[at] = column(self.child)[at] = _NOBODY
         column(self.older)[at[:-1]] = at[1:]
@@ -105,7 +105,7 @@ class NodeTree:
         self.child[_NOBODY] = first
 
     def link_trees(self, parents: npt.NDArray[np.integer], nodes: npt.NDArray[np.int32]) -> None:
-        """Each of `nodes`, which are new, follows that of `parents`; of siblings the first is the youngest."""
+        """Add each new node of `nodes` as a child of its node of `parents`; the first of siblings is the youngest."""
         order = np.argsort(parents, kind="stable")
         at, above = nodes[order], parents[order]
         first = np.concatenate([[True], above[1:] != above[:-1]])
@@ -121,10 +121,9 @@ class NodeTree:
     def siblings(
         self, at: npt.NDArray[np.int32], parents: npt.NDArray[np.int32]
     ) -> Iterator[tuple[int, int, int, int]]:
-        """The nodes `at`, children of `parents`, in runs, each from one to the next younger sibling.
+        """The nodes `at`, children of `parents`, as runs of adjacent siblings.
 
-        Of each run: the eldest, the youngest, their parent, and how many they are. What has been told of may leave
-        before the next is asked for.
+        Yields (eldest, youngest, parent, count) of each run. A run may be unlinked before the next is requested.
         """
         last = np.ones(len(at), bool)
         np.not_equal(column(self.younger)[at[:-1]], at[1:], out=last[:-1])
@@ -134,7 +133,7 @@ class NodeTree:
         return zip(*(each.tolist() for each in runs), strict=True)
 
     def move(self, node: int, parent: int) -> None:
-        """`node` and all behind it follow `parent` from now on."""
+        """Move `node` and its descendants to `parent`."""
         self.unlink(node, self.parent[node])
         elder = self.child[parent]
         self.parent[node], self.older[node], self.younger[node] = parent, elder, _NOBODY
@@ -143,11 +142,11 @@ class NodeTree:
         self.child[parent] = node
 
     def unlink(self, node: int, parent: int) -> None:
-        """`node` is no child of `parent` any more."""
+        """Remove `node` from the children of `parent`."""
         self.unlink_siblings(node, node, parent)
 
     def unlink_siblings(self, eldest: int, youngest: int, parent: int) -> None:
-        """Nor are siblings that follow one another, from `eldest` to `youngest`."""
+        """Remove adjacent siblings, from `eldest` to `youngest`, from the children of `parent`."""
         older, younger = self.older[eldest], self.younger[youngest]
         if younger:
             self.older[younger] = older
@@ -158,22 +157,22 @@ class NodeTree:
 
 
 ROOT = 0
-"""The parent of every first chunk; also "no node"."""
+"""The parent of every first chunk of a path; also stands for "no node"."""
 
 ORPHANS = 1
-"""The parent of every orphan: a chunk whose parent no tier has. No match from the first chunk leads through it."""
+"""The parent of every orphan, a chunk whose parent is in no tier. No path from the root leads through it."""
 
 ROOTED, ORPHANED = 1, 2
-"""Marks of nodes that can be read: from the first chunk on, or by those who have what is before their orphan."""
+"""Marks of readable nodes: from the root, or by requests that have the chunks before the orphan otherwise."""
 
 _FAR = -(1 << 30)
-"""The depth of `ORPHANS`: all that follows an orphan has a negative depth, as its position is not known."""
+"""The depth of `ORPHANS`: orphans and their descendants have negative depths, as their positions are unknown."""
 
 NONE = -1
 """No slot."""
 
 _MANY = 64
-"""From so many on, whole arrays are faster."""
+"""From this number of nodes on, array operations are faster than a loop."""
 
 _SHARDS = 256
 
@@ -211,8 +210,8 @@ class Nodes:
         self.tiers = range(len(pools))
         self._others = [tuple(t for t in reversed(self.tiers) if t != tier) for tier in self.tiers]
         self.size = LISTS + sum(pool.capacity for pool in pools)
-        """Numbers below this one may be nodes. Nodes begin at `LISTS`, so that policies can name lists below."""
-        # One place for each slot there is, from the start: columns that grew would have to be copied now and then.
+        """Nodes are below this number. They begin at `LISTS`, because policies number their lists below that."""
+        # Allocated for all slots from the start: growing columns would have to be copied from time to time.
         self.key = np.full(self.size, None, object)
         self._tree = NodeTree(self.size)
         self.parent, self.children, self.path = self._tree.parent, self._tree.children, self._tree.path
@@ -225,16 +224,16 @@ class Nodes:
         self.depth[ROOT], self.depth[ORPHANS] = -1, _FAR
         self.reachable[ROOT], self.reachable[ORPHANS] = ROOTED, ORPHANED
         self.orphans: dict[int, Key] = {}
-        """The key before each child of `ORPHANS`."""
+        """The parent key of each child of `ORPHANS`."""
         self.waiting: dict[Key, dict[int, None]] = {}
-        """The same by that key."""
+        """Orphans by parent key."""
         self.called: set[int] = set()
-        """Nodes that orphans in colder tiers wait for."""
+        """Parents of orphans whose children are in colder tiers than they: they are to be copied down."""
         self._free = FreeList(array("i", range(self.size - 1, LISTS - 1, -1)))
         self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
         self._count = 0
         self.gone = 0
-        """Nodes that have been forgotten until now: while no more are, a number stands for the same key."""
+        """Number of nodes removed so far: while it is unchanged, all node numbers stand for the same keys."""
 
     def __len__(self) -> int:
         return self._count
@@ -244,7 +243,7 @@ class Nodes:
         return (node for node in range(LISTS, self.size) if self.key[node] is not None)
 
     def get(self, key: Key) -> int:
-        """The node of `key`; `ROOT` if no tier has it. Raises `CacheError` for what cannot be a key."""
+        """The node of `key`; `ROOT` if no tier has it. Raises `CacheError` if `key` is not bytes."""
         try:
             return self._shards[key[0]].get(key, ROOT)
         except (IndexError, TypeError):
@@ -256,24 +255,24 @@ class Nodes:
         try:
             return [shards[key[0]].get(key, ROOT) for key in keys]
         except (IndexError, TypeError):
-            raise CacheError("keys are digests in bytes") from None
+            raise CacheError("expected keys as digests (non-empty bytes)") from None
 
     def before(self, nodes: Sequence[int]) -> list[Key | None]:
-        """The key before each of `nodes`, whether or not a tier has it; `None` for first chunks."""
+        """The parent key of each of `nodes`, also if no tier has it; `None` for first chunks."""
         key, parent, orphans = self.key, self.parent, self.orphans
         if not orphans:
             return [key[parent[node]] for node in nodes]
         return [orphans.get(node) or key[parent[node]] for node in nodes]
 
     def coldest_tier(self, node: int) -> int:
-        """The coldest tier with a live copy; -1 without one."""
+        """The coldest tier that has a copy; -1 if none has."""
         for tier in reversed(self.tiers):
             if self.slot[tier][node] >= 0:
                 return tier
         return -1
 
     def other_coldest_tier(self, node: int, tier: int) -> int:
-        """The coldest tier that `node` is in, apart from `tier`; -1 without one."""
+        """The coldest tier except `tier` that has a copy; -1 if none has."""
         for other in self._others[tier]:
             if self.slot[other][node] >= 0:
                 return other
@@ -285,13 +284,13 @@ class Nodes:
         return slot >= 0 and self.pools[tier].state[slot] == READY
 
     def are_ready(self, at: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
-        """The same for nodes `at`."""
+        """`is_ready` for the nodes `at`; bool, of the same shape."""
         slots = column(self.slot[tier])[at]
         state = marks(self.pools[tier].state)
         return (slots >= 0) & (state[slots] == READY) if len(state) else np.zeros(len(at), bool)
 
     def pool_of(self, node: int) -> int:
-        """The pool that the slots of `node` are in, in whatever tier."""
+        """The pool of the slots of `node`, the same in all tiers."""
         for tier in self.tiers:
             slot = self.slot[tier][node]
             if slot >= 0:
@@ -299,7 +298,7 @@ class Nodes:
         raise IntegrityError(f"node {node} has no slot")
 
     def pools_of(self, nodes: Sequence[int]) -> list[int]:
-        """The same for many."""
+        """`pool_of` for many."""
         if len(nodes) < _MANY:
             return [self.pool_of(node) for node in nodes]
         at = np.array(nodes, np.int32)
@@ -314,14 +313,14 @@ class Nodes:
         return found
 
     def warmest_ready(self, node: int) -> int:
-        """The warmest tier with a ready copy; -1 without one."""
+        """The warmest tier with a ready copy; -1 if there is none."""
         for tier in self.tiers:
             if self.is_ready(node, tier):
                 return tier
         return -1
 
     def resize(self) -> None:
-        """The pools have other sizes now: make room for as many chunks, keeping the numbers of those that are here."""
+        """The pools were resized: make room for as many chunks. Existing nodes keep their numbers."""
         more = max(0, LISTS + sum(pool.capacity for pool in self.pools) - self.size)
         self.key = np.concatenate([self.key, np.full(more, None, object)])
         self._tree.grow(more)
@@ -334,7 +333,7 @@ class Nodes:
         self.size += more
 
     def _enter(self, keys: Sequence[Key], at: npt.NDArray[np.int32], tier: int, slots: Sequence[int]) -> list[int]:
-        """The nodes `at` are those of `keys`, in `slots` of `tier`; as numbers."""
+        """Enter the nodes `at` for `keys`, in `slots` of `tier`; returns the nodes as a list."""
         nodes: list[int] = at.tolist()
         shards = self._shards
         for key, node in zip(keys, nodes, strict=True):
@@ -347,13 +346,13 @@ class Nodes:
         return nodes
 
     def _numbers(self, count: int) -> npt.NDArray[np.int32]:
-        """Numbers of `count` new nodes."""
+        """Allocate `count` nodes; int32, shape `(count,)`."""
         if len(self._free) < count:
-            raise CacheError(f"the index has room for {self.size - LISTS} chunks, one for each slot")
+            raise CacheError(f"the index is full: it has room for {self.size - LISTS} chunks, one for each slot")
         return numbers(self._free.take(count))[::-1]
 
     def wait(self, orphan: int, before: Key) -> None:
-        """`orphan`, a child of `ORPHANS`, waits for the key `before` it."""
+        """Record that `orphan`, a child of `ORPHANS`, has the parent key `before`."""
         self.orphans[orphan] = before
         self.waiting.setdefault(before, {})[orphan] = None
         if above := self.get(before):
@@ -380,4 +379,4 @@ class Nodes:
 
 
 def _no_key(key: object) -> CacheError:
-    return CacheError(f"a key is a digest in bytes, got {key!r}")
+    return CacheError(f"expected a key as a digest (non-empty bytes), got {key!r}")

@@ -1,13 +1,13 @@
-"""Writes to colder tiers: which chunks, when, and what is dropped instead.
+"""Writes to colder tiers: which chunks are stored, when, and which are dropped.
 
-    offload   device ──► host                   what is complete, or about to be evicted, as the write rule says
-    backup    host ──► file ──► the next ...    heads first, as the write rules of `writing` say
+    offload   device ──► host                   chunks that are complete, or about to be evicted, by the write rule
+    backup    host ──► file ──► the next ...    heads first, by the write rules (`longshore.cache.settings`)
 
-Under pressure offloads are dropped, and counted; backups are left for later.
+Offloads for which there is no room are dropped and counted. Backups are postponed.
 
-A tier that is full makes room from what is safe below. Where that is not enough it has more copied down first, for
-which the tier below makes room in the same way, and so on: a cascade, of one job for each tier at most. Nothing makes
-way before its copy is in place, nor for a chunk that does not come; so whatever becomes of a cascade, nothing is lost.
+A full tier evicts chunks that a colder tier has. If these are too few, more are copied down first, for which the tier
+below makes room in the same way: a cascade of at most one job for each tier. No chunk is evicted before its copy is in
+place, or for a chunk that is not stored, so a cascade that fails loses nothing.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from longshore.cache.transfers import TierSlots, Transfers
 from longshore.cache.types import DropReason, StoreOrder
 
 ADMISSION_FILTER_SIZE = 1 << 16
-"""Chunks that no tier has of which a selective write policy remembers how often they were offered."""
+"""Number of chunks whose offers a selective write policy counts before they are stored."""
 
 _FORGET = 64
-"""A reserve shrinks by one chunk for so many that found clean room."""
+"""A reserve shrinks by one chunk for each 64 chunks that found clean room."""
 
 _AHEAD = 64
-"""Where not all is copied down at once, copies of one slot in so many are made ahead: fewer jobs, and larger ones."""
+"""Backups copy one slot in 64 more than needed, so that there are fewer and larger jobs."""
 
 
 class Offloader:
-    """Orders offloads and backups on one `Transfers`, by the rules of the routes into each tier."""
+    """Orders offloads and backups, by the write rule of each tier."""
 
     def __init__(self, transfers: Transfers, rules: Sequence[WriteRule], *, is_only: bool) -> None:
-        """With `is_only`, there is no tier but the one of the only rule: what it does not take is in none."""
+        """`is_only`: there is one tier, so a chunk that it does not store is in no tier."""
         self._transfers = transfers
         self._store = transfers.store
         self._rules = rules
         self._uses_admission = is_only and not transfers.store.several_sizes
         self._reserves = [0.0] * transfers.store.last
-        """Slots of each tier above another to keep free or backed up, as far as bursts need more than the rule says."""
+        """Number of slots of each tier to keep free or backed up, where bursts need more than the write rule says."""
         self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]
         self._admission_filter = (
             AdmissionFilter(rules[0].threshold, ADMISSION_FILTER_SIZE) if rules[0].selective else None
         )
 
     def wants(self, *, evicting: bool) -> bool:
-        """Whether chunks on the device are to be copied now that they are complete, or `evicting`."""
+        """Whether to store chunks that have become complete on the device, or are about to be evicted (`evicting`)."""
         return self._rules[0].policy.wants(evicting=evicting)
 
     def store(
@@ -68,9 +68,9 @@ class Offloader:
         patient: bool = False,
         turn: int | None = None,
     ) -> StoreOrder:
-        """Order what the tiers lack of a path, of which `check` has said the `nodes`, into the host tier.
+        """Order the offload of chunks of a path that are in no tier. `nodes` is the result of `check`.
 
-        `blocks` is `None` if the host moves it.
+        `blocks` is `None` if the engine moves the bytes.
         """
         if not self.wants(evicting=evicting):
             return StoreOrder(None)
@@ -100,7 +100,7 @@ class Offloader:
         return offload
 
     def check(self, path: GroupKeys, group: int) -> list[int]:
-        """The nodes of what is known of `path`. Raises `CacheError` unless its keys and its text fit."""
+        """The nodes of the chunks of `path` in the index. Raises `CacheError` for invalid keys or text."""
         keys, first, settings = path.names, path.first, self._transfers.settings
         if path.text is not None and self._store.partials.on:
             path.text.checked(len(keys) * settings.group(group)[1])
@@ -108,14 +108,14 @@ class Offloader:
         return known(keys, first, group)
 
     def _follow(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
-        """The nodes of what is known of `keys[first:]`, chunks of `group`."""
+        """The nodes of the leading chunks of `keys[first:]`, of `group`, that are in the index."""
         pool, index = self._transfers.settings.pool_of(group), self._store.index
         path = index.follow(keys, first)
         self._store.check_pool([*path[:1], index.get(keys[first - 1]) if first else ROOT], pool)
         return path
 
     def _known_alone(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
-        """The nodes of `keys`, which stand alone, from those on that the chunk at `first` needs; `ROOT` without one."""
+        """The nodes of `keys`, which stand alone, from the first on that the chunk at `first` needs; `ROOT` if none."""
         kind, size = self._transfers.settings.group(group)
         nodes = self._store.index.find_alone(keys[kind.first_needed(first * size, size) :])
         self._store.check_pool(nodes, self._transfers.settings.pool_of(group))
@@ -132,13 +132,13 @@ class Offloader:
         *,
         patient: bool = False,
     ) -> StoreOrder:
-        """`store` for chunks that need those before them: `path` are the nodes of those that the tiers have."""
+        """`store` for chunks that need their ancestors. `path` are the nodes of chunks in the index."""
         store, index, known = self._store, self._store.index, first + len(path)
         parent = index.get(keys[known - 1]) if known else ROOT
         there: Sequence[int] = range(first, known)
         lacking: Sequence[int] = range(known, len(keys))
         fresh = keys[known:]
-        if index.orphans:  # some may come behind a gap
+        if index.orphans:  # some chunks behind a gap may be in the index
             nodes = [*path, *index.find(fresh)]
             there = [at for at, node in enumerate(nodes, first) if node]
             lacking = [at for at, node in enumerate(nodes, first) if not node]
@@ -184,9 +184,9 @@ class Offloader:
         group: int,
         prompt: int,
     ) -> StoreOrder:
-        """The same for chunks that stand alone, each for itself; those from position `prompt` on are left out.
+        """`store` for chunks that stand alone. Chunks from position `prompt` on are not stored.
 
-        `nodes` are those of the last of them. Those in the last window are the last to go, and get room first.
+        `nodes` are the nodes of the last chunks. Chunks in the last window get room first, and are evicted last.
         """
         store, kind, size = self._store, *self._transfers.settings.group(group)
         in_window, pool = kind.first_needed(len(keys) * size, size), self._transfers.settings.pool_of(group)
@@ -220,7 +220,7 @@ class Offloader:
     def _order_alone(
         self, keys: Sequence[Key], wanted: Sequence[int], first: int, blocks: Sequence[int] | None, group: int
     ) -> tuple[int | None, list[int]]:
-        """Order the chunks at the positions `wanted`, for which there is room, into the host tier; job and slots."""
+        """Order the offload of the chunks at `wanted`, for which there is room; returns job and slots."""
         if not wanted:
             return None, []
         job, mine = self._transfers.new_id(), list(map(keys.__getitem__, wanted))
@@ -232,12 +232,12 @@ class Offloader:
         return job, slots
 
     def _retain(self, at: npt.NDArray[np.int32], positions: Sequence[int], retention: Sequence[Retention]) -> None:
-        """`retention` says something of some of `positions`, where the nodes are `at`."""
+        """Apply `retention` to the chunks at `positions`; `at` are the nodes of the path."""
         if retention and len(positions):
             self._store.priorities.apply(at[numbers(positions)], positions, retention, self._transfers.now)
 
     def _sections(self, group: int, positions: Sequence[int], first: int, blocks: Sequence[int]) -> tuple[Section, ...]:
-        """The device blocks of the chunks at `positions`, of which the one at `first` has the first of `blocks`."""
+        """The device blocks of the chunks at `positions`. `blocks` begin with those of the chunk at `first`."""
         per_chunk = self._transfers.settings.blocks_per_chunk
         sections = []
         for start, end in runs_of(positions):
@@ -249,7 +249,7 @@ class Offloader:
     def _worth_alone(
         self, keys: Sequence[Key], fresh: Sequence[int], prompt: int, retention: Sequence[Retention]
     ) -> list[int]:
-        """Those of the positions `fresh`, which ascend, that the write policy takes; the others count as dropped."""
+        """Those of the ascending positions `fresh` that the write policy stores; the others are counted as dropped."""
         floor, seen = self._transfers.settings.priority_floor, self._admission_filter
         worth = list(fresh[: bisect_left(fresh, prompt)])
         self._transfers.drop(0, len(fresh) - len(worth), DropReason.ANSWER)
@@ -262,20 +262,20 @@ class Offloader:
         return worth
 
     def clean_room(self, nodes: Sequence[int], *, cleans: bool) -> int:
-        """Make clean room for `nodes` in the host tier; for how many, from the first on.
+        """Make room for `nodes` in the host tier without evicting dirty chunks; returns for how many leading ones.
 
-        If that `cleans`, copies down are ordered of as many chunks as room is lacking for.
+        With `cleans`, backups of as many chunks as lack room are ordered.
         """
         room = self._transfers.evictor.room_for(0, nodes, spare_dirty=True)
         if cleans and room < len(nodes) and self._store.last:
             self._clean(0, len(nodes) - room)
             room = self._transfers.evictor.room_for(
                 0, nodes, spare_dirty=True
-            )  # what may not be copied is not dirty any more
+            )  # chunks that may not be copied are not dirty any more
         return room
 
     def clean(self, *, all_of_host: bool = False) -> None:
-        """Order copies down until what the write rules say (or all of the host tier) is safe to evict."""
+        """Order backups until as many chunks are clean as the write rules say, or all of the host tier."""
         dirty = self._store.backlog.counts
         for tier in reversed(range(self._store.last)):
             if dirty[tier]:
@@ -285,7 +285,7 @@ class Offloader:
             self._write(chain[: max(0, self._transfers.settings.max_writes - self._transfers.writing[tier + 1])], tier)
 
     def _clean(self, tier: int, at_least: int) -> None:
-        """Order copies from `tier` to the one below, of `at_least` chunks with those under way, if so many can go."""
+        """Order backups from `tier` to the one below, of `at_least` chunks with those in flight, if possible."""
         store, below = self._store, tier + 1
         slots, writing = store.total_room(tier), self._transfers.writing[below]
         target = self._clean_target(tier, slots)
@@ -296,7 +296,7 @@ class Offloader:
         self._write(store.backlog.choose(tier, most) if most > 0 else [], tier)
 
     def _write(self, chosen: list[int], tier: int) -> None:
-        """Order copies of `chosen`, parents first, from `tier` to the one below, as far as it may have them."""
+        """Order backups of `chosen`, parents first, from `tier` to the one below, as far as that takes them."""
         store, below = self._store, tier + 1
         if not chosen:
             return
@@ -306,7 +306,7 @@ class Offloader:
         for node in chosen if store.several_sizes else ():
             pools.setdefault(store.index.pool_of(node), []).append(node)
         for pool, nodes in pools.items():
-            # What is chosen has its ancestors in this tier too, for which they are spared below; or they are needed.
+            # The ancestors of chosen chunks are in this tier, too, or are needed below: none is evicted for them.
             nbytes, allowed = store.pools[below].slabs.image_bytes[pool], self._allowed(below, nodes, pool)
             chosen = self._admitted(below, allowed, pool)
             self._budgets[below].spend(len(chosen) * nbytes)
@@ -314,7 +314,7 @@ class Offloader:
         store.log.by = by
 
     def _allowed(self, tier: int, nodes: list[int], pool: int) -> list[int]:
-        """Those of `nodes`, of one size, that may be written to `tier`; the others are not to be tried before a use."""
+        """Those of `nodes`, of one size, that may be written to `tier`; the others are retried after their next use."""
         if tier in self._transfers.refusing:
             granted, reason = 0, DropReason.TIER_OFF
         else:
@@ -328,10 +328,10 @@ class Offloader:
         return nodes[:granted]
 
     def _admitted(self, tier: int, nodes: Sequence[int], pool: int) -> list[int]:
-        """Those of `nodes`, parents first, that `tier` takes, room made.
+        """Those of `nodes`, parents first, that `tier` stores; makes room for them.
 
-        Where it is full, chunks that promise less than what would go for them are refused, with all behind them, and
-        not offered again before they are used again.
+        If the tier is full, chunks with fewer expected hits than the chunks to evict for them are refused, with their
+        descendants. They are retried after their next use.
         """
         store, parent = self._store, self._store.index.parent
         policy = store.order(tier, pool)
@@ -358,7 +358,7 @@ class Offloader:
         return chosen
 
     def _copy_down(self, chosen: Sequence[int], tier: int) -> None:
-        """Order one job that copies `chosen` from `tier` to the one below, which has room for them."""
+        """Order one job that copies `chosen` from `tier` to the one below, which has room."""
         if not chosen:
             return
         store, index, job = self._store, self._store.index, self._transfers.new_id()
@@ -380,12 +380,12 @@ class Offloader:
         patient: bool = False,
         path: Sequence[Key] = (),
     ) -> int | None:
-        """How many of `wanted` chunks the host tier takes, room made; the others count as dropped.
+        """Make room in the host tier for `wanted` chunks; returns for how many. The others are counted as dropped.
 
-        These are the keys `path`, unless they stand alone, and the nodes `needed` stay. The only tier takes those that
-        its policy admits. An `orphan`, and what is behind it, takes free slots: nothing makes way for what goes first.
-        If it is `patient`, and room is being made for all of them, or for all that fit at once, it is `None`, and
-        nothing counts.
+        `path` are their keys, unless they stand alone; the nodes `needed` are not evicted. If there is one tier, its
+        policy admits chunks. An `orphan` and its descendants take free slots only, because they are evicted first.
+        Returns `None`, and counts nothing, if the call is `patient` and room is being made for all of them, or for as
+        many as the tier has slots.
         """
         store = self._store
         if not wanted:
@@ -421,10 +421,7 @@ class Offloader:
         return room
 
     def _worth(self, fresh: Sequence[Key], at: Sequence[int], retention: Sequence[Retention]) -> int:
-        """How many leading chunks of `fresh`, which are new, the write policy takes; the others count as dropped.
-
-        They are `at` these positions.
-        """
+        """How many leading new chunks of `fresh`, at positions `at`, the write policy stores; counts the others."""
         worth, floor = len(fresh), self._transfers.settings.priority_floor
         if floor:
             above = leading(priorities(retention, at) >= floor)
@@ -439,12 +436,11 @@ class Offloader:
     def _room(
         self, tier: int, count: int, pool: int, *, ahead: bool = True, waits: bool = False, observes: bool = True
     ) -> int:
-        """Make room for up to `count` chunks of `pool` in `tier`, and says for how many.
+        """Make room for up to `count` chunks of `pool` in `tier`; returns for how many.
 
-        What `waits` for room loses nothing where it is short, so the reserve need not grow. With `observes` off, this
-        is not the one request for room that counts for the reserve.
-
-        What is dirty there is copied down first, if the tier below can make room; and is spared while any is.
+        Dirty chunks are copied down first, if the tier below can make room, and not evicted while copies are in flight.
+        A caller that `waits` for room drops no chunk if it is short, so the reserve does not grow. Without `observes`,
+        the call does not change the reserve.
         """
         store = self._store
         room = self._transfers.evictor.make_room(tier, count, pool, spare_dirty=True, ahead=ahead)
@@ -458,16 +454,16 @@ class Offloader:
         return room
 
     def _clean_target(self, tier: int, slots: int) -> int:
-        """How many of a tier's `slots` are to be free, or backed up."""
+        """How many of the `slots` of a tier are to be free or backed up."""
         least = self._rules[tier + 1].policy.clean_target(slots)
         return max(least, int(self._reserves[tier]))
 
     def _observe_room(self, tier: int, wanted: int, found: int) -> None:
-        """Chunks asked for `wanted` slots of `tier`, of which `found` were free or backed up.
+        """Adapt the reserve of `tier` to a request for `wanted` slots, of which `found` were free or backed up.
 
-        The reserve grows by half of what is lacking, and shrinks by one for `_FORGET` chunks that lack nothing. So few
-        chunks find no clean slot, if the tier is large enough for its bursts and writes keep up. One
-        slot may be dirty.
+        The reserve grows by half of the lacking slots, and shrinks by one for `_FORGET` chunks that found a clean slot.
+        Few chunks then find none, if the tier is large enough for its bursts and writes keep up. At least one slot is
+        not reserved.
         """
         if found >= wanted:
             self._reserves[tier] = max(0.0, self._reserves[tier] - wanted / _FORGET)
@@ -477,9 +473,9 @@ class Offloader:
             self._reserves[tier] = max(0.0, min(slots - 1, grown))
 
     def _may_get_room(self, tier: int) -> bool:
-        """Whether copies down are under way, or what is being filled may be copied down when it is ready."""
+        """Whether backups from `tier` are in flight, or slots are being filled that may be backed up when ready."""
         return self._is_copying_down(tier) or (tier < self._store.last and bool(self._store.pools[tier].writer))
 
     def _is_copying_down(self, tier: int) -> bool:
-        """Whether what is dirty in `tier` may soon be safe: copies of it, or of what it waits for, are under way."""
+        """Whether backups that may clean chunks of `tier` are in flight, to any colder tier."""
         return any(self._transfers.writing[below] for below in range(tier + 1, self._store.last + 1))

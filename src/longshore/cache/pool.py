@@ -1,8 +1,7 @@
-"""Slots of one tier: the state of each, whose it is, and which jobs work on it. Every operation is all-or-nothing.
+"""Slots of one tier: the state, the chunk, and the jobs of each. Every operation is all-or-nothing.
 
-A slot is `FREE` or somebody's. Jobs know slots, not chunks: a chunk may be forgotten while a mover still reads its
-slot, which then drains. All per-slot data lie in arrays (13 bytes a slot); what only slots in flight have, a writer
-or a fault, lies in small dictionaries.
+Jobs name slots, not chunks: a chunk may be removed while a mover still reads its slot, which then drains. The data of
+slots are in arrays (13 bytes per slot); writers and faults, which few slots have, are in dictionaries.
 """
 
 from __future__ import annotations
@@ -31,32 +30,32 @@ class State(enum.Enum):
     DRAINING = "draining"
 
 
-# The life of one slot, as one table.
+# The states of a slot, as one table.
 #
-#     FREE ──► FILLING ──► READY ──► FREE         the good life
+#     FREE ──► FILLING ──► READY ──► FREE         without failures
 #                 │           │
-#                 └► DRAINING ◄┘ ──► FREE         unwanted, but a mover still works on it
+#                 └► DRAINING ◄┘ ──► FREE         removed, while a mover still uses it
 #
-# Only `READY` can be matched. A `DRAINING` slot is in no index, yet nobody else may have it until the last job that
-# touches it has ended. The table is used by the code, by the tests (which report the edges that they took) and by
+# Lookups find `READY` slots only. A `DRAINING` slot is not in the index, and cannot be allocated until the last job
+# that uses it has ended. The table is used by the code, by the tests (which report the edges taken) and by
 # docs/architecture.md.
 
 EDGES = MappingProxyType(
     {
         (State.FREE, State.FILLING): "a job was ordered to write it",
-        (State.FREE, State.READY): "found whole at start, from an earlier process",
+        (State.FREE, State.READY): "recovered at start from an earlier process",
         (State.FILLING, State.READY): "all bytes are in place, of this generation, from all ranks",
-        (State.FILLING, State.FREE): "the write failed, and nobody waits to read it",
-        (State.FILLING, State.DRAINING): "no longer wanted, or failed with readers waiting",
+        (State.FILLING, State.FREE): "the write failed, and no reader waits",
+        (State.FILLING, State.DRAINING): "no longer wanted, or failed while readers wait",
         (State.READY, State.FREE): "evicted or removed, without readers",
-        (State.READY, State.DRAINING): "removed while readers are at work",
-        (State.DRAINING, State.FREE): "the last job that touched it has ended",
+        (State.READY, State.DRAINING): "removed with active readers",
+        (State.DRAINING, State.FREE): "the last job that used it has ended",
     }
 )
 """Every legal edge, with its meaning."""
 
 STATES = tuple(State)
-"""A slot's state is kept as one byte: its index here."""
+"""The state of a slot is stored as its index here."""
 
 FREE, FILLING, READY, DRAINING = range(len(STATES))
 
@@ -71,39 +70,39 @@ def step(state: int, to: int) -> int:
 
 
 class SlotPool:
-    """Slots of one image size, indexed from zero; lowest free index first at start. Others: `slab_pool.SlabPool`.
+    """Slots of one image size, indexed from zero; the lowest free index is allocated first at start.
 
-    What takes a `pool` here takes it for those of several sizes; it is 0.
+    `slab_pool.SlabPool` has slots of several sizes. The parameters `pool` are for these; here they are 0.
     """
 
     __slots__ = ("_free", "capacity", "fault", "freed", "node", "readers", "slabs", "state", "writer")
 
     def __init__(self, slots: int | Slabs) -> None:
-        """`slots`: how many, where their size does not matter."""
+        """`slots`: slabs of one slot each, or their number if the image size does not matter."""
         if not isinstance(slots, Slabs):
             if slots < 0:
-                raise CacheError(f"a pool has zero or more slots, got {slots}")
+                raise CacheError(f"expected zero or more slots, got {slots}")
             slots = Slabs.of_one_size(1, slots)
         self.slabs = slots
         self.capacity = capacity = slots.indices
-        """Indices of slots lie below this one."""
+        """Indices of slots are below this one."""
         self.state = bytearray(capacity)
         """Index into `STATES`, by slot."""
         self.node = zeros(capacity)
-        """The index's number of the chunk in each slot; 0 without one."""
+        """The node of the chunk in each slot; 0 for none."""
         self.readers = zeros(capacity)
-        """Jobs that read each slot."""
+        """Number of jobs that read each slot."""
         self.writer: dict[int, int] = {}
         """The job that fills a slot."""
         self.fault: dict[int, Status] = {}
-        """Slots whose bytes are known to be no good: what jobs still read from them is no good either."""
+        """The status of slots whose bytes are invalid: reads of them in flight fail with it."""
         self.freed: list[int] | None = None
-        """Slots that have become free since `take_freed`, some of them taken again; `None` where nobody asks."""
+        """Slots freed since `take_freed`, some of them allocated again; `None` if it is not called."""
         self._all_free(())
 
     @property
     def used(self) -> int:
-        """Slots that somebody owns, what is in flight included."""
+        """Number of slots that are not free."""
         return self.capacity - len(self._free)
 
     @property
@@ -112,15 +111,15 @@ class SlotPool:
         return self.used * self.slabs.slab_bytes
 
     def used_by(self, pool: int) -> tuple[int, int]:
-        """Slabs that are given to `pool`, and slots taken in them."""
+        """Slabs assigned to `pool`, and their slots that are not free."""
         return self.used, self.used
 
     def room(self, pool: int = 0) -> int:
-        """How many slots of `pool` can be had."""
+        """Number of slots of `pool` available."""
         return len(self._free)
 
     def pool_of(self, index: int) -> int:
-        """The pool that a slot belongs to, which somebody owns."""
+        """The pool of a slot that is not free."""
         return 0
 
     def pools_of(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
@@ -128,11 +127,11 @@ class SlotPool:
         return np.zeros(len(at), np.int32)
 
     def allocate(self, count: int, pool: int = 0) -> list[int]:
-        """`count` slots of `pool`, to be filled; or `CapacityError` and no change."""
+        """Allocate `count` slots of `pool`, to be filled. Raises `CapacityError` with nothing changed."""
         if count < 0:
             raise CacheError(f"cannot allocate {count} slots")
         if count > self.room(pool):
-            raise CapacityError(f"{count} slots were asked for, {self.room(pool)} of {self.capacity} are free")
+            raise CapacityError(f"cannot allocate {count} slots: {self.room(pool)} of {self.capacity} are free")
         taken = self._take(count, pool)
         self.move_all(taken, FREE, FILLING)
         return taken
@@ -146,33 +145,33 @@ class SlotPool:
         state[at] = after
 
     def claim(self, indices: Sequence[int], pools: Sequence[int]) -> None:
-        """Take these very slots of `pools`, which a start found whole, the one used last at the end; all or none."""
+        """Allocate recovered slots of `pools`, the most recently used one last; all or none."""
         bad = [i for i in indices if not 0 <= i < self.capacity or self.state[i] != FREE]
         if bad or len(set(indices)) != len(indices):
-            raise CacheError(f"slots to claim must be free, distinct and below {self.capacity}: {bad or indices}")
+            raise CacheError(f"expected free, distinct slots below {self.capacity}, got {bad or indices}")
         self._claim(indices, pools)
         self.move_all(indices, FREE, READY)
 
     def check_slots(self, indices: Sequence[int]) -> None:
-        """Raise `CacheError` unless these are slots."""
+        """Raise `CacheError` unless these are indices of slots."""
         bad = [index for index in indices if not 0 <= index < self.capacity]
         if bad:
-            raise CacheError(f"slots lie in [0, {self.capacity}), got {bad[0]}")
+            raise CacheError(f"expected slots in [0, {self.capacity}), got {bad[0]}")
 
     def give_last(self, indices: Sequence[int]) -> None:
-        """Of the free slots, give these out after all others, the first of them first. `CacheError` if out of range."""
+        """Allocate those of these slots that are free last, in order. Raises `CacheError` if one is out of range."""
         self.check_slots(indices)
         self._give_last([index for index in indices if self.state[index] == FREE])
 
     def resize(self, slabs: int) -> None:
-        """Have `slabs` slabs from now on. Raises `CapacityError`, and changes nothing, while one above is taken."""
+        """Resize to `slabs` slabs. Raises `CapacityError`, with nothing changed, if a slot above is not free."""
         if slabs < 0:
             raise CacheError(f"a pool has zero or more slots, got {slabs}")
         resized = replace(self.slabs, slabs=slabs)
         capacity = resized.indices
         taken = sum(state != FREE for state in self.state[capacity:])
         if taken:
-            raise CapacityError(f"{taken} slots from {capacity} on are taken, of {self.capacity}")
+            raise CapacityError(f"cannot resize from {self.capacity} to {capacity} slots: {taken} above are in use")
         more = max(0, capacity - self.capacity)
         self.state = self.state[:capacity] + bytearray(more)
         self.node = self.node[:capacity] + zeros(more)
@@ -192,7 +191,7 @@ class SlotPool:
                 self.fault.pop(index, None)
 
     def free_all(self, indices: Sequence[int] | npt.NDArray[np.int32]) -> None:
-        """Slots that were ready, and that no job touches, are free."""
+        """Free slots that were ready, and that no job uses."""
         at = numbers(indices)
         self.move_all(at, READY, FREE)
         column(self.node)[at] = 0
@@ -204,19 +203,19 @@ class SlotPool:
             self.freed += at.tolist()
 
     def take_freed(self) -> tuple[int, ...]:
-        """Slots that have become free since the last call, and still are."""
+        """Slots that were freed since the last call, and are still free."""
         if not self.freed:
             return ()
         freed, self.freed = self.freed, []
         return tuple(each for each in dict.fromkeys(freed) if each < self.capacity and self.state[each] == FREE)
 
     def record_use(self, indices: Sequence[int]) -> None:
-        """These slots, the last of them the warmest, were used: of interest where slabs may change their size."""
+        """Slots were used, the last of them most recently. `SlabPool` orders slabs by it."""
 
     def free(self, index: int) -> None:
-        """Give one slot back. An id out of range or already free is an `IntegrityError`."""
+        """Free a slot. Raises `IntegrityError` if it is out of range or free."""
         if not 0 <= index < self.capacity or self.state[index] == FREE:
-            raise IntegrityError(f"slot {index} of {self.capacity} is not taken")
+            raise IntegrityError(f"slot {index} of {self.capacity} is not in use")
         self.move(index, FREE)
 
     def is_busy(self, index: int) -> bool:
@@ -224,7 +223,7 @@ class SlotPool:
         return self.readers[index] > 0 or index in self.writer
 
     def clear(self) -> None:
-        """Nobody wants any slot any more: those that jobs touch drain, the others are free, the lowest first."""
+        """Free all slots; those that jobs use drain."""
         busy = {*self.writer, *(i for i, count in enumerate(self.readers) if count)}
         self.node = zeros(self.capacity)
         self.state = bytearray(self.capacity)
@@ -236,11 +235,11 @@ class SlotPool:
             self.freed = []
 
     def draining(self) -> list[int]:
-        """Slots that wait for the last job that touches them."""
+        """Number of draining slots."""
         return [index for index, state in enumerate(self.state) if state == DRAINING]
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` unless the free list, the states and the marks agree."""
+        """Raise `CacheError` if free list, states and counts are inconsistent."""
         self._check_free([i for i, state in enumerate(self.state) if state == FREE])
         for i, state in enumerate(self.state):
             busy = self.is_busy(i)
@@ -252,36 +251,36 @@ class SlotPool:
     # ------------------------------------------------------------------ which are free; all of it differs with slabs
 
     def _all_free(self, taken: Sequence[int]) -> None:
-        """All slots are free but `taken`, which ascend."""
+        """Make all slots free except the ascending `taken`."""
         busy = set(taken)
         self._free = FreeList(array("i", [i for i in range(self.capacity - 1, -1, -1) if i not in busy]))
 
     def _take(self, count: int, pool: int) -> list[int]:
-        """`count` free slots, which there are, free no longer."""
+        """Remove `count` slots from the free list, which has as many."""
         return self._free.take(count).tolist()[::-1]
 
     def _give_back(self, indices: array[int]) -> None:
-        """These slots are free again."""
+        """Add slots to the free list."""
         self._free.give(indices)
 
     def _claim(self, indices: Sequence[int], pools: Sequence[int]) -> None:
-        """These slots, which are free, are so no longer; or `CacheError`."""
+        """Remove these free slots from the free list. Raises `CacheError` for another pool."""
         if any(pools):
-            raise CacheError(f"there is one image size, pool 0; got pools {sorted(set(pools))}")
+            raise CacheError(f"expected pool 0, as there is one image size; got pools {sorted(set(pools))}")
         wanted = set(indices)
         self._free = FreeList(array("i", [i for i in self._free if i not in wanted]))
 
     def _give_last(self, indices: Sequence[int]) -> None:
-        """These slots, which are free, are given out last."""
+        """Move these free slots to the end of the free list."""
         last = dict.fromkeys(indices)
         self._free = FreeList(array("i", [*reversed(last), *(i for i in self._free if i not in last)]))
 
     def _resize(self, slabs: int) -> None:
-        """From now on there are `slabs` slots; those that are not any more are free."""
+        """Resize the free list to `slabs` slots; those removed are free."""
         new = range(slabs - 1, self.capacity - 1, -1)
         self._free = FreeList(array("i", [*new, *(i for i in self._free if i < slabs)]))
 
     def _check_free(self, marked: Sequence[int]) -> None:
-        """Raise `CacheError` unless `marked`, which ascend, are the free slots."""
+        """Raise `CacheError` unless the ascending `marked` are the free slots."""
         if sorted(self._free) != marked:
-            raise CacheError(f"the free list has {len(self._free)} slots, the marks say {len(marked)}")
+            raise CacheError(f"the free list has {len(self._free)} slots, but {len(marked)} are free")

@@ -1,18 +1,19 @@
-"""Chunks that go earlier or later than their tier's eviction policy says: by priority, or behind a moving window.
+"""Chunks that are evicted before or after others whatever the eviction policy says: priorities, and sliding windows.
 
-Priorities (`Retention`; from 0 to 100, for a time or for good) order chunks in bands, the lowest band is evicted first:
+Priorities (`Retention`; from 0 to 100, with or without a time limit) divide chunks into bands. The lowest band is
+evicted first:
 
     2 * priority        orphans
     2 * priority + 1    all others
 
-Until a priority is named, or there is an orphan, this costs nothing: only then are the policies of the tiers split
-(`longshore.cache.eviction.partitioned`).
+The policies of the tiers are partitioned (`longshore.cache.eviction.partitioned`) when the first priority is set, or
+the first orphan is stored; before that, priorities cost nothing.
 
 Chunks of sliding windows and recurrent states:
 
     fresh    in the last window of the request that stored it
-    slid     the window has moved on, and no request has needed it since: evicted first, in every tier
-    served   a request needed it: keeps its place in the policy's order, as others may branch off there
+    slid     the window has moved past it, and no request has needed it since: evicted first, in every tier
+    served   a request needed it: keeps its place in the policy's order, because other requests may branch off there
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _USUAL = 2 * DEFAULT_PRIORITY + 1
 
 
 class Priorities:
-    """Priorities and times to live of chunks, over the nodes of `index`.
+    """Priorities and times to live of chunks, by node of `index`.
 
-    Once one is named, the policies in `policies` (one for each tier, made by `makers`) are split by priority.
+    When the first one is set, the policies in `policies` (one for each tier, made by `makers`) are partitioned.
     """
 
     def __init__(
@@ -48,19 +49,19 @@ class Priorities:
         makers: Sequence[type[EvictionPolicy]],
         serving: Callable[[], tuple[int, int]],
     ) -> None:
-        """`serving` says for which turn uses are counted, and the number of its hint."""
+        """`serving` returns the turn for which uses are counted, and the number of its reuse hint."""
         self.used = False
         self._index = index
         self._policies = policies
         self._makers = makers
         self._serving = serving
         self._priority = bytearray()
-        """By node, once one has been named: the number of its band."""
+        """The band of each node, after the first priority was set."""
         self._until: dict[int, float] = {}
         self._due: list[tuple[float, tuple[int, ...]]] = []
-        """When times end that were named, and whose; some of them have been named anew since. A heap."""
+        """Expiry times and their nodes, a heap. Entries may be outdated, if the time of a node was set again."""
         self._listed = 0
-        """Nodes in it."""
+        """Number of nodes in the heap."""
         self._bands: list[PartitionedByPriority] = []
 
     def grow(self, nodes: int) -> None:
@@ -69,18 +70,18 @@ class Priorities:
             self._priority.extend(bytes([_USUAL]) * (nodes - len(self._priority)))
 
     def apply(self, nodes: Nodes, positions: npt.ArrayLike, retention: Sequence[Retention], now: float) -> None:
-        """`nodes` are the chunks at `positions` of a request, parents first, of which `retention` says something."""
+        """Set the priorities of `nodes`, the chunks at `positions` of a request, parents first, from `retention`."""
         which, at = said(retention, positions), numbers(nodes)
         for number, each in enumerate(retention):
             mine = at[which == number]
             if len(mine):
                 self._set(mine, each.priority, None if each.seconds is None else now + each.seconds)
                 for band in self._bands if each.priority != DEFAULT_PRIORITY else ():
-                    band.refuses = False  # hits are not weighed against priorities
+                    band.refuses = False  # expected hits are not comparable across priorities
         self._move(at[which >= 0])
 
     def expire(self, now: float) -> None:
-        """Time has passed: those whose time is over have the default priority again."""
+        """Reset the priorities whose time has expired at `now` to the default."""
         while self._due and self._due[0][0] <= now:
             until, nodes = heapq.heappop(self._due)
             self._listed -= len(nodes)
@@ -89,18 +90,18 @@ class Priorities:
             self._move(over)
 
     def forget(self, nodes: Sequence[int]) -> None:
-        """`nodes` are in no tier any more."""
+        """`nodes` were removed from all tiers."""
         self._set(numbers(nodes), DEFAULT_PRIORITY, None)
         marks(self._priority)[numbers(nodes)] = _USUAL
 
     def mark_orphans(self, nodes: Sequence[int]) -> None:
-        """`nodes`, which are new, are orphans, or behind one."""
+        """Mark new `nodes` as orphans, or as descendants of one."""
         if not self.used:
             self._begin()
         marks(self._priority)[numbers(nodes)] &= 0xFE
 
     def unmark_orphans(self, nodes: Sequence[int]) -> None:
-        """`nodes`, a part of a path, parents first, are no orphans any more."""
+        """`nodes`, a part of a path, parents first, were attached to their parents."""
         marks(self._priority)[numbers(nodes)] |= 1
         self._move(numbers(nodes))
 
@@ -121,7 +122,7 @@ class Priorities:
                 self._until.pop(node, None)
 
     def _list_anew(self) -> None:
-        """Leave out the times that have been named anew."""
+        """Rebuild the heap without outdated entries."""
         due: dict[float, list[int]] = {}
         for node, until in self._until.items():
             due.setdefault(until, []).append(node)
@@ -129,12 +130,12 @@ class Priorities:
         self._listed = len(self._until)
 
     def _move(self, at: npt.NDArray[np.int32]) -> None:
-        """The priorities of nodes `at` have changed."""
+        """Move the nodes `at` to the policies of their priorities."""
         for band in self._bands:
             band.move(at)
 
     def _begin(self) -> None:
-        """Split the eviction policies."""
+        """Partition the eviction policies."""
         self.used = True
         self._priority = bytearray([_USUAL]) * self._index.size
         for tier, make in enumerate(self._makers):
@@ -155,7 +156,7 @@ _FRESH, _SLID, _SERVED = range(3)
 
 
 class WindowMarks:
-    """Which chunks of sliding windows and recurrent states are behind the window. One byte a node."""
+    """Which chunks of sliding windows and recurrent states the window has moved past. One byte per node."""
 
     def __init__(self, index: Index, policies: list[EvictionPolicy]) -> None:
         self._index = index
@@ -169,13 +170,13 @@ class WindowMarks:
             self._mark.extend(bytes(nodes - len(self._mark)))
 
     def enter(self, nodes: Sequence[int]) -> None:
-        """`nodes` lie in the last window of their request; or they are new, and do not stand alone."""
+        """`nodes` are in the last window of their request, or are new chunks of a group without a window."""
         if self.used:
             for node in nodes:
                 self._mark[node] = _FRESH
 
     def slide(self, nodes: Sequence[int]) -> None:
-        """A window has slid past `nodes`: they go first from now on, unless a match was served from them."""
+        """A window has moved past `nodes`: evict them first, unless a lookup was served from them."""
         if not self.used:
             self.used, self._mark = True, bytearray(self._index.size)
         for node in nodes:
@@ -185,7 +186,7 @@ class WindowMarks:
                     self._evict_first(node, tier)
 
     def serve(self, nodes: Sequence[int]) -> None:
-        """A match needed `nodes`."""
+        """A lookup was served from `nodes`."""
         if self.used:
             for node in nodes:
                 self._mark[node] = _SERVED

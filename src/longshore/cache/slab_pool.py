@@ -1,11 +1,11 @@
-"""Slots of several image sizes: slabs, each given to one size, a *pool*, from its first slot taken to its last freed.
+"""Slots of several image sizes: slabs, each assigned to one size, a *pool*, while one of its slots is not free.
 
     slab     0          1          2          3
-    pool     A          B          A          nobody's: goes to whoever needs one
+    pool     A          B          A          unassigned
     slots    x x x ·    x -        · x x x    -
 
-A pool takes from its own slabs first, the one that was opened last, then a slab that is nobody's. Of every slab it is
-known when anything in it was last used: so whose turn it is to be emptied, for another size, is a matter of age.
+A pool allocates from its own slabs first, the one assigned last, then from an unassigned one. The last use of each slab
+is known: the least recently used slab is reclaimed first for another size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from longshore.cache.pool import FREE, SlotPool
 from longshore.errors import CacheError
 
 NOBODY = 255
-"""The pool of a slab that is nobody's."""
+"""The pool of an unassigned slab."""
 
 _NONE = -1
 
@@ -32,7 +32,7 @@ _Numbers = npt.NDArray[np.int64]
 
 
 class SlabPool(SlotPool):
-    """Slots of all the sizes of `slabs`. Every operation on a slot is O(1); 20 bytes a slab, and 4 a slot."""
+    """Slots of all sizes of `slabs`. Every operation on a slot is O(1); 20 bytes per slab, and 4 per slot."""
 
     __slots__ = (
         "_ages",
@@ -50,12 +50,12 @@ class SlabPool(SlotPool):
 
     def __init__(self, slabs: Slabs) -> None:
         if len(slabs.image_bytes) >= min(NOBODY, LISTS):
-            raise CacheError(f"a tier has fewer than {NOBODY} image sizes, got {len(slabs.image_bytes)}")
+            raise CacheError(f"expected fewer than {NOBODY} image sizes, got {len(slabs.image_bytes)}")
         super().__init__(slabs)
 
     @property
     def used(self) -> int:
-        """Slots that somebody owns, what is in flight included."""
+        """Number of slots that are not free."""
         return sum(self._taken)
 
     @property
@@ -65,16 +65,16 @@ class SlabPool(SlotPool):
         return sum(taken * sizes[pool] for taken, pool in zip(self._taken, self.owner, strict=True) if taken)
 
     def used_by(self, pool: int) -> tuple[int, int]:
-        """Slabs that are given to `pool`, and slots taken in them."""
+        """Slabs assigned to `pool`, and their slots that are not free."""
         taken = [count for count, owner in zip(self._taken, self.owner, strict=True) if owner == pool]
         return len(taken), sum(taken)
 
     def room(self, pool: int = 0) -> int:
-        """How many slots of `pool` can be had: those of its own slabs, and of all that are nobody's."""
+        """Number of slots of `pool` available, in its slabs and in unassigned ones."""
         return self._open[pool] + len(self._spare) * self.slabs.images[pool]
 
     def shortage(self, wanted: Mapping[int, int]) -> tuple[int, int]:
-        """A pool, and how many slots of it are lacking if as many as `wanted`, by pool, shall be had together; or 0."""
+        """A pool that lacks slots if `wanted`, by pool, are allocated together, and how many; 0 if none does."""
         spare = len(self._spare)
         for pool, count in sorted(wanted.items()):
             images = self.slabs.images[pool]
@@ -85,7 +85,7 @@ class SlabPool(SlotPool):
         return 0, 0
 
     def leading(self, pools: Sequence[int]) -> int:
-        """How many slots, from the first on, can be had together, each of its one of `pools`."""
+        """How many leading slots, one of each of `pools`, can be allocated together."""
         left, spare = list(self._open), len(self._spare)
         for position, pool in enumerate(pools):
             if not left[pool]:
@@ -97,7 +97,7 @@ class SlabPool(SlotPool):
         return len(pools)
 
     def pool_of(self, index: int) -> int:
-        """The pool that a slot belongs to, which somebody owns."""
+        """The pool of a slot that is not free."""
         return self.owner[index // self.slabs.stride]
 
     def pools_of(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
@@ -105,7 +105,7 @@ class SlabPool(SlotPool):
         return marks(self.owner)[at // self.slabs.stride]
 
     def record_use(self, indices: Sequence[int]) -> None:
-        """These slots, the last of them the warmest, were used, and so were their slabs."""
+        """Slots and their slabs were used, the last of them most recently."""
         self._clock += 1
         stride = self.slabs.stride
         for slab in dict.fromkeys(index // stride for index in indices):
@@ -114,12 +114,12 @@ class SlabPool(SlotPool):
             self._used_at[slab] = self._clock
 
     def last_use(self, pool: int) -> float:
-        """When the slab of `pool` that was not used for longest was last used; infinity without one."""
+        """Last use of the least recently used slab of `pool`; infinity if there is none."""
         slab = self._ages.first(pool) - LISTS
         return self._used_at[slab] if slab >= 0 else float("inf")
 
     def slabs_of_others(self, pool: int) -> Iterator[tuple[int, int]]:
-        """Slabs of all other pools, and when each was last used; the longest ago first. Not to be changed meanwhile."""
+        """Slabs of all other pools and their last uses, least recently used first. Not to be changed meanwhile."""
         lists = (
             ((self._used_at[each - LISTS], each - LISTS) for each in self._ages.walk(other))
             for other in range(len(self.slabs.images))
@@ -128,7 +128,7 @@ class SlabPool(SlotPool):
         return ((slab, used) for used, slab in heapq.merge(*lists))
 
     def contents(self, slab: int) -> list[int]:
-        """The slots of a slab that somebody owns."""
+        """The slots of a slab that are not free."""
         return [i for i in self.slabs.slots_of(slab, self.owner[slab]) if self.state[i] != FREE]
 
     # ------------------------------------------------------------------ which are free
@@ -159,7 +159,7 @@ class SlabPool(SlotPool):
         return taken
 
     def _begin(self, slab: int, pool: int) -> int:
-        """Give `slab`, which is nobody's, and not among the spare ones any more, to `pool`."""
+        """Assign `slab` to `pool`. It was unassigned, and was removed from the list of these."""
         self.owner[slab] = pool
         self._fresh[slab], self._returned[slab] = 0, _NONE
         self._open[pool] += self.slabs.images[pool]
@@ -170,7 +170,7 @@ class SlabPool(SlotPool):
         return slab
 
     def _take_from(self, slab: int, count: int) -> list[int]:
-        """At most `count` free slots of `slab`: what came back last, then what was never used."""
+        """At most `count` free slots of `slab`: the last freed first, then those never used."""
         pool = self.owner[slab]
         images, first = self.slabs.images[pool], slab * self.slabs.stride
         taken: list[int] = []
@@ -205,7 +205,7 @@ class SlabPool(SlotPool):
                 self._end(slab)
 
     def _end(self, slab: int) -> None:
-        """Nothing is left in `slab`: it is nobody's."""
+        """All slots of `slab` are free: unassign it."""
         pool = self.owner[slab]
         self._partial.remove(slab + LISTS)
         self._ages.remove(slab + LISTS)
@@ -225,7 +225,7 @@ class SlabPool(SlotPool):
         owner = marks(self.owner)[slab]
         bad = (of != of[last][slab_of]) | ((owner != NOBODY) & (owner != of))
         if bad.any():
-            raise CacheError(f"slab {slab[bad.argmax()]} has images of one size, slot {at[bad.argmax()]} has another")
+            raise CacheError(f"slot {at[bad.argmax()]} has another image size than its slab {slab[bad.argmax()]}")
         slots = np.sort(at)
         fresh = owner[last] == NOBODY
         self._begin_all(slab[np.sort(last[fresh])], of[np.sort(last[fresh])], slots)
@@ -235,13 +235,13 @@ class SlabPool(SlotPool):
         self.record_use(at[np.sort(last[~fresh])].tolist())
 
     def _give_last(self, indices: Sequence[int]) -> None:
-        """Of slabs: one that is somebody's already is not begun."""
+        """Of slabs: those that are assigned already."""
         last = dict.fromkeys(index // self.slabs.stride for index in indices)
         spare = [slab for slab in reversed(last) if self.owner[slab] == NOBODY]
         self._spare = array("i", [*spare, *(slab for slab in self._spare if slab not in last)])
 
     def _begin_all(self, slabs: _Numbers, pools: _Numbers, slots: _Numbers) -> None:
-        """Give `slabs`, which are nobody's, to `pools`, the warmest last; of them, `slots`, which ascend, are taken."""
+        """Assign `slabs` to `pools`, the most recently used last; the ascending `slots` of them are not free."""
         if not len(slabs):
             return
         stride, images = self.slabs.stride, np.array(self.slabs.images)
@@ -305,20 +305,20 @@ class SlabPool(SlotPool):
             self._ages.check_integrity(pool)
         for slab, pool in enumerate(self.owner):
             if (pool == NOBODY) != (len(free[slab]) == stride) or (pool == NOBODY) != (slab in self._spare):
-                raise CacheError(f"slab {slab} is pool {pool}'s, with {len(free[slab])} of {stride} slots free")
+                raise CacheError(f"slab {slab} is of pool {pool}, with {len(free[slab])} of {stride} slots free")
             if pool == NOBODY:
                 continue
             slots = self.slabs.slots_of(slab, pool)
             listed = {*range(slots.start + self._fresh[slab], slots.stop), *self._walk(slab)}
             if listed != free[slab].intersection(slots) or len(slots) - len(listed) != self._taken[slab]:
-                raise CacheError(f"slab {slab} lists {len(listed)} free slots, counts {self._taken[slab]} taken")
+                raise CacheError(f"slab {slab} lists {len(listed)} free slots, but counts {self._taken[slab]} in use")
             if len(free[slab]) - len(listed) != stride - len(slots):
-                raise CacheError(f"slab {slab} has something behind the {len(slots)} slots of pool {pool}")
+                raise CacheError(f"slab {slab} has data behind the {len(slots)} slots of pool {pool}")
             open_slots[pool] += len(listed)
             if (slab + LISTS in partial[pool]) != bool(listed) or slab + LISTS not in ages[pool]:
                 raise CacheError(f"slab {slab} of pool {pool} is in the wrong lists")
         if open_slots != self._open or sum(map(len, ages)) + len(self._spare) != len(self.owner):
-            raise CacheError(f"pools count {self._open} free slots in their slabs, have {open_slots}")
+            raise CacheError(f"pools count {self._open} free slots in their slabs, but have {open_slots}")
 
     def _walk(self, slab: int) -> Iterator[int]:
         index = self._returned[slab]

@@ -1,15 +1,15 @@
-"""Transfers in flight, and what is to happen to the books when they end.
+"""Transfers in flight, and the changes to the store when they end.
 
-A job has ended when every rank has reported it; an item has succeeded when it did on all of them (invariant 1).
+A job has ended when every rank has reported it. An item has succeeded if it did on all ranks (invariant 1).
 
-`Waits` says who waits for what is being read into the warmest tier, and until when.
+`Waits` holds which requests wait for reads into the warmest tier, and until when.
 
     request 1 ── until 10.0 ──┐
-    request 2 ── until 14.5 ──┴──► job 7        called off when the last of them has gone
+    request 2 ── until 14.5 ──┴──► job 7        cancelled when no request waits for it any more
 
-A read has no deadline of its own: it may be joined by requests that it knows nothing of when it is ordered, so it goes
-on as long as one of them waits. A request that gives up early leaves its reads to whoever comes next, up to its
-deadline; a prefetch is called off at once.
+A read has no deadline of its own, because later requests may join it: it goes on as long as a request waits for it. The
+reads of a load that is given up go on until its deadline, for other requests; those of a prefetch are cancelled at
+once.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from longshore.errors import CacheError, JobError
 
 
 class Load:
-    """What a hold has ordered onto the device, in parts, and how far they have come.
+    """The load of a lease onto the device, in parts, and their progress.
 
-    `asked` are the keys that requests, by name, want of it; `sources` names the tier that each comes from; `cut` says
-    why the last of them could not be ordered; `wait` is the number of the wait for it. A load that `is_whole` has
-    arrived when every chunk has; any other as far as its leading chunks have.
+    `asked` are the requested keys, by name of request; `sources` the tiers that they are read from; `cut` the reasons
+    for which the last of them were not ordered; `wait` is the number of the wait for the load. A load that `is_whole`
+    has arrived when all chunks have; any other one up to the first chunk that has not.
     """
 
     def __init__(self, wait: int = 0, *, is_whole: bool = False) -> None:
@@ -70,7 +70,7 @@ class Load:
         return [job for job in self.parts if job.waiting]
 
     def conclude(self, unfinished: MissReason) -> list[MissReason]:
-        """Fix the outcome: the chunks that have arrived. Returns the misses; pending ones are `unfinished`."""
+        """Set the outcome: the chunks that have arrived. Returns the misses; pending chunks count as `unfinished`."""
         lead = next((i for i, job in enumerate(self.parts) if not job.arrived), len(self.parts))
         if self.is_whole and lead < len(self.parts):
             lead = 0
@@ -89,7 +89,7 @@ class Load:
         return misses + self.cut
 
     def revoke(self) -> list[MissReason]:
-        """Nothing has arrived after all: a reset has made it worthless. Returns the misses that are not counted yet."""
+        """A reset has invalidated the load: set an empty outcome. Returns the misses that were not counted yet."""
         misses = [] if self.outcome is not None else [MissReason.CANCELLED] * len(self.sources) + self.cut
         self.outcome = Outcome(0, ())
         return misses
@@ -105,10 +105,10 @@ class Load:
 
 
 class LeasedChunks:
-    """What a hold keeps of one KV cache group: the chunks `keys`, at `positions` of their path, by pins on nodes.
+    """Leased chunks of one KV cache group: `keys`, at `positions` of their path, kept by pins on nodes.
 
-    One pin on the last keeps a path; chunks that are held `alone`, each for itself, have one each. `blocks` says how
-    many device blocks they take, where that is settled.
+    A pin on the last chunk keeps a path. Chunks that stand `alone` have a pin each. `blocks` is the number of device
+    blocks of a load, where the lookup has determined it.
     """
 
     __slots__ = ("alone", "blocks", "group", "keys", "pins", "positions")
@@ -131,7 +131,7 @@ class LeasedChunks:
         self.blocks = blocks
 
     def nodes(self, index: Index) -> list[int]:
-        """The nodes of the chunks, head first, as far as none was lost."""
+        """The nodes of the chunks, head first, up to the first one that was removed."""
         if self.alone:
             return list(takewhile(bool, (pin.node for pin in self.pins)))
         tail = self.pins[0].node
@@ -157,16 +157,16 @@ class LeaseRecord:
 
     @property
     def keys(self) -> list[Key]:
-        """The held chunks of all groups, one group after the other."""
+        """The keys of all groups, one group after the other."""
         return [key for part in self.parts for key in part.keys]
 
     def nodes(self, index: Index) -> list[int]:
-        """Their nodes, of each group as far as none was lost."""
+        """The nodes of all groups, of each up to the first one that was removed."""
         return [node for part in self.parts for node in part.nodes(index)]
 
 
 class TierSlots(NamedTuple):
-    """The slots of `tier` that a job reads or fills, in item order."""
+    """The slots of `tier` that a job reads or writes, in order of its items."""
 
     tier: int
     slots: list[int]
@@ -175,9 +175,8 @@ class TierSlots(NamedTuple):
 class Job:
     """One transfer in flight between two sides, of which one may be the device (`None`).
 
-    It is `commanded` unless the host was offered the slots, and moves the bytes itself. `waiting` are the ranks that
-    have not reported, `waits` those of requests for what this reads, by number; `turn` is that of the request that
-    ordered it.
+    It is `commanded` unless the engine moves the bytes itself. `waiting` are the ranks that have not reported, `waits`
+    the waits of requests for its destination, by number; `turn` is the turn of the request that ordered it.
     """
 
     __slots__ = ("commanded", "destination", "load", "source", "statuses", "transfer", "turn", "waiting", "waits")
@@ -204,18 +203,18 @@ class Job:
 
     @property
     def arrived(self) -> bool:
-        """Whether this has ended, and every item has succeeded."""
+        """Whether the job has ended, and every item has succeeded."""
         return not self.waiting and self.statuses.count(Status.OK) == len(self.statuses)
 
     def check(self, result: TransferResult) -> None:
-        """Raise `JobError` unless `result` is one that this job still waits for."""
+        """Raise `JobError` unless `result` is of a rank that has not reported, with a status for each item."""
         if result.rank not in self.waiting:
-            raise JobError(f"job {result.job} does not wait for rank {result.rank}, only for {sorted(self.waiting)}")
+            raise JobError(f"job {result.job}: expected results of ranks {sorted(self.waiting)}, got {result.rank}")
         if len(result.statuses) != len(self.statuses):
-            raise JobError(f"job {result.job} has {len(self.statuses)} items, its result {len(result.statuses)}")
+            raise JobError(f"job {result.job}: expected {len(self.statuses)} statuses, got {len(result.statuses)}")
 
     def report(self, result: TransferResult) -> bool:
-        """Merge one rank's result; says whether it was the last. Bad bytes on one rank outweigh any other failure."""
+        """Merge the result of a rank; returns whether it was the last. Invalid bytes supersede other failures."""
         self.check(result)
         self.waiting.discard(result.rank)
         if result.statuses.count(Status.OK) == len(self.statuses):
@@ -229,9 +228,9 @@ class Job:
         return not self.waiting
 
     def blame_sources(self, faults: Mapping[int, Status], writers: Mapping[int, int]) -> None:
-        """What was read from a slot that turned out unusable meanwhile has not arrived, whatever its mover says.
+        """Items read from slots whose bytes were found invalid meanwhile have failed, whatever the mover reported.
 
-        Nor has what was read from a slot of whose writer nothing is known yet.
+        So have items read from slots whose writer has not reported yet.
         """
         if self.source is not None and (faults or writers):
             for i, slot in enumerate(self.source.slots):
@@ -240,10 +239,10 @@ class Job:
 
 
 class Wait:
-    """One request's wait for reads, until `deadline`.
+    """The wait of one request for reads, until `deadline`.
 
-    `jobs` are those that have not ended, `load` is what they are read for, if it is to go on to the device, and
-    `patient` says whether the request does nothing else meanwhile. It `lacks` what there was no room to order yet.
+    `jobs` are the reads that have not ended, `load` is the load that needs them, if any. The engine does not run the
+    request meanwhile if it is `patient`. It `lacks` room if not all reads could be ordered yet.
     """
 
     __slots__ = ("deadline", "jobs", "lacks", "load", "number", "patient")
@@ -258,12 +257,12 @@ class Wait:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is waited for any more."""
+        """Whether no job and no load is waited for any more."""
         return not self.jobs and (self.load is None or self.load.outcome is not None)
 
 
 class Waits:
-    """The waits that are not over; those whose deadline comes next are found at once."""
+    """The waits that are not over, ordered by deadline."""
 
     def __init__(self) -> None:
         self.open: dict[int, Wait] = {}
@@ -271,7 +270,7 @@ class Waits:
         self._due: list[tuple[float, int]] = []
 
     def begin(self, wait: Wait) -> None:
-        """Remember `wait`, unless it is over."""
+        """Add `wait`, unless it is over."""
         if wait.over:
             return
         if len(self._due) > 2 * len(self.open) + 64:
@@ -280,25 +279,25 @@ class Waits:
         heapq.heappush(self._due, (wait.deadline, wait.number))
 
     def join(self, wait: Wait, jobs: Iterable[Job]) -> None:
-        """`wait` is also for these reads."""
+        """`wait` waits for these reads, too."""
         for job in jobs:
             job.waits[wait.number] = wait
             wait.jobs.add(job.transfer.job)
 
     def ended(self, job: Job) -> None:
-        """A read has ended, for all who waited for it."""
+        """A read has ended: remove it from all waits."""
         for wait in job.waits.values():
             wait.jobs.discard(job.transfer.job)
             self.close(wait.number)
 
     def close(self, number: int) -> None:
-        """Forget a wait, if it is over."""
+        """Remove a wait, if it is over."""
         wait = self.open.get(number)
         if wait is not None and wait.over:
             del self.open[number]
 
     def due(self, now: float) -> list[Wait]:
-        """Those whose deadline has come, in order; each is told of once."""
+        """The waits whose deadline has passed, in order; each is returned once."""
         found: list[Wait] = []
         while self._due and self._due[0][0] <= now:
             wait = self.open.get(heapq.heappop(self._due)[1])
@@ -307,7 +306,7 @@ class Waits:
         return found
 
     def clear(self) -> None:
-        """Nothing is worth waiting for any more."""
+        """Remove all waits."""
         for wait in self.open.values():
             wait.jobs.clear()
         self.open.clear()
@@ -315,7 +314,7 @@ class Waits:
 
 
 class Transfers:
-    """Jobs in flight over one `Store`, and the commands that wait to be taken."""
+    """Jobs in flight over one `Store`, and the queue of commands."""
 
     def __init__(self, store: Store, settings: CacheSettings, generation: int) -> None:
         self.store = store
@@ -329,30 +328,30 @@ class Transfers:
         self._last_id = 0
         self._valid = (1 << settings.blocks_per_chunk) - 1
         self.writing: dict[int | str, int] = dict.fromkeys(range(len(store.levels)), 0)
-        """Chunks on their way to each tier from a warmer one; foreign tiers stand here by name."""
+        """Chunks being written to each tier from a warmer one; remote tiers by name."""
         self.offloaded: list[Key] | None = None
-        """Chunks that have come from the device, for whoever takes them from here; `None` if nobody does."""
+        """Chunks that have arrived from the device, to be stored in remote tiers; `None` if there are none."""
         self.refusing: set[int] = set()
-        """Tiers that have said that they take no writes any more."""
+        """Tiers that have reported `TIER_OFF` for a write: they get no writes any more."""
 
     def new_id(self) -> int:
-        """Identities of jobs and holds, never used twice."""
+        """A new number of a job or lease."""
         self._last_id += 1
         return self._last_id
 
     def cancel_load(self, load: Load) -> None:
-        """Nobody waits for `load` any more. What is on its way into the host tier goes on, for the next one."""
+        """No request waits for `load` any more: cancel its copies onto the device. Reads into the host tier go on."""
         self.outbox += [Cancel(job.transfer.job) for job in load.pending]
 
     def join(self, wait: Wait, slots: Sequence[int]) -> tuple[int, ...]:
-        """`wait` is also for what is on its way into these slots of the warmest tier; the jobs."""
+        """Have `wait` wait for the jobs that fill these slots of the warmest tier; returns the jobs."""
         writer = self.store.pools[0].writer
         jobs = tuple(dict.fromkeys(writer[slot] for slot in slots if slot in writer)) if writer else ()
         self.waits.join(wait, [self.jobs[job] for job in jobs])
         return jobs
 
     def cancel_wait(self, wait: Wait) -> None:
-        """A request waits no longer: reads that nobody else waits for are cancelled, and own their slots until then."""
+        """End a wait. Reads that no other request waits for are cancelled; they own their slots until they end."""
         for job in sorted(wait.jobs):
             waits = self.jobs[job].waits
             del waits[wait.number]
@@ -362,13 +361,13 @@ class Transfers:
         self.waits.close(wait.number)
 
     def drop(self, tier: int, count: int, reason: DropReason) -> None:
-        """Count chunks that `tier` did not take."""
+        """Count chunks that `tier` did not store."""
         self.store.counters.drops[self.store.levels[tier].name][reason] += count
 
     def forget(self, first: int, *, weights: bool) -> None:
-        """Keep what is ready in tier `first` and colder ones; whatever is in flight changes nothing any more.
+        """Remove all chunks that are not ready in tier `first` or a colder one. Jobs in flight have no effect any more.
 
-        Without a tier to keep a new generation begins.
+        If there is no such tier, a new generation begins.
         """
         self.waits.clear()
         self.outbox += [Cancel(job) for job in self.jobs]
@@ -381,12 +380,12 @@ class Transfers:
         self.outbox.append(Forget(self.generation, weights))
 
     def apply(self, results: Sequence[TransferResult]) -> list[Load]:
-        """Take in results; returns the loads of which a part has ended. Raises `JobError` before any change."""
+        """Apply results; returns the loads of which a part has ended. Raises `JobError` with nothing changed."""
         seen: set[tuple[int, int]] = set()
         for result in results:
             job = self.jobs.get(result.job)
             if job is None or (result.job, result.rank) in seen:
-                raise JobError(f"job {result.job} is not in flight, or was reported twice by rank {result.rank}")
+                raise JobError(f"job {result.job} is not in flight, or rank {result.rank} has reported it twice")
             job.check(result)
             seen.add((result.job, result.rank))
         loads: list[Load] = []
@@ -398,11 +397,11 @@ class Transfers:
                 self.waits.ended(job)
                 if job.load is not None and job.load not in loads:
                     loads.append(job.load)
-                job.load = None  # which has this job among its parts: nothing shall be left to a garbage collector
+                job.load = None  # avoids a reference cycle
         return loads
 
     def copy_inside(self, sources: Sequence[Slot], blocks: Sequence[int], tokens: int | None, group: int) -> int:
-        """Order copies between device blocks, of which the books know nothing; returns the job."""
+        """Order copies between device blocks, which are in no tier; returns the job."""
         job = self.new_id()
         transfer = Transfer(
             job=job,
@@ -420,21 +419,21 @@ class Transfers:
         return job
 
     def cancel_device_jobs(self) -> bool:
-        """Cancel what moves bytes into or out of the device; says whether nothing does any more."""
+        """Cancel jobs that read or write device memory; returns whether none is in flight."""
         touching = [job for job, record in self.jobs.items() if DEVICE in record.transfer.route]
         self.outbox += [Cancel(job) for job in touching]
         return not touching
 
     def withdraw(self, job: int) -> None:
-        """The host gives an offer back: it ends as cancelled. Raises `JobError` for any other job."""
+        """End a job whose bytes the engine does not move as cancelled. Raises `JobError` for any other job."""
         record = self.jobs.get(job)
         if record is None or record.commanded:
-            raise JobError(f"job {job} is no offer that is still open")
+            raise JobError(f"job {job} cannot be released: it is not in flight, or its bytes are moved by a mover")
         statuses = (Status.CANCELLED,) * len(record.statuses)
         self.apply([TransferResult(job, statuses, rank=rank) for rank in sorted(record.waiting)])
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` unless every slot has exactly the readers and the writer that the jobs in flight say."""
+        """Raise `CacheError` unless the readers and the writer of every slot are those of the jobs in flight."""
         readers: Counter[tuple[int, int]] = Counter()
         writers: dict[tuple[int, int], int] = {}
         for number, job in self.jobs.items():
@@ -448,7 +447,7 @@ class Transfers:
                 if pool.readers[slot] != readers[at] or pool.writer.get(slot) != writers.get(at):
                     raise CacheError(
                         f"slot {slot} of {self._name(tier)} has {pool.readers[slot]} readers and writer "
-                        f"{pool.writer.get(slot)}, the jobs say {readers[at]} and {writers.get(at)}"
+                        f"{pool.writer.get(slot)}, the jobs in flight {readers[at]} and {writers.get(at)}"
                     )
 
     def order(
@@ -469,10 +468,10 @@ class Transfers:
         command: bool = True,
         foreign: str = "",
     ) -> Job:
-        """Register a job for chunks whose source slots are pinned and whose destinations are placed.
+        """Register a job for chunks whose source slots have a reader, and whose destinations are allocated.
 
-        A side that is `None` is the device, or the `foreign` tier. Without `command` the host knows of it already, and
-        moves the bytes itself. Writes have a deadline of their own.
+        A side that is `None` is the device, or the `foreign` tier. Without `command`, the engine moves the bytes.
+        Writes have the deadline `settings.write_timeout`.
         """
         ours = [None if side is None else side.tier for side in (source, destination)]
         route = Route(*(self._name(tier, foreign) for tier in ours))
@@ -512,7 +511,7 @@ class Transfers:
         source: TierSlots | None,
         destination: TierSlots | None,
     ) -> Sequence[Item]:
-        """In columns, unless slots of several sizes are among them."""
+        """The items, in columns if all slots of a side are in one pool."""
         sides = [side for side in (source, destination) if side is not None]
         store = self.store
         if all(store.is_of_one_pool(*side) for side in sides):
@@ -533,7 +532,7 @@ class Transfers:
         return Slots(self._name(tier), self.store.pools[tier].pool_of(slots[0]) if slots else 0, tuple(slots))
 
     def _finish(self, job: Job) -> None:
-        """All ranks have reported: failures first, then sources, then arrivals, so that nothing unreachable arrives."""
+        """All ranks have reported: apply failures, then sources, then arrivals, so that no arrival is unreachable."""
         store, statuses = self.store, job.statuses
         store.changes += 1
         writing = job.transfer.urgency is Urgency.WRITE
@@ -565,15 +564,15 @@ class Transfers:
                 self.offloaded += store.index.key[attached].tolist()
 
     def _end_reads(self, source: TierSlots, statuses: Sequence[Status], *, blame: bool) -> None:
-        """A job has read its sources; if there is reason to `blame` them, some may be unusable."""
+        """A job has read its sources; with `blame`, some of them may have invalid bytes."""
         tier, slots = source
         if not blame:
             self.store.end_reads(tier, slots)
             return
-        condemned = [each for each in zip(slots, statuses, strict=True) if each[1].invalidates_source]
-        bad = {slot for slot, _ in condemned}
+        invalid = [each for each in zip(slots, statuses, strict=True) if each[1].invalidates_source]
+        bad = {slot for slot, _ in invalid}
         self.store.end_reads(tier, [slot for slot in slots if slot not in bad])
-        for slot, status in condemned:
+        for slot, status in invalid:
             self.store.quarantine(tier, slot, status)
 
     def _fail(self, tier: int, slot: int, status: Status, *, writing: bool) -> None:
@@ -583,7 +582,7 @@ class Transfers:
                 self.refusing.add(tier)
             self.drop(tier, 1, DropReason.WRITE_FAILED)
             node = store.pools[tier].node[slot]
-            if tier and node:  # which is in a warmer tier as well
+            if tier and node:  # a warmer tier has it as well
                 store.backup_failed(node)
         store.fail(tier, slot, status)
 

@@ -1,4 +1,4 @@
-"""What the control plane says to its host: plain data, and two closed enumerations of what went wrong."""
+"""Results of the control plane: lookups, orders, progress, counters; and enumerations of misses and drops."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from longshore.cache.pool import State
 
 
 class MissReason(enum.Enum):
-    """Why a chunk that a request wanted did not come from a tier. Closed: there is no "other"."""
+    """Why a requested chunk was not loaded from a tier. Complete: there is no "other"."""
 
     ABSENT = "absent"  # no tier has it
-    FOREIGN = "foreign"  # only a foreign tier has it, as far as is known; it was not fetched
-    IN_FLIGHT = "in_flight"  # still on its way into its first tier
-    NO_ROOM = "no_room"  # the host tier could not make room to read it into
-    BEHIND = "behind"  # resident, but behind a chunk that missed
+    FOREIGN = "foreign"  # only a remote tier is known to have it; it was not prefetched
+    IN_FLIGHT = "in_flight"  # being written to its first tier
+    NO_ROOM = "no_room"  # the host tier had no room to read it into
+    BEHIND = "behind"  # in a tier, but behind a chunk that missed
     CORRUPT = "corrupt"
     MISMATCH = "mismatch"
     SHORT = "short"
@@ -38,49 +38,49 @@ class MissReason(enum.Enum):
 
     @classmethod
     def of(cls, status: Status) -> MissReason:
-        """The reason that a failed item's status stands for."""
+        """The reason for the status of a failed item."""
         return cls(status.value)
 
 
 class DropReason(enum.Enum):
-    """Why a chunk was not stored. Closed: there is no "other"."""
+    """Why a chunk was not stored. Complete: there is no "other"."""
 
-    NO_ROOM = "no_room"  # nothing in the tier may be evicted at present, or promises as little
+    NO_ROOM = "no_room"  # nothing in the tier can be evicted, or has fewer expected hits
     BACKPRESSURE = "backpressure"  # too many writes are in flight
     ORPHAN = "orphan"  # no tier has the chunk before it, and no slot was free
     WRITE_FAILED = "write_failed"  # the copy was attempted and did not succeed
-    SELDOM = "seldom"  # offered less often than the write policy asks for
-    ANSWER = "answer"  # behind the prompt, of which alone the write policy takes chunks
-    PRIORITY = "priority"  # of less priority than the write policy asks for
-    ADMISSION = "admission"  # promises fewer hits than what would have to go for it
-    BUDGET = "budget"  # more than the write rule allows in so much time
-    TIER_OFF = "tier_off"  # the tier takes no writes any more
+    SELDOM = "seldom"  # offered less often than the threshold of the write policy
+    ANSWER = "answer"  # part of the answer, with the setting `prompt_only`
+    PRIORITY = "priority"  # of a priority below `priority_floor`
+    ADMISSION = "admission"  # fewer expected hits than the chunk to evict for it
+    BUDGET = "budget"  # more bytes per second than the write rule allows
+    TIER_OFF = "tier_off"  # the tier is disabled or read-only
 
 
 class Answer(enum.Enum):
-    """What became of the question whether a foreign tier has a chunk. Closed: there is no "other"."""
+    """Answer of a remote tier to a probe. Complete: there is no "other"."""
 
     PRESENT = "present"
     ABSENT = "absent"
-    NONE = "none"  # it did not come in time, or not from all ranks
-    UNASKED = "unasked"  # too many are under way
+    NONE = "none"  # no answer before the timeout, or not from all ranks
+    UNASKED = "unasked"  # not asked: too many probes are in flight
 
 
 class Run(NamedTuple):
-    """`chunks` consecutive chunks whose warmest ready copy lies in `tier`."""
+    """`chunks` consecutive chunks whose warmest ready copy is in `tier`."""
 
     tier: str
     chunks: int
 
 
 class Lease(NamedTuple):
-    """A claim on what a lookup found: nothing of it is evicted until `TieredCache.release(lease)`."""
+    """A lease on the chunks that a lookup found: none is evicted until `TieredCache.release(lease)`."""
 
     id: int
 
 
 class Until(enum.Enum):
-    """How long a lookup keeps what it found from being evicted."""
+    """How long a lookup keeps the chunks found from eviction."""
 
     NOTHING = "nothing"  # not at all
     STEP = "step"  # until the next `end_step`
@@ -88,20 +88,20 @@ class Until(enum.Enum):
 
 
 class Found(NamedTuple):
-    """What a lookup found.
+    """Result of a lookup.
 
     Attributes:
-        lease: On the chunks that can be loaded, if there are any and the lookup was `Until.RELEASE`.
-        chunks: Of a lookup for one group: how many chunks from `GroupKeys.first` on are ready in some tier.
-        tokens: Of a lookup for all groups: the longest prefix, in tokens, that device and tiers have for each of them.
-            A multiple of the chunks of all groups; with texts, up to one such multiple less a token more.
-        needs: What each group needs of that prefix, in order of group.
-        partial: Of a lookup for one group: another chunk whose first tokens come behind those; it is leased with them.
-        foreign: How much more foreign tiers are known to have behind that, for `prefetch`: chunks, or tokens for all
-            groups; what is on its way already is included for all groups.
-        probes: Questions to foreign tiers that are under way, for `progress`; their answers may make `foreign` more.
-        turn: The turn of the request, which its other calls name; `None` for `Until.NOTHING`.
-        residency: Of a lookup of single chunks: where each of them is, by group.
+        lease: A lease on the chunks to load, if there are any and the lookup was `Until.RELEASE`.
+        chunks: For a lookup of one group: the number of chunks from `GroupKeys.first` on that are ready in a tier.
+        tokens: For a lookup of all groups: the longest prefix that device and tiers serve, in tokens. A multiple of the
+            chunk sizes of all groups, plus, with texts, fewer tokens than another multiple.
+        needs: What each group needs for that prefix, in order of group.
+        partial: For a lookup of one group: a chunk whose first tokens come next; it is in the lease.
+        foreign: How much more remote tiers are known to have behind it, for `prefetch`: chunks, or for all groups
+            tokens, then with chunks in flight.
+        probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `foreign`.
+        turn: The turn of the request, for its other calls; `None` for `Until.NOTHING`.
+        residency: For a lookup with `each`: where each chunk is, by group.
     """
 
     lease: Lease | None = None
@@ -116,14 +116,14 @@ class Found(NamedTuple):
 
 
 class DeviceCopy(NamedTuple):
-    """Device slots to copy into other device blocks, one for each. `tokens` of the last; `None` for all."""
+    """Device slots to copy into device blocks, one for each. Only `tokens` tokens of the last, unless `None`."""
 
     sources: Sequence[Slot]
     tokens: int | None = None
 
 
 class Part(NamedTuple):
-    """One job of a load, for `chunks` consecutive chunks; the host reads them from `slots` where it moves the bytes."""
+    """One job of a load, of `chunks` consecutive chunks. `slots`: where to read them if the engine moves the bytes."""
 
     job: int
     chunks: int
@@ -131,21 +131,20 @@ class Part(NamedTuple):
 
 
 class LoadOrder(NamedTuple):
-    """What `load` ordered: `chunks` in all (fewer than asked when room ran out), in order, by `parts`."""
+    """Result of `load`: `chunks` leading chunks, fewer than requested if room was short, are loaded by `parts`."""
 
     chunks: int
     parts: tuple[Part, ...]
 
 
 class Progress(NamedTuple):
-    """How far a job or a lease has come.
+    """Progress of a job or a lease.
 
     Attributes:
-        is_over: Whether nothing is waited for: the job has ended, the load has an outcome, or, of a lease that was not
-            loaded, its prefetch is over.
-        outcome: How the load of a lease ended.
-        runs: Of a lease that was not loaded and whose prefetch is over: where its chunks are now, as runs by the
-            warmest tier that has them; those that were lost are left out.
+        is_over: Whether the job has ended, the load has an outcome, or the prefetch of a lease without a load is over.
+        outcome: The outcome of the load of a lease.
+        runs: For a lease without a load whose prefetch is over: where its chunks are, as runs by the warmest tier;
+            chunks removed since are left out.
     """
 
     is_over: bool
@@ -153,31 +152,31 @@ class Progress(NamedTuple):
     runs: tuple[Run, ...] = ()
 
     def leading(self, tier: str) -> int:
-        """How many chunks lead that are in `tier`."""
+        """The number of leading chunks that are in `tier`."""
         return self.runs[0].chunks if self.runs and self.runs[0].tier == tier else 0
 
 
 class Outcome(NamedTuple):
-    """How a load ended: the leading `chunks` are on the device, and came from the tiers `sources`."""
+    """Outcome of a load: the leading `chunks` are on the device, read from the tiers `sources`."""
 
     chunks: int
     sources: tuple[str, ...]
 
 
 class Placement(NamedTuple):
-    """Where an accepted chunk goes: `position` in the keys that were offered, and its slot."""
+    """Position of an accepted chunk in the given keys, and its slot."""
 
     position: int
     slot: Slot
 
 
 class StoreOrder(NamedTuple):
-    """What `store` accepted of one group: the chunks at `positions` of the keys, in order, go to `slots`.
+    """Result of `store` for one group: the chunks at `positions` of the keys, in order, are written to `slots`.
 
-    `job` is `None` when nothing was accepted. `kept` counts the leading chunks of the path that a tier has or will
-    have, those before the first that was named included; `known` are the positions, of those that were named, of chunks
-    that a tier had before. With `again` there is no room yet for what was offered, and copies that will make some are
-    under way: nothing was taken, and the same can be offered again.
+    `job` is `None` if no chunk was accepted. `kept` is the number of leading chunks of the path that are in a tier or
+    on their way into one, including those before `first`; `known` are the positions of given chunks that a tier had
+    before. With `again`, there is no room yet, and backups that make room are in flight: nothing was accepted, and the
+    call can be repeated.
     """
 
     job: int | None
@@ -195,7 +194,7 @@ class StoreOrder(NamedTuple):
 
 @dataclass(slots=True)
 class RouteTotals:
-    """What one route has moved: chunks that arrived and that did not, bytes, seconds moving."""
+    """Totals of one route: chunks copied and failed, bytes, seconds of copying."""
 
     chunks: int = 0
     failed: int = 0
@@ -207,10 +206,10 @@ class RouteTotals:
 class Counters:
     """Counts since the start. Every known label is present from the start, at zero.
 
-    `hits` are chunks onboarded by the tier they came from, `misses` chunks wanted and not onboarded, `drops` chunks
-    not stored by the tier that did not take them, `evictions` copies evicted by tier, `demotions` those of
-    them that a colder tier still had, `lost` copies removed because their bytes, or their parent's, turned out to be
-    unusable, `probes` keys that foreign tiers were asked for.
+    `hits` are chunks loaded, by source tier; `misses` chunks requested and not loaded; `drops` chunks not stored, by
+    destination tier; `evictions` copies evicted, by tier; `demotions` those of which a colder tier kept a copy; `lost`
+    copies removed because their bytes, or those of an ancestor, were invalid; `probes` keys that remote tiers were
+    asked for.
     """
 
     hits: Counter[str]
@@ -223,12 +222,12 @@ class Counters:
     probes: dict[str, Counter[Answer]] = field(default_factory=dict)
 
     def copy(self) -> Counters:
-        """A snapshot, for taking differences."""
+        """A copy, to compute differences."""
         return deepcopy(self)
 
     @classmethod
     def zero(cls, tiers: tuple[str, ...], routes: tuple[str, ...], foreign: tuple[str, ...] = ()) -> Counters:
-        """All counters at zero for these tiers, `routes` between them, and `foreign` tiers."""
+        """All counters at zero, for these tiers, routes and remote tiers (`foreign`)."""
         return cls(
             hits=Counter(dict.fromkeys(tiers, 0)),
             misses=Counter(dict.fromkeys(MissReason, 0)),
@@ -242,7 +241,7 @@ class Counters:
 
 
 class SizeStats(NamedTuple):
-    """What one image size has of a tier: the slabs that are given to it, and the slots in them that are taken."""
+    """The slabs assigned to one image size, and their slots that are not free."""
 
     image_bytes: int
     slabs: int
@@ -250,10 +249,10 @@ class SizeStats(NamedTuple):
 
 
 class TierStats(NamedTuple):
-    """Slots of one tier: all, taken (in flight included), and ready (it can go, unless held or being read).
+    """Slots of one tier: all, used (including those being filled), and ready.
 
-    `slots` is how many there are if all images are of the smallest size. `nbytes` is the tier's capacity, `used_bytes`
-    what of it is taken. `sizes` has one entry for each image size, by pool.
+    `slots` is their number if all images have the smallest size. `nbytes` is the capacity of the tier, `used_bytes` the
+    part in use. `sizes` has an entry for each image size, by pool.
     """
 
     name: str

@@ -271,7 +271,7 @@ def test_sleep_that_keeps_weights_tells_of_device_memory_alone(watched: Watched)
     worker.discard(("kv_cache",))
     worker.wake_up()
     assert calls == ["goes", "is back"]
-    watched.changes.look()
+    watched.changes.check()
     assert watched.told == []
 
 
@@ -285,10 +285,10 @@ def test_weights_are_not_read_while_they_are_gone(
     worker.sleep(1)
     assert read
     read.clear()
-    watched.changes.look()
+    watched.changes.check()
     worker.discard(("kv_cache",))
     worker.wake_up([first])
-    watched.changes.look()
+    watched.changes.check()
     assert not read
     assert watched.device.calls[-1] == "goes"
     worker.wake_up(["kv_cache", "weights"])
@@ -312,9 +312,9 @@ def test_weights_that_are_written_unseen_are_found_out_after_a_sleep(watched: Wa
         if moment == when:
             parameter.data.view(-1)[5] += 1.0  # none of the samples
     watched.changes._sampled_ones = []  # as on a GPU
-    watched.changes.look()
+    watched.changes.check()
     assert len(watched.told) == 1
-    watched.changes.look()
+    watched.changes.check()
     assert len(watched.told) == 1
 
 

@@ -1,9 +1,9 @@
-"""The seam for eviction policies.
+"""The interface of eviction policies.
 
-A policy knows the chunks of one tier by small numbers ("nodes"), and the order in which they should go; it knows
-nothing of slots, states or prefixes. Whether a chunk may go is the cache's business: `evict` offers candidates in
-order, and what the cache will not part with now is *held*, out of the order, until `release` puts it back at the
-cold end, or a use at the hot end. So a chunk that cannot go costs once, not at each eviction.
+A policy knows the chunks of one tier by small integers ("nodes") and keeps them in eviction order. It does not know
+slots, states or prefixes: the cache decides whether a chunk may be evicted. `evict` offers victims in order. A node
+that the cache cannot evict now is *held*: it leaves the order until `release` puts it at the cold end, or a use at the
+hot end. A chunk that cannot be evicted therefore costs time once, not at each eviction.
 
     insert ──► in order ──► evicted
                 │     ▲
@@ -21,22 +21,22 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, has_twins, numbers
+from longshore.cache.columns import LISTS, has_duplicates, numbers
 from longshore.errors import IntegrityError
 
 Names = npt.NDArray[np.object_]
-"""The key of each node: for policies that remember what has left."""
+"""The key of each node, for policies with a ghost list."""
 
 FEW = 48
-"""Fewer nodes are sooner looked at one by one than by whole arrays."""
+"""Below this number of nodes, a loop is faster than array operations."""
 
 
 class EvictionPolicy(ABC):
     """An order of eviction over the resident chunks of one tier, which has `slots` slots.
 
-    `insert` of a node that is in, `touch`, `hold`, `release` and `remove` of one that is not, are a `CacheError`.
-    A node that a call names twice counts once: the last mention of what was used, the first of all else. Only `insert`
-    refuses it.
+    `insert` of a node that is in the policy, and `touch`, `hold`, `release` and `remove` of one that is not, raise
+    `CacheError`. A node that is given twice in one call counts once: at its last position in `touch`, at its first
+    elsewhere. `insert` raises `CacheError` for it.
     """
 
     refuses = False
@@ -46,52 +46,52 @@ class EvictionPolicy(ABC):
         self.slots = slots
         self.names = names
 
-    def begin(  # noqa: B027 - for those with a clock
+    def begin(  # noqa: B027 - for policies that count time
         self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0
     ) -> None:
-        """The request of this turn begins, or goes on: all uses until the next call are its uses, and have one age.
+        """The request of this turn begins or continues: uses until the next call are its uses, and have one age.
 
-        Turns are drawn one after the other. A request begins with a turn that is later than all before: for a path of
-        `length` chunks, of which `last` is the node of the last one of those that lead and are resident, and `keys`
-        are those of all behind it. With an earlier turn a request goes on: what it has used is not counted again.
-        `hint` is the number of what its host has said about its return (`longshore.cache.eviction.hit_rates`).
+        Turns ascend. A turn above all earlier ones begins a request for a path of `length` chunks: `last` is the node
+        of the last chunk of its resident prefix, `keys` are the keys behind it. An earlier turn continues a request,
+        and chunks that it has used already are not counted again. `hint` is the number of its reuse hint
+        (`longshore.cache.eviction.hit_rates`).
         """
 
     def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False) -> tuple[int, int]:
-        """How many lead of `keys`, a part of a path, that are to become resident, and how many are refused.
+        """How many leading chunks of `keys`, a part of a path, to store, and how many of the next ones are refused.
 
-        Those are refused that promise less than what has to go for them. For what is neither there is no room at
-        present. `make_room(count)` makes room for at most `count` of `keys`, and says for how many. The keys are used
-        now, by the request that is served, unless they are `copies` of what another tier has.
-        A policy that does not know what chunks promise refuses none.
+        A chunk is refused if its expected hits are fewer than those of the chunks to evict for it. There is no room at
+        present for chunks that are neither stored nor refused. `make_room(count)` makes room for at most `count` of
+        `keys`, and returns for how many. The keys count as used by the current request, unless they are `copies` of
+        chunks of another tier. A policy without expected hits refuses nothing.
         """
         return make_room(len(keys)), 0
 
-    def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:  # noqa: B027 - for those that remember
-        """`nodes`, a part of a path, tail first, were used where another tier has them; this one does not.
+    def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:  # noqa: B027 - for ghost lists
+        """Record uses of `nodes`, a part of a path, tail first, that another tier has and this one does not.
 
         With `leaf`, a prompt ends with the first of them, as for `insert`.
         """
 
     @abstractmethod
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
-        """`nodes` became resident: a part of a path, tail first, so that heads stay longest.
+        """`nodes` became resident: a part of a path, tail first, so that heads are evicted last.
 
-        With `leaf`, nothing is known to follow the first of them: a prompt ends there. `continues` says that what
-        was last named to `insert` or `touch` follows it in the path of the request.
+        With `leaf`, no chunk follows the first of them: a prompt ends there. With `continues`, the nodes of the last
+        `insert` or `touch` follow them in the path of the request.
         """
 
     def insert_copies(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
-        """`nodes` became resident as copies of what a warmer tier has: `record_uses` has told of their uses."""
+        """`nodes` became resident as copies of chunks of a warmer tier; `record_uses` has recorded their uses."""
         self.insert(nodes, leaf=leaf)
 
     @abstractmethod
     def touch(self, nodes: Sequence[int]) -> None:
-        """`nodes` were used: a part of a path, tail first. Held ones are so no longer."""
+        """`nodes`, a part of a path, tail first, were used. Those that were held are released."""
 
     @abstractmethod
     def hold(self, node: int) -> None:
-        """`node` cannot go at present. Holding what is held changes nothing."""
+        """`node` cannot be evicted at present. Idempotent."""
 
     def hold_all(self, nodes: Sequence[int]) -> None:
         """`hold` for many."""
@@ -100,40 +100,40 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def release(self, nodes: Sequence[int]) -> None:
-        """Those of `nodes` that are held may go again, and first."""
+        """The held nodes among `nodes` can be evicted again, before all others."""
 
     @abstractmethod
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
-        """`node` left; for want of room if its key is `evicted`, which a policy may remember."""
+        """`node` was removed. If it was `evicted`, that is its key, which the policy may put on a ghost list."""
 
     def remove_all(self, nodes: Sequence[int]) -> None:
-        """`remove` for many, which leave for other reasons than want of room."""
+        """`remove` for many nodes that were not evicted."""
         for node in dict.fromkeys(nodes):
             self.remove(node)
 
     @abstractmethod
     def victim(self) -> int:
-        """The node that should go first, of those that are not held; 0 without one."""
+        """The next victim among the nodes that are not held; 0 if there is none."""
 
     @abstractmethod
     def order(self) -> Iterator[int]:
-        """All nodes that are not held, the first to go first. For tests and diagnosis: O(n)."""
+        """All nodes that are not held, in eviction order. For tests and diagnosis: O(n)."""
 
     @abstractmethod
     def is_held(self, node: int) -> bool:
-        """Whether `node` is in, and held."""
+        """Whether `node` is in the policy, and held."""
 
     @abstractmethod
     def __contains__(self, node: object) -> bool:
-        """Whether `node` is in, held or not."""
+        """Whether `node` is in the policy, held or not."""
 
     def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
-        """For each node below `nodes` whether it is in, held or not. Shape `(nodes,)`."""
+        """For each node below `nodes` whether it is in the policy, held or not; bool, shape `(nodes,)`."""
         return np.array([node in self for node in range(nodes)], bool)
 
     @abstractmethod
     def __len__(self) -> int:
-        """Nodes that are in, held ones included."""
+        """Number of nodes, held ones included."""
 
     @abstractmethod
     def grow(self, nodes: int) -> None:
@@ -141,7 +141,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Raise `CacheError` where the policy's own books disagree."""
+        """Raise `CacheError` if the policy's data structures are inconsistent."""
 
     def resize(self, slots: int, names: Names) -> None:
         """The tier has `slots` slots now, and the keys of nodes are in `names`."""
@@ -150,21 +150,18 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def next_victims(self, count: int) -> list[int]:
-        """The nodes that would go next, first to go first, if each of them went: at least one, at most `count`.
+        """The next victims in eviction order: at most `count`, and at least one unless all nodes are held.
 
-        None only if there is none. There may be fewer, where what goes next depends on what has gone before.
+        There may be fewer where the order of later victims depends on these.
         """
 
     @abstractmethod
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """These leading nodes of what `next_victims` has just named, and held ones among them, left for want of room.
-
-        Their keys are `keys`.
-        """
+        """The leading nodes of the last `next_victims`, with `keys`, were evicted, and held nodes among them."""
 
     @abstractmethod
     def hold_victims(self, nodes: Sequence[int]) -> None:
-        """These leading nodes of what `next_victims` has just named cannot go at present: hold them."""
+        """Hold the leading nodes of the last `next_victims`, which cannot be evicted at present."""
 
     def victims_after(self, node: int, held: Sequence[int]) -> int:
         """How many leading nodes of `held`, once released, would be evicted right after `node`, a victim just named.
@@ -174,10 +171,10 @@ class EvictionPolicy(ABC):
         return 0
 
     def evict(self, count: int, let_go: Callable[[int], bool]) -> int:
-        """Offer nodes to `let_go`, first to go first, until `count` have gone; says how many did.
+        """Offer victims to `let_go` in eviction order, until `count` were evicted; returns how many were.
 
-        `let_go` either takes leave of the node (calling `remove`, and `release` for what can go now) and says so, or
-        changes nothing; the node is then held.
+        `let_go` either evicts the node (it calls `remove`, and `release` for nodes that can be evicted now) and returns
+        true, or changes nothing and returns false; the node is then held.
         """
         gone, victim, hold = 0, self.victim, self.hold
         while gone < count and (node := victim()):
@@ -189,19 +186,19 @@ class EvictionPolicy(ABC):
 
 
 def unknown(node: int) -> IntegrityError:
-    """The error for a node that should have been in."""
+    """The error for a node that is not in the policy."""
     return IntegrityError(f"node {node} is not in the policy")
 
 
 def known(node: int) -> IntegrityError:
-    """The error for a node that should not have been in."""
-    return IntegrityError(f"node {node} is already in the policy, or no node (these begin at {LISTS})")
+    """The error for a node that is already in the policy."""
+    return IntegrityError(f"node {node} is already in the policy, or is below {LISTS}, the first number of a node")
 
 
 def check_new(place: bytearray | array[int], nodes: Sequence[int], out: int = 0) -> None:
-    """Raise `CacheError` if one of `nodes` is in already, or twice among them, or no node.
+    """Raise `CacheError` if one of `nodes` is in the policy already, given twice, or no number of a node.
 
-    What is not in is marked `out` in `place`.
+    Nodes that are not in the policy are marked `out` in `place`.
     """
     if not nodes:
         return
@@ -209,7 +206,7 @@ def check_new(place: bytearray | array[int], nodes: Sequence[int], out: int = 0)
         good = nodes[0] >= LISTS and place[nodes[0]] == out
     else:
         at = numbers(nodes)
-        good = at.min() >= LISTS and (np.asarray(memoryview(place))[at] == out).all() and not has_twins(at)
+        good = at.min() >= LISTS and (np.asarray(memoryview(place))[at] == out).all() and not has_duplicates(at)
     if not good:
         raise known(
             next(node for i, node in enumerate(nodes) if node < LISTS or place[node] != out or node in nodes[:i])
@@ -217,7 +214,7 @@ def check_new(place: bytearray | array[int], nodes: Sequence[int], out: int = 0)
 
 
 def check_in(place: bytearray | array[int], nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
-    """Raise `CacheError` if one of `nodes` is not in, by its mark in `place`."""
+    """Raise `CacheError` if one of `nodes` is not in the policy, by its mark in `place`."""
     if not all(
         map(place.__getitem__, nodes) if len(nodes) < FEW else (np.asarray(memoryview(place))[numbers(nodes)].all(),)
     ):

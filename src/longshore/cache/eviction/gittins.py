@@ -20,7 +20,18 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, Column, LinkedLists, column, grown, has_twins, numbers, once, words, zeros
+from longshore.cache.columns import (
+    LISTS,
+    Column,
+    LinkedLists,
+    column,
+    grown,
+    has_duplicates,
+    numbers,
+    once,
+    words,
+    zeros,
+)
 from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_in, check_new, unknown
 from longshore.cache.eviction.hit_rates import (
     AGAIN,
@@ -208,7 +219,7 @@ class Gittins(EvictionPolicy):
                 nodes = list(dict.fromkeys(reversed(nodes)))[::-1]
         else:
             check_in(self._state, at)
-            if has_twins(at):
+            if has_duplicates(at):
                 at = once(at[::-1])[::-1]
                 nodes = at.tolist()
         first = 0
