@@ -78,7 +78,9 @@ def main() -> None:
             extra = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["bench"]
             made = {"remote": kept("remote", extra, lambda where: with_requirements(where, extra))}
         case _:
-            raise SystemExit("usage: python tests/environments.py vllm | sglang | transformers VERSION ... | triton | remote")
+            raise SystemExit(
+                "usage: python tests/environments.py vllm | sglang | transformers VERSION ... | triton | remote"
+            )
     for name, where in made.items():
         link(PROJECT / ".venvs" / name, where)
 

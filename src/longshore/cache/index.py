@@ -128,7 +128,7 @@ class Lookup(Nodes):
         return path
 
     def path_to(self, key: Key) -> list[Key]:
-        """The keys from the first chunk of a prompt to `key`; none if no tier has, or will have, it, or it is an orphan."""
+        """The keys from the first chunk of a prompt to `key`; none if no tier has it, or it is behind an orphan."""
         node, path = self.get(key), list[Key]()
         if self.depth[node] < 0:
             return path
