@@ -200,7 +200,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """Write what was taken, and close the tiers. Idempotent."""
-        self._turn_off("the storage back end was closed")
+        self._why_off = self._why_off or "closed"
         if hasattr(self, "_arena"):
             self._stack.close()
             self._arena.close()
