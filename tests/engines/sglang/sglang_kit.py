@@ -88,14 +88,8 @@ class Server:
         self.log = log
         flags = [] if tier is None else server_flags(tier, {"prefetch_threshold": PAGE})
         if tier is not None:
-            flags += [
-                "--hicache-size",
-                "1",
-                "--hicache-io-backend",
-                "direct",
-                "--hicache-mem-layout",
-                "page_first_direct",
-            ]
+            flags += ["--hicache-ratio", "2", "--hicache-io-backend", "direct"]
+            flags += ["--hicache-mem-layout", "page_first_direct"]
         command = [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"),
             *("--host", "127.0.0.1", "--port", self.url.rpartition(":")[2], "--skip-tokenizer-init"),
@@ -131,7 +125,7 @@ class Server:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise RuntimeError(f"the server ended with {self._process.returncode}:\n{self.text()[-6000:]}")
-            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):  # noqa: S310
                 return
             time.sleep(0.5)
         raise RuntimeError(f"the server did not answer in {START_SECONDS} s:\n{self.text()[-6000:]}")
@@ -173,16 +167,16 @@ class Server:
 
     def post(self, path: str, body: object, *, parse: bool = True) -> Any:
         """Its answer to a request."""
-        request = urllib.request.Request(
+        request = urllib.request.Request(  # noqa: S310
             f"{self.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=240) as response:
+        with urllib.request.urlopen(request, timeout=240) as response:  # noqa: S310
             said = response.read()
         return json.loads(said) if parse else said.decode()
 
     def metrics(self) -> str:
         """Its metrics, as Prometheus reads them."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:  # noqa: S310
             return response.read().decode()
 
     def processes(self, words: str) -> list[int]:

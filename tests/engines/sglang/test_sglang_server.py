@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -137,6 +138,16 @@ def test_a_stopped_tier_host_holds_nothing_up(oracle: dict[int, Answer], server:
         os.kill(pid, signal.SIGCONT)
     server.flush()
     check(server.ask(prompt(3, TOKENS)), oracle[3])
+
+
+def test_metrics_of_ours_are_on_the_servers_page(oracle: dict[int, Answer], server: Server) -> None:
+    server.flush()
+    server.ask(prompt(0, TOKENS))
+    found = re.findall(r"^longshore_(hit|miss)_chunks_total{(.*)} ([0-9.]+)$", server.metrics(), re.MULTILINE)
+    hits = sum(float(count) for kind, labels, count in found if kind == "hit" and 'tier="file"' in labels)
+    assert hits >= SERVED / PAGE
+    assert all('tp_rank="0"' in labels for _, labels, _ in found)
+    assert 'longshore_file_troubles_total{reason="tier_host"' in server.metrics()
 
 
 def test_no_thread_of_sglang_saw_an_exception(server: Server) -> None:

@@ -32,6 +32,7 @@ from longshore.engines.sglang.flags import PREFIX_KEYS, read
 from longshore.engines.sglang.pool import HostPages
 from longshore.engines.weight_files import MEMO
 from longshore.errors import EngineError, LongshoreError
+from longshore.metrics import LongshoreCollector, MirroredMetrics
 from longshore.runtime.containment import contained
 from longshore.runtime.gds_mover import ImageRing
 from longshore.runtime.loop import Runtime
@@ -66,6 +67,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         self._turns: OrderedDict[Key, int] = OrderedDict()
         self._lock = threading.Lock()
         self._why_off = ""
+        self._metrics: MirroredMetrics | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Open the tiers for the pages of SGLang's host memory, and test them. Raises `LongshoreError`."""
@@ -88,6 +90,10 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             _watch_weights()
             undo.pop_all()
         self._arena = ring
+        if self._storage_config.enable_storage_metrics:
+            stack, rank = self._stack, {"tp_rank": str(self._storage_config.tp_rank)}
+            collector = LongshoreCollector(stack.runtime, None, stack.engine, stack.events, stack.file)
+            self._metrics = MirroredMetrics(collector, rank)
         _open.add(self)
         _log.info("%s, scope %s", layout, scope.root.hex()[:12])
 
@@ -206,7 +212,9 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             self._arena.close()
 
     def get_stats(self) -> None:
-        """Nothing: metrics have names of their own (docs/sglang.md)."""
+        """Write our metrics, which have names of their own, for SGLang's `/metrics`. SGLang asks now and then."""
+        if self._metrics is not None:
+            self._metrics.update()
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         """Nothing: pages are read by `batch_get_v1`."""
