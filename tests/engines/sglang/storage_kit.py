@@ -12,8 +12,9 @@ from typing import Any
 import sglang_on_cpu
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
@@ -26,20 +27,18 @@ LAYERS, HEADS, WIDTH = 3, 2, 32
 sglang_on_cpu.register()
 
 
-def make_pool(layout: str = "page_first_direct", pages: int = 64) -> MHATokenToKVPoolHost:
-    device = MHATokenToKVPool(4 * PAGE, PAGE, torch.bfloat16, HEADS, WIDTH, LAYERS, "cpu", False)
-    return MHATokenToKVPoolHost(
-        device.get_device_pool_infos()[0].buffer_info,
-        2.0,
-        0,
-        PAGE,
-        layout,
-        pin_memory=False,
-        device_capacity_tokens=4 * PAGE,
-        start_layer=0,
-        end_layer=LAYERS,
-        host_token_capacity=pages * PAGE,
-    )
+def make_pool(layout: str = "page_first_direct", pages: int = 64) -> Any:
+    """A host pool in this layout; of the latent of MLA, in one piece a page, for a layout that ends in `mla`."""
+    sizes = {"host_token_capacity": pages * PAGE, "device_capacity_tokens": 4 * PAGE}
+    layers = {"start_layer": 0, "end_layer": LAYERS}
+    name, _, latent = layout.partition(" ")
+    if latent:
+        mla = MLATokenToKVPool(4 * PAGE, PAGE, torch.bfloat16, 64, WIDTH, LAYERS, "cpu", False)
+        info = mla.get_device_pool_infos()[0].buffer_info
+        return MLATokenToKVPoolHost(info, 2.0, 0, PAGE, name, False, target_layer_num=LAYERS, **sizes, **layers)
+    mha = MHATokenToKVPool(4 * PAGE, PAGE, torch.bfloat16, HEADS, WIDTH, LAYERS, "cpu", False)
+    info = mha.get_device_pool_infos()[0].buffer_info
+    return MHATokenToKVPoolHost(info, 2.0, 0, PAGE, name, pin_memory=False, **sizes, **layers)
 
 
 def names(count: int, seed: int = 0) -> list[str]:
@@ -95,7 +94,7 @@ class Rig:
             pp_size=1,
             attn_cp_rank=0,
             attn_cp_size=1,
-            is_mla_model=False,
+            is_mla_model=layout.endswith("mla"),
             enable_storage_metrics=False,
             is_page_first_layout=False,
             model_name=str(model),

@@ -24,7 +24,7 @@ Rigs = Callable[..., Rig]
 KEYS = names(8)
 
 
-@pytest.mark.parametrize("layout", ["page_first_direct", "page_first", "page_head", "layer_first"])
+@pytest.mark.parametrize("layout", ["page_first_direct", "page_first", "page_head", "layer_first", "page_first mla"])
 def test_pages_come_back_as_they_went(rigs: Rigs, layout: str) -> None:
     rig = rigs(layout=layout)
     held = rig.store(KEYS, range(10, 18))
