@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 # Where there is no GPU a pinned torch keeps several GB of CUDA packages away.
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
-.PHONY: demo test lint types tests contract vllm abi remote gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-carry bench-file \
+.PHONY: demo test lint types tests contract vllm sglang abi remote gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-carry bench-file \
 	eviction orders soak cache-soak crash race-mutants cache-mutants house clean
 
 demo: $(VENV)/ready
@@ -57,6 +57,12 @@ vllm: $(VENV)/ready
 		tests/engines/vllm/test_vllm_hints.py tests/engines/vllm/test_vllm_long_prompts.py \
 		tests/engines/vllm/test_vllm_scheduling.py tests/engines/vllm/test_vllm_scope.py \
 		tests/engines/vllm/test_vllm_shapes.py tests/engines/vllm/test_vllm_streams.py tests/engines/vllm/test_vllm_tier_host.py
+
+# The back end of SGLang, with real servers on the CPU, in an environment of its own (3.5 GB, kept outside the checkout).
+sglang: $(VENV)/ready
+	$(BIN)/python tests/environments.py sglang
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests/engines/sglang/on_cpu .venvs/sglang-0.5.23/bin/python -m pytest -q \
+		-p no:cacheprovider tests/engines/sglang
 
 # What is called by ctypes beside NVIDIA's headers of several versions; and the kernels as the oldest Triton compiles them.
 abi: $(VENV)/ready

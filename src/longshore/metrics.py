@@ -5,6 +5,8 @@ Every label value is exported from the start, at zero, so that a tier without hi
     REGISTRY.register(LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file))
     REGISTRY.register(tiers.collector)    under transformers, where each call may open a new stack
 
+    MirroredMetrics(collector, labels).update()    under SGLang, which exports what processes write into files
+
 vLLM exports those of `VLLM_COUNTERS` and `VLLM_GAUGES` in its own `/metrics`.
 """
 
@@ -13,8 +15,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+from prometheus_client import Counter, Gauge
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
@@ -206,6 +209,46 @@ class FollowingCollector(Collector):
                 ] + list(values.values())
             found.append(metric)
         return found + list(left.values())
+
+
+class MirroredMetrics:
+    """The metrics of a collector as objects of `prometheus_client`, the only ones that its multi-process mode exports.
+
+    In that mode a process writes each value into a file, and another one answers scrapes: collectors are never asked.
+    """
+
+    _made: ClassVar[dict[str, Counter | Gauge]] = {}
+    """By name; a name can be registered once in a process."""
+
+    def __init__(self, collector: Collector, labels: Mapping[str, str]) -> None:
+        """`labels` are added to those of each metric."""
+        self._collector = collector
+        self._labels = dict(labels)
+        self._before: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+
+    def update(self) -> None:
+        """Write the current values."""
+        for metric in self._collector.collect():
+            for sample in metric.samples:
+                labels = {**sample.labels, **self._labels}
+                made = self._made.get(metric.name) or self._make(metric, tuple(labels))
+                child = made.labels(**labels)
+                if isinstance(child, Gauge):
+                    child.set(sample.value)
+                else:
+                    before = self._before.get(_labelled(sample), 0.0)
+                    self._before[_labelled(sample)] = sample.value
+                    child.inc(max(0.0, sample.value - before))
+
+    def _make(self, metric: Metric, labels: Sequence[str]) -> Counter | Gauge:
+        name, text = metric.name, metric.documentation
+        made = (
+            Counter(name, text, labels)
+            if metric.type == "counter"
+            else Gauge(name, text, labels, multiprocess_mode="livesum")
+        )
+        self._made[name] = made
+        return made
 
 
 def _of_stack(stack: Stack) -> Iterable[Metric]:

@@ -156,6 +156,13 @@ class TieredCache:
             return self._lookups.path(group, path, now, until, request, turn, returns, count=count)
         return self._lookups.groups(paths, now, until, request, turn, returns, count=count)
 
+    def path_to(self, key: Key) -> list[Key]:
+        """The keys from the first chunk of a prompt to `key`, for hosts that do not say what is before it.
+
+        None if no tier has, or will have, the chunk; or if no tier has the chunk before it.
+        """
+        return self._store.index.path_to(key)
+
     def prefetch(
         self,
         what: Lease | Mapping[int, GroupKeys],

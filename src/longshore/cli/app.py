@@ -14,6 +14,7 @@ from longshore.cli.files import explain, fsck, gc, inspect
 from longshore.cli.output import run
 from longshore.cli.plan import plan
 from longshore.cli.replay import replay
+from longshore.cli.sglang_config import sglang_config
 from longshore.cli.vllm_config import vllm_config
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app.command()(gc)
 app.command()(replay)
 app.command()(plan)
 app.command()(vllm_config)
+app.command()(sglang_config)
 app.add_typer(bench)
 
 

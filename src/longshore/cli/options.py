@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from longshore.config import available_memory, format_bytes, parse_size
+from longshore.config import Config, available_memory, format_bytes, parse_size
 from longshore.errors import ConfigError, TraceError
 from longshore.trace.machine import MODELS, Timing, geometry_of, profile_named, with_bench, with_changes
 from longshore.trace.parsing import TraceRequest
@@ -304,3 +304,11 @@ def timing_of(
         raise ConfigError(f"--prefill-rate: expected a finite number of tokens a second, got {prefill_rate}")
     given["flops"] = None if prefill_rate is None else 2 * geometry.parameters * prefill_rate
     return Timing(geometry, with_changes(machine, given, "as given"))
+
+
+def plain_setting(config: Config, name: str, text: str) -> object:
+    """A setting as a JSON value: sizes as given, paths absolute."""
+    value = getattr(config, name)
+    if isinstance(value, Path):
+        return str(value.absolute())
+    return value if isinstance(value, bool | float) or type(value) is int else text

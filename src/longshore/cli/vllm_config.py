@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from longshore.boundary import PAGE
-from longshore.cli.options import settings_of, size_of
+from longshore.cli.options import plain_setting, settings_of, size_of
 from longshore.cli.output import write_json
 from longshore.config import Config
 from longshore.engines.kv_transfer import check_settings, kv_transfer
@@ -56,13 +55,5 @@ def vllm_config(
             size_of(given[name], f"--{name.replace('_', '-')}", PAGE)
     if check:
         config.check_machine()
-    extra = {name: _plain(config, name, text) for name, text in given.items()}
+    extra = {name: plain_setting(config, name, text) for name, text in given.items()}
     write_json(kv_transfer(extra, report_failures=report_failures))
-
-
-def _plain(config: Config, name: str, text: str) -> object:
-    """A setting as a JSON value: sizes as given, paths absolute."""
-    value = getattr(config, name)
-    if isinstance(value, Path):
-        return str(value.absolute())
-    return value if isinstance(value, bool | float) or type(value) is int else text

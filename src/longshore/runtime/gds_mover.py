@@ -1,4 +1,4 @@
-"""Device <-> file without host memory: copies inside the device, a staging ring in device memory, and the file tier.
+"""Device <-> file without a host tier: a staging ring in the memory of the device, and the file tier.
 
     to the file     pages ──engine──► ring slot ──tier──► file          each arrow begins when the one before it has
     from the file   pages ◄──engine── ring slot ◄──tier── file          ended, by its result, never by its submission
@@ -6,6 +6,9 @@
 File I/O has no stream order. The engine's copies keep stream order, as always; file I/O begins when their bytes are in
 place, and a ring slot is not reused until both have ended. Jobs longer than the ring are split, the more urgent jobs
 first.
+
+The blocks of a job are touched by copies only, never by file I/O. So a job that was cancelled lets go of its blocks as
+soon as no copy is under way (`touches_blocks`), however long the disk takes to end the rest.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from longshore.boundary import (
     DEVICE,
@@ -32,16 +36,30 @@ from longshore.boundary import (
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
 from longshore.layout.model import KVLayout
 from longshore.tiers.base import Op, Tier, TierOp, check_batch
-from longshore.transfer.device.base import ImageMemory
 from longshore.transfer.engine import INSIDE, OFFLOAD, ONBOARD, TransferEngine
 
 _log = logging.getLogger(__name__)
 
 
-class ImageRing:
-    """Slots for images in device memory, which the transfer engine uses like slots of the host tier."""
+class RingMemory(Protocol):
+    """The memory of a ring: an `ImageMemory` of the device; or an `Arena`, where the device is host memory itself."""
 
-    def __init__(self, memory: ImageMemory, image_bytes: int) -> None:
+    @property
+    def address(self) -> int:
+        """Of its first byte, a multiple of 4096."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+
+    def zero(self, offset: int, length: int) -> None:
+        """Zero a range."""
+
+
+class ImageRing:
+    """Slots for images in the memory of the device, which the transfer engine uses like slots of the host tier."""
+
+    def __init__(self, memory: RingMemory, image_bytes: int) -> None:
         """Divide `memory` into slots; `PlanError` if it has no room for one."""
         self.arena = memory
         self.slabs = Slabs.of_one_size(image_bytes, memory.nbytes // image_bytes)
@@ -186,6 +204,19 @@ class GdsMover:
                 self._tier.cancel(ticket)
         self._begin_pieces()
 
+    def touches_blocks(self, job: int) -> bool:
+        """Whether a copy reads or writes blocks of `job`, or will. Not of a write whose images are all in the ring.
+
+        For engines that take their blocks back before the job has ended.
+        """
+        found = self._jobs.get(job)
+        if found is None:
+            return False
+        if any(piece.job is found for piece in self._copying.values()):
+            return True
+        whole = found.begun == len(found.statuses)
+        return not (whole if found.transfer.route == self._write else found.cancelled)
+
     def close(self) -> None:
         """Wait for copies that have begun; the last results can still be polled. Idempotent."""
         self._closed = True
@@ -242,7 +273,7 @@ class GdsMover:
 
     def _to_pages(self, piece: _RingPiece, statuses: Sequence[Status]) -> None:
         """The reads into the ring have ended: bring the leading good ones to their pages."""
-        usable = leading_ok(statuses)
+        usable = 0 if piece.job.cancelled else leading_ok(statuses)
         for slot, status in zip(piece.slots, statuses, strict=True):
             if status is not Status.OK:  # nobody knows what it brought, and padding is zero
                 self._ring.arena.zero(int(self._ring.offsets(0, [slot])[0]), self._ring.slabs.slab_bytes)

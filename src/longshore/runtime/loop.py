@@ -258,6 +258,13 @@ class Runtime:
         """Wait for at most `timeout` seconds until none of `jobs` is in flight; returns whether that is so."""
         return self._wait(lambda: not any(map(self._is_in_flight, jobs)), timeout)
 
+    def wait_for_blocks(self, jobs: Sequence[int], touches: Callable[[int], bool], timeout: float) -> bool:
+        """Wait for at most `timeout` seconds until no copy touches device blocks of `jobs`; returns whether that is so.
+
+        They may be in flight still. `touches` says so of a job that has begun.
+        """
+        return self._wait(lambda: not any(job in self._waiting or touches(job) for job in jobs), timeout)
+
     def flush(self, timeout: float, besides: int = 0) -> bool:
         """Wait until every block that is to be copied down was, and nothing is in flight; returns whether that is so.
 

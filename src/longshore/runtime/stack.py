@@ -5,6 +5,9 @@ Runtime ── TieredCache                                file_mode = "gds":
    ├── HostTier         slots in one Arena               (none)
    ├── FileTier         (with a file_path)               GdsFileTier, between the ring and the file
    └── RemoteTier ...   (those of `remote`)              (none)
+
+An engine that has a host tier of its own brings a `ring` in host memory, and is served like with `gds`: its host tier
+is the device then.
 """
 
 from __future__ import annotations
@@ -101,6 +104,7 @@ class Stack:
         host: The host tier; `None` with `file_mode` gds.
         arena: Its memory.
         foreign: The foreign tiers, in the order of opening.
+        ring_mover: What moves images through a ring, where there is no host tier.
     """
 
     config: Config
@@ -114,6 +118,7 @@ class Stack:
     loop: BackgroundLoop | None
     events: EventRecorder | None
     foreign: tuple[ForeignTier, ...] = ()
+    ring_mover: GdsMover | None = None
 
     def load_path(
         self,
@@ -304,6 +309,7 @@ def open_stack(
     open_foreign: Sequence[Callable[..., ForeignTier]] = (),
     groups: Sequence[CacheGroup] = (),
     partial: bool = False,
+    ring: ImageRing | None = None,
 ) -> Stack:
     """Build the tiers of `config` for block images of `layout`.
 
@@ -316,13 +322,21 @@ def open_stack(
     `posix` with a host tier of the default size, and the log says so. Raises `ConfigError` when the machine cannot give
     what is asked for, or a tier cannot hold a single image, and `TierError` when the file tier cannot be opened;
     nothing stays behind then.
+
+    With a `ring` there is no host tier: images pass through it on their way between the device and what `open_gds`
+    makes. The caller closes its memory, after the stack.
     """
-    config.check_machine()
+    if ring is None:
+        config.check_machine()
+    else:
+        config.check_files()
     if open_foreign and config.file_mode == "gds":
         raise ConfigError("foreign tiers need a host tier, which file_mode gds does not have; use file_mode posix")
+    if ring is not None and (open_foreign or config.remote):
+        raise ConfigError("remote stores need a host tier, which this engine has of its own; remove remote")
     if config.file_path is not None:
         check_size("file_size", config.file_size, capacity_for(1, layout.image_bytes))
-    ring = _take_ring(config, layout, device)
+    ring = ring or _take_ring(config, layout, device)
     if ring is not None:
         return _open_without_host(config, layout, scope, device, ring, open_gds, groups, partial)
     check_size("host_size", config.host_size, layout.image_bytes)
@@ -391,7 +405,7 @@ def _open_without_host(
         mover = GdsMover(engine, layout, ring, file)
         runtime = _make_runtime(config, layout, scope, _Grouping(groups, partial), None, file, [mover])
         undo.pop_all()
-    return _start(config, layout, scope, runtime, engine, None, file, None)
+    return replace(_start(config, layout, scope, runtime, engine, None, file, None), ring_mover=mover)
 
 
 def _start(

@@ -171,7 +171,7 @@ class Engine:
 
     def save_adapter(self, path: str, seed: int) -> None:
         """Write an adapter, over one that may be there, and wait until a change of it would show."""
-        from longshore.engines.vllm.model import SETTLED
+        from longshore.engines.weight_files import SETTLED
 
         save_adapter(Path(path), seed)
         while time.time() <= max(file.stat().st_ctime for file in Path(path).iterdir()) + SETTLED:

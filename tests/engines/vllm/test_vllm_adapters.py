@@ -15,6 +15,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm_kit import Rig, keys_of
 
+from longshore.engines import weight_files
 from longshore.engines.vllm import changes, model
 from longshore.runtime.rank_reports import RankReports
 
@@ -48,15 +49,15 @@ class Adapter:
     def load(self, rig: Rig, ranks: range | None = None) -> None:
         """What vLLM's workers do."""
         for rank in range(len(rig.workers)) if ranks is None else ranks:
-            digest = changes._digest(model.FileDigests(), self.lora)
+            digest = changes._digest(weight_files.FileDigests(), self.lora)
             rig.workers[rank]._loaded_adapter(self.lora, 0 if digest is None else changes._number(digest))
 
 
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if all files lay on a disk, and had been changed long ago."""
-    monkeypatch.setattr(model, "SETTLED", -1e9)
-    monkeypatch.setattr(model, "_is_in_memory", lambda device: False)
+    monkeypatch.setattr(weight_files, "SETTLED", -1e9)
+    monkeypatch.setattr(weight_files, "_is_in_memory", lambda device: False)
 
 
 @pytest.fixture
@@ -156,11 +157,11 @@ def test_a_store_under_way_when_the_adapter_changes_is_dropped(rigs: Rigs, adapt
 
 
 def in_memory(patch: pytest.MonkeyPatch, *, hidden: bool) -> None:
-    patch.setattr(model, "_is_in_memory", lambda device: hidden)
+    patch.setattr(weight_files, "_is_in_memory", lambda device: hidden)
 
 
 def just_changed(patch: pytest.MonkeyPatch, *, hidden: bool) -> None:
-    patch.setattr(model, "SETTLED", 1e9 if hidden else -1e9)
+    patch.setattr(weight_files, "SETTLED", 1e9 if hidden else -1e9)
 
 
 @pytest.mark.parametrize("where", [in_memory, just_changed])
@@ -222,7 +223,7 @@ def test_workers_tell_what_they_have_loaded(adapter: Adapter, monkeypatch: pytes
     config = SimpleNamespace(lora_config=SimpleNamespace(), parallel_config=SimpleNamespace(worker_cls="one"))
     watch = changes.AdapterWatch(config, lambda lora, number: calls.append((lora.lora_int_id, number)))
     manager = object.__new__(WorkerLoRAManager)
-    digest = changes._number(changes._digest(model.FileDigests(), adapter.lora) or b"")
+    digest = changes._number(changes._digest(weight_files.FileDigests(), adapter.lora) or b"")
     assert manager._load_adapter(adapter.lora) == "adapter"
     manager._load_adapter(adapter.lora)
     assert calls == [(7, digest), (7, 0)], "bytes that change while they are loaded are unknown"

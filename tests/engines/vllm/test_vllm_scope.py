@@ -18,8 +18,9 @@ from vllm.distributed import parallel_state
 from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Group, Rig, file_settings, keys_of
 
+from longshore.engines import weight_files
 from longshore.engines.vllm import model
-from longshore.engines.vllm.model import FileDigests
+from longshore.engines.weight_files import FileDigests
 from longshore.errors import EngineError
 
 MISS, PENDING = LookupResult.MISS, LookupResult.HIT_PENDING
@@ -107,7 +108,7 @@ def test_any_changed_byte_of_any_weight_file_finds_nothing(
     if name.startswith("linked"):
         path.symlink_to(blob)
     path.write_bytes(bytes(300_000))
-    monkeypatch.setattr(model, "SETTLED", -1e9)  # the memo has all
+    monkeypatch.setattr(weight_files, "SETTLED", -1e9)  # the memo has all
     assert [first_lookup(tmp_path, **settings) for _ in range(2)] == [MISS, PENDING]
     change_a_byte(blob if path.is_symlink() else path, 150_000)
     assert [first_lookup(tmp_path, **settings) for _ in range(2)] == [MISS, PENDING]

@@ -31,8 +31,8 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from longshore.engines.tensors import content
 from longshore.engines.vllm import contract
-from longshore.engines.vllm.model import FileDigests
 from longshore.engines.vllm.requests import RequestState, Ticket
+from longshore.engines.weight_files import FileDigests
 from longshore.errors import EngineError
 from longshore.runtime.rank_reports import RankReports
 

@@ -229,6 +229,10 @@ class Arena:
             raise TierError(f"bytes [{offset}, {offset + length}) are outside an arena of {self.nbytes} bytes")
         return self.array.data[offset : offset + length]
 
+    def zero(self, offset: int, length: int) -> None:
+        """Zero bytes `[offset, offset + length)`; raises `TierError` if they are outside the arena."""
+        self.view(offset, length)[:] = bytes(length)
+
     def register(self, registrar: Registrar, slot_bytes: int, largest: int = LARGEST_PIECE) -> None:
         """Register the arena with a device, in pieces of at most `largest` bytes that no slot straddles.
 

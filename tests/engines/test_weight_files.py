@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from longshore.engines.vllm import model as model_module
-from longshore.engines.vllm.model import FileDigests, changed_since, has_weights
+from longshore.engines import weight_files
+from longshore.engines.weight_files import FileDigests, changed_since, has_weights
 from longshore.errors import EngineError
 
 SIZE = 100_000
@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if all files had been changed long ago: none can be made old, as nobody sets a ctime."""
-    monkeypatch.setattr(model_module, "SETTLED", -1e9)
+    monkeypatch.setattr(weight_files, "SETTLED", -1e9)
 
 
 @pytest.mark.usefixtures("settled")
@@ -96,14 +96,14 @@ def test_files_in_memory_are_always_hashed(tmp_path: Path, monkeypatch: pytest.M
 def test_only_once_refuses_files_that_cannot_be_memoised(
     model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(model_module, "SETTLED", -1e9 if kind == "in memory" else 1e9)
-    monkeypatch.setattr(model_module, "_is_in_memory", lambda device: kind == "in memory")
+    monkeypatch.setattr(weight_files, "SETTLED", -1e9 if kind == "in memory" else 1e9)
+    monkeypatch.setattr(weight_files, "_is_in_memory", lambda device: kind == "in memory")
     digests = FileDigests()
     with pytest.raises(EngineError, match="lies in memory" if kind == "in memory" else "leave it, or touch it"):
         digests.of([model], only_once=True)
     assert digests.hashed_bytes == 0
-    monkeypatch.setattr(model_module, "SETTLED", -1e9)
-    monkeypatch.setattr(model_module, "_is_in_memory", lambda device: False)
+    monkeypatch.setattr(weight_files, "SETTLED", -1e9)
+    monkeypatch.setattr(weight_files, "_is_in_memory", lambda device: False)
     assert [digests.of([model], only_once=True) for _ in range(2)] == [FileDigests().of([model])] * 2
     assert digests.hashed_bytes == SIZE
 
@@ -130,7 +130,7 @@ def test_a_memo_that_cannot_be_written_costs_time_alone(model: Path, tmp_path: P
 
 
 def test_a_file_that_changes_while_it_is_read_has_no_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, hashed = model / "model.safetensors", model_module._hash
+    path, hashed = model / "model.safetensors", weight_files._hash
     times = iter(range(1, 100))
 
     def change(fd: int, size: int) -> str | None:
@@ -138,14 +138,14 @@ def test_a_file_that_changes_while_it_is_read_has_no_digest(model: Path, monkeyp
         os.utime(path, (0, next(times)))
         return digest
 
-    monkeypatch.setattr(model_module, "_hash", change)
+    monkeypatch.setattr(weight_files, "_hash", change)
     with pytest.raises(EngineError, match="changes while it is read"):
         FileDigests().of([model])
     assert next(times) > 1
 
 
 def test_file_truncated_while_hashed_has_no_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_module, "_hash", lambda fd, size, hashed=model_module._hash: hashed(fd, size + 1))
+    monkeypatch.setattr(weight_files, "_hash", lambda fd, size, hashed=weight_files._hash: hashed(fd, size + 1))
     with pytest.raises(EngineError, match="changes while it is read"):
         FileDigests().of([model])
 
@@ -178,8 +178,8 @@ def test_single_file_model_is_hashed_with_neighbouring_weights(tmp_path: Path) -
 
 def test_parts_of_large_files_are_hashed_in_place(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = model / "model.safetensors"
-    monkeypatch.setattr(model_module, "_PART_BYTES", 4096)
-    monkeypatch.setattr(model_module, "_READ_BYTES", 1000)
+    monkeypatch.setattr(weight_files, "_PART_BYTES", 4096)
+    monkeypatch.setattr(weight_files, "_READ_BYTES", 1000)
     content = bytearray(path.read_bytes())
     seen = {FileDigests().of([model])}
     for at in (0, 4095, 4096, 50_000, SIZE - 1):
@@ -273,13 +273,13 @@ def test_links_in_a_circle_are_an_error_on_the_way(tmp_path: Path) -> None:
     (tmp_path / "one").symlink_to("other")
     (tmp_path / "other").symlink_to("one")
     with pytest.raises(OSError, match="symbolic links"):
-        list(model_module._way(tmp_path / "one"))
+        list(weight_files._way(tmp_path / "one"))
 
 
 def test_a_stamp_of_whole_seconds_may_be_of_a_later_change(tmp_path: Path) -> None:
     fine, coarse = (os.stat_result([0] * 10, {"st_ctime_ns": at}) for at in (5_000_000_001, 5_000_000_000))
-    assert model_module._stamp(fine) < 5_100_000_000
-    assert model_module._stamp(coarse) == 7_000_000_000
+    assert weight_files._stamp(fine) < 5_100_000_000
+    assert weight_files._stamp(coarse) == 7_000_000_000
 
 
 def download(cache: Path, commit: str, *, shared: Path | None = None) -> Path:

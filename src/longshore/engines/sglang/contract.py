@@ -1,0 +1,74 @@
+"""What this adapter relies on inside SGLang, and a check that it is still there."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+
+from longshore.errors import ContractError, EngineError
+
+SUPPORTED = "sglang 0.5.23"
+
+_VERSIONS = ("0.5.23",)
+
+_STORAGE = "sglang.srt.mem_cache.hicache_storage"
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+UPDATES = ("update_weights_from_disk", "update_weights_from_tensor", "load_weights_from_distributed")
+"""Methods of SGLang's `WeightUpdater` that change weights, beside `update_weights_from_ipc`."""
+
+_PARAMETERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    _STORAGE: {
+        "HiCacheStorage.register_mem_pool_host": ("self", "mem_pool_host"),
+        "HiCacheStorage.register_mem_host_pool_v2": ("self", "host_pool", "host_pool_name"),
+        "HiCacheStorage.batch_exists": ("self", "keys", "extra_info"),
+        "HiCacheStorage.batch_get_v1": ("self", "keys", "host_indices", "extra_info"),
+        "HiCacheStorage.batch_set_v1": ("self", "keys", "host_indices", "extra_info"),
+        "HiCacheStorage.clear": ("self",),
+        "HiCacheStorage.get_stats": ("self",),
+    },
+    _UPDATER: {f"WeightUpdater.{name}": ("self",) for name in (*UPDATES, "update_weights_from_ipc")},
+    "sglang.srt.mem_cache.pool_host.base": {"HostKVCache.alloc": ("self", "need_size")},
+    "sglang.srt.mem_cache.pool_host.mha": {"MHATokenToKVPoolHost.get_page_buffer_meta": ("self", "indices")},
+    "sglang.srt.runtime_context": {"RuntimeContext.resolved_server_args_dict": ("self",)},
+    "sglang.srt.configs.model_config": {"ModelConfig.from_server_args": ("server_args",)},
+}
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "HiCacheStorageConfig": (
+        *("tp_rank", "tp_size", "pp_size", "attn_cp_size", "is_mla_model", "dcp_size", "should_split_heads"),
+        *("dp_rank", "enable_storage_metrics", "extra_config"),
+    ),
+    "HiCacheStorageExtraInfo": ("prefix_keys",),
+}
+
+
+def check() -> None:
+    """Raise `ContractError` unless this is an SGLang that the adapter knows; `EngineError` without any."""
+    try:
+        import sglang  # noqa: PLC0415 - a probe
+    except ImportError as error:
+        raise EngineError(f"{error}; the adapter needs {SUPPORTED}") from error
+    if sglang.__version__ not in _VERSIONS:
+        raise ContractError(f"expected {SUPPORTED}, got {sglang.__version__}")
+    if wrong := violations():
+        raise ContractError(f"SGLang {sglang.__version__} has changed what Longshore uses: {'; '.join(wrong)}")
+
+
+def violations() -> list[str]:
+    """What differs from what is relied on, in plain words."""
+    found = []
+    for module, functions in _PARAMETERS.items():
+        names = vars(importlib.import_module(module))
+        for path, expected in functions.items():
+            owner, _, method = path.partition(".")
+            function = getattr(names.get(owner), method, None)
+            got = tuple(inspect.signature(function).parameters) if function is not None else ()
+            if got[: len(expected)] != expected:
+                found.append(f"expected {path}{expected}, got {got or 'nothing'}")
+    names = vars(importlib.import_module(_STORAGE))
+    for owner, fields in _FIELDS.items():
+        known = getattr(names.get(owner), "__dataclass_fields__", {})
+        missing = [field for field in fields if field not in known]
+        if missing:
+            found.append(f"expected {owner} to have {', '.join(missing)}")
+    return found

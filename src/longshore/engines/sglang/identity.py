@@ -1,0 +1,143 @@
+"""The scope of stored pages, and what SGLang may not be asked to do with them.
+
+SGLang's keys are SHA-256 over tokens and salt alone. Whatever else decides a page's bytes is in the scope: every byte
+of the weight files, the model's configuration as it is in force, every setting of the model and of its execution, the
+layout of a page, and the rank. Under tensor parallelism all ranks ask for the same keys, and each has other bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longshore.engines.weight_files import LATE, FileDigests, changed_since, has_weights, process_began
+from longshore.errors import EngineError
+from longshore.keys import Scope
+from longshore.layout import KVLayout
+
+_NUMERIC = ("model", "exec")
+"""SGLang's namespaces of settings that may change what a model computes."""
+
+_OTHERWISE = ("model_path", "download_dir", "trust_remote_code", "weight_loader_prefetch_num_threads")
+"""Settings of these without effect on bytes; where weights lie is not what they are."""
+
+_FROM_FILES = frozenset({"auto", "safetensors", "fastsafetensors", "pt", "mistral", "gguf", "bitsandbytes"})
+"""Values of `load_format` with which weights come from the files in the model's directory, and from nowhere else."""
+
+_VOLATILE = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
+
+
+def settings() -> dict[str, Any]:
+    """SGLang's settings as they are in force in this process."""
+    from sglang.srt.runtime_context import get_context  # noqa: PLC0415 - SGLang is there where this is called
+
+    told: dict[str, Any] = get_context().resolved_server_args_dict()
+    return told
+
+
+def refuse(storage: Any, told: dict[str, Any]) -> None:
+    """Raise `EngineError`, with its name, for what is not served. `storage` is a `HiCacheStorageConfig`."""
+    if not (storage.extra_config or {}).get("interface_v1"):
+        raise EngineError("expected interface_v1 to be 1: `longshore sglang-config` prints the configuration")
+    parallel = {"pp_size": "pipeline", "attn_cp_size": "context", "dcp_size": "decode context"}
+    for field, name in parallel.items():
+        if getattr(storage, field) > 1:
+            raise EngineError(f"{name} parallel engines are not served, got {field}={getattr(storage, field)}")
+    if told["dp_size"] > 1:
+        raise EngineError(f"data parallel engines are not served, got dp_size={told['dp_size']}: start one for each")
+    if storage.is_mla_model and storage.tp_size > 1:
+        raise EngineError("one copy for all ranks (MLA) is not served with several of them: expected tp_size=1")
+    if storage.should_split_heads:
+        raise EngineError("tp_lcm_size is not served: remove it from the extra configuration")
+    for key, served in (("speculative_algorithm", None), ("enable_lora", False), ("enable_hisparse", False)):
+        if told.get(key) not in (served, None, False):
+            raise EngineError(f"{key} is not served, got {told[key]!r}")
+    if told.get("hicache_host_memory_mode", "cache") != "cache":
+        raise EngineError(f"hicache_host_memory_mode is {told['hicache_host_memory_mode']!r}: expected 'cache'")
+    if told["disaggregation_mode"] != "null":
+        raise EngineError(f"disaggregation_mode is {told['disaggregation_mode']!r}: expected no disaggregation")
+    if told["load_format"] not in _FROM_FILES:
+        raise EngineError(f"load_format is {told['load_format']!r}: expected one of {sorted(_FROM_FILES)}")
+
+
+def check_pool(pool: Any) -> None:
+    """Raise `EngineError` for host memory in which pages move, or are shared with other pools."""
+    if pool.shared_allocation_domain is not None:
+        raise EngineError("host memory that several pools share (enable_unified_memory) is not served")
+
+
+def scope_of(storage: Any, told: dict[str, Any], layout: KVLayout, salt: str, memo: Path) -> Scope:
+    """What must be equal for two servers' pages under equal keys to be equal.
+
+    `memo` has the digests of weight files that were hashed before. Raises `EngineError` where weights cannot be told
+    apart, or the model is not served.
+    """
+    import sglang  # noqa: PLC0415
+    from sglang.srt.configs.model_config import ModelConfig  # noqa: PLC0415
+    from sglang.srt.runtime_context import get_server_args  # noqa: PLC0415
+
+    model = ModelConfig.from_server_args(get_server_args())
+    if model.is_multimodal:
+        raise EngineError("multimodal models are not served: keys of pages name images by short hashes only")
+    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
+    return Scope(
+        model=_digest(config, _numeric(told)),
+        weights=_weights(told, memo),
+        dtype=str(model.dtype),
+        layout=layout.fingerprint,
+        block_size=layout.groups[0].block_size,
+        group=f"rank {storage.tp_rank} of {storage.tp_size}",
+        attention=f"SGLang {sglang.__version__}, torch {torch.__version__}, {told['device']}",
+        salt=salt,
+        hash_algorithm="SGLang's SHA-256 of a page's tokens, chained",
+    )
+
+
+def _weights(told: dict[str, Any], memo: Path) -> str:
+    """Digest of the bytes of the model's files."""
+    path = _path(told)
+    files = [path]
+    if told.get("quantization_param_path"):
+        files.append(Path(told["quantization_param_path"]))
+    digest = FileDigests(memo).of(files)
+    try:
+        late = changed_since(path, process_began())
+    except OSError as error:
+        raise EngineError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    if late is not None:
+        raise EngineError(LATE.format(late))
+    return digest
+
+
+def _path(told: dict[str, Any]) -> Path:
+    """Where the files of the model lie: its name, or the snapshot of its revision that was downloaded."""
+    path = Path(told["model_path"])
+    if not path.exists():
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - SGLang has it
+
+        try:
+            name, revision, cache = told["model_path"], told["revision"], told["download_dir"]
+            path = Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
+        except (OSError, ValueError) as error:
+            raise EngineError(f"the files of {told['model_path']} are not on this machine: {error}") from error
+    if not has_weights(path):
+        raise EngineError(f"{path} has no weights: expected safetensors, bin, pt, pth or gguf files")
+    return path
+
+
+def _numeric(told: dict[str, Any]) -> dict[str, Any]:
+    """The settings that may change what a model computes."""
+    from sglang.srt.arg_groups.arg_utils import namespace_of  # noqa: PLC0415
+    from sglang.srt.server_args import ServerArgs  # noqa: PLC0415
+
+    spaces = namespace_of(ServerArgs)
+    names = sorted(name for name, space in spaces.items() if space.partition(".")[0] in _NUMERIC)
+    return {name: told.get(name) for name in names if name not in _OTHERWISE}
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

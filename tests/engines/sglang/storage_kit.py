@@ -1,0 +1,149 @@
+"""The storage back end over a real host pool of SGLang's, without a server: called as SGLang's threads call it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import sglang_on_cpu
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.runtime_context import get_context
+from sglang.srt.server_args import ServerArgs
+
+from longshore.engines.sglang import identity
+from longshore.engines.sglang.flags import server_flags
+from longshore.engines.sglang.storage import LongshoreStorage
+
+PAGE = 16
+LAYERS, HEADS, WIDTH = 3, 2, 32
+sglang_on_cpu.register()
+
+
+def make_pool(layout: str = "page_first_direct", pages: int = 64) -> Any:
+    """A host pool in this layout; of the latent of MLA, in one piece a page, for a layout that ends in `mla`."""
+    sizes = {"host_token_capacity": pages * PAGE, "device_capacity_tokens": 4 * PAGE}
+    layers = {"start_layer": 0, "end_layer": LAYERS}
+    name, _, latent = layout.partition(" ")
+    if latent:
+        mla = MLATokenToKVPool(4 * PAGE, PAGE, torch.bfloat16, 64, WIDTH, LAYERS, "cpu", False)
+        info = mla.get_device_pool_infos()[0].buffer_info
+        return MLATokenToKVPoolHost(info, 2.0, 0, PAGE, name, False, target_layer_num=LAYERS, **sizes, **layers)
+    mha = MHATokenToKVPool(4 * PAGE, PAGE, torch.bfloat16, HEADS, WIDTH, LAYERS, "cpu", False)
+    info = mha.get_device_pool_infos()[0].buffer_info
+    return MHATokenToKVPoolHost(info, 2.0, 0, PAGE, name, pin_memory=False, **sizes, **layers)
+
+
+def names(count: int, seed: int = 0) -> list[str]:
+    """Keys as SGLang makes them: SHA-256 of each page, chained, hexadecimal."""
+    keys, before = [], b""
+    for page in range(count):
+        before = hashlib.sha256(before + bytes([seed, page % 256])).digest()
+        keys.append(before.hex())
+    return keys
+
+
+def indices(pages: Sequence[int]) -> torch.Tensor:
+    """Positions of all tokens of `pages`."""
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+class Rig:
+    """A back end of one rank, and its host pool.
+
+    Attributes:
+        pool: SGLang's.
+        storage: Ours.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        directory: Path,
+        *,
+        layout: str = "page_first_direct",
+        rank: int = 0,
+        ranks: int = 1,
+        size: str = "16MiB",
+        told: dict[str, Any] | None = None,
+        **settings: object,
+    ) -> None:
+        ours = {"file_path": str(directory), "file_size": size, **settings}
+        extra = json.loads(server_flags(ours, {})[-1])
+        arguments = ServerArgs(
+            model_path=str(model),
+            device="cpu",
+            attention_backend="torch_native",
+            hicache_storage_backend="dynamic",
+            hicache_storage_backend_extra_config=json.dumps(extra),
+            **(told or {}),
+        )
+        get_context().set_server_args(arguments)
+        passed = {key: value for key, value in extra.items() if key != "hicache_storage_pass_prefix_keys"}
+        config = HiCacheStorageConfig(
+            tp_rank=rank,
+            tp_size=ranks,
+            pp_rank=0,
+            pp_size=1,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+            is_mla_model=layout.endswith("mla"),
+            enable_storage_metrics=False,
+            is_page_first_layout=False,
+            model_name=str(model),
+            extra_config=passed,
+        )
+        identity.process_began = time.time_ns  # type: ignore[attr-defined]  # as if this process had begun just now
+        self.pool = make_pool(layout)
+        self.storage = LongshoreStorage(config, {})
+        self.storage.register_mem_pool_host(self.pool)
+
+    @property
+    def host_pid(self) -> int:
+        """The process of its tier host."""
+        process = self.storage._stack.file._supervisor.process  # type: ignore[union-attr]
+        return int(process.pid)
+
+    def fill(self, pages: Sequence[int], seed: int) -> torch.Tensor:
+        """Write bytes into pages; returns what they have then."""
+        torch.manual_seed(seed)
+        for page in pages:
+            flat = self.pool.get_data_page(page * PAGE, flat=True)
+            self.pool.set_from_flat_data_page(page * PAGE, torch.randn(flat.shape).to(flat.dtype))
+        return self.read(pages)
+
+    def read(self, pages: Sequence[int]) -> torch.Tensor:
+        """Bytes of pages, as SGLang sees them."""
+        return torch.stack([self.pool.get_data_page(page * PAGE, flat=True).clone() for page in pages])
+
+    def set(self, keys: Sequence[str], pages: Sequence[int], before: Sequence[str] | None = ()) -> list[bool]:
+        told = HiCacheStorageExtraInfo(prefix_keys=None if before is None else list(before))
+        return self.storage.batch_set_v1(list(keys), indices(pages), told)
+
+    def get(self, keys: Sequence[str], pages: Sequence[int], before: Sequence[str] | None = None) -> list[bool]:
+        told = HiCacheStorageExtraInfo(prefix_keys=None if before is None else list(before))
+        return self.storage.batch_get_v1(list(keys), indices(pages), told)
+
+    def exists(self, keys: Sequence[str]) -> int:
+        return self.storage.batch_exists(list(keys), HiCacheStorageExtraInfo())
+
+    def store(self, keys: Sequence[str], pages: Sequence[int], seed: int = 1) -> torch.Tensor:
+        """Store new bytes, and wait until they are in files."""
+        held = self.fill(pages, seed)
+        assert self.set(keys, pages) == [True] * len(keys)
+        assert self.storage.flush(30)
+        return held
+
+    def segment(self) -> Path:
+        """The file of its images."""
+        return Path(self.storage.settings.file_path or "") / "segment"
+
+    def close(self) -> None:
+        self.storage.close()

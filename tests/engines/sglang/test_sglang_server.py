@@ -1,0 +1,180 @@
+"""A real server, one after the other over the same files: what returns comes from files, with the same tokens."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sglang_kit import PAGE, Answer, Server, prompt, serving, write_model
+
+TOKENS, SERVED = 400, 384
+"""Of a prompt, and of these as many as whole pages before the last token have."""
+
+PROMPTS = 8
+"""More than device and host memory have room for together: 1024 tokens and twice as many."""
+
+CLOSE = 0.02
+"""How far log-probabilities may be apart; `test_the_engines_own_variation` looks at what the engine needs of that."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def models(place: Path) -> tuple[Path, Path]:
+    """Two models of one shape, with other weights."""
+    return write_model(place / "model", seed=0), write_model(place / "other", seed=1)
+
+
+@pytest.fixture(scope="module")
+def server(place: Path, models: tuple[Path, Path]) -> Iterator[Server]:
+    tier = {"file_path": str(place / "tier"), "file_size": "64MiB", "load_timeout": 5}
+    with serving(models[0], place / "log", tier=tier) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def oracle(server: Server) -> dict[int, Answer]:
+    """What the server says when it computes a prompt as a whole, by seed."""
+    return {seed: server.ask(prompt(seed, TOKENS)) for seed in range(PROMPTS)}
+
+
+def check(answer: Answer, expected: Answer) -> None:
+    """The same tokens, and the same log-probabilities as far as the engine itself has them."""
+    assert answer.tokens == expected.tokens
+    assert max(abs(a - b) for a, b in zip(answer.logprobs, expected.logprobs, strict=True)) <= CLOSE
+    assert answer.device + answer.host + answer.storage == answer.cached
+
+
+def test_answers_depend_on_the_whole_prompt(oracle: dict[int, Answer], server: Server) -> None:
+    assert all(answer.cached == 0 for answer in oracle.values())
+    assert len({tuple(answer.tokens) for answer in oracle.values()}) == PROMPTS
+    changed = prompt(0, TOKENS)
+    changed[5] += 1
+    assert server.ask(changed).tokens != oracle[0].tokens
+
+
+def test_the_engines_own_variation(oracle: dict[int, Answer], server: Server) -> None:
+    """A prompt whose head the device still has gives the same tokens."""
+    last = PROMPTS - 1
+    server.ask(prompt(last, TOKENS))
+    again = server.ask(prompt(last, TOKENS))
+    assert (again.device, again.cached) == (SERVED, SERVED)
+    check(again, oracle[last])
+
+
+def test_prompts_evicted_from_device_and_host_come_from_files(oracle: dict[int, Answer], server: Server) -> None:
+    came = []
+    for seed in range(PROMPTS):
+        answer = server.ask(prompt(seed, TOKENS))
+        check(answer, oracle[seed])
+        assert answer.cached == SERVED
+        came.append(answer.storage)
+    assert max(came) == SERVED
+
+
+def test_a_flushed_cache_is_read_from_files(oracle: dict[int, Answer], server: Server) -> None:
+    server.flush()
+    answer = server.ask(prompt(0, TOKENS))
+    check(answer, oracle[0])
+    assert (answer.storage, answer.cached) == (SERVED, SERVED)
+
+
+def test_the_next_turn_of_a_conversation_continues_from_files(oracle: dict[int, Answer], server: Server) -> None:
+    longer = [*prompt(1, TOKENS), *oracle[1].tokens, *prompt(50, 200)]
+    server.flush()
+    answer = server.ask(longer)
+    assert answer.storage >= SERVED
+    server.flush()
+    again = server.ask(longer)
+    assert again.storage == (len(longer) - 1) // PAGE * PAGE
+    check(again, answer)
+    # Half of it on the device, the rest in files only.
+    server.flush()
+    check(server.ask(prompt(1, TOKENS)), oracle[1])
+    rest = server.ask(longer)
+    assert rest.device + rest.host >= SERVED
+    assert rest.storage > 0
+    check(rest, answer)
+
+
+def test_a_killed_tier_host_costs_time_only(oracle: dict[int, Answer], server: Server) -> None:
+    (pid,) = server.processes("longshore.runtime.tier_host.child")
+    os.kill(pid, signal.SIGKILL)
+    for seed in range(3):
+        server.flush()
+        check(server.ask(prompt(seed, TOKENS)), oracle[seed])
+    assert "tier host" in server.text()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        server.flush()
+        answer = server.ask(prompt(2, TOKENS))
+        check(answer, oracle[2])
+        if answer.storage == SERVED:
+            break
+    assert answer.storage == SERVED
+    assert server.processes("longshore.runtime.tier_host.child") != [pid]
+
+
+def test_a_stopped_tier_host_holds_nothing_up(oracle: dict[int, Answer], server: Server) -> None:
+    (pid,) = server.processes("longshore.runtime.tier_host.child")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        server.flush()
+        answer = server.ask(prompt(3, TOKENS))
+        check(answer, oracle[3])
+        assert answer.storage == 0
+        fresh = server.ask(prompt(60, TOKENS))  # is stored as far as there is room
+        assert fresh.cached == 0
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    server.flush()
+    check(server.ask(prompt(3, TOKENS)), oracle[3])
+
+
+def test_metrics_of_ours_are_on_the_servers_page(oracle: dict[int, Answer], server: Server) -> None:
+    server.flush()
+    server.ask(prompt(0, TOKENS))
+    found = re.findall(r"^longshore_(hit|miss)_chunks_total{(.*)} ([0-9.]+)$", server.metrics(), re.MULTILINE)
+    hits = sum(float(count) for kind, labels, count in found if kind == "hit" and 'tier="file"' in labels)
+    assert hits >= SERVED / PAGE
+    assert all('tp_rank="0"' in labels for _, labels, _ in found)
+    assert 'longshore_file_troubles_total{reason="tier_host"' in server.metrics()
+
+
+def test_no_thread_of_sglang_saw_an_exception(server: Server) -> None:
+    text = server.text()
+    assert "HiCache prefetch transfer failed" not in text
+    assert "HiCache storage query failed" not in text
+    assert "HiCache backup failed" not in text
+
+
+def test_prompts_come_from_files_after_a_restart_and_not_for_other_weights(
+    oracle: dict[int, Answer], server: Server, place: Path, models: tuple[Path, Path]
+) -> None:
+    server.flush()
+    server.close()
+    assert not server.processes("longshore")
+    tier = {"file_path": str(place / "tier"), "file_size": "64MiB"}
+    with serving(models[0], place / "log-2", tier=tier) as next_one:
+        for seed in range(PROMPTS):
+            answer = next_one.ask(prompt(seed, TOKENS))
+            check(answer, oracle[seed])
+            assert (answer.storage, answer.cached) == (SERVED, SERVED)
+        next_one.post("/update_weights_from_disk", {"model_path": str(models[1])})
+        answer = next_one.ask(prompt(0, TOKENS))
+        assert (answer.storage, answer.cached) == (0, 0)
+        assert answer.tokens != oracle[0].tokens
+        next_one.flush()
+        again = next_one.ask(prompt(0, TOKENS))
+        assert again.storage == 0  # nothing was stored of the new weights
+        check(again, answer)
+    shutil.rmtree(place / "tier")

@@ -1,0 +1,391 @@
+"""The storage back end as SGLang's threads call it: a leading run of the right bytes, or fewer pages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
+from sglang_kit import write_model
+from storage_kit import Rig, indices, names
+
+from longshore.engines.sglang import contract, identity
+from longshore.errors import ConfigError, ContractError, EngineError, TierInUseError
+
+Rigs = Callable[..., Rig]
+KEYS = names(8)
+
+
+@pytest.mark.parametrize("layout", ["page_first_direct", "page_first", "page_head", "layer_first", "page_first mla"])
+def test_pages_come_back_as_they_went(rigs: Rigs, layout: str) -> None:
+    rig = rigs(layout=layout)
+    held = rig.store(KEYS, range(10, 18))
+    rig.fill(range(64), seed=99)
+    assert rig.exists([*KEYS, *names(1, seed=7)]) == 8
+    assert rig.get(KEYS, [40, 3, 22, 50, 51, 52, 9, 1]) == [True] * 8
+    assert torch.equal(rig.read([40, 3, 22, 50, 51, 52, 9, 1]), held)
+
+
+def test_pages_come_back_after_a_restart(rigs: Rigs) -> None:
+    rig = rigs()
+    held = rig.store(KEYS, range(8))
+    rig.close()
+    rig = rigs()
+    assert rig.exists(KEYS) == 8
+    assert rig.get(KEYS, range(8)) == [True] * 8
+    assert torch.equal(rig.read(range(8)), held)
+
+
+def test_what_precedes_a_page_that_is_asked_for_need_not_be_told(rigs: Rigs) -> None:
+    """SGLang leaves out the pages of the last node that it has."""
+    rig = rigs()
+    held = rig.store(KEYS, range(8))
+    rig.fill(range(8), seed=99)
+    assert rig.exists(KEYS[4:]) == 4
+    assert rig.get(KEYS[4:], range(20, 24), before=KEYS[:2]) == [True] * 4
+    assert torch.equal(rig.read(range(20, 24)), held[4:])
+
+
+def test_a_page_is_stored_behind_those_before_it(rigs: Rigs) -> None:
+    rig = rigs()
+    rig.store(KEYS[:4], range(4))
+    rig.fill(range(4, 8), seed=2)
+    assert rig.set(KEYS[4:], range(4, 8), before=KEYS[:4]) == [True] * 4
+    assert rig.storage.flush(30)
+    assert rig.exists(KEYS) == 8
+    assert rig.set(KEYS, range(8)) == [True] * 8  # all of them are known
+
+
+def test_nothing_is_stored_of_which_sglang_does_not_say_what_is_before_it(
+    rigs: Rigs, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = rigs()
+    assert rig.set(KEYS, range(8), before=None) == [False] * 8
+    assert "hicache_storage_pass_prefix_keys" in caplog.text
+    assert rig.exists(KEYS) == 0
+
+
+def test_a_corrupt_record_ends_the_run(rigs: Rigs) -> None:
+    rig = rigs()
+    held = rig.store(KEYS, range(8))
+    rig.close()
+    rig = rigs()
+    page = bytes(held[3].flatten().view(torch.uint8).tolist())
+    path = rig.segment()
+    data = bytearray(path.read_bytes())
+    at = data.find(page[: len(page) // 2])  # the keys of a page come before its values
+    assert at > 0
+    data[at + 100] ^= 1
+    with path.open("r+b") as file:
+        file.write(data)
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert rig.get(KEYS, range(8)) == [True] * 3 + [False] * 5
+    assert torch.equal(rig.read(range(3)), held[:3])
+    assert rig.exists(KEYS) == 3
+    assert rig.storage._stack.file.troubles["read_corrupt"] == 1  # type: ignore[union-attr]
+
+
+def test_a_dead_tier_host_makes_fewer_pages(rigs: Rigs) -> None:
+    rig = rigs()
+    held = rig.store(KEYS, range(8))
+    dead = rig.host_pid
+    os.kill(dead, signal.SIGKILL)
+    while Path(f"/proc/{dead}").exists() and "Z" not in Path(f"/proc/{dead}/stat").read_text().rpartition(")")[2][:3]:
+        time.sleep(0.01)
+    assert rig.get(KEYS, range(8)) == [False] * 8
+    rig.fill(range(20, 28), seed=3)
+    rig.set(names(8, seed=5), range(20, 28))  # whatever it says
+    while not any(rig.get(KEYS, range(8))):  # until the next one is there
+        time.sleep(0.05)
+    assert torch.equal(rig.read(range(8)), held)
+    assert rig.storage._stack.file.troubles["tier_host"] == 1  # type: ignore[union-attr]
+
+
+def test_no_page_is_written_after_a_call_has_ended(rigs: Rigs) -> None:
+    """A stopped tier host ends a read after SGLang has taken its pages back, and uses them for something else."""
+    rig = rigs(load_timeout=0.5)
+    rig.store(KEYS, range(8))
+    os.kill(rig.host_pid, signal.SIGSTOP)
+    try:
+        assert rig.get(KEYS, range(8)) == [False] * 8
+        other = rig.fill(range(8), seed=77)
+    finally:
+        os.kill(rig.host_pid, signal.SIGCONT)
+    runtime = rig.storage._stack.runtime
+    assert runtime.wait_idle(30)
+    read = runtime._cache.counters.routes["file->device"]
+    assert read.failed == 8  # the read was ordered, and has ended since
+    assert torch.equal(rig.read(range(8)), other)
+
+
+def test_a_store_takes_its_bytes_before_it_returns(rigs: Rigs) -> None:
+    """SGLang may use the pages for something else at once."""
+    rig = rigs()
+    os.kill(rig.host_pid, signal.SIGSTOP)
+    try:
+        held = rig.fill(range(8), seed=1)
+        assert rig.set(KEYS, range(8)) == [True] * 8
+        rig.fill(range(8), seed=88)
+    finally:
+        os.kill(rig.host_pid, signal.SIGCONT)
+    assert rig.storage.flush(30)
+    assert rig.get(KEYS, range(30, 38)) == [True] * 8
+    assert torch.equal(rig.read(range(30, 38)), held)
+
+
+def test_a_store_ends_when_the_ring_is_full_and_nothing_moves(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longshore.engines.sglang.storage.RING_BYTES", 1)
+    rig = rigs(write_timeout=0.5, size="32MiB")
+    os.kill(rig.host_pid, signal.SIGSTOP)
+    try:
+        rig.fill(range(60), seed=1)
+        assert len(rig.set(names(60), range(60))) == 60
+        assert rig.storage._stack.ring_mover._ring.free < 8  # type: ignore[union-attr]
+    finally:
+        os.kill(rig.host_pid, signal.SIGCONT)
+    assert rig.storage._stack.runtime.wait_idle(30)
+    assert rig.exists(names(60)) < 60
+
+
+def test_a_full_tier_takes_fewer_pages_or_evicts(rigs: Rigs) -> None:
+    rig = rigs(size="512KiB")
+    for seed in range(12):
+        rig.fill(range(8), seed=seed)
+        assert len(rig.set(names(8, seed), range(8))) == 8
+    assert rig.storage.flush(30)
+    found = [rig.exists(names(8, seed)) for seed in range(12)]
+    assert 0 < sum(found) < 96
+    for seed, count in enumerate(found):
+        if count:
+            held = rig.fill(range(8), seed=seed)
+            rig.fill(range(8), seed=99)
+            got = rig.get(names(8, seed), range(8))
+            assert got == [True] * count + [False] * (8 - count)
+            assert torch.equal(rig.read(range(count)), held[:count])
+
+
+def test_ranks_with_the_same_keys_never_meet(rigs: Rigs) -> None:
+    first, second = rigs(rank=0, ranks=2), rigs(rank=1, ranks=2)
+    held = first.store(KEYS, range(8), seed=1), second.store(KEYS, range(8), seed=2)
+    assert not torch.equal(*held)
+    for rig, expected in zip((first, second), held, strict=True):
+        rig.fill(range(8), seed=9)
+        assert rig.get(KEYS, range(8)) == [True] * 8
+        assert torch.equal(rig.read(range(8)), expected)
+
+
+def swap_ranks(rigs: Rigs, tmp_path: Path) -> tuple[int, bool]:
+    """How many pages rank 1 finds in the directory of rank 0, and whether they are those of rank 0."""
+    first = rigs(rank=0, ranks=2)
+    held = first.store(KEYS, range(8))
+    first.close()
+    (tmp_path / "tier" / "rank-0-of-2").rename(tmp_path / "tier" / "rank-1-of-2")
+    second = rigs(rank=1, ranks=2)
+    found = second.exists(KEYS)
+    second.get(KEYS, range(8))
+    return found, torch.equal(second.read(range(8)), held)
+
+
+def test_the_rank_is_in_the_address(rigs: Rigs, tmp_path: Path) -> None:
+    assert swap_ranks(rigs, tmp_path) == (0, False)
+
+
+def test_without_a_rank_in_the_address_wrong_bytes_come_back(
+    rigs: Rigs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control of the test before: that test can fail."""
+    scope_of = identity.scope_of
+
+    def without(storage: Any, *arguments: Any) -> Any:
+        rank, storage.tp_rank = storage.tp_rank, 0
+        made = scope_of(storage, *arguments)
+        storage.tp_rank = rank
+        return made
+
+    monkeypatch.setattr(identity, "scope_of", without)
+    assert swap_ranks(rigs, tmp_path) == (8, True)
+
+
+def scopes(rig: Rig) -> bytes:
+    return rig.storage._stack.scope.root
+
+
+def test_any_changed_byte_of_the_weights_is_another_scope(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", seed=3)
+    found = []
+    for name, change in (("a", False), ("a", False), ("a", True)):
+        if change:
+            path = model / "model.safetensors"
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        rig = Rig(model, tmp_path / name)
+        found.append((scopes(rig), rig.exists(KEYS)))
+        if not change:
+            rig.store(KEYS, range(8))
+        rig.close()
+    assert [count for _, count in found] == [0, 8, 0]
+    assert found[0][0] == found[1][0] != found[2][0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"salt": "other"},
+        {"told": {"dtype": "float16"}},
+        {"told": {"kv_cache_dtype": "fp8_e5m2"}},
+        {"told": {"json_model_override_args": '{"rope_theta": 20000.0}'}},
+        {"layout": "page_first"},
+        {"rank": 0, "ranks": 2},
+        {"rank": 1, "ranks": 2},
+    ],
+    ids=str,
+)
+def test_what_decides_the_bytes_of_a_page_is_in_the_scope(rigs: Rigs, other: dict[str, Any]) -> None:
+    same = scopes(rigs(under="a"))
+    assert scopes(rigs(under="b")) == same
+    assert scopes(rigs(under="c", **other)) != same
+
+
+def test_nothing_is_stored_or_read_once_weights_have_changed(rigs: Rigs) -> None:
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    rig = rigs()
+    rig.store(KEYS, range(8))
+    with pytest.raises(AttributeError):  # of SGLang's, which has no model here
+        WeightUpdater.update_weights_from_disk(None, "model", "auto")
+    assert rig.exists(KEYS) == 0
+    assert rig.get(KEYS, range(8)) == [False] * 8
+    assert rig.set(names(8, seed=1), range(8)) == [False] * 8
+
+
+def test_clear_forgets_all(rigs: Rigs) -> None:
+    rig = rigs()
+    rig.store(KEYS, range(8))
+    rig.storage.clear()
+    assert rig.exists(KEYS) == 0
+    rig.store(names(8, seed=1), range(8))
+    rig.close()
+    rig = rigs()
+    assert (rig.exists(KEYS), rig.exists(names(8, seed=1))) == (0, 8)
+
+
+def test_a_close_ends_calls_in_flight_and_later_ones_find_nothing(rigs: Rigs) -> None:
+    rig = rigs(load_timeout=60)
+    rig.store(KEYS, range(8))
+    os.kill(rig.host_pid, signal.SIGSTOP)
+    said: list[list[bool]] = []
+    thread = threading.Thread(target=lambda: said.append(rig.get(KEYS, range(8))))
+    thread.start()
+    while not rig.storage._stack.ring_mover._filing:  # type: ignore[union-attr]
+        time.sleep(0.01)
+    closer = threading.Thread(target=rig.close)
+    closer.start()
+    time.sleep(0.2)
+    os.kill(rig.host_pid, signal.SIGCONT)
+    for each in (closer, thread):
+        each.join(120)
+        assert not each.is_alive()
+    assert said in ([[True] * 8], [[False] * 8])
+    assert rig.exists(KEYS) == 0
+    assert rig.get(KEYS, range(8)) == rig.set(KEYS, range(8)) == [False] * 8
+
+
+def test_threads_of_sglang_store_and_read_at_once(rigs: Rigs) -> None:
+    rig = rigs()
+    held = {seed: rig.store(names(8, seed), range(8), seed=seed) for seed in range(4)}
+    wrong: list[int] = []
+
+    def read(first: int) -> None:
+        for turn in range(20):
+            seed = turn % 4
+            if rig.get(names(8, seed), range(first, first + 8)) == [True] * 8:
+                wrong.extend([seed] * (not torch.equal(rig.read(range(first, first + 8)), held[seed])))
+            else:
+                wrong.append(-1)
+
+    def write() -> None:
+        for seed in range(10, 20):
+            rig.set(names(8, seed), range(8))
+
+    threads = [threading.Thread(target=read, args=(first,)) for first in (16, 24, 32)]
+    threads.append(threading.Thread(target=write))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    with rig.storage._stack.runtime.control() as cache:
+        cache.check_integrity()
+        assert cache.held == 0
+
+
+@pytest.mark.parametrize(
+    ("told", "config", "named"),
+    [
+        ({"dp_size": 2}, {}, "dp_size=2"),
+        ({"speculative_algorithm": "EAGLE"}, {}, "speculative_algorithm"),
+        ({"enable_lora": True}, {}, "enable_lora"),
+        ({"load_format": "dummy"}, {}, "load_format"),
+        ({"disaggregation_mode": "prefill"}, {}, "disaggregation_mode"),
+        ({"hicache_host_memory_mode": "buffer_only"}, {}, "hicache_host_memory_mode"),
+        ({}, {"pp_size": 2}, "pp_size=2"),
+        ({}, {"attn_cp_size": 2}, "attn_cp_size=2"),
+        ({}, {"dcp_size": 2}, "dcp_size=2"),
+        ({}, {"is_mla_model": True, "tp_size": 2}, "MLA"),
+        ({}, {"should_split_heads": True}, "tp_lcm_size"),
+        ({}, {"extra_config": {}}, "interface_v1"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    rigs: Rigs, told: dict[str, Any], config: dict[str, Any], named: str
+) -> None:
+    rig = rigs()
+    storage = SimpleNamespace(**vars(rig.storage._storage_config))
+    identity.refuse(storage, identity.settings())
+    vars(storage).update(config)
+    with pytest.raises(EngineError, match=named):
+        identity.refuse(storage, {**identity.settings(), **told})
+
+
+def test_other_pools_and_settings_are_refused(rigs: Rigs, model: Path, tmp_path: Path) -> None:
+    rig = rigs()
+    rig.storage.register_mem_host_pool_v2(rig.pool, PoolName.KV)
+    with pytest.raises(EngineError, match="mamba"):
+        rig.storage.register_mem_host_pool_v2(rig.pool, PoolName.MAMBA)
+    for setting in ("host_size", "blocks_per_chunk", "offload"):
+        with pytest.raises(ConfigError, match=setting):
+            Rig(model, tmp_path / "other", **{setting: "write_back" if setting == "offload" else 4})
+    with pytest.raises(ConfigError, match="file_pth"):
+        Rig(model, tmp_path / "other", file_pth="here")
+    with pytest.raises(TierInUseError):
+        rigs(under="a"), rigs(under="a")
+
+
+def test_a_page_that_is_not_one_is_refused_before_anything_has_changed(rigs: Rigs, caplog: Any) -> None:
+    rig = rigs()
+    told = SimpleNamespace(prefix_keys=[])
+    for bad in (indices([64]), indices([1])[:-1], indices([1]) + 1):
+        assert rig.storage.batch_set_v1(KEYS[:1], bad, told) == [False]
+    assert caplog.text.count("EngineError") >= 3
+    assert rig.exists(KEYS) == 0
+
+
+def test_a_moved_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    contract.check()
+    monkeypatch.setattr(HiCacheStorage, "batch_get_v1", lambda self, keys: None)
+    with pytest.raises(ContractError, match=r"HiCacheStorage.batch_get_v1.*host_indices"):
+        contract.check()
+    monkeypatch.undo()
+    monkeypatch.setattr("sglang.__version__", "0.6.0")
+    with pytest.raises(ContractError, match=r"expected sglang 0\.5\.23, got 0\.6\.0"):
+        contract.check()
