@@ -176,9 +176,10 @@ def measured(
     """The hits of all replicas together, and what else was counted."""
     context = multiprocessing.get_context("fork")
     longest = max(len(path) for path, _ in requests)
-    with tempfile.TemporaryDirectory(prefix="longshore-replicas-") as scratch, LocalServer(
-        "valkey", Path(scratch), maxmemory_policy="allkeys-lru"
-    ) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="longshore-replicas-") as scratch,
+        LocalServer("valkey", Path(scratch), maxmemory_policy="allkeys-lru") as server,
+    ):
         url = f"valkey://127.0.0.1:{server.port}/0?{_SECONDS}"
         pipes, workers = [], []
         try:

@@ -144,6 +144,15 @@ def test_a_stopped_server_and_none(started: Callable[..., LocalServer]) -> None:
     assert "start it" in absent
 
 
+def test_the_stores_of_the_settings(tmp_path: Path) -> None:
+    port = free_port()
+    file = tmp_path / "longshore.toml"
+    file.write_text(f'host_size = "1MiB"\nremote = ["valkey://127.0.0.1:{port}/0", "file://{tmp_path}/absent"]\n')
+    status, found = doctor("--config", str(file), f"file://{tmp_path}/absent")
+    assert (status, len(found)) == (1, 2)
+    assert [each["about"] for each in found] == [f"valkey://127.0.0.1:{port}/0", f"file://{tmp_path}/absent"]
+
+
 def test_something_that_is_no_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         status, found = doctor(f"valkey://127.0.0.1:{listener.getsockname()[1]}?connect_timeout=200ms")

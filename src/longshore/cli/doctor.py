@@ -15,7 +15,7 @@ from longshore.config import Config, read_toml
 
 def doctor(
     urls: Annotated[
-        list[str] | None, typer.Argument(help="Stores to check, as valkey://HOST:PORT/DB.", show_default=False)
+        list[str] | None, typer.Argument(help="Stores to check, beside those of the settings.", show_default=False)
     ] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with settings, see docs/settings.md.")] = None,
     settings: Annotated[
@@ -51,7 +51,8 @@ def doctor(
     recompute = Recompute(timing.geometry.name, speed, timing.geometry.kv_bytes_per_token)
     nbytes = size_of(image, "--image")
     found: list[Finding] = check_machine(made)
-    for url in urls or ():
+    stores = dict.fromkeys((*made.remote, *(urls or ())))
+    for url in stores:
         found += check_store(url, recompute, image_bytes=nbytes, images=images, write=write)
     broken = sum(each.level is Level.BROKEN for each in found)
     if as_json:
@@ -65,5 +66,5 @@ def doctor(
             rows.add_row("", "", f"[dim]{escape(each.advice)}[/]")
     out.print(rows)
     warnings = sum(each.level is Level.WARNING for each in found)
-    out.print(f"{broken} broken, {warnings} warnings" + ("" if urls else "; no store was given"))
+    out.print(f"{broken} broken, {warnings} warnings" + ("" if stores else "; no store was given"))
     raise typer.Exit(1 if broken else 0)
