@@ -49,6 +49,9 @@ _EXPIRY = 60.0
 _SCANS, _SCANNED, _SAMPLED = 20, 500, 64
 """Calls of SCAN, keys that each looks at, and values whose headers are read."""
 
+_SAMPLES = 10
+"""Values that a server should look at for each that it evicts (docs/remote.md)."""
+
 _LEAST_OPEN_FILES = 1024
 _SHARED_MEMORY, _LEAST_SHARED_MEMORY = "/dev/shm", 1 << 30  # noqa: S108 - only looked at
 _NETWORKED = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "fuse", "9p", "virtiofs", "glusterfs"})
@@ -102,14 +105,14 @@ def check_store(url: str, recompute: Recompute, *, image_bytes: int, images: int
 def _server(settings: RemoteSettings, about: str) -> list[Finding]:
     found = []
     checks: tuple[Callable[[RespSession, float], list[tuple[Level, str, str]]], ...]
-    checks = (_answers, lambda session, until: _memory(session, until, settings), _versions)
+    checks = (_answers, lambda session, until: _memory(session, until, settings), _samples, _versions)
     for check in checks:
         try:
             with _session(settings) as session:
                 said = check(session, time.monotonic() + max(settings.connect_timeout, 1.0))
         except (StoreError, TierError) as error:
             if check is not _answers:
-                advice = "allow the user the commands INFO, SCAN and GETRANGE, or look yourself"
+                advice = "allow the user the commands INFO, CONFIG GET, SCAN and GETRANGE, or look yourself"
                 found.append(Finding(about, Level.WARNING, f"not everything could be checked: {error}", advice))
                 continue
             return [Finding(about, Level.BROKEN, str(error), _advice(error, settings))]
@@ -178,6 +181,16 @@ def _memory(session: RespSession, until: float, settings: RemoteSettings) -> lis
     else:
         said.append((Level.OK, has, ""))
     return said
+
+
+def _samples(session: RespSession, until: float) -> list[tuple[Level, str, str]]:
+    """Whether the server looks at enough values before it evicts one."""
+    reply: Any = session.call(b"CONFIG", b"GET", b"maxmemory-samples", deadline=until)
+    samples = int(reply[1]) if reply else _SAMPLES
+    if samples >= _SAMPLES:
+        return []
+    what = f"maxmemory-samples is {samples}: with 5, ten replicas had 6 % fewer hits than with one exact cache"
+    return [(Level.WARNING, what, f"CONFIG SET maxmemory-samples {2 * _SAMPLES}; it costs some CPU time")]
 
 
 def _fields(reply: object) -> dict[str, str]:

@@ -16,7 +16,7 @@ from longshore.tiers.remote.settings import PASSWORD_VARIABLE
 
 SMALL = ("--image", "64KiB", "--images", "4")
 PATIENT = "connect_timeout=20s&probe_timeout=20s&fetch_timeout=20s&write_timeout=20s"
-GOOD = {"maxmemory": "256mb", "maxmemory_policy": "allkeys-lru"}
+GOOD = {"maxmemory": "256mb", "maxmemory_policy": "allkeys-lru", "maxmemory_samples": "20"}
 Findings = list[dict[str, str]]
 
 
@@ -65,6 +65,13 @@ def test_fetching_that_is_slower_than_computing_is_a_warning(started: Callable[.
     assert status == 0
     (warning,) = (each for each in found if each["level"] == "warning")
     assert "computing is faster" in warning["advice"]
+
+
+def test_a_server_that_evicts_at_random(started: Callable[..., LocalServer]) -> None:
+    status, found = doctor(url_of(started(**{**GOOD, "maxmemory_samples": "5"})), "--no-write")
+    assert status == 0
+    (warning,) = (each for each in found if each["level"] == "warning")
+    assert "maxmemory-samples is 5" in warning["what"]
 
 
 def test_without_writing_nothing_is_written(started: Callable[..., LocalServer]) -> None:
