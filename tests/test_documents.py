@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from event_file import write_events
 from longshore.cache import Event, EventKind
-from longshore.cache.explain import write_events
 from longshore.cli.demo_report import DemoOptions
 from longshore.cli.demo_runs import load_model
 from longshore.config import Config

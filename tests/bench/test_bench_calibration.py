@@ -39,7 +39,6 @@ def test_what_was_measured_is_printed_and_kept(stand_in: Path) -> None:
     assert printed["path"] == str(stand_in)
     assert len(printed["chosen"]) == 2 * len(module.LOADS) * len(TINY.sizes)
     kept = load(stand_in, "Stand-in GPU", 12080)
-    assert kept is not None
     assert printed["curves"] == kept.as_json()["curves"]
 
 

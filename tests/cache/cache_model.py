@@ -7,17 +7,38 @@ after each call that what the cache calls ready really is there.
 
 from __future__ import annotations
 
+from typing import Self
+
 from cache_kit import FRESH, depth, group_of, path_of
 from cache_model_lookup import Reading
 from cache_model_store import Storing
 
 from longshore.boundary import HOST
-from longshore.cache import MissReason, Outcome, State
+from longshore.cache import Lease, MissReason, Outcome, State
 from longshore.cache.settings import DEFAULT_PRIORITY
 
 
 class World(Reading, Storing):
     """One cache under test, the movers below it, and the model beside it."""
+
+    def stored(self, *paths: str, evicting: bool = False) -> Self:
+        """Store each of `paths`, one after the other, until all copies that follow have ended."""
+        for path in paths:
+            self.store(path, 0, evicting)
+            self.settle_all()
+        return self
+
+    def lease(self, path: str, request: str | None = None) -> Lease:
+        """The lease on what a lookup of `path` finds."""
+        lease = self.lookup(path, 0, request)
+        assert lease is not None
+        return lease
+
+    def loading(self, path: str, count: int | None = None) -> Lease:
+        """A lease on `path`, of which a load of `count` chunks, or of all that was found, is under way."""
+        lease = self.lease(path)
+        self.load(lease, len(self.holds[lease].keys) if count is None else count, 0, 0)
+        return lease
 
     def reset(self, keep: tuple[str, ...] = ()) -> None:
         """Forget all but what is ready, and can be reached, in the tiers to `keep`."""

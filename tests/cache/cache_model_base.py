@@ -272,7 +272,6 @@ class Stage:
     def conclude(self, model: ModelHold, unfinished: MissReason) -> None:
         """The outcome is due: what it claims must lie in the device blocks."""
         self.misses.update(model.conclude(unfinished))
-        assert model.outcome is not None
         self.hits.update(model.outcome.sources)
         before = 0
         for part in model.parts:

@@ -166,7 +166,6 @@ class Movers:
         failed: dict[Slot, Status] = {}
         for each in job.transfer.after:
             upstream = self.ended.get(each) or self.jobs.get(each)
-            assert upstream is not None
             for statuses in upstream.happened.values():
                 for item, status in zip(upstream.transfer.items, statuses, strict=True):
                     if status is not Status.OK and item.destination is not None:

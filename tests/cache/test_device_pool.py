@@ -55,7 +55,6 @@ class Device:
             self.pool.load(found.below.lease, mine[: found.below.chunks])
             self.settle()
             outcome = self.cache.progress(found.below.lease).outcome
-            assert outcome is not None
             assert outcome.chunks == found.below.chunks
             self.cache.release(found.below.lease)
         blocks = [*found.blocks, *mine]
@@ -164,7 +163,6 @@ def test_a_hold_cannot_be_onboarded_into_blocks_that_others_find() -> None:
     device = Device(3)
     blocks, _ = device.serve("ab", keep=True)
     hold = lookup(device.cache, chunks("a"), 0.0).lease
-    assert hold is not None
     for bad in (blocks[0], 2):
         with pytest.raises(CacheError):
             device.pool.load(hold, [bad])

@@ -9,10 +9,11 @@ import pytest
 from cache_kit import IMAGE_BYTES, chunks, key, lookup, path_of, store
 from group_kit import end, orders, settle
 
+from event_file import write_events
 from longshore.boundary import FILE, HOST, Status, TransferResult
 from longshore.cache import CacheSettings, Event, EventKind, TieredCache, TierSpec, Verdict, WritePolicy, explain
 from longshore.cache.eviction import LRU
-from longshore.cache.explain import read_events, requests, write_events
+from longshore.cache.explain import read_events, requests
 from longshore.errors import CacheError, TraceError
 
 
@@ -92,7 +93,6 @@ def test_nothing_is_recorded_unless_asked_for() -> None:
     put(cache, "abc")
     ask(cache, "ab", "r")
     hold = lookup(cache, chunks("ab"), 0.0).lease
-    assert hold is not None
     cache.load(hold, {0: (0,)}, timeout=1.0)
     cache.apply((), 1.0)
     cache.reset()
@@ -160,7 +160,6 @@ def test_a_bad_read_is_a_reason() -> None:
     cache = build(2)
     put(cache, "a")
     hold = lookup(cache, [key("a")], 0.0).lease
-    assert hold is not None
     cache.load(hold, {0: (0,)})
     end(cache, orders(cache), Status.CORRUPT, 2.0)
     ask(cache, "a", "r")
@@ -183,7 +182,6 @@ def test_what_was_found_and_did_not_arrive_has_its_reason() -> None:
     cache = build(4)
     put(cache, "abc")
     hold = lookup(cache, chunks("abcd"), 0.0, first=1, request="r").lease
-    assert hold is not None
     cache.load(hold, {0: (0, 1)})
     cache.apply((), 20.0)
     loaded = cache.events()
@@ -202,7 +200,6 @@ def test_a_load_that_a_reset_makes_worthless_has_not_arrived() -> None:
     cache = build(4)
     put(cache, "a")
     hold = lookup(cache, chunks("a"), 0.0, request="r").lease
-    assert hold is not None
     cache.load(hold, {0: (0,)})
     cache.reset()
     assert accounts(cache, "r") == [(Verdict.MISSED, HOST, "cancelled")]

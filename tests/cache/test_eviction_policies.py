@@ -14,6 +14,7 @@ from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.cache.eviction.ghosts import Ghosts
 from longshore.cache.eviction.partitioned import PartitionedByPriority, PartitionedBySize
 from longshore.errors import CacheError, IntegrityError
+from longshore.trace.experiment import REFERENCES
 
 SLOTS = 8
 A, B, C, D = range(LISTS, LISTS + 4)
@@ -235,13 +236,13 @@ def test_a_node_comes_in_once_and_lists_are_no_nodes(policy: EvictionPolicy) -> 
 
 
 @given(
-    kind=st.sampled_from(sorted(MAKERS)),
+    kind=st.sampled_from([*sorted(MAKERS), *sorted(REFERENCES)]),
     steps=st.lists(
         st.tuples(st.sampled_from(["insert", "touch", "hold", "release", "remove", "evict"]), st.sampled_from(NODES))
     ),
 )
 def test_random_lives_keep_the_books(kind: str, steps: list[tuple[str, int]]) -> None:
-    policy: EvictionPolicy = MAKERS[kind]()
+    policy: EvictionPolicy = MAKERS[kind]() if kind in MAKERS else make(REFERENCES[kind])
     if isinstance(policy, PartitionedByPriority):
         for node in NODES[1::2]:
             policy._priorities[node] = node % 3
@@ -270,6 +271,7 @@ def test_random_lives_keep_the_books(kind: str, steps: list[tuple[str, int]]) ->
                 resident.discard(node)
         assert {each for each in NODES if each in policy} == resident
         assert set(policy.order()) == resident - held
+        assert len(policy) == len(resident)
         policy.check_integrity()
 
 

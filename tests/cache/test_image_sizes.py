@@ -198,7 +198,6 @@ def test_a_slab_that_jobs_read_or_write_stays() -> None:
     assert world.store(LARGE, "x").job is None, "it is being written"
     world.settle()
     _, hold = world.lookup(SMALL, "a")
-    assert hold is not None
     world.cache.load(hold, {0: [0]})
     world.cache.release(hold)
     world.take()
@@ -242,12 +241,10 @@ def test_backups_and_loads_stay_in_their_pools() -> None:
         assert world.where(group, of) == {HOST, FILE}
         assert world.cache.discard(path(group, of), HOST) == len(of)
         length, hold = world.lookup(group, of)
-        assert hold is not None
         world.cache.load(hold, {group: range(length)})
         world.take()
         world.settle()
         outcome = world.cache.progress(hold).outcome
-        assert outcome is not None
         assert (outcome.chunks, set(outcome.sources)) == (len(of), {FILE})
         world.cache.release(hold)
     assert world.checked >= 18
@@ -409,7 +406,6 @@ def test_a_fetch_behind_a_chunk_of_another_size_is_refused() -> None:
     cache = TieredCache(tiers, CacheSettings(pools=(SMALL, LARGE)), foreign=("far",))
     keys = path(0, "ab")
     job = store(cache, keys[:1], [0], group=0).job
-    assert job is not None
     cache.apply([TransferResult(job, (Status.OK,))], 0.0)
     before = state_of(cache)
     with pytest.raises(CacheError, match="images of pool 0"):

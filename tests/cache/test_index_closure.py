@@ -12,24 +12,14 @@ from longshore.cache.pool import SlotPool
 from longshore.errors import CacheError
 
 
-def filled(setup: Setup, *paths: str) -> World:
-    """A world in which these paths were offloaded, and backed up if the policy is to do so."""
-    world = World(setup)
-    for path in paths:
-        world.store(path, 0, False)
-        world.settle_all()
-    return world
-
-
 def on(world: World, tier: str) -> list[str]:
     return sorted(path_of(each) for each, where in world.resident if where == tier)
 
 
 def test_tails_go_before_heads() -> None:
-    world = filled(Setup(host=3), "abc")
+    world = World(Setup(host=3)).stored("abc")
     for newcomer, left in (("x", ["a", "ab", "x"]), ("y", ["a", "x", "y"])):
-        world.store(newcomer, 0, False)
-        world.settle_all()
+        world.stored(newcomer)
         assert on(world, HOST) == left
 
 
@@ -45,20 +35,19 @@ def test_the_head_of_a_path_stays_even_if_it_was_used_least() -> None:
 def test_old_heads_go_as_soon_as_their_tails_have() -> None:
     world = World(Setup(host=3))
     for path in ("a", "ab", "abc"):
-        world.store(path, 0, False)
-        world.settle_all()
+        world.stored(path)
     world.store("xyz", 0, False)
     assert on(world, HOST) == ["x", "xy", "xyz"]
 
 
 def test_several_go_together_from_tail_to_head() -> None:
-    world = filled(Setup(host=3), "abc")
+    world = World(Setup(host=3)).stored("abc")
     world.store("xyz", 0, False)
     assert on(world, HOST) == ["x", "xy", "xyz"]
 
 
 def test_a_branch_keeps_the_trunk() -> None:
-    world = filled(Setup(host=4), "ab", "ac")
+    world = World(Setup(host=4)).stored("ab", "ac")
     world.lookup("ac", 0, None)
     world.store("xy", 0, False)
     assert on(world, HOST) == ["a", "ac", "x", "xy"]
@@ -90,12 +79,10 @@ def test_an_offload_that_fails_in_the_middle_takes_what_is_behind_it() -> None:
 
 
 def test_a_corrupt_parent_takes_its_subtree() -> None:
-    world = filled(Setup(host=4, file=4, backup="write_through"), "ab", "ac")
+    world = World(Setup(host=4, file=4, backup="write_through")).stored("ab", "ac")
     for path in ("ab", "ac"):
         world.discard(path, HOST)
-    hold = world.lookup("ab", 0, None)
-    assert hold is not None
-    world.load(hold, 2, 0, 0)
+    hold = world.loading("ab")
     world.end(world.on("file->host")[0], Status.CORRUPT, Status.OK)
     assert not world.resident
     world.end(world.on("host->device")[0])
@@ -104,11 +91,9 @@ def test_a_corrupt_parent_takes_its_subtree() -> None:
 
 
 def test_children_survive_a_corrupt_parent_that_has_a_good_copy() -> None:
-    world = filled(Setup(host=4, file=4, backup="write_through"), "ab")
+    world = World(Setup(host=4, file=4, backup="write_through")).stored("ab")
     world.discard("ab", HOST)
-    hold = world.lookup("a", 0, None)
-    assert hold is not None
-    world.load(hold, 1, 0, 0)
+    world.loading("a")
     world.end(world.on("file->host")[0])
     world.end(world.on("host->device")[0], Status.CORRUPT)  # the host copy is bad, that in the file is not
     assert on(world, HOST) == []
@@ -116,9 +101,8 @@ def test_children_survive_a_corrupt_parent_that_has_a_good_copy() -> None:
 
 
 def test_a_hold_on_the_tail_keeps_the_whole_path() -> None:
-    world = filled(Setup(host=3), "abc")
-    hold = world.lookup("abc", 0, None)
-    assert hold is not None
+    world = World(Setup(host=3)).stored("abc")
+    hold = world.lease("abc")
     world.store("xyz", 0, False)
     assert on(world, HOST) == ["a", "ab", "abc"]
     world.release(hold)
@@ -127,14 +111,14 @@ def test_a_hold_on_the_tail_keeps_the_whole_path() -> None:
 
 
 def test_a_hold_on_the_head_lets_the_tail_go() -> None:
-    world = filled(Setup(host=3), "abc")
+    world = World(Setup(host=3)).stored("abc")
     world.lookup("a", 0, None)
     world.store("xyz", 0, False)
     assert on(world, HOST) == ["a", "x", "xy"]
 
 
 def test_a_chunk_in_a_colder_tier_keeps_its_parent_in_that_tier_or_a_colder_one() -> None:
-    world = filled(Setup(host=4, file=4, backup="write_through"), "ab")
+    world = World(Setup(host=4, file=4, backup="write_through")).stored("ab")
     assert world.discard("a", FILE) == 0
     assert world.discard("a", HOST) == 1
     assert world.discard("ab", FILE) == 1  # the tail goes; the head must stay for the tail's host copy
@@ -145,7 +129,7 @@ def test_a_chunk_in_a_colder_tier_keeps_its_parent_in_that_tier_or_a_colder_one(
 
 
 def test_keys_that_do_not_follow_one_another_are_refused() -> None:
-    world = filled(Setup(host=4), "ab")
+    world = World(Setup(host=4)).stored("ab")
     for method, keys, args in (
         ("lookup", chunks("ab")[::-1], (0.0,)),
         ("store", chunks("ab")[::-1], ()),
@@ -162,7 +146,6 @@ def test_a_long_path_that_waits_for_its_head_can_be_read_as_soon_as_that_arrives
     cache = TieredCache([TierSpec(HOST, len(keys))], CacheSettings(max_writes=len(keys)))
     head, tail = store(cache, keys[:10], range(10)), store(cache, keys, range(10, len(keys)), first=10)
     for offload, found in ((tail, 0), (head, len(keys))):
-        assert offload.job is not None
         cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.positions))], 0.0)
         assert lookup(cache, keys, 0.0).chunks == found
     cache.check_integrity()

@@ -63,12 +63,10 @@ def test_an_orphan_is_loaded_with_what_is_behind_it() -> None:
     cache = made()
     put(cache, PATH, 1)
     lease = cache.lookup({0: GroupKeys(PATH, 1)}, 0.0).lease
-    assert lease is not None
     cache.load(lease, {0: range(3)})
     (transfer,) = settle(cache)
     assert [(item.key, item.parent) for item in transfer.items] == list(zip(PATH[1:], PATH, strict=False))
     outcome = cache.progress(lease).outcome
-    assert outcome is not None
     assert outcome.chunks == 3
     cache.release(lease)
     cache.check_integrity()
@@ -157,7 +155,6 @@ def test_what_is_no_orphan_any_more_goes_in_its_turn() -> None:
     put(cache, PATH[:2], 1)
     put(cache, PATH[:1])
     lease = cache.lookup({0: GroupKeys(PATH[:2])}, 0.0).lease
-    assert lease is not None
     cache.release(lease)
     put(cache, [key("k")])
     put(cache, [key("l")])
@@ -247,7 +244,6 @@ def test_after_a_restart_without_two_records_in_a_row() -> None:
 def test_an_orphan_in_the_file_tier_that_comes_up_may_be_used_there() -> None:
     cache = adopted("abc", "abcd")
     lease = cache.lookup({0: GroupKeys(PATH, 2)}, 0.0).lease
-    assert lease is not None
     cache.prefetch(lease, 0.0)
     settle(cache)
     assert cache.progress(lease).leading(HOST) == 2
@@ -273,7 +269,6 @@ def test_a_parent_that_cannot_be_copied_down_leaves_its_orphan_where_it_is() -> 
 def test_an_orphan_that_is_not_as_cold_any_more_follows_its_parent() -> None:
     cache = adopted("ab")
     lease = cache.lookup({0: GroupKeys(PATH[:2], 1)}, 0.0).lease
-    assert lease is not None
     cache.prefetch(lease, 0.0)
     cache.store({0: GroupKeys(PATH[:1])}, {0: range(1)})
     while ordered := [each for each in orders(cache) if each.route.destination == HOST]:

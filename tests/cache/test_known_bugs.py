@@ -28,14 +28,6 @@ from longshore.keys import MediaItem, chain
 BOTH = Setup(host=4, file=8, backup="write_through")
 
 
-def offloaded(setup: Setup, *paths: str) -> World:
-    world = World(setup)
-    for path in paths:
-        world.store(path, 0, True)
-        world.settle_all()
-    return world
-
-
 def test_trap_7_a_block_is_not_there_because_its_copy_was_submitted() -> None:
     world = World(BOTH)
     world.store("a", 0, False)
@@ -43,10 +35,8 @@ def test_trap_7_a_block_is_not_there_because_its_copy_was_submitted() -> None:
 
 
 def test_trap_8_a_slot_is_not_free_because_its_copy_was_submitted() -> None:
-    world = offloaded(Setup(host=1), "a")
-    hold = world.lookup("a", 0, None)
-    assert hold is not None
-    world.load(hold, 1, 0, 0)
+    world = World(Setup(host=1)).stored("a", evicting=True)
+    hold = world.loading("a")
     world.release(hold)
     world.store("x", 0, False)
     assert world.where("x") == {}
@@ -62,11 +52,9 @@ def test_trap_18_allocating_nothing_does_not_take_everything() -> None:
 
 
 def test_trap_19_what_came_back_from_a_colder_tier_can_be_evicted_again() -> None:
-    world = offloaded(BOTH, "abcd")
+    world = World(BOTH).stored("abcd", evicting=True)
     world.discard("abcd", HOST)
-    hold = world.lookup("abcd", 0, None)
-    assert hold is not None
-    world.load(hold, 4, 0, 0)
+    hold = world.loading("abcd")
     world.settle_all()
     world.release(hold)
     assert world.cache.stats()[0].ready == 4
@@ -84,9 +72,7 @@ def test_trap_20_source_and_destination_are_not_swapped_in_any_direction() -> No
     (further,) = world.on("host->file")
     ((_, _, source, destination, _),) = further.transfer.items
     assert (source.tier, source.index, destination.tier, destination.index) == (HOST, 0, FILE, 0)
-    hold = world.lookup("x", 0, None)
-    assert hold is not None
-    world.load(hold, 1, 0, 0)
+    world.loading("x")
     (up,), (home,) = world.on("file->host"), world.on("host->device")
     ((_, _, source, destination, _),) = up.transfer.items
     assert (source.tier, source.index, destination.tier, destination.index) == (FILE, 5, HOST, 1)
@@ -100,7 +86,7 @@ def test_trap_21_a_smaller_tier_does_not_take_in_slots_that_it_no_longer_has() -
 
 
 def test_trap_21_a_tier_does_not_shrink_below_a_slot_that_is_taken_however_few_are() -> None:
-    world = offloaded(Setup(host=4), "p", "q", "r", "s")
+    world = World(Setup(host=4)).stored("p", "q", "r", "s", evicting=True)
     for path in "pqr":
         world.discard(path, HOST)
     assert [each.slot.index for each in world.resident.values()] == [3]
@@ -129,14 +115,11 @@ def with_heads_coldest(method: Any) -> Any:
 
 
 def test_trap_23_a_suffix_that_comes_from_a_colder_tier_keeps_its_parent_and_its_place() -> None:
-    world = offloaded(Setup(host=8, file=8, backup="write_through", per_chunk=2), "ab", "abcd")
+    world = World(Setup(host=8, file=8, backup="write_through", per_chunk=2)).stored("ab", "abcd", evicting=True)
     world.discard("abcd", HOST)
-    warm = world.lookup("ab", 0, None)
-    assert warm is not None
-    world.load(warm, 2, 0, 0)
+    world.loading("ab")
     world.settle_all()
     hold = world.lookup("abcd", 1, None)
-    assert hold is not None
     world.load(hold, 3, 1, 0)
     warm_part, cold_part = (job.transfer for job in world.on("host->device"))
     assert [item.parent for item in warm_part.items] == [key("a")]
@@ -168,7 +151,7 @@ def test_trap_24_what_ends_after_a_reset_leaves_the_same_keys_of_the_new_generat
 
 
 def test_trap_25_what_cannot_be_done_is_refused_before_anything_changes() -> None:
-    world = offloaded(Setup(host=1, per_chunk=2), "a")
+    world = World(Setup(host=1, per_chunk=2)).stored("a", evicting=True)
     hold = world.lookup("a", 0, None)
     world.refused(CacheError, "load", hold, {0: (0, 1, 2)})
     world.refused(CacheError, "store", {0: GroupKeys(chunks("xy"))}, {0: (0, 1, 2)})
@@ -199,12 +182,10 @@ def test_trap_25_what_idles_on_the_device_does_not_go_for_an_allocation_that_fai
 
 
 def test_trap_26_a_device_block_is_not_a_slot_and_each_copy_knows_its_tier() -> None:
-    world = offloaded(BOTH, "ab")
+    world = World(BOTH).stored("ab", evicting=True)
     for block in list(world.free_blocks[:20]):
         world.free_blocks.remove(block)
-    hold = world.lookup("ab", 0, None)
-    assert hold is not None
-    world.load(hold, 2, 0, 0)
+    world.loading("ab")
     (transfer,) = (job.transfer for job in world.on("host->device"))
     assert min(transfer.sections[0].blocks) >= 4 > max(i.source.index for i in transfer.items if i.source)
     assert {r.slot.tier for r in world.resident.values() if r.key == key("a")} == {HOST, FILE}
@@ -217,7 +198,7 @@ def test_trap_27_no_two_books_are_the_same_list() -> None:
     drops = world.cache.counters.drops
     assert (drops[HOST][DropReason.ORPHAN], drops[FILE][DropReason.ORPHAN]) == (1, 0)
     assert world.setup.build().counters.drops[HOST].total() == 0
-    offloaded_twice = offloaded(BOTH, "a", "b")
+    offloaded_twice = World(BOTH).stored("a", "b", evicting=True)
     slots = {(r.slot.tier, r.slot.index) for r in offloaded_twice.resident.values()}
     assert len(slots) == 4
 
@@ -225,12 +206,11 @@ def test_trap_27_no_two_books_are_the_same_list() -> None:
 @pytest.mark.parametrize("moment", ["before onboarding", "in a prefetch", "during", "after", "after its time"])
 def test_trap_28_no_pin_leaks_whenever_a_request_goes_away(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was read for it alone is called off."""
-    world = offloaded(BOTH, "abc")
+    world = World(BOTH).stored("abc", evicting=True)
     cancelled: set[int] = set()
     monkeypatch.setattr(world, "check_cancel", cancelled.add)
     world.discard("abc", HOST)
-    hold = world.lookup("abc", 0, "request")
-    assert hold is not None
+    hold = world.lease("abc", "request")
     if moment == "in a prefetch":
         world.prefetch(hold)
     elif moment != "before onboarding":

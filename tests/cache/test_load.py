@@ -17,15 +17,13 @@ def cold(setup: Setup, *paths: str) -> World:
     """A world in which these paths are in the file tier alone."""
     world = World(setup)
     for path in paths:
-        world.store(path, 0, False)
-        world.settle_all()
+        world.stored(path)
         world.discard(path, HOST)
     return world
 
 
 def load(world: World, path: str, count: int = 0) -> Lease:
-    hold = world.lookup(path, 0, None)
-    assert hold is not None
+    hold = world.lease(path)
     world.load(hold, count or len(world.holds[hold].keys), 0, 0)
     return hold
 
@@ -144,9 +142,7 @@ def test_as_much_is_loaded_as_there_is_room_for() -> None:
 
 
 def test_a_chunk_with_a_slot_behind_one_without_room_is_behind_it() -> None:
-    world = World(Setup(host=1, file=1, found=((0, key("a"), None),), backup="write_through"))
-    world.store("ab", 0, False)
-    world.settle_all()
+    world = World(Setup(host=1, file=1, found=((0, key("a"), None),), backup="write_through")).stored("ab")
     load(world, "ab")
     assert misses(world) == {"no_room": 1, "behind": 1}
 
@@ -184,8 +180,7 @@ def test_a_batch_is_sixteen_chunks() -> None:
 
 def test_parts_of_the_first_and_the_last_chunk() -> None:
     world = cold(BOTH._replace(per_chunk=2), "abc")
-    hold = world.lookup("abc", 0, None)
-    assert hold is not None
+    hold = world.lease("abc")
     world.load(hold, 3, 1, 1)
     (section,) = world.on("host->device")[0].transfer.sections
     assert (section.first_block, len(section.blocks)) == (1, 4)
@@ -214,8 +209,6 @@ def test_what_has_arrived_by_the_deadline_is_used(monkeypatch: pytest.MonkeyPatc
 def test_giving_up_cancels_what_nobody_waits_for_and_nothing_else() -> None:
     world = cold(BOTH, "a")
     hasty, patient = (world.lookup("a", 0, None) for _ in range(2))
-    assert hasty is not None
-    assert patient is not None
     world.load(hasty, 1, 0, 0, 1.0)
     world.load(patient, 1, 0, 0)
     world.cache.apply((), 1.0)
@@ -321,12 +314,11 @@ def test_a_backup_of_bytes_that_turn_out_bad_is_not_kept() -> None:
     world = World(BOTH)
     world.store("a", 0, False)
     world.end(world.on("device->host")[0])
-    hold = load(world, "a")
+    load(world, "a")
     world.end(world.on("host->device")[0], Status.CORRUPT)
     world.end(world.on("host->file")[0], Status.OK)
     assert world.where("a") == {}
     assert world.lookup("a", 0, None) is None
-    world.release(hold)
     world.drain()
 
 
@@ -355,14 +347,12 @@ def test_each_failure_is_a_miss_of_its_own_name(status: Status) -> None:
 def test_what_was_loaded_leaves_nothing_to_a_garbage_collector() -> None:
     cache, blocks = TieredCache([TierSpec(HOST, 4, 1)]), [0, 1]
     offload = store(cache, [key("a"), key("ab")], blocks)
-    assert offload.job is not None
     cache.apply([TransferResult(offload.job, (Status.OK,) * 2)], 0.0)
     cache.take()
     gc.collect()
     gc.disable()
     try:
         hold = lookup(cache, [key("a"), key("ab")], 0.0).lease
-        assert hold is not None
         (part,) = cache.load(hold, {0: blocks}).parts
         cache.take()
         cache.apply([TransferResult(part.job, (Status.OK,) * 2)], 0.0)

@@ -25,7 +25,6 @@ def stored(**settings: object) -> TieredCache:
 def test_all_groups_travel_in_one_transfer_with_a_section_each() -> None:
     cache = stored()
     hold = cache.lookup(wanted(*PATHS), 0.0).lease
-    assert hold is not None
     order = cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]}, by_layer=True)
     (transfer,) = orders(cache)
     assert (order.chunks, len(order.parts)) == (12, 1)
@@ -49,7 +48,6 @@ def test_a_group_that_lacks_some_in_the_middle_has_several_sections() -> None:
     device = [False, True, False, False, True, False, True, True]
     found = cache.lookup({**wanted(*PATHS), 0: GroupKeys(PATHS[0], device=device)}, 0.0)
     assert found.needs[0].load == (0, 2, 3, 5)
-    assert found.lease is not None
     cache.load(found.lease, {0: [20, 21, 22, 23], 1: [0, 1, 2], 2: [3]})
     (transfer,) = orders(cache)
     assert transfer.sections[:3] == (Section(0, 0, (20,)), Section(0, 2, (21, 22)), Section(0, 5, (23,)))
@@ -59,7 +57,6 @@ def test_a_group_that_lacks_some_in_the_middle_has_several_sections() -> None:
 def test_a_group_of_which_the_device_has_all_travels_not_at_all() -> None:
     cache = stored()
     found = cache.lookup({**wanted(*PATHS), 0: GroupKeys(PATHS[0], device=[True] * 8)}, 0.0)
-    assert found.lease is not None
     cache.load(found.lease, {0: (), 1: [0, 1, 2], 2: [3]})
     assert [section.group for section in orders(cache)[0].sections] == [1, 2]
 
@@ -69,7 +66,6 @@ def test_what_must_be_read_first_is_read_first() -> None:
     assert cache.discard(PATHS[0][6:], HOST) == 2
     assert cache.discard(PATHS[1][14:15], HOST) == 1
     hold = cache.lookup(wanted(*PATHS), 0.0).lease
-    assert hold is not None
     cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]}, by_layer=True)
     read, load = orders(cache)
     assert [item.key for item in read.items] == [*PATHS[0][6:], PATHS[1][14]]
@@ -77,7 +73,6 @@ def test_what_must_be_read_first_is_read_first() -> None:
     end(cache, [read])
     end(cache, [load])
     outcome = cache.progress(hold).outcome
-    assert outcome is not None
     assert [outcome.sources.count(tier) for tier in (HOST, FILE)] == [9, 3]
 
 
@@ -87,7 +82,6 @@ def test_without_room_for_all_nothing_is_ordered() -> None:
         cache.discard(path, HOST)
     cache.resize(HOST, 11)
     hold = cache.lookup(wanted(*PATHS), 0.0).lease
-    assert hold is not None
     order = cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]})
     assert (order.chunks, orders(cache)) == (0, [])
     assert cache.progress(hold).outcome == Outcome(0, ())
@@ -99,7 +93,6 @@ def test_without_room_for_all_nothing_is_ordered() -> None:
 def test_a_chunk_that_was_lost_meanwhile_keeps_all_away() -> None:
     cache = stored()
     first, second = (cache.lookup(wanted(*PATHS), 0.0).lease for _ in range(2))
-    assert first is not None
     assert second is not None
     cache.load(first, {0: range(8), 1: range(8, 11), 2: [11]})
     end(cache, orders(cache), Status.CORRUPT)
@@ -116,7 +109,6 @@ def test_a_chunk_of_a_window_that_was_lost_keeps_all_away() -> None:
     path = keys_of(0, 3)
     store(cache, 0, path)
     first, second = (cache.lookup(wanted(path), 0.0).lease for _ in range(2))
-    assert first is not None
     assert second is not None
     cache.load(first, {0: range(3)})
     (transfer,) = orders(cache)
@@ -164,7 +156,6 @@ def test_blocks_that_do_not_fit_are_refused() -> None:
 def test_the_deadline_of_a_load_that_has_not_come() -> None:
     cache = stored()
     hold = cache.lookup(wanted(*PATHS), 0.0).lease
-    assert hold is not None
     cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]}, timeout=5.0)
     (transfer,) = orders(cache)
     cache.apply((), 5.0)
@@ -178,7 +169,6 @@ def test_the_deadline_of_a_load_that_has_not_come() -> None:
 def test_each_group_of_a_load_that_fails_is_accounted_for() -> None:
     cache = stored(events=1000)
     hold = cache.lookup(wanted(*PATHS), 0.0, request="r").lease
-    assert hold is not None
     cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]})
     cache.apply((), 20.0)
     events = cache.events()
@@ -215,7 +205,6 @@ def test_a_joint_load_reports_all_its_chunks_or_none(data: st.DataObject) -> Non
             failed |= any(status is not Status.OK for status in statuses)
             cache.apply([TransferResult(transfer.job, statuses, rank=rank)], 0.0)
     outcome = cache.progress(hold).outcome
-    assert outcome is not None
     assert outcome.chunks == len(outcome.sources) == (0 if failed else 12)
     assert cache.counters.hits.total() == outcome.chunks
     assert cache.counters.misses.total() - misses == 12 - outcome.chunks

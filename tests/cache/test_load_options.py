@@ -32,7 +32,6 @@ def test_blocks_of_a_group_go_down_and_come_back_as_that_group(cache: TieredCach
     assert not down.by_layer
     end(cache, down)
     hold = lookup(cache, KEYS, 0.0, 1, group=2).lease
-    assert hold is not None
     cache.load(hold, {2: [7, 8]}, by_layer=True)
     up = one(cache)
     assert (up.route, up.sections, up.by_layer) == (Route(HOST, DEVICE), (Section(2, 1, (7, 8)),), True)

@@ -183,7 +183,6 @@ def test_a_lookup_that_is_refused_changes_nothing_and_ends_no_load(wrong: str) -
     cache = made(load_timeout=2.0)
     stored(cache, "a", "b")
     lease = cache.lookup({0: GroupKeys(keys("a"))}, 1.0).lease
-    assert lease is not None
     cache.load(lease, {0: [20, 21, 22]})
     cache.take()
     before, (paths, how) = books(cache), WRONG_LOOKUPS[wrong]
@@ -226,7 +225,6 @@ def test_a_prefetch_waits_from_the_time_that_it_is_told() -> None:
     cache = made()
     cache.adopt(FILE, [(slot, key, above) for slot, (key, above) in enumerate(zip(keys("a"), [None, *keys("a")]))])  # noqa: B905
     lease = cache.lookup({0: GroupKeys(keys("a"))}, 1.0).lease
-    assert lease is not None
     cache.prefetch(lease, 100.0, policy=PrefetchPolicy.TIMEOUT, timeout=5.0)
     cache.apply((), 100.0)
     assert not cache.progress(lease).is_over

@@ -161,8 +161,7 @@ def test_a_held_chunk_survives_the_failed_backup_of_its_parent() -> None:
 def test_a_file_tier_smaller_than_the_host_tier_comes_to_rest() -> None:
     world = World(Setup(host=4, file=2, backup="write_through"))
     for path in ("a", "b", "c", "d"):
-        world.store(path, 0, False)
-        world.settle_all()
+        world.stored(path)
     assert world.cache.counters.routes["host->file"].chunks == 2
     assert world.flush()
 
@@ -170,8 +169,7 @@ def test_a_file_tier_smaller_than_the_host_tier_comes_to_rest() -> None:
 def test_the_file_tier_makes_room_from_what_the_host_tier_has_not() -> None:
     world = World(Setup(host=2, file=3, backup="write_through"))
     for path in ("a", "b", "c", "d"):
-        world.store(path, 0, False)
-        world.settle_all()
+        world.stored(path)
     assert world.where("c") == world.where("d") == {HOST: "ready", FILE: "ready"}
     assert sum(world.where(path) == {FILE: "ready"} for path in "ab") == 1
 
@@ -244,8 +242,7 @@ def test_a_backup_that_failed_is_tried_again_when_its_chunk_is_used() -> None:
     world.end(world.on("host->file")[0], Status.NO_SPACE)
     world.end_step()
     assert backed_up(world) == []
-    hold = world.lookup("ab", 0, None)
-    assert hold is not None
+    hold = world.lease("ab")
     world.release(hold)
     world.end_step()
     assert backed_up(world) == ["a", "ab"]

@@ -18,13 +18,6 @@ def three(host: int, file: int, third: int, **rest: object) -> World:
     return World(Setup(host=host, file=file, more=(third,), **{"backup": "write_through", **rest}))  # type: ignore[arg-type]
 
 
-def stored(world: World, *paths: str) -> World:
-    for path in paths:
-        world.store(path, 0, True)
-        world.settle_all()
-    return world
-
-
 def on(world: World, route: str) -> list[str]:
     return [path_of(item.key) for job in world.on(route) for item in job.transfer.items]
 
@@ -60,16 +53,13 @@ def test_down_through_three_tiers_up_again_and_gone() -> None:
 
 
 def test_runs_name_each_tier_along_a_path() -> None:
-    world = stored(three(4, 4, 4), "abcd")
+    world = three(4, 4, 4).stored("abcd", evicting=True)
     world.discard("abc", HOST)
     world.discard("ac", FILE)
     assert world.cache.discard(chunks("abc")[2:], FILE) == 1
-    warm = world.lookup("a", 0, None)
-    assert warm is not None
-    world.load(warm, 1, 0, 0)
+    world.loading("a")
     world.settle_all()
-    hold = world.lookup("abcd", 0, None)
-    assert hold is not None
+    hold = world.lease("abcd")
     assert world.cache.progress(hold).runs == ((HOST, 1), (FILE, 1), (THIRD, 1), (HOST, 1))
     world.load(hold, 4, 0, 0)
     world.settle_all()
@@ -84,8 +74,8 @@ def safe(world: World) -> World:
 
 
 def test_a_full_tier_has_its_own_copied_down_before_it_makes_room() -> None:
-    world = safe(stored(three(2, 2, 4, backup="write_back"), "a", "b"))
-    stored(world, "c", "d")  # what is safe in the file tier went from the host tier
+    world = safe(three(2, 2, 4, backup="write_back").stored("a", "b", evicting=True))
+    world.stored("c", "d", evicting=True)  # what is safe in the file tier went from the host tier
     assert (there(world, FILE), there(world, THIRD)) == ({"a", "b"}, set())
     assert not world.flush()
     assert (on(world, "host->file"), sorted(on(world, "file->third"))) == ([], ["a", "b"])
@@ -97,8 +87,8 @@ def test_a_full_tier_has_its_own_copied_down_before_it_makes_room() -> None:
 
 
 def test_what_waits_for_a_cascade_is_not_given_up_for_an_offload() -> None:
-    world = safe(stored(three(1, 1, 4, backup="write_back"), "a"))
-    stored(world, "b")
+    world = safe(three(1, 1, 4, backup="write_back").stored("a", evicting=True))
+    world.stored("b", evicting=True)
     world.store("c", 0, True)
     assert (on(world, "file->third"), there(world, HOST)) == (["a"], {"b"})
     assert world.cache.counters.drops[HOST][DropReason.BACKPRESSURE] == 1
@@ -106,7 +96,7 @@ def test_what_waits_for_a_cascade_is_not_given_up_for_an_offload() -> None:
     world.store("c", 0, True)
     assert (on(world, "host->file"), there(world, HOST)) == (["b"], {"b"})
     world.settle_all()
-    stored(world, "c")
+    world.stored("c", evicting=True)
     assert [there(world, tier) for tier in world.sizes] == [{"c"}, {"b"}, {"a"}]
 
 
@@ -114,7 +104,7 @@ def test_a_cascade_goes_down_all_tiers() -> None:
     world = World(Setup(host=1, file=1, more=(1, 1, 1), backup="write_back"))
     for path in "abcde":
         while not world.where(path):
-            stored(world, path)
+            world.stored(path, evicting=True)
             safe(world)
     assert [there(world, tier) for tier in world.sizes] == [{"e"}, {"e"}, {"d"}, {"c"}, {"b"}]
 
@@ -122,10 +112,10 @@ def test_a_cascade_goes_down_all_tiers() -> None:
 def test_a_cascade_that_does_not_fit_changes_nothing() -> None:
     world = three(2, 1, 1, backup="write_back")
     for path in ("a", "b"):
-        safe(stored(world, path))
+        safe(world.stored(path, evicting=True))
     assert (there(world, FILE), there(world, THIRD)) == ({"b"}, {"a"})
     assert world.lookup("a", 0, None)
-    stored(world, "c")
+    world.stored("c", evicting=True)
     assert there(world, HOST) == {"b", "c"}
     before, gone = dict(world.resident), dict(world.cache.counters.evictions)
     assert world.flush()  # "c" would take the place of "b", and that the place of "a", which is held
@@ -141,8 +131,7 @@ def test_a_copy_down_that_fails_costs_nothing_but_the_copy() -> None:
     assert world.where("ab") == {HOST: "ready", FILE: "ready"}
     world.end_step()
     assert on(world, "file->third") == []
-    hold = world.lookup("ab", 0, None)
-    assert hold is not None
+    hold = world.lease("ab")
     world.release(hold)  # a use makes it worth another try
     world.end_step()
     assert on(world, "file->third") == ["ab"]
@@ -167,12 +156,11 @@ def test_children_wait_in_each_tier_until_their_parents_are_below() -> None:
 def test_each_route_has_a_rule_of_its_own() -> None:
     rules = ((FILE, "write_back", 2), (THIRD, "write_through_selective", 3))
     world = three(8, 8, 8, into=rules)
-    stored(world, "abcdefg")
+    world.stored("abcdefg", evicting=True)
     assert there(world, FILE) == {"a"}  # one slot of the host tier is free, so one must be safe
     assert there(world, THIRD) == set()
     for _ in range(3):
-        hold = world.lookup("ab", 0, None)
-        assert hold is not None
+        hold = world.lease("ab")
         world.release(hold)
         world.end_step()
         world.settle_all()
@@ -194,7 +182,7 @@ def test_a_threshold_that_cannot_be_is_refused(threshold: int) -> None:
 
 
 def test_what_a_warmer_tier_would_write_again_stays_below() -> None:
-    world = stored(three(2, 2, 1), "a", "b")
+    world = three(2, 2, 1).stored("a", "b", evicting=True)
     assert (there(world, HOST), there(world, FILE)) == ({"a", "b"}, {"a", "b"})
     assert there(world, THIRD) == {"a"}  # for "b" there would be room only if "a" left, and was written again
     assert safe(world).cache.counters.routes["file->third"].chunks == 1
@@ -207,7 +195,6 @@ def test_found_in_two_tiers_at_start() -> None:
     assert world.cache.adopt(FILE, found) == 3
     world.cache.check_integrity()
     hold = lookup(world.cache, chunks("abc"), 0.0).lease
-    assert hold is not None
     assert world.cache.progress(hold).runs == ((THIRD, 1), (FILE, 2))
 
 

@@ -85,8 +85,6 @@ def test_its_first_tokens_are_loaded_with_the_rest() -> None:
     cache = stored(ABC)
     tokens = [*ABC[:10], 7, 7]
     found = lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT))
-    assert found.lease is not None
-    assert found.partial is not None
     order = cache.load(found.lease, {0: [5, 6, 7]}, tokens=found.partial.tokens)
     (transfer,) = orders(cache)
     assert (transfer.tokens, transfer.sections) == (2, (Section(0, 0, (5, 6, 7)),))
@@ -102,7 +100,6 @@ def test_an_engine_that_does_not_want_it_loads_the_rest() -> None:
     cache = stored(ABC)
     tokens = [*ABC[:10], 7, 7]
     hold = lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT)).lease
-    assert hold is not None
     cache.load(hold, {0: [5, 6]})
     (transfer,) = orders(cache)
     assert (transfer.tokens, len(transfer.items)) == (None, 2)
@@ -113,7 +110,6 @@ def test_only_the_last_of_several_jobs_is_partial() -> None:
     assert cache.discard(path(ABC)[1:], HOST) == 2
     tokens = [*ABC[:10], 7, 7]
     hold = lookup(cache, path(tokens), 0.0, text=Text(tokens, ROOT)).lease
-    assert hold is not None
     cache.load(hold, {0: [5, 6, 7]}, tokens=2)
     assert [(t.route.source, t.tokens) for t in orders(cache)] == [(HOST, None), (FILE, None), (HOST, 2)]
 
@@ -237,7 +233,6 @@ def test_groups_of_different_chunks_share_a_length_in_tokens() -> None:
     assert found.tokens == 13
     assert found.needs[0] == (0, 1, (0,), Partial(large[1], 5))
     assert found.needs[1] == (4, 6, (4, 5), Partial(small[6], 1))
-    assert found.lease is not None
     cache.load(found.lease, {0: [1, 2], 1: [3, 4, 5]})
     (transfer,) = orders(cache)
     assert transfer.sections == (Section(0, 0, (1, 2)), Section(1, 4, (3, 4, 5)))
@@ -284,7 +279,6 @@ def test_a_partial_chunk_that_is_lost_keeps_all_away() -> None:
         commit(cache, group, told)
     tokens = [*told[:13], 7, 7, 7]
     one, two = (cache.lookup(wanted(tokens, 4, 2), 0.0).lease for _ in range(2))
-    assert one is not None
     assert two is not None
     cache.load(one, {0: range(4), 1: range(4, 7)})
     end(cache, orders(cache), Status.CORRUPT)

@@ -24,12 +24,9 @@ def prefetched(world: World, lease: Lease) -> int | None:
 
 def cold(path: str, setup: Setup = BOTH) -> tuple[World, Lease]:
     """A world in which only the file tier has `path`, and a hold on it."""
-    world = World(setup)
-    world.store(path, 0, False)
-    world.settle_all()
+    world = World(setup).stored(path)
     world.discard(path, HOST)
-    hold = world.lookup(path, 0, "request")
-    assert hold is not None
+    hold = world.lease(path, "request")
     return world, hold
 
 
@@ -45,7 +42,6 @@ def test_held_chunks_come_up_and_are_onboarded_from_there() -> None:
     world.load(hold, 3, 0, 0)
     world.settle_all()
     assert world.cache.progress(hold).outcome == (3, (HOST,) * 3)
-    world.release(hold)
     world.drain()
 
 
@@ -56,7 +52,6 @@ def test_an_onboarding_joins_what_is_under_way() -> None:
     assert world.on("file->host") == [world.jobs[job]]
     world.settle_all()
     assert world.cache.progress(hold).outcome == (2, (FILE,) * 2)
-    world.release(hold)
     world.drain()
 
 
@@ -96,12 +91,8 @@ def test_a_prefetch_that_fails_leaves_what_is_sound() -> None:
 
 
 def test_asleep_nothing_touches_the_device_and_the_tiers_stay() -> None:
-    world = World(Setup(host=4, device_blocks=8))
-    world.store("ab", 0, False)
-    world.settle_all()
-    hold = world.lookup("ab", 0, None)
-    assert hold is not None
-    world.load(hold, 2, 0, 0)
+    world = World(Setup(host=4, device_blocks=8)).stored("ab")
+    world.loading("ab")
     world.store("x", 0, False)
     assert not world.call("sleep")
     assert sum(isinstance(c, Cancel) for c in world.call("take")) == 2
@@ -112,12 +103,9 @@ def test_asleep_nothing_touches_the_device_and_the_tiers_stay() -> None:
     assert world.call("sleep")
     assert world.where("ab") == {HOST: "ready"}
     world.call("wake")
-    assert other is not None
     world.load(other, 1, 0, 0)
     world.settle_all()
     assert world.cache.progress(other).outcome == (1, (HOST,))
-    world.release(hold)
-    world.release(other)
     world.drain()
 
 
@@ -144,7 +132,6 @@ def test_how_long_a_request_waits_for_its_prefetch_is_its_policy(policy: Prefetc
     world.look()
     world.settle_all()  # it was too late to stop it
     assert prefetched(world, hold) == 2
-    world.release(hold)
     world.drain()
 
 
@@ -162,7 +149,6 @@ def test_what_the_cache_prefetches_by_is_a_setting() -> None:
     )
     cache.adopt(FILE, [(0, key("a"), None)])
     hold = lookup(cache, [key("a")], 0.0).lease
-    assert hold is not None
     cache.prefetch(hold, 0.0)
     cache.apply((), 2.5)
     assert not cache.progress(hold).is_over
@@ -187,8 +173,7 @@ def test_a_prefetch_that_two_have_joined_outlives_the_one_that_began_it() -> Non
     world, first = cold("ab")
     (job,) = world.prefetch(first, PrefetchPolicy.TIMEOUT, 5.0)
     world.tick(3.0)
-    second = world.lookup("ab", 0, "another")
-    assert second is not None
+    second = world.lease("ab", "another")
     assert world.prefetch(second, PrefetchPolicy.TIMEOUT, 4.0) == (job,)
     world.call("apply", (), 5.0)
     assert called_off(world) == []
@@ -203,8 +188,7 @@ def test_a_prefetch_that_two_have_joined_outlives_the_one_that_began_it() -> Non
 def test_an_onboarding_keeps_a_prefetch_alive_whose_request_has_gone() -> None:
     world, first = cold("ab")
     (job,) = world.prefetch(first)
-    second = world.lookup("ab", 0, "another")
-    assert second is not None
+    second = world.lease("ab", "another")
     world.load(second, 2, 0, 0)
     world.release(first)
     world.end(world.jobs[job])
@@ -216,8 +200,7 @@ def test_each_waiter_of_a_load_has_a_deadline_of_its_own() -> None:
     world, first = cold("ab")
     world.load(first, 2, 0, 0, 2.0)
     world.tick(1.0)
-    second = world.lookup("ab", 0, None)
-    assert second is not None
+    second = world.lease("ab")
     world.load(second, 2, 0, 0, 5.0)
     (read,) = world.on("file->host")
     world.tick(1.0)
@@ -228,8 +211,6 @@ def test_each_waiter_of_a_load_has_a_deadline_of_its_own() -> None:
     world.settle_all()
     assert world.cache.progress(second).outcome == (2, (FILE,) * 2)
     assert world.cache.counters.misses[MissReason.DEADLINE] == 2
-    world.release(first)
-    world.release(second)
     world.drain()
 
 
@@ -261,7 +242,6 @@ def test_nobody_waits_for_what_a_reset_has_made_worthless() -> None:
     world.prefetch(hold, PrefetchPolicy.WAIT)
     world.reset()
     assert prefetched(world, hold) == 0
-    world.release(hold)
     world.drain()
 
 
@@ -270,7 +250,6 @@ def test_waits_that_are_over_are_not_kept() -> None:
     waits = world.cache._transfers.waits
     for _ in range(300):
         each = lookup(world.cache, chunks("ab"), 0.0).lease
-        assert each is not None
         world.cache.load(each, {0: (0, 1)}, timeout=1000.0)
         world.cache.release(each)
     world.cache.take()
@@ -285,9 +264,7 @@ def test_waits_that_are_over_are_not_kept() -> None:
 
 def test_a_hold_of_which_all_was_lost_has_nothing_to_prefetch() -> None:
     world, hold = cold("ab")
-    other = world.lookup("ab", 0, None)
-    assert other is not None
-    world.load(other, 2, 0, 0)
+    world.loading("ab")
     world.end(world.on("file->host")[0], Status.CORRUPT)
     assert world.where("a") == {}
     assert world.prefetch(hold) == ()
@@ -297,8 +274,7 @@ def crowded(*paths: str) -> tuple[World, list[Lease]]:
     """A world in which only the file tier has `paths`, and the host tier is full of w, x, y and z alone; holds."""
     world = World(Setup(host=4, file=32))
     for path in paths:
-        world.store(path, 0, False)
-        world.settle_all()
+        world.stored(path)
         while not world.flush():
             world.settle_all()
         world.discard(path, HOST)
@@ -329,7 +305,6 @@ def test_a_prefetch_has_room_made_by_copies_down() -> None:
         step(world)
     assert prefetched(world, hold) == 3
     assert all(world.where(path) for path in "wxyz"), "what made way is safe"
-    world.release(hold)
     world.drain()
 
 
@@ -343,7 +318,6 @@ def test_a_prefetch_goes_on_with_what_room_is_made() -> None:
     while world.jobs:
         step(world)
     assert prefetched(world, hold) == 3
-    world.release(hold)
     world.drain()
 
 
@@ -358,7 +332,6 @@ def test_a_prefetch_waits_for_the_end_of_the_step_that_peeked_at_what_is_in_the_
     while world.jobs:
         step(world)
     assert prefetched(world, hold) == 3
-    world.release(hold)
     world.drain()
 
 
@@ -371,14 +344,12 @@ def test_copies_down_that_take_too_long_end_a_prefetch_at_its_deadline() -> None
     assert prefetched(world, hold) == 0
     step(world)
     assert step(world) == [], "nothing is read for it any more"
-    world.release(hold)
     world.drain()
 
 
 def test_a_prefetch_does_not_evict_what_its_own_hold_has() -> None:
     world, hold = cold("abcd")
-    head = world.lookup("ab", 0, None)
-    assert head is not None
+    head = world.lease("ab")
     world.prefetch(head)
     world.settle_all()
     world.store("xy", 0, False)  # clean, and used later than "ab"
@@ -387,8 +358,6 @@ def test_a_prefetch_does_not_evict_what_its_own_hold_has() -> None:
     world.prefetch(hold, PrefetchPolicy.WAIT)
     assert step(world) == ["file->host"]
     assert prefetched(world, hold) == 4
-    world.release(head)
-    world.release(hold)
     world.drain()
 
 
@@ -401,14 +370,12 @@ def test_prefetches_that_do_not_fit_together_take_turns() -> None:
     while world.jobs:
         step(world)
     assert (prefetched(world, first), prefetched(world, second)) == (3, None)
-    world.store("v", 0, True)
-    world.settle_all()
+    world.stored("v", evicting=True)
     assert prefetched(world, first) == 3, "a store takes what the prefetches left"
     world.release(first)
     while world.jobs:
         step(world)
     assert prefetched(world, second) == 3
-    world.release(second)
     world.drain()
 
 
@@ -418,8 +385,6 @@ def test_a_reset_ends_prefetches_that_wait_for_room() -> None:
     world.prefetch(second, PrefetchPolicy.WAIT)
     world.reset()
     assert (prefetched(world, first), prefetched(world, second)) == (0, 0)
-    world.release(first)
-    world.release(second)
     world.drain()
     world.evict_all()
 
@@ -496,9 +461,7 @@ def test_a_waiting_prefetch_takes_the_room_of_what_a_load_has_read() -> None:
     world, (hold,) = crowded("abcd")
     while not world.flush():
         step(world)
-    load = world.lookup("w", 0, None)
-    assert load is not None
-    world.load(load, 1, 0, 0)
+    world.loading("w")
     world.end_step()
     (copy,) = world.on("host->device")
     world.cache.prefetch(hold, world.now, policy=PrefetchPolicy.WAIT)
@@ -514,9 +477,7 @@ def test_a_waiting_prefetch_has_failed_copies_tried_again_when_their_chunks_are_
         world.discard(path, HOST)
     world.store("wxyz", 0, False)
     world.end(world.on("device->host")[0])
-    load = world.lookup("w", 0, None)
-    assert load is not None
-    world.load(load, 1, 0, 0)  # under way all the time, so that there is something to wait for
+    world.loading("w")  # under way all the time, so that there is something to wait for
     world.end_step()
     world.prefetch(hold, PrefetchPolicy.WAIT)
     (copy,) = world.on("host->file")

@@ -20,8 +20,7 @@ def found(*paths: str) -> tuple[tuple[int, bytes, bytes | None], ...]:
 
 
 def load(world: World, path: str) -> Outcome | None:
-    hold = world.lookup(path, 0, None)
-    assert hold is not None
+    hold = world.lease(path)
     world.load(hold, len(world.holds[hold].keys), 0, 0)
     world.settle_all()
     outcome: Outcome | None = world.cache.progress(hold).outcome
@@ -43,9 +42,7 @@ def test_a_chunk_goes_all_the_way_down_and_back_and_is_gone_in_the_end() -> None
     world.store("x", 0, True)
     assert (world.where("a"), world.where("x")) == ({FILE: "ready"}, {HOST: "filling"})
     world.settle_all()
-    hold = world.lookup("a", 0, None)
-    assert hold is not None
-    world.load(hold, 1, 0, 0)
+    hold = world.loading("a")
     assert (world.where("a"), world.where("x")) == ({HOST: "filling", FILE: "ready"}, {})
     world.settle_all()
     assert world.where("a") == {HOST: "ready", FILE: "ready"}
@@ -70,8 +67,7 @@ def test_chunks_whose_parents_are_gone_wait_for_them() -> None:
     world = World(BOTH._replace(file=6, found=found("a", "xy", "xyz", "ac")))
     assert sorted(path_of(each) for each, _ in world.resident) == ["a", "ac", "xy", "xyz"]
     assert world.ready_end(chunks("xyz"), 0) == 0
-    world.store("xyz", 0, False)
-    world.settle_all()
+    world.stored("xyz")
     assert (world.where("x"), world.where("xy")) == ({HOST: "ready", FILE: "ready"}, {FILE: "ready"})
     assert world.ready_end(chunks("xyz"), 0) == 3
     world.drain()
@@ -80,8 +76,7 @@ def test_chunks_whose_parents_are_gone_wait_for_them() -> None:
 def test_what_was_written_last_before_a_restart_goes_last_after_it() -> None:
     world = World(Setup(host=2, file=4, backup="write_through", found=found("b", "a", "ab", "c")))
     for newcomer, left in (("x", ["a", "ab", "c", "x"]), ("y", ["a", "c", "x", "y"]), ("z", ["c", "x", "y", "z"])):
-        world.store(newcomer, 0, False)
-        world.settle_all()
+        world.stored(newcomer)
         assert sorted(path_of(each) for each, tier in world.resident if tier == FILE) == left
 
 
@@ -119,13 +114,9 @@ def test_a_restart_into_the_warmest_tier_knows_what_is_not_backed_up() -> None:
 
 
 def test_a_reset_forgets_everything_and_waits_for_slots_in_use() -> None:
-    world = World(BOTH)
-    world.store("ab", 0, False)
-    world.settle_all()
+    world = World(BOTH).stored("ab")
     world.discard("ab", HOST)
-    hold = world.lookup("ab", 0, None)
-    assert hold is not None
-    world.load(hold, 2, 0, 0)
+    world.loading("ab")
     world.store("x", 0, False)
     in_flight = list(world.jobs)
     world.generation += 1
@@ -150,11 +141,8 @@ def test_results_of_jobs_from_before_a_reset_free_their_slots_and_nothing_else()
 
 
 def test_an_onboarding_from_before_a_reset_has_brought_nothing() -> None:
-    world = World(BOTH)
-    world.store("ab", 0, False)
-    world.settle_all()
+    world = World(BOTH).stored("ab")
     over, amid, before = (world.lookup("ab", 0, None) for _ in range(3))
-    assert over is not None
     assert amid is not None
     world.load(over, 2, 0, 0)
     world.settle_all()
@@ -166,16 +154,13 @@ def test_an_onboarding_from_before_a_reset_has_brought_nothing() -> None:
     assert world.cache.progress(amid).outcome == (0, ())
     assert world.cache.counters.misses[MissReason.CANCELLED] == 2
     world.tick(LOAD)
-    assert before is not None
     world.load(before, 2, 0, 0)
     assert world.cache.progress(before).outcome == (0, ())
     world.drain()
 
 
 def test_a_reset_lets_go_of_what_was_peeked_at() -> None:
-    world = World(BOTH)
-    world.store("a", 0, False)
-    world.settle_all()
+    world = World(BOTH).stored("a")
     world.lookup_each(key("a"))
     world.reset()
     assert world.cache.held == 0
@@ -220,11 +205,8 @@ def test_time_does_not_run_backwards() -> None:
 
 
 def test_holds_are_released_once() -> None:
-    world = World(BOTH)
-    world.store("a", 0, False)
-    world.settle_all()
+    world = World(BOTH).stored("a")
     first, second = world.lookup("a", 0, None), world.lookup("a", 0, "mine")
-    assert first is not None
     assert second is not None
     world.release(first)
     world.refused(LeaseError, "release", first)
@@ -237,12 +219,8 @@ def test_holds_are_released_once() -> None:
 
 
 def test_a_hold_is_onboarded_once() -> None:
-    world = World(BOTH)
-    world.store("a", 0, False)
-    world.settle_all()
-    hold = world.lookup("a", 0, None)
-    assert hold is not None
-    world.load(hold, 1, 0, 0)
+    world = World(BOTH).stored("a")
+    hold = world.loading("a")
     world.refused(LeaseError, "load", hold, {0: (7,)})
 
 

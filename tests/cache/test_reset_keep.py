@@ -15,17 +15,8 @@ BOTH = Setup(host=8, file=8, backup="write_through")
 FILES, ALL = (FILE,), (HOST, FILE)
 
 
-def stored(*paths: str, setup: Setup = BOTH) -> World:
-    """A world in whose tiers these paths are ready."""
-    world = World(setup)
-    for path in paths:
-        world.store(path, 0, False)
-    world.settle_all()
-    return world
-
-
 def test_files_stay_and_are_served() -> None:
-    world = stored("abc", "xy")
+    world = World(BOTH).stored("abc", "xy")
     world.reset(FILES)
     assert world.cache.generation == 0
     assert (world.where("abc"), world.where("xy")) == ({FILE: "ready"}, {FILE: "ready"})
@@ -35,18 +26,17 @@ def test_files_stay_and_are_served() -> None:
 
 
 def test_what_no_kept_tier_has_is_gone_with_all_behind_it() -> None:
-    world = stored("ab", setup=BOTH._replace(backup="write_back"))
+    world = World(BOTH._replace(backup="write_back")).stored("ab")
     world.flush()
     world.settle_all()
-    world.store("abcd", 0, False)
-    world.settle_all()
+    world.stored("abcd")
     world.reset(FILES)
     assert sorted(world.resident) == [(key("a"), FILE), (key("ab"), FILE)]
     world.drain()
 
 
 def test_all_tiers_stay_and_only_what_is_in_flight_goes() -> None:
-    world = stored("ab")
+    world = World(BOTH).stored("ab")
     world.store("abcd", 0, False)
     in_flight = list(world.jobs)
     assert in_flight
@@ -54,8 +44,7 @@ def test_all_tiers_stay_and_only_what_is_in_flight_goes() -> None:
     assert sorted(world.resident) == sorted((key(path), tier) for path in ("a", "ab") for tier in ALL)
     world.settle_all()  # their movers have copied them all the same
     assert world.where("abc") == {}
-    world.store("abcd", 0, False)
-    world.settle_all()
+    world.stored("abcd")
     assert load(world, "abcd") == (4, (HOST,) * 4)
     world.drain()
 
@@ -74,11 +63,9 @@ def test_a_chunk_behind_one_that_is_in_flight_goes_with_it() -> None:
 
 
 def test_slots_of_jobs_are_nobodys_until_these_have_ended() -> None:
-    world = stored("abcd", setup=BOTH._replace(host=4))
+    world = World(BOTH._replace(host=4)).stored("abcd")
     world.discard("abcd", HOST)
-    hold = world.lookup("abcd", 0, None)
-    assert hold is not None
-    world.load(hold, 4, 0, 0)
+    hold = world.loading("abcd")
     world.reset(FILES)
     assert world.free(HOST) == 0
     assert world.cache.progress(hold).outcome == (0, ())
@@ -89,11 +76,9 @@ def test_slots_of_jobs_are_nobodys_until_these_have_ended() -> None:
 
 
 def test_a_bad_record_that_is_read_at_a_reset_is_lost_all_the_same() -> None:
-    world = stored("ab")
+    world = World(BOTH).stored("ab")
     world.discard("ab", HOST)
-    hold = world.lookup("ab", 0, None)
-    assert hold is not None
-    world.load(hold, 2, 0, 0)
+    world.loading("ab")
     world.reset(FILES)
     (read,) = world.on("file->host")
     world.end(read, Status.CORRUPT)
@@ -102,7 +87,7 @@ def test_a_bad_record_that_is_read_at_a_reset_is_lost_all_the_same() -> None:
 
 
 def test_commands_cancel_and_forget_nothing() -> None:
-    world = stored("a")
+    world = World(BOTH).stored("a")
     world.store("xy", 0, False)
     in_flight = list(world.jobs)
     assert world.cache.reset(keep=FILES) == 0
@@ -121,7 +106,7 @@ def test_new_weights_are_said_with_the_reset() -> None:
     ids=["the warmest alone", "in another order", "no tier", "too many", "for new weights"],
 )
 def test_what_cannot_be_kept_is_refused(keep: tuple[str, ...], weights: bool) -> None:
-    world = stored("ab")
+    world = World(BOTH).stored("ab")
     world.refused(CacheError, "reset", keep=keep, weights=weights)
 
 
@@ -134,7 +119,7 @@ def test_what_a_restart_found_outlives_a_reset_that_keeps_it() -> None:
 
 
 def test_what_was_peeked_at_is_let_go_of() -> None:
-    world = stored("a")
+    world = World(BOTH).stored("a")
     world.lookup_each(key("a"))
     world.reset(ALL)
     assert world.cache.held == 0

@@ -12,14 +12,6 @@ from longshore.cache.pool import SlotPool
 from longshore.errors import CacheError, CapacityError
 
 
-def filled(setup: Setup, *paths: str) -> World:
-    world = World(setup)
-    for path in paths:
-        world.store(path, 0, False)
-        world.settle_all()
-    return world
-
-
 def resize(world: World, tier: str, slots: int, *, discard: bool = False) -> None:
     world.call("resize", tier, slots, discard=discard)
     world.sizes[tier] = slots
@@ -37,19 +29,17 @@ def refused(
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_a_tier_that_grows_takes_more_and_keeps_what_it_has(policy: str) -> None:
-    world = filled(Setup(host=2, policy=policy), "ab")
+    world = World(Setup(host=2, policy=policy)).stored("ab")
     resize(world, HOST, 5)
-    world.store("xyz", 0, False)
-    world.settle_all()
+    world.stored("xyz")
     assert len(world.resident) == 5
     assert [s.slots for s in world.cache.stats()] == [5]
-    world.store("uvw", 0, False)
-    world.settle_all()
+    world.stored("uvw")
     world.drain()
 
 
 def test_a_tier_does_not_shrink_below_what_is_taken_however_little_that_is() -> None:
-    world = filled(Setup(host=4), "a", "b", "c")
+    world = World(Setup(host=4)).stored("a", "b", "c")
     world.discard("a", HOST)
     world.discard("b", HOST)  # one chunk is left, in slot 2
     refused(world, HOST, 2)
@@ -59,21 +49,19 @@ def test_a_tier_does_not_shrink_below_what_is_taken_however_little_that_is() -> 
 
 
 def test_what_is_in_the_way_can_be_discarded() -> None:
-    world = filled(Setup(host=4), "abcd")
+    world = World(Setup(host=4)).stored("abcd")
     resize(world, HOST, 2, discard=True)
     assert sorted(each for each, _ in world.resident) == sorted(chunks("ab"))
     resize(world, HOST, 0, discard=True)
     assert not world.resident
     resize(world, HOST, 3)
-    world.store("x", 0, False)
-    world.settle_all()
+    world.stored("x")
     assert world.where("x") == {HOST: "ready"}
 
 
 def test_what_is_held_read_or_needed_is_not_discarded() -> None:
-    world = filled(Setup(host=4), "x", "abc")
-    hold = world.lookup("abc", 0, None)
-    assert hold is not None
+    world = World(Setup(host=4)).stored("x", "abc")
+    hold = world.lease("abc")
     refused(world, HOST, 1, discard=True)
     world.load(hold, 3, 0, 0)
     world.release(hold)
@@ -88,9 +76,8 @@ def test_what_is_held_read_or_needed_is_not_discarded() -> None:
 
 
 def test_with_a_copy_below_even_what_is_held_may_leave_the_host_tier() -> None:
-    world = filled(Setup(host=4, file=4, backup="write_through"), "abcd")
-    hold = world.lookup("abcd", 0, None)
-    assert hold is not None
+    world = World(Setup(host=4, file=4, backup="write_through")).stored("abcd")
+    hold = world.lease("abcd")
     resize(world, HOST, 1, discard=True)
     assert world.where("abcd") == {FILE: "ready"}
     refused(world, FILE, 2, discard=True)

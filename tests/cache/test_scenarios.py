@@ -24,7 +24,6 @@ def stored(paths: list[list[bytes]], slots: int) -> TieredCache:
     cache = TieredCache([TierSpec(HOST, slots, IMAGE_BYTES)])
     for path in paths:
         offload = store(cache, path)
-        assert offload.job is not None
         cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
     return cache
 
@@ -40,7 +39,6 @@ def test_a_hundred_branches_over_a_shared_prefix_fifty_released() -> None:
     cache = stored(branches, 200)
     holds = [lookup(cache, branch, 0.0).lease for branch in branches]
     for hold in holds[:50]:
-        assert hold is not None
         cache.release(hold)
     assert cache.held == 50
     cache.check_integrity()
@@ -59,7 +57,6 @@ def test_overlapping_lookups_in_a_step_leave_the_order_whole(
     keys = [i.to_bytes(32, "big") for i in range(size)]
     turn = lookup(cache, keys, 0.0).turn
     job = store(cache, keys, turn=turn).job
-    assert job is not None
     cache.apply([TransferResult(job, (Status.OK,) * size)], 0.0)
     for _ in range(3):
         residency(cache, keys, Until.STEP, turn=turn)
@@ -114,7 +111,6 @@ def test_five_users_of_one_block() -> None:
     for users_left, hold in zip((5, 4, 3, 2, 1), holds, strict=True):
         assert cache.held == users_left
         assert evictable(cache, [[key("a")]]) == 0
-        assert hold is not None
         cache.release(hold)
     assert cache.held == 0
     assert evictable(cache, [[key("a")]]) == 1
@@ -150,23 +146,17 @@ def test_down_to_the_file_up_again_and_gone() -> None:
 def test_what_is_held_has_an_address_for_each_chunk() -> None:
     cache = stored([chunks("abcd")], 8)
     hold = lookup(cache, chunks("abcde"), 0.0, first=1).lease
-    assert hold is not None
     assert cache.progress(hold).runs == ((HOST, 3),)
     at = {r.key: r.slot.index for r in cache.residents()}
     assert residency(cache, chunks("abcd")[1:]).slots() == [at[each] for each in chunks("abcd")[1:]]
 
 
 def test_held_chunks_in_several_tiers_have_the_address_of_the_warmest() -> None:
-    world = World(Setup(host=4, file=4, backup="write_through"))
-    world.store("abcd", 0, False)
-    world.settle_all()
+    world = World(Setup(host=4, file=4, backup="write_through")).stored("abcd")
     world.discard("abcd", HOST)
-    warm = world.lookup("ab", 0, None)
-    assert warm is not None
-    world.load(warm, 2, 0, 0)
+    world.loading("ab")
     world.settle_all()
-    hold = world.lookup("abcd", 0, None)
-    assert hold is not None
+    hold = world.lease("abcd")
     assert world.cache.progress(hold).runs == ((HOST, 2), (FILE, 2))
 
 

@@ -50,7 +50,6 @@ def test_a_window_that_served_a_match_keeps_its_place() -> None:
     store(cache, 0, keys_of(0, 3))
     store(cache, 1, path[:3])
     hold = cache.lookup(wanted(keys_of(0, 3), path[:3]), 0.0).lease  # four tokens
-    assert hold is not None
     cache.release(hold)
     store(cache, 1, path, first=3)
     store(cache, 0, keys_of(0, 3, "new"))  # takes two slots that are not free
@@ -122,7 +121,6 @@ def test_device_host_file_host_device_gone() -> None:
     assert cache.discard(path, HOST) == 3
     assert where() == {HOST: [], FILE: ["ready"] * 3}
     hold = cache.lookup(wanted(path), 0.0).lease
-    assert hold is not None
     cache.load(hold, {0: [1, 2, 3]})
     read, load = orders(cache)
     assert where() == {HOST: ["filling"] * 3, FILE: ["ready"] * 3}
@@ -154,7 +152,6 @@ def test_a_copy_that_is_lost_takes_nothing_with_it() -> None:
     path = keys_of(0, 3)
     store(cache, 0, path)
     hold = cache.lookup(wanted(path), 0.0).lease
-    assert hold is not None
     cache.load(hold, {0: [0, 1, 2]})
     (load,) = orders(cache)
     end(cache, [load], Status.CORRUPT)
@@ -216,7 +213,6 @@ def test_hosts_that_move_the_bytes_are_offered_slots_too() -> None:
     offload = cache.store({1: GroupKeys(keys_of(1, 4), 2)})[1]
     assert list(offload.positions) == [2, 3]
     assert orders(cache) == []
-    assert offload.job is not None
     cache.release(offload.job)
     assert resident(cache) == []
     cache.check_integrity()
@@ -228,7 +224,6 @@ def test_they_are_prefetched_and_named() -> None:
     store(cache, 0, path)
     assert cache.discard(path, HOST) == 4
     hold = cache.lookup(wanted(path), 0.0).lease
-    assert hold is not None
     assert cache.progress(hold).runs == ((FILE, 3),)
     assert len(cache.prefetch(hold, 0.0)) == 1
     settle(cache)
@@ -260,7 +255,6 @@ def test_hosts_that_do_not_offer_whole_paths_say_what_has_slid() -> None:
     path = keys_of(1, 6)
     for at in range(6):
         offer = cache.store({1: GroupKeys(path[at : at + 1])})[1]
-        assert offer.job is not None
         cache.apply([TransferResult(offer.job, (Status.OK,))], 0.0)
         slid = [*path[max(0, at - 3) : max(0, at - 2)], *keys_of(1, 1, "unknown")]
         assert cache.store({1: GroupKeys((), slid=slid)})[1].job is None

@@ -58,7 +58,6 @@ def test_match_onboard_release_and_commit_of_a_request_are_one_use() -> None:
     deliver(cache)
     before = [uses(cache, key) for key in keys]
     found = lookup(cache, keys, 1.0)
-    assert found.lease is not None
     cache.load(found.lease, {0: (2, 3)})
     deliver(cache)
     store(cache, keys, (2, 3), turn=found.turn)
@@ -78,7 +77,6 @@ def test_requests_that_run_at_the_same_time_count_once_each() -> None:
     deliver(cache)
     found = [lookup(cache, keys, 1.0) for _ in range(3)]
     for each in found:
-        assert each.lease is not None
         cache.release(each.lease)
     for each in found:
         store(cache, keys, (2, 3), turn=each.turn)
@@ -120,7 +118,6 @@ def test_a_tier_below_counts_a_request_once_too() -> None:
     store(cache, keys, (0, 1), turn=lookup(cache, keys, 0.0).turn)
     deliver(cache)
     found = lookup(cache, keys, 1.0)
-    assert found.lease is not None
     store(cache, keys, (0, 1), turn=found.turn)
     cache.release(found.lease)
     assert [uses(cache, keys[0], tier) for tier in (0, 1)] == [2, 2]

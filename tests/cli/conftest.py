@@ -1,21 +1,15 @@
-"""Tiny models run faster on one thread, and far faster when something else runs beside them."""
+"""Fixtures of the tests of the commands."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from cli_kit import write_files
 
+from one_thread import one_thread
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+__all__ = ["one_thread"]
 
 
 @pytest.fixture(autouse=True)

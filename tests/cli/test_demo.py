@@ -66,7 +66,6 @@ def test_the_runs_and_their_json(tmp_path: Path) -> None:
     assert facts["misses"]["absent"] > 0
     assert facts["misses"]["corrupt"] == 0
     found = re.fullmatch(r"a new engine found (\d+) blocks of the last prompt: .*", result.setup["second call"])
-    assert found is not None
     assert int(found[1]) > 0
     json.dumps(facts)
 

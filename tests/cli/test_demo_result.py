@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from longshore.cli.demo_report import (
@@ -19,7 +17,6 @@ from longshore.cli.demo_report import (
     RequestRecord,
     RouteTotal,
     RunRecord,
-    percentile,
     render,
     write_report,
 )
@@ -122,12 +119,6 @@ def test_a_float32_bit_survives_the_comparison() -> None:
         request(0, logprobs=(float(one),) * 3), resident=(request(0, logprobs=(float(one), float(two), -1.5)),)
     )
     assert found.first_difference == (0, 1)
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40), st.floats(0, 100))
-def test_percentile_is_numpys(values: list[float], percent: float) -> None:
-    ours = percentile(values, percent)
-    assert ours == pytest.approx(float(np.percentile(values, percent)), rel=1e-9, abs=1e-9)
 
 
 def test_ttft_counts_returning_requests_only() -> None:

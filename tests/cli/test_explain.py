@@ -10,8 +10,8 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+from event_file import write_events
 from longshore.cache import Event, EventKind
-from longshore.cache.explain import write_events
 from longshore.cli.app import app
 
 LONGSHORE = Path(sys.executable).with_name("longshore")

@@ -199,7 +199,6 @@ def test_a_live_tier_of_another_process_is_inspected(directory: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == b"open\n"
             facts = told("inspect", directory)
             assert (facts["live"], facts["records"]) == (True, 5)

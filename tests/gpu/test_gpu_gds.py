@@ -85,7 +85,6 @@ def there_and_back(folder: Path, *, strict: bool) -> None:
             assert hold is not None
             cache.load(hold, {0: blocks})
         outcome = stack.runtime.wait_over(hold, 60).outcome
-        assert outcome is not None
         assert outcome.sources == (FILE,) * CHUNKS
         assert torch.equal(rows[:CHUNKS], before)
         assert isinstance(stack.file, GdsFileTier)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from test_layout_backend import Apart, BlocksFirst, Latent, Packed
 
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import PlanError
@@ -87,50 +88,6 @@ def there_and_back(made: Made, out: Sequence[Section], back: Sequence[Section]) 
     arena.close()
 
 
-class Apart:
-    """K and V in front of the blocks; says nothing of memory."""
-
-    def get_kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
-
-
-class HeadsFirst:
-    """Blocks first; in memory heads before tokens, and layers after blocks and halves."""
-
-    def get_kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        return (num_blocks, 2, block_size, num_kv_heads, head_size)
-
-    def get_kv_cache_stride_order(self, include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        return (1, 2, 0, 4, 3, 5) if include_num_layers_dimension else (0, 1, 3, 2, 4)
-
-
-class Latent:
-    """One latent vector for each token; its question of memory is not one that it can answer."""
-
-    def get_kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        if (num_kv_heads, head_size) != (1, 576):
-            raise ValueError("only one head of 576")
-        return (num_blocks, block_size, 656)
-
-    def get_kv_cache_stride_order(self, include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        raise NotImplementedError
-
-
-class Packed:
-    """Tokens, heads and elements in one axis."""
-
-    def get_kv_cache_shape(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, ...]:
-        return (2, num_blocks, block_size * num_kv_heads * head_size)
-
-
 SIZES = {"kernel_block_size": 16, "num_kv_heads": 2, "head_size": 4}
 BLOCKS = 12
 
@@ -151,26 +108,26 @@ def k_and_v_apart(per_chunk: int) -> Made:
 
 def in_the_order_of_memory(per_chunk: int) -> Made:
     tensors = [empty(BLOCKS, 2, 2, 16, 4) for _ in range(2)]
-    layout = from_backend(HeadsFirst(), tensors, blocks_per_chunk=per_chunk, **SIZES)
+    layout = from_backend(BlocksFirst(), tensors, blocks_per_chunk=per_chunk, **SIZES)
     return one(layout, *(Held(tensor, 0) for tensor in tensors))
 
 
 def permuted(per_chunk: int) -> Made:
     tensors = [empty(BLOCKS, 2, 2, 16, 4).permute(0, 1, 3, 2, 4) for _ in range(2)]
-    layout = from_backend(HeadsFirst(), tensors, blocks_per_chunk=per_chunk, **SIZES)
+    layout = from_backend(BlocksFirst(), tensors, blocks_per_chunk=per_chunk, **SIZES)
     return one(layout, *(Held(tensor, 0) for tensor in tensors))
 
 
 def across_layers(per_chunk: int) -> Made:
     tensor = empty(BLOCKS, 2, 3, 2, 16, 4)
-    layout = from_backend(HeadsFirst(), [tensor], blocks_per_chunk=per_chunk, **SIZES)
+    layout = from_backend(BlocksFirst(), [tensor], blocks_per_chunk=per_chunk, **SIZES)
     assert layout.num_layers == 3
     return one(layout, Held(tensor, 0))
 
 
 def across_layers_permuted(per_chunk: int) -> Made:
     tensor = empty(BLOCKS, 2, 3, 2, 16, 4).permute(2, 0, 1, 4, 3, 5)
-    layout = from_backend(HeadsFirst(), [tensor], blocks_per_chunk=per_chunk, **SIZES)
+    layout = from_backend(BlocksFirst(), [tensor], blocks_per_chunk=per_chunk, **SIZES)
     return one(layout, Held(tensor, 1))
 
 
@@ -198,7 +155,7 @@ def kernel_blocks_in_a_row(per_chunk: int) -> Made:
 
 def kernel_blocks_with_others_between(per_chunk: int) -> Made:
     tensor = empty(2 * BLOCKS, 2, 2, 16, 4)
-    layout = from_backend(HeadsFirst(), [tensor], block_size=32, blocks_per_chunk=per_chunk, **SIZES)
+    layout = from_backend(BlocksFirst(), [tensor], block_size=32, blocks_per_chunk=per_chunk, **SIZES)
     return one(layout, Held(tensor, 0, 2))
 
 
@@ -273,7 +230,7 @@ def test_groups_of_other_block_sizes_and_backends_over_one_pool() -> None:
     state = memory.view(torch.float32)[:, :250]  # padded
     draft = torch.zeros(2, BLOCKS, 16, 1, 8, dtype=torch.float16)
     axes = [
-        axes_of_backend(HeadsFirst(), full, kernel_block_size=16, num_kv_heads=2, head_size=8),
+        axes_of_backend(BlocksFirst(), full, kernel_block_size=16, num_kv_heads=2, head_size=8),
         axes_of_backend(Apart(), draft, kernel_block_size=16, num_kv_heads=1, head_size=8),
     ]
     groups = [

@@ -93,7 +93,6 @@ def test_page_is_one_file_that_asks_for_nothing() -> None:
         assert not {"src", "href", "srcset"} & set(attributes)
         assert not any(value and "url(" in value for value in attributes.values())
     (policy,) = [a["content"] for t, a in reader.tags if t == "meta" and "http-equiv" in a]
-    assert policy is not None
     assert policy.startswith("default-src 'none'")
     assert "http" not in policy
     style = reader.source.split("<style>")[1].split("</style>")[0]

@@ -108,7 +108,6 @@ def test_call_log_has_no_prompt_tokens(tmp_path: Path, monkeypatch: pytest.Monke
     cache.lookup({0: GroupKeys(keys, text=Text(tokens, b"root"))}, 0.0)
     cache.lookup({0: GroupKeys(keys, device=(), text=text)}, 0.0)
     written = log.write()
-    assert written is not None
     assert pickle.dumps(tokens)[20:60] not in written.read_bytes()
     assert b"Text" not in written.read_bytes()
     assert {call[0] for call in pickle.loads(written.read_bytes())[1]} == {"store", "lookup"}  # noqa: S301

@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,6 @@ def test_no_result_before_the_process_is_reaped(harness: HostedHarness, monkeypa
         patch.setattr(HostProcess, "reaped", False)
         harness.signal(signal.SIGKILL)
         process = harness.tier._supervisor.process
-        assert process is not None
         harness.until(lambda: process.is_eof)
         assert [harness.tier.poll() for _ in range(5)] == [[]] * 5
         assert harness._unclaimed == {}
@@ -129,7 +129,6 @@ def test_orders_that_the_pipe_does_not_take_at_once_are_not_lost(harness: Hosted
     harness.signal(signal.SIGSTOP)
     batch = [harness.op(Op.READ, 0, 0)] * 400
     tickets = [harness.tier.submit(batch, math.inf) for _ in range(8)]
-    assert harness.tier._supervisor.process is not None
     assert harness.tier._supervisor.process._unsent
     harness.signal(signal.SIGCONT)
     assert {harness.wait(ticket).statuses for ticket in tickets} == {(Status.OK,) * 400}
@@ -263,15 +262,20 @@ def test_a_reset_that_cannot_be_made_durable_is_an_error_until_it_can(opener: Op
     assert harness.tier.troubles["tier_host"] == 0
 
 
-def as_after_a_kill(harness: HostedHarness) -> FileTier:
-    """What the next engine finds if everything is killed now; a process that is stopped keeps the lock until then."""
+def found_after_a_kill(harness: HostedHarness) -> tuple[int, list[StoredChunk]]:
+    """Generation and records that the next engine finds if everything is killed now.
+
+    A process that is stopped keeps the lock until then.
+    """
     process = harness.tier._supervisor.process
     if process is not None:
         process.kill()
         process.wait_reaped(30.0)
-    return FileTier(
-        harness.directory, capacity=capacity_for(SLOTS, IMAGE), image_bytes=IMAGE, arena=harness.arena, scope=bytes(32)
-    )
+    capacity = capacity_for(SLOTS, IMAGE)
+    with closing(
+        FileTier(harness.directory, capacity=capacity, image_bytes=IMAGE, arena=harness.arena, scope=bytes(32))
+    ) as tier:
+        return tier.generation, tier.recover()
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -280,9 +284,7 @@ def test_a_reset_while_the_process_is_away_outlives_a_kill_of_everything(harness
     harness.kill()
     for generation in range(1, times + 1):
         harness.tier.forget(generation)
-    found = as_after_a_kill(harness)
-    assert (found.generation, found.recover()) == (times, [])
-    found.close()
+    assert found_after_a_kill(harness) == (times, [])
 
 
 def test_a_reset_that_a_stopped_process_does_not_confirm_outlives_a_kill_of_everything(
@@ -292,9 +294,7 @@ def test_a_reset_that_a_stopped_process_does_not_confirm_outlives_a_kill_of_ever
     harness.store(0, 0)
     harness.signal(signal.SIGSTOP)
     harness.tier.forget(1)
-    found = as_after_a_kill(harness)
-    assert (found.generation, found.recover()) == (1, [])
-    found.close()
+    assert found_after_a_kill(harness) == (1, [])
 
 
 def test_a_reset_while_the_process_is_away_outlives_a_close(harness: HostedHarness) -> None:
@@ -302,9 +302,7 @@ def test_a_reset_while_the_process_is_away_outlives_a_close(harness: HostedHarne
     harness.kill()
     harness.tier.forget(1)
     harness.tier.close()
-    found = as_after_a_kill(harness)
-    assert (found.generation, found.recover()) == (1, [])
-    found.close()
+    assert found_after_a_kill(harness) == (1, [])
 
 
 def test_a_reset_that_nobody_could_write_is_written_when_the_tier_is_closed(
@@ -317,9 +315,7 @@ def test_a_reset_that_nobody_could_write_is_written_when_the_tier_is_closed(
         with pytest.raises(TierError, match="reset: cannot be used"):
             harness.tier.forget(1)
     harness.tier.close()
-    found = as_after_a_kill(harness)
-    assert (found.generation, found.recover()) == (1, [])
-    found.close()
+    assert found_after_a_kill(harness) == (1, [])
 
 
 def test_a_reset_that_nobody_can_ever_write_leaves_nothing_to_be_found(
@@ -332,9 +328,7 @@ def test_a_reset_that_nobody_can_ever_write_leaves_nothing_to_be_found(
         with pytest.raises(TierError, match="reset: cannot be used"):
             harness.tier.forget(1)
         harness.tier.close()
-    found = as_after_a_kill(harness)
-    assert found.recover() == []
-    found.close()
+    assert found_after_a_kill(harness)[1] == []
 
 
 def test_a_reset_beside_a_disk_that_hangs_is_an_error_and_not_a_hang(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from random import Random
 
 import pytest
-from crash_kit import APART, TWO_SIZES, Distinct, Judged, Story, WrongBytesError, after, one_size
+from crash_kit import APART, TWO_SIZES, Distinct, Judged, Shape, Story, WrongBytesError, after, one_size
 
 from longshore.testing.disk import Image, Moment
 from longshore.tiers.file import FileTier
@@ -52,31 +52,28 @@ def long_story() -> Story:
     return story
 
 
-def joint_story() -> Story:
-    """Two records that lie one behind the other, written in one call, twice."""
-    story = Story()
-    story.write_together({0: 1, 1: 2})
+def pair_story(shape: Shape | None, how: Callable[[Story, dict[int, int]], None]) -> Story:
+    """Two records, written `how`, twice."""
+    story = Story(shape=shape)
+    how(story, {0: 1, 1: 2})
     story.checkpoint()
-    story.write_together({0: 3, 1: 4})
+    how(story, {0: 3, 1: 4})
     return story
+
+
+def joint_story() -> Story:
+    """Two records that lie one behind the other, written in one call."""
+    return pair_story(None, Story.write_together)
 
 
 def apart_story() -> Story:
-    """Two records that lie apart, written at once through the queue, twice."""
-    story = Story(shape=APART)
-    story.write_together({0: 1, 1: 2})
-    story.checkpoint()
-    story.write_together({0: 3, 1: 4})
-    return story
+    """Two records that lie apart, written at once through the queue."""
+    return pair_story(APART, Story.write_together)
 
 
 def side_by_side_story() -> Story:
-    """Two records that are written by turns of their own, struck and in the disk together, twice."""
-    story = Story(shape=APART)
-    story.write_side_by_side({0: 1, 1: 2})
-    story.checkpoint()
-    story.write_side_by_side({0: 3, 1: 4})
-    return story
+    """Two records that are written by turns of their own, struck and in the disk together."""
+    return pair_story(APART, Story.write_side_by_side)
 
 
 def given_story() -> Story:

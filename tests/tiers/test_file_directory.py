@@ -183,7 +183,6 @@ def running(directory: Path, then: str) -> Iterator[Holder]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as process:
         try:
-            assert process.stdout is not None
             yield Holder(process.pid, process.stdout.readline)
         finally:
             process.send_signal(signal.SIGKILL)

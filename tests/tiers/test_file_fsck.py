@@ -198,7 +198,6 @@ class TestInspection:
         other.tier.close()
         with Fsck(directory) as fsck:
             entries = fsck.entries()
-            assert entries is not None
             now = float(entries["written"].max())
             seen = inspect(fsck, fsck.headers(), now)
             later = inspect(fsck, fsck.headers(), now + 3 * 24 * 3600)

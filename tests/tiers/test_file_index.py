@@ -322,7 +322,6 @@ class TestJournalsThatFillUp:
         index.flush()
         index.close()
         again = load(opened, 1).entries
-        assert again is not None
         assert sorted(zip(again["slot"].tolist(), again["sequence"].tolist(), strict=True)) == [
             (0, 9999), (1, 510), (2, 511), (3, 512)
         ]  # fmt: skip

@@ -4,6 +4,7 @@ import struct
 
 import numpy as np
 import pytest
+import test_file_format
 import xxhash
 
 from longshore.checksums import digest
@@ -16,7 +17,6 @@ from longshore.tiers.file.format import (
     JOURNAL_RECORD,
     CheckpointHeader,
     Entries,
-    RecordHeader,
     pack_checkpoint,
     pack_entry,
     pack_invalidation,
@@ -30,17 +30,7 @@ from longshore.tiers.file.format import (
     seal,
 )
 
-HEADER = RecordHeader(
-    key=bytes(range(32)),
-    parent=bytes(range(32, 64)),
-    scope=bytes(range(64, 96)),
-    slot=0x0102,
-    generation=0x0304,
-    length=0x050607,
-    sequence=0x08090A0B0C0D,
-    payload_checksum=0,
-    pool=3,
-)
+HEADER = test_file_format.HEADER._replace(payload_checksum=0)
 
 # Written once. If these change, the format has: it needs a new version.
 GOLDEN_ENTRY = bytes.fromhex(

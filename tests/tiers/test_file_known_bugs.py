@@ -113,7 +113,6 @@ def test_trap_39_sixteen_reads_are_in_the_systems_queue_at_once(
 
         def open_queue(self, fd: int, pieces: int, buffers: int, /) -> IoQueue | None:
             queue = super().open_queue(fd, pieces, buffers)
-            assert queue is not None
             submit, reap = queue.submit, queue.reap
 
             def submitted(pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:

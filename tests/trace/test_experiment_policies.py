@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from longshore.cache.columns import LISTS
 from longshore.cache.eviction import EvictionPolicy
@@ -72,40 +70,3 @@ def test_what_is_not_in_is_an_error(policy: EvictionPolicy) -> None:
     for nodes in ([A], [D, D], [1]):
         with pytest.raises(CacheError, match="already in the policy"):
             policy.insert(nodes)
-
-
-@given(
-    name=st.sampled_from(sorted(REFERENCES)),
-    steps=st.lists(
-        st.tuples(st.sampled_from(["insert", "touch", "hold", "release", "remove", "evict"]), st.sampled_from(NODES))
-    ),
-)
-def test_random_lives_keep_the_books_of_references(name: str, steps: list[tuple[str, int]]) -> None:
-    policy = make(name)
-    resident: set[int] = set()
-    held: set[int] = set()
-    for verb, node in steps:
-        if verb == "insert" and node not in resident and len(resident) < SLOTS:
-            policy.insert([node])
-            resident.add(node)
-        elif verb == "evict":
-            gone = policy.victim()
-            assert bool(gone) == bool(resident - held)
-            if gone:
-                assert gone in resident - held
-                policy.remove(gone, evicted=policy.names[gone])
-                resident.discard(gone)
-        elif verb in ("touch", "release") and node in resident:
-            getattr(policy, verb)([node])
-            held.discard(node)
-        elif verb in ("hold", "remove") and node in resident:
-            getattr(policy, verb)(node)
-            held.discard(node)
-            if verb == "hold":
-                held.add(node)
-            else:
-                resident.discard(node)
-        assert {each for each in NODES if each in policy} == resident
-        assert set(policy.order()) == resident - held
-        assert len(policy) == len(resident)
-        policy.check_integrity()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from event_file import write_events
 from longshore.boundary import HOST
 from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
-from longshore.cache.explain import write_events
 from longshore.errors import LongshoreError, TraceError
 from longshore.keys import Scope, chain
 from longshore.trace import parsing

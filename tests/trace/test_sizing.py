@@ -179,7 +179,6 @@ def test_what_is_recommended_keeps_the_target_in_its_replay_whatever_was_estimat
     assert (32 << 30, 0) in asked
     asked, small_keeps = synthetic_replays({(16 << 30, 0): between / 2, (32 << 30, 0): between / 3})
     found = plan(known, TIMING, between, Prices(), small_keeps).recommended
-    assert found is not None
     assert found.size == (16 << 30, 0)
     assert asked[0] == (32 << 30, 0), "the estimate's own choice comes first, then its cheaper neighbours"
 
@@ -196,7 +195,6 @@ def test_the_cheapest_replayed_size_that_keeps_the_target_is_recommended() -> No
     assert generous.recommended == generous.choices[0]
     assert made(best.ttft_p95 / 2).recommended is None
     found = made(best.ttft_p95 * 1.02)
-    assert found.recommended is not None
     assert found.recommended.ttft_p95 <= best.ttft_p95 * 1.02
     assert all(each.ttft_p95 > found.target for each in found.choices if each.cost < found.recommended.cost)
 
@@ -206,7 +204,6 @@ def test_overload_of_a_plan_names_engines_that_were_replayed() -> None:
         return replay(host, file, engines, gap=0.01)
 
     found = plan(arrivals(gap=0.01), TIMING, 0.5, Prices(), rushed)
-    assert found.overload is not None
     assert found.overload.engines == 1
     chosen = found.recommended or found.frontier[-1]
     again = rushed(*chosen.size, found.overload.enough)
@@ -225,13 +222,11 @@ def test_under_overload_one_size_is_replayed_and_the_engines_keep_the_target() -
     found = plan(arrivals(gap=0.01), TIMING, 2.0, Prices(), rushed)
     assert len({size for size, engines in asked if engines == 1}) <= 2
     assert found.recommended is None
-    assert found.overload is not None
     assert found.overload.missed is None
     assert found.overload.ttft_p95 is not None
     assert found.overload.ttft_p95 <= 2.0
     alone = max(rushed(*asked[0][0], 1000).tally.ttft)  # nobody waits: what is left is computing
     out_of_reach = plan(arrivals(gap=0.01), TIMING, 1e-3, Prices(), rushed).overload
-    assert out_of_reach is not None
     assert out_of_reach.missed == 1e-3
     assert out_of_reach.ttft_p95 is not None
     assert out_of_reach.ttft_p95 <= alone

@@ -39,7 +39,7 @@ from longshore.bench.cache_sides import (
     lengths,
     makers_of_rivals,
 )
-from longshore.bench.harness import Case, chosen, compare
+from longshore.bench.harness import Case, chosen, compare, medians, timed
 from longshore.boundary import Key
 from longshore.cache import GroupKeys
 from longshore.errors import BenchError
@@ -159,22 +159,15 @@ def _below(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repe
 def _evict(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int, name: str = "evict") -> Case:
     """New prompts into a full tier, sides in turn: equally many blocks each time, at most a quarter of the tier."""
     batches = [[load.fresh(n) for n in lengths(min(size // 4, 30_000))] for _ in range(repeats)]
-    total = sum(map(len, batches[0]))
-    sides: list[Callable[[Sequence[Key]], None]] = [
-        lambda keys: ours.store(keys, evicting=True),
-        *(o.store for o in others),
-    ]
-    taken: list[list[float]] = [[] for _ in sides]
-    for batch in batches:
-        for side, each in zip(sides, taken, strict=True):
-            begun = time.thread_time()
-            for prompt in batch:
-                side(prompt)
-            each.append(time.thread_time() - begun)
-    medians = list(map(statistics.median, taken))
-    return _per_block(
-        f"{name}/{size}", medians[0], list(zip(medians[1:], [o.name for o in others], strict=True)), total
-    )
+
+    def refilled(store: Callable[[Sequence[Key]], None]) -> Callable[[], float]:
+        left = iter(batches)
+        return _timed(lambda: [store(prompt) for prompt in next(left)])
+
+    stores: list[Callable[[Sequence[Key]], None]] = [partial(ours.store, evicting=True), *(o.store for o in others)]
+    taken = medians(list(map(refilled, stores)), repeats=repeats, warm_ups=0)
+    rest = list(zip(taken[1:], [o.name for o in others], strict=True))
+    return _per_block(f"{name}/{size}", taken[0], rest, sum(map(len, batches[0])))
 
 
 def _prompt(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
@@ -186,19 +179,19 @@ def _prompt(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, rep
         if found.chunks != len(prompt) or found.lease is None:
             raise BenchError(f"{found.chunks} of {len(prompt)} resident blocks were found")
         cache.release(found.lease)
-    best = min((statistics.median(_times(o.match, prompt, repeats)), o.name) for o in others)
+    best = _best("match", others, prompt, repeats)
     return _single(f"prompt/{size}", statistics.median(taken), best)
 
 
 def _slots(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
     prompt, taken = load.longest, [_timed(partial(ours.lend, load.longest))() for _ in range(4 * repeats)]
-    best = min((statistics.median(_times(o.slots, prompt, repeats)), o.name) for o in others)
+    best = _best("slots", others, prompt, repeats)
     return _single(f"slots/{size}", statistics.median(taken), best)
 
 
 def _onboard(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
     taken = statistics.median(ours.onboard(load.longest) for _ in range(4 * repeats))
-    best = min((statistics.median(_times(o.slots, load.longest, repeats)), o.name) for o in others)
+    best = _best("slots", others, load.longest, repeats)
     return _single(f"onboard/{size}", taken, best)
 
 
@@ -249,18 +242,13 @@ def _each(
     repeats: int,
 ) -> Case:
     """The median of `repeats` passes over all prompts, sides in turn."""
-    sides = [ours, *(verb for _, verb in others)]
-    taken: list[list[float]] = [[] for _ in sides]
-    for repeat in range(-1, repeats):
-        for side, verb in enumerate(sides):
-            begun = time.thread_time()
-            for prompt in prompts:
-                verb(prompt)
-            if repeat >= 0:
-                taken[side].append(time.thread_time() - begun)
-    medians = [statistics.median(each) for each in taken]
-    rest = list(zip(medians[1:], [each for each, _ in others], strict=True))
-    return _per_block(name, medians[0], rest, sum(map(len, prompts)))
+
+    def over_all(verb: Callable[[Sequence[Key]], None]) -> Callable[[], float]:
+        return _timed(lambda: [verb(prompt) for prompt in prompts])
+
+    taken = medians([over_all(ours), *(over_all(verb) for _, verb in others)], repeats=repeats)
+    rest = list(zip(taken[1:], [each for each, _ in others], strict=True))
+    return _per_block(name, taken[0], rest, sum(map(len, prompts)))
 
 
 def _per_block(name: str, seconds: float, others: Sequence[tuple[float, str]], blocks: int) -> Case:
@@ -272,16 +260,11 @@ def _single(name: str, seconds: float, best: tuple[float, str]) -> Case:
     return Case(name, seconds * 1e6, "us", best[1], best[0] * 1e6, best[0] / seconds)
 
 
-def _times(verb: Callable[[Sequence[Key]], None], keys: Sequence[Key], repeats: int) -> list[float]:
-    return [_timed(partial(verb, keys))() for _ in range(repeats)]
+def _best(name: str, others: Sequence[Rival], keys: Sequence[Key], repeats: int) -> tuple[float, str]:
+    """Seconds of the verb `name` of the fastest rival, and which that is."""
+    calls = [(_timed(partial(getattr(other, name), keys)), other.name) for other in others]
+    return min((statistics.median(call() for _ in range(repeats)), whose) for call, whose in calls)
 
 
-def _timed(call: Callable[[], object]) -> Callable[[], float]:
-    """A function that runs `call` and returns its processor seconds."""
-
-    def run() -> float:
-        begun = time.thread_time()
-        call()
-        return time.thread_time() - begun
-
-    return run
+_timed = partial(timed, clock=time.thread_time)
+"""`timed`, in processor seconds of the calling thread."""

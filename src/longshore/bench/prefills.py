@@ -8,15 +8,15 @@ matrix product in the same dtype, in turn with the model: the most that the mach
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from longshore.bench.harness import Case, compare
+from longshore.bench.harness import Case, compare, timed
 from longshore.errors import BenchError
 from longshore.trace.machine import geometry_of, prefill_operations
 
@@ -51,8 +51,8 @@ def run(model: Path, *, tokens: Sequence[int], device: str = "cpu", repeats: int
         product = _product(device, next(iter(forward.parameters())).dtype)
         for count in tokens:
             prompt = torch.randint(8, config.vocab_size, (1, count), device=device)
-            call = _timed(lambda: forward(prompt, use_cache=True, logits_to_keep=1), device)  # noqa: B023
-            taken = compare(call, _timed(product, device), repeats=repeats)
+            sides = (lambda: forward(prompt, use_cache=True, logits_to_keep=1), product)  # noqa: B023
+            taken = compare(*(timed(partial(_to_its_end, side, device)) for side in sides), repeats=repeats)
             ours = prefill_operations(geometry, 0, count) / taken.ours / 1e12
             most = 2 * _WIDTH[device] ** 3 / taken.reference / 1e12
             yield Case(f"prefill/{count}", ours, "TFLOPS", REFERENCE, most, ours / most)
@@ -75,14 +75,7 @@ def _product(device: str, dtype: torch.dtype) -> Callable[[], object]:
     return lambda: left @ right
 
 
-def _timed(call: Callable[[], object], device: str) -> Callable[[], float]:
-    """A function that runs `call` to its end on the device, and returns seconds."""
-
-    def seconds() -> float:
-        begun = time.perf_counter()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begun
-
-    return seconds
+def _to_its_end(call: Callable[[], object], device: str) -> None:
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()

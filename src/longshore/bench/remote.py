@@ -38,7 +38,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from longshore.bench.harness import Case, Seconds, chosen, duration, medians, rate
+from longshore.bench.harness import Case, Seconds, chosen, compare, duration, medians, rate, timed
 from longshore.boundary import Status
 from longshore.checksums import digest
 from longshore.config import parse_size
@@ -183,38 +183,21 @@ def _server_cpu(size: str, ours: MeasuredTier, server: LocalServer, images: Remo
 def _checksum(size: str, images: RemoteImages, repeats: int) -> Case:
     other = np.empty(images.image_bytes, np.uint8)
 
-    def check() -> float:
-        begun = time.perf_counter()
-        for index in range(IMAGES):
-            digest(images.written(index))
-        return time.perf_counter() - begun
-
-    def copy() -> float:
-        begun = time.perf_counter()
+    def copy() -> None:
         for index in range(IMAGES):
             other[:] = images.written(index)
-        return time.perf_counter() - begun
 
-    taken = Seconds(*medians([check, copy], repeats=repeats))
+    check = timed(lambda: [digest(images.written(index)) for index in range(IMAGES)])
+    taken = compare(check, timed(copy), repeats=repeats)
     return rate(f"checksum/{size}", taken, "a copy in memory", images.nbytes)
 
 
 def _probe(size: str, ours: MeasuredTier, clients: Sequence[RemoteSide], repeats: int) -> Case:
-    rounds = 20
-
-    def timed(call: Callable[[], object]) -> Callable[[], float]:
-        def once() -> float:
-            seconds = []
-            for _ in range(rounds):
-                begun = time.perf_counter()
-                call()
-                seconds.append(time.perf_counter() - begun)
-            return statistics.median(seconds)
-
-        return once
+    def median_of(call: Callable[[], object]) -> Callable[[], float]:
+        return lambda: medians([timed(call)], repeats=20, warm_ups=0)[0]
 
     others = [client for client in clients if isinstance(client, PackagedClient)]
-    taken = medians([timed(ours.probe), *(timed(each.probe) for each in others)], repeats=repeats)
+    taken = medians([median_of(ours.probe), *(median_of(each.probe) for each in others)], repeats=repeats)
     if not others:
         return duration(f"probe/{size}", Seconds(taken[0], taken[0]), "itself")
     best = min(range(len(others)), key=lambda index: taken[1 + index])

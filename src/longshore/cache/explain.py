@@ -150,12 +150,6 @@ def _read(path: Path) -> list[Event]:
     return events
 
 
-def write_events(path: Path, events: Iterable[Event]) -> None:
-    """Append events to a file of JSON lines."""
-    with path.open("a") as file:
-        file.writelines(json.dumps(event.as_json()) + "\n" for event in events)
-
-
 def _miss(answer: list[Account], loaded: Event) -> None:
     """Chunks that were found but not loaded: the first has a cause, the others are behind it."""
     causes = dict.fromkeys(loaded.keys[loaded.length :], "behind") | dict.fromkeys(

@@ -15,15 +15,17 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from longshore.cli.output import table
+from longshore.config import format_bytes
 from longshore.report import RUNS, Page, Points, TierSeries, levels, paired_points, stacked_bars
 from longshore.report import SOURCES as SOURCE_COLOURS
-from longshore.report.page import milliseconds, share, size, times
+from longshore.report.page import milliseconds, share, times
 
 SOURCES = ("device", "host", "file", "computed")
 """Sources of a prompt's tokens, warmest first."""
@@ -222,13 +224,7 @@ class DemoResult:
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
     """Linear interpolation between the nearest ranks; `None` of nothing."""
-    if not values:
-        return None
-    ordered = sorted(values)
-    rank = (len(ordered) - 1) * percent / 100
-    low = math.floor(rank)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
+    return float(np.percentile(values, percent)) if values else None
 
 
 def _first_difference(ours: RequestRecord, theirs: RequestRecord) -> int | None:
@@ -340,7 +336,7 @@ def _tokens(result: DemoResult) -> Table:
 def _routes(result: DemoResult) -> Table:
     rows = _figures("bytes", "GB/s")
     for name, total in result.tiered.routes.items():
-        rows.add_row(name, size(total.bytes), f"{total.gbps:.2f}" if total.bytes else "\u2013")
+        rows.add_row(name, format_bytes(total.bytes), f"{total.gbps:.2f}" if total.bytes else "\u2013")
     return rows
 
 
@@ -482,7 +478,7 @@ def _tables(page: Page, result: DemoResult) -> None:
         "Bytes transferred",
         ("route", "bytes", "time", "GB/s"),
         [
-            (name, size(total.bytes), milliseconds(1000 * total.seconds), f"{total.gbps:.2f}")
+            (name, format_bytes(total.bytes), milliseconds(1000 * total.seconds), f"{total.gbps:.2f}")
             for name, total in result.tiered.routes.items()
         ],
         "Payload of the tiered run by route. The rate is over the time spent transferring, without waiting.",
@@ -499,7 +495,7 @@ def _tables(page: Page, result: DemoResult) -> None:
         _runs(result),
         "Time to first token of returning prompts, prompt tokens computed, time for all requests.",
     )
-    capacities = {f"{tier} capacity": size(count) for tier, count in result.capacities.items()}
+    capacities = {f"{tier} capacity": format_bytes(count) for tier, count in result.capacities.items()}
     page.table("Set-up", ("", ""), list({**result.setup, **capacities}.items()))
 
 

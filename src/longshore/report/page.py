@@ -280,17 +280,6 @@ def script() -> str:
     return _SCRIPT.replace("THEME", json.dumps(theme))
 
 
-_BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def size(count: float) -> str:
-    """Bytes: `"640 B"`, `"12.5 MiB"`."""
-    value, step = float(count), 0
-    while abs(value) >= 1024 and step < len(_BYTES) - 1:
-        value, step = value / 1024, step + 1
-    return f"{value:,.1f} {_BYTES[step]}" if step else f"{value:,.0f} B"
-
-
 def milliseconds(value: float | None) -> str:
     """`"4.2 ms"`, `"431 ms"`; a dash for nothing measured."""
     if value is None:

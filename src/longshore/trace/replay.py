@@ -52,8 +52,8 @@ from longshore.cache import (
     Until,
 )
 from longshore.cache.eviction import EvictionPolicy
+from longshore.config import format_bytes
 from longshore.errors import IntegrityError, TraceError
-from longshore.report.page import size
 from longshore.trace.machine import RemoteStore, Timing, VirtualMovers
 from longshore.trace.parsing import TraceRequest
 
@@ -227,8 +227,8 @@ class TieredReplay:
                 raise TraceError(f"{name}: expected at least the {image} bytes of one block, got {nbytes} bytes")
             if nbytes // image > MOST_BLOCKS:
                 raise TraceError(
-                    f"{name}: expected at most {size(image * MOST_BLOCKS)}, {MOST_BLOCKS:,} blocks of "
-                    f"{size(image)}, got {size(nbytes)}"
+                    f"{name}: expected at most {format_bytes(image * MOST_BLOCKS)}, {MOST_BLOCKS:,} blocks of "
+                    f"{format_bytes(image)}, got {format_bytes(nbytes)}"
                 )
         slots = {name: nbytes // image for name, nbytes in tiers.items()}
         self.slots = sum(slots.values())

@@ -13,7 +13,8 @@ import numpy as np
 
 from longshore.boundary import DEVICE, FILE, REMOTE
 from longshore.cache import DropReason, MissReason
-from longshore.report.page import share, size
+from longshore.config import format_bytes
+from longshore.report.page import share
 from longshore.trace.replay import ReplayTally, TieredReplay
 
 _DAY = 86_400.0
@@ -194,7 +195,7 @@ class Replayed:
         rows = [
             ("requests", f"{tally.requests:,}", f"{tally.prompt_tokens:,} tokens in {tally.seconds:,.0f} s"),
             ("blocks", f"{tally.block_refs:,}", f"references, {self.unique:,} unique"),
-            ("KV cache", f"{each:,} B", f"per token; {size(replay.image_bytes)} per block"),
+            ("KV cache", f"{each:,} B", f"per token; {format_bytes(replay.image_bytes)} per block"),
             ("policy", self.policy, ""),
         ]
         for tier, slots in self.slots.items():
@@ -222,16 +223,16 @@ class Replayed:
 
     def _traffic_rows(self) -> list[Row]:
         replay = self.replay
-        rows = [("file writes", size(self.file_write_bytes_per_day), "per day, at the rate of the trace")]
+        rows = [("file writes", format_bytes(self.file_write_bytes_per_day), "per day, at the rate of the trace")]
         if FILE in self.slots:
             without = self.file_write_bytes_per_day_without_admission
             note = f"of the file tier; {self.drive_writes(without):.3g} if it refused no block"
             rows.append(("drive writes per day", f"{self.drive_writes(self.file_write_bytes_per_day):.3g}", note))
         causes = ", ".join(f"{count:,} {cause.replace('_', ' ')}" for cause, count in self.losses.items() if count)
         rows.append(("not loaded", f"{sum(self.losses.values()):,}", f"blocks: {causes or 'none'}"))
-        moved = ", ".join(f"{size(nbytes)} {route}" for route, nbytes in self.bytes_per_hit.items())
+        moved = ", ".join(f"{format_bytes(nbytes)} {route}" for route, nbytes in self.bytes_per_hit.items())
         if moved:
-            rows.append(("moved per hit", moved, f"blocks have {size(replay.image_bytes)}"))
+            rows.append(("moved per hit", moved, f"blocks have {format_bytes(replay.image_bytes)}"))
         for tier, gone in self.evictions.items():
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in gone.items() if count)
             rows.append((f"left {tier}", reasons or "none", "blocks; a colder tier still has demoted ones"))

@@ -81,7 +81,6 @@ def serve(
     config = Config.make(**{**demo.config(tmp_path).model_dump(), **settings})
     with tiered(demo.model, config, open_file=open_file) as tiers:
         run, hits = run_tiered(demo, tiers, lambda: None)
-        assert tiers.stack is not None
         assert tiers.stack.runtime.flush(30.0)
         with tiers.stack.runtime.control() as cache:
             cache.check_integrity()

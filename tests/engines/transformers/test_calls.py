@@ -85,7 +85,6 @@ def test_the_second_call_hits_in_host_memory(offload: str, blocks: int) -> None:
         second = generate(model, num_blocks=blocks)
         assert all(len(each) == 6 for each in sources(tiers))
         assert "host" in sources(tiers)[0]
-        assert tiers.stack is not None
         assert tiers.stack.arena is arena
         with tiers.stack.runtime.control() as cache:
             cache.check_integrity()
@@ -109,7 +108,6 @@ def test_any_number_of_calls_and_kinds_of_managers(files: Config) -> None:
 def test_scope_is_equal_in_every_process(files: Config) -> None:
     with tiered(make_model(), files) as tiers:
         generate(tiers.model)
-        assert tiers.stack is not None
         assert "in process" not in tiers.stack.scope.attention
 
 
@@ -348,7 +346,6 @@ def test_failing_eviction_policy_mid_batch_changes_no_answer(
         registry.register(tiers.collector)
         assert [each.generated_tokens for each in generate(model)] == [each.generated_tokens for each in plain]
         first = tiers.stack
-        assert first is not None
         with first.runtime.observe() as cache:
             policy, lookup = cache._store.policies[0], cache.lookup
 
@@ -379,7 +376,6 @@ def test_failing_eviction_policy_mid_batch_changes_no_answer(
 
 
 def stored_keys(tiers: Tiers) -> set[bytes]:
-    assert tiers.stack is not None
     with tiers.stack.runtime.observe() as cache:
         return {each.key for each in cache.residents()}
 
@@ -462,7 +458,6 @@ def test_hinted_priorities_apply_at_commit_and_eviction(offload: str) -> None:
             assert not stored_keys(tiers)
             generate(model, PROMPTS[1:2], num_blocks=32)  # the device cache before this one lets go of its blocks
         keys = stored_keys(tiers)
-        assert tiers.stack is not None
         with tiers.stack.runtime.observe() as cache:
             found = [cache._store.priorities._priority[cache._store.index.get(key)] >> 1 for key in keys]
         assert found == [90] * 6
@@ -501,7 +496,6 @@ def test_leading_blocks_of_a_chunk_are_reused(offload: str) -> None:
         assert close(found, expected)
         assert close(generate(model, [SPLIT], num_blocks=33), expected)
         assert sources(tiers)[0] == ("host",) * 4, "its own chunk, which begins with the blocks of another, is stored"
-        assert tiers.stack is not None
         with tiers.stack.runtime.control() as cache:
             cache.check_integrity()
             assert (cache.held, cache.jobs_in_flight) == (0, 0)

@@ -59,7 +59,6 @@ def test_nothing_leaks_and_nothing_is_wrong(tmp_path: Path, settings: dict[str, 
         assert serve_together(demo, shuffled, cancelled) == len(shuffled) - len(cancelled)
         allocator, stack = tiers._allocator, tiers.stack
         assert allocator is not None
-        assert stack is not None
         assert stack.runtime.flush(30)
         assert not allocator.block_table
         allocator._reclaim()

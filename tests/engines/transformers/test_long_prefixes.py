@@ -193,7 +193,6 @@ def tier_settings(tmp_path: Path, **more: Any) -> Config:
 
 
 def check_idle(tiers: Tiers) -> None:
-    assert tiers.stack is not None
     assert tiers.stack.runtime.flush(30.0)
     with tiers.stack.runtime.control() as cache:
         cache.check_integrity()

@@ -133,7 +133,6 @@ def test_a_reset_keeps_files_as_long_as_weights_are_the_same(tmp_path: Path) -> 
     with tiered(demo.model, demo.config(tmp_path)) as tiers, _engine(demo, demo.device_blocks) as ask:
         ask(first)
         before = ask(second)
-        assert tiers.stack is not None
         assert tiers.stack.runtime.flush(30.0)
         with pytest.raises(CacheError, match="only the coldest"):
             tiers.reset(keep=("host",))
@@ -169,8 +168,6 @@ def test_a_reset_between_engines_keeps_host_memory(tmp_path: Path) -> None:
 
 def resident(tiers: Tiers) -> int:
     """Bytes of the host arena that the system has allocated."""
-    assert tiers.stack is not None
-    assert tiers.stack.arena is not None
     begin = tiers.stack.arena.address
     lines = Path("/proc/self/smaps").read_text().splitlines()
     (at,) = [i for i, line in enumerate(lines) if line.startswith(f"{begin:x}-")]
@@ -207,7 +204,6 @@ def test_sleep_keeps_named_tiers_and_frees_host_memory(tmp_path: Path, keep: tup
         with _engine(demo, demo.device_blocks) as ask:
             ask(request)
         assert set(tiers.records[-1].sources) == {"host"}
-        assert tiers.stack is not None
         with tiers.stack.runtime.control() as cache:
             cache.check_integrity()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,11 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 @contextmanager
-def one_at_a_time(model: Any, **settings: Any) -> Iterator[Any]:
-    """A manager that runs one request, while the others wait."""
-    manager = model.init_continuous_batching(GENERATION, batching(max_requests_per_batch=1, num_blocks=200, **settings))
+def running(model: Any, prompts: Sequence[list[int]] = (), **settings: Any) -> Iterator[Any]:
+    """A manager that has been asked for `prompts`, and is stopped in the end."""
+    manager = model.init_continuous_batching(GENERATION, batching(num_blocks=200, **settings))
+    for prompt in prompts:
+        manager.add_request(prompt, max_new_tokens=4)
     manager.start()
     try:
         yield manager
@@ -108,7 +110,6 @@ def steps_as_long_as_reads(monkeypatch: pytest.MonkeyPatch, tiers: Tiers) -> Non
 
     def step(self: Any, model: Any) -> None:
         assert tiers.stack is not None
-        assert tiers._allocator is not None
         lookups = tiers._allocator._lookups
         assert {name for name, lookup in lookups.items() if lookup.kept} <= set(self.scheduler.waiting_requests)
         tiers.stack.runtime.flush(PATIENCE)
@@ -123,16 +124,8 @@ def serve(
     """Results by name, where the blocks of each prompt came from, and the counters."""
     with tiered(model, config) as tiers, monkeypatch.context() as patched:
         steps_as_long_as_reads(patched, tiers)
-        manager = model.init_continuous_batching(GENERATION, batching(max_requests_per_batch=1, num_blocks=200))
-        for prompt in prompts:
-            manager.add_request(prompt, max_new_tokens=4)
-        manager.start()
-        try:
+        with running(model, prompts, max_requests_per_batch=1) as manager:
             found = results(manager, len(prompts))
-        finally:
-            manager.stop(block=True)
-            manager.destroy()
-        assert tiers.stack is not None
         with tiers.stack.runtime.control() as cache:
             cache.check_integrity()
             assert (cache.held, cache.jobs_in_flight) == (0, 0)
@@ -164,9 +157,7 @@ def test_nothing_is_prefetched_that_is_computed_sooner(tmp_path: Path, monkeypat
     quick = config_of(tmp_path, gate=True, prefill_speed=1e12)
     with tiered(model, quick) as tiers:
         generate(model, PROMPTS[:1])  # what reading takes is known from here on
-        assert tiers.stack is not None
         gate = tiers.stack.runtime.gate
-        assert gate is not None
         before, read = gate.refused, tiers.stack.runtime
         generate(model, PROMPTS[1:], num_blocks=201, max_requests_per_batch=1)
         assert gate.refused - before == 7 * BLOCKS, "each counts once, however often it was asked for"
@@ -208,7 +199,7 @@ def test_a_prefetch_ends_with_its_request(
 ) -> None:
     model, config = make_model(), config_of(tmp_path)
     store(model, config, PROMPTS[1:])
-    with tiered(model, config, open_file=HeldFiles) as tiers, one_at_a_time(model) as manager:
+    with tiered(model, config, open_file=HeldFiles) as tiers, running(model, max_requests_per_batch=1) as manager:
         manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)
         until(lambda: tiers.lookups == 1)
         stack, allocator = tiers.stack, tiers._allocator
@@ -233,7 +224,6 @@ def test_a_prefetch_ends_with_its_request(
         if how != "cancelled":
             until(lambda: not allocator._lookups)
         ahead = allocator._ahead
-        assert ahead is not None
         until(lambda: not ahead.keys and not leases(stack))
         held.set()
         until(lambda: not stack.runtime.pump())
@@ -250,55 +240,42 @@ def test_a_prefetch_ends_with_its_request(
 def test_a_request_waits_for_its_prefetch_while_others_run(tmp_path: Path, held: threading.Event, policy: str) -> None:
     model, config = make_model(), config_of(tmp_path, prefetch=policy, prefetch_timeout=PATIENCE, load_timeout=PATIENCE)
     store(model, config, PROMPTS[1:2])
-    with tiered(model, config, open_file=HeldFiles) as tiers:
-        manager = model.init_continuous_batching(GENERATION, batching(num_blocks=200))
-        manager.start()
-        try:
-            manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)
-            until(lambda: tiers.lookups == 1)
-            held.clear()
-            manager.add_request(PROMPTS[1], request_id="second", max_new_tokens=4)
-            allocator = tiers._allocator
-            assert allocator is not None
-            until(lambda: "second" in allocator._lookups)
-            begun = manager.current_batch
-            if policy == "best_effort":
-                time.sleep(0.3)
-                assert manager.current_batch <= begun + 1, "the loop stands still for the file"
-            else:
-                until(lambda: manager.current_batch > begun + 10)
-                assert tiers.lookups == 1
-            held.set()
-            assert results(manager, 1)["second"].error is None
-            (record,) = [record for record in tiers.records if record.request == "second"]
-            assert set(record.sources) == {FILE if policy == "best_effort" else HOST}
-            manager.cancel_request("first")
-            until(lambda: not allocator.block_table)
-        finally:
-            manager.stop(block=True)
-            manager.destroy()
+    with tiered(model, config, open_file=HeldFiles) as tiers, running(model) as manager:
+        manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)
+        until(lambda: tiers.lookups == 1)
+        held.clear()
+        manager.add_request(PROMPTS[1], request_id="second", max_new_tokens=4)
+        allocator = tiers._allocator
+        until(lambda: "second" in allocator._lookups)
+        begun = manager.current_batch
+        if policy == "best_effort":
+            time.sleep(0.3)
+            assert manager.current_batch <= begun + 1, "the loop stands still for the file"
+        else:
+            until(lambda: manager.current_batch > begun + 10)
+            assert tiers.lookups == 1
+        held.set()
+        assert results(manager, 1)["second"].error is None
+        (record,) = [record for record in tiers.records if record.request == "second"]
+        assert set(record.sources) == {FILE if policy == "best_effort" else HOST}
+        manager.cancel_request("first")
+        until(lambda: not allocator.block_table)
 
 
 def test_a_request_waits_no_longer_than_it_is_told_to(tmp_path: Path, held: threading.Event) -> None:
     model = make_model()
     config = config_of(tmp_path, prefetch="timeout", prefetch_timeout=0.1, load_timeout=0.2)
     store(model, config, PROMPTS[1:2])
-    with tiered(model, config, open_file=HeldFiles) as tiers:
-        manager = model.init_continuous_batching(GENERATION, batching(num_blocks=200))
-        manager.start()
-        try:
-            manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)
-            until(lambda: tiers.lookups == 1)
-            held.clear()
-            manager.add_request(PROMPTS[1], request_id="second", max_new_tokens=4)
-            assert results(manager, 1)["second"].error is None
-            (record,) = [record for record in tiers.records if record.request == "second"]
-            assert record.sources == ()
-            manager.cancel_request("first")
-            held.set()
-        finally:
-            manager.stop(block=True)
-            manager.destroy()
+    with tiered(model, config, open_file=HeldFiles) as tiers, running(model) as manager:
+        manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)
+        until(lambda: tiers.lookups == 1)
+        held.clear()
+        manager.add_request(PROMPTS[1], request_id="second", max_new_tokens=4)
+        assert results(manager, 1)["second"].error is None
+        (record,) = [record for record in tiers.records if record.request == "second"]
+        assert record.sources == ()
+        manager.cancel_request("first")
+        held.set()
 
 
 def test_while_none_runs_only_the_first_is_waited_for(
@@ -323,18 +300,11 @@ def test_while_none_runs_only_the_first_is_waited_for(
     with tiered(model, config, open_file=HeldFiles) as tiers:
         monkeypatch.setattr(TieredAllocator, "expect", expect)
         monkeypatch.setattr(TieredAllocator, "match_prefix_blocks", match_prefix_blocks)
-        manager = model.init_continuous_batching(GENERATION, batching(num_blocks=200))
-        for prompt in PROMPTS[:3]:
-            manager.add_request(prompt, max_new_tokens=4)
-        manager.start()
-        try:
+        with running(model, PROMPTS[:3]) as manager:
             until(lambda: loading.is_set() and not held.is_set())
             monkeypatch.setattr(TieredAllocator, "expect", stock)
             held.set()
             assert all(result.error is None for result in results(manager, 3).values())
-        finally:
-            manager.stop(block=True)
-            manager.destroy()
         sources = {record.request: record.sources for record in tiers.records}
     assert late == ["req_0"]
     assert sources == {"req_0": (FILE,) * BLOCKS, "req_1": (HOST,) * BLOCKS, "req_2": (HOST,) * BLOCKS}
@@ -359,7 +329,7 @@ def test_prefetched_blocks_are_loaded_regardless_of_the_gate(
     monkeypatch.setattr(
         Gate, "chunks_to_load", lambda self, context, runs, now, tries: 0 if tries else sum(run.chunks for run in runs)
     )
-    with tiered(model, config, open_file=HeldFiles) as tiers, one_at_a_time(model) as manager:
+    with tiered(model, config, open_file=HeldFiles) as tiers, running(model, max_requests_per_batch=1) as manager:
         manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)
         until(lambda: tiers.lookups == 1)
         allocator = tiers._allocator

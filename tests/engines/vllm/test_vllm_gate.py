@@ -78,7 +78,6 @@ def rigs(tmp_path: Path) -> Iterator[Any]:
 def read_slowly(rig: Rig) -> None:
     """Of this rig it is known that a chunk takes ten seconds to read."""
     gate = rig.manager._runtime.gate
-    assert gate is not None
     gate.observe_transfer(Route(HOST, DEVICE), TransferResult(1, (Status.OK,), IMAGE, 1e-6), 0.0)
     gate.observe_transfer(Route(FILE, HOST), TransferResult(1, (Status.OK,), IMAGE, 10.0), 0.0)
 

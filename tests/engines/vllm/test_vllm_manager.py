@@ -342,7 +342,6 @@ def test_inconsistent_cache_disables_tiers_but_not_the_engine(
     assert len(rig.manager._requests) == before, "nothing is kept of requests that come later"
     rig.manager.reset_cache()
     stats = rig.manager.get_stats()
-    assert stats is not None
     assert "longshore_control_plane_faults" in str(stats.data)
 
 

@@ -154,7 +154,6 @@ def test_a_tier_host_that_is_dead_or_stopped_holds_nothing_up(opened: Opener, nu
     one, other = opened(), opened()
     stored(one)
     process = other.manager._store.stores[0]._supervisor.process
-    assert process is not None
     os.kill(process.pid, number)
     keys = keys_of(4)
     context = other.request("second", keys)
@@ -171,7 +170,6 @@ def test_what_host_memory_has_is_never_asked_for(opened: Opener) -> None:
     rig = opened()
     stored(rig)
     process = rig.manager._store.stores[0]._supervisor.process
-    assert process is not None
     os.kill(process.pid, signal.SIGSTOP)
     try:
         keys = keys_of(4)
