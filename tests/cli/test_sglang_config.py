@@ -50,6 +50,10 @@ def test_it_prints_flags_whose_extra_configuration_is_read_as_it_was_given(
         (["--file-path", "here", "--file-size", "1MiB", "--set", "file_path=there"], "already set"),
         (["--file-path", "here", "--file-size", "1MiB", "--set", "offload=write_back"], "not served under SGLang"),
         (["--file-path", "here", "--file-size", "1MiB", "--set", "file_mode=gds"], "expected 'posix'"),
+        (
+            ["--file-path", "here", "--file-size", "1MiB", "--set", "remote=valkey://host:6379/0"],
+            "remote is not served",
+        ),
         (["--file-path", "here", "--file-size", "1MiB", "--set", "gat=off"], "did you mean 'gate'"),
         (["--file-path", "here", "--file-size", "1MiB", "--sglang", "threshold"], "expected KEY=VALUE"),
     ],

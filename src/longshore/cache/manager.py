@@ -11,7 +11,6 @@ the jobs in flight; `lookups`, `load` (with prefetches), `offload` and `remote` 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
@@ -27,7 +26,7 @@ from longshore.cache.lookups import Leases, Lookups, check_first
 from longshore.cache.offload import Offloader
 from longshore.cache.recovery import Chunk, Recovered, adopt
 from longshore.cache.remote import Exchange
-from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, seconds
+from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_time, seconds
 from longshore.cache.settings import check as check_retention
 from longshore.cache.store import Level, Store
 from longshore.cache.transfers import Load, Transfers
@@ -143,7 +142,7 @@ class TieredCache:
             count: Count misses, and record the request as an event. An engine that looks up a waiting request
                 repeatedly does so once.
         """
-        self._check_time(now)
+        check_time(now)
         self._store.check_turn(turn)
         check_paths(paths)
         check_return(returns)
@@ -157,10 +156,7 @@ class TieredCache:
         return self._lookups.groups(paths, now, until, request, turn, returns, count=count)
 
     def path_to(self, key: Key) -> list[Key]:
-        """The keys from the first chunk of a prompt to `key`, for hosts that do not say what is before it.
-
-        None if no tier has, or will have, the chunk; or if no tier has the chunk before it.
-        """
+        """The keys from the first chunk of a prompt to `key`; none if no tier has it, or it is behind an orphan."""
         return self._store.index.path_to(key)
 
     def prefetch(
@@ -183,7 +179,7 @@ class TieredCache:
         of all groups, those that the longest prefix needs. The next lookup finds what has arrived. Remote tiers are
         asked for chunks of which they have not answered. These reads are not cancelled with the request.
         """
-        self._check_time(now)
+        check_time(now)
         if not isinstance(what, Mapping):
             record = self._leases.get(what)
             policy, longest = self._prefetcher.check(policy, timeout)
@@ -306,7 +302,7 @@ class TieredCache:
 
     def ask(self, keys: Sequence[Key], now: float) -> tuple[int, ...]:
         """Have foreign tiers asked for what is not known of `keys`; the probes about these, for `progress`."""
-        self._check_time(now)
+        check_time(now)
         self._advance(now)
         return self._exchange.ask(keys)
 
@@ -427,7 +423,7 @@ class TieredCache:
         Jobs that no request waits for any more are cancelled, and own their slots until they end. Raises `JobError`,
         with nothing applied, for a job or probe that is not in flight, or that a rank reports twice.
         """
-        self._check_time(now)
+        check_time(now)
         answers = [result for result in results if isinstance(result, ProbeResult)]
         if answers:
             self._exchange.check(answers)
@@ -600,9 +596,3 @@ class TieredCache:
         most = self.settings.group(group)[0].block_size if self.settings.groups else tokens
         if tokens is not None and not 0 < tokens <= (most or 0):
             raise CacheError(f"tokens: expected 1 to {most} of a block of group {group}, got {tokens}")
-
-    @staticmethod
-    def _check_time(now: float) -> None:
-        """Raise `CacheError` unless `now` is a finite number: time would not return from infinity."""
-        if not isinstance(now, int | float) or not math.isfinite(now):
-            raise CacheError(f"now: expected a finite number of seconds, got {now!r}")

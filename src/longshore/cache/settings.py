@@ -214,6 +214,12 @@ class PrefetchPolicy(enum.Enum):
     TIMEOUT = "timeout"  # until all is there, but no longer than so many seconds
 
 
+def check_time(now: float) -> None:
+    """Raise `CacheError` unless `now` is a finite number: time would not return from infinity."""
+    if not isinstance(now, int | float) or not math.isfinite(now):
+        raise CacheError(f"now: expected a finite number of seconds, got {now!r}")
+
+
 def seconds(given: float | None, usual: float) -> float:
     """The seconds that a caller has `given`, or the `usual` ones. Raises `CacheError` for what is no length of time."""
     if given is None:

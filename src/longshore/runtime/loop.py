@@ -259,10 +259,7 @@ class Runtime:
         return self._wait(lambda: not any(map(self._is_in_flight, jobs)), timeout)
 
     def wait_for_blocks(self, jobs: Sequence[int], touches: Callable[[int], bool], timeout: float) -> bool:
-        """Wait for at most `timeout` seconds until no copy touches device blocks of `jobs`; returns whether that is so.
-
-        They may be in flight still. `touches` says so of a job that has begun.
-        """
+        """As `wait_ended`, until no job touches its device blocks any more; `touches` says so of one that has begun."""
         return self._wait(lambda: not any(job in self._waiting or touches(job) for job in jobs), timeout)
 
     def flush(self, timeout: float, besides: int = 0) -> bool:
@@ -356,8 +353,7 @@ class Runtime:
                 raise
 
     def _wait(self, done: Callable[[], bool], timeout: float) -> bool:
-        deadline = self.clock() + timeout
-        nap, longest = _POLL_SECONDS
+        deadline, (nap, longest) = self.clock() + timeout, _POLL_SECONDS
         while True:
             with self._lock:
                 self._pump()

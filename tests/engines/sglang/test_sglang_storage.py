@@ -17,8 +17,11 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
 from sglang_kit import write_model
 from storage_kit import Rig, indices, names
 
+from longshore.boundary import Status
 from longshore.engines.sglang import contract, identity
 from longshore.errors import ConfigError, ContractError, EngineError, TierInUseError
+from longshore.runtime.tier_host import HostedFileTier
+from longshore.transfer.device.base import copy_pieces
 
 Rigs = Callable[..., Rig]
 KEYS = names(8)
@@ -110,29 +113,54 @@ def test_a_dead_tier_host_makes_fewer_pages(rigs: Rigs) -> None:
     assert rig.storage._stack.file.troubles["tier_host"] == 1  # type: ignore[union-attr]
 
 
-def test_no_page_is_written_after_a_call_has_ended(rigs: Rigs) -> None:
-    """A stopped tier host ends a read after SGLang has taken its pages back, and uses them for something else."""
+@pytest.fixture
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From its call on, a copy in memory begins only half a second after it was ordered."""
+
+    def slow(*pieces: Any) -> None:
+        time.sleep(0.5)
+        copy_pieces(*pieces)
+
+    return lambda: monkeypatch.setattr("longshore.transfer.device.base.copy_pieces", slow)
+
+
+def test_a_read_that_ends_after_its_call_writes_no_page(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang has taken its pages back by then, and uses them for something else."""
     rig = rigs(load_timeout=0.5)
     rig.store(KEYS, range(8))
-    os.kill(rig.host_pid, signal.SIGSTOP)
-    try:
+    poll, held_back = HostedFileTier.poll, list[Any]()
+    with monkeypatch.context() as patch:
+        patch.setattr(HostedFileTier, "poll", lambda tier: held_back.extend(poll(tier)) or [])
+        patch.setattr(HostedFileTier, "cancel", lambda tier, ticket: None)  # it has begun
         assert rig.get(KEYS, range(8)) == [False] * 8
         other = rig.fill(range(8), seed=77)
-    finally:
-        os.kill(rig.host_pid, signal.SIGCONT)
+    while not held_back:
+        held_back += poll(rig.storage._stack.file)  # type: ignore[arg-type]
+    assert held_back[0].statuses == (Status.OK,) * 8
+    monkeypatch.setattr(HostedFileTier, "poll", lambda tier: [*poll(tier), *(held_back.pop() for _ in list(held_back))])
     runtime = rig.storage._stack.runtime
     assert runtime.wait_idle(30)
-    read = runtime._cache.counters.routes["file->device"]
-    assert read.failed == 8  # the read was ordered, and has ended since
+    assert runtime._cache.counters.routes["file->device"].failed == 8
     assert torch.equal(rig.read(range(8)), other)
 
 
-def test_a_store_takes_its_bytes_before_it_returns(rigs: Rigs) -> None:
-    """SGLang may use the pages for something else at once."""
+def test_a_call_waits_for_a_copy_that_has_begun(rigs: Rigs, slow_copies: Callable[[], None]) -> None:
+    rig = rigs(load_timeout=0.3)
+    rig.store(KEYS, range(8))
+    slow_copies()
+    assert rig.get(KEYS, range(8)) == [False] * 8
+    other = rig.fill(range(8), seed=77)
+    assert rig.storage._stack.runtime.wait_idle(30)
+    assert torch.equal(rig.read(range(8)), other)
+
+
+def test_a_store_takes_its_bytes_before_it_returns(rigs: Rigs, slow_copies: Callable[[], None]) -> None:
+    """SGLang may use the pages for something else at once, and need not wait for the disk."""
     rig = rigs()
     os.kill(rig.host_pid, signal.SIGSTOP)
     try:
         held = rig.fill(range(8), seed=1)
+        slow_copies()
         assert rig.set(KEYS, range(8)) == [True] * 8
         rig.fill(range(8), seed=88)
     finally:
@@ -140,6 +168,19 @@ def test_a_store_takes_its_bytes_before_it_returns(rigs: Rigs) -> None:
     assert rig.storage.flush(30)
     assert rig.get(KEYS, range(30, 38)) == [True] * 8
     assert torch.equal(rig.read(range(30, 38)), held)
+
+
+def test_a_stopped_tier_host_holds_no_call_up(rigs: Rigs) -> None:
+    rig = rigs(load_timeout=0.5)
+    held = rig.store(KEYS, range(8))
+    os.kill(rig.host_pid, signal.SIGSTOP)
+    try:
+        assert rig.get(KEYS, range(8)) == [False] * 8
+    finally:
+        os.kill(rig.host_pid, signal.SIGCONT)
+    assert rig.storage._stack.runtime.wait_idle(30)
+    assert rig.get(KEYS, range(8)) == [True] * 8
+    assert torch.equal(rig.read(range(8)), held)
 
 
 def test_a_store_ends_when_the_ring_is_full_and_nothing_moves(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,8 @@ def check_settings(ours: Mapping[str, object]) -> None:
             "offload = 'write_back' is not served under SGLang, which does not say which page of host memory it is "
             "about to evict: remove the setting"
         )
+    if ours.get("remote"):
+        raise ConfigError("remote is not served under SGLang: remove the setting")
     if ours.get("file_mode", "posix") != "posix":
         raise ConfigError(f"file_mode = {ours['file_mode']!r} is not served under SGLang: expected 'posix'")
     if ours.get("file_path") is None:
