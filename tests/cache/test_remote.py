@@ -326,6 +326,19 @@ def test_a_selective_store_takes_what_comes_back() -> None:
     assert keys_of(desk.transfers[0]) == ["a"]
 
 
+def test_a_write_back_store_takes_what_is_about_to_be_evicted() -> None:
+    desk = Desk(slots=8, into={STORE: WriteRule(WritePolicy.BACK)})
+    desk.store("abc")
+    assert desk.transfers == []
+    desk.store("xyz")
+    assert [keys_of(transfer) for transfer in desk.transfers] == [["abc"]]  # the leaf of what was used first
+    desk.end()
+    desk.store("pqr")
+    assert "abc" not in desk.resident()
+    found = desk.lookup("abc")
+    assert (found.chunks, found.foreign) == (2, 1)
+
+
 def test_stores_under_way_keep_few_slots_and_those_that_do_not_fit_are_counted() -> None:
     desk = Desk(slots=32, max_writes=3)
     for path in ("abc", "xyz"):
@@ -417,8 +430,6 @@ def test_a_fetch_of_chunks_that_stand_alone_takes_no_room_from_those_that_are_he
 def test_names_and_rules_that_cannot_be_are_refused() -> None:
     with pytest.raises(CacheError, match="different names"):
         TieredCache([TierSpec(HOST, 1, 1)], foreign=(HOST,))
-    with pytest.raises(CacheError, match="no write-back into"):
-        TieredCache([TierSpec(HOST, 1, 1)], CacheSettings(into={STORE: WriteRule(WritePolicy.BACK)}), foreign=(STORE,))
     with pytest.raises(CacheError, match="positive numbers of seconds"):
         CacheSettings(probe_timeout=0.0)
 

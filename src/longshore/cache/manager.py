@@ -238,6 +238,8 @@ class TieredCache:
             self._device.check(())
             self._store.check_turn(turn)
             warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
+            for keys, _ in warm:
+                self._exchange.found(keys)
             lent = [(len(keys), self._loader.lease_slots(keys, at, turn)) for keys, at in warm]
             return LoadOrder(sum(count for count, _ in lent), tuple(Part(job, n, slots) for n, (job, slots) in lent))
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)

@@ -139,8 +139,9 @@ class ManagerMetrics:
         for name, troubles in {store.name: store.troubles for store in self._stores}.items() or _NO_STORES.items():
             for trouble, times in troubles.items():
                 yield ("longshore_store_troubles", (name, trouble)), times
+            answers = counters.probes.get(name) or Counter[Answer]()
             for answer in Answer:
-                yield ("longshore_probed_chunks", (name, answer.value)), counters.probes.get(name, {}).get(answer, 0)
+                yield ("longshore_probed_chunks", (name, answer.value)), answers[answer]
         for route in self._routes:
             totals = counters.routes.get(route, _NOTHING)
             yield ("longshore_moved_bytes", (route,)), totals.bytes
