@@ -327,16 +327,21 @@ def test_a_selective_store_takes_what_comes_back() -> None:
 
 
 def test_a_write_back_store_takes_what_is_about_to_be_evicted() -> None:
-    desk = Desk(slots=8, into={STORE: WriteRule(WritePolicy.BACK)})
-    desk.store("abc")
+    desk = Desk(slots=40, into={STORE: WriteRule(WritePolicy.BACK)})
+    desk.store("abcdefghijkl")
     assert desk.transfers == []
-    desk.store("xyz")
-    assert [keys_of(transfer) for transfer in desk.transfers] == [["abc"]]  # the leaf of what was used first
-    desk.end()
-    desk.store("pqr")
-    assert "abc" not in desk.resident()
-    found = desk.lookup("abc")
-    assert (found.chunks, found.foreign) == (2, 1)
+    desk.store("mnopqrstuvwx")
+    assert keys_of(desk.transfers[0])[0] == "abcdefghijkl"  # the leaf of what was used first
+    sent = set[str]()
+    for path in ("ABCDEFGHIJKL", "0123456789+-"):
+        while desk.transfers:
+            sent.update(keys_of(desk.end()))
+        desk.store(path)
+    gone = {"abcdefghijkl"[: end + 1] for end in range(12)} - desk.resident()
+    assert gone and gone <= sent
+    desk.transfers.clear()
+    found = desk.lookup("abcdefghijkl")
+    assert found.chunks + found.foreign == 12 and found.foreign == len(gone)
 
 
 def test_stores_under_way_keep_few_slots_and_those_that_do_not_fit_are_counted() -> None:

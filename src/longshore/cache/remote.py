@@ -199,7 +199,7 @@ class Exchange:
         return self._source(key) is not None
 
     def sources(self, keys: Sequence[Key]) -> list[str]:
-        """The name of the tier that each of `keys` would be fetched from; empty for none."""
+        """The foreign tier that each of `keys` is known to be in, the first there is; empty for none."""
         return ["" if (tier := self._source(key)) is None else tier.name for key in keys]
 
     def _source(self, key: Key) -> Foreign | None:
