@@ -12,7 +12,7 @@ the jobs in flight; `lookups`, `load` (with prefetches), `offload` and `remote` 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -299,11 +299,11 @@ class TieredCache:
         ]
         return LoadOrder(0, tuple(parts))
 
-    def ask(self, keys: Sequence[Key], now: float) -> tuple[int, ...]:
-        """Have foreign tiers asked for what is not known of `keys`; the probes about these, for `progress`."""
+    def ask(self, keys: Sequence[Key], now: float, tiers: Collection[str]) -> tuple[int, ...]:
+        """Have foreign `tiers` asked for what is not known of `keys`; the probes about these, for `progress`."""
         self._check_time(now)
         self._advance(now)
-        return self._exchange.ask(keys)
+        return self._exchange.ask(keys, tiers)
 
     def progress(self, of: Lease | int) -> Progress:
         """The progress of a lease, job or probe. A job that is over does not use its device blocks any more."""

@@ -9,7 +9,7 @@ Nobody waits for an answer: who asks looks at what is known, and may look again 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from longshore.boundary import Key, Probe, ProbeResult, Status
@@ -190,9 +190,10 @@ class Exchange:
             known += 1
         return known, self.ask(keys[end + known :]) if asks else ()
 
-    def ask(self, keys: Sequence[Key]) -> tuple[int, ...]:
-        """Have what is not known of `keys` asked for; the probes that are under way about it."""
-        return tuple(probe for tier in self.tiers for probe in (tier.ask(keys) if keys else ()))
+    def ask(self, keys: Sequence[Key], tiers: Collection[str] | None = None) -> tuple[int, ...]:
+        """Have what is not known of `keys` asked for, of those `tiers` or of all; the probes under way about it."""
+        asked = [tier for tier in self.tiers if tiers is None or tier.name in tiers] if keys else []
+        return tuple(probe for tier in asked for probe in tier.ask(keys))
 
     def has(self, key: Key) -> bool:
         """Whether a foreign tier is known to have `key`."""
