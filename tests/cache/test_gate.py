@@ -307,3 +307,96 @@ def test_loading_while_the_request_waits_for_an_engine_is_free() -> None:
     assert known.chunks_to_load(0, runs, 0.0, late, spare=1.0) == 0
     with pytest.raises(CacheError, match="spare"):
         known.chunks_to_load(0, runs, 0.0, late, spare=-1.0)
+
+
+class SimulatedStore:
+    """A store behind a network, in virtual time: one connection, round trips and rates that vary, and other users."""
+
+    def __init__(self, bandwidth: float, *, round_trip: float, seed: int = 3) -> None:
+        self.bandwidth, self.round_trip = bandwidth, round_trip
+        self.now, self.waited, self.computed = 0.0, 0.0, 0.0
+        self.served = self.held = 0
+        self._chance = random.Random(seed)
+        self.gate = Gate(("host", "store"), CHUNK_TOKENS, CHUNK_BYTES)
+        self.gate.observe_load("host", CHUNK_BYTES, 1e-4, 0.0, 0.0)
+
+    def request(self) -> None:
+        """A prompt of which the store has all: asked about, fetched and computed as the gate says."""
+        chunks, gate = self._chance.randrange(2, 64), self.gate
+        self.held += chunks
+        loaded = 0
+        if gate.worth_asking(0, Run("store", chunks), self.now):
+            trip = self.round_trip * self._chance.uniform(0.7, 1.6)
+            self.wait(trip)
+            gate.observe_probe("store", trip)
+            loaded = gate.chunks_to_load(0, [Run("store", chunks)], self.now)
+            if loaded:
+                queued = self._chance.expovariate(1 / 0.002)
+                seconds = self.round_trip + loaded * CHUNK_BYTES / self.bandwidth * self._chance.uniform(0.85, 1.2)
+                self.wait(queued + seconds)
+                gate.observe_load("store", loaded * CHUNK_BYTES, seconds, queued, self.now)
+        self.served += loaded
+        if rest := (chunks - loaded) * CHUNK_TOKENS:
+            step = STEP + prefill(loaded * CHUNK_TOKENS, rest)
+            self.now += step
+            self.computed += step
+            gate.observe_prefill(loaded * CHUNK_TOKENS, rest, step)
+        self.now += self._chance.expovariate(2.0)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.waited += seconds
+
+
+COMPUTING = CHUNK_BYTES / prefill(0, CHUNK_TOKENS)
+"""The rate of a store that is as fast as computing, in bytes per second."""
+
+
+def known_store(bandwidth: float, round_trip: float) -> SimulatedStore:
+    """A store after a few requests, from which the gate has learned."""
+    store = SimulatedStore(bandwidth, round_trip=round_trip)
+    store.gate.observe_prefill(0, CHUNK_TOKENS, STEP + prefill(0, CHUNK_TOKENS))
+    store.gate.observe_prefill(0, 16 * CHUNK_TOKENS, STEP + prefill(0, 16 * CHUNK_TOKENS))
+    for _ in range(20):
+        store.request()
+    store.waited = store.computed = store.served = store.held = 0
+    return store
+
+
+@pytest.mark.parametrize("round_trip", [0.0003, 0.005])
+def test_a_store_twice_as_fast_as_computing_serves_what_it_holds(round_trip: float) -> None:
+    store = known_store(2 * COMPUTING, round_trip)
+    for _ in range(400):
+        store.request()
+    assert store.served >= 0.95 * store.held
+
+
+@pytest.mark.parametrize(("bandwidth", "round_trip"), [(0.5 * COMPUTING, 0.0003), (8 * COMPUTING, 5.0)])
+def test_a_store_slower_than_computing_is_not_waited_for(bandwidth: float, round_trip: float) -> None:
+    store = known_store(bandwidth, round_trip)
+    for _ in range(400):
+        store.request()
+    assert store.waited < 0.04 * store.computed
+    assert store.waited > 0  # it is tried now and then
+
+
+def test_a_store_that_becomes_fast_is_found_out() -> None:
+    store = known_store(0.2 * COMPUTING, 0.001)
+    for _ in range(200):
+        store.request()
+    store.bandwidth = 10 * COMPUTING
+    for _ in range(2000):
+        store.request()
+    store.served = store.held = 0
+    for _ in range(100):
+        store.request()
+    assert store.served >= 0.95 * store.held
+
+
+def test_a_store_of_which_nothing_is_known_is_asked() -> None:
+    new = gate("host", "store")
+    assert new.worth_asking(0, Run("store", 1), 0.0)
+    with pytest.raises(CacheError, match="got 'other'"):
+        new.observe_probe("other", 1.0)
+    with pytest.raises(CacheError, match="seconds"):
+        new.observe_probe("store", -1.0)

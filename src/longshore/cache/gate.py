@@ -37,6 +37,9 @@ _REFIT = 16
 _QUEUE_STEP = 0.03
 """How far the average queue moves towards what was seen last, once enough was seen."""
 
+_PROBE_STEP = 0.1
+"""The same of the average round trip of a question."""
+
 _QUEUE_HALF_LIFE = 600.0
 """Seconds after which half of the average queue is taken to be gone, where nothing was seen."""
 
@@ -115,6 +118,11 @@ class Gate:
         if tokens and seconds and not self._is_told:
             self._prefill.observe(_prefill_terms(context, tokens), seconds)
 
+    def observe_probe(self, tier: str, seconds: float) -> None:
+        """`tier` took so long to say what it has, or did not say it for so long."""
+        _check(seconds=seconds)
+        self._route(tier).observe_probe(seconds)
+
     # ------------------------------------------------------------------ what is expected
 
     def prefill_seconds(self, context: int, tokens: int) -> float | None:
@@ -129,6 +137,32 @@ class Gate:
         _check(now=now)
         _check(**(queued or {}))
         return self._cost(self._tally(runs), now, queued or {})
+
+    def worth_asking(self, context: int, run: Run, now: float, *, ahead: bool = False) -> bool:
+        """Whether to wait until the tier of `run` has said which of these chunks it has, `context` tokens before them.
+
+        It is if loading all of them, after the answer, is quicker than computing; if that is not known; and if the time
+        that is set aside covers a try. `ahead` is as for `worth_loading`.
+        """
+        saved, cost = (
+            self.prefill_seconds(context, run.chunks * self._chunk_tokens),
+            self._cost(self._tally([run]), now, {}),
+        )
+        if saved is None or cost is None:
+            return True
+        asking = self._route(run.tier).round_trip
+        if cost + asking <= saved:
+            return True
+        attempt = Run(run.tier, -(-run.chunks // _TRY_SHARE))
+        loss = asking - self._gain(context, [attempt], attempt.chunks, now, {}, 0.0)
+        spare = min(self._spare + self._explore * saved, max(saved, loss))
+        if ahead:
+            return False
+        if loss > spare:
+            self._spare = spare
+            return False
+        self._spare = max(0.0, self._spare - asking)
+        return True
 
     def worth_loading(
         self, context: int, runs: Sequence[Run], now: float, *, least: int = 0, ahead: bool = False
@@ -365,6 +399,9 @@ class _Line:
         """When what was ordered last is expected to end."""
         self._last_end, self._last_seconds = -math.inf, 0.0
         """When the last load ended, and how long it took."""
+        self.round_trip = 0.0
+        """Seconds from a question to its answer, of a tier that is asked what it has; a moving average."""
+        self._answers = 0
 
     @property
     def known(self) -> bool:
@@ -382,6 +419,11 @@ class _Line:
         behind = ordered < self._last_end + self._last_seconds
         (self._right_behind if behind else self._after_a_pause).observe(queued_seconds - ours, now)
         self._last_end, self._last_seconds = max(now, self._last_end), seconds
+
+    def observe_probe(self, seconds: float) -> None:
+        """A question was answered after so long, or was not until then."""
+        self._answers += 1
+        self.round_trip += max(_PROBE_STEP, 1 / self._answers) * (seconds - self.round_trip)
 
     def queue(self, now: float) -> float:
         """Seconds that a load would wait."""

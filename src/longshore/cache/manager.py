@@ -11,7 +11,8 @@ the jobs in flight; `lookups`, `load` (with prefetches), `offload` and `remote` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -87,6 +88,7 @@ class TieredCache:
         self._loader = Loader(self._transfers)
         self._offloader = Offloader(self._transfers, rules[: len(names)], is_only=len(names) == 1 and not theirs)
         self._exchange = Exchange(self._transfers, theirs, rules[len(names) :])
+        self.abroad = self._exchange.sources
         self._leases = Leases(self._store)
         self._prefetcher = Prefetcher(self._transfers, self._offloader, self._leases)
         self._lookups = Lookups(self._transfers, self._leases, self._exchange, self._advance)
@@ -241,6 +243,7 @@ class TieredCache:
             self._device.check(())
             self._store.check_turn(turn)
             warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
+            self._exchange.found([key for keys, _ in warm for key in keys])
             lent = [(len(keys), self._loader.lease_slots(keys, at, turn)) for keys, at in warm]
             return LoadOrder(sum(count for count, _ in lent), tuple(Part(job, n, slots) for n, (job, slots) in lent))
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
@@ -300,15 +303,11 @@ class TieredCache:
         ]
         return LoadOrder(0, tuple(parts))
 
-    def ask(self, keys: Sequence[Key], now: float) -> tuple[int, ...]:
-        """Have foreign tiers asked for what is not known of `keys`; the probes about these, for `progress`."""
+    def ask(self, keys: Sequence[Key], now: float, tiers: Collection[str]) -> tuple[int, ...]:
+        """Have foreign `tiers` asked for what is not known of `keys`; the probes about these, for `progress`."""
         check_time(now)
         self._advance(now)
-        return self._exchange.ask(keys)
-
-    def abroad(self, keys: Sequence[Key]) -> list[str]:
-        """The foreign tier that each of `keys` is known to be in, the first there is; empty for none."""
-        return self._exchange.sources(keys)
+        return self._exchange.ask(keys, tiers)
 
     def progress(self, of: Lease | int) -> Progress:
         """The progress of a lease, job or probe. A job that is over does not use its device blocks any more."""

@@ -9,11 +9,11 @@ Nobody waits for an answer: who asks looks at what is known, and may look again 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from longshore.boundary import Key, Probe, ProbeResult, Status
-from longshore.cache.settings import AdmissionFilter, WriteRule
+from longshore.cache.settings import AdmissionFilter, WritePolicy, WriteRule
 from longshore.cache.transfers import Job, TierSlots, Transfers
 from longshore.cache.types import Answer, DropReason, MissReason
 from longshore.errors import JobError
@@ -150,6 +150,9 @@ FETCH_BATCH = 16
 ADMISSION_FILTER_SIZE = 1 << 16
 """Chunks of which a selective write policy remembers how often they came."""
 
+_MOST_AHEAD = 256
+"""Chunks that tiers which get what is about to be evicted are sent at a time, at most."""
+
 _SHARE = 16
 """At most one in so many slots of the host tier is kept for stores under way."""
 
@@ -165,6 +168,8 @@ class Exchange:
         self._seen = [
             AdmissionFilter(rule.threshold, ADMISSION_FILTER_SIZE) if rule.selective else None for rule in rules
         ]
+        self._late = [rule.policy is WritePolicy.BACK for rule in rules]
+        """Which tiers get what is about to be evicted from the warmest, and nothing else."""
         self._queues: list[deque[Key]] = [deque() for _ in tiers]
         """What is to be stored in each tier, heads first."""
         self._under_way: dict[int, tuple[Foreign, Job]] = {}
@@ -185,16 +190,17 @@ class Exchange:
             known += 1
         return known, self.ask(keys[end + known :]) if asks else ()
 
-    def ask(self, keys: Sequence[Key]) -> tuple[int, ...]:
-        """Have what is not known of `keys` asked for; the probes that are under way about it."""
-        return tuple(probe for tier in self.tiers for probe in (tier.ask(keys) if keys else ()))
+    def ask(self, keys: Sequence[Key], tiers: Collection[str] | None = None) -> tuple[int, ...]:
+        """Have what is not known of `keys` asked for, of those `tiers` or of all; the probes under way about it."""
+        asked = [tier for tier in self.tiers if tiers is None or tier.name in tiers] if keys else []
+        return tuple(probe for tier in asked for probe in tier.ask(keys))
 
     def has(self, key: Key) -> bool:
         """Whether a foreign tier is known to have `key`."""
         return self._source(key) is not None
 
     def sources(self, keys: Sequence[Key]) -> list[str]:
-        """The name of the tier that each of `keys` would be fetched from; empty for none."""
+        """The foreign tier that each of `keys` is known to be in, the first there is; empty for none."""
         return ["" if (tier := self._source(key)) is None else tier.name for key in keys]
 
     def _source(self, key: Key) -> Foreign | None:
@@ -283,13 +289,24 @@ class Exchange:
 
     def came(self, keys: Sequence[Key]) -> None:
         """Chunks have come from the device, or were found by a request."""
-        for tier, seen, queue in zip(self.tiers, self._seen, self._queues, strict=True):
-            often = keys if seen is None else keys[: seen.leading(keys)]
-            fresh = [key for key in often if not tier.was_sent(key)]
-            taken = fresh[: max(0, self._transfers.settings.max_writes - len(queue))]
-            queue.extend(taken)
-            tier.sending(taken)
-            self._drop(tier, len(fresh) - len(taken), DropReason.BACKPRESSURE)
+        for at, (seen, late) in enumerate(zip(self._seen, self._late, strict=True)):
+            if not late:
+                self._send(at, keys if seen is None else keys[: seen.leading(keys)])
+
+    def _send(self, at: int, keys: Sequence[Key]) -> None:
+        """Queue a store of those of `keys` that the tier is not known to have, and that are not on their way."""
+        tier, queue = self.tiers[at], self._queues[at]
+        fresh = [key for key in keys if not tier.was_sent(key)]
+        taken = fresh[: max(0, self._transfers.settings.max_writes - len(queue))]
+        queue.extend(taken)
+        tier.sending(taken)
+        self._drop(tier, len(fresh) - len(taken), DropReason.BACKPRESSURE)
+
+    def _leaving(self, arrived: int) -> list[Key]:
+        """What the warmest tier would evict for twice as many chunks as have `arrived`."""
+        store = self._store
+        lacking = min(2 * arrived - store.pools[0].room(), _MOST_AHEAD)
+        return [store.index.key[node] for node in store.policies[0].next_victims(lacking)] if lacking > 0 else []
 
     def found(self, keys: Sequence[Key]) -> None:
         """Chunks of a path were found by a request: selective write policies may want them now."""
@@ -299,9 +316,11 @@ class Exchange:
     def proceed(self) -> None:
         """Take note of what has ended and arrived, and order stores, as far as not too many are under way."""
         self._conclude()
-        if self._transfers.offloaded:
-            self.came(self._transfers.offloaded)
-            self._transfers.offloaded.clear()
+        if arrived := self._transfers.offloaded:
+            self.came(arrived)
+            for at in [at for at, late in enumerate(self._late) if late]:
+                self._send(at, self._leaving(len(arrived)))
+            arrived.clear()
         limit = min(self._transfers.settings.max_writes, max(1, self._store.pools[0].capacity // _SHARE))
         for tier, queue in zip(self.tiers, self._queues, strict=True):
             count = min(len(queue), limit - self._transfers.writing[tier.name])

@@ -305,7 +305,11 @@ class CacheSettings:
             raise CacheError("partial matches ask for the groups, which say how many tokens a chunk has")
 
     def rules(self, tiers: Sequence[str], foreign: Sequence[str] = ()) -> tuple[WriteRule, ...]:
-        """The write rule of the route into each of `tiers`, warmest first, and into each of the `foreign` ones."""
+        """The write rule of the route into each of `tiers`, warmest first, and into each of the `foreign` ones.
+
+        Write-back into a foreign tier is a copy of what is about to be evicted from the warmest, as far as there is
+        time: what a foreign tier has cannot be counted on, so nothing waits for the copy.
+        """
         names = [*tiers, *foreign]
         unknown = sorted(set(self.into) - set(names))
         if unknown:
@@ -314,10 +318,6 @@ class CacheSettings:
         rules = [
             self.into.get(name, WriteRule(policy, self.threshold)) for name, policy in zip(names, usual, strict=True)
         ]
-        if any(rule.policy is WritePolicy.BACK for rule in rules[len(tiers) :]):
-            raise CacheError(
-                f"what a foreign tier has cannot be counted on: there is no write-back into {list(foreign)}"
-            )
         return tuple(rules)
 
     def group(self, index: int) -> tuple[CacheGroup, int]:

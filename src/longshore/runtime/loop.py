@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import groupby, takewhile
 
 from longshore.boundary import (
     Cancel,
@@ -37,7 +36,7 @@ from longshore.boundary import (
     TransferResult,
     leading_ok,
 )
-from longshore.cache import Gate, GroupKeys, Lease, Progress, Run, TieredCache, Until
+from longshore.cache import Gate, Lease, Progress, TieredCache
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
 from longshore.runtime.containment import CallLog, log_fault
 from longshore.tiers.base import Tier
@@ -112,7 +111,10 @@ class Runtime:
         self._waiting: dict[int, _WaitingTransfer] = {}
         self._running: dict[int, _RunningTransfer] = {}
         self._probers = {prober.asks: prober for prober in probers}
-        self._probing: dict[int, Probe] = {}
+        self.stores = tuple(self._probers)
+        """Names of the foreign tiers that can be asked."""
+        self._probing: dict[int, tuple[Probe, float]] = {}
+        """Probes under way, and when they were ordered."""
         self._results: list[Result] = []
         self._failures: dict[int, dict[Slot, Status]] = {}
         """Slots that were not filled, by job, until the cache has been told of the job's end."""
@@ -202,39 +204,6 @@ class Runtime:
             if self.gate is None:
                 return sum(run.chunks for run in runs)
             return self.gate.worth_loading(context, runs, self.clock(), least=least, ahead=ahead)
-
-    def bring(self, path: GroupKeys, context: int, chunk_tokens: int, timeout: float) -> None:
-        """Wait until what foreign tiers have of `path`, behind what other tiers have, is in host memory.
-
-        As far as the gate says that fetching is quicker than computing. Answers come by the cache's `probe_timeout`;
-        what has not arrived after `timeout` seconds is not waited for. `context` are the tokens before `path.first`.
-        """
-        with self.control() as cache:
-            probes, jobs = self.fetch(cache, path, context, chunk_tokens)
-        if probes and self.wait_ended(probes, timeout):
-            with self.control() as cache:
-                jobs = self.fetch(cache, path, context, chunk_tokens)[1] or jobs
-        self.wait_ended(jobs, timeout)
-
-    def fetch(
-        self, cache: TieredCache, path: GroupKeys, context: int, chunk_tokens: int, *, ahead: bool = False
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The same without waiting, within `control`: the probes and the jobs under way. `ahead` is as for the gate."""
-        now = self.clock()
-        ready = cache.lookup({0: path}, now, until=Until.NOTHING, count=False).chunks
-        begin = path.first + ready
-        rest = path.names[begin:]
-        if not rest:
-            return (), ()
-        probes = cache.ask(rest, now)
-        names = takewhile(bool, cache.abroad(rest))
-        runs = [Run(name, len(list(same))) for name, same in groupby(names)]
-        count = sum(run.chunks for run in runs)
-        if count and self.gate is not None:
-            count = self.gate.worth_loading(context + ready * chunk_tokens, runs, now, ahead=ahead)
-        if not count:
-            return probes, ()
-        return probes, cache.prefetch({0: path._replace(keys=path.names[: begin + count], text=None)}, now)
 
     def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
         """Report that the engine computed `tokens` of a prompt, after `context` others, in a step of `seconds`."""
@@ -407,8 +376,9 @@ class Runtime:
                     self._collect(result)
             for prober in self._probers.values():
                 for answer in prober.answers():
-                    if self._probing.pop(answer.probe, None) is not None:  # it is not too late
+                    if (asked := self._probing.pop(answer.probe, None)) is not None:  # it is not too late
                         self._results.append(answer)
+                        self._observe_probe(*asked)
             results, self._results = self._results, []
             if not results and is_told:
                 return
@@ -489,7 +459,7 @@ class Runtime:
 
     def _probe(self, probe: Probe) -> None:
         """Ask a foreign tier; whatever goes wrong with that, the probe must end, and the others go on."""
-        self._probing[probe.probe] = probe
+        self._probing[probe.probe] = probe, self.clock()
         prober = self._probers.get(probe.tier)
         try:
             if prober is None or probe.ranks != 1:
@@ -500,14 +470,21 @@ class Runtime:
                 _log.exception("probe %d of %s could not be submitted; its keys are misses", probe.probe, probe.tier)
             self._end_probe(probe.probe, Status.TIER_OFF)
 
+    def _observe_probe(self, probe: Probe, ordered: float) -> None:
+        """Tell the gate how long an answer took, or that there was none for so long."""
+        if self.gate is not None and probe.tier in self.gate.tiers:
+            self.gate.observe_probe(probe.tier, max(0.0, self.clock() - ordered))
+
     def _end_probe(self, number: int, status: Status) -> None:
         """End a probe without an answer, on all ranks."""
-        probe = self._probing.pop(number)
+        probe, ordered = self._probing.pop(number)
+        if status is Status.DEADLINE:
+            self._observe_probe(probe, ordered)
         nothing = (False,) * len(probe.keys)
         self._results += [ProbeResult(number, nothing, status, rank) for rank in range(probe.ranks)]
 
     def _expire(self, now: float) -> None:
-        for number in [number for number, probe in self._probing.items() if probe.deadline <= now]:
+        for number in [number for number, (probe, _) in self._probing.items() if probe.deadline <= now]:
             self._end_probe(number, Status.DEADLINE)
         for job in [job for job, waiting in self._waiting.items() if waiting.transfer.deadline <= now]:
             self._end_waiting(job, Status.DEADLINE)

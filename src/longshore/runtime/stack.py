@@ -31,6 +31,7 @@ from longshore.cache import (
     PrefetchPolicy,
     TieredCache,
     TierSpec,
+    WritePolicy,
     WriteRule,
 )
 from longshore.cache.eviction import POLICIES, EvictionPolicy
@@ -86,6 +87,9 @@ RING_BYTES = 64 << 20
 """Device memory of the staging ring with `file_mode` gds."""
 
 _LEAST_RING = 4  # images: two on each side
+
+_WRITES = {"all": WritePolicy.THROUGH, "second_use": WritePolicy.SELECTIVE, "evict": WritePolicy.BACK}
+"""Write policies of stores, as in their URLs."""
 
 _ANSWER_SECONDS = 0.05
 """Beyond the time that a store has for a probe: until its answer is heard."""
@@ -538,6 +542,8 @@ def make_cache(
         tiers.append(TierSpec(FILE, file.slabs, policy=policy, outlives=True))
     daily, rule = config.file_daily_writes, config.offload if host is None else config.backup
     into = {FILE: WriteRule(rule, config.threshold, daily / 86_400)} if file is not None and daily else {}
+    for name, url in named_stores(config).items():
+        into[name] = WriteRule(_WRITES[parse_url(url).write])
     slowest = max((parse_url(url).probe_timeout for url in config.remote), default=0.0)
     stores: dict[str, Any] = {"probe_timeout": slowest + _ANSWER_SECONDS} if config.remote else {}
     settings = CacheSettings(

@@ -24,6 +24,8 @@ SECRET = "hunter2-do-not-show"  # noqa: S105
         ("file:///m?daily_writes=5KiB", RemoteSettings("file", path="/m", daily_writes=5120, probe_timeout=0.5)),
         ("valkey://h?probe_timeout=20ms", RemoteSettings("valkey", "h", probe_timeout=0.02)),
         ("valkey://h?in_flight=2KiB", RemoteSettings("valkey", "h", in_flight=2048)),
+        ("valkey://h?write=second_use", RemoteSettings("valkey", "h", write="second_use")),
+        ("file:///m?write=evict", RemoteSettings("file", path="/m", write="evict", probe_timeout=0.5)),
     ],
 )  # fmt: skip
 def test_urls(url: str, expected: RemoteSettings) -> None:
@@ -33,6 +35,7 @@ def test_urls(url: str, expected: RemoteSettings) -> None:
 @pytest.mark.parametrize(
     "url",
     [
+        "valkey://host?write=never",
         "", "host:6379", "http://host", "valkey://", "valkey://host:port", "valkey://host:99999", "valkey://host/a",
         "valkey://host/-1", "valkey://host?ttl=soon", "valkey://host?ttl=-1s", "valkey://host?ttl=1e9999h",
         "valkey://host?ttl=0.1ms", "valkey://host?nothing=1", "valkey://host?ttl=1h&ttl=2h", "valkey://host?in_flight=0",

@@ -35,6 +35,7 @@ from longshore.runtime.block_guard import BlockGuard
 from longshore.runtime.containment import contained
 from longshore.runtime.loop import Runtime
 from longshore.runtime.stack import Stack
+from longshore.runtime.stores import bring
 
 _EXPECTED = (TokenError, TierError, DeviceError, QueueFullError)
 """Errors that are no fault of the control plane: the blocks of one call are computed, or not stored."""
@@ -365,7 +366,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         lookup.path = self._path(stack, prompt, len(present))
         if stack.foreign and REMOTE in lookup.hints.load:
             context, patience = len(present) * self.tokens_per_page, stack.config.load_timeout
-            stack.runtime.bring(lookup.path, context, per_chunk * self.tokens_per_page, patience)
+            bring(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, patience)
         now, name = stack.runtime.clock(), lookup.request
         with stack.runtime.control() as cache:
             found = cache.lookup(

@@ -27,6 +27,7 @@ from longshore.keys import chain
 from longshore.layout import from_rows
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import open_stack
+from longshore.runtime.stores import bring
 from longshore.tiers.base import Tier
 from longshore.tiers.file import FileTier
 from longshore.transfer.device import device_for
@@ -235,7 +236,7 @@ class PrefixStore:
         """Append what the tiers have of `path` to `cache`; how many chunks that is, and the turn of the restore."""
         runtime, chunk_tokens, done = self._stack.runtime, self._chunk * self._block_size, path.first
         if self._stack.foreign:
-            runtime.bring(path, path.first * chunk_tokens, chunk_tokens, self._config.load_timeout)
+            bring(runtime, path, path.first * chunk_tokens, chunk_tokens, self._config.load_timeout)
         with runtime.control() as control:
             found = control.lookup({0: path}, runtime.clock(), turn=turn)
         if found.lease is None:

@@ -17,6 +17,7 @@ from longshore.boundary import REMOTE, Key
 from longshore.cache import GroupKeys, Lease, PrefetchPolicy, TieredCache
 from longshore.hints import RequestHints
 from longshore.runtime.stack import Stack
+from longshore.runtime.stores import fetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class WaitingPrefetcher:
         asks = False
         if self._has_stores and REMOTE in lookup.hints.load:
             chunk_tokens = self._per_chunk * block_size
-            asks = any(self._runtime.fetch(cache, path, context, chunk_tokens, ahead=True))
+            asks = any(fetch(self._runtime, cache, path, context, chunk_tokens, ahead=True))
         keys, former = path.names, lookup.kept
         end, left = path.first, self.room - len(self.keys)
         while end < len(keys) and left > 0:

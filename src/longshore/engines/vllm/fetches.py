@@ -18,6 +18,7 @@ from longshore.boundary import FILE, HOST, REMOTE
 from longshore.cache import Gate, GroupKeys, Presence, Run, TieredCache
 from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, RequestState, residency
 from longshore.runtime.loop import Runtime
+from longshore.runtime.stores import worth_asking
 
 _ABSENT = Presence.ABSENT
 _TIER = {Presence.READY: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE, _ABSENT: ""}
@@ -81,7 +82,7 @@ class StoreFetches:
         now = self._runtime.clock()
         with self._runtime.control() as cache:
             if request.probes is None:
-                request.probes = cache.ask(request.ours(absent), now)
+                request.probes = cache.ask(request.ours(absent), now, self._worth_asking(ends, absent, first))
             if not all(cache.progress(probe).is_over for probe in request.probes):
                 return _on_their_way(found, ends, set(absent))
             request.fetches_end = True
@@ -93,6 +94,15 @@ class StoreFetches:
             coming = self._fetch(cache, request, ends, {key for key in absent if names[key]}, now)
         request.abroad.update((key, names[key]) for key in coming)
         return _on_their_way(found, ends, coming)
+
+    def _worth_asking(
+        self, ends: Mapping[OffloadKey, int], absent: Sequence[OffloadKey], first: OffloadKey
+    ) -> list[str]:
+        """The stores to wait for; chunks of the group that vLLM asks for first stand for those of all groups."""
+        group = first[-GROUP_BYTES:]
+        mine = [ends[key] for key in absent if key[-GROUP_BYTES:] == group and ends[key] >= ends[first]]
+        tokens = self._groups.tokens[self._groups.of(first)]
+        return worth_asking(self._runtime, mine[0] - tokens, len(mine)) if mine else []
 
     def _fetch(
         self,

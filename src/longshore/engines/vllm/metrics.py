@@ -24,10 +24,12 @@ from vllm.v1.kv_offload.base import (
     OffloadKey,
 )
 
-from longshore.boundary import DEVICE, FILE, HOST, Key
+from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
 from longshore.cache import DropReason, Event, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
+from longshore.cache.types import Answer
 from longshore.metrics import VLLM_COUNTERS, VLLM_GAUGES
 from longshore.runtime.tier_host import TROUBLES, HostedFileTier, HostedStore
+from longshore.tiers.remote import TROUBLES as OF_STORES
 
 _TIERS = (HOST, FILE)
 _ROUTES = tuple(
@@ -36,6 +38,7 @@ _ROUTES = tuple(
 
 _NOTHING = RouteTotals()
 _QUIET = dict.fromkeys(TROUBLES, 0)
+_NO_STORES = {REMOTE: dict.fromkeys(OF_STORES, 0)}
 
 _Sample = tuple[str, tuple[str, ...]]
 
@@ -133,11 +136,12 @@ class ManagerMetrics:
             yield ("longshore_miss_chunks", (missed.value,)), count
         for trouble, times in (self._no_file if self._file is None else self._file.troubles).items():
             yield ("longshore_file_troubles", (trouble,)), times
-        for store in self._stores:
-            for trouble, times in store.troubles.items():
-                yield ("longshore_store_troubles", (store.name, trouble)), times
-            for answer, times in counters.probes[store.name].items():
-                yield ("longshore_probed_chunks", (store.name, answer.value)), times
+        for name, troubles in {store.name: store.troubles for store in self._stores}.items() or _NO_STORES.items():
+            for trouble, times in troubles.items():
+                yield ("longshore_store_troubles", (name, trouble)), times
+            answers = counters.probes.get(name) or Counter[Answer]()
+            for answer in Answer:
+                yield ("longshore_probed_chunks", (name, answer.value)), answers[answer]
         for route in self._routes:
             totals = counters.routes.get(route, _NOTHING)
             yield ("longshore_moved_bytes", (route,)), totals.bytes

@@ -54,6 +54,7 @@ class RemoteSettings:
         key_file: Its private key.
         server_name: Name that the server's certificate must have; empty: `host`.
         ttl: A value expires so long after it was written.
+        write: What is written: `all`, what is used a `second_use`, or what is about to be evicted (`evict`).
         daily_writes: Bytes that may be written within a day.
         connect_timeout: For connection, TLS and authentication.
         probe_timeout: Within which a probe must be answered.
@@ -74,6 +75,7 @@ class RemoteSettings:
     key_file: str = ""
     server_name: str = ""
     ttl: float = 0.0
+    write: str = "all"
     daily_writes: int = 0
     connect_timeout: float = 0.5
     probe_timeout: float = 0.05
@@ -122,7 +124,8 @@ _NUMBERS = {
     "db": "number",
 }
 _TEXTS = ("user", "password_file", "ca_file", "cert_file", "key_file", "server_name")
-_OPTIONS = (*_NUMBERS, *_TEXTS)
+_CHOICES = {"write": ("all", "second_use", "evict")}
+_OPTIONS = (*_NUMBERS, *_TEXTS, *_CHOICES)
 
 
 def parse_url(url: str) -> RemoteSettings:
@@ -186,6 +189,9 @@ def _options(query: str) -> dict[str, Any]:
             raise ConfigError(f"remote store: option {name} is given twice")
         parse = {"duration": _duration, "size": _size, "number": _number}.get(_NUMBERS.get(name, ""))
         options[name] = parse(name, value) if parse else value
+        if value not in _CHOICES.get(name, (value,)):
+            allowed = ", ".join(_CHOICES[name])
+            raise ConfigError(f"remote store: {name}: expected one of {allowed}{_shown(value, ', got ')}")
     return options
 
 

@@ -1,0 +1,64 @@
+"""What stores of replicas have of a prompt: asked for where that may pay, and fetched as far as it does.
+
+    ready prefix ─┬─ what no tier has: worth asking? ─► probe ─► worth loading? ─► fetch into host memory
+                  └─ all of the prompt: nothing is asked
+
+`fetch` never waits, for engines that ask again in each step; `bring` waits, for those that have nothing else to do.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby, takewhile
+
+from longshore.cache import GroupKeys, Run, TieredCache, Until
+from longshore.runtime.loop import Runtime
+
+
+def worth_asking(runtime: Runtime, context: int, chunks: int, *, ahead: bool = False) -> list[str]:
+    """The stores that may be quicker than computing `chunks` behind `context` tokens, if they have them."""
+    if runtime.gate is None:
+        return list(runtime.stores)
+    now = runtime.clock()
+    return [name for name in runtime.stores if runtime.gate.worth_asking(context, Run(name, chunks), now, ahead=ahead)]
+
+
+def bring(runtime: Runtime, path: GroupKeys, context: int, chunk_tokens: int, timeout: float) -> None:
+    """Wait until what stores have of `path`, behind what other tiers have, is in host memory.
+
+    As far as the gate says that fetching is quicker than computing. Answers come by the cache's `probe_timeout`; what
+    has not arrived after `timeout` seconds is not waited for. `context` are the tokens before `path.first`.
+    """
+    with runtime.control() as cache:
+        probes, jobs = fetch(runtime, cache, path, context, chunk_tokens)
+    if probes and runtime.wait_ended(probes, timeout):
+        with runtime.control() as cache:
+            jobs = fetch(runtime, cache, path, context, chunk_tokens, asks=False)[1] or jobs
+    runtime.wait_ended(jobs, timeout)
+
+
+def fetch(
+    runtime: Runtime,
+    cache: TieredCache,
+    path: GroupKeys,
+    context: int,
+    chunk_tokens: int,
+    *,
+    asks: bool = True,
+    ahead: bool = False,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same without waiting, within `control`: the probes and the jobs under way. `ahead` is as for the gate."""
+    now = runtime.clock()
+    ready = cache.lookup({0: path}, now, until=Until.NOTHING, count=False).chunks
+    begin, context = path.first + ready, context + ready * chunk_tokens
+    rest = path.names[begin:]
+    if not rest:
+        return (), ()
+    probes = cache.ask(rest, now, worth_asking(runtime, context, len(rest), ahead=ahead)) if asks else ()
+    names = takewhile(bool, cache.abroad(rest))
+    runs = [Run(name, len(list(same))) for name, same in groupby(names)]
+    count = sum(run.chunks for run in runs)
+    if count and runtime.gate is not None:
+        count = runtime.gate.worth_loading(context, runs, now, ahead=ahead)
+    if not count:
+        return probes, ()
+    return probes, cache.prefetch({0: path._replace(keys=path.names[: begin + count], text=None)}, now)

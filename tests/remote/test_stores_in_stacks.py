@@ -1,0 +1,121 @@
+"""Two stacks over a real server: what one has stored the other fetches, as far as that is quicker than computing."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longshore.boundary import HOST, REMOTE
+from longshore.cache import GroupKeys
+from longshore.config import Config
+from longshore.keys import Scope
+from longshore.layout import from_rows
+from longshore.runtime.stack import Stack, open_stack
+from longshore.runtime.stores import bring
+from longshore.testing.local_server import LocalServer
+from longshore.tiers.remote import RemoteTier
+from longshore.transfer import CpuDevice
+
+TOKENS, CHUNKS, PATIENCE = 16, 48, 60.0
+PATIENT = "connect_timeout=20s&probe_timeout=20s&fetch_timeout=20s&write_timeout=20s"
+
+
+def keys_of(prompt: int) -> list[bytes]:
+    return [hashlib.sha256(b"%d %d" % (prompt, i)).digest() for i in range(CHUNKS)]
+
+
+@pytest.fixture
+def opened(server: LocalServer) -> Iterator[Callable[..., Stack]]:
+    made: list[Stack] = []
+    salt = os.urandom(8).hex()
+
+    def open_one(options: str = PATIENT, **settings: Any) -> Stack:
+        rows = torch.randint(0, 256, (CHUNKS, 4 * 65536), dtype=torch.uint8, generator=torch.manual_seed(len(made)))
+        layout = from_rows(rows, pages_per_block=4, block_size=TOKENS)
+        scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=TOKENS, salt=salt)
+        url = f"valkey://127.0.0.1:{server.port}/2?{options}"
+        config = Config.make(host_size=4 * CHUNKS * layout.image_bytes, background=False, remote=url, **settings)
+        made.append(open_stack(config, layout, scope, CpuDevice()))
+        return made[-1]
+
+    yield open_one
+    for stack in made:
+        stack.close()
+
+
+def store(stack: Stack, prompt: int) -> None:
+    with stack.runtime.control() as cache:
+        job = cache.store({0: GroupKeys(keys_of(prompt))}, {0: range(CHUNKS)})[0].job
+    assert job is not None and stack.runtime.wait_ended([job], PATIENCE)
+    assert stack.runtime.flush(PATIENCE)
+
+
+def served(stack: Stack, prompt: int) -> int:
+    """Chunks of the prompt in host memory, once it was brought there as far as that pays."""
+    path = GroupKeys(keys_of(prompt))
+    bring(stack.runtime, path, 0, TOKENS, PATIENCE)
+    with stack.runtime.control() as cache:
+        found = cache.lookup({0: path}, stack.runtime.clock())
+        if found.lease is not None:
+            cache.release(found.lease)
+    return found.chunks
+
+
+def probes(stack: Stack) -> int:
+    (tier,) = stack.foreign
+    assert isinstance(tier, RemoteTier)
+    return sum(count for (kind, _), count in tier.counts.items() if kind == "probe")
+
+
+@pytest.mark.parametrize("ratio", [2.0, 0.02])
+def test_a_store_is_used_when_it_is_quicker_than_computing(opened: Callable[..., Stack], ratio: float) -> None:
+    writer = opened()
+    for prompt in range(12):
+        store(writer, prompt)
+    reader = opened()
+    assert [served(reader, prompt) for prompt in range(2)] == [CHUNKS] * 2  # nothing is known yet
+    routes = reader.runtime._cache.counters.routes[f"{REMOTE}->{HOST}"]
+    measured = routes.seconds / (2 * CHUNKS)  # of a chunk, on this machine, now
+    gate = reader.runtime.gate
+    assert gate is not None
+    gate.observe_load(HOST, 1 << 20, 1e-6, 0.0, 0.0)
+    for chunks in (1, 8, CHUNKS):
+        gate.observe_prefill(0, chunks * TOKENS, chunks * 2 * ratio * measured)
+    before = probes(reader)
+    got = sum(served(reader, prompt) for prompt in range(2, 12))
+    if ratio > 1:
+        assert got >= 0.95 * 10 * CHUNKS
+    else:
+        assert got <= 0.25 * 10 * CHUNKS
+        assert probes(reader) - before <= 0.25 * 10 * CHUNKS
+
+
+def test_a_prompt_in_host_memory_waits_for_no_store(opened: Callable[..., Stack], server: LocalServer) -> None:
+    stack = opened()
+    store(stack, 0)
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        before = probes(stack)
+        assert served(stack, 0) == CHUNKS
+        assert probes(stack) == before
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+def test_a_stopped_server_costs_a_miss(opened: Callable[..., Stack], server: LocalServer, tmp_path: Path) -> None:
+    stack = opened("probe_timeout=50ms")
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        assert served(stack, 99) == 0
+        store(stack, 99)
+        assert served(stack, 99) == CHUNKS
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert stack.foreign[0].troubles["timeout"] >= 1
