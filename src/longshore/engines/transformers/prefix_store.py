@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,7 +22,7 @@ from longshore.config import Config
 from longshore.engines.tensors import RowBlocks
 from longshore.engines.transformers.attach import refuse
 from longshore.engines.transformers.scope import ModelScope
-from longshore.errors import CacheError, EngineError
+from longshore.errors import CacheError, EngineError, TierClosedError
 from longshore.keys import chain
 from longshore.layout import from_rows
 from longshore.runtime.selftest import self_test
@@ -61,6 +62,8 @@ class PrefixStore:
         self._scopes = ModelScope(model, config.salt, fixed=config.fixed_weights)
         self._lock = threading.RLock()
         """Of the window, through which the prefix of one call passes at a time."""
+        self._interrupted = False
+        """Whether a call was left amid its copies, as by KeyboardInterrupt: the window may still be written."""
         self._open()
 
     def _open(self) -> None:
@@ -88,23 +91,41 @@ class PrefixStore:
             self._stack.close()
             raise
 
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One call at a time, with tiers that are valid for the model as it is."""
+        with self._lock:
+            try:
+                self._look()
+                yield
+            except Exception:
+                raise
+            except BaseException:
+                self._interrupted = True
+                raise
+
     def _look(self) -> None:
-        """Reopen the tiers if the model has changed since they were opened: what they have is not valid for it."""
-        if self._scopes.of(self._layout).root != self._stack.scope.root:
+        """Reopen the tiers if the model has changed since they were opened: what they have is not valid for it.
+
+        Nor is the state of what was interrupted.
+        """
+        changed = self._scopes.of(self._layout).root != self._stack.scope.root
+        if changed:
             _log.warning(
                 "the model's weights, code or settings have changed: prefixes stored before are not restored; store "
                 "them again, or set fixed_weights if the model does not change"
             )
+        if changed or self._interrupted:
             self._stack.close()
             self._open()
+            self._interrupted = False
 
     def store_prefix(self, tokens: Sequence[int], cache: DynamicCache) -> int:
         """Keep the KV of the whole chunks of `tokens`, which `cache` holds; returns how many tokens are kept.
 
         Raises `CacheError` if `cache` has another batch size, or fewer tokens than `tokens`.
         """
-        with self._lock:
-            self._look()
+        with self._turn():
             return self._store(tokens, self._keys(tokens), cache)
 
     def _store(self, tokens: Sequence[int], keys: Sequence[bytes], cache: DynamicCache) -> int:
@@ -138,8 +159,7 @@ class PrefixStore:
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
         """
         cache, done, turn = DynamicCache(), 0, None
-        with self._lock:
-            self._look()
+        with self._turn():
             keys = self._keys(tokens)
             while done < len(keys):
                 chunks, turn = self._restore_window(keys[: done + self._blocks // self._chunk], done, turn)
@@ -177,7 +197,7 @@ class PrefixStore:
         try:
             outcome = runtime.wait_over(found.lease).outcome
         finally:
-            with runtime.control() as control:
+            with suppress(TierClosedError), runtime.control() as control:
                 control.release(found.lease)
         self._wait_idle()
         return 0 if outcome is None else outcome.chunks, found.turn
