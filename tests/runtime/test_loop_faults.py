@@ -104,6 +104,17 @@ def test_internal_error_of_any_method_is_a_fault(
     assert runtime.faults == 1
 
 
+@pytest.mark.parametrize(("method", "faults"), [("lookup", 1), ("take", 1), ("progress", 0)])
+def test_interrupt_is_a_fault_if_it_may_have_left_something_half_changed(
+    method: str, faults: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TieredCache, method, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    runtime = Runtime(host_cache(), [])
+    with pytest.raises(KeyboardInterrupt), runtime.control() as cache:
+        getattr(cache, method)(*{"lookup": ({}, 0.0), "progress": (1,)}.get(method, ()))
+    assert runtime.faults == faults
+
+
 @pytest.mark.parametrize("error", [KeyError, CacheError])
 def test_callers_exception_is_not_a_fault(error: type[Exception]) -> None:
     runtime = Runtime(host_cache(), [])

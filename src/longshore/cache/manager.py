@@ -11,7 +11,6 @@ the jobs in flight; `lookups`, `load` (with prefetches), `offload` and `remote` 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import cast

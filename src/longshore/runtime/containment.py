@@ -7,6 +7,7 @@ A `CallLog` records the last calls of a cache. `tests/runtime/call_replay.py` re
     another method, untyped              a fault
     another method, `IntegrityError`     a fault
     another method, another typed error  the caller's mistake; nothing has changed
+    any method that changes something    a fault if no `Exception`, as KeyboardInterrupt, may have left it half done
 """
 
 from __future__ import annotations
@@ -104,8 +105,11 @@ class CallLog:
                 if result and is_idle:
                     self._keep_idle()
                 return result
-            except Exception as error:
-                if is_loops_own or is_fault(error):
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    if is_loops_own or is_fault(error):
+                        self._on_fault(error)
+                elif is_kept:
                     self._on_fault(error)
                 raise
             finally:
@@ -225,6 +229,13 @@ def contained(
 
 def log_fault(error: BaseException, log: CallLog) -> None:
     """Log a fault of the control plane with its traceback and the file of the preceding calls."""
+    if not isinstance(error, Exception):
+        _log.error(
+            "all tiers disabled: %s has interrupted the control plane, which may be half changed. Every request is "
+            "computed until the tiers are opened again",
+            type(error).__name__,
+        )
+        return
     path = log.write()
     _log.error(
         "all tiers disabled: the control plane failed (%s: %s). Every request is computed until the engine is "

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -119,6 +120,7 @@ class Runtime:
         self._failures: dict[int, dict[Slot, Status]] = {}
         """Slots that were not filled, by job, until the cache has been told of the job's end."""
         self._closed = False
+        self._pid = os.getpid()
         self._unpollable: list[Mover] = []
         """Movers that could not be polled after a fault."""
         self._calls = CallLog(cache, self.fail)
@@ -148,6 +150,7 @@ class Runtime:
     @contextmanager
     def control(self) -> Iterator[TieredCache]:
         """Exclusive access to the cache; its commands are submitted when the block ends."""
+        self._check_process()
         with self._lock:
             if self._closed:
                 raise TierClosedError("the runtime was closed")
@@ -159,6 +162,11 @@ class Runtime:
                     self._pump(is_told=True)
                     if self._is_busy:
                         self.wakeup.set()
+
+    def _check_process(self) -> None:
+        """Raise `TierClosedError` in a process forked from the one of the movers' threads."""
+        if os.getpid() != self._pid:
+            raise TierClosedError("the tiers belong to the process that forked this one; open them in this one, too")
 
     @contextmanager
     def _typed_faults(self) -> Iterator[None]:
@@ -276,12 +284,15 @@ class Runtime:
     def close(self, flush_timeout: float = 30.0) -> bool:
         """Flush, then close all movers; returns whether everything was flushed. Idempotent.
 
-        The lock is free while this waits, so that other threads can proceed.
+        The lock is free while this waits, so that other threads can proceed. A forked process closes its copies
+        of the tiers' files alone: all else is its parent's.
         """
+        if os.getpid() != self._pid:
+            for tier in self._tiers:
+                tier.close()
+            return False
         flushed = self._closed or self.flush(flush_timeout)
         with self._lock:
-            if self._closed:
-                return flushed
             self._closed = True
             for job in list(self._waiting):
                 self._end_waiting(job, Status.TIER_OFF)
@@ -338,7 +349,13 @@ class Runtime:
 
     def _pump(self, *, is_told: bool = False) -> None:
         with self._reported():
-            self._advance(is_told) if self.fault is None else self._drain()
+            try:
+                self._advance(is_told) if self.fault is None else self._drain()
+            except Exception:
+                raise
+            except BaseException as error:  # KeyboardInterrupt: commands or results may be lost
+                self.fail(error)
+                raise
 
     def _drain(self) -> None:
         """With disabled tiers: collect ended jobs, so that no caller waits for them.

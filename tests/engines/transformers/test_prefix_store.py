@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, LlamaConfig
 
+import longshore
 from longshore.config import Config
 from longshore.engines.transformers import PrefixStore
-from longshore.errors import CacheError, EngineError, TierError
+from longshore.errors import CacheError, EngineError, TierClosedError, TierError
+
+OURS = str(Path(longshore.__file__).parent)
 
 
 def make_model(seed: int = 0, **settings: Any) -> Any:
@@ -98,6 +104,83 @@ def test_threads_take_turns_with_the_window(model: Any) -> None:
 
         with ThreadPoolExecutor(len(prompts)) as threads:
             assert all(all(exact) for exact in threads.map(restore, range(len(prompts))))
+
+
+def interrupted_at(line: int, call: Callable[[], Any]) -> int:
+    """Call `call` with a KeyboardInterrupt at this line of ours that it runs, if it runs so many; how many it ran."""
+    ran = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal ran
+        if not frame.f_code.co_filename.startswith(OURS):
+            return None
+        ran += event == "line"
+        if event == "line" and ran == line:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return ran
+
+
+@pytest.mark.parametrize("verb", ["store", "restore"])
+def test_an_interrupted_call_costs_hits_at_most(model: Any, tmp_path: Path, verb: str) -> None:
+    """Ctrl-C at any line: the next calls give back what was stored, bit for bit."""
+    prompts = [[token] * 48 for token in range(3)]
+    caches = [prefill(model, prompt) for prompt in prompts]
+    config = Config.make(
+        host_size="64KiB", file_path=tmp_path / "kv", file_size="2MiB", write_timeout=2, fixed_weights=True
+    )
+    with PrefixStore(model, config, block_size=8, window=2) as store:
+
+        def call(new: int) -> None:
+            """A restore from the file tier, or a store of blocks that no tier has."""
+            if verb == "restore":
+                store.restore_prefix(prompts[0])
+            else:
+                store.store_prefix([new] * 48, caches[0])
+
+        fired, lines = 0, 0
+        for new in range(100, 124):
+            for which in range(3):
+                store.store_prefix(prompts[which], caches[which])
+                cache, found = store.restore_prefix(prompts[which])
+                assert found > 0, f"after {fired} interrupts"
+                assert bits(cache, found) == bits(caches[which], found), f"after {fired} interrupts"
+            with store._stack.runtime.observe() as control:
+                control.check_integrity()
+            if not lines:
+                lines = interrupted_at(0, lambda: call(99))
+                continue
+            try:
+                interrupted_at((new - 100) * lines // 32, lambda: call(new))  # noqa: B023 - called at once
+            except KeyboardInterrupt:
+                fired += 1
+        assert fired > 12
+
+
+def test_a_forked_process_is_told_that_the_tiers_are_its_parents(model: Any) -> None:
+    prompt = [7] * 48
+    cache = prefill(model, prompt)
+    with PrefixStore(model, Config.make(host_size="1MiB", fixed_weights=True), block_size=8) as store:
+        assert store.store_prefix(prompt, cache) == 48
+        child = os.fork()
+        if not child:
+            told = 0
+            for call in (lambda: store.restore_prefix(prompt), lambda: store.store_prefix(prompt, cache)):
+                try:
+                    call()
+                except TierClosedError:
+                    told += 1
+            os._exit(told if store.close() is False else 0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        found, tokens = store.restore_prefix(prompt)
+        assert bits(found, tokens) == bits(cache, 48)
 
 
 @pytest.mark.parametrize("make", [list, tuple, torch.tensor], ids=["list", "tuple", "tensor"])

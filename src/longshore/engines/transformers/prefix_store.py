@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,7 +23,7 @@ from longshore.config import Config
 from longshore.engines.tensors import RowBlocks
 from longshore.engines.transformers.attach import kept_tiers, refuse
 from longshore.engines.transformers.scope import ModelScope
-from longshore.errors import CacheError, EngineError
+from longshore.errors import CacheError, EngineError, TierClosedError
 from longshore.keys import chain
 from longshore.layout import from_rows
 from longshore.runtime.selftest import self_test
@@ -77,6 +78,8 @@ class PrefixStore:
         self._lock = threading.RLock()
         """Of the window, through which the prefix of one call passes at a time."""
         self._is_asleep = False
+        self._interrupted = False
+        """Whether a call was left amid its copies, as by KeyboardInterrupt: the window may still be written."""
         self._open()
 
     def _open(self) -> None:
@@ -115,25 +118,44 @@ class PrefixStore:
             self._stack.close()
             raise
 
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """One call at a time, with tiers that are valid for the model as it is; whether there are any: not asleep."""
+        with self._lock:
+            try:
+                if not self._is_asleep:
+                    self._look()
+                yield not self._is_asleep
+            except Exception:
+                raise
+            except BaseException:
+                self._interrupted = True
+                raise
+
     def _look(self) -> None:
-        """Reopen the tiers if the model has changed since they were opened: what they have is not valid for it."""
-        if self._scopes.of(self._layout).root != self._stack.scope.root:
+        """Reopen the tiers if the model has changed since they were opened: what they have is not valid for it.
+
+        Nor is the state of what was interrupted.
+        """
+        changed = self._scopes.of(self._layout).root != self._stack.scope.root
+        if changed:
             _log.warning(
                 "the model's weights, code or settings have changed: prefixes stored before are not restored; store "
                 "them again, or set fixed_weights if the model does not change"
             )
+        if changed or self._interrupted:
             self._stack.close()
             self._open()
+            self._interrupted = False
 
     def store_prefix(self, tokens: Sequence[int], cache: DynamicCache) -> int:
         """Keep the KV of the whole chunks of `tokens`, which `cache` holds; returns how many tokens are kept.
 
         Raises `CacheError` if `cache` has another batch size, or fewer tokens than `tokens`.
         """
-        with self._lock:
-            if self._is_asleep:
+        with self._turn() as is_awake:
+            if not is_awake:
                 return 0
-            self._look()
             return self._store(tokens, self._keys(tokens), cache)
 
     def _store(self, tokens: Sequence[int], keys: Sequence[bytes], cache: DynamicCache) -> int:
@@ -167,10 +189,9 @@ class PrefixStore:
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
         """
         cache, done, turn = DynamicCache(), 0, None
-        with self._lock:
-            if self._is_asleep:
+        with self._turn() as is_awake:
+            if not is_awake:
                 return cache, 0
-            self._look()
             keys = self._keys(tokens)
             while done < len(keys):
                 arrived, turn = self._restore_path(cache, GroupKeys(keys, done), turn)
@@ -251,7 +272,7 @@ class PrefixStore:
                 if done < len(part.names):
                     break
         finally:
-            with runtime.control() as control:
+            with suppress(TierClosedError), runtime.control() as control:
                 control.release(found.lease)
         return done - path.first, found.turn
 
@@ -266,7 +287,7 @@ class PrefixStore:
             arrived = self._stack.load_path(found._replace(lease=lease), part, blocks, self._note_use)
         finally:
             if lease is not None:
-                with self._stack.runtime.control() as control:
+                with suppress(TierClosedError), self._stack.runtime.control() as control:
                     control.release(lease)
         self._wait_idle()
         return len(arrived)
