@@ -226,8 +226,8 @@ class Runtime:
         rest = path.names[begin:]
         if not rest:
             return (), ()
-        probes = cache.ask(rest, now)
-        names = takewhile(bool, cache.abroad(rest))
+        known = cache.lookup({0: GroupKeys(rest)}, now, until=Until.NOTHING, each=True, asks=True)
+        probes, names = known.probes, takewhile(bool, known.abroad.get(0, ()))
         runs = [Run(name, len(list(same))) for name, same in groupby(names)]
         count = sum(run.chunks for run in runs)
         if count and self.gate is not None:
