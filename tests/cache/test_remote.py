@@ -20,6 +20,7 @@ from longshore.cache import (
     MissReason,
     TieredCache,
     TierSpec,
+    Until,
     WritePolicy,
     WriteRule,
 )
@@ -115,9 +116,25 @@ def test_what_is_not_known_is_asked_for_and_not_waited_for() -> None:
     assert desk.probes[1].keys == (key("abcd"),)
     desk.answer("ab")
     assert desk.cache.progress(probe.probe).is_over
-    assert desk.lookup("abc")[:-2] == Found(foreign=2)[:-2]
+    assert desk.lookup("abc")[:-3] == Found(foreign=2)[:-3]
     assert desk.misses() == {MissReason.ABSENT: 3 + 4 + 1, MissReason.FOREIGN: 2}
     assert desk.answers() == {Answer.PRESENT: 2, Answer.ABSENT: 1}
+
+
+def test_single_chunks_are_asked_for_without_a_request() -> None:
+    desk = Desk()
+    paths = {0: GroupKeys(chunks("abc"))}
+    quiet = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, each=True)
+    assert (quiet.probes, quiet.remote) == ((), {0: ["", "", ""]})
+    found = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, each=True, asks=[STORE])
+    assert (found.turn, found.lease, len(found.probes)) == (None, None, 1)
+    desk.look()
+    desk.answer("ab")
+    found = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, each=True, asks=[STORE])
+    assert (found.probes, found.remote) == ((), {0: [STORE, STORE, ""]})
+    for wrong in ({"each": True}, {"until": Until.NOTHING}, {"each": True, "until": Until.STEP}):
+        with pytest.raises(CacheError, match="asks"):
+            desk.cache.lookup(paths, 0.0, asks=[STORE], **wrong)
 
 
 def test_only_what_our_tiers_have_not_is_asked_for() -> None:
@@ -301,7 +318,7 @@ def test_what_was_stored_is_known_to_be_there() -> None:
     desk.store("ab")
     desk.end()
     assert desk.cache.discard(chunks("ab"), HOST) == 2
-    assert desk.lookup("ab")[:-2] == Found(foreign=2)[:-2]
+    assert desk.lookup("ab")[:-3] == Found(foreign=2)[:-3]
 
 
 def test_what_was_fetched_is_not_stored_again() -> None:
@@ -447,7 +464,7 @@ def test_keys_that_are_no_path_are_neither_asked_for_nor_fetched(call: str) -> N
 
 def test_what_is_behind_chunks_that_only_the_engine_has_is_neither_asked_for_nor_fetched() -> None:
     desk = known("abc", "abc")
-    assert lookup(desk.cache, chunks("abc"), 0.0, first=1)[:-2] == Found()[:-2]
+    assert lookup(desk.cache, chunks("abc"), 0.0, first=1)[:-3] == Found()[:-3]
     assert desk.cache.prefetch({0: GroupKeys(chunks("abc"), 1)}, 0.0) == ()
     assert desk.cache.prefetch({0: GroupKeys(chunks("abc"))}, 0.0) != ()
 

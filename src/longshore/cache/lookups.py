@@ -13,7 +13,7 @@ A prefix is of use for all groups or for none: if one chunk is not available, no
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -208,6 +208,8 @@ class Lookups:
         request: str | None,
         turn: int | None,
         said: Return | None,
+        *,
+        asks: Collection[str] = (),
     ) -> Found:
         """`TieredCache.lookup` with `each`."""
         if any(path.first or path.device is not None for path in paths.values()):
@@ -221,7 +223,10 @@ class Lookups:
                 parts.append((group, here, there))
         self._advance(now)
         if until is Until.NOTHING:
-            return Found(turn=turn, residency=found)
+            probes = self._exchange.ask([key for here in found.values() for key in here.keys], asks) if asks else ()
+            theirs = found if self._exchange.tiers else {}
+            remote = {group: self._exchange.sources(here.keys) for group, here in theirs.items()}
+            return Found(probes=probes, turn=turn, residency=found, remote=remote)
         if turn is None:
             asked = [key for here in found.values() for key in here.keys]
             head = next((here.at for here in found.values()), np.zeros(0, np.int32))

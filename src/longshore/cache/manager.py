@@ -87,7 +87,6 @@ class TieredCache:
         self._loader = Loader(self._transfers)
         self._offloader = Offloader(self._transfers, rules[: len(names)], is_only=len(names) == 1 and not theirs)
         self._exchange = Exchange(self._transfers, theirs, rules[len(names) :])
-        self.abroad = self._exchange.sources
         self._leases = Leases(self._store)
         self._prefetcher = Prefetcher(self._transfers, self._offloader, self._leases)
         self._lookups = Lookups(self._transfers, self._leases, self._exchange, self._advance)
@@ -117,6 +116,7 @@ class TieredCache:
         *,
         until: Until = Until.RELEASE,
         each: bool = False,
+        asks: Collection[str] = (),
         request: str | None = None,
         turn: int | None = None,
         returns: Return | None = None,
@@ -135,8 +135,10 @@ class TieredCache:
         Args:
             paths: Keys by group.
             now: Seconds.
-            until: How long found chunks are kept. `NOTHING` begins no request, and asks no remote tier.
+            until: How long found chunks are kept. `NOTHING` begins no request, and asks no remote tier beyond `asks`.
             each: Look up each chunk by itself.
+            asks: Remote tiers to ask for chunks that they are not known to have or lack. Only for a lookup of each chunk
+                that keeps nothing.
             request: Name of the request, for events and `release`.
             turn: The turn that an earlier lookup of this request returned, so that its uses of a chunk count once.
             returns: Hint about when its chunks are used again, with the first lookup of a request.
@@ -149,8 +151,10 @@ class TieredCache:
         check_return(returns)
         if not isinstance(until, Until):
             raise CacheError(f"until: expected one of {list(Until)}, got {until!r}")
+        if asks and (not each or until is not Until.NOTHING):
+            raise CacheError("`asks` needs `each`, and `until` nothing: other lookups ask by themselves")
         if each:
-            return self._lookups.chunks(paths, now, until, request, turn, returns)
+            return self._lookups.chunks(paths, now, until, request, turn, returns, asks=asks)
         if len(paths) == 1 and next(iter(paths.values())).device is None:
             ((group, path),) = paths.items()
             return self._lookups.path(group, path, now, until, request, turn, returns, count=count)
@@ -301,12 +305,6 @@ class TieredCache:
             for group, (sources, tokens) in copies.items()
         ]
         return LoadOrder(0, tuple(parts))
-
-    def ask(self, keys: Sequence[Key], now: float, tiers: Collection[str]) -> tuple[int, ...]:
-        """Have foreign `tiers` asked for what is not known of `keys`; the probes about these, for `progress`."""
-        check_time(now)
-        self._advance(now)
-        return self._exchange.ask(keys, tiers)
 
     def progress(self, of: Lease | int) -> Progress:
         """The progress of a lease, job or probe. A job that is over does not use its device blocks any more."""

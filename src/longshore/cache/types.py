@@ -102,6 +102,8 @@ class Found(NamedTuple):
         probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `foreign`.
         turn: The turn of the request, for its other calls; `None` for `Until.NOTHING`.
         residency: For a lookup with `each`: where each chunk is, by group.
+        remote: For a lookup with `each` that keeps nothing, if there are remote tiers: the name of the first that is
+            known to have each chunk, by group; empty for none.
     """
 
     lease: Lease | None = None
@@ -113,6 +115,7 @@ class Found(NamedTuple):
     probes: tuple[int, ...] = ()
     turn: int | None = None
     residency: Mapping[int, Residency] = {}
+    remote: Mapping[int, Sequence[str]] = {}
 
 
 class DeviceCopy(NamedTuple):

@@ -53,8 +53,9 @@ def fetch(
     rest = path.names[begin:]
     if not rest:
         return (), ()
-    probes = cache.ask(rest, now, worth_asking(runtime, context, len(rest), ahead=ahead)) if asks else ()
-    names = takewhile(bool, cache.abroad(rest))
+    asked = worth_asking(runtime, context, len(rest), ahead=ahead) if asks else ()
+    known = cache.lookup({0: GroupKeys(rest)}, now, until=Until.NOTHING, each=True, asks=asked)
+    probes, names = known.probes, takewhile(bool, known.remote.get(0, ()))
     runs = [Run(name, len(list(same))) for name, same in groupby(names)]
     count = sum(run.chunks for run in runs)
     if count and runtime.gate is not None:

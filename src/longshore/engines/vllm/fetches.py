@@ -15,7 +15,7 @@ from itertools import groupby, takewhile
 from vllm.v1.kv_offload.base import OffloadKey
 
 from longshore.boundary import FILE, HOST, REMOTE
-from longshore.cache import Gate, GroupKeys, Presence, Run, TieredCache
+from longshore.cache import Gate, GroupKeys, Presence, Run, TieredCache, Until
 from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, RequestState, residency
 from longshore.runtime.loop import Runtime
 from longshore.runtime.stores import worth_asking
@@ -81,12 +81,15 @@ class StoreFetches:
         absent = [key for key, presence in zip(ends, found, strict=True) if presence is Presence.ABSENT]
         now = self._runtime.clock()
         with self._runtime.control() as cache:
+            asked = {0: GroupKeys(request.ours(absent))}
+            asks = self._worth_asking(ends, absent, first) if request.probes is None else ()
+            known = cache.lookup(asked, now, until=Until.NOTHING, each=True, asks=asks)
             if request.probes is None:
-                request.probes = cache.ask(request.ours(absent), now, self._worth_asking(ends, absent, first))
+                request.probes = known.probes
             if not all(cache.progress(probe).is_over for probe in request.probes):
                 return _on_their_way(found, ends, set(absent))
             request.fetches_end = True
-            names = dict(zip(absent, cache.abroad(request.ours(absent)), strict=True))
+            names = dict(zip(absent, known.remote.get(0, [""] * len(absent)), strict=True))
             if not any(names.values()):
                 return found
             tiers = [names.get(key) or tier for key, tier in zip(ends, tiers_of(found), strict=True)]
