@@ -137,8 +137,8 @@ class TieredCache:
             now: Seconds.
             until: How long found chunks are kept. `NOTHING` begins no request, and asks no remote tier beyond `asks`.
             each: Look up each chunk by itself.
-            asks: Remote tiers to ask for chunks that they are not known to have or lack. Only for a lookup of each chunk
-                that keeps nothing.
+            asks: Remote tiers to ask for chunks that they are not known to have or lack. Only with `each`, and until
+                nothing.
             request: Name of the request, for events and `release`.
             turn: The turn that an earlier lookup of this request returned, so that its uses of a chunk count once.
             returns: Hint about when its chunks are used again, with the first lookup of a request.
