@@ -3,7 +3,7 @@
     check_store(url, ...)    can it be reached and used, does it evict, is it fast enough, who else has written there
     check_machine(config)    memory, limits, shared memory, the file tier's disk
 
-A `Finding` says what was found, and what to do about it. Only invalid settings raise.
+A `Diagnosis` says what was found, and what to do about it. Only invalid settings raise.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _RAM_DISKS = frozenset({"tmpfs", "ramfs"})
 _PATIENCE = 60.0
 
 
-class Level(enum.Enum):
+class Severity(enum.Enum):
     """How bad a finding is: `BROKEN` means that something does not work, or will stop to."""
 
     OK = "ok"
@@ -67,11 +67,11 @@ class Level(enum.Enum):
     BROKEN = "broken"
 
 
-class Finding(NamedTuple):
+class Diagnosis(NamedTuple):
     """What was found about something, and what to do."""
 
     about: str
-    level: Level
+    level: Severity
     what: str
     advice: str = ""
 
@@ -88,7 +88,9 @@ class Recompute:
 # ---------------------------------------------------------------------- stores
 
 
-def check_store(url: str, recompute: Recompute, *, image_bytes: int, images: int, write: bool = True) -> list[Finding]:
+def check_store(
+    url: str, recompute: Recompute, *, image_bytes: int, images: int, write: bool = True
+) -> list[Diagnosis]:
     """Findings about the store at `url`. Raises `ConfigError` for an invalid URL.
 
     With `write`, `images` images are written under a namespace of their own, read, and removed; a server drops them
@@ -97,14 +99,14 @@ def check_store(url: str, recompute: Recompute, *, image_bytes: int, images: int
     settings = parse_url(url)
     about = str(settings)
     found = _directory(settings, about) if settings.is_directory else _server(settings, about)
-    if all(each.level is not Level.BROKEN for each in found) and write:
+    if all(each.level is not Severity.BROKEN for each in found) and write:
         found += _Trial(settings, about, image_bytes, images).findings(recompute)
     return found
 
 
-def _server(settings: RemoteSettings, about: str) -> list[Finding]:
+def _server(settings: RemoteSettings, about: str) -> list[Diagnosis]:
     found = []
-    checks: tuple[Callable[[RespSession, float], list[tuple[Level, str, str]]], ...]
+    checks: tuple[Callable[[RespSession, float], list[tuple[Severity, str, str]]], ...]
     checks = (_answers, lambda session, until: _memory(session, until, settings), _samples, _versions)
     for check in checks:
         try:
@@ -113,10 +115,10 @@ def _server(settings: RemoteSettings, about: str) -> list[Finding]:
         except (StoreError, TierError) as error:
             if check is not _answers:
                 advice = "allow the user the commands INFO, CONFIG GET, SCAN and GETRANGE, or look yourself"
-                found.append(Finding(about, Level.WARNING, f"not everything could be checked: {error}", advice))
+                found.append(Diagnosis(about, Severity.WARNING, f"not everything could be checked: {error}", advice))
                 continue
-            return [Finding(about, Level.BROKEN, str(error), _advice(error, settings))]
-        found += [Finding(about, *each) for each in said]
+            return [Diagnosis(about, Severity.BROKEN, str(error), _advice(error, settings))]
+        found += [Diagnosis(about, *each) for each in said]
     return found
 
 
@@ -129,9 +131,9 @@ def _session(settings: RemoteSettings) -> Iterator[RespSession]:
         session.close()
 
 
-def _answers(session: RespSession, until: float) -> list[tuple[Level, str, str]]:
+def _answers(session: RespSession, until: float) -> list[tuple[Severity, str, str]]:
     session.check(until)
-    return [(Level.OK, "it answers", "")]
+    return [(Severity.OK, "it answers", "")]
 
 
 def _advice(error: Exception, settings: RemoteSettings) -> str:
@@ -157,40 +159,40 @@ def _advice(error: Exception, settings: RemoteSettings) -> str:
     return "read the server's log"
 
 
-def _memory(session: RespSession, until: float, settings: RemoteSettings) -> list[tuple[Level, str, str]]:
+def _memory(session: RespSession, until: float, settings: RemoteSettings) -> list[tuple[Severity, str, str]]:
     """Whether the server evicts what we write."""
     info = _fields(session.call(b"INFO", b"memory", deadline=until))
     others = _fields(session.call(b"INFO", b"server", deadline=until))
     others |= _fields(session.call(b"INFO", b"cluster", deadline=until))
     kind = "Valkey" if "valkey_version" in others else "Redis"
-    said = [(Level.OK, f"{kind} {others.get('valkey_version', others.get('redis_version', '?'))}", "")]
+    said = [(Severity.OK, f"{kind} {others.get('valkey_version', others.get('redis_version', '?'))}", "")]
     if others.get("cluster_enabled") == "1":
-        said.append((Level.BROKEN, "it is a node of a cluster", "use a single server: clusters are not supported"))
+        said.append((Severity.BROKEN, "it is a node of a cluster", "use a single server: clusters are not supported"))
     limit, policy = int(info.get("maxmemory", 0)), info.get("maxmemory_policy", "?")
     has = f"maxmemory {format_bytes(limit)} (used {format_bytes(int(info.get('used_memory', 0)))}), policy {policy}"
     set_both = "CONFIG SET maxmemory 64gb; CONFIG SET maxmemory-policy allkeys-lru; CONFIG REWRITE keeps both"
     if not limit:
-        said.append((Level.BROKEN, "maxmemory is 0: it grows until the system kills it", set_both))
+        said.append((Severity.BROKEN, "maxmemory is 0: it grows until the system kills it", set_both))
     elif policy == "noeviction":
-        said.append((Level.BROKEN, f"{has}: writes fail once it is full", set_both))
+        said.append((Severity.BROKEN, f"{has}: writes fail once it is full", set_both))
     elif policy.startswith("volatile-") and not settings.ttl:
         advice = "CONFIG SET maxmemory-policy allkeys-lru, or add ?ttl=24h to the URL"
-        said.append((Level.BROKEN, f"{has}: values without an expiry are never evicted, and ours have none", advice))
+        said.append((Severity.BROKEN, f"{has}: values without an expiry are never evicted, and ours have none", advice))
     elif policy == "allkeys-random":
-        said.append((Level.WARNING, f"{has}: also evicts what is in use", "CONFIG SET maxmemory-policy allkeys-lru"))
+        said.append((Severity.WARNING, f"{has}: also evicts what is in use", "CONFIG SET maxmemory-policy allkeys-lru"))
     else:
-        said.append((Level.OK, has, ""))
+        said.append((Severity.OK, has, ""))
     return said
 
 
-def _samples(session: RespSession, until: float) -> list[tuple[Level, str, str]]:
+def _samples(session: RespSession, until: float) -> list[tuple[Severity, str, str]]:
     """Whether the server looks at enough values before it evicts one."""
     reply: Any = session.call(b"CONFIG", b"GET", b"maxmemory-samples", deadline=until)
     samples = int(reply[1]) if reply else _SAMPLES
     if samples >= _SAMPLES:
         return []
     what = f"maxmemory-samples is {samples}: with 5, ten replicas had 6 % fewer hits than with one exact cache"
-    return [(Level.WARNING, what, f"CONFIG SET maxmemory-samples {2 * _SAMPLES}; it costs some CPU time")]
+    return [(Severity.WARNING, what, f"CONFIG SET maxmemory-samples {2 * _SAMPLES}; it costs some CPU time")]
 
 
 def _fields(reply: object) -> dict[str, str]:
@@ -199,7 +201,7 @@ def _fields(reply: object) -> dict[str, str]:
     return {name: value for name, _, value in (line.partition(":") for line in text.splitlines()) if value}
 
 
-def _versions(session: RespSession, until: float) -> list[tuple[Level, str, str]]:
+def _versions(session: RespSession, until: float) -> list[tuple[Severity, str, str]]:
     """In which versions of the format the values are that a scan comes across."""
     keys: list[bytes] = []
     others: Counter[str] = Counter()
@@ -221,7 +223,7 @@ def _versions(session: RespSession, until: float) -> list[tuple[Level, str, str]
     return _of_versions(headers, others)
 
 
-def _of_versions(headers: list[bytes], others: Counter[str]) -> list[tuple[Level, str, str]]:
+def _of_versions(headers: list[bytes], others: Counter[str]) -> list[tuple[Severity, str, str]]:
     versions = Counter(version_of(header) for header in headers)
     strange = {f"version {each}": count for each, count in versions.items() if each not in {VERSION, None}}
     strange |= {f"addresses {each}/": count for each, count in others.items()}
@@ -229,32 +231,34 @@ def _of_versions(headers: list[bytes], others: Counter[str]) -> list[tuple[Level
     if strange:
         named = ", ".join(f"{count} with {name}" for name, count in strange.items())
         advice = "run one release of Longshore on all replicas; what nobody reads is evicted, or remove it"
-        said.append((Level.WARNING, f"values of another format: {named}; this release reads version {VERSION}", advice))
+        said.append(
+            (Severity.WARNING, f"values of another format: {named}; this release reads version {VERSION}", advice)
+        )
     if versions[None]:
         advice = "find out who else writes there: they are misses, and are replaced when they are stored again"
-        said.append((Level.WARNING, f"{versions[None]} of {len(headers)} sampled values are not ours", advice))
+        said.append((Severity.WARNING, f"{versions[None]} of {len(headers)} sampled values are not ours", advice))
     if not said:
         what = f"{len(headers)} sampled values have format version {VERSION}" if headers else "it has no values of ours"
-        said.append((Level.OK, what, ""))
+        said.append((Severity.OK, what, ""))
     return said
 
 
-def _directory(settings: RemoteSettings, about: str) -> list[Finding]:
+def _directory(settings: RemoteSettings, about: str) -> list[Diagnosis]:
     root = Path(settings.path)
     if not root.is_dir():
         advice = "mount the file system; the directory itself must exist, and is never created"
-        return [Finding(about, Level.BROKEN, f"{root} is not a directory", advice)]
+        return [Diagnosis(about, Severity.BROKEN, f"{root} is not a directory", advice)]
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         advice = "give the engine's user access, for example with a common group and chmod g+rwxs"
-        return [Finding(about, Level.BROKEN, f"{root} is not readable and writable for this user", advice)]
+        return [Diagnosis(about, Severity.BROKEN, f"{root} is not readable and writable for this user", advice)]
     free, kind = shutil.disk_usage(root).free, _kind_of(root)
-    found = [Finding(about, Level.OK, f"{kind}, {format_bytes(free)} free")]
+    found = [Diagnosis(about, Severity.OK, f"{kind}, {format_bytes(free)} free")]
     if kind not in _NETWORKED and not kind.startswith("fuse"):
         advice = "replicas on other machines do not see it: mount a shared file system there"
-        found.append(Finding(about, Level.WARNING, f"{kind} is a local file system", advice))
+        found.append(Diagnosis(about, Severity.WARNING, f"{kind} is a local file system", advice))
     if not settings.ttl:
         advice = "add ?ttl=24h to the URL, and remove old files: find DIR/ls1 -type f -mtime +N -delete"
-        found.append(Finding(about, Level.WARNING, "nothing evicts from a directory", advice))
+        found.append(Diagnosis(about, Severity.WARNING, "nothing evicts from a directory", advice))
     headers, others = [], Counter[str]()
     for each in root.glob("ls*"):
         if each.name != "ls1":
@@ -262,7 +266,7 @@ def _directory(settings: RemoteSettings, about: str) -> list[Finding]:
     for path in itertools.islice((root / "ls1").glob("*/*/[!.]*"), _SAMPLED):
         with contextlib.suppress(OSError), path.open("rb") as file:
             headers.append(file.read(HEADER_BYTES))
-    return [*found, *(Finding(about, *each) for each in _of_versions(headers, others))]
+    return [*found, *(Diagnosis(about, *each) for each in _of_versions(headers, others))]
 
 
 class _Trial:
@@ -274,7 +278,7 @@ class _Trial:
         self._keys = [os.urandom(KEY_BYTES) for _ in range(max(PROBED, images))]
         self._done = threading.Event()
 
-    def findings(self, recompute: Recompute) -> list[Finding]:
+    def findings(self, recompute: Recompute) -> list[Diagnosis]:
         """Write, probe and read; what came of it."""
         arena, namespace = Arena(2 * self._images * self._size), os.urandom(32)
         half = arena.array.nbytes // 2
@@ -289,7 +293,7 @@ class _Trial:
             if self._settings.is_directory:
                 shutil.rmtree(Path(self._settings.path, "ls1", namespace.hex()), ignore_errors=True)
 
-    def _tried(self, tier: RemoteTier, recompute: Recompute) -> Iterator[Finding]:
+    def _tried(self, tier: RemoteTier, recompute: Recompute) -> Iterator[Diagnosis]:
         writes, write_seconds = self._move(tier, Op.WRITE)
         if writes.keys() != {Status.OK}:
             yield self._failed("writing", writes, self._settings.write_timeout, "write_timeout")
@@ -331,7 +335,7 @@ class _Trial:
                 raise TierError(f"{self._about}: a request has not ended")
         return found
 
-    def _failed(self, doing: str, statuses: Counter[Status], limit: float, option: str) -> Finding:
+    def _failed(self, doing: str, statuses: Counter[Status], limit: float, option: str) -> Diagnosis:
         named = ", ".join(f"{count} {status.value}" for status, count in statuses.items() if status is not Status.OK)
         what = f"{doing} {self._images} images of {format_bytes(self._size)}: {named}"
         advice = "read the server's log; ACL LIST shows whether the user may GET, SET and STRLEN ls1/*"
@@ -341,24 +345,24 @@ class _Trial:
             advice = "daily_writes is too low for this check: raise it, or pass fewer --images"
         elif Status.DEADLINE in statuses:
             advice = f"they took longer than {option} ({limit:g} s): the way is too slow, or raise ?{option}="
-        return Finding(self._about, Level.BROKEN, what, advice)
+        return Diagnosis(self._about, Severity.BROKEN, what, advice)
 
-    def _latency(self, seconds: list[float], recompute: Recompute) -> Finding:
+    def _latency(self, seconds: list[float], recompute: Recompute) -> Diagnosis:
         limit = self._settings.probe_timeout
         late = _PROBES - len(seconds)
         if late:
             what = f"{late} of {_PROBES} probes of {PROBED} keys had no answer within {limit * 1e3:g} ms"
             advice = "requests find nothing there: use a nearer or less busy server, or raise ?probe_timeout="
-            return Finding(self._about, Level.BROKEN, what, advice)
+            return Diagnosis(self._about, Severity.BROKEN, what, advice)
         median = statistics.median(seconds)
         tokens = median * recompute.tokens_per_second
         what = f"a probe of {PROBED} keys takes {median * 1e3:.1f} ms, as long as computing {tokens:,.0f} tokens"
         if max(seconds) > limit / 2:
             advice = f"some take {max(seconds) * 1e3:.0f} ms, near ?probe_timeout= ({limit * 1e3:g} ms): raise it"
-            return Finding(self._about, Level.WARNING, what, advice)
-        return Finding(self._about, Level.OK, what)
+            return Diagnosis(self._about, Severity.WARNING, what, advice)
+        return Diagnosis(self._about, Severity.OK, what)
 
-    def _throughput(self, read: float, write: float, recompute: Recompute) -> Finding:
+    def _throughput(self, read: float, write: float, recompute: Recompute) -> Diagnosis:
         nbytes = self._images * self._size
         tokens = nbytes / read / recompute.bytes_per_token
         what = (
@@ -366,70 +370,70 @@ class _Trial:
             f"tokens per second, {recompute.model} computes {recompute.tokens_per_second:,.0f}"
         )
         if tokens > recompute.tokens_per_second:
-            return Finding(self._about, Level.OK, what)
+            return Diagnosis(self._about, Severity.OK, what)
         advice = (
             "computing is faster: the gate will seldom fetch. Use a faster link or a nearer store; a smaller cache "
             "(FP8) helps as well. --model, --profile and --prefill-rate say what computing costs"
         )
-        return Finding(self._about, Level.WARNING, what, advice)
+        return Diagnosis(self._about, Severity.WARNING, what, advice)
 
 
 # ---------------------------------------------------------------------- this machine
 
 
-def check_machine(config: Config) -> list[Finding]:
+def check_machine(config: Config) -> list[Diagnosis]:
     """Findings about this machine, for the tiers of `config`."""
     found = []
     try:
         config.check_machine()
         has = f"{format_bytes(available_memory())} of memory are free, host_size is {format_bytes(config.host_size)}"
-        found.append(Finding("memory", Level.OK, has))
+        found.append(Diagnosis("memory", Severity.OK, has))
     except ConfigError as error:
-        found.append(Finding("settings", Level.BROKEN, str(error), "choose what this machine has, or free it"))
+        found.append(Diagnosis("settings", Severity.BROKEN, str(error), "choose what this machine has, or free it"))
     found += _limits(config)
     shared = shutil.disk_usage(_SHARED_MEMORY) if Path(_SHARED_MEMORY).is_dir() else None
     if shared is None or shared.total < _LEAST_SHARED_MEMORY:
         has = "it is not there" if shared is None else f"it has {format_bytes(shared.total)}"
         advice = "engines with several ranks pass tensors there: docker run --shm-size=16g or --ipc=host"
-        found.append(Finding(_SHARED_MEMORY, Level.WARNING, has, advice))
+        found.append(Diagnosis(_SHARED_MEMORY, Severity.WARNING, has, advice))
     else:
-        found.append(Finding(_SHARED_MEMORY, Level.OK, f"{format_bytes(shared.free)} free"))
+        found.append(Diagnosis(_SHARED_MEMORY, Severity.OK, f"{format_bytes(shared.free)} free"))
     if config.file_path is not None and config.file_path.is_dir():
         found += _disk(config.file_path)
     return found
 
 
-def _limits(config: Config) -> Iterator[Finding]:
+def _limits(config: Config) -> Iterator[Diagnosis]:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked == resource.RLIM_INFINITY or locked >= config.host_size:
-        yield Finding("locked memory", Level.OK, "unlimited" if locked < 0 else f"up to {format_bytes(locked)}")
+        yield Diagnosis("locked memory", Severity.OK, "unlimited" if locked < 0 else f"up to {format_bytes(locked)}")
     else:
         what = f"limited to {format_bytes(locked)}, host_size is {format_bytes(config.host_size)}"
         advice = (
             "a GPU's driver does not count here; RDMA does: ulimit -l unlimited, docker run --ulimit memlock=-1, or "
             "LimitMEMLOCK=infinity for systemd"
         )
-        yield Finding("locked memory", Level.WARNING, what, advice)
+        yield Diagnosis("locked memory", Severity.WARNING, what, advice)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < _LEAST_OPEN_FILES:
         advice = "an engine needs one for each connection: ulimit -n 65536, or LimitNOFILE=65536 for systemd"
-        yield Finding("open files", Level.WARNING, f"limited to {files:,}", advice)
+        yield Diagnosis("open files", Severity.WARNING, f"limited to {files:,}", advice)
     else:
-        yield Finding("open files", Level.OK, "unlimited" if files < 0 else f"up to {files:,}")
+        yield Diagnosis("open files", Severity.OK, "unlimited" if files < 0 else f"up to {files:,}")
 
 
-def _disk(path: Path) -> Iterator[Finding]:
+def _disk(path: Path) -> Iterator[Diagnosis]:
     about = f"file tier in {path}"
     kind = _kind_of(path)
     has = f"{kind}, {format_bytes(shutil.disk_usage(path).free)} free"
     if kind in _RAM_DISKS:
         advice = "it takes the memory that host_size could have: raise host_size instead, or name a disk"
-        yield Finding(about, Level.WARNING, f"{has}: a RAM disk", advice)
+        yield Diagnosis(about, Severity.WARNING, f"{has}: a RAM disk", advice)
     elif kind in _NETWORKED or kind.startswith("fuse"):
         advice = "use a local NVMe drive here, and the shared file system as a store: file:///PATH (docs/remote.md)"
-        yield Finding(about, Level.WARNING, f"{has}: not a local disk", advice)
+        yield Diagnosis(about, Severity.WARNING, f"{has}: not a local disk", advice)
     else:
-        yield Finding(about, Level.OK, has)
+        yield Diagnosis(about, Severity.OK, has)
     io = SystemIo()
     try:
         with tempfile.TemporaryFile(dir=path) as file:
@@ -437,20 +441,20 @@ def _disk(path: Path) -> Iterator[Finding]:
             file.flush()
             if not io.enable_direct(file.fileno()):
                 advice = "reads and writes go through the page cache, which costs memory and CPU time: use ext4 or XFS"
-                yield Finding(about, Level.WARNING, f"no direct I/O (O_DIRECT) on {kind}", advice)
+                yield Diagnosis(about, Severity.WARNING, f"no direct I/O (O_DIRECT) on {kind}", advice)
                 return
-            yield Finding(about, Level.OK, "direct I/O works")
+            yield Diagnosis(about, Severity.OK, "direct I/O works")
             queue = io.open_queue(file.fileno(), 1, 1)
             if queue is None:
                 raise OSError("the system has none")
             queue.close()
-            yield Finding(about, Level.OK, "asynchronous I/O works")
+            yield Diagnosis(about, Severity.OK, "asynchronous I/O works")
     except OSError as error:
         advice = (
             "threads are used instead, with more CPU time. Containers: allow io_setup and io_submit (seccomp); hosts: "
             "raise the sysctl fs.aio-max-nr; file systems: ext4 or XFS"
         )
-        yield Finding(about, Level.WARNING, f"no asynchronous I/O: {error.strerror or error}", advice)
+        yield Diagnosis(about, Severity.WARNING, f"no asynchronous I/O: {error.strerror or error}", advice)
 
 
 def _kind_of(path: Path) -> str:

@@ -43,28 +43,28 @@ def doctor(
     Exit status: [bold]0[/bold] nothing is broken, though there may be warnings; [bold]1[/bold] something is broken;
     [bold]2[/bold] a setting or a URL is invalid.
     """
-    from longshore.doctor import Finding, Level, Recompute, check_machine, check_store  # noqa: PLC0415 - needs a while
+    from longshore.doctor import Diagnosis, Severity, Recompute, check_machine, check_store  # noqa: PLC0415 - needs a while
 
     made = Config.make(**{**(read_toml(config) if config is not None else {}), **settings_of(settings or ())})
     timing = timing_of(model, profile, None, {}, prefill_rate)
     speed = made.prefill_speed if prefill_rate is None and made.prefill_speed else 1 / timing.alpha
     recompute = Recompute(timing.geometry.name, speed, timing.geometry.kv_bytes_per_token)
     nbytes = size_of(image, "--image")
-    found: list[Finding] = check_machine(made)
+    found: list[Diagnosis] = check_machine(made)
     stores = dict.fromkeys((*made.remote, *(urls or ())))
     for url in stores:
         found += check_store(url, recompute, image_bytes=nbytes, images=images, write=write)
-    broken = sum(each.level is Level.BROKEN for each in found)
+    broken = sum(each.level is Severity.BROKEN for each in found)
     if as_json:
         write_json({"broken": broken, "findings": [{**each._asdict(), "level": each.level.value} for each in found]})
         raise typer.Exit(1 if broken else 0)
-    styles = {Level.OK: "green", Level.WARNING: "yellow", Level.BROKEN: "bold red"}
+    styles = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.BROKEN: "bold red"}
     out, rows = console(), table("", "what", "finding", no_wrap=False)
     for each in found:
         rows.add_row(f"[{styles[each.level]}]{each.level.value}[/]", escape(each.about), escape(each.what))
         if each.advice:
             rows.add_row("", "", f"[dim]{escape(each.advice)}[/]")
     out.print(rows)
-    warnings = sum(each.level is Level.WARNING for each in found)
+    warnings = sum(each.level is Severity.WARNING for each in found)
     out.print(f"{broken} broken, {warnings} warnings" + ("" if stores else "; no store was given"))
     raise typer.Exit(1 if broken else 0)
