@@ -43,7 +43,7 @@ def doctor(
     Exit status: [bold]0[/bold] nothing is broken, though there may be warnings; [bold]1[/bold] something is broken;
     [bold]2[/bold] a setting or a URL is invalid.
     """
-    from longshore.doctor import Diagnosis, Severity, Recompute, check_machine, check_store  # noqa: PLC0415 - needs a while
+    from longshore.doctor import Diagnosis, Recompute, Severity, check_machine, check_store  # noqa: PLC0415 - needs a while
 
     made = Config.make(**{**(read_toml(config) if config is not None else {}), **settings_of(settings or ())})
     timing = timing_of(model, profile, None, {}, prefill_rate)
