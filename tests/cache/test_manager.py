@@ -10,6 +10,7 @@ from group_kit import orders, settle
 
 from longshore.boundary import DEVICE, HOST, Slot
 from longshore.cache import (
+    UNTOLD,
     CacheGroup,
     CacheSettings,
     DeviceCopy,
@@ -247,3 +248,20 @@ def test_a_store_of_known_chunks_is_a_use_of_them() -> None:
         cache.store({0: GroupKeys(path)}, {0: range(len(path))})
         settle(cache)
     assert {each.key for each in cache.residents()} == {*a, *c}
+
+
+def test_a_lookup_whose_host_does_not_say_what_is_before_its_keys() -> None:
+    cache, path = made(), keys("a")
+    stored(cache, "a")
+    told = cache.lookup({0: GroupKeys(path, 1)}, 0.0)
+    untold = cache.lookup({0: GroupKeys(path[1:], UNTOLD)}, 0.0)
+    assert untold.chunks == told.chunks == len(path) - 1
+    assert cache.lookup({0: GroupKeys(keys("b"), UNTOLD)}, 0.0).chunks == 0
+    with pytest.raises(CacheError, match="first"):
+        cache.lookup({0: GroupKeys((), UNTOLD)}, 0.0)
+    with pytest.raises(CacheError, match="first"):
+        cache.store({0: GroupKeys(path[1:], UNTOLD)})
+    for lease in (told.lease, untold.lease):
+        assert lease is not None
+        cache.release(lease)
+    cache.check_integrity()

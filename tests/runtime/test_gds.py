@@ -392,6 +392,36 @@ def test_what_has_not_begun_can_be_cancelled_and_can_be_late(machine: Machine) -
     assert set(machine.wait(2).statuses[4:]) == {Status.DEADLINE}
 
 
+def test_a_cancelled_read_lets_go_of_its_blocks_at_once(
+    machine: Machine, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.run(machine.transfer(1, WRITE, range(3)))
+    pages.fill(2)
+    after = pages.read(range(6))
+    monkeypatch.setattr(machine.tier, "cancel", lambda ticket: None)  # the reads have begun
+    machine.mover.submit(machine.transfer(2, READ, range(3)))
+    assert machine.mover.touches_blocks(2)
+    machine.mover.cancel(2)
+    assert not machine.mover.touches_blocks(2)
+    assert machine.wait(2).statuses == (Status.CANCELLED,) * 3
+    np.testing.assert_array_equal(pages.read(range(6)), after)
+
+
+def test_a_write_lets_go_of_its_blocks_when_its_images_are_in_the_ring(
+    machine: Machine, pages: Pages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, poll = pages.read(range(6)), machine.tier.poll
+    monkeypatch.setattr(machine.tier, "poll", list)  # no file operation ends
+    machine.mover.submit(machine.transfer(1, WRITE, range(3)))
+    while machine.mover.touches_blocks(1):
+        assert machine.mover.poll() == []
+    pages.fill(2)
+    monkeypatch.setattr(machine.tier, "poll", poll)
+    assert machine.wait(1).statuses == (Status.OK,) * 3
+    assert machine.run(machine.transfer(2, READ, range(3))).statuses == (Status.OK,) * 3
+    np.testing.assert_array_equal(pages.read(range(6)), before)
+
+
 def test_a_read_that_fails_ends_what_comes_after_it(machine: Machine, pages: Pages) -> None:
     machine.run(machine.transfer(1, WRITE, range(3)))
     before = pages.read(range(2 * CHUNKS))

@@ -5,7 +5,7 @@ from longshore.cache.events import Event, EventKind
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.explain import Account, Verdict, explain
 from longshore.cache.gate import Gate
-from longshore.cache.groups import GroupKeys, Need
+from longshore.cache.groups import UNTOLD, GroupKeys, Need
 from longshore.cache.index import Presence, Residency
 from longshore.cache.manager import TieredCache
 from longshore.cache.partial import Partial, Text
@@ -44,6 +44,7 @@ from longshore.cache.types import (
 __all__ = [
     "DEFAULT_PRIORITY",
     "EDGES",
+    "UNTOLD",
     "Account",
     "CacheGroup",
     "CacheSettings",

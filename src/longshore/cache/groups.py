@@ -26,6 +26,9 @@ from longshore.cache.partial import Partial, PartialPrefixes, Text
 from longshore.cache.settings import CacheGroup, Retention
 from longshore.errors import CacheError
 
+UNTOLD = -(1 << 30)
+"""`GroupKeys.first` of a lookup whose host does not say what is before its keys."""
+
 
 class GroupKeys(NamedTuple):
     """Chunks of one KV cache group of a request, as the methods of `TieredCache` take them.
@@ -33,7 +36,8 @@ class GroupKeys(NamedTuple):
     Attributes:
         keys: The path from the first chunk of the prompt on; or single chunks, for a lookup with `each` and a load
             without a lease. The `Residency` of a lookup saves that load another search.
-        first: Position of the first chunk to look up or store. The engine has the chunks before it.
+        first: Position of the first chunk to look up or store. The engine has the chunks before it. `UNTOLD` in a
+            lookup of one path: the index knows what is before the first key.
         device: For a lookup of all groups: whether the device has each chunk, from the first on (a numpy array is
             fastest). False for chunks beyond its end.
         text: The tokens, for partial matches (`CacheSettings.partial`).

@@ -23,7 +23,7 @@ from longshore.boundary import Key, Section
 from longshore.cache.columns import column, has_duplicates, leading, marks, numbers, once
 from longshore.cache.events import EventKind
 from longshore.cache.eviction.hit_rates import Return
-from longshore.cache.groups import GroupKeys, GroupSearch, Need, check_distinct, longest_served, runs_of
+from longshore.cache.groups import UNTOLD, GroupKeys, GroupSearch, Need, check_distinct, longest_served, runs_of
 from longshore.cache.index import At, Residency, nodes_of
 from longshore.cache.nodes import ROOT
 from longshore.cache.remote import Exchange
@@ -163,6 +163,9 @@ class Lookups:
     ) -> Found:
         """`TieredCache.lookup` of one `path` of `group`."""
         keys, start, text, index = path.names, path.first, path.text, self._store.index
+        if start == UNTOLD and keys:
+            before = index.path_to(keys[0])[:-1]
+            keys, start = [*before, *keys], len(before)
         check_first(keys, start)
         self._transfers.settings.pool_of(group)
         if self._transfers.settings.groups:

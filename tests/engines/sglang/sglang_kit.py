@@ -82,7 +82,6 @@ class Server:
         tier: Mapping[str, object] | None = None,
         tokens: int = 1024,
         extra: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         """Start, and wait until it answers. `tier` are settings of ours; without any there is no hierarchical cache."""
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -102,7 +101,7 @@ class Server:
             *flags,
             *extra,
         ]
-        variables = {
+        environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(HERE / "on_cpu"), os.environ.get("PYTHONPATH", "")]),
             "SGLANG_USE_CPU_ENGINE": "1",
@@ -110,11 +109,10 @@ class Server:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "MKL_CBWR": "COMPATIBLE",
-            **(environment or {}),
         }
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=variables, start_new_session=True
+                command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
             )
         try:
             self._wait_until_up()

@@ -25,7 +25,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
 
 from longshore.boundary import Key
-from longshore.cache import GroupKeys
+from longshore.cache import UNTOLD, GroupKeys
 from longshore.config import Config
 from longshore.engines.sglang import contract, identity
 from longshore.engines.sglang.flags import PREFIX_KEYS, read
@@ -107,7 +107,8 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many of `keys`, pages that follow one another, lead that are stored."""
-        return self._count(_digests(keys))
+        before = len(getattr(extra_info, "prefix_keys", None) or ())
+        return self._count(_digests(keys), before)
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Read the pages of `keys` into host memory; whether each is there, of which a leading run is."""
@@ -119,14 +120,13 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         before = getattr(extra_info, "prefix_keys", None)
         return self._store(_digests(before), _digests(keys), host_indices, is_told=before is not None)
 
-    @contained(lambda self, keys: 0, expected=(LongshoreError,))
-    def _count(self, keys: Sequence[Key]) -> int:
+    @contained(lambda self, keys, before: 0, expected=(LongshoreError,))
+    def _count(self, keys: Sequence[Key], before: int) -> int:
         if not keys or self._why_off:
             return 0
         runtime = self._runtime
         with runtime.control() as cache:
-            path = cache.path_to(keys[0])[:-1]
-            found = cache.lookup({0: GroupKeys([*path, *keys], len(path))}, runtime.clock())
+            found = cache.lookup({0: GroupKeys(keys, UNTOLD)}, runtime.clock())
         runtime.asked.requests += 1
         runtime.asked.attempts += 1
         if found.turn is not None:
@@ -137,7 +137,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         if found.lease is None:
             return 0
         try:
-            return runtime.worth_loading(found.lease, len(path) * self._pages.page_size)
+            return runtime.worth_loading(found.lease, before * self._pages.page_size)
         finally:
             with runtime.control() as cache:
                 cache.release(found.lease)
@@ -152,8 +152,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         lease, jobs = None, list[int]()
         try:
             with runtime.control() as cache:
-                path = cache.path_to(keys[0])[:-1]
-                asked = {0: GroupKeys([*path, *keys], len(path))}
+                asked = {0: GroupKeys(keys, UNTOLD)}
                 found = cache.lookup(asked, runtime.clock(), turn=turn, count=False)
                 lease = found.lease
                 if lease is None:

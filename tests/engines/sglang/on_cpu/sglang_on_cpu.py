@@ -5,7 +5,6 @@ SGLang loads it in each of its processes, as a plug-in (`sglang.srt.plugins`). N
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,24 +87,3 @@ def register() -> None:
         transfer_kv_all_layer_direct_lf_pf,
     ):
         setattr(mha, function.__name__, function)
-    if os.environ.get(ONE_SCOPE):
-        _forget_ranks()
-
-
-ONE_SCOPE = "LONGSHORE_TEST_ONE_SCOPE"
-"""Set in the environment, all ranks have the scope of rank 0: the control of a test of ranks."""
-
-
-def _forget_ranks() -> None:
-    from longshore.engines.sglang import identity
-
-    scope_of = identity.scope_of
-
-    def without(storage: Any, *arguments: Any) -> Any:
-        rank, storage.tp_rank = storage.tp_rank, 0
-        try:
-            return scope_of(storage, *arguments)
-        finally:
-            storage.tp_rank = rank
-
-    identity.scope_of = without
