@@ -51,8 +51,7 @@ class TieredCache:
     """The control plane of one engine: an index over `tiers`, warmest first, below the engine's own device cache.
 
     Calls name chunks by `Mapping`s from the number of a KV cache group to `GroupKeys`; an engine with one group has
-    `{0: GroupKeys(keys)}`. Times are seconds on the caller's clock. Invalid arguments raise `CacheError`, and change
-    nothing.
+    `{0: GroupKeys(keys)}`. Times are seconds on the caller's clock. Invalid arguments raise `CacheError`.
     """
 
     def __init__(
@@ -253,9 +252,7 @@ class TieredCache:
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
         if record.is_multi_group:
             if skip or tokens is not None:
-                raise CacheError(
-                    "expected `skip` and `tokens` only with a lease on one group; `Need` says what to load of several"
-                )
+                raise CacheError("expected `skip` and `tokens` only with a lease on one group")
             mine = [blocks.get(group, ()) for group in range(len(self.settings.groups))]
             sections = self._lookups.sections(record, mine)
             for each in mine:
