@@ -155,7 +155,7 @@ def test_what_cannot_be_done_is_a_typed_error_and_changes_nothing(call: str, arg
 
 
 def test_a_pool_has_no_less_than_no_blocks() -> None:
-    with pytest.raises(CacheError, match="zero or more blocks, got -1"):
+    with pytest.raises(CacheError, match="zero or more device blocks, got -1"):
         DevicePool(TieredCache([TierSpec(HOST, 1, 1)]), -1)
 
 
