@@ -303,17 +303,17 @@ class CacheSettings:
         if self.partial and not self.groups:
             raise CacheError("partial: expected groups as well, which say how many tokens a chunk has")
 
-    def rules(self, tiers: Sequence[str], foreign: Sequence[str] = ()) -> tuple[WriteRule, ...]:
-        """The write rule of the route into each of `tiers`, warmest first, and into each of the `foreign` ones.
+    def rules(self, tiers: Sequence[str], remote: Sequence[str] = ()) -> tuple[WriteRule, ...]:
+        """The write rule of the route into each of `tiers`, warmest first, and into each of the `remote` ones.
 
-        Write-back into a foreign tier is a copy of what is about to be evicted from the warmest, as far as there is
-        time: what a foreign tier has cannot be counted on, so nothing waits for the copy.
+        Write-back into a remote tier is a copy of what is about to be evicted from the warmest, as far as there is
+        time: what a remote tier has cannot be counted on, so nothing waits for the copy.
         """
-        names = [*tiers, *foreign]
+        names = [*tiers, *remote]
         unknown = sorted(set(self.into) - set(names))
         if unknown:
             raise CacheError(f"into: expected tiers of {names}, got {unknown}")
-        usual = [self.offload, *[self.backup] * (len(tiers) - 1), *[WritePolicy.THROUGH] * len(foreign)]
+        usual = [self.offload, *[self.backup] * (len(tiers) - 1), *[WritePolicy.THROUGH] * len(remote)]
         rules = [
             self.into.get(name, WriteRule(policy, self.threshold)) for name, policy in zip(names, usual, strict=True)
         ]
