@@ -102,9 +102,8 @@ class Found(NamedTuple):
         probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `remote`.
         turn: The turn of the request, for its other calls; `None` for `Until.NOTHING`.
         residency: For a lookup with `each`: where each chunk is, by group.
-        remote_sources: For a lookup with `each` that keeps nothing, if there are remote tiers: the name of the first
-        that is
-            known to have each chunk, by group; empty for none.
+        remote_sources: For a lookup with `each` that keeps nothing, if there are remote tiers: the name of the
+            first that is known to have each chunk, by group; empty for none.
     """
 
     lease: Lease | None = None

@@ -43,7 +43,7 @@ from longshore.runtime.gds_mover import GdsMover, ImageRing
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import KEPT, EventRecorder
 from longshore.tiers.arena import Arena, ArenaSettings
-from longshore.tiers.arena.registration import CudaRegistrar, TorchCudaRuntime
+from longshore.tiers.arena.pinning import CudaRegistrar, TorchCudaRuntime
 from longshore.tiers.base import KeyedTier, Tier
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.host import HostTier, KeyedMover, TierMover

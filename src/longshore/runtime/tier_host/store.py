@@ -18,7 +18,7 @@ from typing import Any
 from longshore.boundary import Key, Status
 from longshore.errors import TierError
 from longshore.runtime.tier_host import wire
-from longshore.runtime.tier_host.process import PROGRAM
+from longshore.runtime.tier_host.supervisor import PROGRAM
 from longshore.runtime.tier_host.tier import HostedTier
 from longshore.runtime.tier_host.wire import AWAY, Kind, WireError
 from longshore.tiers.arena import Arena

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from longshore.cache.gate import EXPLORE, Gate
+from longshore.cache.recompute_gate import EXPLORE, Gate
 from longshore.cache.types import Run
 from longshore.errors import CacheError
 
