@@ -38,7 +38,7 @@ from longshore.boundary import HOST, Key, Slabs
 from longshore.cache import CacheSettings, Found, GroupKeys, TieredCache, TierSpec
 from longshore.cache.eviction import DEFAULT_POLICY, LRU
 from longshore.layout import KVLayout, from_rows
-from longshore.runtime import ForeignMover, Runtime
+from longshore.runtime import KeyedMover, Runtime
 from longshore.testing.local_server import LocalServer
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import KEY_BYTES
@@ -91,8 +91,8 @@ class Replica:
         device.reach(self._arena.in_one_piece)
         self.tier = RemoteTier(url, arena=self._arena, image_bytes=IMAGE, namespace=bytes(32), clock=self.clock)
         settings = CacheSettings(probe_timeout=60.0, load_timeout=60.0, prefetch_timeout=60.0)
-        cache = TieredCache([TierSpec(HOST, host_blocks, IMAGE)], settings, foreign=[self.tier.name])
-        mover = ForeignMover(self.tier, host)
+        cache = TieredCache([TierSpec(HOST, host_blocks, IMAGE)], settings, remote=[self.tier.name])
+        mover = KeyedMover(self.tier, host)
         movers = [TransferEngine(layout, device, host), mover]
         self._runtime = Runtime(cache, movers, [self.tier], probers=[mover], clock=self.clock)
 

@@ -30,7 +30,7 @@ WITHOUT_TORCH = (
     "longshore.runtime",
     "longshore.testing",
     "longshore.tiers",
-    "longshore.tiers.arena.registration",
+    "longshore.tiers.arena.pinning",
     "longshore.tiers.file",
     "longshore.tiers.host",
     "longshore.trace",

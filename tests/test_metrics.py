@@ -158,7 +158,7 @@ def test_queues_and_device_fallbacks_of_an_engine_are_exported() -> None:
 
 
 def test_probed_chunks_are_counted_by_answer() -> None:
-    cache = TieredCache([TierSpec("host", 4, IMAGE_BYTES)], foreign=["store"])
+    cache = TieredCache([TierSpec("host", 4, IMAGE_BYTES)], remote=["store"])
     runtime = Runtime(cache, [])
     found, labels = registry(runtime), {"tier": "store", "answer": "none"}
     assert found.get_sample_value("longshore_probed_chunks_total", labels) == 0

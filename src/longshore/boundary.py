@@ -57,7 +57,7 @@ class Route(NamedTuple):
 class Item(NamedTuple):
     """One chunk of a transfer.
 
-    A side that is `None` is the device, whose blocks are in `Transfer.sections`, in item order, or a foreign tier,
+    A side that is `None` is the device, whose blocks are in `Transfer.sections`, in item order, or a remote tier,
     where `key` is the address. A copy inside the device has one item for each block; `source` is the slot to copy
     from, and `destination` `None`.
     `parent` is the key of the chunk before this one (`None` for the first of its path), which tiers that
@@ -236,7 +236,7 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Ask the foreign tier `tier` which of `keys`, written in `generation`, it has; the answer is due by `deadline`.
+    """Ask the remote tier `tier` which of `keys`, written in `generation`, it has; the answer is due by `deadline`.
 
     It ends with exactly one `ProbeResult` from each rank, for the rank's own part of the images.
     """
@@ -265,7 +265,7 @@ class Status(enum.Enum):
     CANCELLED = "cancelled"  # cancelled by the requester
     TIER_OFF = "tier_off"  # the tier is closed or disabled
     AWAY = "away"  # the process that moves the bytes is not running; the source is still valid
-    LAPSED = "lapsed"  # a foreign tier does not have the chunk
+    LAPSED = "lapsed"  # a remote tier does not have the chunk
     QUEUE_FULL = "queue_full"  # a bounded queue was full; nothing was started
 
     @property
@@ -345,7 +345,7 @@ class Mover(Protocol):
 
 
 class Prober(Protocol):
-    """Asks one foreign tier, on one rank. Nothing blocks; the runtime handles answers that never come."""
+    """Asks one remote tier, on one rank. Nothing blocks; the runtime handles answers that never come."""
 
     @property
     def asks(self) -> str:

@@ -44,7 +44,7 @@ COUNTERS: Mapping[str, Description] = {
     "longshore_hit_chunks": Description("Chunks loaded, by the tier they were read from", ("tier",)),
     "longshore_hit_tokens": Description("Tokens of the chunks loaded, of the first KV cache group", ("tier",)),
     "longshore_miss_chunks": Description("Chunks looked up and not loaded, by reason", ("reason",)),
-    "longshore_probed_chunks": Description("Chunks looked up in foreign tiers, by answer", ("tier", "answer")),
+    "longshore_probed_chunks": Description("Chunks looked up in remote tiers, by answer", ("tier", "answer")),
     "longshore_recomputed_chunks": Description("Chunks found, but recomputed because that is faster"),
     "longshore_evicted_chunks": Description("Chunks evicted from a tier", ("tier",)),
     "longshore_demoted_chunks": Description("Chunks evicted from a tier while a colder tier had a copy", ("tier",)),
@@ -252,9 +252,7 @@ class MirroredMetrics:
 
 
 def _of_stack(stack: Stack) -> Iterable[Metric]:
-    return LongshoreCollector(
-        stack.runtime, stack.host, stack.engine, stack.events, stack.file, stack.foreign
-    ).collect()
+    return LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file, stack.remote).collect()
 
 
 def _labelled(sample: Sample) -> tuple[str, frozenset[tuple[str, str]]]:

@@ -119,7 +119,7 @@ class Setup(NamedTuple):
     groups: int = 0
     partial: bool = False
     slabs: bool = False
-    foreign: tuple[str, ...] = ()
+    remote: tuple[str, ...] = ()
     max_probes: int = 8192
 
     @property
@@ -158,7 +158,7 @@ class Setup(NamedTuple):
             probe_life=PROBE_LIFE,
             max_probes=self.max_probes,
         )
-        cache = TieredCache(tiers, settings, foreign=self.foreign, generation=self.generation)
+        cache = TieredCache(tiers, settings, remote=self.remote, generation=self.generation)
         if self.found:
             cache.adopt(FILE, self.found)
         return cache

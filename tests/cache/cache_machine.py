@@ -70,18 +70,18 @@ class Machine(RuleBasedStateMachine):
         self.world.release(hold)
         self.gone.append(hold)
 
-    # foreign tiers
+    # remote tiers
 
-    @precondition(lambda self: self.world.setup.foreign)
+    @precondition(lambda self: self.world.setup.remote)
     @rule(path=long_paths, there=st.integers(0, 5), name=st.sampled_from(("near", "far")))
     def others_store(self, path: str, there: int, name: str) -> None:
-        """Another engine has stored the beginning of `path` in a foreign tier; what follows has lapsed there."""
+        """Another engine has stored the beginning of `path` in a remote tier; what follows has lapsed there."""
         self.world.others_store(path, there, name)
 
     @precondition(lambda self: self.world.questions)
     @rule(pick=small, there=st.sampled_from((True, True, True, False)), status=st.sampled_from(ANSWERS))
     def answer(self, pick: int, there: bool, status: Status) -> None:
-        """One rank of a foreign tier answers, in any order, or not in time."""
+        """One rank of a remote tier answers, in any order, or not in time."""
         open_ones = [(number, rank) for number, each in self.world.questions.items() for rank in sorted(each.waiting)]
         number, rank = open_ones[pick % len(open_ones)]
         self.world.answer(number, rank, there, status)

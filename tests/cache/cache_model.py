@@ -54,7 +54,7 @@ class World(Reading, Storing):
                 model.outcome = Outcome(0, ())
             model.reading = ()
         if not keep:
-            self.forget_abroad()
+            self.forget_remote()
         self.seen_in_step.clear()
         self.warm.clear()
         assert {(each.key, each.slot.tier) for each in self.cache.residents()} == kept

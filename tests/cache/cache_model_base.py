@@ -127,8 +127,8 @@ class Stage:
                 self.ask(command)
 
     def ask(self, probe: Probe) -> None:
-        """A question to a foreign tier."""
-        raise AssertionError(f"there is no foreign tier, and it is asked {probe}")
+        """A question to a remote tier."""
+        raise AssertionError(f"there is no remote tier, and it is asked {probe}")
 
     def check_cancel(self, job: int) -> None:
         """Nobody waits for what is called off, unless it is of an earlier generation."""
@@ -168,7 +168,7 @@ class Stage:
             assert route.source in self.sizes
             return False
         assert str(route) in self.cache.counters.routes
-        if route.source in self.setup.foreign or route.destination in self.setup.foreign:
+        if route.source in self.setup.remote or route.destination in self.setup.remote:
             assert HOST in route
             return route.source == HOST
         down, up = pairwise(order), ((HOST, DEVICE), *((tier, HOST) for tier in order[2:]))
@@ -179,12 +179,12 @@ class Stage:
         """Seconds that a transfer has."""
         if writing or route.source == route.destination:
             return WRITE
-        if route.source in self.setup.foreign:
+        if route.source in self.setup.remote:
             return LOAD
         return self.load_timeout if route.destination == DEVICE else math.inf
 
     def check_side(self, of: Key, slot: Slot | None, tier: str) -> None:
-        assert (slot is None) == (tier == DEVICE or tier in self.setup.foreign)
+        assert (slot is None) == (tier == DEVICE or tier in self.setup.remote)
         if slot is not None:
             assert (slot.tier, slot.pool) == (tier, self.pool_of(of))
             assert slot.index in self.setup.indices(self.sizes[tier])

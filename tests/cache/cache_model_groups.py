@@ -35,7 +35,7 @@ class Groups(Life):
         """A request for `path`, of which the `device` has some chunks of each group, is served as far as can be."""
         keys, there = self.wanted(path, device)
         end, needs = self.longest(keys, there), []
-        more = self.longest(keys, there, abroad=True) if self.setup.foreign else end
+        more = self.longest(keys, there, remote=True) if self.setup.remote else end
         for group, (mine, has) in enumerate(zip(keys, there, strict=True)):
             needed = self.needed(group, end // letters(group))
             load = tuple(at for at in needed if not has[at])
@@ -43,7 +43,7 @@ class Groups(Life):
             self.miss_of_group(group, mine, has, needed.stop)
         found = self.call("lookup", self.paths(keys, there), self.now, request=request)
         per_letter = GROUPS[0].block_size * self.setup.per_chunk
-        assert (found.tokens, found.foreign) == (end * per_letter, (more - end) * per_letter)
+        assert (found.tokens, found.remote) == (end * per_letter, (more - end) * per_letter)
         assert found.needs == tuple(needs)
         loads = [mine[at] for mine, need in zip(keys, needs, strict=True) for at in need.load]
         self.held(found.lease, ModelHold(loads, request, joint=True))
@@ -70,13 +70,13 @@ class Groups(Life):
             return
         self.expect([each for at, each in enumerate(keys) if at >= end and not has[at] and self.is_absent(each)])
         for each in keys[max(end, self.needed(group, len(keys)).start) :]:
-            abroad = self.is_absent(each) and self.source(each)
-            self.misses[MissReason.FOREIGN if abroad else self.reason(each)] += 1
+            remote = self.is_absent(each) and self.source(each)
+            self.misses[MissReason.REMOTE if remote else self.reason(each)] += 1
 
-    def prefetch_foreign_groups(self, path: str, device: Sequence[Sequence[bool]]) -> None:
-        """What the longest prefix needs that could be served comes from abroad."""
+    def prefetch_remote_groups(self, path: str, device: Sequence[Sequence[bool]]) -> None:
+        """What the longest prefix needs that could be served comes from a remote tier."""
         keys, there = self.wanted(path, device)
-        end = self.longest(keys, there, abroad=True)
+        end = self.longest(keys, there, remote=True)
         coming: list[Key] = []
         lacking: list[Key] = []
         for group, (mine, has) in enumerate(zip(keys, there, strict=True)):
@@ -85,18 +85,18 @@ class Groups(Life):
             some = self.apart(load) if group else self.behind(mine[: needed.stop])
             coming += some[0]
             lacking += some[1]
-        self.prefetched_foreign(self.call("prefetch", self.paths(keys, there), self.now), coming, lacking)
+        self.prefetched_remote(self.call("prefetch", self.paths(keys, there), self.now), coming, lacking)
 
-    def prefetch_foreign_alone(self, path: str, group: int) -> None:
+    def prefetch_remote_alone(self, path: str, group: int) -> None:
         """Of chunks that stand alone each is fetched for itself."""
         keys = chunks(path, group)
         coming, lacking = self.apart(keys)
-        self.prefetched_foreign(self.call("prefetch", {group: GroupKeys(keys)}, self.now), coming, lacking)
+        self.prefetched_remote(self.call("prefetch", {group: GroupKeys(keys)}, self.now), coming, lacking)
 
-    def longest(self, keys: Sequence[Sequence[Key]], there: Sequence[Sequence[bool]], *, abroad: bool = False) -> int:
-        """The longest prefix, in letters, of which every group has all that is needed; or could have, from `abroad`."""
+    def longest(self, keys: Sequence[Sequence[Key]], there: Sequence[Sequence[bool]], *, remote: bool = False) -> int:
+        """The longest prefix, in letters, of which every group has all that is needed; or could have, from `remote`."""
         served = [{each for each in mine if self.is_rooted(each)} for mine in keys]
-        if abroad:
+        if remote:
             served = [set(self.could_be(mine, group)) for group, mine in enumerate(keys)]
         served[0] |= self.behind_device(keys[0], there[0], served[0])
         unit = math.lcm(*map(letters, range(self.setup.groups)))
@@ -111,7 +111,7 @@ class Groups(Life):
         return 0
 
     def could_be(self, keys: Sequence[Key], group: int) -> list[Key]:
-        """What is ready, or on its way, or abroad; of a path only what is behind what is ours."""
+        """What is ready, or on its way, or remote; of a path only what is behind what is ours."""
         ours = [each for each in keys if not self.is_absent(each) and not self.is_adrift(each)]
         if group:
             return ours + [each for each in keys if self.is_absent(each) and self.source(each)]

@@ -7,13 +7,13 @@ from itertools import groupby, takewhile
 
 from cache_kit import LOAD, PREFETCH, chunks, group_of, parent, text_of
 from cache_model_leases import ModelHold
-from cache_model_remote import Abroad
+from cache_model_remote import Remote
 
 from longshore.boundary import HOST, Key, Urgency
 from longshore.cache import Found, GroupKeys, Lease, LoadOrder, MissReason, PrefetchPolicy, Progress, Until
 
 
-class Reading(Abroad):
+class Reading(Remote):
     """Calls of one request after the other."""
 
     told: set[Key]
@@ -21,9 +21,9 @@ class Reading(Abroad):
     def lookup(self, path: str, start: int, request: str | None) -> Lease | None:
         keys = chunks(path)
         end = self.ready_end(keys, start)
-        foreign = self.miss(keys, end)
+        remote = self.miss(keys, end)
         found = self.call_lookup(keys, start, request)
-        assert (found.chunks, found.foreign, found.partial) == (end - start, foreign, None)
+        assert (found.chunks, found.remote, found.partial) == (end - start, remote, None)
         return self.looked_up(found, ModelHold(keys[start:end], request, start=start))
 
     def count_later(self, path: str, start: int, request: str | None) -> Lease | None:
@@ -33,7 +33,7 @@ class Reading(Abroad):
         path = {0: GroupKeys(keys, start)}
         found: Found = self.call("lookup", path, self.now, request=request, count=False)
         assert self.cache.counters.misses == before
-        assert (found.chunks, found.foreign) == (end - start, self.miss(keys, end))
+        assert (found.chunks, found.remote) == (end - start, self.miss(keys, end))
         self.call("lookup", path, self.now, until=Until.NOTHING, request=request)
         return self.looked_up(found, ModelHold(keys[start:end], request, start=start))
 
@@ -41,9 +41,9 @@ class Reading(Abroad):
         """The same by keys and tokens: where nobody has the next chunk, one that begins like it is held, too."""
         keys, text = chunks(path), text_of(path, self.setup.per_chunk)
         end = self.ready_end(keys, start)
-        foreign, alike = self.miss(keys, end), self.alike(keys, end)
+        remote, alike = self.miss(keys, end), self.alike(keys, end)
         found: Found = self.call("lookup", {0: GroupKeys(keys, start, text=text)}, self.now, request=request)
-        assert (found.chunks, found.foreign) == (end - start, foreign)
+        assert (found.chunks, found.remote) == (end - start, remote)
         assert (found.partial is None) == (not alike)
         held = keys[start:end]
         if found.partial is not None:
@@ -71,13 +71,11 @@ class Reading(Abroad):
         return found
 
     def miss(self, keys: Sequence[Key], end: int) -> int:
-        """A request gets no further than to before `keys[end]`; how many of the rest are known to be abroad."""
-        begin, foreign = self.beyond(keys, end)
-        abroad = range(begin, begin + foreign)
-        self.misses.update(
-            MissReason.FOREIGN if at in abroad else self.reason(keys[at]) for at in range(end, len(keys))
-        )
-        return foreign
+        """A request gets no further than to before `keys[end]`; how many of the rest are known to be remote."""
+        begin, remote = self.beyond(keys, end)
+        remote = range(begin, begin + remote)
+        self.misses.update(MissReason.REMOTE if at in remote else self.reason(keys[at]) for at in range(end, len(keys)))
+        return remote
 
     def held(self, hold: Lease | None, model: ModelHold) -> None:
         """Something was found, or nothing; what is leased can be found where the cache says."""

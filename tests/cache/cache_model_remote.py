@@ -1,4 +1,4 @@
-"""Foreign tiers beside the cache under test: what it asks them, may think of them, fetches, and stores there.
+"""Remote tiers beside the cache under test: what it asks them, may think of them, fetches, and stores there.
 
 An answer counts for a time, a transfer tells as much as an answer, and a reset forgets all of it. That is all that the
 model knows; in which order chunks are stored it does not.
@@ -29,18 +29,18 @@ class Question:
         self.answered = True
 
 
-class Abroad(Stage):
-    """What a cache may know of foreign tiers."""
+class Remote(Stage):
+    """What a cache may know of remote tiers."""
 
     def __init__(self, setup: Setup) -> None:
-        self.known: dict[str, dict[Key, tuple[bool, float]]] = {name: {} for name in setup.foreign}
+        self.known: dict[str, dict[Key, tuple[bool, float]]] = {name: {} for name in setup.remote}
         self.questions: dict[int, Question] = {}
         self.expected: list[tuple[str, list[Key]]] = []
         """What tiers are to be asked by the call that is under way."""
         self.asks_about: list[Sequence[Key]] = []
         """What that call wants to know of, asked for already or not."""
-        self.ended_abroad: list[tuple[str, Job]] = []
-        self.heard_of = {name: Counter[Answer]() for name in setup.foreign}
+        self.ended_remote: list[tuple[str, Job]] = []
+        self.heard_of = {name: Counter[Answer]() for name in setup.remote}
         self.not_stored = Counter[str]()
         super().__init__(setup)
 
@@ -50,11 +50,11 @@ class Abroad(Stage):
         return present if self.now < until else None
 
     def source(self, of: Key) -> str | None:
-        """The first foreign tier that is known to have `of`."""
-        return next((name for name in self.setup.foreign if self.has(name, of)), None)
+        """The first remote tier that is known to have `of`."""
+        return next((name for name in self.setup.remote if self.has(name, of)), None)
 
     def beyond(self, keys: Sequence[Key], end: int) -> tuple[int, int]:
-        """What is on its way behind `keys[:end]` ends here; and how many chunks follow that are known to be abroad.
+        """What is on its way behind `keys[:end]` ends here; and how many chunks follow that are known to be remote.
 
         What is not known behind these is expected to be asked for.
         """
@@ -69,7 +69,7 @@ class Abroad(Stage):
     def expect(self, wanted: Sequence[Key]) -> None:
         """Of `wanted`, what is not known and not asked for yet is to be asked for, as far as that is allowed."""
         self.asks_about.append(wanted)
-        for name in self.setup.foreign:
+        for name in self.setup.remote:
             under_way = {*self.asked(name), *(each for tier, keys in self.expected if tier == name for each in keys)}
             new = [each for each in wanted if self.has(name, each) is None and each not in under_way]
             room = max(0, self.setup.max_probes - len(under_way))
@@ -86,7 +86,7 @@ class Abroad(Stage):
         """The probes whose answers may say more of what the last call wanted to know."""
         found: list[int] = []
         for wanted in self.asks_about:
-            for name in self.setup.foreign:
+            for name in self.setup.remote:
                 asked = self.asked(name)
                 found += sorted({asked[each] for each in wanted if each in asked and self.has(name, each) is None})
         self.asks_about.clear()
@@ -140,25 +140,25 @@ class Abroad(Stage):
         """What all ranks have of a chunk."""
         return {(of, self.generation, rank) for rank in range(self.setup.ranks)}
 
-    def prefetch_foreign(self, path: str, start: int) -> None:
-        """What is known to be abroad behind the ready prefix comes into the host tier, as far as there is room."""
+    def prefetch_remote(self, path: str, start: int) -> None:
+        """What is known to be remote behind the ready prefix comes into the host tier, as far as there is room."""
         keys = chunks(path)
         coming, wanted = self.behind(keys, start)
-        self.prefetched_foreign(self.call("prefetch", {0: GroupKeys(keys, start)}, self.now), coming, wanted)
+        self.prefetched_remote(self.call("prefetch", {0: GroupKeys(keys, start)}, self.now), coming, wanted)
 
     def behind(self, keys: Sequence[Key], start: int = 0) -> tuple[list[Key], list[Key]]:
-        """What is on its way behind the ready prefix of a path, and what is known to be abroad behind that."""
+        """What is on its way behind the ready prefix of a path, and what is known to be remote behind that."""
         end = self.ready_end(keys, start)
         begin, count = self.beyond(keys, end)
         return list(keys[end:begin]), list(keys[begin : begin + count])
 
     def apart(self, keys: Sequence[Key]) -> tuple[list[Key], list[Key]]:
-        """The same of `keys` that stand alone: those on their way, and those that are known to be abroad."""
+        """The same of `keys` that stand alone: those on their way, and those that are known to be remote."""
         absent = [each for each in keys if self.is_absent(each)]
         self.expect([each for each in absent if self.source(each) is None])
         return [each for each in keys if each not in absent], [each for each in absent if self.source(each)]
 
-    def prefetched_foreign(self, jobs: tuple[int, ...], coming: Sequence[Key], wanted: Sequence[Key]) -> None:
+    def prefetched_remote(self, jobs: tuple[int, ...], coming: Sequence[Key], wanted: Sequence[Key]) -> None:
         """`jobs` bring what was `wanted`, each chunk from the first tier that has it, and what is `coming` anyway."""
         self.asks_about.clear()
         before, free = set(self.jobs), self.free(HOST)
@@ -190,12 +190,12 @@ class Abroad(Stage):
         super().finish(job)
         if job.transfer.generation == self.generation:
             names = {job.transfer.route.source, job.transfer.route.destination}.intersection(self.known)
-            self.ended_abroad += [(name, job) for name in names]
+            self.ended_remote += [(name, job) for name in names]
 
     def carry(self) -> None:
-        for name, job in sorted(self.ended_abroad, key=lambda each: each[1].transfer.job):
+        for name, job in sorted(self.ended_remote, key=lambda each: each[1].transfer.job):
             self.note(name, job)
-        self.ended_abroad.clear()
+        self.ended_remote.clear()
         super().carry()
 
     def note(self, name: str, job: Job) -> None:
@@ -213,7 +213,7 @@ class Abroad(Stage):
                 self.misses[MissReason(status.value)] += 1
                 missed = True
 
-    def forget_abroad(self) -> None:
+    def forget_remote(self) -> None:
         """A reset: nothing is known any more."""
         for known in self.known.values():
             known.clear()
@@ -222,6 +222,6 @@ class Abroad(Stage):
         super().check_books()
         assert not self.expected, "a question was expected"
         assert not any(self.cache.progress(probe).is_over for probe in self.questions)
-        for name in self.setup.foreign:
+        for name in self.setup.remote:
             assert +self.cache.counters.probes[name] == +self.heard_of[name]
             assert self.cache.counters.drops[name][DropReason.WRITE_FAILED] == self.not_stored[name]

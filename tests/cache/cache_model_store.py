@@ -153,7 +153,7 @@ class Storing(Stage):
     @property
     def may_refuse(self) -> bool:
         """Whether new chunks of a path may be worth less than all for which others would have to go, but for one."""
-        return self.setup.policy == "gittins" and self.setup.file is None and not self.setup.foreign
+        return self.setup.policy == "gittins" and self.setup.file is None and not self.setup.remote
 
     @staticmethod
     def priority(retention: Sequence[Retention], position: int) -> int:

@@ -2,7 +2,7 @@
 
 A tag (key, generation) is written where a transfer delivers it; while one is under way, or after it failed, there is
 poison. A reader that finds bytes bad makes them so for good: `secret` until the cache has been told, `fault` after.
-Foreign tiers keep what they are given by key, and lose it when a test says so.
+Remote tiers keep what they are given by key, and lose it when a test says so.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class Movers:
         self.secret: set[tuple[str, int, int]] = set()
         self.fault: dict[tuple[str, int], Status] = {}
         self.device = [[POISON] * setup.device_blocks for _ in range(setup.ranks)]
-        self.stores: dict[str, set[tuple[Key, int, int]]] = {name: set() for name in setup.foreign}
-        """What each foreign tier has: key, generation and rank."""
+        self.stores: dict[str, set[tuple[Key, int, int]]] = {name: set() for name in setup.remote}
+        """What each remote tier has: key, generation and rank."""
         self.jobs: dict[int, Job] = {}
         self.ended: dict[int, Job] = {}
         self.results: list[TransferResult] = []

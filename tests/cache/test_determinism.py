@@ -63,14 +63,14 @@ def busy_world(seed: int) -> Groups:
     return world
 
 
-def ask_abroad(world: Groups, path: str, name: str) -> None:
-    """A foreign tier has a part of `path`, says so, and it is fetched."""
+def ask_remote(world: Groups, path: str, name: str) -> None:
+    """A remote tier has a part of `path`, says so, and it is fetched."""
     world.others_store(path, 4, name)
     world.lookup(path, 0, None)
     for number, question in list(world.questions.items()):
         for rank in sorted(question.waiting):
             world.answer(number, rank, True, Status.OK)
-    world.prefetch_foreign(path, 0)
+    world.prefetch_remote(path, 0)
 
 
 def keep_house(world: Groups, path: str, group: int) -> None:
@@ -82,10 +82,10 @@ def keep_house(world: Groups, path: str, group: int) -> None:
 
 
 def busy_groups(seed: int) -> Groups:
-    """The same of several groups with images of two sizes, foreign tiers, and a host that moves bytes itself."""
+    """The same of several groups with images of two sizes, remote tiers, and a host that moves bytes itself."""
     dice = random.Random(seed)
     sizes = Setup(host=4, file=5, more=(4,), groups=3, slabs=True, device_blocks=96)
-    world = Groups(sizes._replace(ranks=2, per_chunk=2, events=10_000, foreign=("near", "far")))
+    world = Groups(sizes._replace(ranks=2, per_chunk=2, events=10_000, remote=("near", "far")))
     for _ in range(80):
         path, group = dice.choice(("aaaaaa", "aaaabb", "aabaaa")), dice.randrange(1, 3)
         match dice.randrange(9):
@@ -98,7 +98,7 @@ def busy_groups(seed: int) -> Groups:
                 if hold is not None:
                     world.load_groups(hold, by_layer=True)
             case 4:
-                ask_abroad(world, path, dice.choice(("near", "far")))
+                ask_remote(world, path, dice.choice(("near", "far")))
             case 5:
                 keep_house(world, path, group)
             case 6:

@@ -155,7 +155,7 @@ def test_what_cannot_be_done_is_a_typed_error_and_changes_nothing(call: str, arg
 
 
 def test_a_pool_has_no_less_than_no_blocks() -> None:
-    with pytest.raises(CacheError, match="zero or more blocks, got -1"):
+    with pytest.raises(CacheError, match="zero or more device blocks, got -1"):
         DevicePool(TieredCache([TierSpec(HOST, 1, 1)]), -1)
 
 
@@ -179,7 +179,7 @@ def test_a_block_that_is_still_being_filled_is_not_found_on_the_device() -> None
     device.pool.load(found.below.lease, blocks)
     device.take()
     before = state_of(device.pool)
-    with pytest.raises(CacheError, match=f"device block {blocks[0]} is still being filled"):
+    with pytest.raises(CacheError, match=f"device block {blocks[0]} cannot be stored"):
         device.pool.store(GroupKeys(chunks("ab")), blocks)
     assert state_of(device.pool) == before
     assert device.pool.lookup(chunks("ab"), 0.0).blocks == ()
@@ -188,7 +188,7 @@ def test_a_block_that_is_still_being_filled_is_not_found_on_the_device() -> None
     assert device.pool.lookup(chunks("ab"), 0.0).blocks == tuple(blocks)
     copy = device.pool.allocate(1)
     device.pool.copy(blocks[:1], copy, tokens=1)
-    with pytest.raises(CacheError, match="is still being filled"):
+    with pytest.raises(CacheError, match="cannot be stored"):
         device.pool.store(GroupKeys(chunks("q")), copy)
 
 
@@ -239,7 +239,7 @@ def test_with_write_back_what_leaves_the_device_is_offloaded_first_heads_before_
     device = Device(3, offload=WritePolicy.BACK)
     device.serve("abc")
     assert device.where("abc") == {"device"}
-    with pytest.raises(CapacityError, match="1 blocks were asked for, 0 of 3 can be had"):
+    with pytest.raises(CapacityError, match="cannot allocate 1 blocks: 0 of 3 are free"):
         device.pool.allocate(1)
     assert device.pool.make_way(1) == 0
     device.take()
@@ -324,7 +324,7 @@ def test_sleep_and_wake_with_transfers_in_flight_both_ways(clear: bool) -> None:
         device.end(job, Status.CANCELLED)
     assert device.pool.sleep()
     assert device.pool.stats()[1:] == (4, 0, 0, 0, 0)
-    with pytest.raises(CacheError, match="given up"):
+    with pytest.raises(CacheError, match="the device is asleep"):
         device.pool.store(GroupKeys(chunks("a")), device.pool.allocate(1))
     device.pool.wake()
     if clear:
@@ -371,7 +371,7 @@ def test_a_block_that_is_copied_often_remembers_only_what_is_in_flight() -> None
 def test_no_blocks_are_handed_out_while_their_memory_is_away() -> None:
     device = Device(2)
     assert device.pool.sleep()
-    with pytest.raises(CacheError, match="given up"):
+    with pytest.raises(CacheError, match="the device is asleep"):
         device.pool.allocate(1)
     assert device.pool.sleep()
     device.pool.wake()

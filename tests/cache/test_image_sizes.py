@@ -403,7 +403,7 @@ def test_the_same_calls_give_the_same_log_with_several_sizes() -> None:
 
 def test_a_fetch_behind_a_chunk_of_another_size_is_refused() -> None:
     tiers = [TierSpec(HOST, Slabs(12, SIZES, 4))]
-    cache = TieredCache(tiers, CacheSettings(pools=(SMALL, LARGE)), foreign=("far",))
+    cache = TieredCache(tiers, CacheSettings(pools=(SMALL, LARGE)), remote=("far",))
     keys = path(0, "ab")
     job = store(cache, keys[:1], [0], group=0).job
     cache.apply([TransferResult(job, (Status.OK,))], 0.0)

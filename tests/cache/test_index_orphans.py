@@ -365,7 +365,7 @@ def test_a_reset_forgets_orphans() -> None:
 
 
 def test_remote_tiers_get_it_once_it_is_none() -> None:
-    cache = TieredCache([TierSpec(HOST, 32, IMAGE_BYTES, LRU)], CacheSettings(), foreign=["far"])
+    cache = TieredCache([TierSpec(HOST, 32, IMAGE_BYTES, LRU)], CacheSettings(), remote=["far"])
     cache.store({0: GroupKeys(PATH, 2)}, {0: range(2)})
     assert [str(each.route) for each in settle(cache)] == ["device->host"]
     cache.store({0: GroupKeys(PATH[:2])}, {0: range(2)})

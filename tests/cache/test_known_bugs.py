@@ -175,7 +175,7 @@ def test_trap_25_what_idles_on_the_device_does_not_go_for_an_allocation_that_fai
     cache.apply([TransferResult(offload.job or 0, (Status.OK, Status.OK))], 0.0)
     pool.release(blocks[1:])
     before = pool.stats(), pool.find(chunks("ab"))
-    with pytest.raises(CapacityError, match="3 blocks were asked for, 2 of 3 can be had"):
+    with pytest.raises(CapacityError, match="cannot allocate 3 blocks: 2 of 3 are free"):
         pool.allocate(3)
     assert (pool.stats(), pool.find(chunks("ab"))) == before
     assert len(pool.allocate(2)) == 2
@@ -249,7 +249,7 @@ def test_trap_30_failures_are_typed_and_say_what_was_expected_and_what_came() ->
         lookup(cache, [key("a")], 0.0, first=2)
     with pytest.raises(CacheError, match=r"expected a tier of \['host', 'file'\], got 'attic'"):
         cache.discard([key("a")], "attic")
-    with pytest.raises(CacheError, match=r"device blocks lie in \[0, 48\), got 48 to 48"):
+    with pytest.raises(CacheError, match=r"expected device blocks in \[0, 48\), got 48 to 48"):
         store(cache, [key("a")], (48,))
     with pytest.raises(CacheError, match="expected 1 blocks of 1 chunks, got 2"):
         store(cache, [key("a")], (0, 1))

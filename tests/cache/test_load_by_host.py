@@ -269,9 +269,9 @@ def test_nothing_is_offered_or_lent_to_a_device_that_sleeps() -> None:
     cache, keys = cache_of(2), keys_of("a", "b")
     store(cache, keys[:1])
     assert cache.sleep()
-    with pytest.raises(CacheError, match="given up"):
+    with pytest.raises(CacheError, match="the device is asleep"):
         cache.store({0: GroupKeys(keys[1:])})
-    with pytest.raises(CacheError, match="given up"):
+    with pytest.raises(CacheError, match="the device is asleep"):
         cache.load({0: GroupKeys(keys[:1])})
     assert cache.sleep()
     cache.wake()

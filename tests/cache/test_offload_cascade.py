@@ -170,13 +170,13 @@ def test_each_route_has_a_rule_of_its_own() -> None:
 
 @pytest.mark.parametrize("tier", ["attic", DEVICE])
 def test_a_rule_for_no_route_is_refused(tier: str) -> None:
-    with pytest.raises(CacheError, match="write rules are for routes into"):
+    with pytest.raises(CacheError, match="into: expected tiers of"):
         TieredCache([TierSpec(HOST, 1, 1)], CacheSettings(into={tier: WriteRule(WritePolicy.BACK)}))
 
 
 @pytest.mark.parametrize("threshold", [1, 256])
 def test_a_threshold_that_cannot_be_is_refused(threshold: int) -> None:
-    with pytest.raises(CacheError, match="threshold from 2 to 255"):
+    with pytest.raises(CacheError, match="threshold: expected 2 to 255"):
         WriteRule(WritePolicy.SELECTIVE, threshold)
     assert WriteRule(WritePolicy.BACK, threshold).threshold == threshold
 

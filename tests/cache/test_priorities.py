@@ -148,7 +148,7 @@ def test_a_retention_that_cannot_be_is_refused(wrong: Retention) -> None:
         lambda: store(cache, [key("a")], (0,), retention=[wrong]),
         lambda: store(cache, [key("a")], retention=[wrong]),
     ):
-        with pytest.raises(CacheError, match="a retention names chunks"):
+        with pytest.raises(CacheError, match="retention: expected a range"):
             call()
     assert not cache.residents()
 

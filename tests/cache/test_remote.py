@@ -31,12 +31,12 @@ STORE = "store"
 
 
 class Desk:
-    """A cache with one foreign tier (or `names`), its commands as they come, and a clock that stands still."""
+    """A cache with one remote tier (or `names`), its commands as they come, and a clock that stands still."""
 
     def __init__(self, slots: int = 8, names: Sequence[str] = (STORE,), **settings: Any) -> None:
         self.now = 0.0
         tiers = [TierSpec(HOST, slots, 4096)]
-        self.cache = TieredCache(tiers, CacheSettings(**settings), foreign=names)
+        self.cache = TieredCache(tiers, CacheSettings(**settings), remote=names)
         self.transfers: list[Transfer] = []
         self.probes: list[Probe] = []
 
@@ -116,8 +116,8 @@ def test_what_is_not_known_is_asked_for_and_not_waited_for() -> None:
     assert desk.probes[1].keys == (key("abcd"),)
     desk.answer("ab")
     assert desk.cache.progress(probe.probe).is_over
-    assert desk.lookup("abc")[:-3] == Found(foreign=2)[:-3]
-    assert desk.misses() == {MissReason.ABSENT: 3 + 4 + 1, MissReason.FOREIGN: 2}
+    assert desk.lookup("abc")[:-3] == Found(remote=2)[:-3]
+    assert desk.misses() == {MissReason.ABSENT: 3 + 4 + 1, MissReason.REMOTE: 2}
     assert desk.answers() == {Answer.PRESENT: 2, Answer.ABSENT: 1}
 
 
@@ -125,13 +125,13 @@ def test_single_chunks_are_asked_for_without_a_request() -> None:
     desk = Desk()
     paths = {0: GroupKeys(chunks("abc"))}
     quiet = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, each=True)
-    assert (quiet.probes, quiet.remote) == ((), {0: ["", "", ""]})
+    assert (quiet.probes, quiet.remote_sources) == ((), {0: ["", "", ""]})
     found = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, each=True, asks=[STORE])
     assert (found.turn, found.lease, len(found.probes)) == (None, None, 1)
     desk.look()
     desk.answer("ab")
     found = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, each=True, asks=[STORE])
-    assert (found.probes, found.remote) == ((), {0: [STORE, STORE, ""]})
+    assert (found.probes, found.remote_sources) == ((), {0: [STORE, STORE, ""]})
     for wrong in ({"each": True}, {"until": Until.NOTHING}, {"each": True, "until": Until.STEP}):
         with pytest.raises(CacheError, match="asks"):
             desk.cache.lookup(paths, 0.0, asks=[STORE], **wrong)
@@ -159,7 +159,7 @@ def test_what_is_there_is_fetched_into_the_host_tier_and_then_matched() -> None:
     assert desk.prefetch("abcd") == (job,)  # it is joined
     desk.end()
     found = desk.lookup("abcd")
-    assert (found.chunks, found.foreign) == (3, 0)
+    assert (found.chunks, found.remote) == (3, 0)
     desk.cache.load(found.lease, {0: [0, 1, 2]})
     desk.look()
     desk.end()
@@ -173,10 +173,10 @@ def test_a_fetch_follows_what_our_tiers_have_and_what_is_on_its_way() -> None:
     desk.lookup("abc")
     desk.answer("abc")
     desk.transfers.clear()
-    assert desk.lookup("abc").foreign == 2
+    assert desk.lookup("abc").remote == 2
     store(desk.cache, chunks("ab"), [7], first=1)  # comes from the device meanwhile
     desk.look()
-    assert desk.lookup("abc").foreign == 1
+    assert desk.lookup("abc").remote == 1
     assert len(desk.prefetch("abc")) == 2
     offload, fetch = desk.transfers
     assert (keys_of(offload), keys_of(fetch)) == (["ab"], ["abc"])
@@ -192,7 +192,7 @@ def test_a_chunk_that_lapsed_is_a_miss_that_is_counted_and_asked_for_again() -> 
     assert desk.resident() == {"a"}
     assert desk.misses() == {MissReason.ABSENT: 3, MissReason.LAPSED: 1, MissReason.BEHIND: 1}
     found = desk.lookup("abc")
-    assert (found.chunks, found.foreign) == (1, 0)
+    assert (found.chunks, found.remote) == (1, 0)
     assert desk.probes[-1].keys == (key("ab"),)
 
 
@@ -202,7 +202,7 @@ def test_a_store_that_never_answers_costs_nothing_but_counted_misses(status: Sta
     for path in ("abcd", "wxyz"):
         for _ in range(3):
             found = desk.lookup(path)
-            assert (found.chunks, found.foreign) == (0, 0)
+            assert (found.chunks, found.remote) == (0, 0)
             desk.answer("", present=(False,) * 4, status=status)
     assert desk.answers() == {Answer.NONE: 24}
     assert desk.misses() == {MissReason.ABSENT: 24}
@@ -216,9 +216,9 @@ def test_a_store_that_never_answers_costs_nothing_but_counted_misses(status: Sta
 def test_an_answer_counts_for_so_long() -> None:
     desk = known("a", "a", probe_life=5.0)
     desk.now = 4.9
-    assert desk.lookup("a").foreign == 1
+    assert desk.lookup("a").remote == 1
     desk.now = 5.0
-    assert desk.lookup("a").foreign == 0
+    assert desk.lookup("a").remote == 0
     assert len(desk.probes) == 1
 
 
@@ -239,7 +239,7 @@ def test_trap_34_a_chunk_is_there_when_all_ranks_have_their_part() -> None:
     desk.cache.apply([ProbeResult(probe.probe, (True, True), rank=1)], 0.0)
     assert not desk.cache.progress(probe.probe).is_over
     desk.cache.apply([ProbeResult(probe.probe, (True, False), rank=0)], 0.0)
-    assert desk.lookup("ab").foreign == 1
+    assert desk.lookup("ab").remote == 1
 
 
 def test_an_answer_that_lacks_a_rank_says_nothing() -> None:
@@ -247,7 +247,7 @@ def test_an_answer_that_lacks_a_rank_says_nothing() -> None:
     desk.lookup("a")
     number = desk.probes[0].probe
     desk.cache.apply([ProbeResult(number, (True,)), ProbeResult(number, (False,), Status.DEADLINE, rank=1)], 0.0)
-    assert (desk.lookup("a").foreign, desk.answers()) == (0, {Answer.NONE: 1})
+    assert (desk.lookup("a").remote, desk.answers()) == (0, {Answer.NONE: 1})
 
 
 @pytest.mark.parametrize("wrong", ["unknown", "twice", "rank", "length"])
@@ -267,7 +267,7 @@ def test_answers_that_nobody_waits_for_are_refused_and_nothing_is_applied(wrong:
         desk.cache.apply(results, 0.0)
     assert state_of(desk.cache) == before
     desk.answer("ab")
-    assert desk.lookup("ab").foreign == 2
+    assert desk.lookup("ab").remote == 2
 
 
 def test_a_reset_forgets_what_was_known_and_what_was_asked() -> None:
@@ -278,7 +278,7 @@ def test_a_reset_forgets_what_was_known_and_what_was_asked() -> None:
     desk.look()
     desk.end()
     desk.answer("xy")
-    assert (desk.lookup("ab").foreign, desk.lookup("xy").foreign) == (0, 0)
+    assert (desk.lookup("ab").remote, desk.lookup("xy").remote) == (0, 0)
     assert [(probe.generation, len(probe.keys)) for probe in desk.probes] == [(1, 2), (1, 2)]
     assert desk.misses()[MissReason.ABSENT] == 2 + 2 + 2 + 2
     assert desk.cache.stats()[0].used == 0
@@ -318,7 +318,7 @@ def test_what_was_stored_is_known_to_be_there() -> None:
     desk.store("ab")
     desk.end()
     assert desk.cache.discard(chunks("ab"), HOST) == 2
-    assert desk.lookup("ab")[:-3] == Found(foreign=2)[:-3]
+    assert desk.lookup("ab")[:-3] == Found(remote=2)[:-3]
 
 
 def test_what_was_fetched_is_not_stored_again() -> None:
@@ -356,7 +356,7 @@ def test_a_write_back_store_takes_what_is_about_to_be_evicted() -> None:
     assert gone and gone <= sent
     desk.transfers.clear()
     found = desk.lookup("abcdefghijkl")
-    assert found.chunks + found.foreign == 12 and found.foreign == len(gone)
+    assert found.chunks + found.remote == 12 and found.remote == len(gone)
 
 
 def test_stores_under_way_keep_few_slots_and_those_that_do_not_fit_are_counted() -> None:
@@ -386,7 +386,7 @@ def test_the_first_store_that_has_a_chunk_is_read() -> None:
     assert len(desk.lookup("abc").probes) == 2
     desk.answer("a")
     desk.answer("abc")
-    assert desk.lookup("abc").foreign == 3
+    assert desk.lookup("abc").remote == 3
     desk.prefetch("abc")
     assert [(str(t.route), keys_of(t)) for t in desk.transfers] == [("near->host", ["a"]), ("far->host", ["ab", "abc"])]
     desk.end()
@@ -407,7 +407,7 @@ def test_a_fetch_takes_no_room_from_what_others_hold() -> None:
 
 def test_a_fetch_takes_no_room_from_what_is_not_backed_up() -> None:
     desk = Desk()
-    desk.cache = TieredCache([TierSpec(HOST, 2, 4096), TierSpec(FILE, 4, 4096)], foreign=(STORE,))
+    desk.cache = TieredCache([TierSpec(HOST, 2, 4096), TierSpec(FILE, 4, 4096)], remote=(STORE,))
     for path in "ab":
         store(desk.cache, chunks(path), [0])
         desk.look()
@@ -448,7 +448,7 @@ def test_a_fetch_of_chunks_that_stand_alone_takes_no_room_from_those_that_are_he
 
 def test_names_and_rules_that_cannot_be_are_refused() -> None:
     with pytest.raises(CacheError, match="different names"):
-        TieredCache([TierSpec(HOST, 1, 1)], foreign=(HOST,))
+        TieredCache([TierSpec(HOST, 1, 1)], remote=(HOST,))
     with pytest.raises(CacheError, match="positive numbers of seconds"):
         CacheSettings(probe_timeout=0.0)
 

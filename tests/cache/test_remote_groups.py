@@ -1,4 +1,4 @@
-"""Requests over several KV cache groups, of which a foreign tier has a part."""
+"""Requests over several KV cache groups, of which a remote tier has a part."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def answered(cache: TieredCache, there: list[bytes]) -> None:
             cache.apply([ProbeResult(command.probe, tuple(each in there for each in command.keys))], 0.0)
 
 
-def abroad(slots: int = 64) -> TieredCache:
-    return TieredCache([TierSpec(HOST, slots, IMAGE_BYTES, LRU)], CacheSettings(groups=(FULL, WINDOW)), foreign=[STORE])
+def remote(slots: int = 64) -> TieredCache:
+    return TieredCache([TierSpec(HOST, slots, IMAGE_BYTES, LRU)], CacheSettings(groups=(FULL, WINDOW)), remote=[STORE])
 
 
 def test_what_all_groups_lack_is_asked_for_and_what_the_longest_prefix_needs_is_fetched() -> None:
-    cache = abroad()
+    cache = remote()
     store(cache, 0, FULLS[:1])
     store(cache, 1, WINDOWS[:2])
     found = cache.lookup(BOTH, 0.0)
-    assert (found.tokens, found.foreign, len(found.probes)) == (4, 0, 2)
+    assert (found.tokens, found.remote, len(found.probes)) == (4, 0, 2)
     answered(cache, [*FULLS[:3], *WINDOWS[:6]])  # 12 tokens of each
     found = cache.lookup(BOTH, 0.0)
-    assert (found.tokens, found.foreign, found.probes) == (4, 8, ())
+    assert (found.tokens, found.remote, found.probes) == (4, 8, ())
     jobs = cache.prefetch(BOTH, 0.0)
     transfers = [each for each in orders(cache) if each.route.source == STORE]
     assert [each.job for each in transfers] == list(jobs)
@@ -49,27 +49,27 @@ def test_what_all_groups_lack_is_asked_for_and_what_the_longest_prefix_needs_is_
 
 
 def test_what_only_the_store_has_is_a_miss_of_its_own_reason() -> None:
-    cache = abroad()
+    cache = remote()
     cache.lookup(BOTH, 0.0)
     answered(cache, [FULLS[0], WINDOWS[7]])
     before = cache.counters.misses.copy()
     cache.lookup(BOTH, 0.0)
     new = cache.counters.misses - before
-    assert new == {MissReason.FOREIGN: 2, MissReason.ABSENT: 3 + 2}  # three chunks lie in the last window
+    assert new == {MissReason.REMOTE: 2, MissReason.ABSENT: 3 + 2}  # three chunks lie in the last window
 
 
 def test_a_window_that_the_store_lacks_keeps_the_prefix_short() -> None:
-    cache = abroad()
+    cache = remote()
     cache.lookup(BOTH, 0.0)
     answered(cache, [*FULLS, *WINDOWS[:4]])
-    assert cache.lookup(BOTH, 0.0).foreign == 8
+    assert cache.lookup(BOTH, 0.0).remote == 8
     cache.prefetch(BOTH, 0.0)
     transfers = orders(cache)
     assert [item.key for each in transfers for item in each.items] == [*FULLS[:2], *WINDOWS[1:4]]
 
 
 def test_what_is_fetched_takes_no_room_from_what_the_same_prefix_needs() -> None:
-    cache = abroad(slots=6)
+    cache = remote(slots=6)
     store(cache, 1, WINDOWS[:6], first=3)  # what is needed after 12 tokens
     store(cache, 0, keys_of(0, 3, "new"))  # and what was used later
     cache.lookup(BOTH, 0.0)
@@ -82,7 +82,7 @@ def test_what_is_fetched_takes_no_room_from_what_the_same_prefix_needs() -> None
 
 
 def test_keys_out_of_place_where_only_the_store_is_asked_are_refused_with_nothing_changed() -> None:
-    cache = TieredCache([TierSpec(HOST, 64)], CacheSettings(groups=(FULL, FULL), events=9), foreign=[STORE])
+    cache = TieredCache([TierSpec(HOST, 64)], CacheSettings(groups=(FULL, FULL), events=9), remote=[STORE])
     known, new = keys_of(0, 6), keys_of(0, 7, "b")
     store(cache, 0, known)
     store(cache, 1, keys_of(1, 5))

@@ -178,8 +178,8 @@ def test_logged_calls_made_again_lead_to_the_same_state(seed: int, monkeypatch: 
         storm.cache.take()
         storm.cache.apply((), storm.now)
         asked += 3
-    tiers, settings, foreign, generation = storm.cache.made_of
-    again = TieredCache(tiers, settings, foreign=foreign, generation=generation)
+    tiers, settings, remote, generation = storm.cache.made_of
+    again = TieredCache(tiers, settings, remote=remote, generation=generation)
     for call in log.calls:
         with contextlib.suppress(CacheError):  # refused the first time, too
             getattr(again, call.name)(*call.arguments, **call.named)

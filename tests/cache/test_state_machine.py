@@ -49,7 +49,7 @@ def setups(draw: st.DrawFn) -> Setup:
         found=tuple((slot, key(path), parent(key(path))) for slot, path in enumerate(found)),
         generation=draw(st.sampled_from((0, 3))),
         policy=draw(st.sampled_from(("lru", "arc", "gittins"))),
-        foreign=draw(st.sampled_from(((), (), ("near",), ("near", "far")))),
+        remote=draw(st.sampled_from(((), (), ("near",), ("near", "far")))),
         max_probes=draw(st.sampled_from((8192, 8192, 3))),
         partial=draw(st.booleans()),
     )
@@ -131,12 +131,12 @@ class Tiers(Machine):
             skip = min(skip, self.world.setup.per_chunk - 1)
             self.world.load(hold, len(self.world.holds[hold].keys), skip, 0)
 
-    # foreign tiers
+    # remote tiers
 
-    @precondition(lambda self: self.world.setup.foreign)
+    @precondition(lambda self: self.world.setup.remote)
     @rule(path=long_paths, start=st.sampled_from((0, 0, 1)))
-    def prefetch_foreign(self, path: str, start: int) -> None:
-        self.world.prefetch_foreign(path, start)
+    def prefetch_remote(self, path: str, start: int) -> None:
+        self.world.prefetch_remote(path, start)
 
     # writing
 

@@ -40,7 +40,7 @@ def setups(draw: st.DrawFn) -> Setup:
         events=draw(st.sampled_from((0, 10_000))),
         max_writes=draw(st.sampled_from((1024, 3))),
         policy=draw(st.sampled_from(("lru", "arc", "gittins"))),
-        foreign=draw(st.sampled_from(((), ("near",)))),
+        remote=draw(st.sampled_from(((), ("near",)))),
         device_blocks=96,
     )
 
@@ -149,9 +149,9 @@ class Several(Machine):
         if tier in self.world.sizes and group < self.world.setup.groups:
             self.world.discard(path[:end], tier, group)
 
-    # foreign tiers
+    # remote tiers
 
-    @precondition(lambda self: self.world.setup.foreign)
+    @precondition(lambda self: self.world.setup.remote)
     @rule(path=prompts, there=st.integers(1, 6), lapsed=st.integers(0, 6))
     def others_have(self, path: str, there: int, lapsed: int) -> None:
         """Another engine has stored the beginning of `path`, of all groups; a chunk of the windows has lapsed."""
@@ -159,29 +159,29 @@ class Several(Machine):
             self.world.others_store(path, there // letters(group), "near", group)
         self.world.lapse(path, lapsed, "near", 1)
 
-    @precondition(lambda self: self.world.setup.foreign)
+    @precondition(lambda self: self.world.setup.remote)
     @rule(path=prompts, group=st.integers(0, 2))
-    def prefetch_foreign(self, path: str, group: int) -> None:
+    def prefetch_remote(self, path: str, group: int) -> None:
         if self.known(group):
-            self.world.prefetch_foreign_alone(path, self.known(group))
+            self.world.prefetch_remote_alone(path, self.known(group))
         else:
-            self.world.prefetch_foreign(path, 0)
+            self.world.prefetch_remote(path, 0)
 
-    @precondition(lambda self: self.world.setup.foreign)
+    @precondition(lambda self: self.world.setup.remote)
     @rule(path=prompts, device=st.lists(has, min_size=3, max_size=3))
-    def prefetch_foreign_groups(self, path: str, device: list[list[bool]]) -> None:
-        self.world.prefetch_foreign_groups(path, device)
+    def prefetch_remote_groups(self, path: str, device: list[list[bool]]) -> None:
+        self.world.prefetch_remote_groups(path, device)
 
-    @precondition(lambda self: self.world.setup.foreign)
+    @precondition(lambda self: self.world.setup.remote)
     @rule(path=prompts, there=st.sampled_from((2, 4, 6, 6)), lapsed=st.integers(0, 9), settle=st.booleans())
-    def come_from_abroad(self, path: str, there: int, lapsed: int, settle: bool) -> None:
+    def come_from_remote(self, path: str, there: int, lapsed: int, settle: bool) -> None:
         """A request that waits for all that others have of its prompt."""
         self.others_have(path, there, lapsed)
         self.world.lookup_groups(path, [[], [], []], None)
         for number, question in list(self.world.questions.items()):
             for rank in sorted(question.waiting):
                 self.world.answer(number, rank, True, Status.OK)
-        self.world.prefetch_foreign_groups(path, [[], [], []])
+        self.world.prefetch_remote_groups(path, [[], [], []])
         if settle:
             self.world.settle_all()
 

@@ -54,7 +54,7 @@ def test_without_a_rate_everything_may_be_written() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan])
 def test_a_rate_is_positive(rate: float) -> None:
-    with pytest.raises(CacheError, match="write budget"):
+    with pytest.raises(CacheError, match="bytes_per_second: expected more than 0"):
         WriteRule(WritePolicy.BACK, bytes_per_second=rate)
 
 

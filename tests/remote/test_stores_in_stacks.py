@@ -69,7 +69,7 @@ def served(stack: Stack, prompt: int) -> int:
 
 
 def probes(stack: Stack) -> int:
-    (tier,) = stack.foreign
+    (tier,) = stack.remote
     assert isinstance(tier, RemoteTier)
     return sum(count for (kind, _), count in tier.counts.items() if kind == "probe")
 
@@ -118,4 +118,4 @@ def test_a_stopped_server_costs_a_miss(opened: Callable[..., Stack], server: Loc
         assert served(stack, 99) == CHUNKS
     finally:
         os.kill(server.pid, signal.SIGCONT)
-    assert stack.foreign[0].troubles["timeout"] >= 1
+    assert stack.remote[0].troubles["timeout"] >= 1

@@ -22,8 +22,8 @@ def replay(path: Path, cache: TieredCache | None = None) -> TieredCache:
     if cache is None:
         if not written.is_whole:
             raise TraceError(f"{path}: expected all calls since the cache was empty, got the last {len(written.calls)}")
-        tiers, settings, foreign, generation = written.made_of
-        cache = TieredCache(tiers, settings, foreign=foreign, generation=generation)
+        tiers, settings, remote, generation = written.made_of
+        cache = TieredCache(tiers, settings, remote=remote, generation=generation)
     for name, args, kwargs in written.calls:
         try:
             getattr(cache, name)(*args, **kwargs)

@@ -9,7 +9,7 @@ import pytest
 from longshore.config import Config
 from longshore.runtime.stack import open_arena, registrar_for
 from longshore.tiers.arena import PAGE, Fallback
-from longshore.tiers.arena.registration import CudaRegistrar
+from longshore.tiers.arena.pinning import CudaRegistrar
 from mappings import is_mapped, open_files
 from pinning import CudaStandIn
 

@@ -14,7 +14,7 @@ import pytest
 from longshore.boundary import Status
 from longshore.errors import ConfigError, TierError
 from longshore.runtime.tier_host import HostedStore
-from longshore.runtime.tier_host import process as watch
+from longshore.runtime.tier_host import supervisor as watch
 from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import key, span
 from longshore.tiers.arena import Arena, ArenaSettings

@@ -1,4 +1,4 @@
-"""A foreign tier below the whole runtime: the bytes that come back are those that went there, or it is a miss."""
+"""A remote tier below the whole runtime: the bytes that come back are those that went there, or it is a miss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from longshore.boundary import HOST, Slabs
 from longshore.cache import CacheSettings, DropReason, Found, GroupKeys, MissReason, TieredCache, TierSpec
 from longshore.cache.types import Answer
 from longshore.layout import KVLayout, from_rows
-from longshore.runtime import BackgroundLoop, ForeignMover, Runtime
+from longshore.runtime import BackgroundLoop, KeyedMover, Runtime
 from longshore.testing import KeyStore, StoreFault
 from longshore.testing.key_store import Images
 from longshore.tiers.arena import Arena
@@ -38,10 +38,10 @@ class Machine:
         device = device_for(layout)
         device.reach(self.arena.in_one_piece)
         self.store = KeyStore(self.arena, host.image_bytes, images=images)
-        self.cache = TieredCache([TierSpec(HOST, SLOTS, size)], CacheSettings(**settings), foreign=[self.store.name])
-        foreign = ForeignMover(self.store, host)
-        movers = [TransferEngine(layout, device, host), foreign]
-        self.runtime = Runtime(self.cache, movers, [self.store], probers=[foreign])
+        self.cache = TieredCache([TierSpec(HOST, SLOTS, size)], CacheSettings(**settings), remote=[self.store.name])
+        remote = KeyedMover(self.store, host)
+        movers = [TransferEngine(layout, device, host), remote]
+        self.runtime = Runtime(self.cache, movers, [self.store], probers=[remote])
         self.loop = BackgroundLoop(self.runtime) if background else None
 
     def close(self) -> None:
@@ -168,7 +168,7 @@ def test_an_answer_that_comes_too_late_changes_nothing(background: bool) -> None
         Answer.ABSENT: 0,
         Answer.UNASKED: 0,
     }
-    assert machine.lookup().foreign == 0
+    assert machine.lookup().remote == 0
     machine.close()
 
 
@@ -178,7 +178,7 @@ def test_a_silent_store_costs_nothing_but_counted_misses() -> None:
     written = machine.offload(3)
     for _ in range(3):
         found = machine.lookup()
-        assert (found.chunks, found.foreign) == (3, 0)  # what is ours is there all the while
+        assert (found.chunks, found.remote) == (3, 0)  # what is ours is there all the while
         assert machine.runtime.wait_ended(found.probes, PATIENCE)
     machine.settle()
     assert machine.store.fired[StoreFault.SILENT] > 0

@@ -1,4 +1,4 @@
-"""A stack with a foreign tier: what one engine has stored there another one is served, byte by byte."""
+"""A stack with a remote tier: what one engine has stored there another one is served, byte by byte."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def opened(rows: torch.Tensor, images: Images, **settings: object) -> Stack:
     def open_store(arena: Arena, image_bytes: tuple[int, ...], scope: bytes, generation: int) -> KeyStore:
         return KeyStore(arena, image_bytes, name=f"store-{len(scope)}", images=images)
 
-    return open_stack(config, layout, scope, CpuDevice(), open_foreign=[open_store])
+    return open_stack(config, layout, scope, CpuDevice(), open_remote=[open_store])
 
 
 def rows_of(seed: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ def test_what_one_engine_stored_another_one_is_served(tmp_path: Path, with_files
         while stack.runtime.pump():
             pass
         assert len(images) == 3
-        assert [store.name for store in stack.foreign] == ["store-32"]
+        assert [store.name for store in stack.remote] == ["store-32"]
     with opened(there, images) as stack:
         with stack.runtime.control() as cache:
             probes = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock()).probes
@@ -84,10 +84,10 @@ def test_a_store_that_cannot_be_opened_leaves_nothing_behind(tmp_path: Path) -> 
 
     for _ in range(2):  # the second time the directory would be in use, had the first one stayed open
         with pytest.raises(ConfigError, match="no such store"):
-            open_stack(config, layout, scope, CpuDevice(), open_foreign=[refuse])
+            open_stack(config, layout, scope, CpuDevice(), open_remote=[refuse])
 
 
-def test_a_foreign_tier_is_told_the_generation_of_the_files(tmp_path: Path) -> None:
+def test_a_remote_tier_is_told_the_generation_of_the_files(tmp_path: Path) -> None:
     layout = from_rows(rows_of(1), pages_per_block=4, block_size=16)
     scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=16)
     config = Config.make(host_size=64 * layout.image_bytes, background=False, file_path=tmp_path, file_size=1 << 24)
@@ -98,14 +98,14 @@ def test_a_foreign_tier_is_told_the_generation_of_the_files(tmp_path: Path) -> N
         return KeyStore(arena, image_bytes, name="store")
 
     for _ in range(2):
-        stack = open_stack(config, layout, scope, CpuDevice(), open_foreign=[store])
+        stack = open_stack(config, layout, scope, CpuDevice(), open_remote=[store])
         with contextlib.closing(stack), stack.runtime.control() as cache:
             cache.reset()
     assert told == [0, 1]
 
 
-def test_foreign_tiers_need_host_memory(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="foreign tiers need a host tier"):
+def test_remote_tiers_need_host_memory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="remote tiers need a host tier"):
         opened(rows_of(1), {}, file_path=tmp_path, file_size=1 << 24, file_mode="gds")
 
 
@@ -119,6 +119,6 @@ def test_a_store_for_images_of_other_sizes_is_closed_again() -> None:
         return made[-1]
 
     with pytest.raises(PlanError, match="store has images of"):
-        open_stack(Config.make(host_size=1 << 20), layout, scope, CpuDevice(), open_foreign=[other])
+        open_stack(Config.make(host_size=1 << 20), layout, scope, CpuDevice(), open_remote=[other])
     with pytest.raises(TierClosedError):
         made[0].ask([], 0, 0.0)

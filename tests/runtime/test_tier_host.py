@@ -23,8 +23,8 @@ from tier_host_kit import IMAGE, SLOTS, HostedHarness, is_running, program
 from longshore.boundary import Status
 from longshore.errors import FormatError, PlanError, TierClosedError, TierError, TierInUseError
 from longshore.runtime.tier_host import TROUBLES, HostedFileTier, tier, wire
-from longshore.runtime.tier_host import process as watch
-from longshore.runtime.tier_host.process import HostProcess
+from longshore.runtime.tier_host import supervisor as watch
+from longshore.runtime.tier_host.supervisor import HostProcess
 from longshore.runtime.tier_host.wire import Kind, frame
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import Arena

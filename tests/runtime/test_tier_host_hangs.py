@@ -14,9 +14,9 @@ from tier_host_kit import PATIENCE, HostedHarness, is_running, program
 
 from longshore.boundary import Status
 from longshore.errors import TierError
-from longshore.runtime.tier_host import process as watch
+from longshore.runtime.tier_host import supervisor as watch
 from longshore.runtime.tier_host import tier
-from longshore.runtime.tier_host.process import HostProcess
+from longshore.runtime.tier_host.supervisor import HostProcess
 from longshore.runtime.tier_host.wire import Kind
 from longshore.tiers.base import Op, TierResult
 

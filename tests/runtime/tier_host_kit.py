@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore.runtime.tier_host import HostedFileTier
-from longshore.runtime.tier_host.process import PROGRAM
+from longshore.runtime.tier_host.supervisor import PROGRAM
 from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import span
 from longshore.tiers.arena import Arena, ArenaSettings

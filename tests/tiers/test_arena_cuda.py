@@ -10,7 +10,7 @@ import pytest
 
 from longshore.errors import RegistrationError
 from longshore.tiers.arena import PAGE, Arena, Fallback
-from longshore.tiers.arena.registration import CudaRegistrar, TorchCudaRuntime
+from longshore.tiers.arena.pinning import CudaRegistrar, TorchCudaRuntime
 from pinning import CudaStandIn
 
 PORTABLE, MAPPED = 1, 2

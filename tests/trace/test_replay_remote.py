@@ -1,4 +1,4 @@
-"""A remote store behind a replay: a foreign tier in virtual time, with queues, a delay, and a gate before it."""
+"""A remote store behind a replay: a remote tier in virtual time, with queues, a delay, and a gate before it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from longshore.transfer.device.cuda.calibration import Always, Effort
 from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.streams import CudaStream, Way, _CudaCopy
 from longshore.transfer.device.torch_streams import Accelerator, Point, StagedStream, TorchDevice, _StagedCopy
-from longshore.transfer.lane import EngineState
+from longshore.transfer.ordering import EngineState
 
 PAUSE = 100
 """Microseconds."""

@@ -19,7 +19,7 @@ from transfer_kit import Pools, flat, transfer
 
 from longshore.boundary import DEVICE, HOST, Section, Status, Urgency
 from longshore.errors import FreedLayoutError, TierClosedError
-from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine, lane
+from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine, ordering
 from longshore.transfer.plan import CopyBatch
 
 OK = Status.OK
@@ -403,7 +403,7 @@ def test_exit_of_the_interpreter_waits_for_the_threads_of_open_engines() -> None
     assert gate.wait_arrived(1)
     opener = threading.Timer(A_MOMENT, gate.open)
     opener.start()
-    lane._stop_all()  # as `atexit` does
+    ordering._stop_all()  # as `atexit` does
     assert not any(thread.is_alive() for thread in threads)
     opener.join()
     assert [result.statuses for result in rig.engine.poll()] == [(OK,)]

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longshore.transfer.lane import Access, Hazards, LanePosition, Place
+from longshore.transfer.ordering import Access, Hazards, LanePosition, Place
 
 DEVICE = Place("device", 0)
 HOST = Place("host", 0)

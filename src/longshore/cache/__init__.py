@@ -4,12 +4,12 @@ from longshore.cache.device_pool import DevicePool, DeviceStats
 from longshore.cache.events import Event, EventKind
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.explain import Account, Verdict, explain
-from longshore.cache.gate import Gate
 from longshore.cache.groups import UNTOLD, GroupKeys, Need
 from longshore.cache.index import Presence, Residency
 from longshore.cache.manager import TieredCache
 from longshore.cache.partial import Partial, Text
 from longshore.cache.pool import EDGES, State
+from longshore.cache.recompute_gate import Gate
 from longshore.cache.settings import (
     DEFAULT_PRIORITY,
     CacheGroup,

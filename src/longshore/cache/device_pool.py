@@ -1,21 +1,21 @@
-"""The device's blocks, for an engine that hands them over: who uses each, and which hold a known prefix.
+"""Device blocks, for an engine that lets Longshore manage them: references, a prefix cache by key, evictions.
 
-    free ──allocate──► used ──release──► free                 a block that nobody will ask for again
-                        ▲ └───release──► idle ──► free        one that was stored: evicted, last used first to stay
+    free ──allocate──► used ──release──► free                 a block that was not stored
+                        ▲ └───release──► idle ──► free        one that was stored: evicted least recently used first
                         └──lookup, hold────┘
 
-With it the device is the warmest tier: `lookup` finds what is on it before what is below, and what leaves it has been
-offloaded, as the write policy says. An engine's step looks like this, all of it by way of the pool:
+The device is then the warmest tier: `lookup` finds chunks on the device before those in the tiers, and evicted chunks
+have been offloaded, as the write policy says. A step of an engine:
 
-    found = pool.lookup(keys, now)              found.blocks are on the device, and held; found.below is below
-    blocks = pool.allocate(n)                   CapacityError: pool.make_way(n), and try again later
+    found = pool.lookup(keys, now)              found.blocks are on the device, with a reference; found.below in tiers
+    blocks = pool.allocate(n)                   on CapacityError, call pool.make_way(n) and retry later
     pool.load(found.below.lease, blocks[:k])    ... compute ...
-    pool.store(keys, found.blocks + blocks)     from now on others find them
-    pool.release(found.blocks + blocks)         the request is over
+    pool.store(keys, found.blocks + blocks)     other requests find them from now on
+    pool.release(found.blocks + blocks)         the request has ended
 
-A block that a job still reads or writes is not handed out, whoever let go of it. Blocks of several KV cache groups come
-from one pool where they share memory: a block is its number, whatever group it serves. What comes to the device and
-leaves it stands among the cache's events, with the tier `device`.
+A block that a job still reads or writes is not allocated. Blocks of several KV cache groups that share memory come from
+one pool: a block number is not specific to a group. Chunks stored on the device and evicted from it are recorded as
+events, with the tier `device`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from longshore.errors import CacheError, CapacityError
 
 
 class FoundOnDevice(NamedTuple):
-    """The device has the leading chunks of a path in `blocks`, each with one more reference; `below` follows."""
+    """The leading chunks of a path are in `blocks`, each with a new reference; `below` are those in tiers."""
 
     blocks: tuple[int, ...]
     below: Found
 
 
 class DeviceStats(NamedTuple):
-    """Blocks of a device pool: all, free, used, idle (evictable), still touched by jobs; and references to the used."""
+    """Blocks of a device pool: all, free, used, idle (evictable), in use by jobs only; and all references."""
 
     blocks: int
     free: int
@@ -69,7 +69,7 @@ class DevicePool:
     def __init__(self, cache: TieredCache, blocks: int, *, pool: int = 0) -> None:
         """`pool` is the physical pool on the device, as in `KVLayout.pools`. `CacheError` for a negative number."""
         if blocks < 0:
-            raise CacheError(f"a pool has zero or more blocks, got {blocks}")
+            raise CacheError(f"expected zero or more device blocks, got {blocks}")
         self.blocks = blocks
         self._cache = cache
         self._pool = pool
@@ -77,12 +77,12 @@ class DevicePool:
         self._references = zeros(blocks)
         self._jobs: dict[int, list[int]] = {}
         self._fills: dict[int, tuple[int, ...]] = {}
-        """The jobs that were ordered last to fill a block."""
+        """The jobs in flight that fill each block."""
         self._asleep = False
         self._begin()
 
     def _begin(self) -> None:
-        """All blocks that nobody uses are free, and nothing is known."""
+        """Free all unused blocks, and remove all chunks."""
         self._known: dict[Key, _Known] = {}
         self._key_of: dict[int, Key] = {}
         self._idle: OrderedDict[Key, None] = OrderedDict()
@@ -93,22 +93,22 @@ class DevicePool:
     # ------------------------------------------------------------------ references
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks, each with one reference; chunks that are idle, and have copies below, make way.
+        """Allocate `count` blocks, each with one reference; evicts idle chunks that tiers have.
 
-        Raises `CapacityError`, and nothing has changed, if there are fewer; `CacheError` for a negative number,
-        or while the device sleeps.
+        Raises `CapacityError`, with nothing changed, if there are fewer; `CacheError` for a negative number, or while
+        the device is asleep.
         """
         if count < 0:
             raise CacheError(f"cannot allocate {count} blocks")
         if self._asleep:
-            raise CacheError("the device's memory was given up by `sleep`, and not taken back by `wake`")
+            raise CacheError("the device is asleep: its memory was freed by `sleep`, call `wake` first")
         if count > self.blocks:
-            raise CapacityError(f"{count} blocks were asked for, there are {self.blocks}")
+            raise CapacityError(f"cannot allocate {count} blocks: the device pool has {self.blocks}")
         self._reclaim()
         going = self._going(count - len(self._free))
         had = len(self._free) + len(going) * self._per_chunk
         if had < count:
-            raise CapacityError(f"{count} blocks were asked for, {had} of {self.blocks} can be had")
+            raise CapacityError(f"cannot allocate {count} blocks: {had} of {self.blocks} are free or can be evicted")
         for key in going:
             self._forget(key)
         taken = [self._free.pop() for _ in range(count)]
@@ -117,20 +117,21 @@ class DevicePool:
         return taken
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """One more reference to each of `blocks`, which are used or idle. `CacheError`, and no change, for another."""
+        """Add a reference to each of `blocks`. Raises `CacheError`, with nothing changed, for a free block."""
         self._check(blocks)
         bad = [block for block in blocks if not self._references[block] and block not in self._key_of]
         if bad:
-            raise CacheError(f"device block {bad[0]} is nobody's, and nothing is in it")
+            raise CacheError(f"device block {bad[0]} is free: expected a used or idle block")
         for block in blocks:
             self._references[block] += 1
             if block in self._key_of:
                 self._idle.pop(self._key_of[block], None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One reference less to each of `blocks`, a path from its head on; `CacheError` and no change if one has none.
+        """Remove a reference from each of `blocks`, a path, head first. Stored chunks stay until they are evicted,
+        tails first.
 
-        What was committed stays, to be found, until its room is needed: tails go before heads.
+        Raises `CacheError`, with nothing changed, if a block has no reference.
         """
         self._check(blocks)
         for block, times in Counter(blocks).items():
@@ -148,7 +149,7 @@ class DevicePool:
     # ------------------------------------------------------------------ what is known
 
     def find(self, keys: Sequence[Key]) -> list[tuple[int, ...] | None]:
-        """For each chunk the blocks that it is in, `None` if it is not on the device; for `GroupKeys.device`."""
+        """The blocks of each chunk, `None` if it is not on the device; for `GroupKeys.device`."""
         return [known.blocks if (known := self._known.get(key)) else None for key in keys]
 
     def lookup(
@@ -160,7 +161,7 @@ class DevicePool:
         turn: int | None = None,
         returns: Return | None = None,
     ) -> FoundOnDevice:
-        """The leading chunks that the device has, each of whose blocks has one more reference; then what is below."""
+        """Look up a path on the device, and behind that in the tiers. Each block found gets a reference."""
         blocks: list[int] = []
         for known in self.find(keys):
             if known is None:
@@ -172,7 +173,7 @@ class DevicePool:
         return FoundOnDevice(tuple(blocks), below)
 
     def load(self, lease: Lease, blocks: Sequence[int], *, group: int = 0, **how: Any) -> LoadOrder:
-        """As `TieredCache.load` of one path, into blocks that were allocated, and that nobody can find yet."""
+        """As `TieredCache.load` of one path, into allocated blocks that were not stored."""
         self._check_private(blocks)
         ordered = self._cache.load(lease, {group: blocks}, **how)
         for part in ordered.parts:
@@ -181,7 +182,7 @@ class DevicePool:
         return ordered
 
     def copy(self, sources: Sequence[int], blocks: Sequence[int], *, tokens: int | None = None, group: int = 0) -> int:
-        """Copy from block to block: `TieredCache.load` of a `DeviceCopy`; the job."""
+        """Copy between device blocks, as `TieredCache.load` of a `DeviceCopy`; returns the job."""
         self._check_used(sources)
         self._check_private(blocks)
         copy = DeviceCopy([Slot(DEVICE, self._pool, block) for block in sources], tokens)
@@ -199,19 +200,19 @@ class DevicePool:
         evicting: bool = False,
         turn: int | None = None,
     ) -> StoreOrder:
-        """As `TieredCache.store` of one path; from now on its chunks are found on the device, too.
+        """As `TieredCache.store` of one path; lookups find its chunks on the device from now on.
 
-        `CacheError` while a load or a copy into one of `blocks` has not ended: it may fail, and others would find it.
+        Raises `CacheError` while a load or copy into one of `blocks` is in flight: it may fail.
         """
         self._check_used(blocks)
         filling = [block for block in blocks if any(map(self._is_moving, self._fills.get(block, ())))]
         if filling:
-            raise CacheError(f"device block {filling[0]} is still being filled")
+            raise CacheError(f"device block {filling[0]} cannot be stored: a load or copy into it is in flight")
         per_chunk, keys, first = self._per_chunk, tuple(path.names), path.first
         chunks = [tuple(blocks[at : at + per_chunk]) for at in range(0, len(blocks), per_chunk)]
         for key, mine in zip(keys[first:], chunks, strict=False):
             if any(self._key_of.get(block, key) != key for block in mine):
-                raise CacheError(f"chunk {key.hex()[:12]} is in blocks {mine}, of which one has another chunk")
+                raise CacheError(f"chunk {key.hex()[:12]}: one of its blocks {mine} has another chunk")
         offload = self._cache.store({group: path}, {group: blocks}, evicting=evicting, turn=turn)[group]
         came, alone = list[tuple[Key, Key | None]](), self._cache.settings.stands_alone(group)
         for position, (key, mine) in enumerate(zip(keys[first:], chunks, strict=True), first):
@@ -226,9 +227,9 @@ class DevicePool:
     # ------------------------------------------------------------------ room
 
     def make_way(self, count: int) -> int:
-        """Have `count` blocks become free: what is idle and not below is offloaded, and goes when that has ended.
+        """Order offloads of idle chunks that no tier has, so that `count` blocks can be allocated later.
 
-        What no tier takes goes at once. Says how many blocks could be had now.
+        Chunks that no tier stores are evicted at once. Returns how many blocks are available now.
         """
         self._reclaim()
         coming = sum(self._is_touched(block) for block in self._parked)
@@ -244,7 +245,7 @@ class DevicePool:
         return len(self._free)
 
     def _offload(self, known: _Known, offered: set[Key]) -> None:
-        """Offload a chunk, and what is before it, as far as the device still has that and it was not `offered`."""
+        """Offload a chunk and the chunks before it that are on the device and were not `offered`."""
         path = known.path[: known.position + 1]
         first = len(path)
         while first and path[first - 1] in self._known and path[first - 1] not in offered:
@@ -256,7 +257,7 @@ class DevicePool:
         self._note(orders[known.group], chunks, first)
 
     def _going(self, blocks: int) -> list[Key]:
-        """Idle chunks, the coldest first, that can make way at once for so many `blocks`; or all that can."""
+        """Idle chunks to evict for `blocks` blocks, least recently used first; all that can be if there are fewer."""
         going: list[Key] = []
         for key in self._idle:
             if len(going) * self._per_chunk >= blocks:
@@ -266,7 +267,7 @@ class DevicePool:
         return going
 
     def _forget(self, key: Key) -> None:
-        """An idle chunk is no longer found."""
+        """Remove an idle chunk from the prefix cache."""
         self._log(gone=[key])
         del self._idle[key]
         blocks = self._known.pop(key).blocks
@@ -277,13 +278,14 @@ class DevicePool:
     # ------------------------------------------------------------------ life
 
     def sleep(self) -> bool:
-        """As `TieredCache.sleep`; when it says so, all blocks are free, and nothing is known of the device any more.
+        """As `TieredCache.sleep`. When it returns true, all blocks are free, and the prefix cache of the device is
+        empty.
 
-        Raises `CacheError` while a block is used. The tiers keep what they have; to forget that too, `reset`.
+        Raises `CacheError` while a block is used. The tiers keep their chunks; use `reset` to remove them, too.
         """
         used = self.stats().used
         if used:
-            raise CacheError(f"{used} device blocks are in use")
+            raise CacheError(f"cannot sleep: {used} device blocks are in use")
         self._asleep = True
         asleep = self._cache.sleep()
         if asleep:
@@ -292,14 +294,14 @@ class DevicePool:
         return asleep
 
     def wake(self) -> None:
-        """As `TieredCache.wake`: the memory is back, and empty."""
+        """As `TieredCache.wake`: device memory was restored, empty."""
         self._cache.wake()
         self._asleep = False
 
     def reset(self, *, keep: Sequence[str] = (), weights: bool = False) -> int:
-        """As `TieredCache.reset`; what the device has is not found any more, either. References stay."""
+        """As `TieredCache.reset`; also empties the prefix cache of the device. References stay."""
         generation = self._cache.reset(keep=keep, weights=weights)
-        if keep:  # else the cache has told of it
+        if keep:  # else the cache has recorded an event
             self._log(gone=list(self._known), cause=RESET)
         self._begin()
         return generation
@@ -307,31 +309,31 @@ class DevicePool:
     # ------------------------------------------------------------------ watching
 
     def stats(self) -> DeviceStats:
-        """Blocks by what has become of them."""
+        """Numbers of blocks by state."""
         used = self.blocks - self._references.count(0)
         idle = sum(len(self._known[key].blocks) for key in self._idle)
         return DeviceStats(self.blocks, len(self._free), used, idle, len(self._parked), sum(self._references))
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` unless every block is in one place, and all that is known agrees."""
+        """Raise `CacheError` unless every block has one state, and the prefix cache is consistent."""
         idle = [block for key in self._idle for block in self._known[key].blocks]
         used = [block for block in range(self.blocks) if self._references[block]]
-        # Of a chunk that is used in part, some blocks have no references.
+        # A partially used chunk has blocks without references.
         part = [block for block, key in self._key_of.items() if not self._references[block] and key not in self._idle]
         if sorted([*self._free, *self._parked, *idle, *used, *part]) != list(range(self.blocks)):
-            raise CacheError(f"of {self.blocks} blocks some are in two places, or in none")
+            raise CacheError(f"some of {self.blocks} blocks have two states, or none")
         if min(self._references, default=0) < 0:
-            raise CacheError("a block has less than no references")
+            raise CacheError("a block has a negative number of references")
         blocks = {block: key for key, known in self._known.items() for block in known.blocks}
         if blocks != self._key_of or any(self._references[block] for block in idle):
-            raise CacheError(f"{len(self._known)} chunks are known in other blocks, or idle and used")
+            raise CacheError(f"some of {len(self._known)} chunks have other blocks, or are both idle and used")
 
     # ------------------------------------------------------------------ inside
 
     def _check(self, blocks: Sequence[int]) -> None:
         bad = [block for block in blocks if not isinstance(block, int) or not 0 <= block < self.blocks]
         if bad:
-            raise CacheError(f"device blocks lie in [0, {self.blocks}), got {bad[0]}")
+            raise CacheError(f"expected device blocks in [0, {self.blocks}), got {bad[0]}")
 
     def _check_used(self, blocks: Sequence[int]) -> None:
         self._check(blocks)
@@ -343,10 +345,10 @@ class DevicePool:
         self._check_used(blocks)
         bad = [block for block in blocks if block in self._key_of]
         if bad:
-            raise CacheError(f"device block {bad[0]} holds a chunk that others may find")
+            raise CacheError(f"device block {bad[0]} has a stored chunk, which other requests may use")
 
     def _let_go(self, blocks: Iterable[int]) -> None:
-        """These are free, or will be when no job touches them any more."""
+        """Free these blocks, now or when no job uses them any more."""
         for block in blocks:
             if self._is_touched(block):
                 self._parked.append(block)
@@ -363,14 +365,14 @@ class DevicePool:
                 self._touch(offload.job, chunks[placement.position - first])
 
     def _log(self, came: Sequence[tuple[Key, Key | None]] = (), gone: Sequence[Key] = (), cause: str = EVICTED) -> None:
-        """Chunks came, each told with the one before it, or have `gone`: for the cache's events alone."""
+        """Record chunks stored on the device (key, parent) and those that have `gone` as events."""
         self._cache._store.log_device(came, gone, cause)
 
     def _is_moving(self, job: int) -> bool:
         return not self._cache.progress(job).is_over
 
     def _is_below(self, key: Key) -> bool:
-        """Whether a tier has `key`, or will have."""
+        """Whether `key` is in a tier, or being written to one."""
         found = self._cache.lookup({0: GroupKeys([key])}, 0.0, until=Until.NOTHING, each=True)
         return found.residency[0].presences[0] is not Presence.ABSENT
 

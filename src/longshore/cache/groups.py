@@ -76,8 +76,8 @@ class Need(NamedTuple):
 class GroupSearch:
     """The search for the longest served prefix in one group, whose chunks have `chunk_tokens` tokens each.
 
-    With `abroad`, which returns whether a remote tier has a key, chunks of remote tiers and chunks in flight count as
-    served, too.
+    With `has_remote`, which returns whether a remote tier has a key, chunks of remote tiers and chunks in flight count
+    as served, too.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class GroupSearch:
         chunk_tokens: int,
         wanted: GroupKeys,
         *,
-        abroad: Callable[[Key], bool] | None = None,
+        has_remote: Callable[[Key], bool] | None = None,
     ) -> None:
         self.keys, device = wanted.names, () if wanted.device is None else wanted.device
         if len(device) > len(self.keys):
@@ -100,7 +100,7 @@ class GroupSearch:
         """The first chunk that would be needed if all of them were served."""
         self._index = index
         self._partials = partials
-        self._abroad = abroad
+        self._has_remote = has_remote
         self._device = np.zeros(len(self.keys), bool)
         self._device[: len(device)] = np.asarray(device, bool)
         self._clear = len(self.keys)  # chunks from here on that were examined are served
@@ -145,7 +145,7 @@ class GroupSearch:
         """Whether the chunk at `at` is on the device, or can be read from a tier."""
         if at >= len(self.keys):
             return False
-        if self._abroad is not None and (self._index.get(self.keys[at]) or self._abroad(self.keys[at])):
+        if self._has_remote is not None and (self._index.get(self.keys[at]) or self._has_remote(self.keys[at])):
             return True
         return bool(self._device[at] or self._index.is_readable(self.keys[at]))
 
@@ -153,9 +153,9 @@ class GroupSearch:
         """The last chunk of `[first, end)` that is not served, of those examined; `None` if all are served."""
         if not self.group.alone:
             ready = self._index.reachable_prefix(self.keys[:end], 0)
-            if self._abroad is not None:
+            if self._has_remote is not None:
                 ready = self._index.known_prefix(self.keys[:end], ready)
-                ready += sum(1 for _ in takewhile(self._abroad, self.keys[ready:end]))
+                ready += sum(1 for _ in takewhile(self._has_remote, self.keys[ready:end]))
             ready += leading(self._device[ready:end])
             if self._index.orphans and 0 < ready < end and self._device[:ready].all():
                 ready = self._index.reachable_prefix(self.keys[:end], ready)

@@ -26,7 +26,7 @@ from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.groups import UNTOLD, GroupKeys, GroupSearch, Need, check_distinct, longest_served, runs_of
 from longshore.cache.index import At, Residency, nodes_of
 from longshore.cache.nodes import ROOT
-from longshore.cache.remote import Exchange
+from longshore.cache.remote import RemoteTiers
 from longshore.cache.store import Pin, Store
 from longshore.cache.transfers import LeasedChunks, Transfers
 from longshore.cache.transfers import LeaseRecord as Record
@@ -139,12 +139,12 @@ class Lookups:
     """Lookups on one `Transfers`. `advance` sets its time, after all arguments were checked."""
 
     def __init__(
-        self, transfers: Transfers, leases: Leases, exchange: Exchange, advance: Callable[[float], None]
+        self, transfers: Transfers, leases: Leases, remote: RemoteTiers, advance: Callable[[float], None]
     ) -> None:
         self._transfers = transfers
         self._store = transfers.store
         self._leases = leases
-        self._exchange = exchange
+        self._remote = remote
         self._advance = advance
 
     # ------------------------------------------------------------------ one group
@@ -179,15 +179,15 @@ class Lookups:
         for position in {start, max(start, end - 1), end} - {len(keys)}:
             index.check_link(keys, position)
         # Remote tiers are asked for each key behind these, so their order is checked; else a bisection suffices.
-        known = end + len(index.follow(keys, end)) if self._exchange.tiers else index.known_prefix(keys, end)
+        known = end + len(index.follow(keys, end)) if self._remote.tiers else index.known_prefix(keys, end)
         partial = None if text is None else self._store.partials.closest(keys, end, text, size)
         self._advance(now)
         turn = self._serve(turn, keys, until, end, said=said)
-        asks, foreign, probes = until is not Until.NOTHING, 0, tuple[int, ...]()
-        if self._exchange.tiers:
-            foreign, probes = self._exchange.look(keys, known, asks=asks)
+        asks, remote, probes = until is not Until.NOTHING, 0, tuple[int, ...]()
+        if self._remote.tiers:
+            remote, probes = self._remote.look(keys, known, asks=asks)
         if count:
-            self._store.count_misses(keys, end, known, foreign)
+            self._store.count_misses(keys, end, known, remote)
             if self._store.log.on:
                 asked, found = tuple(keys), end - start
                 self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
@@ -196,12 +196,12 @@ class Lookups:
         if until is Until.STEP:
             self._leases.protect(numbers(index.find(leased)))
         elif leased and asks:
-            if self._exchange.tiers:
-                self._exchange.found(keys[start:end])
+            if self._remote.tiers:
+                self._remote.found(keys[start:end])
             pins = (self._store.pin(index.get(leased[-1])),)
             held = LeasedChunks(leased, range(start, start + len(leased)), pins, group)
             lease = self._leases.take(self._transfers.new_id(), (held,), request)
-        return Found(lease, end - start, partial=partial, foreign=foreign, probes=probes, turn=turn)
+        return Found(lease, end - start, partial=partial, remote=remote, probes=probes, turn=turn)
 
     def chunks(
         self,
@@ -226,10 +226,10 @@ class Lookups:
                 parts.append((group, here, there))
         self._advance(now)
         if until is Until.NOTHING:
-            probes = self._exchange.ask([key for here in found.values() for key in here.keys], asks) if asks else ()
-            theirs = found if self._exchange.tiers else {}
-            remote = {group: self._exchange.sources(here.keys) for group, here in theirs.items()}
-            return Found(probes=probes, turn=turn, residency=found, remote=remote)
+            probes = self._remote.ask([key for here in found.values() for key in here.keys], asks) if asks else ()
+            theirs = found if self._remote.tiers else {}
+            sources = {group: self._remote.sources(here.keys) for group, here in theirs.items()}
+            return Found(probes=probes, turn=turn, residency=found, remote_sources=sources)
         if turn is None:
             asked = [key for here in found.values() for key in here.keys]
             head = next((here.at for here in found.values()), np.zeros(0, np.int32))
@@ -262,12 +262,12 @@ class Lookups:
             nodes = index.find_alone(keys[start:])
             self._store.check_pool(nodes, pool)
             self._advance(now)
-            return self._exchange.fetch_alone(keys[start:], nodes, pool)
+            return self._remote.fetch_alone(keys[start:], nodes, pool)
         end = index.reachable_prefix(keys, start)
         nodes = index.follow(keys, end)
         self._store.check_pool([*nodes[:1], index.get(keys[end - 1]) if end else 0], pool)
         self._advance(now)
-        return self._exchange.fetch(keys, end, nodes, pool)
+        return self._remote.fetch(keys, end, nodes, pool)
 
     def warm(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], At]:
         """Keys and nodes of chunks of `group`. Raises `CacheError` unless all are ready in the warmest tier."""
@@ -322,11 +322,11 @@ class Lookups:
             self._store.check_pool([*head, *nodes], self._transfers.settings.pool_of(group))
         check_distinct(keys)
 
-    def _paths(self, wanted: Sequence[GroupKeys], *, abroad: bool = False) -> list[GroupSearch]:
+    def _paths(self, wanted: Sequence[GroupKeys], *, with_remote: bool = False) -> list[GroupSearch]:
         store, settings = self._store, self._transfers.settings
-        has = self._exchange.has if abroad else None
+        has = self._remote.has if with_remote else None
         return [
-            GroupSearch(store.index, store.partials, *settings.group(group), each, abroad=has)
+            GroupSearch(store.index, store.partials, *settings.group(group), each, has_remote=has)
             for group, each in enumerate(wanted)
         ]
 
@@ -337,7 +337,7 @@ class Lookups:
 
     def _could_be(self, wanted: Sequence[GroupKeys]) -> MultiGroupPrefix:
         """The longest prefix with the chunks that remote tiers are known to have, and those in flight."""
-        return self._plan(self._paths([each._replace(text=None) for each in wanted], abroad=True))
+        return self._plan(self._paths([each._replace(text=None) for each in wanted], with_remote=True))
 
     def _found(
         self,
@@ -368,9 +368,9 @@ class Lookups:
         elif until is Until.RELEASE and needed:
             parts = [self._hold(*each) for each in needed]
             lease = self._leases.take(self._transfers.new_id(), parts, request, is_multi_group=True)
-        more = self._could_be(wanted).tokens if self._exchange.tiers else 0
-        foreign = max(0, more - tokens)
-        return Found(lease, tokens=tokens, needs=needs, foreign=foreign, probes=probes, turn=turn)
+        more = self._could_be(wanted).tokens if self._remote.tiers else 0
+        remote = max(0, more - tokens)
+        return Found(lease, tokens=tokens, needs=needs, remote=remote, probes=probes, turn=turn)
 
     def fetch(self, paths: Mapping[int, GroupKeys], now: float) -> tuple[int, ...]:
         """Read from remote tiers what the longest prefix needs and no own tier has; returns its jobs, and those in
@@ -387,11 +387,11 @@ class Lookups:
             index, pool = store.index, self._transfers.settings.pool_of(group)
             if path.group.alone:
                 lacking = [path.keys[at] for at in need.load]
-                found = self._exchange.fetch_alone(lacking, index.find_alone(lacking), pool)
+                found = self._remote.fetch_alone(lacking, index.find_alone(lacking), pool)
             else:
                 keys = path.keys[: need.end]
                 end = index.reachable_prefix(keys, 0)
-                found = self._exchange.fetch(keys, end, index.follow(keys, end), pool)
+                found = self._remote.fetch(keys, end, index.follow(keys, end), pool)
             jobs.update(dict.fromkeys(found))
         for pin in pins:
             store.unpin(pin)
@@ -461,18 +461,18 @@ class Lookups:
         """Probe remote tiers for missing chunks; with `count`, count misses and the request. Returns the probes."""
         store, misses, asks = self._store, list[MissReason](), until is not Until.NOTHING
         if path.group.alone:
-            theirs = self._exchange.tiers
-            probes = self._exchange.ask(path.unserved(need.end)) if theirs and asks else ()
+            theirs = self._remote.tiers
+            probes = self._remote.ask(path.unserved(need.end)) if theirs and asks else ()
             for key in path.keys[max(need.end, path.last_window) :]:
                 reason = store.miss(key)
-                abroad = theirs and reason is MissReason.ABSENT and self._exchange.has(key)
-                misses.append(MissReason.FOREIGN if abroad else reason)
+                is_remote = theirs and reason is MissReason.ABSENT and self._remote.has(key)
+                misses.append(MissReason.REMOTE if is_remote else reason)
             store.counters.misses.update(misses if count else ())
         else:
             known = store.index.known_prefix(path.keys, need.end)
-            foreign, probes = self._exchange.look(path.keys, known, asks=asks) if self._exchange.tiers else (0, ())
+            remote, probes = self._remote.look(path.keys, known, asks=asks) if self._remote.tiers else (0, ())
             if count:
-                store.count_misses(path.keys, need.end, known, foreign)
+                store.count_misses(path.keys, need.end, known, remote)
         if count and store.log.on:
             asked: tuple[Key, ...] = tuple(path.keys[need.first :])
             store.log.record(EventKind.REQUEST, request=request, keys=asked, length=need.end - need.first)

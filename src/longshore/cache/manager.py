@@ -25,7 +25,7 @@ from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import Leases, Lookups, check_first
 from longshore.cache.offload import Offloader
 from longshore.cache.recovery import Chunk, Recovered, adopt
-from longshore.cache.remote import Exchange
+from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_time, seconds
 from longshore.cache.settings import check as check_retention
 from longshore.cache.store import Level, Store
@@ -51,8 +51,7 @@ class TieredCache:
     """The control plane of one engine: an index over `tiers`, warmest first, below the engine's own device cache.
 
     Calls name chunks by `Mapping`s from the number of a KV cache group to `GroupKeys`; an engine with one group has
-    `{0: GroupKeys(keys)}`. Times are seconds on the caller's clock. Invalid arguments raise `CacheError`, and change
-    nothing.
+    `{0: GroupKeys(keys)}`. Times are seconds on the caller's clock. Invalid arguments raise `CacheError`.
     """
 
     def __init__(
@@ -60,10 +59,10 @@ class TieredCache:
         tiers: Sequence[TierSpec],
         settings: CacheSettings | None = None,
         *,
-        foreign: Sequence[str] = (),
+        remote: Sequence[str] = (),
         generation: int = 0,
     ) -> None:
-        names, theirs = tuple(tier.name for tier in tiers), tuple(foreign)
+        names, theirs = tuple(tier.name for tier in tiers), tuple(remote)
         if not names or len({DEVICE, *names, *theirs}) != 1 + len(names) + len(theirs):
             raise CacheError(f"expected one tier or more, with different names; got {names}, {theirs}")
         self.settings = settings or CacheSettings()
@@ -86,10 +85,10 @@ class TieredCache:
         self._transfers = Transfers(self._store, self.settings, generation)
         self._loader = Loader(self._transfers)
         self._offloader = Offloader(self._transfers, rules[: len(names)], is_only=len(names) == 1 and not theirs)
-        self._exchange = Exchange(self._transfers, theirs, rules[len(names) :])
+        self._remote = RemoteTiers(self._transfers, theirs, rules[len(names) :])
         self._leases = Leases(self._store)
         self._prefetcher = Prefetcher(self._transfers, self._offloader, self._leases)
-        self._lookups = Lookups(self._transfers, self._leases, self._exchange, self._advance)
+        self._lookups = Lookups(self._transfers, self._leases, self._remote, self._advance)
         self._device = DeviceBlocks(self.settings.device_blocks)
 
     @property
@@ -242,16 +241,14 @@ class TieredCache:
             self._device.check(())
             self._store.check_turn(turn)
             warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
-            self._exchange.found([key for keys, _ in warm for key in keys])
+            self._remote.found([key for keys, _ in warm for key in keys])
             lent = [(len(keys), self._loader.lease_slots(keys, at, turn)) for keys, at in warm]
             return LoadOrder(sum(count for count, _ in lent), tuple(Part(job, n, slots) for n, (job, slots) in lent))
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
         if record.is_multi_group:
             if skip or tokens is not None:
-                raise CacheError(
-                    "expected `skip` and `tokens` only with a lease on one group; `Need` says what to load of several"
-                )
+                raise CacheError("expected `skip` and `tokens` only with a lease on one group")
             mine = [blocks.get(group, ()) for group in range(len(self.settings.groups))]
             sections = self._lookups.sections(record, mine)
             for each in mine:
@@ -305,9 +302,7 @@ class TieredCache:
     def progress(self, of: Lease | int) -> Progress:
         """The progress of a lease, job or probe. A job that is over does not use its device blocks any more."""
         if isinstance(of, int):
-            return Progress(
-                of not in self._transfers.jobs and not (self._exchange.tiers and self._exchange.is_asking(of))
-            )
+            return Progress(of not in self._transfers.jobs and not (self._remote.tiers and self._remote.is_asking(of)))
         record = self._leases.get(of)
         if record.load is not None:
             return Progress(record.load.outcome is not None, record.load.outcome)
@@ -418,12 +413,12 @@ class TieredCache:
         check_time(now)
         answers = [result for result in results if isinstance(result, ProbeResult)]
         if answers:
-            self._exchange.check(answers)
+            self._remote.check(answers)
         ended = [result for result in results if isinstance(result, TransferResult)]
         loads = self._transfers.apply(ended) if ended else []
         self._advance(now)
         if answers:
-            self._exchange.hear(answers)
+            self._remote.apply(answers)
         for load in loads:
             if load.outcome is None and not load.pending:
                 self._conclude(load, MissReason.CANCELLED)
@@ -508,7 +503,7 @@ class TieredCache:
         self._transfers.forget(first, weights=weights)
         if not keep:
             self._leases.forget_step()
-            self._exchange.clear()
+            self._remote.clear()
         return self.generation
 
     # ------------------------------------------------------------------ monitoring
@@ -535,7 +530,7 @@ class TieredCache:
         inspect.check_integrity(self._store)
         self._transfers.check_integrity()
         self._leases.check_integrity()
-        self._exchange.check_integrity()
+        self._remote.check_integrity()
 
     # ------------------------------------------------------------------ inside
 
@@ -562,8 +557,8 @@ class TieredCache:
             self._prefetcher.proceed()
         if self._store.index.called or any(self._store.backlog.counts):
             self._offloader.clean()
-        if self._exchange.tiers:
-            self._exchange.proceed()
+        if self._remote.tiers:
+            self._remote.proceed()
 
     def _conclude(self, load: Load, unfinished: MissReason) -> None:
         self._count_misses(load, load.conclude(unfinished))

@@ -1,12 +1,12 @@
-"""Partial matches: the chunk that begins like the one which is wanted, and of which no tier has the whole.
+"""Partial prefixes: chunks that begin with the same tokens as the first chunk of a prompt that is not found.
 
-    wanted     ... b ── the quick brown cat          matched up to b; the chunk behind is nowhere
+    requested  ... b ── the quick brown cat          found up to b; the next chunk is in no tier
     resident   ... b ── the quick brown fox          three tokens in common: copy these, compute one
                      └─ the slow                     one
 
-The control plane knows keys; so the tokens of each chunk are kept beside, where the settings ask for it, in one array
-(4 bytes per token of the longest chunk, and about 130 bytes per chunk for who follows whom). What follows a key is a
-list through columns, the youngest first, of which the first `LOOK` are compared.
+Keys do not contain tokens, so with the setting `partial` the tokens of each chunk are kept in one array (4 bytes per
+token of the longest chunk, and about 130 bytes per chunk for the lists of children). The children of a key are a linked
+list in columns, youngest first, of which the first `LOOK` are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from longshore.cache.nodes import ROOTED
 from longshore.errors import CacheError
 
 LOOK = 256
-"""How many chunks behind one key are compared: the youngest."""
+"""The number of youngest children of a key that are compared."""
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -34,10 +34,10 @@ class Text(NamedTuple):
     """The tokens of a request, for partial matches.
 
     Attributes:
-        tokens: Token ids from the first chunk on, in `[0, 2**32)`: as many as may be reused. Equal ids must mean equal
-            content: what stands for a multimodal item is to be replaced by ids of that item's own.
-        root: What the first key is rooted in (`Scope.root`).
-        beside: What the device has, by the key (or root) before it: keys of chunks, and the tokens of each.
+        tokens: Token ids from the first chunk on, in `[0, 2**32)`, as many as may be reused. Equal ids must mean equal
+            content: replace placeholders of multimodal items by ids that are specific to the item.
+        root: The root of the first key (`Scope.root`).
+        beside: Chunks on the device by parent key (or root): keys, and the tokens of each.
     """
 
     tokens: Sequence[int] | npt.NDArray[np.integer]
@@ -45,13 +45,13 @@ class Text(NamedTuple):
     beside: Mapping[Key, Iterable[tuple[Key, Sequence[int]]]] = {}
 
     def checked(self, least: int = 0) -> Text:
-        """The same, of whose root one can be sure. Raises `CacheError` if it has fewer than `least` tokens."""
+        """The text, checked. Raises `CacheError` for fewer than `least` tokens, or a root that is not bytes."""
         if len(self.tokens) < least or not isinstance(self.root, bytes) or not self.root:
             raise CacheError(f"expected {least} tokens and a root in bytes, got {len(self.tokens)} and {self.root!r}")
         return self._replace(tokens=as_ids(self.tokens[:least])) if least else self
 
     def chunk(self, position: int, chunk_tokens: int) -> Tokens:
-        """The tokens of the chunk at `position`, as far as there are any."""
+        """The tokens of the chunk at `position`, fewer at the end."""
         return as_ids(self.tokens[position * chunk_tokens : (position + 1) * chunk_tokens])
 
     def before(self, keys: Sequence[Key], position: int) -> Key:
@@ -60,7 +60,7 @@ class Text(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """The first `tokens` tokens of the chunk `key` are those that were wanted; the `device` has it, or a tier."""
+    """The first `tokens` tokens of the chunk `key` are those requested. It is on the `device`, or in a tier."""
 
     key: Key
     tokens: int
@@ -68,18 +68,18 @@ class Partial(NamedTuple):
 
 
 def as_ids(tokens: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
-    """`tokens` as uint32, shape `(tokens,)`. Raises `CacheError` for what is none."""
+    """`tokens` as uint32, shape `(tokens,)`. Raises `CacheError` for invalid token ids."""
     try:
         ids = np.array(tokens, np.int64)
     except (TypeError, ValueError, OverflowError) as error:
-        raise CacheError(f"token ids are integers in [0, 2**32): {error}") from error
+        raise CacheError(f"expected token ids as integers in [0, 2**32): {error}") from error
     if ids.ndim != 1 or (ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 1 << 32)):
-        raise CacheError(f"token ids are integers in [0, 2**32), in a row; got shape {ids.shape}")
+        raise CacheError(f"expected token ids as a vector of integers in [0, 2**32), got shape {ids.shape}")
     return ids.astype(np.uint32)
 
 
 class PartialPrefixes:
-    """Tokens of the chunks in `index`, at most `width` each, and which of them follow which key; nothing at zero."""
+    """Tokens of the chunks in `index`, at most `width` each, and the children of each key; disabled at width 0."""
 
     def __init__(self, index: Index, width: int) -> None:
         self.on = width > 0
@@ -92,7 +92,7 @@ class PartialPrefixes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the columns; the dictionary of who follows whom is not counted."""
+        """Bytes of the columns, without the dictionary of children."""
         links = self._older.itemsize * len(self._older) + self._younger.itemsize * len(self._younger)
         return self._tokens.nbytes + self._above.nbytes + links
 
@@ -106,7 +106,7 @@ class PartialPrefixes:
             self._younger.extend(zeros(more))
 
     def learn(self, keys: Sequence[Key], first: int, text: Text, chunk_tokens: int) -> None:
-        """`keys[first:]` have the tokens that `text` says; those that no tier has are passed over."""
+        """Store the tokens of `keys[first:]` from `text`, of those that are in a tier."""
         get, above = self._index.get, self._above
         fresh = [(at, node) for at in range(first, len(keys)) if (node := get(keys[at])) and above[node] is None]
         for at, node in fresh:
@@ -131,7 +131,7 @@ class PartialPrefixes:
             self._above[node] = None
 
     def closest(self, keys: Sequence[Key], position: int, text: Text, chunk_tokens: int) -> Partial | None:
-        """What begins most like the chunk at `position`, which nobody has; on the device rather than in a tier."""
+        """The chunk with the most leading tokens of the chunk at `position`; of equals one on the device."""
         before, best = text.before(keys, position), None
         wanted = text.chunk(position, chunk_tokens)[: chunk_tokens - 1]
         for key, tokens in text.beside.get(before, ()):
@@ -146,11 +146,11 @@ class PartialPrefixes:
         return best
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` unless every chunk that is listed is resident, and each is where it should be."""
+        """Raise `CacheError` unless all listed chunks are in the index, as children of the right key."""
         linked = [int(node) for node in np.flatnonzero(self._above != None)]  # noqa: E711
         listed = [node for before in self._youngest for node in self._behind(before)]
         if sorted(listed) != linked or any(self._index.key[node] is None for node in linked):
-            raise CacheError(f"{len(listed)} chunks are listed by what is before them, {len(linked)} have tokens")
+            raise CacheError(f"{len(listed)} chunks are listed by parent, but {len(linked)} have tokens")
 
     def _behind(self, before: Key) -> Iterable[int]:
         node = self._youngest.get(before, 0)
@@ -167,7 +167,7 @@ class PartialPrefixes:
 
 
 def _common(tokens: Tokens, wanted: Tokens) -> int:
-    """How many lead that are the same."""
+    """The number of equal leading tokens."""
     count = min(len(tokens), len(wanted))
     return leading(tokens[:count] == wanted[:count]) if count else 0
 

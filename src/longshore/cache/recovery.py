@@ -1,13 +1,14 @@
-"""What a persistent tier holds at start: taken in at once, by whole arrays, and put in order of age.
+"""Recovery at start: the chunks of a persistent tier enter index, slots and policy, in order of age, by array
+operations.
 
-Where there are several, the coldest comes first: what lies in a warmer one may be behind a chunk of a colder one.
+Of several tiers, the coldest has to be recovered first, because chunks of a warmer one may be behind chunks of a colder
+one.
 
-found    slot 0: b, after a     slot 1: a     slot 2: d, after c         c is gone: d is an orphan
-taken    a, b, d                                                         FREE -> READY
+found       slot 0: b, after a     slot 1: a     slot 2: d, after c         c is missing: d is an orphan
+recovered   a, b, d                                                         FREE -> READY
 
-Parents are positions in what was found, so ancestors are found by doubling: who stands two before each, four, eight.
-A chunk is as new as the newest that is behind it: tails go before heads. Nothing counts as used: a policy learns what
-comes back from what does come back.
+Parents are positions among the chunks found. Ancestors are found by pointer doubling: 2, 4, 8 steps up. A chunk counts
+as used as recently as its newest descendant, so that tails are evicted before heads. Recovery counts no uses.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from longshore.errors import CacheError
 _Numbers = npt.NDArray[np.int64]
 
 _TOP, _LOST = -2, -1
-"""The position of a parent: a chunk needs none that was found; it is not to be had. The last two of an array."""
+"""Positions of parents: no parent is needed; the parent cannot be recovered. The last two of an array."""
 
 
 Chunk = tuple[int, Key, Key | None, int]
-"""A chunk found at start: its slot, its key, its parent's, and the pool of the slot."""
+"""A chunk found at start: slot, key, parent key, pool of the slot."""
 
 
 class Recovered(NamedTuple):
-    """The same with names; pool 0 unless said."""
+    """`Chunk` with names of its fields."""
 
     slot: int
     key: Key
@@ -46,9 +47,10 @@ class Recovered(NamedTuple):
 
 
 def adopt(store: Store, tier: int, found: Sequence[Chunk]) -> int:
-    """Take in chunks found in slots of `tier`, oldest first, all that can be reached or none; says how many.
+    """Recover chunks found in slots of `tier`, oldest first; returns how many.
 
-    Raises `CacheError` for two chunks in one slot, two of one key, or one that is known otherwise.
+    Raises `CacheError`, with nothing changed, for two chunks in one slot, two of one key, or a chunk that is in the
+    index with another parent.
     """
     slots, pools = (_numbers(map(itemgetter(field), found)) for field in (0, 3))
     if store.several_sizes:
@@ -66,18 +68,18 @@ def adopt(store: Store, tier: int, found: Sequence[Chunk]) -> int:
 
 
 def _numbers(numbers: Iterable[int]) -> _Numbers:
-    """`numbers` as int64. Raises `CacheError` for what is none."""
+    """`numbers` as int64. Raises `CacheError` if they are no integers."""
     try:
         return np.frombuffer(array("q", numbers), np.int64)
     except (TypeError, OverflowError) as error:
-        raise CacheError(f"slots and pools are integers: {error}") from None
+        raise CacheError(f"expected slots and pools as integers: {error}") from None
 
 
 def _of_the_last_size(slabs: _Numbers, pools: _Numbers) -> npt.NDArray[np.bool_]:
-    """Which chunks are not left of the former size of their slab: that of its newest chunk is the last."""
+    """Which chunks have the present size of their slab, that of its newest chunk."""
     each, slab = np.unique(slabs, return_inverse=True)
     last = np.empty(len(each), np.int64)
-    last[slab] = pools  # of several about one slab, the last one stays
+    last[slab] = pools  # the last chunk of a slab decides
     kept: npt.NDArray[np.bool_] = last[slab] == pools
     return kept
 
@@ -85,19 +87,19 @@ def _of_the_last_size(slabs: _Numbers, pools: _Numbers) -> npt.NDArray[np.bool_]
 def _parents(
     store: Store, tier: int, found: Sequence[Chunk], pools: _Numbers, known: _Numbers
 ) -> tuple[_Numbers, npt.NDArray[np.int32]]:
-    """The position in `found` of the parent of each chunk, or `_TOP` or `_LOST`; and the node of one that is known.
+    """The position in `found` of the parent of each chunk, or `_TOP` or `_LOST`; and its node if it is in the index.
 
-    That is `ORPHANS` for orphans. What has a parent of another size is lost.
+    The node is `ORPHANS` for orphans. A chunk with a parent of another size is lost.
     """
     index, count = store.index, len(found)
     places: dict[Key | None, int] = dict(zip(map(itemgetter(1), found), range(count), strict=True))
     if len(places) < count:
-        raise CacheError(f"the {count} chunks to adopt have different keys, only {len(places)} differ")
+        raise CacheError(f"expected {count} chunks with distinct keys, got {len(places)}")
     places[None] = _TOP
     try:
         before = np.fromiter(map(places.get, map(itemgetter(2), found), repeat(_LOST)), np.int64, count)
     except TypeError as error:
-        raise CacheError(f"a parent is a digest in bytes: {error}") from None
+        raise CacheError(f"expected parents as digests (non-empty bytes): {error}") from None
     inside = before >= 0
     before[inside] = np.where(pools[before[inside]] == pools[inside], before[inside], _LOST)
     above = np.full(count, ROOT, np.int32)
@@ -112,12 +114,12 @@ def _parents(
 
 
 def _newest_first(before: _Numbers) -> _Numbers:
-    """The positions of all that can be reached: the newest with what is before it, head first, and so on."""
+    """The positions of all reachable chunks: the newest with its ancestors, head first, then the next newest."""
     count = len(before)
     up = np.concatenate([before % (count + 2), [count, count + 1]])
     depth, newest = np.ones(count + 2, np.int64), np.arange(count + 2)
     depth[count:] = 0
-    for _ in range(count.bit_length()):  # whoever has not arrived by then goes in a circle
+    for _ in range(count.bit_length()):  # a chunk that has not reached the root by then is in a cycle
         if (up >= count).all():
             break
         np.maximum.at(newest, up, newest.copy())
@@ -128,13 +130,13 @@ def _newest_first(before: _Numbers) -> _Numbers:
 
 
 def _check(store: Store, tier: int, known: Sequence[Chunk]) -> None:
-    """Raise `CacheError` where what is known of chunks is not what was found."""
+    """Raise `CacheError` where the index has another parent than the chunk found, or a copy in the tier."""
     index = store.index
     for _, key, parent, pool in known:
         node = index.get(key)
         store.check_pool([node], pool)
         if index.slot[tier][node] >= 0 or index.before((node,))[0] != parent:
-            raise CacheError(f"chunk {key.hex()[:12]} is known already, in tier {tier} or as another's child")
+            raise CacheError(f"chunk {key.hex()[:12]} is in the index already, in tier {tier} or with another parent")
 
 
 def _enter(
@@ -153,7 +155,7 @@ def _enter(
         node = int(known[row])
         index.add_copy(node, tier, int(slots[row]))
         index.reveal([node])
-    place, parent = np.full(len(found) + 2, -1), before[new]  # of each among those that are new
+    place, parent = np.full(len(found) + 2, -1), before[new]  # position among the new chunks
     place[new] = np.arange(len(new))
     outside = np.where(parent >= 0, np.append(known, [ROOT, ROOT])[parent], above[new]).astype(np.int32)
     keys = [found[row][1] for row in new.tolist()]
@@ -168,13 +170,13 @@ def _enter(
 
 
 def _insert(store: Store, tier: int, nodes: list[int], known: Sequence[int]) -> None:
-    """Tell all books of the copies of `nodes`, the newest first, of which other tiers have `known`."""
+    """Enter the copies of `nodes`, the newest first, in policies and backlog; other tiers have `known`."""
     if store.log.on:
         store.log_arrivals(nodes, tier)
     store.policies[tier].insert(nodes[::-1])
     store.windows.mark_ready(nodes, tier)
     if store.last:
-        # What only the coldest tier has is not dirty, and nothing waits for it.
+        # A chunk that only the coldest tier has is not dirty, and no other chunk waits for it.
         store.update_backlog(known if tier == store.last else nodes[::-1], tier)
         store.reconsider(np.array(known, np.int32), apart_from=tier)
     store.attach_orphans(nodes)

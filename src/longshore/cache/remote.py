@@ -1,9 +1,9 @@
-"""Tiers that are not ours: addressed by key, known only from what they answer, and free to lose what they had.
+"""Remote tiers: addressed by key. Which keys they have is known from their answers only, and they may remove any.
 
-    unknown ──ask──► asked ──answer──► present or absent ──some seconds later──► unknown
-                       └──no answer in time──► unknown, and counted
+    unknown ──probe──► asked ──answer──► present or absent ──after `probe_life`──► unknown
+                         └──no answer before the deadline──► unknown, and counted
 
-Nobody waits for an answer: who asks looks at what is known, and may look again when the probe has ended.
+No call waits for an answer. A lookup uses the answers known; the engine may repeat it when the probe has ended.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from longshore.cache.types import Answer, DropReason, MissReason
 from longshore.errors import JobError
 
 KNOWN = 1 << 16
-"""Keys of one foreign tier whose last answer is remembered; the oldest answers are forgotten first."""
+"""Answers kept of one remote tier; the oldest are removed first."""
 
 
-class Foreign:
-    """What is known of the tier `name`, and what it was asked."""
+class RemoteKeys:
+    """The keys that the remote tier `name` is known to have or lack, and the probes in flight."""
 
     def __init__(self, name: str, transfers: Transfers) -> None:
         self.name = name
         self._transfers = transfers
         self._known: dict[Key, tuple[bool, float]] = {}
-        """Whether a key was there, and until when that counts."""
+        """Whether the tier has a key, and until when the answer is valid."""
         self._sent: dict[Key, None] = {}
-        """Keys of which a store was ordered, or is to be: once is enough, as long as nobody finds that one has gone."""
+        """Keys that were stored or are queued, so that they are not stored again unless found missing."""
         self._asked: dict[Key, int] = {}
-        """Keys under way, by probe."""
-        self._probes: dict[int, _UnderWay] = {}
+        """Keys of probes in flight: the number of the probe."""
+        self._probes: dict[int, _ProbeInFlight] = {}
 
     def has(self, key: Key) -> bool | None:
-        """What the last answer said of `key`; `None` without one that still counts."""
+        """Whether the tier has `key`, by its last answer; `None` if there is no valid answer."""
         answer = self._known.get(key)
         return answer[0] if answer is not None and self._transfers.now < answer[1] else None
 
     def ask(self, keys: Sequence[Key]) -> list[int]:
-        """Have the tier asked for those of `keys` that nothing is known of; the probes that are about one of these.
+        """Probe those of `keys` without a valid answer; returns the probes in flight for them.
 
-        It is asked for so many at a time only; keys beyond that are counted, and stay unknown.
+        At most `max_probes` keys are in flight; keys beyond that are counted, and stay unknown.
         """
         settings, unknown = self._transfers.settings, [key for key in keys if self.has(key) is None]
         new = [key for key in unknown if key not in self._asked]
@@ -54,7 +54,7 @@ class Foreign:
             number, deadline = self._transfers.new_id(), self._transfers.now + settings.probe_timeout
             probe = Probe(number, self.name, asked, deadline, self._transfers.generation, settings.ranks)
             self._transfers.outbox.append(probe)
-            self._probes[number] = _UnderWay(probe)
+            self._probes[number] = _ProbeInFlight(probe)
             self._asked.update(dict.fromkeys(asked, number))
         return sorted({self._asked[key] for key in unknown if key in self._asked})
 
@@ -63,15 +63,15 @@ class Foreign:
         return probe in self._probes
 
     def check(self, result: ProbeResult) -> None:
-        """Raise `JobError` unless `result` is one that is waited for."""
+        """Raise `JobError` unless `result` is of a rank that has not answered, with a value for each key."""
         asked = self._probes[result.probe]
         if result.rank not in asked.waiting:
-            raise JobError(f"probe {result.probe} does not wait for rank {result.rank}, only for {asked.waiting}")
+            raise JobError(f"probe {result.probe}: expected answers of ranks {asked.waiting}, got {result.rank}")
         if len(result.present) != len(asked.probe.keys):
-            raise JobError(f"probe {result.probe} has {len(asked.probe.keys)} keys, its result {len(result.present)}")
+            raise JobError(f"probe {result.probe}: expected {len(asked.probe.keys)} values, got {len(result.present)}")
 
-    def hear(self, result: ProbeResult) -> None:
-        """One rank has answered. A key is there when all ranks' parts are."""
+    def apply(self, result: ProbeResult) -> None:
+        """A rank has answered. A key is present if the parts of all ranks are."""
         asked = self._probes[result.probe]
         asked.waiting.discard(result.rank)
         asked.answered &= result.status is Status.OK
@@ -80,7 +80,7 @@ class Foreign:
             self._end(self._probes.pop(result.probe))
 
     def learn(self, key: Key, *, present: bool) -> None:
-        """`key` is there, or not, as of now."""
+        """Record that `key` is present or not, at the present time."""
         self._known.pop(key, None)
         self._known[key] = present, self._transfers.now + self._transfers.settings.probe_life
         if not present:
@@ -89,38 +89,38 @@ class Foreign:
             del self._known[next(iter(self._known))]
 
     def was_sent(self, key: Key) -> bool:
-        """Whether `key` need not be stored: it is there, or was sent before."""
+        """Whether `key` need not be stored: it is present, or was stored before."""
         return key in self._sent or bool(self.has(key))
 
-    def sending(self, keys: Sequence[Key]) -> None:
-        """A store of `keys` is to be ordered."""
+    def mark_sent(self, keys: Sequence[Key]) -> None:
+        """Stores of `keys` were queued."""
         self._sent.update(dict.fromkeys(keys))
         while len(self._sent) > KNOWN:
             del self._sent[next(iter(self._sent))]
 
-    def not_sending(self, keys: Sequence[Key]) -> None:
-        """A store of `keys` is not to be ordered after all."""
+    def unmark_sent(self, keys: Sequence[Key]) -> None:
+        """Stores of `keys` were removed from the queue."""
         for key in keys:
             self._sent.pop(key, None)
 
     def forget(self, key: Key) -> None:
-        """What was known of `key`, or thought of it, has turned out not to be so."""
+        """A copy from or to the tier has failed for `key`: remove what is known of it."""
         self._known.pop(key, None)
         self._sent.pop(key, None)
 
     def clear(self) -> None:
-        """Nothing of what was known counts any more, nor what is still to be answered."""
+        """Remove all answers. Probes in flight have no effect any more."""
         self._known.clear()
         self._sent.clear()
         self._asked.clear()
 
     def check_integrity(self) -> None:
-        """Raise `JobError` where a key waits for a probe that does not ask for it."""
+        """Raise `JobError` if a key waits for a probe that does not contain it."""
         for key, number in self._asked.items():
             if number not in self._probes or key not in self._probes[number].probe.keys:
-                raise JobError(f"probe {number} is waited for, and does not ask for chunk {key.hex()[:12]}")
+                raise JobError(f"chunk {key.hex()[:12]} waits for probe {number}, which does not contain it")
 
-    def _end(self, asked: _UnderWay) -> None:
+    def _end(self, asked: _ProbeInFlight) -> None:
         if asked.probe.generation != self._transfers.generation:
             return
         counts = self._transfers.store.counters.probes[self.name]
@@ -132,8 +132,8 @@ class Foreign:
             counts[answer] += 1
 
 
-class _UnderWay:
-    """A probe under way: the ranks that have not answered, and what the others said."""
+class _ProbeInFlight:
+    """A probe in flight: the ranks that have not answered, and the answers of the others."""
 
     __slots__ = ("answered", "present", "probe", "waiting")
 
@@ -145,46 +145,47 @@ class _UnderWay:
 
 
 FETCH_BATCH = 16
-"""Chunks that are fetched by one job."""
+"""Chunks read by one job."""
 
 ADMISSION_FILTER_SIZE = 1 << 16
-"""Chunks of which a selective write policy remembers how often they came."""
+"""Chunks whose offers a selective write policy counts."""
 
 _MOST_AHEAD = 256
 """Chunks that tiers which get what is about to be evicted are sent at a time, at most."""
 
 _SHARE = 16
-"""At most one in so many slots of the host tier is kept for stores under way."""
+"""Stores in flight read at most one sixteenth of the slots of the host tier."""
 
 
-class Exchange:
-    """Fetches and stores over one `Transfers`, from and to `tiers`, the first that has a chunk being asked first."""
+class RemoteTiers:
+    """Reads from and stores to the remote `tiers`. A chunk is read from the first tier that has it."""
 
     def __init__(self, transfers: Transfers, tiers: Sequence[str], rules: Sequence[WriteRule]) -> None:
         self._transfers = transfers
         self._store = transfers.store
-        self.tiers = [Foreign(name, transfers) for name in tiers]
-        """Without one, callers need not ask anything here."""
+        self.tiers = [RemoteKeys(name, transfers) for name in tiers]
+        """Callers skip all other methods if there is none."""
         self._seen = [
             AdmissionFilter(rule.threshold, ADMISSION_FILTER_SIZE) if rule.selective else None for rule in rules
         ]
         self._late = [rule.policy is WritePolicy.BACK for rule in rules]
         """Which tiers get what is about to be evicted from the warmest, and nothing else."""
         self._queues: list[deque[Key]] = [deque() for _ in tiers]
-        """What is to be stored in each tier, heads first."""
-        self._under_way: dict[int, tuple[Foreign, Job]] = {}
+        """Chunks to store in each tier, heads first."""
+        self._in_flight: dict[int, tuple[RemoteKeys, Job]] = {}
         transfers.writing.update(dict.fromkeys(tiers, 0))
         transfers.offloaded = [] if tiers else None
 
-    # ------------------------------------------------------------------ what is known
+    # ------------------------------------------------------------------ probes
 
     def look(self, keys: Sequence[Key], end: int, *, asks: bool = True) -> tuple[int, tuple[int, ...]]:
-        """How many chunks foreign tiers are known to have right behind `keys[:end]`, which we have, or will have.
+        """How many chunks right behind `keys[:end]`, which are in own tiers, remote tiers are known to have; and
+        probes.
 
-        If it `asks`, what is not known behind these is asked for; also returned are the probes under way about it.
+        With `asks`, keys behind these without a valid answer are probed.
         """
         if end and not self._store.index.get(keys[end - 1]):
-            return 0, ()  # what is before these is not ours: they could not be reached
+            return 0, ()  # the chunk before is in no own tier, so these would not be reachable
         known = 0
         while end + known < len(keys) and self.has(keys[end + known]) and not self._store.index.get(keys[end + known]):
             known += 1
@@ -196,42 +197,42 @@ class Exchange:
         return tuple(probe for tier in asked for probe in tier.ask(keys))
 
     def has(self, key: Key) -> bool:
-        """Whether a foreign tier is known to have `key`."""
+        """Whether a remote tier is known to have `key`."""
         return self._source(key) is not None
 
     def sources(self, keys: Sequence[Key]) -> list[str]:
-        """The foreign tier that each of `keys` is known to be in, the first there is; empty for none."""
+        """The remote tier that each of `keys` is known to be in, the first there is; empty for none."""
         return ["" if (tier := self._source(key)) is None else tier.name for key in keys]
 
-    def _source(self, key: Key) -> Foreign | None:
+    def _source(self, key: Key) -> RemoteKeys | None:
         return next((tier for tier in self.tiers if tier.has(key)), None)
 
     def is_asking(self, probe: int) -> bool:
-        """Whether this is a probe that has not ended."""
+        """Whether `probe` is in flight."""
         return any(tier.is_asking(probe) for tier in self.tiers)
 
     def check(self, results: Iterable[ProbeResult]) -> None:
-        """Raise `JobError` unless each of `results` is waited for, once."""
+        """Raise `JobError` unless all `results` are of probes in flight, one for each rank."""
         seen: set[tuple[int, int]] = set()
         for result in results:
             tier = next((tier for tier in self.tiers if tier.is_asking(result.probe)), None)
             if tier is None or (result.probe, result.rank) in seen:
-                raise JobError(f"probe {result.probe} is not under way, or was answered twice by rank {result.rank}")
+                raise JobError(f"probe {result.probe} is not in flight, or rank {result.rank} has answered it twice")
             tier.check(result)
             seen.add((result.probe, result.rank))
 
-    def hear(self, results: Iterable[ProbeResult]) -> None:
-        """Answers have come, of which `check` says that they are waited for."""
+    def apply(self, results: Iterable[ProbeResult]) -> None:
+        """Apply answers, which were checked."""
         for result in results:
-            next(tier for tier in self.tiers if tier.is_asking(result.probe)).hear(result)
+            next(tier for tier in self.tiers if tier.is_asking(result.probe)).apply(result)
 
     # ------------------------------------------------------------------ fetching
 
     def fetch(self, keys: Sequence[Key], end: int, path: Sequence[int], pool: int) -> tuple[int, ...]:
-        """Order what foreign tiers are known to have behind `keys[:end]` into `pool` of the warmest tier; all jobs.
+        """Read chunks behind `keys[:end]` that remote tiers are known to have into `pool` of the warmest tier.
 
-        `path` are the nodes of what is on its way behind these already, which is joined. Nothing that is not backed up
-        makes way.
+        `path` are the nodes of chunks behind these that are in flight already. Returns all jobs, also of these. No
+        dirty chunk is evicted for it.
         """
         store, writer = self._store, self._store.pools[0].writer
         begin = end + len(path)
@@ -250,7 +251,7 @@ class Exchange:
         return tuple(jobs)
 
     def fetch_alone(self, keys: Sequence[Key], nodes: Sequence[int], pool: int) -> tuple[int, ...]:
-        """The same for `keys` that stand alone, each for itself; `nodes` are theirs. The last get room first."""
+        """`fetch` for `keys` that stand alone, with these `nodes`. The last ones get room first."""
         store, writer = self._store, self._store.pools[0].writer
         absent = [key for key, node in zip(keys, nodes, strict=True) if not node]
         self.ask([key for key in absent if not self.has(key)])
@@ -267,8 +268,8 @@ class Exchange:
             jobs[self._fetch(tier, job, batch, [None] * len(batch), slots)] = None
         return tuple(jobs)
 
-    def _batches(self, keys: Sequence[Key]) -> Iterator[tuple[Foreign, list[Key]]]:
-        """`keys`, which foreign tiers are known to have, as far as one job fetches them together."""
+    def _batches(self, keys: Sequence[Key]) -> Iterator[tuple[RemoteKeys, list[Key]]]:
+        """`keys`, which remote tiers are known to have, in batches of one job each."""
         for tier, run in groupby(keys, self._source):
             batch = list(run)
             for start in range(0, len(batch), FETCH_BATCH):
@@ -276,18 +277,18 @@ class Exchange:
                     yield tier, batch[start : start + FETCH_BATCH]
 
     def _fetch(
-        self, tier: Foreign, job: int, keys: Sequence[Key], parents: Sequence[Key | None], slots: list[int]
+        self, tier: RemoteKeys, job: int, keys: Sequence[Key], parents: Sequence[Key | None], slots: list[int]
     ) -> int:
         deadline = self._transfers.now + self._transfers.settings.load_timeout
         record = self._transfers.order(
-            job, keys, parents, None, TierSlots(0, slots), foreign=tier.name, deadline=deadline, prefetch=True
+            job, keys, parents, None, TierSlots(0, slots), remote=tier.name, deadline=deadline, prefetch=True
         )
-        self._under_way[job] = tier, record
+        self._in_flight[job] = tier, record
         return job
 
     # ------------------------------------------------------------------ storing
 
-    def came(self, keys: Sequence[Key]) -> None:
+    def offer(self, keys: Sequence[Key]) -> None:
         """Chunks have come from the device, or were found by a request."""
         for at, (seen, late) in enumerate(zip(self._seen, self._late, strict=True)):
             if not late:
@@ -299,7 +300,7 @@ class Exchange:
         fresh = [key for key in keys if not tier.was_sent(key)]
         taken = fresh[: max(0, self._transfers.settings.max_writes - len(queue))]
         queue.extend(taken)
-        tier.sending(taken)
+        tier.mark_sent(taken)
         self._drop(tier, len(fresh) - len(taken), DropReason.BACKPRESSURE)
 
     def _leaving(self, arrived: int) -> list[Key]:
@@ -309,15 +310,15 @@ class Exchange:
         return [store.index.key[node] for node in store.policies[0].next_victims(lacking)] if lacking > 0 else []
 
     def found(self, keys: Sequence[Key]) -> None:
-        """Chunks of a path were found by a request: selective write policies may want them now."""
+        """Chunks of a path were found by a lookup, which counts for selective write policies."""
         if any(seen is not None for seen in self._seen):
-            self.came(keys)
+            self.offer(keys)
 
     def proceed(self) -> None:
-        """Take note of what has ended and arrived, and order stores, as far as not too many are under way."""
+        """Process ended jobs, queue chunks that have arrived, and order stores within the limits."""
         self._conclude()
         if arrived := self._transfers.offloaded:
-            self.came(arrived)
+            self.offer(arrived)
             for at in [at for at, late in enumerate(self._late) if late]:
                 self._send(at, self._leaving(len(arrived)))
             arrived.clear()
@@ -327,16 +328,16 @@ class Exchange:
             if count > 0:
                 self._store_some(tier, [queue.popleft() for _ in range(count)])
 
-    def _store_some(self, tier: Foreign, keys: Sequence[Key]) -> None:
-        """Order a store of those of `keys` that are still in the warmest tier, and not known to be there by now."""
+    def _store_some(self, tier: RemoteKeys, keys: Sequence[Key]) -> None:
+        """Order a store of those of `keys` that are in the warmest tier, and not known to be in the remote one."""
         index, pool = self._store.index, self._store.pools[0]
-        # What was thought to be there, and is not, may have been queued once more.
+        # A chunk that was found missing may have been queued twice.
         wanted = [key for key in dict.fromkeys(keys) if not tier.has(key)]
         nodes = [node for node in index.find(wanted) if index.depth[node] >= 0 and index.is_ready(node, 0)]
-        if len(nodes) < len(wanted):  # these waited too long, or are orphans
+        if len(nodes) < len(wanted):  # evicted from the warmest tier since, or orphans
             here = set(index.key[nodes])
             gone = [key for key in wanted if key not in here]
-            tier.not_sending(gone)
+            tier.unmark_sent(gone)
             self._drop(tier, len(gone), DropReason.BACKPRESSURE)
         if not nodes:
             return
@@ -345,19 +346,19 @@ class Exchange:
             pool.readers[slot] += 1
         job, above = self._transfers.new_id(), index.before(nodes)
         record = self._transfers.order(
-            job, [index.key[node] for node in nodes], above, TierSlots(0, slots), None, foreign=tier.name
+            job, [index.key[node] for node in nodes], above, TierSlots(0, slots), None, remote=tier.name
         )
-        self._under_way[job] = tier, record
+        self._in_flight[job] = tier, record
 
-    def _drop(self, tier: Foreign, count: int, reason: DropReason) -> None:
+    def _drop(self, tier: RemoteKeys, count: int, reason: DropReason) -> None:
         self._store.counters.drops[tier.name][reason] += count
 
-    # ------------------------------------------------------------------ what became of it
+    # ------------------------------------------------------------------ results
 
     def _conclude(self) -> None:
-        """Some jobs may have ended: what was found there is known now, and what was not is a miss."""
-        for job in [job for job in self._under_way if job not in self._transfers.jobs]:
-            tier, record = self._under_way.pop(job)
+        """Process ended jobs: record which keys are present, and count misses and failed stores."""
+        for job in [job for job in self._in_flight if job not in self._transfers.jobs]:
+            tier, record = self._in_flight.pop(job)
             if record.transfer.generation != self._transfers.generation:
                 continue
             storing, missed = record.source is not None, False
@@ -374,15 +375,15 @@ class Exchange:
                     missed = True
 
     def clear(self) -> None:
-        """A reset: nothing is known, and nothing is to be stored."""
+        """A reset: remove all answers, and queued stores."""
         for tier, queue in zip(self.tiers, self._queues, strict=True):
             tier.clear()
             queue.clear()
 
     def check_integrity(self) -> None:
-        """Raise `JobError` where what is under way is not in flight."""
+        """Raise `JobError` if a recorded job is not in flight."""
         for tier in self.tiers:
             tier.check_integrity()
-        for job in self._under_way:
+        for job in self._in_flight:
             if job not in self._transfers.jobs:
-                raise JobError(f"job {job} of a foreign tier has ended, and was not heard of")
+                raise JobError(f"job {job} of a remote tier has ended, but was not processed")

@@ -1,4 +1,4 @@
-"""How a `TieredCache` behaves, and what its tiers are."""
+"""Settings of a `TieredCache` and of its tiers."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class WritePolicy(enum.Enum):
     BACK = "write_back"
 
     def wants(self, *, evicting: bool) -> bool:
-        """Whether a chunk on the device is to be copied now that it is complete, or `evicting`."""
+        """Whether to store a chunk that has become complete on the device, or is about to be evicted (`evicting`)."""
         return self is not WritePolicy.BACK or evicting
 
     def clean_target(self, slots: int) -> int:
-        """How many of the upper tier's `slots` are to be free, or safe to evict."""
+        """How many of the `slots` of the warmer tier to keep free or backed up."""
         return slots // 4 if self is WritePolicy.BACK else slots
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRule:
-    """The write policy of one route. A selective one copies what was offered, or used, `threshold` times.
+    """The write policy of one route. A selective policy copies chunks that were offered or used `threshold` times.
 
-    `bytes_per_second` bounds what is copied (`WriteBudget`); what it does not allow is refused, and counted:
-    it may go without a copy until it is used again.
+    `bytes_per_second` limits the copies (`WriteBudget`). Chunks beyond it are counted as dropped, and may be evicted
+    without a copy until their next use.
     """
 
     policy: WritePolicy
@@ -49,31 +49,31 @@ class WriteRule:
 
     def __post_init__(self) -> None:
         if not self.bytes_per_second > 0:
-            raise CacheError(f"a write budget is a positive number of bytes per second, got {self.bytes_per_second}")
+            raise CacheError(f"bytes_per_second: expected more than 0, got {self.bytes_per_second}")
         if self.selective and not 2 <= self.threshold <= _MOST_USES:
-            raise CacheError(f"a selective policy has a threshold from 2 to {_MOST_USES}, got {self.threshold}")
+            raise CacheError(f"threshold: expected 2 to {_MOST_USES} for a selective policy, got {self.threshold}")
 
     @property
     def selective(self) -> bool:
-        """Whether chunks have to come back before they are copied."""
+        """Whether chunks are copied only after several uses."""
         return self.policy is WritePolicy.SELECTIVE
 
 
 _MOST_USES = 255
-"""Uses are counted in a byte."""
+"""Uses are counted in one byte."""
 
 
 SAVED_SECONDS = 3600.0
-"""So much of the rate can be saved up."""
+"""The bucket holds the budget of one hour."""
 
 
 class WriteBudget:
-    """A budget of `rate` bytes per second; infinite for no limit. An SSD lasts as long as it should.
+    """A token bucket of `rate` bytes per second, infinite for no limit; it bounds the wear of an SSD.
 
-        rate     bytes per second, on the average of any long time
-        bucket   holds an hour's worth at most, and is full at the start: what is saved up can be spent at once
+        rate     bytes per second, on average over a long time
+        bucket   at most one hour of the rate, full at the start, which can be spent at once
 
-    The clock is the caller's: whatever readings it passes, and never one of our own.
+    The time is passed by the caller.
     """
 
     __slots__ = ("_left", "_now", "rate")
@@ -84,7 +84,7 @@ class WriteBudget:
         self._now: float | None = None
 
     def allows(self, now: float, count: int, nbytes: int) -> int:
-        """How many of `count` writes of `nbytes` each may be made at `now`."""
+        """How many of `count` writes of `nbytes` each are allowed at `now`."""
         if self.rate == math.inf:
             return count
         if self._now is not None and now > self._now:
@@ -93,29 +93,29 @@ class WriteBudget:
         return min(count, int(self._left // nbytes))
 
     def spend(self, nbytes: int) -> None:
-        """So many bytes, which were allowed, will be written."""
+        """Spend `nbytes` that were allowed."""
         self._left -= nbytes
 
 
 class AdmissionFilter:
-    """How often chunks that no tier has were offered: for write policies that store what comes back.
+    """Admission filter of selective write policies: counts how often chunks that no tier has were offered.
 
-    Counts are kept for the last `limit` different chunks, in a ring; who was forgotten starts again at one.
+    The counts of the last `limit` distinct chunks are kept, in a ring; a chunk that has left it starts at one again.
     """
 
     def __init__(self, threshold: int, limit: int) -> None:
         if threshold < 2:
-            raise CacheError(f"a threshold of sightings is at least 2, got {threshold}")
+            raise CacheError(f"threshold: expected at least 2 offers, got {threshold}")
         self._steps = [Ghosts(limit) for _ in range(threshold - 1)]
-        """The keys that were seen once, twice, ..."""
+        """The keys that were offered once, twice, ..."""
 
     def leading(self, keys: Sequence[Key]) -> int:
-        """Count another sighting of each of `keys`; says how many lead that were seen often enough now."""
+        """Count an offer of each of `keys`; returns how many leading ones have reached the threshold."""
         enough = [self._see(key) for key in keys]
         return next((i for i, each in enumerate(enough) if not each), len(enough))
 
     def _see(self, key: Key) -> bool:
-        """Whether this is at least the sighting that the threshold asks for. Goes on being so."""
+        """Count an offer; returns whether the threshold is reached."""
         last = self._steps[-1]
         for seen, following in zip(self._steps, [*self._steps[1:], last], strict=True):
             if seen.take(key):
@@ -130,15 +130,15 @@ HIGHEST_PRIORITY = 100
 
 
 class Retention(NamedTuple):
-    """Chunks `[first, end)` of a request have `priority`, for some `seconds` or for good.
+    """Chunks `[first, end)` of a request have `priority`, for `seconds` seconds, or without limit if that is `None`.
 
-    `end` is `None` for all chunks behind.
+    `end` is `None` for all chunks from `first` on.
 
         tokens     0 ──────── 512 ─────────────────── 4096
-        priority   90         10, for 30 seconds           35 where nothing is said
+        priority   90         10, for 30 seconds           35, the default
 
-    What has the lowest priority is evicted first, whatever its age. When its time is over, a chunk has the priority of
-    those of which nothing was said. After the retention settings of TensorRT-LLM.
+    The lowest priority is evicted first, whatever its age. When the time is over, a chunk has the default priority.
+    After the retention settings of TensorRT-LLM.
     """
 
     first: int
@@ -150,25 +150,26 @@ class Retention(NamedTuple):
     def of_tokens(
         cls, first: int, end: int | None, priority: int, seconds: float | None = None, *, chunk_tokens: int
     ) -> Retention:
-        """The same for tokens `[first, end)`: every chunk that has one of them."""
+        """The retention of all chunks with one of the tokens `[first, end)`."""
         return cls(first // chunk_tokens, None if end is None else -(-end // chunk_tokens), priority, seconds)
 
 
 def check(retention: Sequence[Retention]) -> None:
-    """Raise `CacheError` for a range, a priority or a time that cannot be."""
+    """Raise `CacheError` for an invalid range, priority or time."""
     for each in retention:
         good = each.first >= 0 and (each.end is None or each.end > each.first)
         good &= isinstance(each.priority, int) and 0 <= each.priority <= HIGHEST_PRIORITY
         if not good or (each.seconds is not None and not each.seconds > 0):
             raise CacheError(
-                f"a retention names chunks, a priority in [0, {HIGHEST_PRIORITY}] and a positive time, got {each}"
+                f"retention: expected a range, a priority in [0, {HIGHEST_PRIORITY}] and a positive time, got {each}"
             )
 
 
 def said(retention: Sequence[Retention], positions: npt.ArrayLike) -> npt.NDArray[np.intp]:
-    """Which of `retention` is meant for the chunk at each of `positions`; -1 for none. Shape `(len(positions),)`.
+    """The index of the range of `retention` for the chunk at each of `positions`; -1 for none; shape
+    `(len(positions),)`.
 
-    If several ranges have it, the one with the highest priority is, and the first of equals.
+    Of several ranges with a chunk, the first with the highest priority.
     """
     at = np.asarray(positions, np.int64)
     which = np.full(len(at), -1)
@@ -179,39 +180,39 @@ def said(retention: Sequence[Retention], positions: npt.ArrayLike) -> npt.NDArra
 
 
 def priorities(retention: Sequence[Retention], positions: npt.ArrayLike) -> npt.NDArray[np.uint8]:
-    """The priority of the chunk at each of `positions`. Shape `(len(positions),)`."""
+    """The priority of the chunk at each of `positions`; shape `(len(positions),)`."""
     of = np.array([*(each.priority for each in retention), DEFAULT_PRIORITY], np.uint8)
     return of[said(retention, positions)]
 
 
 class DeviceBlocks:
-    """Blocks 0 .. `count` - 1 of the device pool; any number of them if that is `None`."""
+    """Checks block numbers of a device pool with `count` blocks, or without a limit if `None`."""
 
     def __init__(self, count: int | None) -> None:
         if count is not None and (not isinstance(count, int) or count < 0):
-            raise CacheError(f"a device pool has zero or more blocks, got {count!r}")
+            raise CacheError(f"expected zero or more blocks of a device pool, got {count!r}")
         self._count = count
         self.asleep = False
-        """Whether their memory was given up."""
+        """Whether device memory was freed by `sleep`."""
 
     def check(self, blocks: Sequence[int]) -> None:
-        """Raise `CacheError` unless `blocks` are there, and distinct."""
+        """Raise `CacheError` unless `blocks` are distinct blocks of the pool, and the device is awake."""
         if self.asleep:
-            raise CacheError("the device's memory was given up by `sleep`, and not taken back by `wake`")
+            raise CacheError("the device is asleep: its memory was freed by `sleep`, call `wake` first")
         if any(not issubclass(kind, int | np.integer) or kind is bool for kind in set(map(type, blocks))):
-            raise CacheError(f"device blocks are whole numbers, got {list(blocks)[:8]}")
+            raise CacheError(f"expected device blocks as integers, got {list(blocks)[:8]}")
         if len(set(blocks)) != len(blocks):
-            raise CacheError(f"device blocks are distinct, got {list(blocks)[:8]}")
+            raise CacheError(f"expected distinct device blocks, got {list(blocks)[:8]}")
         if blocks and (min(blocks) < 0 or (self._count is not None and max(blocks) >= self._count)):
-            raise CacheError(f"device blocks lie in [0, {self._count}), got {min(blocks)} to {max(blocks)}")
+            raise CacheError(f"expected device blocks in [0, {self._count}), got {min(blocks)} to {max(blocks)}")
 
 
 class PrefetchPolicy(enum.Enum):
     """How long a request waits for its prefetch. After the policies of SGLang's hierarchical cache."""
 
-    BEST_EFFORT = "best_effort"  # not at all: it uses what is there when its turn comes
-    WAIT = "wait_complete"  # until all is there, but no longer than for any load
-    TIMEOUT = "timeout"  # until all is there, but no longer than so many seconds
+    BEST_EFFORT = "best_effort"  # not at all: it uses the chunks that have arrived when it is scheduled
+    WAIT = "wait_complete"  # until all chunks have arrived, at most `load_timeout`
+    TIMEOUT = "timeout"  # until all chunks have arrived, at most the given seconds
 
 
 def check_time(now: float) -> None:
@@ -221,48 +222,46 @@ def check_time(now: float) -> None:
 
 
 def seconds(given: float | None, usual: float) -> float:
-    """The seconds that a caller has `given`, or the `usual` ones. Raises `CacheError` for what is no length of time."""
+    """The seconds `given`, or `usual` if `None`. Raises `CacheError` unless they are positive."""
     if given is None:
         return usual
     if not isinstance(given, int | float) or not 0 < given < math.inf:
-        raise CacheError(f"a timeout is a positive number of seconds, got {given!r}")
+        raise CacheError(f"timeout: expected a positive number of seconds, got {given!r}")
     return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSettings:
-    """How a `TieredCache` behaves.
+    """Settings of a `TieredCache`.
 
     Attributes:
         blocks_per_chunk: Device blocks per chunk.
-        groups: The KV cache groups, in the order of the layout's; none if all have full attention, and no match is for
-            several of them.
-        partial: Whether the tokens of chunks are kept, as far as `store` is told them, for partial matches. Asks for
-            `groups`.
+        groups: The KV cache groups, in the order of the layout; may be empty if all have full attention, and no lookup
+            is of several groups.
+        partial: Whether the tokens of chunks that `store` gets are kept, for partial matches. Requires `groups`.
         ranks: How many ranks hold a part of each image, and report each job.
         offload: Write policy device -> warmest tier.
-        backup: Write policy warmest tier -> the one below, and from there on down.
-        threshold: How often a chunk is offered, or used, before a selective write policy copies it.
-        into: Write rules of routes that differ from these, by the name of the tier that the route leads into.
-        admission: Whether a full tier below the warmest refuses copies that promise fewer hits than what would go for
-            them, where its eviction policy can say so.
-        stores_wait: Whether the engine offers chunks again that have found no room. Then no reserve of clean slots is
-            kept beyond that of the write policy: a store that waits loses nothing.
-        prompt_only: Whether chunks behind the prompt are left out of offloads.
-        priority_floor: The least priority that is offloaded.
-        prefetch: How long a request waits for its prefetch, unless it says otherwise.
-        prefetch_timeout: Seconds after which it waits no longer, if that is a policy of `TIMEOUT`.
-        load_timeout: Seconds after which a load is given up.
-        write_timeout: Seconds after which a write that has not begun is not worth beginning.
-        probe_timeout: Seconds within which a foreign tier says what it has.
-        probe_life: Seconds for which its answer counts.
-        max_probes: Keys that a foreign tier is asked for at a time; more are not asked for, and counted.
-        max_writes: Chunks in flight per write route; more are dropped (offloads) or left for later (backups).
-        events: Events to keep for a reader (`TieredCache.events`); none are recorded at zero.
-        device_blocks: Blocks of the device pool, to check ids against; `None` leaves that to the data plane.
-        self_test_key: A chunk that a test of the tiers sends through them: no hit, route or event counts it.
-        pools: For each KV cache group the pool, that is the image size, of its chunks in the tiers; all are in pool 0
-            if nothing is said.
+        backup: Write policy of each tier -> the next colder one.
+        threshold: Offers or uses of a chunk before a selective write policy copies it.
+        into: Write rules of routes with other rules, by name of the destination tier.
+        admission: Whether a full tier below the warmest refuses chunks with fewer expected hits than those to evict for
+            them, if its eviction policy has expected hits.
+        stores_wait: Whether the engine offers chunks again for which there was no room. Such a store loses nothing, so
+            no reserve of clean slots beyond the write policy is kept.
+        prompt_only: Whether only chunks of the prompt are offloaded.
+        priority_floor: The lowest priority that is offloaded.
+        prefetch: The policy of prefetches without one.
+        prefetch_timeout: Seconds of a prefetch with the policy `TIMEOUT`.
+        load_timeout: Seconds of a load.
+        write_timeout: Seconds until a write must have begun.
+        probe_timeout: Seconds until a remote tier must have answered a probe.
+        probe_life: Seconds for which its answer is valid.
+        max_probes: Keys in flight in probes of one remote tier; probes beyond it are counted, and not sent.
+        max_writes: Chunks in flight per write route; more are dropped (offloads) or postponed (backups).
+        events: Events kept for a reader (`TieredCache.events`); 0 records none.
+        device_blocks: Blocks of the device pool, to check block numbers; `None` leaves that to the data plane.
+        self_test_key: The chunk of the self-test, which no hit, route or event counts.
+        pools: The pool, that is the image size, of the chunks of each KV cache group; if empty, pool 0 for all.
     """
 
     blocks_per_chunk: int = 1
@@ -292,53 +291,53 @@ class CacheSettings:
 
     def __post_init__(self) -> None:
         if min(self.blocks_per_chunk, self.ranks, self.max_writes, self.max_probes) < 1:
-            raise CacheError(f"blocks_per_chunk, ranks, max_writes and max_probes are at least 1, got {self}")
+            raise CacheError(f"expected at least 1 for blocks_per_chunk, ranks, max_writes and max_probes, got {self}")
         for policy in (self.offload, self.backup):
             WriteRule(policy, self.threshold)
         loads, probes = (self.prefetch_timeout, self.load_timeout), (self.probe_timeout, self.probe_life)
         if not all(0 < each < math.inf for each in (*loads, self.write_timeout, *probes)):
-            raise CacheError(f"timeouts are positive numbers of seconds, got {self}")
+            raise CacheError(f"expected timeouts as positive numbers of seconds, got {self}")
         if not 0 <= self.priority_floor <= HIGHEST_PRIORITY:
-            raise CacheError(f"priority_floor lies in [0, {HIGHEST_PRIORITY}], got {self.priority_floor}")
+            raise CacheError(f"priority_floor: expected 0 to {HIGHEST_PRIORITY}, got {self.priority_floor}")
 
         if self.partial and not self.groups:
-            raise CacheError("partial matches ask for the groups, which say how many tokens a chunk has")
+            raise CacheError("partial: expected groups as well, which say how many tokens a chunk has")
 
-    def rules(self, tiers: Sequence[str], foreign: Sequence[str] = ()) -> tuple[WriteRule, ...]:
-        """The write rule of the route into each of `tiers`, warmest first, and into each of the `foreign` ones.
+    def rules(self, tiers: Sequence[str], remote: Sequence[str] = ()) -> tuple[WriteRule, ...]:
+        """The write rule of the route into each of `tiers`, warmest first, and into each of the `remote` ones.
 
-        Write-back into a foreign tier is a copy of what is about to be evicted from the warmest, as far as there is
-        time: what a foreign tier has cannot be counted on, so nothing waits for the copy.
+        Write-back into a remote tier is a copy of what is about to be evicted from the warmest, as far as there is
+        time: what a remote tier has cannot be counted on, so nothing waits for the copy.
         """
-        names = [*tiers, *foreign]
+        names = [*tiers, *remote]
         unknown = sorted(set(self.into) - set(names))
         if unknown:
-            raise CacheError(f"write rules are for routes into {names}, got some into {unknown}")
-        usual = [self.offload, *[self.backup] * (len(tiers) - 1), *[WritePolicy.THROUGH] * len(foreign)]
+            raise CacheError(f"into: expected tiers of {names}, got {unknown}")
+        usual = [self.offload, *[self.backup] * (len(tiers) - 1), *[WritePolicy.THROUGH] * len(remote)]
         rules = [
             self.into.get(name, WriteRule(policy, self.threshold)) for name, policy in zip(names, usual, strict=True)
         ]
         return tuple(rules)
 
     def group(self, index: int) -> tuple[CacheGroup, int]:
-        """A group, and how many tokens its chunks have. Raises `CacheError` for one that is not in `groups`."""
+        """A group, and the tokens of its chunks. Raises `CacheError` if it is not in `groups`."""
         if not 0 <= index < len(self.groups):
-            raise CacheError(f"group {index} is none of the {len(self.groups)} groups of the settings")
+            raise CacheError(f"expected a group in [0, {len(self.groups)}), got {index}")
         return self.groups[index], self.groups[index].block_size * self.blocks_per_chunk
 
     @property
     def token_width(self) -> int:
-        """Tokens that are kept of each chunk: as many as the longest has, or none."""
+        """Tokens kept of each chunk: those of the longest chunk, or none."""
         return max((self.group(index)[1] for index in range(len(self.groups))), default=0) if self.partial else 0
 
     def stands_alone(self, index: int) -> bool:
-        """Whether chunks of this group stand alone. Without `groups` none does, whatever the group."""
+        """Whether chunks of this group stand alone; false without `groups`."""
         return bool(self.groups) and self.group(index)[0].alone
 
     def pool_of(self, group: int) -> int:
-        """The pool of a group's chunks. Raises `CacheError` for a group that there is not."""
+        """The pool of the chunks of a group. Raises `CacheError` for an unknown group."""
         if group < 0 or (self.pools and group >= len(self.pools)):
-            raise CacheError(f"groups lie in [0, {len(self.pools) or 'any number'}), got {group}")
+            raise CacheError(f"expected a group in [0, {len(self.pools) or 'any number'}), got {group}")
         return self.pools[group] if self.pools else 0
 
 
@@ -348,8 +347,8 @@ class CacheGroup:
 
     Attributes:
         block_size: Tokens per block.
-        window: How many tokens before it the next token sees, itself not counted; `None` for all of them.
-        recurrent: Whether a chunk is the state at its end, as in Mamba layers: of all chunks only the last is needed.
+        window: Tokens that the next token attends to, itself not counted; `None` for all.
+        recurrent: Whether a chunk is the state at its end, as in Mamba layers; only the last chunk is needed then.
     """
 
     block_size: int
@@ -358,11 +357,11 @@ class CacheGroup:
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or (self.window is not None and (self.window < 1 or self.recurrent)):
-            raise CacheError(f"a group has blocks of a token or more, and one kind of attention; got {self}")
+            raise CacheError(f"expected block_size of at least 1, and window or recurrent, not both; got {self}")
 
     @property
     def alone(self) -> bool:
-        """Whether a chunk is of use without those before it, and so stands alone in the tiers."""
+        """Whether a chunk can be used without those before it, and stands alone in the tiers."""
         return self.recurrent or self.window is not None
 
     def first_needed(self, tokens: int, chunk_tokens: int) -> int:
@@ -374,10 +373,10 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class TierSpec:
-    """One owned tier: its name, its slots, the bytes of one image, and the eviction policy to make for it.
+    """One own tier: its name, its slots, the bytes of one image, and its eviction policy.
 
-    Where images have several sizes, `slots` are the tier's `Slabs`, and `image_bytes` is left out. What lies in a tier
-    that `outlives` the process may be found by the next one, so it is told of slots whose bytes nobody wants any more.
+    With several image sizes, `slots` are the `Slabs` of the tier, and `image_bytes` is not given. A tier that
+    `outlives` the process gets `Discard` commands, so that the next process does not recover removed chunks.
     """
 
     name: str
@@ -387,7 +386,7 @@ class TierSpec:
     outlives: bool = False
 
     def make_pool(self) -> SlotPool:
-        """The tier's slots, all of them free. Raises `CacheError` for a number or a size that cannot be."""
+        """The slots of the tier, all free. Raises `CacheError` for an invalid number or size."""
         pool = self._make_pool()
         if self.outlives:
             pool.freed = []
@@ -398,5 +397,5 @@ class TierSpec:
             alike = len(self.slots.image_bytes) == self.slots.stride == 1  # a slab is a slot
             return (SlotPool if alike else SlabPool)(self.slots)
         if self.slots < 0 or self.image_bytes < 1:
-            raise CacheError(f"tier {self.name!r} has {self.slots} slots of {self.image_bytes} bytes")
+            raise CacheError(f"tier {self.name!r} cannot have {self.slots} slots of {self.image_bytes} bytes")
         return SlotPool(Slabs.of_one_size(self.image_bytes, self.slots))

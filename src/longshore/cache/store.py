@@ -171,10 +171,10 @@ class Store:
             return MissReason.ABSENT
         return MissReason.IN_FLIGHT if index.warmest_ready(node) < 0 else MissReason.BEHIND
 
-    def count_misses(self, keys: Sequence[Key], end: int, known: int, foreign: int = 0) -> None:
+    def count_misses(self, keys: Sequence[Key], end: int, known: int, remote: int = 0) -> None:
         """Count the misses of a request whose hit ended before `keys[end]`.
 
-        The keys before `keys[known]` are in a tier or on their way into one; `foreign` of the others are known to be
+        The keys before `keys[known]` are in a tier or on their way into one; `remote` of the others are known to be
         in a remote tier. There may be orphans among them.
         """
         misses = self.counters.misses
@@ -182,8 +182,8 @@ class Store:
             known = len(keys)
         for key in keys[end:known]:
             misses[self.miss(key)] += 1
-        misses[MissReason.ABSENT] += len(keys) - known - foreign
-        misses[MissReason.FOREIGN] += foreign
+        misses[MissReason.ABSENT] += len(keys) - known - remote
+        misses[MissReason.REMOTE] += remote
 
     # ------------------------------------------------------------------ arrivals
 

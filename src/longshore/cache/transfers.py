@@ -466,18 +466,18 @@ class Transfers:
         tokens: int | None = None,
         prefetch: bool = False,
         command: bool = True,
-        foreign: str = "",
+        remote: str = "",
     ) -> Job:
         """Register a job for chunks whose source slots have a reader, and whose destinations are allocated.
 
-        A side that is `None` is the device, or the `foreign` tier. Without `command`, the engine moves the bytes.
+        A side that is `None` is the device, or the `remote` tier. Without `command`, the engine moves the bytes.
         Writes have the deadline `settings.write_timeout`.
         """
         ours = [None if side is None else side.tier for side in (source, destination)]
-        route = Route(*(self._name(tier, foreign) for tier in ours))
+        route = Route(*(self._name(tier, remote) for tier in ours))
         writing = (
             destination is None
-            if foreign
+            if remote
             else destination is not None and (source is None or source.tier < destination.tier)
         )
         if writing:
@@ -496,7 +496,7 @@ class Transfers:
             ranks=self.settings.ranks,
         )
         if writing:
-            self.writing[foreign if destination is None else destination.tier] += len(keys)
+            self.writing[remote if destination is None else destination.tier] += len(keys)
         record = self.jobs[job] = Job(transfer, source, destination, load, commanded=command, turn=self.store.served)
         if destination is not None and self.store.log.on:
             self.store.log.record(EventKind.ORDERED, keys, tier=self._name(destination.tier))

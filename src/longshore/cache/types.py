@@ -20,7 +20,7 @@ class MissReason(enum.Enum):
     """Why a requested chunk was not loaded from a tier. Complete: there is no "other"."""
 
     ABSENT = "absent"  # no tier has it
-    FOREIGN = "foreign"  # only a remote tier is known to have it; it was not prefetched
+    REMOTE = "remote"  # only a remote tier is known to have it; it was not prefetched
     IN_FLIGHT = "in_flight"  # being written to its first tier
     NO_ROOM = "no_room"  # the host tier had no room to read it into
     BEHIND = "behind"  # in a tier, but behind a chunk that missed
@@ -97,13 +97,13 @@ class Found(NamedTuple):
             chunk sizes of all groups, plus, with texts, fewer tokens than another multiple.
         needs: What each group needs for that prefix, in order of group.
         partial: For a lookup of one group: a chunk whose first tokens come next; it is in the lease.
-        foreign: How much more remote tiers are known to have behind it, for `prefetch`: chunks, or for all groups
+        remote: How much more remote tiers are known to have behind it, for `prefetch`: chunks, or for all groups
             tokens, then with chunks in flight.
-        probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `foreign`.
+        probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `remote`.
         turn: The turn of the request, for its other calls; `None` for `Until.NOTHING`.
         residency: For a lookup with `each`: where each chunk is, by group.
-        remote: For a lookup with `each` that keeps nothing, if there are remote tiers: the name of the first that is
-            known to have each chunk, by group; empty for none.
+        remote_sources: For a lookup with `each` that keeps nothing, if there are remote tiers: the name of the
+            first that is known to have each chunk, by group; empty for none.
     """
 
     lease: Lease | None = None
@@ -111,11 +111,11 @@ class Found(NamedTuple):
     tokens: int = 0
     needs: tuple[Need, ...] = ()
     partial: Partial | None = None
-    foreign: int = 0
+    remote: int = 0
     probes: tuple[int, ...] = ()
     turn: int | None = None
     residency: Mapping[int, Residency] = {}
-    remote: Mapping[int, Sequence[str]] = {}
+    remote_sources: Mapping[int, Sequence[str]] = {}
 
 
 class DeviceCopy(NamedTuple):
@@ -229,17 +229,17 @@ class Counters:
         return deepcopy(self)
 
     @classmethod
-    def zero(cls, tiers: tuple[str, ...], routes: tuple[str, ...], foreign: tuple[str, ...] = ()) -> Counters:
-        """All counters at zero, for these tiers, routes and remote tiers (`foreign`)."""
+    def zero(cls, tiers: tuple[str, ...], routes: tuple[str, ...], remote: tuple[str, ...] = ()) -> Counters:
+        """All counters at zero, for these tiers, routes and remote tiers (`remote`)."""
         return cls(
             hits=Counter(dict.fromkeys(tiers, 0)),
             misses=Counter(dict.fromkeys(MissReason, 0)),
-            drops={tier: Counter(dict.fromkeys(DropReason, 0)) for tier in (*tiers, *foreign)},
+            drops={tier: Counter(dict.fromkeys(DropReason, 0)) for tier in (*tiers, *remote)},
             evictions=Counter(dict.fromkeys(tiers, 0)),
             demotions=Counter(dict.fromkeys(tiers, 0)),
             lost=Counter(dict.fromkeys(tiers, 0)),
             routes={route: RouteTotals() for route in routes},
-            probes={tier: Counter(dict.fromkeys(Answer, 0)) for tier in foreign},
+            probes={tier: Counter(dict.fromkeys(Answer, 0)) for tier in remote},
         )
 
 

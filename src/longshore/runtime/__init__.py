@@ -3,13 +3,13 @@
 from longshore.runtime.block_guard import BlockGuard
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import EventRecorder
-from longshore.tiers.host import ForeignMover, TierMover
+from longshore.tiers.host import KeyedMover, TierMover
 
 __all__ = [
     "BackgroundLoop",
     "BlockGuard",
     "EventRecorder",
-    "ForeignMover",
+    "KeyedMover",
     "Runtime",
     "TierMover",
 ]

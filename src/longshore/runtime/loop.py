@@ -113,7 +113,7 @@ class Runtime:
         self._running: dict[int, _RunningTransfer] = {}
         self._probers = {prober.asks: prober for prober in probers}
         self.stores = tuple(self._probers)
-        """Names of the foreign tiers that can be asked."""
+        """Names of the remote tiers that can be asked."""
         self._probing: dict[int, tuple[Probe, float]] = {}
         """Probes under way, and when they were ordered."""
         self._results: list[Result] = []
@@ -475,7 +475,7 @@ class Runtime:
             self._running[transfer.job] = _RunningTransfer(transfer, mover, tail, transfer.ranks)
 
     def _probe(self, probe: Probe) -> None:
-        """Ask a foreign tier; whatever goes wrong with that, the probe must end, and the others go on."""
+        """Ask a remote tier; whatever goes wrong with that, the probe must end, and the others go on."""
         self._probing[probe.probe] = probe, self.clock()
         prober = self._probers.get(probe.tier)
         try:

@@ -43,10 +43,10 @@ from longshore.runtime.gds_mover import GdsMover, ImageRing
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import KEPT, EventRecorder
 from longshore.tiers.arena import Arena, ArenaSettings
-from longshore.tiers.arena.registration import CudaRegistrar, TorchCudaRuntime
-from longshore.tiers.base import ForeignTier, Tier
+from longshore.tiers.arena.pinning import CudaRegistrar, TorchCudaRuntime
+from longshore.tiers.base import KeyedTier, Tier
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
-from longshore.tiers.host import ForeignMover, HostTier, TierMover
+from longshore.tiers.host import HostTier, KeyedMover, TierMover
 from longshore.tiers.remote import RemoteTier, parse_url
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import TransferEngine
@@ -107,7 +107,7 @@ class Stack:
     Attributes:
         host: The host tier; `None` with `file_mode` gds.
         arena: Its memory.
-        foreign: The foreign tiers, in the order of opening.
+        remote: The remote tiers, in the order of opening.
         ring_mover: What moves images through a ring, where there is no host tier.
     """
 
@@ -121,7 +121,7 @@ class Stack:
     arena: Arena | None
     loop: BackgroundLoop | None
     events: EventRecorder | None
-    foreign: tuple[ForeignTier, ...] = ()
+    remote: tuple[KeyedTier, ...] = ()
     ring_mover: GdsMover | None = None
 
     def load_path(
@@ -310,7 +310,7 @@ def open_stack(
     *,
     open_file: Callable[..., Tier] = FileTier,
     open_gds: Callable[..., Tier] = GdsFileTier,
-    open_foreign: Sequence[Callable[..., ForeignTier]] = (),
+    open_remote: Sequence[Callable[..., KeyedTier]] = (),
     groups: Sequence[CacheGroup] = (),
     partial: bool = False,
     ring: ImageRing | None = None,
@@ -320,7 +320,7 @@ def open_stack(
     `groups` says what the layout does not: which of its groups see a window only, or keep a state. With `partial`, the
     tokens of chunks are kept for partial matches. Without either all of a path must be there.
     `open_file` makes the file tier, with the arguments of `FileTier`, `open_gds` that of mode `gds`, with those of
-    `GdsFileTier`: the place for wrappers around them. `open_foreign` makes foreign tiers beside the stores of `config`,
+    `GdsFileTier`: the place for wrappers around them. `open_remote` makes remote tiers beside the stores of `config`,
     of which the first that has a chunk is read; each is called with `arena`, `image_bytes` (by pool), `scope` and
     `generation` (that of the file tier), and closed with the stack. Where the device keeps no images, `gds` becomes
     `posix` with a host tier of the default size, and the log says so. Raises `ConfigError` when the machine cannot give
@@ -334,9 +334,9 @@ def open_stack(
         config.check_machine()
     else:
         config.check_files()
-    if open_foreign and config.file_mode == "gds":
-        raise ConfigError("foreign tiers need a host tier, which file_mode gds does not have; use file_mode posix")
-    if ring is not None and (open_foreign or config.remote):
+    if open_remote and config.file_mode == "gds":
+        raise ConfigError("remote tiers need a host tier, which file_mode gds does not have; use file_mode posix")
+    if ring is not None and (open_remote or config.remote):
         raise ConfigError("remote stores need a host tier, which this engine has of its own; remove remote")
     if config.file_path is not None:
         check_size("file_size", config.file_size, capacity_for(1, layout.image_bytes))
@@ -360,18 +360,18 @@ def open_stack(
         if file is not None:
             movers.append(TierMover(file, host))
         probers = []
-        openers: list[Callable[..., ForeignTier]] = [
+        openers: list[Callable[..., KeyedTier]] = [
             functools.partial(_open_store, url, name) for name, url in named_stores(config).items()
         ]
-        for opener in (*openers, *open_foreign):
+        for opener in (*openers, *open_remote):
             generation = 0 if file is None else file.generation
             tier = opener(arena=arena, image_bytes=sizes, scope=scope.root, generation=generation)
             undo.callback(tier.close)
-            probers.append(ForeignMover(tier, host))
+            probers.append(KeyedMover(tier, host))
         runtime = _make_runtime(config, layout, scope, _Grouping(groups, partial, pools), host, file, movers, probers)
         undo.pop_all()
     stack = _start(config, layout, scope, runtime, engine, host, file, arena)
-    return replace(stack, foreign=tuple(prober.tier for prober in probers))
+    return replace(stack, remote=tuple(prober.tier for prober in probers))
 
 
 def _take_ring(config: Config, layout: KVLayout, device: Device) -> ImageRing | None:
@@ -445,14 +445,14 @@ def _make_runtime(
     host: HostTier | None,
     file: Tier | None,
     movers: list[Mover],
-    probers: Sequence[ForeignMover] = (),
+    probers: Sequence[KeyedMover] = (),
 ) -> Runtime:
-    foreign = [prober.tier for prober in probers]
+    remote = [prober.tier for prober in probers]
     cache = make_cache(
         config,
         None if host is None else host.slabs,
         file,
-        foreign=[tier.name for tier in foreign],
+        remote=[tier.name for tier in remote],
         groups=tuple(grouping.groups),
         partial=grouping.partial,
         ranks=layout.ranks,
@@ -462,11 +462,11 @@ def _make_runtime(
         self_test_key=scope.self_test_key,
         pools=grouping.pools,
     )
-    tiers = [*([] if file is None else [file]), *foreign]
+    tiers = [*([] if file is None else [file]), *remote]
     gate = None
-    if (file is not None or foreign) and len(layout.groups) == 1:  # chunks of several groups differ
+    if (file is not None or remote) and len(layout.groups) == 1:  # chunks of several groups differ
         tokens = layout.groups[0].block_size * config.blocks_per_chunk
-        names = [*(level.name for level in cache.stats()), *(tier.name for tier in foreign)]
+        names = [*(level.name for level in cache.stats()), *(tier.name for tier in remote)]
         gate = make_gate(config, names, tokens, layout.image_bytes)
     return Runtime(cache, [*movers, *probers], tiers, probers=probers, gate=gate)
 
@@ -527,11 +527,11 @@ def make_cache(
     host: Slabs | None,
     file: Tier | None,
     *,
-    foreign: Sequence[str] = (),
+    remote: Sequence[str] = (),
     policy: type[EvictionPolicy] | None = None,
     **of_engine: Any,
 ) -> TieredCache:
-    """The control plane over a host tier of these slots, over `file`, and beside `foreign` tiers.
+    """The control plane over a host tier of these slots, over `file`, and beside `remote` tiers.
 
     It has the settings of `config`, and the `CacheSettings` of its engine. `policy` takes the place of the eviction
     policy of `config`. What `file` recovered at its start is adopted.
@@ -562,7 +562,7 @@ def make_cache(
         **stores,
         **of_engine,
     )
-    cache = TieredCache(tiers, settings, foreign=foreign, generation=file.generation if file is not None else 0)
+    cache = TieredCache(tiers, settings, remote=remote, generation=file.generation if file is not None else 0)
     if file is not None:
         adopt_found(cache, file)
     return cache

@@ -55,7 +55,7 @@ def fetch(
         return (), ()
     asked = worth_asking(runtime, context, len(rest), ahead=ahead) if asks else ()
     known = cache.lookup({0: GroupKeys(rest)}, now, until=Until.NOTHING, each=True, asks=asked)
-    probes, names = known.probes, takewhile(bool, known.remote.get(0, ()))
+    probes, names = known.probes, takewhile(bool, known.remote_sources.get(0, ()))
     runs = [Run(name, len(list(same))) for name, same in groupby(names)]
     count = sum(run.chunks for run in runs)
     if count and runtime.gate is not None:

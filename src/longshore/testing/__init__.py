@@ -1,4 +1,4 @@
-"""Test kit: conformance suite; faulty tier, foreign tier, faulty network; bit flips on disk; simulated device and disk.
+"""Test kit: conformance suite; faulty tier, remote tier, faulty network; bit flips on disk; simulated device and disk.
 
 `TierTests` needs pytest, and is loaded when it is first asked for; the rest needs nothing beyond Longshore.
 """

@@ -1,4 +1,4 @@
-"""A foreign tier in this process: images by key in a dictionary, with losses, delays and silence on demand.
+"""A remote tier in this process: images by key in a dictionary, with losses, delays and silence on demand.
 
 lapse     probes say that a chunk is there, and a read finds that it is not
 late      answers and results come some seconds later
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from longshore.boundary import Key, Status
 from longshore.errors import TierClosedError
 from longshore.tiers.arena import Arena
-from longshore.tiers.base import ForeignTier, Op, OpBatch, TierOp, TierResult, check_batch, check_generation
+from longshore.tiers.base import KeyedTier, Op, OpBatch, TierOp, TierResult, check_batch, check_generation
 
 Images = dict[tuple[Key, int], bytes]
 """Content of a store, by key and generation; several stores may share it, as several machines do."""
@@ -29,7 +29,7 @@ class StoreFault(enum.Enum):
     SILENT = "silent"
 
 
-class KeyStore(ForeignTier):
+class KeyStore(KeyedTier):
     """Copies the bytes of images of `image_bytes` (by pool) between `arena` and a dictionary, inside `poll`.
 
     Attributes:

@@ -41,7 +41,7 @@ class TierTests:
         slots: Of that tier; at least 8.
         reserved_bytes: Where the tier's own slots lie in the arena, their end; a multiple of the page.
         persistent: Whether what was written outlives `close`, under the same `directory`.
-        by_key: Whether it is a `ForeignTier`: addressed by key, without slots, and nothing is recovered from it.
+        by_key: Whether it is a `KeyedTier`: addressed by key, without slots, and nothing is recovered from it.
     """
 
     image_bytes: int = 4 * PAGE

@@ -8,7 +8,7 @@
     tier        │  slot, slot, slot, ...        address
                 └──────────────────────────
 
-A tier that Longshore does not own (`ForeignTier`) has no slots; images are addressed by key.
+A tier that Longshore does not own (`KeyedTier`) has no slots; images are addressed by key.
 
 A tier decides nothing: the control plane chooses the slot of each key. A tier moves bytes, verifies
 what it reads, and reports one `Status` per operation. Nothing here blocks, returns bytes objects or calls back.
@@ -46,7 +46,7 @@ class Op(enum.Enum):
 
 
 BY_KEY = -1
-"""The slot of an operation on a foreign tier."""
+"""The slot of an operation on a remote tier."""
 
 
 class TierOp(NamedTuple):
@@ -159,7 +159,7 @@ class Tier(ABC):
         return 0
 
 
-class ForeignTier(Tier):
+class KeyedTier(Tier):
     """Storage for block images that Longshore does not own: addressed by key, shared, and free to drop images.
 
     The slot of every operation is `BY_KEY`; there are no slabs. A `READ` of a key that the tier does not have ends as
@@ -190,7 +190,7 @@ MAX_GENERATION = 2**64 - 1
 def check_batch(
     batch: Sequence[TierOp], deadline: float, *, slabs: Slabs | None, image_bytes: Sequence[int], arena_bytes: int
 ) -> None:
-    """Raise `TierError` unless every operation of `batch` is valid; foreign tiers have no `slabs`."""
+    """Raise `TierError` unless every operation of `batch` is valid; remote tiers have no `slabs`."""
     if math.isnan(deadline):
         raise TierError("expected a deadline in clock seconds, got NaN")
     for index, op in enumerate(batch):
@@ -235,7 +235,7 @@ def _check_op(op: TierOp, slabs: Slabs | None, image_bytes: Sequence[int], arena
     if slabs is not None:
         slabs.check(op.pool, op.slot)
     elif op.slot != BY_KEY or not 0 <= op.pool < len(image_bytes):
-        raise TierError(f"a foreign tier is addressed by key, got slot {op.slot} of pool {op.pool}")
+        raise TierError(f"a remote tier is addressed by key, got slot {op.slot} of pool {op.pool}")
     if not 0 < op.length <= image_bytes[op.pool]:
         raise TierError(f"expected a length in [1, {image_bytes[op.pool]}], got {op.length}")
     if op.offset < 0 or op.offset + op.length > arena_bytes:

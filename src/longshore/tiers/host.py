@@ -35,7 +35,7 @@ from longshore.errors import PlanError, TierClosedError, TierError
 from longshore.tiers.arena import Arena, ArenaReport
 from longshore.tiers.base import (
     BY_KEY,
-    ForeignTier,
+    KeyedTier,
     Op,
     OpBatch,
     Tier,
@@ -235,12 +235,12 @@ class TierMover:
         return ours.index
 
 
-class ForeignMover(TierMover):
-    """`TierMover` for a foreign tier, which is addressed by key; also serves probes. One rank."""
+class KeyedMover(TierMover):
+    """`TierMover` for a remote tier, which is addressed by key; also serves probes. One rank."""
 
-    tier: ForeignTier
+    tier: KeyedTier
 
-    def __init__(self, tier: ForeignTier, host: HostTier) -> None:
+    def __init__(self, tier: KeyedTier, host: HostTier) -> None:
         super().__init__(tier, host)
         self._probes: dict[int, Probe] = {}  # by ticket, of the last ones
 
@@ -262,7 +262,7 @@ class ForeignMover(TierMover):
 
     def _address(self, ours: Slot | None, hosts: Slot) -> int:
         if ours is not None:
-            raise PlanError(f"expected no slot on the side of a foreign tier, got {ours}")
+            raise PlanError(f"expected no slot on the side of a remote tier, got {ours}")
         return BY_KEY
 
 

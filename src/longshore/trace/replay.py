@@ -237,7 +237,7 @@ class TieredReplay:
         self._losses = _Losses(names[-1])
         specs = [TierSpec(name, count, image, policy) for name, count in slots.items()]
         self.cache = TieredCache(
-            specs, CacheSettings(admission=admission), foreign=[REMOTE] if self.remote is not None else []
+            specs, CacheSettings(admission=admission), remote=[REMOTE] if self.remote is not None else []
         )
         self.movers = VirtualMovers(timing, image, self.remote)
         self.image_bytes = image
@@ -388,7 +388,7 @@ class TieredReplay:
             return 0
         rest = {0: GroupKeys(visit.keys[visit.matched : visit.usable])}
         where = self.cache.lookup(rest, self._now, until=Until.NOTHING, each=True).residency[0].presences
-        return found.foreign + sum(1 for _ in takewhile(lambda each: each is not Presence.ABSENT, where))
+        return found.remote + sum(1 for _ in takewhile(lambda each: each is not Presence.ABSENT, where))
 
     def _load(self, visit: _Visit, coming: int) -> None:
         """Order what is worth it of what is held, and of so many more chunks by way of the remote store."""

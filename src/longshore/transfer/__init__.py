@@ -3,7 +3,7 @@
 selection.py   validation of all ids; which pages of which blocks move
 plan.py        batches of pages, how they are cut, and their arrays of addresses and sizes
 engine.py      the mover: submit, wait, results
-lane.py        one direction: choice of the next copy, submission to the device, completion in order; dependencies
+ordering.py    one direction: choice of the next copy, submission to the device, completion in order; dependencies
                between jobs; threads that run the lanes
 device/        copies on each kind of device
 """

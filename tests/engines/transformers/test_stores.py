@@ -94,7 +94,7 @@ def test_a_reset_keeps_the_store_and_new_weights_get_another_name(shared: Config
     model = make_model(1)
     stored_by(model, shared)
     with PrefixStore(model, shared, block_size=BLOCK, window=8) as store:
-        (tier,) = store._stack.foreign
+        (tier,) = store._stack.remote
         name = tier.namespace  # type: ignore[attr-defined]
         with store._stack.runtime.control() as cache:
             cache.reset()
@@ -102,8 +102,8 @@ def test_a_reset_keeps_the_store_and_new_weights_get_another_name(shared: Config
         assert store.restore_prefix(PROMPT[:-1])[1] == 192
         model.model.layers[0].self_attn.k_proj.weight.add_(1.0)
         assert store.restore_prefix(PROMPT[:-1])[1] == 0
-        assert store._stack.foreign[0].namespace != name  # type: ignore[attr-defined]
+        assert store._stack.remote[0].namespace != name  # type: ignore[attr-defined]
         with store._stack.runtime.control() as cache:
             cache.reset(weights=True)
         known = store._stack.scope.root
-        assert store._stack.foreign[0].namespace not in (name, known)  # type: ignore[attr-defined]
+        assert store._stack.remote[0].namespace not in (name, known)  # type: ignore[attr-defined]

@@ -22,8 +22,8 @@ from longshore.engines.vllm.metrics import zero
 from longshore.engines.vllm.requests import ours
 from longshore.errors import TierError
 from longshore.runtime.tier_host import HostedFileTier, tier
-from longshore.runtime.tier_host import process as watch
-from longshore.runtime.tier_host.process import HostProcess
+from longshore.runtime.tier_host import supervisor as watch
+from longshore.runtime.tier_host.supervisor import HostProcess
 from longshore.tiers.file.directory import COPIES
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING

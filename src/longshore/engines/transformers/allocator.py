@@ -185,7 +185,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         for lookup in self._lookups.values():
             lookup.path = lookup.turn = lookup.kept = None  # of the former tiers
         if stack is not None:
-            if stack.host is not None and (stack.file is not None or stack.foreign) and self.use_block_sharing:
+            if stack.host is not None and (stack.file is not None or stack.remote) and self.use_block_sharing:
                 self._ahead = WaitingPrefetcher(stack)
             self._guard = BlockGuard(stack.runtime, stack.config.write_timeout)
             if not isinstance(self.ledger, TieredLedger):
@@ -364,7 +364,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             return [], []
         skip = len(present) % per_chunk
         lookup.path = self._path(stack, prompt, len(present))
-        if stack.foreign and REMOTE in lookup.hints.load:
+        if stack.remote and REMOTE in lookup.hints.load:
             context, patience = len(present) * self.tokens_per_page, stack.config.load_timeout
             bring(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, patience)
         now, name = stack.runtime.clock(), lookup.request

@@ -196,7 +196,7 @@ class PrefixStore:
             while done < len(keys):
                 arrived, turn = self._restore_path(cache, GroupKeys(keys, done), turn)
                 done += arrived
-                if not (arrived and self._stack.foreign):
+                if not (arrived and self._stack.remote):
                     break
         return cache, done * self._chunk * self._block_size
 
@@ -256,7 +256,7 @@ class PrefixStore:
     def _restore_path(self, cache: DynamicCache, path: GroupKeys, turn: int | None) -> tuple[int, int | None]:
         """Append what the tiers have of `path` to `cache`; how many chunks that is, and the turn of the restore."""
         runtime, chunk_tokens, done = self._stack.runtime, self._chunk * self._block_size, path.first
-        if self._stack.foreign:
+        if self._stack.remote:
             bring(runtime, path, path.first * chunk_tokens, chunk_tokens, self._config.load_timeout)
         with runtime.control() as control:
             found = control.lookup({0: path}, runtime.clock(), turn=turn)

@@ -75,7 +75,7 @@ class WaitingPrefetcher:
     def __init__(self, stack: Stack) -> None:
         self._runtime = stack.runtime
         self.waits = stack.config.prefetch is not PrefetchPolicy.BEST_EFFORT
-        self._has_stores = bool(stack.foreign)
+        self._has_stores = bool(stack.remote)
         self._per_chunk = stack.config.blocks_per_chunk
         with stack.runtime.observe() as cache:
             self.room = cache.stats()[0].slots // 2

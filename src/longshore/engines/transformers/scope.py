@@ -146,7 +146,7 @@ class ValueDigester:
                 return pack(*sorted(self.of(each, path) for each in value))
             case torch.nn.Module():
                 name = self._modules.get(value)
-                return pack("named", name) if name is not None else self._foreign_module(value, path)
+                return pack("named", name) if name is not None else self._external_module(value, path)
             case types.CodeType():
                 return self._code(value, path)
             case types.FunctionType():
@@ -204,7 +204,7 @@ class ValueDigester:
         except (RuntimeError, NotImplementedError, TypeError):  # it has no bytes here: meta, sparse
             return pack(*parts, self._identity(value, path))
 
-    def _foreign_module(self, module: torch.nn.Module, path: str) -> bytes:
+    def _external_module(self, module: torch.nn.Module, path: str) -> bytes:
         """A module that a function or an object refers to, and the model does not contain."""
         parts = []
         for name, each in module.named_modules():

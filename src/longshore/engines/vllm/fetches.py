@@ -89,13 +89,13 @@ class StoreFetches:
             if not all(cache.progress(probe).is_over for probe in request.probes):
                 return _on_their_way(found, ends, set(absent))
             request.fetches_end = True
-            names = dict(zip(absent, known.remote.get(0, [""] * len(absent)), strict=True))
+            names = dict(zip(absent, known.remote_sources.get(0, [""] * len(absent)), strict=True))
             if not any(names.values()):
                 return found
             tiers = [names.get(key) or tier for key, tier in zip(ends, tiers_of(found), strict=True)]
             request.load_limit = load_limit(self._runtime.gate, ends, tiers, first, now)
             coming = self._fetch(cache, request, ends, {key for key in absent if names[key]}, now)
-        request.abroad.update((key, names[key]) for key in coming)
+        request.fetched_from.update((key, names[key]) for key in coming)
         return _on_their_way(found, ends, coming)
 
     def _worth_asking(

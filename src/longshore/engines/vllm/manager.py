@@ -165,7 +165,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """The tier that a chunk came from."""
         request = self._requests.get(req_context.req_id)
-        if request is not None and key in request.abroad:
+        if request is not None and key in request.fetched_from:
             return CacheHitSource.EXTERNAL_UNSPECIFIED
         came_up = request is not None and key in request.from_colder
         return CacheHitSource.DISK if came_up else CacheHitSource.HOST
@@ -181,8 +181,12 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._release(request, cache)
         for group, mine in self._groups.split(keys):
             came_up = len(request.from_colder.intersection(mine)) if request.from_colder else 0
-            abroad = Counter(request.abroad[key] for key in mine if key in request.abroad) if request.abroad else {}
-            self._metrics.loaded(len(mine), {FILE: came_up, **abroad}, 0 if group else self._groups.tokens[0])
+            fetched = (
+                Counter(request.fetched_from[key] for key in mine if key in request.fetched_from)
+                if request.fetched_from
+                else {}
+            )
+            self._metrics.loaded(len(mine), {FILE: came_up, **fetched}, 0 if group else self._groups.tokens[0])
         request.waiting_since = None
         return spec
 

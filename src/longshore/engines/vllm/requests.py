@@ -121,7 +121,7 @@ class RequestState:
         from_colder: Chunks that came from a colder tier.
         probes: Questions to stores about its chunks, once there are any.
         fetches_end: Nothing more of it will be fetched from stores.
-        abroad: Chunks that were fetched from a store for it, and the name of that.
+        fetched_from: Chunks that were fetched from a store for it, and the name of that.
         streams: Whether it was promised more than fits host memory, which is loaded in parts.
         refused_since: Since when vLLM is told to offer its chunks again.
         offered: The token up to which its chunks were offered.
@@ -153,7 +153,7 @@ class RequestState:
     from_colder: set[OffloadKey] = field(default_factory=set)
     probes: tuple[int, ...] | None = None
     fetches_end: bool = False
-    abroad: dict[OffloadKey, str] = field(default_factory=dict)
+    fetched_from: dict[OffloadKey, str] = field(default_factory=dict)
     streams: bool = False
     refused_since: float | None = None
     offered: int = 0

@@ -1,7 +1,7 @@
 """The scheduler's side of the tiers: opened over the arena that the workers made, put to sleep, closed.
 
 TieredCache ── Runtime ─┬ TierMover ──── HostedFileTier ══ tier host, a process that reads and writes files
-                        ├ ForeignMover ─ HostedStore ═════ tier host, with connections to a store that replicas share
+                        ├ KeyedMover ─ HostedStore ═════ tier host, with connections to a store that replicas share
                         └ HostTier over the shared arena                      (device <-> host is the workers' work)
 
 EngineCore.sleep ─► pauses, perhaps for long ─► resets caches, the connector's too ─► the workers' device memory goes
@@ -39,7 +39,7 @@ from longshore.runtime.tier_host import HostedFileTier, HostedStore
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
 from longshore.tiers.file.recovery import slabs_within
-from longshore.tiers.host import ForeignMover, HostTier, TierMover
+from longshore.tiers.host import HostTier, KeyedMover, TierMover
 
 _level: ContextVar[int] = ContextVar("level", default=0)
 """Level of the sleep whose reset is under way; 0 in any other reset."""
@@ -217,7 +217,7 @@ def open_tiers(
                 undo.callback(file.close)
         stores = tuple(_open_stores(config, note, arena, scope, file, undo))
         cache = make_cache(config, note, file, groups, events, stores=[store.name for store in stores])
-        probers = [ForeignMover(store, host) for store in stores]
+        probers = [KeyedMover(store, host) for store in stores]
         movers: list[Mover] = [*([] if file is None else [TierMover(file, host)]), *probers]
         sizes = [group.tokens_per_block * config.blocks_per_chunk for group in groups]
         of_all_groups = sum(note.image_bytes[pool] for pool in note.pools)
@@ -304,7 +304,7 @@ def make_cache(
         config,
         note.layout,
         file,
-        foreign=stores,
+        remote=stores,
         policy=policy,
         events=events,
         max_writes=config.max_writes if "max_writes" in config.model_fields_set else _MAX_WRITES,

@@ -2,7 +2,7 @@
 
     engine's process                                 tier host (`child.py`)
     Runtime ── TierMover ─── HostedFileTier ══pipe══► FileTier ── threads ── files
-           └── ForeignMover ─ HostedStore ════pipe══► RemoteTier ─ threads ── a store that replicas share
+           └── KeyedMover ─ HostedStore ════pipe══► RemoteTier ─ threads ── a store that replicas share
                                    │     ◄════pipe══     │
     host arena ════════════════════╧══ shared memory ════╧═ (the bytes never pass through the pipes)
 

@@ -1,7 +1,7 @@
 """`HostedStore`: a store that replicas share, whose connections are in a tier host.
 
     scheduler                                        tier host
-    ForeignMover ─ HostedStore ══ SUBMIT, ASK ══►    RemoteTier ── threads ── server, or shared directory
+    KeyedMover ─ HostedStore ══ SUBMIT, ASK ══►    RemoteTier ── threads ── server, or shared directory
                                ◄═ RESULT, ANSWER ═       │
                   arena ═══════ shared memory ═══════════╧     bytes go between socket and arena
 
@@ -18,16 +18,16 @@ from typing import Any
 from longshore.boundary import Key, Status
 from longshore.errors import TierError
 from longshore.runtime.tier_host import wire
-from longshore.runtime.tier_host.process import PROGRAM
+from longshore.runtime.tier_host.supervisor import PROGRAM
 from longshore.runtime.tier_host.tier import HostedTier
 from longshore.runtime.tier_host.wire import AWAY, Kind, WireError
 from longshore.tiers.arena import Arena
-from longshore.tiers.base import ForeignTier, check_digest, check_generation
+from longshore.tiers.base import KeyedTier, check_digest, check_generation
 from longshore.tiers.remote import TROUBLES, parse_url
 from longshore.tiers.remote.format import Namespace
 
 
-class HostedStore(HostedTier, ForeignTier):
+class HostedStore(HostedTier, KeyedTier):
     """A `RemoteTier` in a tier host.
 
     Attributes:

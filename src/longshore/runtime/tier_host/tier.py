@@ -29,7 +29,7 @@ from longshore import __version__, errors
 from longshore.boundary import FILE, PAGE, Status
 from longshore.errors import TierClosedError, TierError
 from longshore.runtime.tier_host import wire
-from longshore.runtime.tier_host.process import PROGRAM, HostProcess, HostSupervisor, SilenceTimer
+from longshore.runtime.tier_host.supervisor import PROGRAM, HostProcess, HostSupervisor, SilenceTimer
 from longshore.runtime.tier_host.wire import Kind, WireError, frame
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import (

@@ -2,11 +2,11 @@
 
 arena.py         Arena: the whole life cycle; its report, with every fallback
 memory.py        the mapping, its NUMA node, huge pages, first touch; the system calls for them
-registration.py  registration with a device, in pieces that no slot straddles; with CUDA
+pinning.py       registration (pinning) with a device, in pieces that no slot straddles; with CUDA
 """
 
 from longshore.boundary import PAGE, align
 from longshore.tiers.arena.arena import Arena, ArenaReport, ArenaSettings, Fallback
-from longshore.tiers.arena.registration import Registrar
+from longshore.tiers.arena.pinning import Registrar
 
 __all__ = ["PAGE", "Arena", "ArenaReport", "ArenaSettings", "Fallback", "Registrar", "align"]

@@ -45,7 +45,7 @@ from longshore.tiers.arena.memory import (
     request_huge_pages,
     touch_pages,
 )
-from longshore.tiers.arena.registration import LARGEST_PIECE, Registrar, Registration, cut
+from longshore.tiers.arena.pinning import LARGEST_PIECE, Registrar, Registration, cut
 
 
 class Fallback(Enum):

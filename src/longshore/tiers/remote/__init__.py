@@ -1,4 +1,4 @@
-"""Stores that replicas share, as foreign tiers: Valkey, Redis, and a directory that all of them mount.
+"""Stores that replicas share, as remote tiers: Valkey, Redis, and a directory that all of them mount.
 
     tier = RemoteTier("valkey://host:6379/0?ttl=1h", arena=arena, image_bytes=sizes, namespace=digest, generation=7)
 
@@ -6,7 +6,7 @@
     submit(operations, deadline)    -> ticket     poll()    -> [TierResult], one for each ticket
     cancel(ticket)    forget(generation, namespace)    call_at_end(callback)    close()
 
-It is a `ForeignTier` (`longshore.tiers.base`): the slot of each operation is `BY_KEY`, its pool the image's size. One
+It is a `KeyedTier` (`longshore.tiers.base`): the slot of each operation is `BY_KEY`, its pool the image's size. One
 thread submits and polls; nothing but `close` waits. Who drives it polls at least every 20 ms while anything is under
 way: `poll` and `answers` end what is late. `call_at_end` tells earlier when there is something to collect.
 

@@ -1,4 +1,4 @@
-"""`RemoteTier`: block images in a store that replicas share, with the interface of any foreign tier.
+"""`RemoteTier`: block images in a store that replicas share, with the interface of any remote tier.
 
     submit ──► reads  ──► thread(s) ── connection ──┐
            ──► writes ──► thread(s) ── connection ──┼── server, or directory        one breaker for all of them
@@ -20,7 +20,7 @@ from longshore.boundary import Key, Status
 from longshore.errors import TierClosedError, TierError
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import (
-    ForeignTier,
+    KeyedTier,
     Op,
     OpBatch,
     TierOp,
@@ -75,7 +75,7 @@ class _PendingProbe:
         self.deadline = deadline
 
 
-class RemoteTier(ForeignTier):
+class RemoteTier(KeyedTier):
     """Images in the store at `url`, under `namespace`; see the package for the interface as a whole.
 
     Nothing is connected here, and no failure of the store raises, here or later: it ends operations.

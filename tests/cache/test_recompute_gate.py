@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from longshore.cache.gate import EXPLORE, Gate
+from longshore.cache.recompute_gate import EXPLORE, Gate
 from longshore.cache.types import Run
 from longshore.errors import CacheError
 
@@ -241,13 +241,13 @@ class World:
         self.dice = random.Random(seed)
         self.bandwidth, self.chunks, self.busy = bandwidth, chunks, busy
         self.free_at = 0.0
-        self.foreign_at = 0.0
+        self.remote_at = 0.0
 
-    def foreign_load(self, now: float) -> None:
+    def remote_load(self, now: float) -> None:
         """What others have put on the link until now: pieces of a tenth of a second."""
-        while self.busy and self.foreign_at < now:
-            self.free_at = max(self.free_at, self.foreign_at) + 0.1
-            self.foreign_at += self.dice.expovariate(self.busy / 0.1)
+        while self.busy and self.remote_at < now:
+            self.free_at = max(self.free_at, self.remote_at) + 0.1
+            self.remote_at += self.dice.expovariate(self.busy / 0.1)
 
     def serve(self, count: int, now: float) -> tuple[float, float, float]:
         """Load `count` chunks: time until they are there, of which moving, of which waiting."""
@@ -269,7 +269,7 @@ def mean_ttft(choose: str, bandwidth: float, chunks: int, busy: float, seed: int
     for i in range(400):
         now += dice.expovariate(1 / mean_gap)
         context, length = dice.choice([0, 2048]), dice.randint(max(1, chunks // 2), chunks)
-        world.foreign_load(now)
+        world.remote_load(now)
         while ended and ended[0][0] <= now:
             end, loaded, moving, waiting = ended.pop(0)
             known.observe_load("host", loaded * CHUNK_BYTES, moving, waiting, end)

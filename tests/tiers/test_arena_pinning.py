@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from longshore.errors import RegistrationError, TierError
 from longshore.tiers.arena import PAGE, Arena, Fallback
-from longshore.tiers.arena.registration import LARGEST_PIECE, cut
+from longshore.tiers.arena.pinning import LARGEST_PIECE, cut
 from mappings import mapped
 from pinning import PinningDevice
 
