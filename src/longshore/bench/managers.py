@@ -26,6 +26,7 @@ import hashlib
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -162,7 +163,7 @@ def _evict(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repe
 
     def refilled(store: Callable[[Sequence[Key]], None]) -> Callable[[], float]:
         left = iter(batches)
-        return _timed(lambda: [store(prompt) for prompt in next(left)])
+        return _timed(lambda: deque(map(store, next(left)), maxlen=0))
 
     stores: list[Callable[[Sequence[Key]], None]] = [partial(ours.store, evicting=True), *(o.store for o in others)]
     taken = medians(list(map(refilled, stores)), repeats=repeats, warm_ups=0)
@@ -244,7 +245,7 @@ def _each(
     """The median of `repeats` passes over all prompts, sides in turn."""
 
     def over_all(verb: Callable[[Sequence[Key]], None]) -> Callable[[], float]:
-        return _timed(lambda: [verb(prompt) for prompt in prompts])
+        return _timed(lambda: deque(map(verb, prompts), maxlen=0))
 
     taken = medians([over_all(ours), *(over_all(verb) for _, verb in others)], repeats=repeats)
     rest = list(zip(taken[1:], [each for each, _ in others], strict=True))

@@ -184,6 +184,13 @@ class Index(Lookup):
 
     __slots__ = ()
 
+    def are_reachable(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Whether each of the nodes `at` is reachable, or behind an orphan that is; false for `ROOT`. Shape of `at`.
+
+        No view of the column is kept by a caller: the column could not grow while a traceback has it.
+        """
+        return (at != ROOT) & (marks(self.reachable)[at] != 0)
+
     def accepts(self, parent: int, tier: int) -> bool:
         """Whether a child of `parent` may get a copy in `tier` without becoming an orphan."""
         return parent <= ORPHANS or self.coldest_tier(parent) >= tier

@@ -218,10 +218,10 @@ class Lookups:
         if any(path.first or path.device is not None for path in paths.values()):
             raise CacheError("expected no `first` and no `device` in a lookup with `each`")
         found = {group: self._residency(path.keys) for group, path in paths.items()}
-        reachable, parts = marks(self._store.index.reachable), list[tuple[int, Residency, list[int]]]()
+        index, parts = self._store.index, list[tuple[int, Residency, list[int]]]()
         if until is Until.RELEASE:
             for group, here in found.items():
-                there = np.flatnonzero((here.at != ROOT) & (reachable[here.at] != 0)).tolist()
+                there = np.flatnonzero(index.are_reachable(here.at)).tolist()
                 self._check_chunks(group, here.at[there])
                 parts.append((group, here, there))
         self._advance(now)
@@ -237,7 +237,7 @@ class Lookups:
         self._store.serve(turn)
         if until is Until.STEP:
             for here in found.values():
-                self._leases.protect(here.at[(here.at != ROOT) & (reachable[here.at] != 0)])
+                self._leases.protect(here.at[index.are_reachable(here.at)])
             return Found(turn=turn, residency=found)
         held = [
             LeasedChunks(
