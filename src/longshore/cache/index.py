@@ -434,38 +434,42 @@ class Index(Lookup):
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless parent and child links, reach counts and closure hold everywhere."""
-        nodes = list(self)
-        if len(nodes) != self._count or sum(map(len, self._shards)) != self._count:
-            raise CacheError(f"the index counts {self._count} chunks, but has {len(nodes)}")
-        for node in (*nodes, ROOT, ORPHANS):
-            self._check_node(node)
+        at = self.entered()
+        if len(at) != self._count or sum(map(len, self._shards)) != self._count:
+            raise CacheError(f"the index counts {self._count} chunks, but has {len(at)}")
+        self._tree.check_integrity(at)
+        parent, coldest, is_ready = column(self.parent)[at], np.full(self.size, NONE), np.zeros(self.size, bool)
+        for tier in self.tiers:
+            slots = column(self.slot[tier])
+            coldest[slots >= 0] = tier
+            is_ready[at] |= self.are_ready(at, tier)
+            has = at[slots[at] >= 0]
+            self._refuse(has[column(self.pools[tier].node)[slots[has]] != has], f"has another's slot in tier {tier}")
+        found = np.array(self.find(self.key[at].tolist()), np.int32)
+        self._refuse(at[(found != at) | (coldest[at] < 0)], "has no copy, or is not found by its key")
+        has_parent = parent > ORPHANS
+        self._refuse(at[has_parent & (self.key[parent] == None)], "has outlived its parent")  # noqa: E711 - an array
+        is_apart = (has_parent & (coldest[parent] < coldest[at])) | (
+            column(self.depth)[at] != column(self.depth)[parent] + 1
+        )
+        self._refuse(at[is_apart], "is in a colder tier than its parent, or has a wrong depth")
+        reachable = marks(self.reachable)
+        is_wrong = reachable[at] != np.where(is_ready[at], reachable[parent], 0)
+        self._refuse(at[is_wrong], "is wrongly marked as reachable or not")
+        for tier in self.tiers:
+            counted = np.bincount(parent[coldest[at] >= tier], minlength=self.size)
+            nodes = np.concatenate([at, numbers((ROOT, ORPHANS))])
+            for node in nodes[counted[nodes] != column(self.reach[tier])[nodes]].tolist():
+                count = self.reach[tier][node]
+                raise CacheError(f"node {node} counts {count} children in tier {tier}, has {counted[node]}")
         waiting = {node: key for key, nodes in self.waiting.items() for node in nodes}
         if not waiting == self.orphans or set(waiting) != set(self.children(ORPHANS)):
             raise CacheError(f"there are {len(self.orphans)} orphans, but {len(waiting)} are listed by parent")
 
-    def _check_node(self, node: int) -> None:
-        if node > ORPHANS:
-            name = self.key[node].hex()[:12]
-            parent = self.parent[node]
-            if self.get(self.key[node]) != node or self.coldest_tier(node) < 0:
-                raise CacheError(f"chunk {name} has no copy, or is not found by its key")
-            younger = self._tree.younger[node]
-            if (parent > ORPHANS and self.key[parent] is None) or node != (
-                self._tree.older[younger] if younger else self._tree.child[parent]
-            ):
-                raise CacheError(f"chunk {name} has outlived its parent")
-            if not self.accepts(parent, self.coldest_tier(node)) or self.depth[node] != self.depth[parent] + 1:
-                raise CacheError(f"chunk {name} is in a colder tier than its parent, or has a wrong depth")
-            if self.reachable[node] != (self.reachable[parent] if self.warmest_ready(node) >= 0 else 0):
-                raise CacheError(f"chunk {name} is wrongly marked as reachable or not")
-            for tier in self.tiers:
-                slot = self.slot[tier][node]
-                if slot >= 0 and self.pools[tier].node[slot] != node:
-                    raise CacheError(f"chunk {name} has the slot of another chunk in tier {tier}")
-        for tier in self.tiers:
-            counted = sum(self.coldest_tier(c) >= tier for c in self.children(node))
-            if counted != self.reach[tier][node]:
-                raise CacheError(f"node {node} counts {self.reach[tier][node]} children in tier {tier}, has {counted}")
+    def _refuse(self, wrong: npt.NDArray[np.int32], why: str) -> None:
+        """Raise `CacheError` for the first of the nodes that are `wrong`, if there is one."""
+        for node in wrong.tolist():
+            raise CacheError(f"chunk {self.key[node].hex()[:12]} {why}")
 
 
 class Presence(enum.Enum):

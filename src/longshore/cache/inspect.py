@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from longshore.cache.columns import column
 from longshore.cache.pool import STATES
 from longshore.cache.store import Store
 from longshore.cache.types import Resident, SizeStats, TierStats
@@ -42,17 +43,17 @@ def stats(store: Store) -> tuple[TierStats, ...]:
 
 def check_integrity(store: Store) -> None:
     """Check all data structures; raises `CacheError` where two of them are inconsistent."""
-    index = store.index
+    index, nodes = store.index, store.index.entered()
     for book in (index, store.backlog, store.partials):
         book.check_integrity()
     for tier, (level, pool, policy) in enumerate(zip(store.levels, store.pools, store.policies, strict=True)):
         pool.check_integrity()
         policy.check_integrity()
-        live = [node for node in index if index.slot[tier][node] >= 0]
+        live = nodes[column(index.slot[tier])[nodes] >= 0]
         if len(live) + len(pool.draining()) != pool.used:
             raise CacheError(f"{level.name}: {len(live)} copies use {pool.used} slots")
-        ready = [node for node in live if index.is_ready(node, tier)]
-        if len(policy) != len(ready) or not all(node in policy for node in ready):
+        ready = live[index.are_ready(live, tier)]
+        if len(policy) != len(ready) or not policy.resident(index.size)[ready].all():
             raise CacheError(f"{level.name}: the eviction policy has {len(policy)} of {len(ready)} ready chunks")
     for node, pins in store.pins.items():
         if index.key[node] is None or not pins or any(pin.node != node for pin in pins):

@@ -65,6 +65,27 @@ class NodeTree:
                     raise IntegrityError(f"the siblings of node {first} form a cycle: damaged links")
         return column(found)
 
+    def check_integrity(self, at: npt.NDArray[np.int32]) -> None:
+        """Raise `CacheError` unless each of the nodes `at`, which are all, is once among the children of its parent."""
+        parent, older, younger = column(self.parent), column(self.older), column(self.younger)
+        is_first = younger[at] == _NOBODY
+        above = np.where(is_first, column(self.child)[parent[at]], older[younger[at]])
+        is_cut = (above != at) | (~is_first & (parent[younger[at]] != parent[at]))
+        for node in at[is_cut].tolist():
+            raise CacheError(f"node {node} is not among the children of its parent {self.parent[node]}")
+        nodes = np.concatenate([numbers((ROOT, ORPHANS)), at])
+        child = column(self.child)[nodes]
+        is_wrong = (child != _NOBODY) & ((parent[child] != nodes) | (younger[child] != _NOBODY))
+        for node in nodes[is_wrong].tolist():
+            raise CacheError(f"node {node} is not the parent of its child {self.child[node]}")
+        count, each = 0, at[is_first]
+        while len(each) and count <= len(at):
+            count += len(each)
+            each = older[each]
+            each = each[each != _NOBODY]
+        if count != len(at):
+            raise IntegrityError(f"{count} of {len(at)} nodes are found among children: damaged links")
+
     def path(self, node: int, length: int) -> list[int]:
         """`node` and its ancestors, at most `length` nodes, tail first."""
         parent, found = self.parent, list[int]()
@@ -240,7 +261,11 @@ class Nodes:
 
     def __iter__(self) -> Iterator[int]:
         """All nodes, in order of their numbers."""
-        return (node for node in range(LISTS, self.size) if self.key[node] is not None)
+        return iter(self.entered().tolist())
+
+    def entered(self) -> npt.NDArray[np.int32]:
+        """All nodes, ascending; int32."""
+        return np.flatnonzero(self.key[LISTS:] != None).astype(np.int32) + np.int32(LISTS)  # noqa: E711 - an array
 
     def get(self, key: Key) -> int:
         """The node of `key`; `ROOT` if no tier has it. Raises `CacheError` if `key` is not bytes."""

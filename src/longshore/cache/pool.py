@@ -236,17 +236,21 @@ class SlotPool:
 
     def draining(self) -> list[int]:
         """Number of draining slots."""
-        return [index for index, state in enumerate(self.state) if state == DRAINING]
+        return np.flatnonzero(marks(self.state) == DRAINING).tolist()
 
     def check_integrity(self) -> None:
         """Raise `CacheError` if free list, states and counts are inconsistent."""
-        self._check_free([i for i, state in enumerate(self.state) if state == FREE])
-        for i, state in enumerate(self.state):
-            busy = self.is_busy(i)
-            if (state == FREE and (busy or i in self.fault or self.node[i])) or (state == DRAINING and not busy):
-                raise CacheError(f"slot {i} is {STATES[state].value}, with {self.readers[i]} readers")
-            if (i in self.writer) > (state in (FILLING, DRAINING)):
-                raise CacheError(f"slot {i} is {STATES[state].value}, and job {self.writer[i]} writes it")
+        state, busy = marks(self.state), column(self.readers) > 0
+        written = numbers([*self.writer])
+        busy[written] = True
+        is_free, blamed = state == FREE, column(self.node) != 0
+        blamed[numbers([*self.fault])] = True
+        self._check_free(np.flatnonzero(is_free).tolist())
+        wrong = np.flatnonzero((is_free & (busy | blamed)) | ((state == DRAINING) & ~busy)).tolist()
+        wrong += written[(state[written] != FILLING) & (state[written] != DRAINING)].tolist()
+        for i in wrong:
+            told = f"{self.readers[i]} readers, writer {self.writer.get(i)}, node {self.node[i]}"
+            raise CacheError(f"slot {i} is {STATES[self.state[i]].value}, with {told}")
 
     # ------------------------------------------------------------------ which are free; all of it differs with slabs
 

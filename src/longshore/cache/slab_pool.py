@@ -294,9 +294,8 @@ class SlabPool(SlotPool):
 
     def _check_free(self, marked: Sequence[int]) -> None:
         stride, images = self.slabs.stride, self.slabs.images
-        free: list[set[int]] = [set() for _ in self.owner]
-        for index in marked:
-            free[index // stride].add(index)
+        counts = np.bincount(np.array(marked, np.int64) // stride, minlength=len(self.owner)).tolist()
+        ends, spare = np.cumsum(counts).tolist(), set(self._spare)
         open_slots = [0] * len(images)
         partial = [set(self._partial.walk(pool)) for pool in range(len(images))]
         ages = [set(self._ages.walk(pool)) for pool in range(len(images))]
@@ -304,15 +303,16 @@ class SlabPool(SlotPool):
             self._partial.check_integrity(pool)
             self._ages.check_integrity(pool)
         for slab, pool in enumerate(self.owner):
-            if (pool == NOBODY) != (len(free[slab]) == stride) or (pool == NOBODY) != (slab in self._spare):
-                raise CacheError(f"slab {slab} is of pool {pool}, with {len(free[slab])} of {stride} slots free")
+            if (pool == NOBODY) != (counts[slab] == stride) or (pool == NOBODY) != (slab in spare):
+                raise CacheError(f"slab {slab} is of pool {pool}, with {counts[slab]} of {stride} slots free")
             if pool == NOBODY:
                 continue
+            free = set(marked[ends[slab] - counts[slab] : ends[slab]])
             slots = self.slabs.slots_of(slab, pool)
             listed = {*range(slots.start + self._fresh[slab], slots.stop), *self._walk(slab)}
-            if listed != free[slab].intersection(slots) or len(slots) - len(listed) != self._taken[slab]:
+            if listed != free.intersection(slots) or len(slots) - len(listed) != self._taken[slab]:
                 raise CacheError(f"slab {slab} lists {len(listed)} free slots, but counts {self._taken[slab]} in use")
-            if len(free[slab]) - len(listed) != stride - len(slots):
+            if len(free) - len(listed) != stride - len(slots):
                 raise CacheError(f"slab {slab} has data behind the {len(slots)} slots of pool {pool}")
             open_slots[pool] += len(listed)
             if (slab + LISTS in partial[pool]) != bool(listed) or slab + LISTS not in ages[pool]:

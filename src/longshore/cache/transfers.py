@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
+
+import numpy as np
 
 from longshore.boundary import (
     DEVICE,
@@ -38,6 +39,7 @@ from longshore.boundary import (
     TransferResult,
     Urgency,
 )
+from longshore.cache.columns import column, numbers
 from longshore.cache.events import EventKind
 from longshore.cache.evict import Evictor
 from longshore.cache.index import Index
@@ -434,21 +436,20 @@ class Transfers:
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless the readers and the writer of every slot are those of the jobs in flight."""
-        readers: Counter[tuple[int, int]] = Counter()
-        writers: dict[tuple[int, int], int] = {}
+        pools = self.store.pools
+        readers = [np.zeros(pool.capacity, np.int32) for pool in pools]
+        writers: list[dict[int, int]] = [{} for _ in pools]
         for number, job in self.jobs.items():
             if job.source is not None:
-                readers.update((job.source.tier, slot) for slot in job.source.slots)
+                np.add.at(readers[job.source.tier], numbers(job.source.slots), 1)
             if job.destination is not None:
-                writers.update(((job.destination.tier, slot), number) for slot in job.destination.slots)
-        for tier, pool in enumerate(self.store.pools):
-            for slot in range(pool.capacity):
-                at = tier, slot
-                if pool.readers[slot] != readers[at] or pool.writer.get(slot) != writers.get(at):
-                    raise CacheError(
-                        f"slot {slot} of {self._name(tier)} has {pool.readers[slot]} readers and writer "
-                        f"{pool.writer.get(slot)}, the jobs in flight {readers[at]} and {writers.get(at)}"
-                    )
+                writers[job.destination.tier].update(dict.fromkeys(job.destination.slots, number))
+        for tier, pool in enumerate(pools):
+            for slot in np.flatnonzero(column(pool.readers) != readers[tier]).tolist():
+                count = readers[tier][slot]
+                raise CacheError(f"slot {slot} of {self._name(tier)} has {pool.readers[slot]} readers, not {count}")
+            if pool.writer != writers[tier]:
+                raise CacheError(f"slots of {self._name(tier)} have writers {pool.writer}, not {writers[tier]}")
 
     def order(
         self,

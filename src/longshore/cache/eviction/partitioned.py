@@ -161,9 +161,10 @@ class PartitionedPolicy(EvictionPolicy):
         """Raise `CacheError` unless each node is in the policy that it is marked with, and in no other."""
         for number, policy in self._parts.items():
             policy.check_integrity()
-            ours = np.flatnonzero(marks(self._part) == number).tolist()
-            if len(policy) != len(ours) or not all(node in policy for node in ours):
-                raise CacheError(f"policy {number} has {len(policy)} nodes, {len(ours)} are marked")
+            ours = marks(self._part) == number
+            count = np.count_nonzero(ours)
+            if len(policy) != count or not policy.resident(len(ours))[ours].all():
+                raise CacheError(f"policy {number} has {len(policy)} nodes, {count} are marked")
 
     def _of(self, node: int) -> EvictionPolicy:
         number = self._part[node]
