@@ -1,8 +1,9 @@
 """vLLM on the CPU with Longshore and without: python benchmarks/vllm_cpu.py [--json]
 
 A Llama with about 100 million random weights, 20 sessions over a device cache for 4; the cost of storing for a vLLM in
-a process of its own; the scheduler's time for a prompt of 32,768 tokens. Needs an environment with vLLM (`make vllm`
-makes one) and two cores. The measurements are in `longshore.bench.vllm_runs` and `vllm_manager.py`.
+a process of its own; the scheduler's time for a prompt of 32,768 tokens. With --remote URL instead: engines that share a
+store. Needs an environment with vLLM (`make vllm` makes one) and two cores. The measurements are in
+`longshore.bench.vllm_runs` and `vllm_manager.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import statistics
 import sys
 import tempfile
 import time
@@ -18,10 +20,12 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import vllm_manager
 from longshore.bench import vllm_runs
 from longshore.bench.harness import Case, machine_facts
+from longshore.engines.kv_transfer import kv_transfer
 from longshore.tiers.file.fsck import Fsck, inspect
 from longshore.trace.workload import FIRST_TOKEN
 
@@ -30,14 +34,16 @@ RESIDENT = 4
 """Sessions that the device has room for."""
 PAIRS, PROMPT = 10, 1000
 """Batches of the case `storing`, and tokens of each of their prompts."""
+SHARED, ANSWER = 12, 16
+"""Prompts of the cases of a shared store, and tokens of each answer."""
 
 
-def save_model(directory: Path) -> Path:
+def save_model(directory: Path, seed: int = 0) -> Path:
     """A Llama with random weights, large enough that prefill matters on two cores."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     shape = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32_000}
     heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 4096}
     LlamaForCausalLM(LlamaConfig(**shape, **heads, tie_word_embeddings=True)).save_pretrained(directory)
@@ -113,6 +119,51 @@ def storing(model: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
     yield Case("storing/files", records, "chunks", "whole chunks of all prompts", eligible, records / eligible)
 
 
+def sharing(model: Path, other: Path, url: str, scratch: Path, tell: Callable[[str], None]) -> Iterator[Case]:
+    """A store under engines that share nothing else: one fills it, one has never seen the prompts, one has other weights.
+
+    A fourth engine has no Longshore, and keeps all blocks on the device. Asked once it computes the prompts, which is the
+    reference of times; asked again it reuses as much as the second engine, which is the reference of answers.
+    """
+    engine = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": (SHARED + 2) * 34,
+        "max_model_len": 1088,
+        "max_num_seqs": 4,
+    }
+    ours = {**engine, "kv_transfer_config": kv_transfer({"host_size": "1GiB", "remote": url})}
+    dice = random.Random(SHARED)  # noqa: S311 - text to measure with
+    with ExitStack() as engines:
+
+        def start(name: str, options: dict[str, Any], model: Path = model) -> Callable[[str], list[dict[str, Any]]]:
+            process = engines.enter_context(vllm_runs.EngineProcess(model, options, scratch / f"{name}.log", tell))
+            process.ask([[dice.randrange(FIRST_TOKEN, top) for _ in range(PROMPT)]], ANSWER)
+
+            def ask_all(what: str) -> list[dict[str, Any]]:
+                tell(f"{len(prompts)} prompts: {what}")
+                return [process.ask([prompt], ANSWER)["answers"][0] for prompt in prompts]
+
+            return ask_all
+
+        top = 32_000
+        prompts = [[dice.randrange(FIRST_TOKEN, top) for _ in range(PROMPT)] for _ in range(SHARED)]
+        ask_resident = start("resident", engine)
+        computed, resident = ask_resident("computed"), ask_resident("reused on the device")
+        start("first", ours)("computed and stored")
+        second = start("second", ours)("in an engine that has not seen them")
+        third = start("other-weights", ours, other)("with other weights")
+    times = [1e3 * statistics.median(each["ttft"] for each in side) for side in (second, computed)]
+    yield Case("shared/ttft", times[0], "ms", "computed, without Longshore", times[1], times[1] / times[0])
+    eligible = SHARED * (PROMPT // BLOCK) * BLOCK
+    for name, side in (("shared/found", second), ("shared/other", third)):
+        found = sum(each["cached"] for each in side)
+        yield Case(name, found, "tokens", "tokens of complete blocks", eligible, found / eligible)
+    equal = sum(mine["tokens"] == theirs["tokens"] for mine, theirs in zip(second, resident, strict=True))
+    yield Case("shared/equal", equal, "answers", "of an engine that kept all blocks", SHARED, equal / SHARED)
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--json", action="store_true", help="print one JSON object")
@@ -123,6 +174,7 @@ def main() -> None:
         help="tracked blocks for the scheduler's time, comma-separated (default 100000,1000000)",
     )
     options.add_argument("--storing", action="store_true", help="only the cost of storing")
+    options.add_argument("--remote", metavar="URL", help="only engines that share the store at this URL")
     options.add_argument(
         "--dir", help="directory for the model and the file tier, on the disk to measure; both are removed at the end"
     )
@@ -133,8 +185,14 @@ def main() -> None:
         taken: list[Case] = []
         try:
             where, blocks = Path(scratch).resolve(), [int(each) for each in asked.blocks.split(",")]
-            only = storing(save_model(where / "model"), where, teller()) if asked.storing else None
-            for case in only or cases(where, asked.sessions, blocks):
+            if asked.remote:
+                models = save_model(where / "model"), save_model(where / "other", seed=1)
+                only = sharing(*models, asked.remote, where, teller())
+            elif asked.storing:
+                only = storing(save_model(where / "model"), where, teller())
+            else:
+                only = cases(where, asked.sessions, blocks)
+            for case in only:
                 taken.append(case)
                 print(
                     f"measured {case.name}: {case.value:.2f} {case.unit}, {case.reference_value:.2f}", file=sys.stderr
