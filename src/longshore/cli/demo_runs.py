@@ -9,7 +9,7 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from longshore.config import Config, format_bytes, read_toml
 from longshore.engines.transformers import RequestBlocks, Tiers, recording, refuse, replaying, tiered
 from longshore.errors import ConfigError, EngineError
 from longshore.runtime.stack import check_size
+from longshore.testing.local_server import LocalServer
 from longshore.tiers.file import capacity_for
 from longshore.trace import Workload, WorkloadRequest, read_excerpt, read_mooncake
 
@@ -84,7 +85,7 @@ def _load(path: Path, attention: str, dtype: torch.dtype) -> Any:
 
 _TIMEOUT = 600.0
 _BATCHING_OPTIONS = inspect.signature(ContinuousBatchingConfig).parameters  # they grow with transformers' versions
-_WARM_UP_TOKEN = 3
+_WARM_UP_TOKEN, _WARM_UP_ANSWER = 3, 2
 
 
 class Demo:
@@ -119,19 +120,24 @@ class Demo:
 
     @property
     def resident_blocks(self) -> int:
-        """Blocks of a device cache that never evicts: twice those of all requests and answers."""
-        return 2 * (
+        """Blocks of a device cache that never evicts: twice those of all requests and answers, for each engine."""
+        return (4 if self.options.remote else 2) * (
             self.workload.total_blocks + sum(2 + r.output_tokens // self.options.block_tokens for r in self.workload)
         )
 
-    def config(self, directory: Path) -> Config:
-        """Tiers: `host_blocks` in memory, room for the whole working set and all answers on disk."""
-        blocks = self.workload.unique_blocks + sum(2 + r.output_tokens for r in self.workload)
-        sizes = {
-            "host_size": self.host_blocks * self.image_bytes,
-            "file_path": directory / "kv",
-            "file_size": capacity_for(blocks, self.image_bytes),
-        }
+    @property
+    def stored_blocks(self) -> int:
+        """Blocks of the whole working set and all answers."""
+        return self.workload.unique_blocks + sum(2 + r.output_tokens for r in self.workload)
+
+    def config(self, directory: Path, store: str | None = None) -> Config:
+        """Tiers: `host_blocks` in memory, room for all blocks on disk; or instead in the store at the URL `store`."""
+        sizes: dict[str, Any] = {"host_size": self.host_blocks * self.image_bytes}
+        if store is not None:
+            sizes["remote"] = store
+        else:
+            sizes["file_path"] = directory / "kv"
+            sizes["file_size"] = capacity_for(self.stored_blocks, self.image_bytes)
         table = read_toml(self.options.config) if self.options.config is not None else {}
         said = {**table, **self.options.settings}
         if said.get("file_mode") == "gds":
@@ -140,7 +146,8 @@ class Demo:
         image = align(self.block_bytes * config.blocks_per_chunk)
         if config.file_mode == "posix":
             check_size("host_size", config.host_size, image)
-        check_size("file_size", config.file_size, capacity_for(1, image))
+        if config.file_path is not None:
+            check_size("file_size", config.file_size, capacity_for(1, image))
         return config
 
     def setup(self, direct: bool) -> dict[str, str]:
@@ -162,21 +169,41 @@ class Demo:
 
 def run_demo(options: DemoOptions, directory: Path, console: Console) -> DemoResult:
     """All three runs, with progress on `console`. The file tier lives in `directory`."""
-    with console.status("building the model and the workload"):
-        demo = Demo(options)
-        config = demo.config(directory)
-        config.check_machine()
+    with ExitStack() as servers:
+        with console.status("building the model and the workload"):
+            demo = Demo(options)
+            store = servers.enter_context(_store(demo, directory)) if options.remote else None
+            config = demo.config(directory, store)
+            config.check_machine()
+        return _run_all(demo, config, console)
+
+
+@contextmanager
+def _store(demo: Demo, directory: Path) -> Iterator[str]:
+    """A Valkey server on this machine with room for all blocks; yields its URL."""
+    nbytes = 2 * demo.stored_blocks * demo.image_bytes
+    check_memory(nbytes, "--remote", nbytes, nbytes)
+    options = {"maxmemory": str(nbytes), "maxmemory_policy": "allkeys-lru"}
+    with LocalServer("valkey", directory / "store", **options) as server:
+        yield f"valkey://127.0.0.1:{server.port}/0"
+
+
+def _run_all(demo: Demo, config: Config, console: Console) -> DemoResult:
     columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    names = ("first engine",) * demo.options.remote + ("tiered", "resident", "recompute")
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        tasks = {
-            name: progress.add_task(name, total=len(demo.workload)) for name in ("tiered", "resident", "recompute")
-        }
+        tasks = {name: progress.add_task(name, total=len(demo.workload)) for name in names}
 
         def advance(name: str) -> Callable[[], None]:
             return lambda: progress.advance(tasks[name])
 
+        blocks = list[RequestBlocks]()
+        if demo.options.remote:
+            with tiered(demo.model, config) as tiers:
+                blocks += run_tiered(demo, tiers, advance("first engine"))[1]
         with tiered(demo.model, config) as tiers:
-            tiered_run, blocks = run_tiered(demo, tiers, advance("tiered"))
+            tiered_run, more = run_tiered(demo, tiers, advance("tiered"))
+            blocks += more
             second_call = ask_again(demo, tiers)
             direct = tiers.stack is not None and bool(getattr(tiers.stack.file, "direct", False))
         resident = run_resident(demo, blocks, advance("resident"))
@@ -184,9 +211,12 @@ def run_demo(options: DemoOptions, directory: Path, console: Console) -> DemoRes
     capacities = {
         "device": demo.device_blocks * demo.block_bytes,
         "host": demo.host_blocks * demo.image_bytes,
-        "file": int(config.file_size),
+        "file": 0 if config.file_path is None else int(config.file_size),
     }
     setup = {**demo.setup(direct), "second call": second_call}
+    if demo.options.remote:
+        del setup["file I/O"]
+        setup["store"] = "Valkey on this machine; another engine, which has ended, had served the same prompts"
     return DemoResult(setup, tiered_run, resident, recompute, capacities)
 
 
@@ -197,10 +227,11 @@ def run_tiered(demo: Demo, tiers: Tiers, advance: Callable[[], None]) -> tuple[R
     served: list[tuple[str, ...]] = []
     blocks: list[RequestBlocks] = []
     with _engine(demo, demo.device_blocks) as ask:
-        before, warm_up = _snapshot(tiers), [RequestBlocks(len(record.sources)) for record in tiers.records]
+        digests = tiers.block_digests(_warm_up(demo))
+        before, warm_up = _snapshot(tiers), [RequestBlocks(len(record.sources), digests) for record in tiers.records]
         began = time.perf_counter()
         for request in demo.workload:
-            answers.append(ask(request))
+            answers.append(ask(request.prompt, request.output_tokens))
             served.append(tiers.records[-1].sources)
             samples.append(_sample(tiers, time.perf_counter() - began, request.index))
             digests = tiers.block_digests([*request.prompt, *answers[-1].generated_tokens])
@@ -223,16 +254,19 @@ def run_tiered(demo: Demo, tiers: Tiers, advance: Callable[[], None]) -> tuple[R
 def ask_again(demo: Demo, tiers: Tiers) -> str:
     """The hits of the last request in a new engine, with an empty device cache, over the same tiers."""
     with _engine(demo, demo.device_blocks) as ask:
-        ask(demo.workload.requests[-1])
+        ask(demo.workload.requests[-1].prompt, demo.workload.requests[-1].output_tokens)
         sources = tiers.records[-1].sources
     found = ", ".join(f"{sources.count(tier)} from {tier}" for tier in ("host", "file"))
     return f"a new engine found {len(sources)} blocks of the last prompt: {found}"
 
 
 def run_resident(demo: Demo, blocks: Sequence[RequestBlocks], advance: Callable[[], None]) -> RunRecord:
-    """The reference run: a device cache that never evicts, which reuses the same `blocks`."""
+    """The reference run: a device cache that never evicts, which reuses the same `blocks`.
+
+    Where two engines shared a store, it serves the requests of both, and the second half is the run.
+    """
     with replaying(blocks):
-        answers, seconds = _plain_run(demo, demo.resident_blocks, advance)
+        answers, seconds = _plain_run(demo, demo.resident_blocks, advance, before=demo.options.remote)
     return _plain_record(demo, "resident", answers, [request.hits for request in blocks], seconds)
 
 
@@ -243,12 +277,19 @@ def run_recompute(demo: Demo, advance: Callable[[], None]) -> RunRecord:
     return _plain_record(demo, "recompute", answers, hits, seconds)
 
 
-def _plain_run(demo: Demo, device_blocks: int, advance: Callable[[], None]) -> tuple[list[Any], float]:
+def _plain_run(
+    demo: Demo, device_blocks: int, advance: Callable[[], None], *, before: bool = False
+) -> tuple[list[Any], float]:
+    """The answers and the seconds they took; the engine serves the same requests `before`, if it is to."""
     with _engine(demo, device_blocks) as ask:
+        if before:
+            for request in demo.workload:
+                ask(request.prompt, request.output_tokens)
+            ask(_warm_up(demo), _WARM_UP_ANSWER)
         began = time.perf_counter()
         answers = []
         for request in demo.workload:
-            answers.append(ask(request))
+            answers.append(ask(request.prompt, request.output_tokens))
             advance()
         return answers, time.perf_counter() - began
 
@@ -261,8 +302,11 @@ def _plain_record(demo: Demo, name: str, answers: Sequence[Any], hits: Sequence[
 
 
 @contextmanager
-def _engine(demo: Demo, device_blocks: int) -> Iterator[Callable[[WorkloadRequest], Any]]:
-    """transformers' continuous batching with a device cache of `device_blocks`; yields a function that asks it."""
+def _engine(demo: Demo, device_blocks: int) -> Iterator[Callable[[Sequence[int], int], Any]]:
+    """transformers' continuous batching with a device cache of `device_blocks`; yields a function that asks it.
+
+    It takes a prompt, and the tokens of its answer.
+    """
     generation: Any = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)  # type: ignore[no-untyped-call]
     options: dict[str, Any] = {
         "page_size": demo.options.block_tokens,
@@ -289,11 +333,16 @@ def _engine(demo: Demo, device_blocks: int) -> Iterator[Callable[[WorkloadReques
         return result
 
     try:
-        ask([_WARM_UP_TOKEN] * (2 * demo.options.block_tokens), 2)  # so that no figure includes the costs of first use
-        yield lambda request: ask(request.prompt, request.output_tokens)
+        ask(_warm_up(demo), _WARM_UP_ANSWER)
+        yield ask
     finally:
         manager.stop(block=True)
         manager.destroy()
+
+
+def _warm_up(demo: Demo) -> list[int]:
+    """The prompt before all others of an engine, so that no figure includes the costs of first use."""
+    return [_WARM_UP_TOKEN] * (2 * demo.options.block_tokens)
 
 
 def _record(demo: Demo, request: WorkloadRequest, answer: Any, sources: Sequence[str]) -> RequestRecord:
