@@ -1,8 +1,8 @@
 """vLLM on the CPU with Longshore and without: python benchmarks/vllm_cpu.py [--json]
 
 A Llama with about 100 million random weights, 20 sessions over a device cache for 4; the cost of storing for a vLLM in
-a process of its own; the scheduler's time for a prompt of 32,768 tokens. With --remote URL instead: engines that share a
-store. Needs an environment with vLLM (`make vllm` makes one) and two cores. The measurements are in
+a process of its own; the scheduler's time for a prompt of 32,768 tokens. With --remote URL instead: engines that share
+a store. Needs an environment with vLLM (`make vllm` makes one) and two cores. The measurements are in
 `longshore.bench.vllm_runs` and `vllm_manager.py`.
 """
 
@@ -120,10 +120,10 @@ def storing(model: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
 
 
 def sharing(model: Path, other: Path, url: str, scratch: Path, tell: Callable[[str], None]) -> Iterator[Case]:
-    """A store under engines that share nothing else: one fills it, one has never seen the prompts, one has other weights.
+    """A store under engines that share nothing else: one fills it, one has not seen the prompts, one has other weights.
 
-    A fourth engine has no Longshore, and keeps all blocks on the device. Asked once it computes the prompts, which is the
-    reference of times; asked again it reuses as much as the second engine, which is the reference of answers.
+    A fourth engine has no Longshore, and keeps all blocks on the device. Asked once it computes the prompts, which is
+    the reference of times; asked again it reuses as much as the second engine, which is the reference of answers.
     """
     engine = {
         "dtype": "float32",
