@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from longshore.config import Config
 from longshore.engines.tensors import RowBlocks
 from longshore.engines.transformers.attach import kept_tiers, refuse
 from longshore.engines.transformers.scope import ModelScope
-from longshore.errors import CacheError, EngineError, TierClosedError
+from longshore.errors import CacheError, EngineError
 from longshore.keys import chain
 from longshore.layout import from_rows
 from longshore.runtime.selftest import self_test
@@ -120,13 +120,17 @@ class PrefixStore:
 
     @contextmanager
     def _turn(self) -> Iterator[bool]:
-        """One call at a time, with tiers that are valid for the model as it is; whether there are any: not asleep."""
+        """One call at a time, with tiers that are valid for the model as it is, unless they sleep: whether awake."""
         with self._lock:
             try:
                 if not self._is_asleep:
                     self._look()
                 yield not self._is_asleep
             except Exception:
+                fault = self._stack.runtime.fault
+                if fault is not None and not isinstance(fault, Exception):  # of which this is a consequence
+                    self._interrupted = True
+                    raise fault from None
                 raise
             except BaseException:
                 self._interrupted = True
@@ -153,8 +157,8 @@ class PrefixStore:
 
         Raises `CacheError` if `cache` has another batch size, or fewer tokens than `tokens`.
         """
-        with self._turn() as is_awake:
-            if not is_awake:
+        with self._turn() as awake:
+            if not awake:
                 return 0
             return self._store(tokens, self._keys(tokens), cache)
 
@@ -189,8 +193,8 @@ class PrefixStore:
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
         """
         cache, done, turn = DynamicCache(), 0, None
-        with self._turn() as is_awake:
-            if not is_awake:
+        with self._turn() as awake:
+            if not awake:
                 return cache, 0
             keys = self._keys(tokens)
             while done < len(keys):
@@ -272,7 +276,7 @@ class PrefixStore:
                 if done < len(part.names):
                     break
         finally:
-            with suppress(TierClosedError), runtime.control() as control:
+            with runtime.control() as control:
                 control.release(found.lease)
         return done - path.first, found.turn
 
@@ -287,7 +291,7 @@ class PrefixStore:
             arrived = self._stack.load_path(found._replace(lease=lease), part, blocks, self._note_use)
         finally:
             if lease is not None:
-                with suppress(TierClosedError), self._stack.runtime.control() as control:
+                with self._stack.runtime.control() as control:
                     control.release(lease)
         self._wait_idle()
         return len(arrived)
