@@ -542,7 +542,7 @@ def make_cache(
         tiers.append(TierSpec(FILE, file.slabs, policy=policy, outlives=True))
     daily, rule = config.file_daily_writes, config.offload if host is None else config.backup
     into = {FILE: WriteRule(rule, config.threshold, daily / 86_400)} if file is not None and daily else {}
-    for name, url in named_stores(config).items():
+    for name, url in named_stores(config).items() if remote else ():
         into[name] = WriteRule(_WRITES[parse_url(url).write])
     slowest = max((parse_url(url).probe_timeout for url in config.remote), default=0.0)
     stores: dict[str, Any] = {"probe_timeout": slowest + _ANSWER_SECONDS} if config.remote else {}
