@@ -189,7 +189,8 @@ class Index(Lookup):
 
         No view of the column is kept by a caller: the column could not grow while a traceback has it.
         """
-        return (at != ROOT) & (marks(self.reachable)[at] != 0)
+        found: npt.NDArray[np.bool_] = (at != ROOT) & (marks(self.reachable)[at] != 0)
+        return found
 
     def accepts(self, parent: int, tier: int) -> bool:
         """Whether a child of `parent` may get a copy in `tier` without becoming an orphan."""
