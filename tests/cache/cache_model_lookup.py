@@ -73,8 +73,8 @@ class Reading(Remote):
     def miss(self, keys: Sequence[Key], end: int) -> int:
         """A request gets no further than to before `keys[end]`; how many of the rest are known to be remote."""
         begin, remote = self.beyond(keys, end)
-        remote = range(begin, begin + remote)
-        self.misses.update(MissReason.REMOTE if at in remote else self.reason(keys[at]) for at in range(end, len(keys)))
+        known = range(begin, begin + remote)
+        self.misses.update(MissReason.REMOTE if at in known else self.reason(keys[at]) for at in range(end, len(keys)))
         return remote
 
     def held(self, hold: Lease | None, model: ModelHold) -> None:
