@@ -146,10 +146,10 @@ class Stack:
         if found.lease is None:
             return []
         with runtime.control() as cache:
-            warmest, runs = cache.stats()[0], cache.progress(found.lease).runs
+            runs = cache.progress(found.lease).runs
         tiers = [run.tier for run in runs for _ in range(run.chunks)][: -(-(skip + len(blocks)) // per_chunk)]
-        size = self._part(warmest.slots)
-        if len(tiers) - tiers.count(warmest.name) <= size:
+        size = self._part
+        if len(tiers) - tiers.count(FILE if self.host is None else HOST) <= size:
             return self._load(found.lease, blocks, skip, uses)
         done, wanted = 0, min(len(tiers), found.chunks)
         while done < wanted and (left := deadline - runtime.clock()) > 0:
@@ -187,10 +187,7 @@ class Stack:
         for a part is waited for. `uses` is told which of the `blocks` each job reads.
         """
         runtime, per_chunk, names = self.runtime, self.config.blocks_per_chunk, path.names
-        deadline, first, most = runtime.clock() + patience, path.first, len(names)
-        if patience:
-            with runtime.observe() as cache:
-                most = self._part(cache.stats()[0].slots)
+        deadline, first, most = runtime.clock() + patience, path.first, self._part if patience else len(names)
         while True:
             end, left = min(len(names), first + most), deadline - runtime.clock()
             part, skipped = path._replace(keys=names[:end], first=first), (first - path.first) * per_chunk
@@ -207,10 +204,11 @@ class Stack:
             else:
                 first = end
 
-    @staticmethod
-    def _part(slots: int) -> int:
-        """How many chunks pass through a tier of `slots` at a time, where not all fit."""
-        return max(1, slots // 2)
+    @property
+    def _part(self) -> int:
+        """How many chunks pass through the warmest tier at a time, if not all fit: half of its slots."""
+        warmest = self.file if self.host is None else self.host
+        return 1 if warmest is None else max(1, warmest.slabs.indices // 2)
 
     def _load(
         self, lease: Lease, blocks: Sequence[int], skip: int, uses: BlockUse, timeout: float | None = None

@@ -284,15 +284,18 @@ class PrefixStore:
         """Load a `part` of what was found into the window; how many chunks arrived."""
         self._wait_idle()
         self._stack.engine.begin_step(None)
-        with self._stack.runtime.control() as control:
-            lease = control.lookup({0: part}, self._stack.runtime.clock(), turn=found.turn, count=False).lease
-        try:
-            blocks = range((len(part.names) - part.first) * self._chunk)
-            arrived = self._stack.load_path(found._replace(lease=lease), part, blocks, self._note_use)
-        finally:
-            if lease is not None:
-                with self._stack.runtime.control() as control:
-                    control.release(lease)
+        blocks = range((len(part.names) - part.first) * self._chunk)
+        if len(part.names) - part.first == found.chunks:  # all of it fits into the window
+            arrived = self._stack.load_path(found, part, blocks, self._note_use)
+        else:
+            with self._stack.runtime.control() as control:
+                lease = control.lookup({0: part}, self._stack.runtime.clock(), turn=found.turn, count=False).lease
+            try:
+                arrived = self._stack.load_path(found._replace(lease=lease), part, blocks, self._note_use)
+            finally:
+                if lease is not None:
+                    with self._stack.runtime.control() as control:
+                        control.release(lease)
         self._wait_idle()
         return len(arrived)
 
