@@ -176,3 +176,12 @@ def test_what_host_memory_has_is_never_asked_for(opened: Opener) -> None:
         assert rig.lookup(keys, rig.request("second", keys)) == [HIT] * 4
     finally:
         os.kill(process.pid, signal.SIGCONT)
+
+
+def test_a_prompt_shorter_than_a_chunk_is_asked_for_with_a_gate(opened: Opener) -> None:
+    rig = opened(gate=True)
+    (key,) = keys_of(1)
+    context = rig.request("short")
+    context.set_offload_key_position(key, 8)  # as vLLM names the first tokens of a block of a recurrent layer
+    assert answered(rig, [key], context) == [MISS]
+    assert rig.manager._store.runtime.fault is None

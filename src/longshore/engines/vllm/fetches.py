@@ -105,7 +105,8 @@ class StoreFetches:
         group = first[-GROUP_BYTES:]
         mine = [ends[key] for key in absent if key[-GROUP_BYTES:] == group and ends[key] >= ends[first]]
         tokens = self._groups.tokens[self._groups.of(first)]
-        return worth_asking(self._runtime, mine[0] - tokens, len(mine)) if mine else []
+        # A chunk may be named before it is full.
+        return worth_asking(self._runtime, (mine[0] - 1) // tokens * tokens, len(mine)) if mine else []
 
     def _fetch(
         self,
