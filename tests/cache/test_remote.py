@@ -516,3 +516,12 @@ def test_chunks_that_stand_alone_are_fetched_each_for_itself() -> None:
     desk.end(Status.LAPSED, Status.OK)
     assert desk.resident() == {"c"}
     assert desk.misses() == {MissReason.LAPSED: 1}, "what came stands alone: it is not behind what lapsed"
+
+
+def test_a_chunk_that_is_named_twice_is_asked_for_once() -> None:
+    desk = Desk()
+    (a,) = chunks("a")
+    desk.cache.lookup({0: GroupKeys([a, a])}, 0.0, until=Until.NOTHING, each=True, asks=[STORE])
+    desk.look()
+    desk.answer("a")
+    assert desk.lookup("a").remote == 1

@@ -47,7 +47,7 @@ class RemoteKeys:
         At most `max_probes` keys are in flight; keys beyond that are counted, and stay unknown.
         """
         settings, unknown = self._transfers.settings, [key for key in keys if self.has(key) is None]
-        new = [key for key in unknown if key not in self._asked]
+        new = [key for key in dict.fromkeys(unknown) if key not in self._asked]
         room = max(0, settings.max_probes - len(self._asked))
         self._transfers.store.counters.probes[self.name][Answer.UNASKED] += len(new) - len(new[:room])
         if asked := tuple(new[:room]):
