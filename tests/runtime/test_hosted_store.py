@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tier_host_kit import program
 
 from longshore.boundary import Status
 from longshore.errors import ConfigError, TierError
 from longshore.runtime.tier_host import HostedStore
 from longshore.runtime.tier_host import supervisor as watch
+from longshore.runtime.tier_host.supervisor import PROGRAM
+from longshore.runtime.tier_host.wire import Kind, pack_answer
 from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import key, span
 from longshore.tiers.arena import Arena, ArenaSettings
@@ -181,3 +185,36 @@ def test_what_cannot_be_is_refused_at_once(opener: Opener, tmp_path: Path) -> No
     harness = opener()
     with pytest.raises(TierError, match="newer than the last reset"):
         harness.tier.ask([key(0)], 1, math.inf)
+
+
+@pytest.mark.parametrize("status", ["ends", "is no program"])
+def test_a_process_that_cannot_be_started_at_first_is_started_later(
+    opener: Opener, tmp_path: Path, status: str
+) -> None:
+    began = tmp_path / "began"
+    fails = (
+        f"import os; began = os.path.exists({str(began)!r}); open({str(began)!r}, 'w').close(); began or sys.exit(3)"
+    )
+    command = program(fails) if status == "ends" else [str(tmp_path / "tier-host")]
+    harness = opener(program=command)
+    assert harness.tier.is_away
+    assert harness.ask(0) is None
+    assert harness.read(0) is Status.AWAY
+    if status == "ends":
+        assert harness.tier.troubles["tier_host"] == 1
+    else:
+        harness.until(lambda: harness.tier.troubles["tier_host"] >= 1)
+        Path(command[0]).write_text(f'#!/bin/sh\nexec {" ".join(map(shlex.quote, PROGRAM))} "$@"\n')
+        Path(command[0]).chmod(0o700)
+    harness.until(lambda: not harness.tier.is_away)
+    harness.store(0, 0)
+    assert harness.ask(0, 1) == (True, False)
+
+
+def test_an_answer_without_a_value_for_each_key_is_an_invalid_message(opener: Opener) -> None:
+    harness = opener()
+    os.kill(harness.pid, signal.SIGSTOP)
+    ticket = harness.tier.ask([key(0)], 0, math.inf)
+    harness.tier._handle_all([(Kind.ANSWER, pack_answer(ticket, ()))])
+    harness.until(lambda: harness.tier.troubles["tier_host"] == 1)
+    assert harness.tier.answers() == [(ticket, None)]

@@ -11,6 +11,7 @@ operations end as `Status.AWAY`, and questions without an answer.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,12 +20,14 @@ from longshore.boundary import Key, Status
 from longshore.errors import TierError
 from longshore.runtime.tier_host import wire
 from longshore.runtime.tier_host.supervisor import PROGRAM
-from longshore.runtime.tier_host.tier import HostedTier
+from longshore.runtime.tier_host.tier import HostedTier, TierHostError
 from longshore.runtime.tier_host.wire import AWAY, Kind, WireError
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import KeyedTier, check_digest, check_generation
 from longshore.tiers.remote import TROUBLES, parse_url
 from longshore.tiers.remote.format import Namespace
+
+_log = logging.getLogger(__name__)
 
 
 class HostedStore(HostedTier, KeyedTier):
@@ -47,7 +50,7 @@ class HostedStore(HostedTier, KeyedTier):
         program: Sequence[str] = PROGRAM,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """As for `RemoteTier`, with its errors, and `TierError` if the process cannot be started.
+        """As for `RemoteTier`, with its errors. A process that cannot be started is no error: it is tried again.
 
         `arena` must be shared. `program` runs as the tier host, for tests.
         """
@@ -61,7 +64,10 @@ class HostedStore(HostedTier, KeyedTier):
         """Number of keys of each question without an answer."""
         self._answers: list[tuple[int, tuple[bool, ...] | None]] = []
         self._troubles = dict.fromkeys((*TROUBLES, AWAY), 0)
-        self._open_first()
+        try:
+            self._open_first()
+        except TierHostError as error:
+            _log.error("%s: %s; its blocks are misses until another one has opened it", self.settings, error)
 
     @property
     def namespace(self) -> bytes:
@@ -136,7 +142,7 @@ class HostedStore(HostedTier, KeyedTier):
     def _handle(self, kind: Kind, body: bytes) -> None:
         if kind is Kind.ANSWER:
             ticket, present = wire.parse_answer(body)
-            if self._asked.get(ticket) is None or len(present or ()) not in (0, self._asked[ticket]):
+            if ticket not in self._asked or (present is not None and len(present) != self._asked[ticket]):
                 raise WireError(f"ANSWER: {present} for ticket {ticket}")
             self._answer(ticket, present)
         elif kind is not Kind.FORGOTTEN:

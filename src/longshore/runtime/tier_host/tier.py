@@ -65,6 +65,10 @@ _KILL_PATIENCE = 10.0
 _log = logging.getLogger(__name__)
 
 
+class TierHostError(TierError):
+    """A tier host could not be started, or has ended before it opened its tier."""
+
+
 class HostedTier(Tier):
     """What tiers in a tier host have in common: the process, and what is in flight there."""
 
@@ -204,11 +208,11 @@ class HostedTier(Tier):
                 raise WireError(f"{kind.name} is not a reply")
 
     def _open_first(self) -> None:
-        """Wait until the first process has opened the tier, or has reported why it cannot."""
+        """Wait until the first process has opened the tier, or has reported why it cannot: `TierError`."""
         try:
             process = self._supervisor.begin()
         except OSError as error:
-            raise TierError(f"the tier host could not be started: {error}") from error
+            raise TierHostError(f"the tier host could not be started: {error}") from error
         try:
             while not self._is_open:
                 process.wait(SilenceTimer.MOST)
@@ -218,7 +222,7 @@ class HostedTier(Tier):
                         raise _refusal(body)
                     self._handle(kind, body)
                 if died:
-                    raise TierError(f"the tier host ended {process.ending} before it opened the {self.name} tier")
+                    raise TierHostError(f"the tier host ended {process.ending} before it opened the {self.name} tier")
         except BaseException as error:
             process.kill()
             process.wait_reaped(_KILL_PATIENCE)
