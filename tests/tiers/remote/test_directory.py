@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import signal
 import threading
 from pathlib import Path
 
@@ -188,4 +189,31 @@ def test_a_generation_that_the_tier_was_not_told_is_refused(tmp_path: Path) -> N
     harness.store(0, 5, generation=1)
     assert tier.ask([key(5)], 0, math.inf)  # of an earlier one: not there
     assert [present for _, present in tier.answers()] == [(False,)]
+    tier.close()
+
+
+def test_a_forked_process_closes_the_tier_whatever_its_parents_threads_held(tmp_path: Path) -> None:
+    harness = open_harness(tmp_path)
+    harness.store(0, 5)
+    tier = harness.tier
+    assert isinstance(tier, RemoteTier)
+    held, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with tier._lock:
+            held.set()
+            over.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)  # ends a process that waits for ever
+        tier.close()
+        os._exit(0)
+    over.set()
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0
+    harness.assert_serves(0, 5)
     tier.close()

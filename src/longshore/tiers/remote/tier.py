@@ -11,6 +11,7 @@ waits: `poll` and `answers` end what is late, `submit` and `ask` answer at once 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter, OrderedDict, deque
@@ -138,6 +139,7 @@ class RemoteTier(KeyedTier):
         self._answers: list[tuple[int, tuple[bool, ...] | None]] = []
         self._probing = threading.Condition(self._lock)
         self._closed = False
+        self._pid = os.getpid()
         self._at_end: Callable[[], None] | None = None
         self.ended = 0
         largest = max(self.image_bytes)
@@ -308,7 +310,14 @@ class RemoteTier(KeyedTier):
 
         Connections of threads that are blocked beyond that are shut down. A thread that waits for a file system that
         hangs is left to itself: it uses no byte of the arena, and the operations that it was busy with have ended.
+
+        In a forked child, closes only the child's copies of the connections: threads and locks are the parent's.
         """
+        if os.getpid() != self._pid:
+            self._closed = True
+            for session in self._sessions:
+                session.close()
+            return
         with self._lock:
             self._closed = True
             for queue in self._queues.values():
