@@ -134,6 +134,7 @@ def test_json_has_exactly_these_facts() -> None:
         "bit_exact": True,
         "requests": 2,
         "restored_blocks": {"host": 7, "file": 0},
+        "fetched_bytes": 0,
         "ttft_ms": {"recompute": {"p50": 80.0, "p95": 116.0}, "tiered": {"p50": 20.0, "p95": 29.0}},
         "tokens": {"device": 64, "host": 32, "file": 16, "computed": 88},
         "routes": {
