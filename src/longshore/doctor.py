@@ -144,6 +144,10 @@ def _advice(error: Exception, settings: RemoteSettings) -> str:
             f"put the password into {PASSWORD_VARIABLE} or a file named by ?password_file=PATH, the user into "
             f"{USER_VARIABLE} or the URL; of a file only the first line counts. ACL LIST shows what a user may do"
         )
+    if "ERR to AUTH" in text:
+        return f"the server knows no password: unset {PASSWORD_VARIABLE} and password_file, or set its `requirepass`"
+    if "SELECT" in text:
+        return f"it has no database {settings.db}: use a smaller number, or raise its `databases` (16 by default)"
     if "TLS" in text or "certificates" in text:
         return "check ca_file (the authority that signed the server's certificate), server_name and the port"
     if isinstance(error, StoreError) and error.reason == "timeout":

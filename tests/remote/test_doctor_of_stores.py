@@ -118,6 +118,24 @@ def test_passwords_are_used_and_never_shown(
     assert "password file" in broken(found)[0]
 
 
+def test_a_database_that_is_not_there_and_a_password_that_nobody_asks_for(
+    started: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = started(**GOOD).port
+    status, found = doctor(f"valkey://127.0.0.1:{port}/99?{PATIENT}")
+    assert status == 1
+    (said,) = broken(found)
+    assert said.startswith("the server answered ERR to SELECT | ")
+    assert "no database 99" in said
+    monkeypatch.setenv(PASSWORD_VARIABLE, "needless-word")
+    status, found = doctor(f"valkey://127.0.0.1:{port}/0?{PATIENT}")
+    assert status == 1
+    (said,) = broken(found)
+    assert said.startswith("the server answered ERR to AUTH | ")
+    assert f"unset {PASSWORD_VARIABLE}" in said
+    assert "needless" not in said
+
+
 def test_a_user_who_may_do_little(started: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch) -> None:
     server = started(**GOOD)
     server.command(b"ACL", b"SETUSER", b"kv", b"on", b">word", b"~ls1/*", b"+get", b"+strlen", b"+ping", b"+auth")

@@ -40,12 +40,28 @@ def test_urls(url: str, expected: RemoteSettings) -> None:
         "valkey://host/-1", "valkey://host?ttl=soon", "valkey://host?ttl=-1s", "valkey://host?ttl=1e9999h",
         "valkey://host?ttl=0.1ms", "valkey://host?nothing=1", "valkey://host?ttl=1h&ttl=2h", "valkey://host?in_flight=0",
         "valkey://host?in_flight=lots", "valkey://host?fetch_timeout=0", "valkey://host#1", "valkey://host?ca_file=/a",
-        "valkeys://host?cert_file=/a", "unix://host/path", "unix:", "file://host/path", "file:///a?db=1",
+        "valkeys://host?cert_file=/a", "valkey://host?password_file=secret", "valkeys://host?ca_file=ca.pem",
+        "valkeys://host?cert_file=a&key_file=/b", "valkey://host?password_file=",
+        "unix://host/path", "unix:", "file://host/path", "file:///a?db=1",
         "file:///a?password_file=/b", "valkey://[::1", "valkey://host?db=99999999999",
     ],
 )  # fmt: skip
 def test_impossible_urls_are_refused(url: str) -> None:
     with pytest.raises(ConfigError):
+        parse_url(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("10.0.0.5:6379", "valkey://HOST:PORT/DB"),
+        ("/mnt/shared", "file:///PATH"),
+        ("valkeys://host?ca_file=ca.pem", "ca_file: expected an absolute path, got 'ca.pem'"),
+        ("valkey://host?password_file=hunter2%40host", "password_file: expected an absolute path$"),
+    ],
+)
+def test_an_error_says_how_to_write_it(url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
         parse_url(url)
 
 

@@ -195,15 +195,15 @@ class RespSession:
     def authenticate(self, settings: RemoteSettings, deadline: Deadline) -> None:
         """Log in, and choose the database."""
         user, password = settings.credentials()
-        commands = []
+        commands: list[tuple[bytes, ...]] = []
         if password:
-            commands.append(_command(b"AUTH", *([user.encode()] if user else []), password.encode()))
+            commands.append((b"AUTH", *([user.encode()] if user else []), password.encode()))
         if settings.db:
-            commands.append(_command(b"SELECT", b"%d" % settings.db))
-        self._send(b"".join(commands), deadline)
-        for _ in commands:
+            commands.append((b"SELECT", b"%d" % settings.db))
+        self._send(b"".join(_command(*words) for words in commands), deadline)
+        for name, *_ in commands:
             if (error := self._read_simple(deadline)) is not None:
-                raise StoreError("refused", f"{settings}: the server answered {_error_word(error)}")
+                raise StoreError("refused", f"the server answered {_error_word(error)} to {name.decode()}")
 
     def check(self, deadline: Deadline) -> None:
         """Ask the server whether it is there."""

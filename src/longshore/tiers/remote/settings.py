@@ -124,6 +124,7 @@ _NUMBERS = {
     "db": "number",
 }
 _TEXTS = ("user", "password_file", "ca_file", "cert_file", "key_file", "server_name")
+_FILES = ("password_file", "ca_file", "cert_file", "key_file")
 _CHOICES = {"write": ("all", "second_use", "evict")}
 _OPTIONS = (*_NUMBERS, *_TEXTS, *_CHOICES)
 
@@ -148,7 +149,10 @@ def parse_url(url: str) -> RemoteSettings:
         )
     scheme = {"redis": "valkey", "rediss": "valkeys"}.get(parts.scheme, parts.scheme)
     if parts.scheme not in _SCHEMES:
-        raise ConfigError(f"remote store: expected a URL of one of {', '.join(_SCHEMES)}, got {parts.scheme!r}")
+        got = f", got {parts.scheme!r}" if "://" in url else ""
+        raise ConfigError(
+            f"remote store: expected a URL of one of {', '.join(_SCHEMES)}{got}: write valkey://HOST:PORT/DB or file:///PATH"
+        )
     if parts.fragment:
         raise ConfigError("remote store: expected a URL without '#'")
     options = _options(parts.query)
@@ -201,6 +205,9 @@ def _check(settings: RemoteSettings, options: Mapping[str, object]) -> None:
             raise ConfigError(f"remote store: {name}: expected more than 0, got {getattr(settings, name)}")
     if 0 < settings.ttl < 1e-3:
         raise ConfigError(f"remote store: ttl: expected at least 1ms, got {settings.ttl} s")
+    for name in options.keys() & set(_FILES):  # engines read them in processes whose directory may be another
+        if not Path(path := getattr(settings, name)).is_absolute():
+            raise ConfigError(f"remote store: {name}: expected an absolute path{_shown(path, ', got ')}")
     if bool(settings.cert_file) != bool(settings.key_file):
         raise ConfigError("remote store: cert_file and key_file need each other")
     tls_only = {"ca_file", "cert_file", "key_file", "server_name"} & options.keys()
