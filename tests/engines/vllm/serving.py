@@ -220,7 +220,7 @@ class Engine:
         with self.manager._runtime.observe() as cache:
             policy = cache._store.policies[0]
             node = next(iter(policy.order()))
-            policy._chains.after[node] = node
+            policy._linked.after[node] = node
             policy.remove(node)  # it stays linked
 
     def flip(self) -> None:
