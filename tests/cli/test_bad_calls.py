@@ -103,11 +103,11 @@ $ replay trace.jsonl --model llama-3.1-8b --host 1KiB
 $ replay trace.jsonl --model llama-3.1-8b --host 64
 2 --host 64: expected at least 64.0 MiB, one block; did you mean 64GiB?
 $ replay trace.jsonl --model llama-3.1-8b --host 1EiB
-2 host: expected at most 16,384.0 TiB, 268,435,456 blocks of 64.0 MiB, got 1,048,576.0 TiB
+2 host: expected at most 16.0 PiB, 268,435,456 blocks of 64.0 MiB, got 1.0 EiB
 $ replay trace.jsonl --model llama-3.1-8b --host 99999999PiB
 2 --host: a size is at most 1 EiB, got '99999999PiB'
 $ replay trace.jsonl --model llama-3.1-8b --host 999999TiB
-2 host: expected at most 16,384.0 TiB, 268,435,456 blocks of 64.0 MiB, got 999,999.0 TiB
+2 host: expected at most 16.0 PiB, 268,435,456 blocks of 64.0 MiB, got 976.6 PiB
 $ REPLAY --file 1KiB
 2 --file 1KiB: expected at least 64.0 MiB, one block
 $ REPLAY --remote 0

@@ -54,7 +54,16 @@ def test_the_runs_and_their_json(tmp_path: Path) -> None:
     hits = [r.prompt_tokens - r.computed_tokens for r in result.tiered.requests]
     assert hits == hits_possible(Demo(DemoOptions(**SMALL, **ALWAYS, block_tokens=16)))
     facts = result.as_json()
-    assert list(facts) == ["bit_exact", "requests", "restored_blocks", "ttft_ms", "tokens", "routes", "misses"]
+    assert list(facts) == [
+        "bit_exact",
+        "requests",
+        "restored_blocks",
+        "fetched_bytes",
+        "ttft_ms",
+        "tokens",
+        "routes",
+        "misses",
+    ]
     assert facts["bit_exact"] is True
     assert facts["requests"] >= 60
     restored = facts["restored_blocks"]

@@ -68,6 +68,8 @@ def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_every_setting_can_be_set_or_is_refused_with_the_reason(setting: str, tmp_path: Path) -> None:
     default = Config.make().model_dump(mode="json")[setting]
     text = str(tmp_path / "x") if default is None else str(default)
+    if setting == "remote":
+        text = f"file://{tmp_path}"
     if isinstance(default, dict):
         text = json.dumps(default)
     options = ["--host-size", "1MiB", "--no-check", "--set", f"{setting}={text}"]
@@ -77,7 +79,7 @@ def test_every_setting_can_be_set_or_is_refused_with_the_reason(setting: str, tm
     else:
         extra = printed(*options)["kv_connector_extra_config"]
         assert isinstance(extra, dict)
-        assert str(extra[setting]) == text
+        assert extra[setting] == [text] if isinstance(default, list) else str(extra[setting]) == text
         ours = {key: value for key, value in extra.items() if not key.startswith("spec_")}
         assert Config.make(**ours) == Config.make(host_size="1MiB", **{setting: text})
     with pytest.raises(ConfigError, match=f"'{setting}s' is not a setting"):

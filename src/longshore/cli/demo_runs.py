@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +232,7 @@ def run_tiered(demo: Demo, tiers: Tiers, advance: Callable[[], None]) -> tuple[R
         before, warm_up = _snapshot(tiers), [RequestBlocks(len(record.sources), digests) for record in tiers.records]
         began = time.perf_counter()
         for request in demo.workload:
-            answers.append(ask(request.prompt, request.output_tokens))
+            answers.append(ask(request))
             served.append(tiers.records[-1].sources)
             samples.append(_sample(tiers, time.perf_counter() - began, request.index))
             digests = tiers.block_digests([*request.prompt, *answers[-1].generated_tokens])
@@ -254,7 +255,7 @@ def run_tiered(demo: Demo, tiers: Tiers, advance: Callable[[], None]) -> tuple[R
 def ask_again(demo: Demo, tiers: Tiers) -> str:
     """The hits of the last request in a new engine, with an empty device cache, over the same tiers."""
     with _engine(demo, demo.device_blocks) as ask:
-        ask(demo.workload.requests[-1].prompt, demo.workload.requests[-1].output_tokens)
+        ask(demo.workload.requests[-1])
         sources = tiers.records[-1].sources
     found = ", ".join(f"{sources.count(tier)} from {tier}" for tier in ("host", "file"))
     return f"a new engine found {len(sources)} blocks of the last prompt: {found}"
@@ -284,12 +285,12 @@ def _plain_run(
     with _engine(demo, device_blocks) as ask:
         if before:
             for request in demo.workload:
-                ask(request.prompt, request.output_tokens)
-            ask(_warm_up(demo), _WARM_UP_ANSWER)
+                ask(request)
+            ask(replace(demo.workload.requests[0], prompt=tuple(_warm_up(demo)), output_tokens=_WARM_UP_ANSWER))
         began = time.perf_counter()
         answers = []
         for request in demo.workload:
-            answers.append(ask(request.prompt, request.output_tokens))
+            answers.append(ask(request))
             advance()
         return answers, time.perf_counter() - began
 
@@ -302,11 +303,8 @@ def _plain_record(demo: Demo, name: str, answers: Sequence[Any], hits: Sequence[
 
 
 @contextmanager
-def _engine(demo: Demo, device_blocks: int) -> Iterator[Callable[[Sequence[int], int], Any]]:
-    """transformers' continuous batching with a device cache of `device_blocks`; yields a function that asks it.
-
-    It takes a prompt, and the tokens of its answer.
-    """
+def _engine(demo: Demo, device_blocks: int) -> Iterator[Callable[[WorkloadRequest], Any]]:
+    """transformers' continuous batching with a device cache of `device_blocks`; yields a function that asks it."""
     generation: Any = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)  # type: ignore[no-untyped-call]
     options: dict[str, Any] = {
         "page_size": demo.options.block_tokens,
@@ -334,7 +332,7 @@ def _engine(demo: Demo, device_blocks: int) -> Iterator[Callable[[Sequence[int],
 
     try:
         ask(_warm_up(demo), _WARM_UP_ANSWER)
-        yield ask
+        yield lambda request: ask(request.prompt, request.output_tokens)
     finally:
         manager.stop(block=True)
         manager.destroy()
