@@ -123,7 +123,7 @@ def test_a_warmer_tier_may_hold_the_same_chunks_or_what_is_behind_them(
     third: list[Copy], file: list[Copy], policy: str
 ) -> None:
     tiers = [TierSpec(name, 40, 4096, POLICIES[policy]) for name in (HOST, FILE, THIRD)]
-    cache = TieredCache(tiers, CacheSettings(backup=WritePolicy.THROUGH))
+    cache = TieredCache(tiers, CacheSettings(backup=WritePolicy.THROUGH, admission=False))
     orphans, paths = adrift(file, third), {copy.path for copy in (*third, *file)}
     assert cache.adopt(THIRD, [copy.found for copy in third]) == len(third)
     assert cache.adopt(FILE, [copy.found for copy in file]) == len(file)
