@@ -242,6 +242,6 @@ class Several(Machine):
 def test_random_paths_of_several_groups_keep_every_promise(
     edges_taken: Counter[tuple[State, State]], methods_called: set[str]
 ) -> None:
-    thorough = run(Several, 1.5)
+    thorough = run(Several, 1)
     assert set(edges_taken) <= set(EDGES), "an illegal edge was taken"
     assert methods_called >= PUBLIC - {"adopt"} or not thorough, "a public method was never called"
