@@ -180,13 +180,13 @@ class Evictor:
                 policy.hold_victims(nodes[:passed])
                 several = max(2 * passed, _AT_LEAST)
                 continue
-            free, kept = self._evict_batch(nodes, tier, policy, count - gone)
+            free, kept, unclear = self._evict_batch(nodes, tier, policy, count - gone)
             gone += free
             several = max(2 * (free or kept), _AT_LEAST)
             if not kept:
                 several = min(several, count - gone)
-            if not free and not kept:
-                gone += self._evict_few(tier, several, pool, spare_dirty=spare_dirty)
+            if unclear:
+                gone += self._evict_few(tier, min(several, unclear), pool, spare_dirty=spare_dirty)
         return gone
 
     def _evict_few(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
@@ -242,16 +242,16 @@ class Evictor:
 
     # ------------------------------------------------------------------ in batches
 
-    def _evict_batch(self, nodes: Sequence[int], tier: int, policy: EvictionPolicy, most: int) -> tuple[int, int]:
+    def _evict_batch(self, nodes: Sequence[int], tier: int, policy: EvictionPolicy, most: int) -> tuple[int, int, int]:
         """Evict at most `most` of the victims `nodes`, or hold some: the leading ones that are alike.
 
-        Returns how many were evicted, and how many are held; 0, 0 if the first has to be examined by itself.
+        Returns how many were evicted, and how many are held; or how many leading ones must be examined one by one.
         """
         at = np.array(nodes, np.int32)
         safe, sole = self._kinds(at, tier)
         if run := min(leading(safe), most):
             self._drop_copies(nodes[:run], at[:run], tier)
-            return run, 0
+            return run, 0, 0
         kept = 0
         if not sole[0]:
             kept = leading(~safe & ~sole)
@@ -260,10 +260,10 @@ class Evictor:
             going, kept = self._leaves(nodes[:alone], at[:alone], tier, policy, most)
             if going:
                 self._drop_leaves(going, tier)
-                return len(going), 0
+                return len(going), 0, 0
         if kept:
             policy.hold_victims(nodes[:kept])
-        return 0, kept
+        return 0, kept, 0 if kept else leading(~safe)
 
     def _kinds(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
         """Which of the nodes `at` are safe, and which have their only copy in `tier`; bool, of the same shape."""
