@@ -8,6 +8,7 @@ import pytest
 
 from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
+from longshore.cache.evict import Evictor
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.trace import synthesize
 from longshore.trace.replay import keys_of
@@ -133,6 +134,25 @@ def test_what_follows_a_refused_chunk_is_refused_with_it_and_a_flush_ends() -> N
     assert tiers.cache._store.backlog.counts == [0, 0], "nothing waits for what was refused"
     tiers.flush()
     assert not set(keys_of(range(900, 914))[4:]) & tiers.in_file()
+    tiers.cache.check_integrity()
+
+
+def test_no_others_are_evicted_one_by_one_with_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    examined, evict_few = list[int](), Evictor._evict_few
+
+    def count(self: Evictor, tier: int, most: int, pool: int, *, spare_dirty: bool) -> int:
+        examined.append(most)
+        return evict_few(self, tier, most, pool, spare_dirty=spare_dirty)
+
+    monkeypatch.setattr(Evictor, "_evict_few", count)
+    tiers, first = Tiers(1000, 1000, backup=WritePolicy.THROUGH), 0
+    for turn in range(70):
+        keys = keys_of(range(first, first := first + (8 << turn % 7)))
+        tiers.cache.store({0: GroupKeys(keys)}, {0: range(len(keys))})
+        tiers.move()
+    assert tiers.refused > 40
+    assert 0 < sum(examined) <= tiers.refused
+    assert tiers.cache.counters.evictions[HOST] > 8000
     tiers.cache.check_integrity()
 
 

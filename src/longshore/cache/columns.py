@@ -72,7 +72,7 @@ def numbers(each: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32
     return column(array("i", each)) if len(each) else np.empty(0, np.int32)
 
 
-def has_duplicates(at: npt.NDArray[np.int32]) -> bool:
+def has_duplicates(at: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bool:
     """Whether `at` has duplicates."""
     ordered = np.sort(at)
     return bool((ordered[1:] == ordered[:-1]).any())
@@ -89,6 +89,15 @@ def leading(true: npt.NDArray[np.bool_]) -> int:
     """The number of leading true elements."""
     first = int(true.argmin()) if len(true) else 0
     return len(true) if not len(true) or true[first] else first
+
+
+def runs(each: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Where runs of equal numbers begin in `each`, which has some, and how long they are."""
+    begins = np.empty(len(each) + 1, bool)
+    begins[0] = begins[-1] = True
+    np.not_equal(each[1:], each[:-1], out=begins[1:-1])
+    edges = begins.nonzero()[0]
+    return edges[:-1], edges[1:] - edges[:-1]
 
 
 class FreeList:

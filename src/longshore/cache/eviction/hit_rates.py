@@ -39,8 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import sparse
-from longshore.cache.eviction.base import FEW
+from longshore.cache.columns import has_duplicates, runs, sparse
 from longshore.errors import CacheError
 
 # Hints about when a request's chunks are used again, as small numbers for eviction policies.
@@ -388,6 +387,9 @@ class HitRates:
 WAYS = 16
 """Words in a bucket."""
 
+_FEW = 12
+"""Below this number of keys, a loop is faster than array operations."""
+
 _GHOST_WHEN, _TAG = 33, 15
 _TAGS, _STATES = (1 << _GHOST_WHEN - _TAG) - 1, (1 << _TAG) - 1
 _HINT_BITS = REQUEST - HINT
@@ -443,8 +445,7 @@ class GhostList:
         words = when.astype(np.uint64) << _GHOST_WHEN | tags << _TAG | _low(states)
         order = np.argsort(buckets, kind="stable")
         buckets, words, hints = buckets[order], words[order], ((states & _HINT) >> HINT)[order].astype(np.uint8)
-        starts = np.flatnonzero(np.diff(buckets, prepend=-1))
-        counts = np.diff(starts, append=len(buckets))
+        starts, counts = runs(buckets)
         place = np.arange(len(buckets)) - np.repeat(starts, counts)
         stay = place >= np.repeat(counts, counts) - WAYS  # of more than a bucket has room for
         at = buckets * WAYS + (place + self._next[buckets]) % WAYS
@@ -464,19 +465,23 @@ class GhostList:
         """
         if not self._any:
             return [(len(keys), 0, 0)] if keys else []
-        if len(keys) < FEW:
+        if len(keys) < _FEW:
             return [(len(list(same)), *left) for left, same in groupby(self._take(key, forget=forget) for key in keys)]
         who, at = self._search(keys)
-        at, first = np.unique(at, return_index=True)  # two keys may be taken for one
+        if not len(who):
+            return [(len(keys), 0, 0)]
+        if has_duplicates(at):  # two keys may be taken for one
+            at, first = np.unique(at, return_index=True)
+            who = who[first]
         words, found = self._buckets.reshape(-1), np.zeros(len(keys), np.uint64)
         # The hint takes the place of the tag.
-        found[who[first]] = words[at] & ~np.uint64(_TAGS << _TAG) | self._hints[at].astype(np.uint64) << np.uint64(_TAG)
+        found[who] = words[at] & ~np.uint64(_TAGS << _TAG) | self._hints[at].astype(np.uint64) << np.uint64(_TAG)
         if forget:
             words[at] = 0
-        starts = np.flatnonzero(np.diff(found, prepend=found[0] + np.uint64(1)))
+        starts, counts = runs(found)
         hints = (found[starts] >> np.uint64(_TAG) & np.uint64(_TAGS)).astype(np.uint8)
         when, states = (each.tolist() for each in _unpacked(found[starts], hints))
-        return list(zip(np.diff(starts, append=len(keys)).tolist(), when, states, strict=True))
+        return list(zip(counts.tolist(), when, states, strict=True))
 
     def _take(self, key: Key, *, forget: bool) -> tuple[int, int]:
         bucket, tag = self._place_of(key)
@@ -504,10 +509,14 @@ class GhostList:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         buckets, tags = self._places_of(keys)
         words = self._buckets[buckets]
-        same = ((words >> _TAG & _TAGS) == tags[:, None]) & (words > 0)
-        which = same.argmax(axis=1)
-        who = np.flatnonzero(same[np.arange(len(keys)), which])
-        return who, buckets[who] * WAYS + which[who]
+        same = words & np.uint64(_TAGS << _TAG) == (tags << np.uint64(_TAG))[:, None]
+        if not tags.all():  # as an empty word has
+            same &= words > 0
+        who, which = same.nonzero()
+        if len(who) > 1:  # one key may be taken for two chunks
+            first, _ = runs(who)
+            who, which = who[first], which[first]
+        return who, buckets[who] * WAYS + which
 
     def _place_of(self, key: Key) -> tuple[int, int]:
         """The bucket of `key`, and what tells it apart there."""
