@@ -117,15 +117,14 @@ class Tiers(NoTiers):
                 cache.release(found.lease)
 
     def load(self, lease: Lease, blocks: Mapping[int, Sequence[int]]) -> PendingCopy:
-        """One job for all groups: layer by layer if all chunks are in host memory, otherwise as a whole."""
+        """One job for all groups, layer by layer if so configured; it begins when all reads from files have ended."""
         filled = [block for each in blocks.values() for block in each]
         with self.stack.runtime.control() as cache:
-            by_layer = self.by_layer and all(run.tier == HOST for run in cache.progress(lease).runs)
-            order = cache.load(lease, blocks, by_layer=by_layer)
+            order = cache.load(lease, blocks, by_layer=self.by_layer)
             for part in order.parts:
                 self._guard.add(part.job, filled)
         job = order.parts[0].job if order.parts else 0
-        return PendingLoad(self, filled, job, lease, by_layer=by_layer and job > 0)
+        return PendingLoad(self, filled, job, lease)
 
     def copy(self, group: int, source: int, block: int, tokens: int) -> PendingCopy | None:
         """A transfer inside the device pool; if `source` is in flight, the copy waits for it."""
@@ -183,6 +182,9 @@ class PendingCopy:
         return has_ended and self._has_arrived(self.tiers.stack.layout.num_layers - 1, 0.0)
 
     def _has_arrived(self, layer: int, timeout: float) -> bool:
+        """Whether `layer` has arrived, waiting for reads from files and then for the layer."""
+        if not self.tiers.stack.runtime.wait_begun(self.job, timeout):
+            return False
         try:
             return self.tiers.stack.engine.wait_layer(self.job, layer, timeout) is Status.OK
         except PlanError:  # its mover refused the job, and does not know it
@@ -196,17 +198,14 @@ class PendingCopy:
 class PendingLoad(PendingCopy):
     """A load of the leased chunks from the tiers, layer by layer or as a whole."""
 
-    def __init__(self, tiers: Tiers, blocks: Sequence[int], job: int, lease: Lease, *, by_layer: bool) -> None:
+    def __init__(self, tiers: Tiers, blocks: Sequence[int], job: int, lease: Lease) -> None:
         super().__init__(tiers, blocks, job)
         self._lease = lease
-        self._by_layer = by_layer
 
     def wait_layer(self, layer: int) -> bool:
         """As for other copies; counts the layers that are computed while others are in flight."""
-        if not self._by_layer:
-            return self.wait_all()
         has_arrived = super().wait_layer(layer)
-        if has_arrived and layer < self.tiers.stack.layout.num_layers - 1:
+        if self.tiers.by_layer and has_arrived and layer < self.tiers.stack.layout.num_layers - 1:
             self.tiers.stack.runtime.pump()
             self.tiers.overlapped += self.tiers.stack.runtime.in_flight(self.job)
         return has_arrived

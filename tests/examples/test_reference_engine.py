@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 from examples.reference_engine import Request
+from examples.reference_engine.connector import PendingCopy
 from reference_kit import DECODER, SHAPE, Rig, resident, rig, same_bits, tokens, wanting
 
-from longshore.boundary import DEVICE, HOST
+from longshore.boundary import DEVICE, FILE, HOST
 from longshore.transfer import ONBOARD
 from longshore.transfer.plan import CopyBatch
 
@@ -87,10 +89,7 @@ def test_prefixes_are_restored_from_the_file_tier(tmp_path: Any) -> None:
     prompts = [tokens(1, 45), tokens(1, 45) + tokens(2, 5)]
     with rig(file_path=tmp_path, file_size="4MiB", backup="write_through") as made:
         requests = [made.serve(prompts[0])]
-        made.evict_all()
-        with made.stack.runtime.control() as cache:
-            for chain in requests[0].chains:
-                assert cache.discard(chain.keys[: 45 // (chain.chunk_bytes // 4)], HOST)
+        move_to_files(made, requests[0])
         requests.append(made.serve(prompts[1]))
         assert requests[1].hits["tiers"] == 40
         with made.stack.runtime.observe() as cache:
@@ -249,6 +248,35 @@ def test_whole_load_arrives_before_any_layer_computes() -> None:
         assert made.tiers.overlapped == 0
 
 
+def test_first_layers_compute_while_later_layers_of_a_file_prefix_are_in_flight(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [tokens(1, 45), tokens(1, 45)]
+    with rig(file_path=tmp_path, file_size="4MiB", backup="write_through") as made:
+        requests = [made.serve(prompts[0])]
+        move_to_files(made, requests[0])
+        gate, attention = made.link.gates[DEVICE], DECODER._attention
+        before = gate.passed
+        passed: list[int] = []
+
+        def attend(*args: Any) -> torch.Tensor:
+            passed.append(gate.passed - before)
+            gate.let(1)
+            return attention(*args)
+
+        gate.let(1)
+        monkeypatch.setattr(DECODER, "_attention", attend)
+        requests.append(made.serve(prompts[1]))
+        monkeypatch.undo()
+        assert passed[: SHAPE.layers] == [1, 2, 3, 4, 5, 6]
+        assert (requests[1].hits["tiers"], requests[1].restarts) == (40, 0)
+        with made.stack.runtime.observe() as cache:
+            assert cache.counters.hits["file"] == 5 + 3
+        gate.open()
+        made.check_nothing_is_held()
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
+
+
 # ---------------------------------------------------------------------- partial reuse
 
 
@@ -312,3 +340,45 @@ def test_source_of_a_partial_copy_may_be_in_flight(by_layer: bool) -> None:
         assert not any(request.restarts for request in requests)
         made.check_nothing_is_held()
     assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
+
+
+@pytest.mark.parametrize("by_layer", [True, False], ids=["layer by layer", "whole"])
+def test_source_of_a_partial_copy_may_still_be_read_from_a_file(by_layer: bool, tmp_path: Any) -> None:
+    """The load that fills it has not begun: it waits for the file tier."""
+    prompts = [tokens(1, 45), tokens(1, 45), tokens(1, 37) + tokens(2, 9)]
+    with rig(48, by_layer=by_layer, file_path=tmp_path, file_size="4MiB", backup="write_through") as made:
+        requests = [made.serve(prompts[0])]
+        move_to_files(made, requests[0])
+        release = hold_reads(made)
+        requests += [made.engine.submit(prompt, 3) for prompt in prompts[1:]]
+        made.engine.admit()
+        assert dict(requests[2].hits) == {"device": 28, "tiers": 4, "copied": 5}
+        copies = [copy.job for copy in requests[2].pending if type(copy) is PendingCopy]
+        assert len(copies) == 2
+        assert not any(made.stack.runtime.wait_ended([job], 0.2) for job in copies)
+        release()
+        made.engine.compute()
+        made.engine.run()
+        assert not any(request.restarts for request in requests)
+        made.check_nothing_is_held()
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
+
+
+def move_to_files(made: Rig, request: Request) -> None:
+    """Nothing of the first 45 tokens of `request` is left on the device and in host memory."""
+    made.evict_all()
+    with made.stack.runtime.control() as cache:
+        for chain in request.chains:
+            assert cache.discard(chain.keys[: 45 // (chain.chunk_bytes // 4)], HOST)
+
+
+def hold_reads(made: Rig) -> Callable[[], None]:
+    """Results of reads from files reach nobody until what this returns is called."""
+    (mover,) = {mover for route, mover in made.stack.runtime._by_route.items() if route.source == FILE}
+    poll = mover.poll
+    mover.poll = lambda: []  # type: ignore[method-assign]
+
+    def release() -> None:
+        mover.poll = poll  # type: ignore[method-assign]
+
+    return release

@@ -148,6 +148,38 @@ def test_cancelled_load_is_recomputed() -> None:
     assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
 
 
+@pytest.mark.parametrize("how", ["reset", "cancel"])
+def test_load_cancelled_between_layers_is_recomputed(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two layers have been computed on then; the others arrive, or do not, and count no more."""
+    prompts = [tokens(1, 45), tokens(1, 45)]
+    with rig() as made:
+        requests = [made.serve(prompts[0])]
+        made.evict_all()
+        gate, attention = made.link.gates[DEVICE], DECODER._attention
+        computed: list[int] = []
+
+        def attend(*args: Any) -> torch.Tensor:
+            computed.append(gate.passed)
+            if len(computed) == 2:
+                with made.stack.runtime.control() as cache:
+                    (job,) = cache._transfers.jobs
+                    if how == "reset":
+                        cache.reset()
+                    else:
+                        made.stack.engine.cancel(job)
+                gate.open()
+            return attention(*args)
+
+        gate.let(2)
+        monkeypatch.setattr(DECODER, "_attention", attend)
+        requests.append(made.serve(prompts[1]))
+        monkeypatch.undo()
+        assert computed[1] < computed[0] + SHAPE.layers - 1
+        assert (requests[1].restarts, requests[1].schedule.hit) == (1, 0)
+        made.check_nothing_is_held()
+    assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["the first", "who shares"])
 def test_aborted_request_leaves_shared_loads_to_others(first: bool) -> None:
     prompts = [tokens(1, 45), tokens(1, 45), tokens(1, 37) + tokens(2, 9)]

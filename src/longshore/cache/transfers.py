@@ -403,8 +403,10 @@ class Transfers:
         return loads
 
     def copy_inside(self, sources: Sequence[Slot], blocks: Sequence[int], tokens: int | None, group: int) -> int:
-        """Order copies between device blocks, which are in no tier; returns the job."""
-        job = self.new_id()
+        """Order copies between device blocks in no tier, after loads that wait for reads. Returns the job."""
+        job, read = self.new_id(), {source.index for source in sources}
+        loads = (each.transfer for each in self.jobs.values() if each.transfer.route.destination == DEVICE)
+        late = [load for load in loads if load.after and any(read.intersection(each.blocks) for each in load.sections)]
         transfer = Transfer(
             job=job,
             route=Route(DEVICE, DEVICE),
@@ -413,6 +415,7 @@ class Transfers:
             by_layer=True,
             tokens=tokens,
             deadline=self.now + self.settings.load_timeout,
+            after=tuple(load.job for load in late),
             generation=self.generation,
             ranks=self.settings.ranks,
         )
@@ -476,11 +479,8 @@ class Transfers:
         """
         ours = [None if side is None else side.tier for side in (source, destination)]
         route = Route(*(self._name(tier, remote) for tier in ours))
-        writing = (
-            destination is None
-            if remote
-            else destination is not None and (source is None or source.tier < destination.tier)
-        )
+        goes_down = destination is not None and (source is None or source.tier < destination.tier)
+        writing = destination is None if remote else goes_down
         if writing:
             deadline = self.now + self.settings.write_timeout
         transfer = Transfer(

@@ -235,6 +235,10 @@ class Runtime:
         """Wait for at most `timeout` seconds until none of `jobs` is in flight; returns whether that is so."""
         return self._wait(lambda: not any(map(self._is_in_flight, jobs)), timeout)
 
+    def wait_begun(self, job: int, timeout: float) -> bool:
+        """Wait for at most `timeout` seconds until `job` waits for no other job; returns whether that is so."""
+        return self._wait(lambda: job not in self._waiting, timeout)
+
     def wait_for_blocks(self, jobs: Sequence[int], touches: Callable[[int], bool], timeout: float) -> bool:
         """As `wait_ended`, until no job touches its device blocks any more; `touches` says so of one that has begun."""
         return self._wait(lambda: not any(job in self._waiting or touches(job) for job in jobs), timeout)
