@@ -4,6 +4,7 @@
                   └─ all of the prompt: nothing is asked
 
 `fetch` never waits, for engines that ask again in each step; `bring` waits, for those that have nothing else to do.
+A lookup after either passes `asks=()`: else it would ask the stores that are not worth asking.
 """
 
 from __future__ import annotations

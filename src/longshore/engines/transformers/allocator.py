@@ -370,7 +370,13 @@ class TieredAllocator(FullAttentionCacheAllocator):
         now, name = stack.runtime.clock(), lookup.request
         with stack.runtime.control() as cache:
             found = cache.lookup(
-                {0: lookup.path}, now, request=name, count=False, turn=lookup.turn, returns=lookup.hints.returns
+                {0: lookup.path},
+                now,
+                request=name,
+                count=False,
+                turn=lookup.turn,
+                returns=lookup.hints.returns,
+                asks=(),
             )
         lookup.turn, lease = found.turn, found.lease
         if lease is None:

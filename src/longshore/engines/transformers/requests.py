@@ -136,7 +136,7 @@ class WaitingPrefetcher:
     def _keep(self, cache: TieredCache, lookup: PromptLookup, path: GroupKeys) -> KeptLease | None:
         """Lease what the tiers have of `path`."""
         now = self._runtime.clock()
-        found = cache.lookup({0: path}, now, request=lookup.request, count=False, turn=lookup.turn)
+        found = cache.lookup({0: path}, now, request=lookup.request, count=False, turn=lookup.turn, asks=())
         lookup.turn, lookup.kept = found.turn, None
         if found.lease is not None:
             keys = list(path.names[path.first : path.first + found.chunks])
