@@ -17,6 +17,7 @@ from longshore.testing.tier_harness import image, key, span
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, Tier
 from longshore.tiers.remote import RemoteTier
+from longshore.tiers.remote.resp import RespStore
 
 IMAGE = TierTests.image_bytes
 PLACES = 32
@@ -265,6 +266,34 @@ def test_a_full_server_refuses_writes_and_serves_reads(tmp_path: Path, opened: C
         assert statuses[-1] is Status.NO_SPACE
         assert ask(harness, 0) == (True,)
         assert not remote(harness).is_away
+
+
+@pytest.mark.parametrize("reason", ["MISCONF", "READONLY"])
+def test_a_server_that_takes_no_writes_serves_reads(
+    reason: str, tmp_path: Path, opened: Callable[..., TierHarness], caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with LocalServer("valkey", tmp_path / "server", save="3600 1", dir=str(disk)) as server:
+        harness = opened(f"valkey://127.0.0.1:{server.port}?{PATIENT}")
+        harness.store(0, 1)
+        if reason == "MISCONF":
+            disk.rmdir()
+            server.command(b"BGSAVE")
+        else:
+            server.command(b"REPLICAOF", b"127.0.0.1", b"%d" % free_port())
+        until(lambda: server.command(b"SET", b"x", b"y").startswith(b"-%b" % reason.encode()))
+        tier, number = remote(harness), 2
+        while tier.troubles["refused"] < 4:
+            (status,) = harness.run(harness.op(Op.WRITE, 0, number))
+            assert status is Status.IO_ERROR
+        harness.assert_serves(0, 1)
+        assert ask(harness, 1, number) == (True, False)
+        assert tier.troubles["breaker"] == 0
+        assert f"takes no writes: the server answered {reason}" in caplog.text
+        session = RespStore(tier.settings, time.monotonic, IMAGE).connect()
+        session.check(time.monotonic() + PATIENCE)  # as an open breaker does
+        session.close()
 
 
 def test_close_does_not_wait_for_a_stopped_server(own_server: LocalServer, opened: Callable[..., TierHarness]) -> None:

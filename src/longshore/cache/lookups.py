@@ -160,8 +160,9 @@ class Lookups:
         said: Return | None,
         *,
         count: bool,
+        asks: bool,
     ) -> Found:
-        """`TieredCache.lookup` of one `path` of `group`."""
+        """`TieredCache.lookup` of one `path` of `group`; `asks`: remote tiers, for what is missing."""
         keys, start, text, index = path.names, path.first, path.text, self._store.index
         if start == UNTOLD and keys:
             before = index.path_to(keys[0])[:-1]
@@ -183,7 +184,7 @@ class Lookups:
         partial = None if text is None else self._store.partials.closest(keys, end, text, size)
         self._advance(now)
         turn = self._serve(turn, keys, until, end, said=said)
-        asks, remote, probes = until is not Until.NOTHING, 0, tuple[int, ...]()
+        remote, probes = 0, tuple[int, ...]()
         if self._remote.tiers:
             remote, probes = self._remote.look(keys, known, asks=asks)
         if count:
@@ -195,7 +196,7 @@ class Lookups:
         lease = None
         if until is Until.STEP:
             self._leases.protect(numbers(index.find(leased)))
-        elif leased and asks:
+        elif leased and until is Until.RELEASE:
             if self._remote.tiers:
                 self._remote.found(keys[start:end])
             pins = (self._store.pin(index.get(leased[-1])),)
@@ -296,13 +297,14 @@ class Lookups:
         said: Return | None,
         *,
         count: bool,
+        asks: bool,
     ) -> Found:
-        """`TieredCache.lookup` of all groups."""
+        """`TieredCache.lookup` of all groups; `asks` as for `path`."""
         wanted = self._of_all_groups(paths)
         plan = self._checked_plan(wanted)
         self._advance(now)
         turn = self._serve(turn, [key for path in wanted for key in path.names], until, said=said)
-        return self._found(plan, wanted, request, turn, until, count=count)
+        return self._found(plan, wanted, request, turn, until, count=count, asks=asks)
 
     def _checked_plan(self, wanted: Sequence[GroupKeys]) -> MultiGroupPrefix:
         """The longest prefix that all groups serve. Raises `CacheError` for invalid keys, also behind it."""
@@ -348,13 +350,14 @@ class Lookups:
         until: Until,
         *,
         count: bool,
+        asks: bool,
     ) -> Found:
         """The result for `plan`, with a lease on the chunks that it needs."""
         paths, tokens, needs = plan
         probes = tuple(
             probe
             for group, (path, need) in enumerate(zip(paths, needs, strict=True))
-            for probe in self._note(request and f"{request}/{group}", path, need, until, count=count)
+            for probe in self._note(request and f"{request}/{group}", path, need, count=count, asks=asks)
         )
         needed = [
             (group, path, need)
@@ -455,11 +458,9 @@ class Lookups:
         pins: list[Pin] = [store.pin(store.index.get(key)) for key in pinned]
         return LeasedChunks(keys, positions, pins, group, alone=path.group.alone, blocks=blocks)
 
-    def _note(
-        self, request: str | None, path: GroupSearch, need: Need, until: Until, *, count: bool
-    ) -> tuple[int, ...]:
-        """Probe remote tiers for missing chunks; with `count`, count misses and the request. Returns the probes."""
-        store, misses, asks = self._store, list[MissReason](), until is not Until.NOTHING
+    def _note(self, request: str | None, path: GroupSearch, need: Need, *, count: bool, asks: bool) -> tuple[int, ...]:
+        """With `asks`, probe remote tiers for missing chunks; with `count`, count misses and the request."""
+        store, misses = self._store, list[MissReason]()
         if path.group.alone:
             theirs = self._remote.tiers
             probes = self._remote.ask(path.unserved(need.end)) if theirs and asks else ()

@@ -115,7 +115,7 @@ class TieredCache:
         *,
         until: Until = Until.RELEASE,
         each: bool = False,
-        asks: Collection[str] = (),
+        asks: Collection[str] | None = None,
         request: str | None = None,
         turn: int | None = None,
         returns: Return | None = None,
@@ -136,8 +136,8 @@ class TieredCache:
             now: Seconds.
             until: How long found chunks are kept. `NOTHING` begins no request, and asks no remote tier beyond `asks`.
             each: Look up each chunk by itself.
-            asks: Remote tiers to ask for chunks that they are not known to have or lack. Only with `each`, and until
-                nothing.
+            asks: Remote tiers to ask for chunks that they are not known to have or lack: by name, only with `each` and
+                until nothing; `()` for none. If `None`, a lookup of paths asks all, unless it keeps nothing.
             request: Name of the request, for events and `release`.
             turn: The turn that an earlier lookup of this request returned, so that its uses of a chunk count once.
             returns: Hint about when its chunks are used again, with the first lookup of a request.
@@ -151,13 +151,14 @@ class TieredCache:
         if not isinstance(until, Until):
             raise CacheError(f"until: expected one of {list(Until)}, got {until!r}")
         if asks and (not each or until is not Until.NOTHING):
-            raise CacheError("`asks` needs `each`, and `until` nothing: other lookups ask by themselves")
+            raise CacheError("`asks` needs `each`, and `until` nothing: other lookups ask all tiers, or none")
         if each:
-            return self._lookups.chunks(paths, now, until, request, turn, returns, asks=asks)
+            return self._lookups.chunks(paths, now, until, request, turn, returns, asks=asks or ())
+        by_itself = asks is None and until is not Until.NOTHING
         if len(paths) == 1 and next(iter(paths.values())).device is None:
             ((group, path),) = paths.items()
-            return self._lookups.path(group, path, now, until, request, turn, returns, count=count)
-        return self._lookups.groups(paths, now, until, request, turn, returns, count=count)
+            return self._lookups.path(group, path, now, until, request, turn, returns, count=count, asks=by_itself)
+        return self._lookups.groups(paths, now, until, request, turn, returns, count=count, asks=by_itself)
 
     def prefetch(
         self,

@@ -15,7 +15,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -259,9 +259,15 @@ class Runtime:
             return self._wait(is_done, timeout) and self.fault is None
         return False
 
-    def wait_idle(self, timeout: float) -> bool:
-        """Wait for at most `timeout` seconds until nothing is in flight; returns whether that is so."""
-        return self._wait(lambda: self.fault is not None or not self._cache.jobs_in_flight, timeout)
+    def wait_idle(self, timeout: float, *, but: Collection[str] = ()) -> bool:
+        """Wait for at most `timeout` seconds until nothing is in flight `but` to these; returns whether that is so."""
+
+        def is_idle() -> bool:
+            left = sum(each.transfer.route.destination in but for each in self._waiting.values())
+            left += sum(each.transfer.route.destination in but for each in self._running.values())
+            return self.fault is not None or self._cache.jobs_in_flight <= left
+
+        return self._wait(is_idle, timeout)
 
     def add(self, mover: Mover) -> None:
         """Add `mover`, which serves its routes from now on."""

@@ -156,7 +156,7 @@ class Stack:
             end, now = min(wanted, done + size), runtime.clock()
             part = GroupKeys(path.names[: path.first + end], path.first + done)
             with runtime.control() as cache:
-                here = cache.lookup({0: part}, now, request=request, turn=found.turn, count=False)
+                here = cache.lookup({0: part}, now, request=request, turn=found.turn, count=False, asks=())
                 if here.lease is None:
                     break
                 cache.prefetch(here.lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=left)
@@ -198,7 +198,7 @@ class Stack:
                     at = [position - first for position in order.positions]
                     uses(order.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])
             if order.again:
-                runtime.wait_idle(left)
+                runtime.wait_idle(left, but=runtime.stores)  # a store that hangs makes no room
             elif order.kept < end or end == len(names):
                 return order.kept
             else:

@@ -4,14 +4,26 @@
                   └─ all of the prompt: nothing is asked
 
 `fetch` never waits, for engines that ask again in each step; `bring` waits, for those that have nothing else to do.
+A lookup after either passes `asks=()`: else it would ask the stores that are not worth asking.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby, takewhile
+from typing import NamedTuple
 
+from longshore.boundary import Key
 from longshore.cache import GroupKeys, Run, TieredCache, Until
 from longshore.runtime.loop import Runtime
+
+
+class Fetch(NamedTuple):
+    """What is under way for a prompt: probes, jobs, and the stores of the chunks that were ordered now."""
+
+    probes: tuple[int, ...] = ()
+    jobs: tuple[int, ...] = ()
+    names: Mapping[Key, str] = {}
 
 
 def worth_asking(runtime: Runtime, context: int, chunks: int, *, ahead: bool = False) -> list[str]:
@@ -22,18 +34,22 @@ def worth_asking(runtime: Runtime, context: int, chunks: int, *, ahead: bool = F
     return [name for name in runtime.stores if runtime.gate.worth_asking(context, Run(name, chunks), now, ahead=ahead)]
 
 
-def bring(runtime: Runtime, path: GroupKeys, context: int, chunk_tokens: int, timeout: float) -> None:
+def bring(runtime: Runtime, path: GroupKeys, context: int, chunk_tokens: int, timeout: float) -> Mapping[Key, str]:
     """Wait until what stores have of `path`, behind what other tiers have, is in host memory.
 
     As far as the gate says that fetching is quicker than computing. Answers come by the cache's `probe_timeout`; what
-    has not arrived after `timeout` seconds is not waited for. `context` are the tokens before `path.first`.
+    has not arrived after `timeout` seconds is not waited for. `context` are the tokens before `path.first`. Returns the
+    store of each chunk that was ordered.
     """
     with runtime.control() as cache:
-        probes, jobs = fetch(runtime, cache, path, context, chunk_tokens)
-    if probes and runtime.wait_ended(probes, timeout):
+        under_way = fetch(runtime, cache, path, context, chunk_tokens)
+    names = under_way.names
+    if under_way.probes and runtime.wait_ended(under_way.probes, timeout):
         with runtime.control() as cache:
-            jobs = fetch(runtime, cache, path, context, chunk_tokens, asks=False)[1] or jobs
-    runtime.wait_ended(jobs, timeout)
+            more = fetch(runtime, cache, path, context, chunk_tokens, asks=False)
+        under_way, names = (more if more.jobs else under_way), {**names, **more.names}
+    runtime.wait_ended(under_way.jobs, timeout)
+    return names
 
 
 def fetch(
@@ -45,21 +61,22 @@ def fetch(
     *,
     asks: bool = True,
     ahead: bool = False,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same without waiting, within `control`: the probes and the jobs under way. `ahead` is as for the gate."""
+) -> Fetch:
+    """The same without waiting, within `control`. `ahead` is as for the gate."""
     now = runtime.clock()
     ready = cache.lookup({0: path}, now, until=Until.NOTHING, count=False).chunks
     begin, context = path.first + ready, context + ready * chunk_tokens
     rest = path.names[begin:]
     if not rest:
-        return (), ()
+        return Fetch()
     asked = worth_asking(runtime, context, len(rest), ahead=ahead) if asks else ()
     known = cache.lookup({0: GroupKeys(rest)}, now, until=Until.NOTHING, each=True, asks=asked)
-    probes, names = known.probes, takewhile(bool, known.remote_sources.get(0, ()))
+    names = list(takewhile(bool, known.remote_sources.get(0, ())))
     runs = [Run(name, len(list(same))) for name, same in groupby(names)]
     count = sum(run.chunks for run in runs)
     if count and runtime.gate is not None:
         count = runtime.gate.worth_loading(context, runs, now, ahead=ahead)
     if not count:
-        return probes, ()
-    return probes, cache.prefetch({0: path._replace(keys=path.names[: begin + count], text=None)}, now)
+        return Fetch(known.probes)
+    jobs = cache.prefetch({0: path._replace(keys=path.names[: begin + count], text=None)}, now)
+    return Fetch(known.probes, jobs, dict(zip(rest[:count], names, strict=False)))

@@ -11,6 +11,7 @@ import torch
 from test_calls import generate
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from longshore.boundary import REMOTE
 from longshore.config import Config
 from longshore.engines.transformers import PrefixStore, scope, tiered
 
@@ -86,7 +87,7 @@ def served(model: Any, config: Config) -> tuple[list[int], tuple[str, ...]]:
 def test_continuous_batching_is_served_what_another_engine_has_stored(shared: Config) -> None:
     first, none = served(make_model(1), shared)
     second, sources = served(make_model(1), shared)
-    assert (none, len(sources)) == ((), 12)
+    assert (none, sources) == ((), (REMOTE,) * 12)
     assert first == second
 
 
@@ -107,3 +108,22 @@ def test_a_reset_keeps_the_store_and_new_weights_get_another_name(shared: Config
             cache.reset(weights=True)
         known = store._stack.scope.root
         assert store._stack.remote[0].namespace not in (name, known)  # type: ignore[attr-defined]
+
+
+def test_a_store_slower_than_computing_is_asked_seldom(shared: Config) -> None:
+    model = make_model(1)
+    stored_by(model, shared)
+    config = Config.make(
+        host_size="4MiB", remote=shared.remote, prefill_speed=1e9, blocks_per_chunk=2, load_timeout=60, background=False
+    )
+    asked = 0
+    with PrefixStore(model, config, block_size=BLOCK, window=8) as store:
+        assert store.restore_prefix(PROMPT[:-1])[1] == 192  # nothing is known of the store yet
+        runtime, cache = store._stack.runtime, store._stack.runtime._cache
+        before = cache.counters.probes[REMOTE].total()
+        for prompt in range(10):
+            assert store.restore_prefix([prompt, *PROMPT[1:-1]])[1] == 0
+            asked += len(runtime._probing)
+        assert runtime.flush(60)
+        asked += cache.counters.probes[REMOTE].total() - before
+    assert asked <= 6  # of 60 chunks: a try now and then

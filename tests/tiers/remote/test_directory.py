@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,6 +128,31 @@ def test_a_full_file_system_is_left_alone_for_a_while(tmp_path: Path, monkeypatc
     assert harness.tier.troubles["full"] >= 1
     assert not list(tmp_path.rglob("*.tmp"))
     harness.tier.close()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_directory_that_becomes_read_only_serves_reads(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, refused = os.open, []
+
+    def open_or_refuse(path: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_CREAT and str(path).startswith(str(tmp_path)):
+            refused.append(path)
+            raise OSError(code, os.strerror(code))
+        return make(path, flags, *rest)
+
+    harness = open_harness(tmp_path)
+    try:
+        harness.store(0, 1)
+        monkeypatch.setattr(os, "open", open_or_refuse)
+        while len(refused) < 4:
+            assert harness.run(harness.op(Op.WRITE, 0, 2)) == (Status.IO_ERROR,)
+        harness.assert_serves(0, 1)
+        assert harness.tier.troubles["breaker"] == 0
+        assert harness.tier.troubles["refused"] >= 4
+    finally:
+        harness.tier.close()
 
 
 def test_a_read_that_hangs_ends_by_its_deadline_and_never_touches_the_arena(

@@ -366,11 +366,18 @@ class TieredAllocator(FullAttentionCacheAllocator):
         lookup.path = self._path(stack, prompt, len(present))
         if stack.remote and REMOTE in lookup.hints.load:
             context, patience = len(present) * self.tokens_per_page, stack.config.load_timeout
-            bring(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, patience)
+            sent = bring(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, patience)
+            lookup.fetched_from.update(sent)
         now, name = stack.runtime.clock(), lookup.request
         with stack.runtime.control() as cache:
             found = cache.lookup(
-                {0: lookup.path}, now, request=name, count=False, turn=lookup.turn, returns=lookup.hints.returns
+                {0: lookup.path},
+                now,
+                request=name,
+                count=False,
+                turn=lookup.turn,
+                returns=lookup.hints.returns,
+                asks=(),
             )
         lookup.turn, lease = found.turn, found.lease
         if lease is None:
@@ -393,6 +400,8 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self._count_request(stack, lookup)
             stack.engine.begin_step(self._compute)
             sources = stack.load_path(found, lookup.path, blocks, self._guard.add, skip=skip, request=name)
+            names = lookup.path.names[lookup.path.first :]
+            sources = [lookup.fetched_from.get(key, tier) for key, tier in zip(names, sources, strict=False)]
             filled = [tier for tier in sources for _ in range(per_chunk)][skip : skip + len(blocks)]
         finally:
             self._give_blocks(blocks[len(filled) :])

@@ -263,7 +263,7 @@ class PrefixStore:
         if self._stack.remote:
             bring(runtime, path, path.first * chunk_tokens, chunk_tokens, self._config.load_timeout)
         with runtime.control() as control:
-            found = control.lookup({0: path}, runtime.clock(), turn=turn)
+            found = control.lookup({0: path}, runtime.clock(), turn=turn, asks=())
         if found.lease is None:
             return 0, found.turn
         end = path.first + found.chunks
@@ -289,7 +289,8 @@ class PrefixStore:
             arrived = self._stack.load_path(found, part, blocks, self._note_use)
         else:
             with self._stack.runtime.control() as control:
-                lease = control.lookup({0: part}, self._stack.runtime.clock(), turn=found.turn, count=False).lease
+                now = self._stack.runtime.clock()
+                lease = control.lookup({0: part}, now, turn=found.turn, count=False, asks=()).lease
             try:
                 arrived = self._stack.load_path(found._replace(lease=lease), part, blocks, self._note_use)
             finally:

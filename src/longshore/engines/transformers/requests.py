@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from longshore.boundary import REMOTE, Key
@@ -23,6 +23,8 @@ from longshore.runtime.stores import fetch
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
     """Where a prompt's leading blocks came from: `sources[i]` names the tier of block `i` (`"device"` included).
+
+    What a store has sent for this prompt is the store's, though it went through host memory.
 
     `request` is what `longshore explain` knows it by: the engine's name of it, `req_0`. The names of transformers begin
     anew with each device cache, so those of the second one are `req_0@2`, `req_1@2`, ...
@@ -50,7 +52,7 @@ class PromptLookup:
 
     While the request waits, `kept` is what is kept for it. Of its prompt `fetched` chunks are in host memory, on the
     device before them, or on their way. `is_fetched` says that no more will be prefetched, `is_late` that the request
-    waits for it.
+    waits for it. `fetched_from` names the store of each chunk that one was asked to send for it.
     """
 
     request: str
@@ -67,6 +69,7 @@ class PromptLookup:
     fetched: int = 0
     is_fetched: bool = False
     is_late: bool = False
+    fetched_from: dict[Key, str] = field(default_factory=dict)
 
 
 class WaitingPrefetcher:
@@ -96,7 +99,9 @@ class WaitingPrefetcher:
         asks = False
         if self._has_stores and REMOTE in lookup.hints.load:
             chunk_tokens = self._per_chunk * block_size
-            asks = any(fetch(self._runtime, cache, path, context, chunk_tokens, ahead=True))
+            under_way = fetch(self._runtime, cache, path, context, chunk_tokens, ahead=True)
+            lookup.fetched_from.update(under_way.names)
+            asks = bool(under_way.probes or under_way.jobs)
         keys, former = path.names, lookup.kept
         end, left = path.first, self.room - len(self.keys)
         while end < len(keys) and left > 0:
@@ -136,7 +141,7 @@ class WaitingPrefetcher:
     def _keep(self, cache: TieredCache, lookup: PromptLookup, path: GroupKeys) -> KeptLease | None:
         """Lease what the tiers have of `path`."""
         now = self._runtime.clock()
-        found = cache.lookup({0: path}, now, request=lookup.request, count=False, turn=lookup.turn)
+        found = cache.lookup({0: path}, now, request=lookup.request, count=False, turn=lookup.turn, asks=())
         lookup.turn, lookup.kept = found.turn, None
         if found.lease is not None:
             keys = list(path.names[path.first : path.first + found.chunks])

@@ -30,6 +30,7 @@ _PIECE = 256 << 10
 """Bytes of an image that are read before they are checked and copied."""
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 class DirectorySession:
@@ -166,6 +167,9 @@ class DirectorySession:
                 os.unlink(temporary)  # noqa: PTH108
             if error.errno in _FULL:
                 return Status.NO_SPACE
+            if error.errno in _READ_ONLY:
+                said = f"the file system refuses to write: {error.strerror}"
+                raise StoreError("refused", said, Status.IO_ERROR) from None
             raise _typed(error) from None
         return Status.OK
 

@@ -206,10 +206,8 @@ class RespSession:
                 raise StoreError("refused", f"the server answered {_error_word(error)} to {name.decode()}")
 
     def check(self, deadline: Deadline) -> None:
-        """Ask the server whether it is there."""
-        self._send(_command(b"PING"), deadline)
-        if (error := self._read_simple(deadline)) is not None:
-            raise _refusal(error)
+        """Ask the server what probes ask. One that cannot write to its disk serves reads, and refuses PING."""
+        self.lengths([b"ls1/"], deadline)
 
     def call(self, *words: bytes, deadline: Deadline) -> Reply:
         """Any command whose reply is small, and its reply. Raises `StoreError` where the server answers an error."""

@@ -48,8 +48,8 @@ that the store had no room for. `budget`: writes beyond `daily_writes`.
 _BAD = 4096
 """Values that were found corrupt, of which the next write is sent though they are there."""
 
-_FULL_SECONDS = 1.0
-"""For so long nothing is sent to a store that has said that it is full."""
+_WRITE_PAUSE = 1.0
+"""Seconds for which nothing is sent to a store that has said that it is full, or takes no writes."""
 
 _BAD_VALUES = frozenset({Status.CORRUPT, Status.MISMATCH, Status.SHORT})
 _ANSWERED = _BAD_VALUES | {Status.OK, Status.LAPSED, Status.NO_SPACE}
@@ -128,7 +128,9 @@ class RemoteTier(KeyedTier):
         self._troubles = dict.fromkeys(TROUBLES, 0)
         self._budget = _Budget(self.settings.daily_writes, clock)
         self._bad: OrderedDict[bytes, None] = OrderedDict()
-        self._full_until = self._said_at = -1.0
+        self._said_at = -1.0
+        self._pause: tuple[float, Status] = -1.0, Status.NO_SPACE
+        """Until when writes end at once, and how."""
         self._tickets = 0
         self._open: dict[int, OpBatch] = {}
         self._results: list[TierResult] = []
@@ -355,9 +357,12 @@ class RemoteTier(KeyedTier):
             return Status.DEADLINE
         if self._breaker.is_open:
             return Status.AWAY
-        if op.op is Op.WRITE and now < self._full_until:
-            return Status.NO_SPACE
-        return None
+        return self._paused(now) if op.op is Op.WRITE else None
+
+    def _paused(self, now: float) -> Status | None:
+        """How writes end at once, if they do."""
+        until, status = self._pause
+        return status if now < until else None
 
     def _image_ended(self, image: Image, status: Status) -> None:
         op = image.batch.ops[image.index].op
@@ -377,8 +382,8 @@ class RemoteTier(KeyedTier):
         self.counts[op.value, status.value] += 1
         if op is Op.WRITE and status is Status.NO_SPACE:
             self._troubles["full"] += 1
-            if (now := self._clock()) >= self._full_until:
-                self._full_until = now + _FULL_SECONDS
+            if self._paused(now := self._clock()) is None:
+                self._pause = now + _WRITE_PAUSE, status
 
     def _settle(self, books: OpBatch) -> None:
         if books.ended and self._open.pop(books.ticket, None) is not None:
@@ -407,8 +412,10 @@ class RemoteTier(KeyedTier):
         session: Session | None = None
         try:
             while queue.wait():
+                is_writing = False
                 try:
                     session = self._connected(session)
+                    is_writing = queue.op is Op.WRITE
                     if queue.op is Op.READ:
                         session.fetch(queue)
                     else:
@@ -416,7 +423,10 @@ class RemoteTier(KeyedTier):
                 except Exception as error:  # noqa: BLE001 - this thread serves all requests to come
                     session = self._close(session)
                     failure = self._as_failure(error)
-                    self._failed(failure)
+                    if is_writing and failure.reason == "refused":
+                        self._takes_no_writes(failure)
+                    else:
+                        self._failed(failure)
                     queue.fail(failure.status)
         finally:
             self._close(session)
@@ -519,7 +529,17 @@ class RemoteTier(KeyedTier):
                 while self._asked:
                     self._answer(self._asked.popleft().ticket, None)
                 self._probing.notify_all()
-                self._warn(now, "%s is away: %s; requests go on without it", self.settings, error)
+                self._warn(
+                    now, "%s is away: %s; requests go on without it; try `longshore doctor`", self.settings, error
+                )
+
+    def _takes_no_writes(self, error: StoreError) -> None:
+        """The store has answered that it takes no writes: a replica, a disk that fails. That says nothing of reads."""
+        with self._lock:
+            self._troubles[error.reason] += 1
+            now = self._clock()
+            self._pause = now + _WRITE_PAUSE, error.status
+            self._warn(now, "%s takes no writes: %s; reads go on; try `longshore doctor`", self.settings, error)
 
     def _checked(self, *, answers: bool) -> None:
         with self._lock:
@@ -533,8 +553,8 @@ class RemoteTier(KeyedTier):
     def _refusal(self, nbytes: int) -> Status | None:
         """Why a value of `nbytes` must not be sent; otherwise it counts as sent."""
         with self._lock:
-            if self._clock() < self._full_until:
-                return Status.NO_SPACE
+            if (status := self._paused(self._clock())) is not None:
+                return status
             if self._budget.take(nbytes):
                 return None
             self._troubles["budget"] += 1
