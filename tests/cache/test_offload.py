@@ -74,6 +74,12 @@ def test_write_back_keeps_a_quarter_free_or_safe() -> None:
     assert backed_up(world) == ["a", "x"]  # "ab" is colder, but waits for "a"
 
 
+def test_a_store_that_lacks_room_has_only_as_many_copied_down_as_it_lacks() -> None:
+    world = store(World(Setup(host=8, file=8)), "abcdef")
+    world.store("wxyz", 0, True)  # two slots are free, and two more are needed
+    assert backed_up(world) == ["a", "ab"]
+
+
 def test_all_branches_behind_a_head_follow_it_when_it_is_backed_up() -> None:
     world = store(World(Setup(host=5, file=5, backup="write_through")), "a", "ab", "ac", "ad", "abe")
     assert backed_up(world) == ["a"]

@@ -447,7 +447,7 @@ class Offloader:
         if observes and not self._transfers.settings.stores_wait and tier < store.last and not (waits and room < count):
             self._observe_room(tier, count, room)
         if room < count and tier < store.last:
-            self._clean(tier, count)
+            self._clean(tier, count - room)
             room = self._transfers.evictor.make_room(
                 tier, count, pool, spare_dirty=self._is_copying_down(tier), ahead=ahead
             )
