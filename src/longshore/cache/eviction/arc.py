@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, LinkedLists, marks, numbers, once
-from longshore.cache.eviction.base import EvictionPolicy, Names, check_in, check_new, unknown
+from longshore.cache.columns import LISTS, LinkedLists, check_in, check_new, marks, numbers, once, unknown
+from longshore.cache.eviction.base import EvictionPolicy, Names
 from longshore.cache.eviction.ghosts import Ghosts
 from longshore.errors import CacheError
 

@@ -21,18 +21,22 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import (
+    FEW,
     LISTS,
     Column,
     LinkedLists,
+    check_in,
+    check_new,
     column,
     grown,
     has_duplicates,
     numbers,
     once,
+    unknown,
     words,
     zeros,
 )
-from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_in, check_new, unknown
+from longshore.cache.eviction.base import EvictionPolicy, Names
 from longshore.cache.eviction.hit_rates import (
     AGAIN,
     AGE_OF,

@@ -39,8 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import sparse
-from longshore.cache.eviction.base import FEW
+from longshore.cache.columns import FEW, sparse
 from longshore.errors import CacheError
 
 # Hints about when a request's chunks are used again, as small numbers for eviction policies.

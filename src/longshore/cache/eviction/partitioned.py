@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import marks, numbers, once
-from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_new, unknown
+from longshore.cache.columns import FEW, check_new, marks, numbers, once, unknown
+from longshore.cache.eviction.base import EvictionPolicy, Names
 from longshore.errors import CacheError
 
 OUT = 255
