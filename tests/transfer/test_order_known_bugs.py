@@ -15,7 +15,7 @@ from longshore.testing.simulation import WrongError, explore
 from longshore.transfer import OFFLOAD
 from longshore.transfer.engine import TransferEngine
 from longshore.transfer.ordering import Access, EngineState, Hazards, Lane, LanePosition, Place
-from longshore.transfer.plan import Pieces
+from longshore.transfer.pieces import Pieces
 
 Patch = pytest.MonkeyPatch
 Script = Callable[[Tale], None]

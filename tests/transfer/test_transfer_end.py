@@ -20,7 +20,7 @@ from transfer_kit import Pools, flat, transfer
 from longshore.boundary import DEVICE, HOST, Section, Status, Urgency
 from longshore.errors import FreedLayoutError, TierClosedError
 from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine, ordering
-from longshore.transfer.plan import CopyBatch
+from longshore.transfer.pieces import CopyBatch
 
 OK = Status.OK
 

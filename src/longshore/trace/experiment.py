@@ -36,9 +36,9 @@ from xxhash import xxh3_64_digest
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Lease, Return, TieredCache, TierSpec
-from longshore.cache.columns import LISTS, LinkedLists
+from longshore.cache.columns import LISTS, LinkedLists, check_in, check_new, known, unknown
 from longshore.cache.eviction import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
-from longshore.cache.eviction.base import Names, check_in, check_new, known, unknown
+from longshore.cache.eviction.base import Names
 from longshore.cache.eviction.hit_rates import Returns
 from longshore.errors import CacheError, IntegrityError, TraceError
 from longshore.trace.parsing import unknown_name
