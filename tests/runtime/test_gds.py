@@ -32,7 +32,7 @@ from longshore.keys import Scope
 from longshore.layout import KVLayout, from_rows
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import stack as stack_module
-from longshore.runtime.gds_mover import GdsMover, ImageRing
+from longshore.runtime.ring_mover import RingMover, ImageRing
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import Stack, open_stack
 from longshore.testing import flip_image_bit
@@ -302,7 +302,7 @@ class Machine:
         )
         self.engine = TransferEngine(layout, CpuDevice(), self.ring)
         self.now = 0.0
-        self.mover = GdsMover(self.engine, layout, self.ring, self.tier, clock=lambda: self.now)
+        self.mover = RingMover(self.engine, layout, self.ring, self.tier, clock=lambda: self.now)
         self.layout: KVLayout = layout
 
     def transfer(self, job: int, route: Route, chunks: range, **changes: Any) -> Transfer:

@@ -469,7 +469,9 @@ class Runtime:
             self._end(transfer, (Status.QUEUE_FULL,) * len(statuses))
         except Exception as error:  # noqa: BLE001 - whatever a mover raises, the job must end, and the others go on
             if not isinstance(error, TierClosedError):
-                _log.exception("transfer job %d (%s) could not be submitted", transfer.job, transfer.route)
+                _log.exception(
+                    "transfer job %d (%s) could not be submitted; its blocks are misses", transfer.job, transfer.route
+                )
             self._end(transfer, (Status.TIER_OFF,) * len(statuses))  # its sources were not touched, and stay good
         else:
             self._running[transfer.job] = _RunningTransfer(transfer, mover, tail, transfer.ranks)
