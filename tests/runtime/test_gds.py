@@ -32,7 +32,7 @@ from longshore.keys import Scope
 from longshore.layout import KVLayout, from_rows
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import stack as stack_module
-from longshore.runtime.ring_mover import RingMover, ImageRing
+from longshore.runtime.ring_mover import ImageRing, RingMover
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import Stack, open_stack
 from longshore.testing import flip_image_bit

@@ -16,7 +16,7 @@ from order_kit import LAYERS, PAGE, Tale, small_layout
 from transfer_kit import Bytes
 
 from longshore.boundary import DEVICE, FILE, Item, Route, Section, Slabs, Slot, Status, Transfer, TransferResult
-from longshore.runtime.ring_mover import RingMover, ImageRing
+from longshore.runtime.ring_mover import ImageRing, RingMover
 from longshore.testing.simulated_device import CELL, SimulatedEvent, SimulatedStream
 from longshore.testing.simulation import Simulation, WrongError, explore
 from longshore.tiers.arena import Arena

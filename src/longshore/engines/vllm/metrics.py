@@ -134,13 +134,13 @@ class OffloadingMetrics:
                 yield ("longshore_dropped_chunks", (tier, reason.value)), drops[reason]
         for missed, count in self.misses.items():
             yield ("longshore_miss_chunks", (missed.value,)), count
-        for reason, times in (self._no_file if self._file is None else self._file.troubles).items():
-            yield ("longshore_file_failures", (reason,)), times
-            yield ("longshore_file_troubles", (reason,)), times
+        for failure, times in (self._no_file if self._file is None else self._file.troubles).items():
+            yield ("longshore_file_failures", (failure,)), times
+            yield ("longshore_file_troubles", (failure,)), times
         for name, failures in {store.name: store.troubles for store in self._stores}.items() or _NO_STORES.items():
-            for reason, times in failures.items():
-                yield ("longshore_store_failures", (name, reason)), times
-                yield ("longshore_store_troubles", (name, reason)), times
+            for failure, times in failures.items():
+                yield ("longshore_store_failures", (name, failure)), times
+                yield ("longshore_store_troubles", (name, failure)), times
             answers = counters.probes.get(name) or Counter[Answer]()
             for answer in Answer:
                 yield ("longshore_probed_chunks", (name, answer.value)), answers[answer]
