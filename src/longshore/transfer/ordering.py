@@ -509,7 +509,8 @@ class Lane:
         """Log `error`, wait until no copy is in flight, and return the status of `job`."""
         is_freed = isinstance(error, FreedLayoutError)
         if not is_freed:
-            _log.error("transfer job %d (%s) failed", job.transfer.job, job.transfer.route, exc_info=error)
+            named = job.transfer.job, job.transfer.route
+            _log.error("transfer job %d (%s) failed; its blocks are misses", *named, exc_info=error)
         try:
             self._stream.drain()
         except Exception:  # noqa: BLE001 - the job has failed anyway
