@@ -18,7 +18,7 @@ from cache_model import World
 from object_state import state_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Slabs, Status, TransferResult
-from longshore.cache import DevicePool, DropReason, GroupKeys, TieredCache, TierSpec
+from longshore.cache import DropReason, GroupKeys
 from longshore.cache.eviction import LRU
 from longshore.cache.pool import SlotPool
 from longshore.cache.slab_pool import SlabPool
@@ -165,20 +165,6 @@ def test_trap_25_an_allocation_that_fails_takes_nothing(pool: SlotPool) -> None:
     with pytest.raises(CapacityError):
         pool.allocate(6, 0)
     assert state_of(pool) == before
-
-
-def test_trap_25_what_idles_on_the_device_does_not_go_for_an_allocation_that_fails() -> None:
-    cache = TieredCache([TierSpec(HOST, 8, 4096)])
-    pool = DevicePool(cache, 3)
-    blocks = pool.allocate(2)
-    offload = pool.store(GroupKeys(chunks("ab")), blocks)
-    cache.apply([TransferResult(offload.job or 0, (Status.OK, Status.OK))], 0.0)
-    pool.release(blocks[1:])
-    before = pool.stats(), pool.find(chunks("ab"))
-    with pytest.raises(CapacityError, match="cannot allocate 3 blocks: 2 of 3 are free"):
-        pool.allocate(3)
-    assert (pool.stats(), pool.find(chunks("ab"))) == before
-    assert len(pool.allocate(2)) == 2
 
 
 def test_trap_26_a_device_block_is_not_a_slot_and_each_copy_knows_its_tier() -> None:
