@@ -92,12 +92,12 @@ _WRITES = {"all": WritePolicy.THROUGH, "second_use": WritePolicy.SELECTIVE, "evi
 """Write policies of stores, as in their URLs."""
 
 _ANSWER_SECONDS = 0.05
-"""Beyond the time that a store has for a probe: until its answer is heard."""
+"""Seconds added to the time limit of a store's probe, for its answer to arrive."""
 
 _log = logging.getLogger(__name__)
 
 BlockUse = Callable[[int, Sequence[int]], None]
-"""Is told that a job reads or writes these device blocks until it has ended."""
+"""Called with a job, and the device blocks that it reads or writes until it has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@
 
 A lookup never blocks. `HIT` means verified bytes in the host tier; what is on its way is `HIT_PENDING` until
 `Config.load_timeout` is over, then `MISS`. Where failed loads are recomputed, `HIT` is also said of chunks in colder
-tiers of a request that needs more than host memory has room for: these are read while the load is under way.
+tiers of a request that needs more than host memory has room for: these are read during the load.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self, context, tokens, seconds: None)
     def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
-        """Tell the gate that a step computed `tokens` prompt tokens behind `context` others in so many `seconds`."""
+        """Report to the gate that a step computed `tokens` prompt tokens after `context` in `seconds`."""
         self._runtime.observe_prefill(context, tokens, seconds)
 
     # ------------------------------------------------------------------ storing

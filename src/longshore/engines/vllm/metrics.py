@@ -68,7 +68,7 @@ class OffloadingMetrics:
         self._reported: dict[_Sample, float] = {}
 
     def loaded(self, chunks: int, others: Mapping[str, int], tokens: int) -> None:
-        """Count `chunks` loaded, of `tokens` tokens each; of these, `others` came from other tiers than host memory."""
+        """Count `chunks` loaded, of `tokens` tokens each; `others` are those not from host memory, by tier."""
         for tier, count in {HOST: chunks - sum(others.values()), **others}.items():
             self.hits[tier] += count
             self.tokens[tier] += count * tokens
@@ -100,7 +100,7 @@ class OffloadingMetrics:
     ) -> OffloadingConnectorStats | None:
         """What has changed since the last call; at the first, everything. `refused` are chunks that were recomputed.
 
-        So many times `weights` have changed, and so many `faults` has the control plane had.
+        `weights` is how often the weights have changed, `faults` how often the control plane has failed.
         """
         new = dict(self._samples(cache))
         new["longshore_recomputed_chunks", ()] = refused

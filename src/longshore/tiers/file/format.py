@@ -422,7 +422,7 @@ def replay(entries: Entries, records: JournalRecords, stride: int) -> Entries:
 
 
 def drop_former_sizes(entries: Entries, stride: int) -> Entries:
-    """`entries` without what is left of the former sizes of slabs: that of the record written last is the last."""
+    """`entries` without those of former image sizes of slabs; the record written last has the current size."""
     by_age = np.argsort(entries["sequence"], kind="stable")
     slabs = entries["slot"] // stride
     ended = np.empty(len(entries), np.int64)

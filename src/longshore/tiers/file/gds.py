@@ -115,7 +115,7 @@ class DeviceMemory(Protocol):
 
     @property
     def address(self) -> int:
-        """Of its first byte, as the device and cuFile know it."""
+        """Address of its first byte, for the device and cuFile."""
 
     @property
     def nbytes(self) -> int:
