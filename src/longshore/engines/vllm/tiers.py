@@ -201,8 +201,8 @@ def open_tiers(
     """The tiers of `config` in the memory that `note` describes; without a `scope` there are neither files nor stores.
 
     If its directory cannot be opened, there is no file tier either, and the log has the reason. The cache keeps at
-    most `events` events until they are read. Raises `TierError` where `file_size` has no room for one image, or a certificate of a
-    store cannot be used.
+    most `events` events until they are read. Raises `TierError` if `file_size` has no room for one image, or a
+    certificate of a store cannot be used.
     """
     with contextlib.ExitStack() as undo:
         arena, reports = attach(note)
