@@ -75,7 +75,7 @@ def test_slots_of_jobs_are_nobodys_until_these_have_ended() -> None:
     world.drain()
 
 
-def test_a_bad_record_that_is_read_at_a_reset_is_lost_all_the_same() -> None:
+def test_corrupt_record_read_during_a_reset_is_lost() -> None:
     world = World(BOTH).stored("ab")
     world.discard("ab", HOST)
     world.loading("ab")

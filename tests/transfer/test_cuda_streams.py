@@ -407,7 +407,7 @@ def test_lanes_close_idle() -> None:
     Lane(gpu.device.stream(flat(4), HOST)).close()
 
 
-def test_the_thread_that_a_stream_is_bound_to_has_the_context_of_its_device() -> None:
+def test_thread_bound_to_a_stream_has_its_device_context() -> None:
     gpu = StandIn(Always(Way.DIRECT))
     stream = gpu.device.stream(flat(4), HOST)
     seen: list[object] = []

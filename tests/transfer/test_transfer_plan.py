@@ -195,7 +195,7 @@ def every_byte(pieces: Pieces) -> list[tuple[int, int]]:
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_both_orders_are_the_same_bytes_and_that_by_image_writes_each_in_one_go(data: st.DataObject) -> None:
+def test_both_piece_orders_move_the_same_bytes(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     parts = data.draw(st.composite(lambda draw: ascending(draw, layout))())
     items = chunks_of(layout, parts)
@@ -236,7 +236,7 @@ def test_a_run_goes_on_from_a_partial_chunk_into_whole_ones() -> None:
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 3])
-def test_k_and_v_in_one_tensor_merge_where_one_ends_and_the_other_begins(blocks_per_chunk: int) -> None:
+def test_k_and_v_of_one_tensor_merge_at_their_seam(blocks_per_chunk: int) -> None:
     both = torch.zeros(2 * 6 * 24, dtype=torch.uint8)
     refs = (PageRef(0, 0, 24, 24), PageRef(0, 6 * 24, 24, 24))
     layout = KVLayout((KVGroup("kv", 16, blocks_per_chunk, refs),), [both], 6)

@@ -129,9 +129,7 @@ def test_a_full_file_system_is_left_alone_for_a_while(tmp_path: Path, monkeypatc
     harness.tier.close()
 
 
-def test_a_read_that_hangs_ends_by_its_deadline_and_never_touches_the_arena(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hung_read_ends_at_deadline_and_never_writes_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = open_harness(tmp_path)
     harness.store(0, 5)
     harness.tier.close()
