@@ -20,8 +20,8 @@ from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.driver import CudaAccelerator, Driver
 from longshore.transfer.device.cuda.streams import WayChooser
 from longshore.transfer.device.torch_streams import Events, Fallbacks
-from longshore.transfer.plan import Planner
-from longshore.transfer.selection import select
+from longshore.transfer.pieces import PieceBuilder
+from longshore.transfer.plan import plan_copy
 
 _MOST_PAGES = 16_384  # of those that go one by one: each takes the driver a microsecond or more
 _LARGEST_IMAGE = 16 << 20
@@ -212,7 +212,7 @@ class References:
     def _descriptors(self, route: Route) -> list[np.ndarray]:
         """Destination, source and size of every page, none merged."""
         pages = self._pages
-        batch = select(
+        batch = plan_copy(
             pages.layout,
             [Section(0, 0, pages.blocks[route])],
             pages.host.offsets(0, pages.slots[route]),
@@ -220,7 +220,7 @@ class References:
             host_address=pages.host.address,
             host_bytes=pages.host.nbytes,
         ).whole
-        merged = Planner().describe(batch)
+        merged = PieceBuilder().describe(batch)
         counts = merged.size // np.uint64(pages.page_bytes)
         before = np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
         within = (np.arange(int(counts.sum()), dtype=np.uint64) - before) * np.uint64(pages.page_bytes)

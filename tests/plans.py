@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from longshore.boundary import HOST, Section
 from longshore.layout.model import U64, KVLayout
-from longshore.transfer.plan import Planner
-from longshore.transfer.selection import select
+from longshore.transfer.pieces import PieceBuilder
+from longshore.transfer.plan import plan_copy
 
 
 class Copies(NamedTuple):
@@ -23,10 +23,10 @@ def plan(
     images: Any,
     *,
     into: str,
-    planner: Planner | None = None,
+    planner: PieceBuilder | None = None,
     any_order: bool = True,
     **options: Any,
 ) -> Copies:
-    whole = select(layout, sections, images, into=into, **options).whole
-    device, host, size = (planner or Planner()).describe(whole, any_order=any_order)
+    whole = plan_copy(layout, sections, images, into=into, **options).whole
+    device, host, size = (planner or PieceBuilder()).describe(whole, any_order=any_order)
     return Copies(device, host, size) if into == HOST else Copies(host, device, size)

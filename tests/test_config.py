@@ -190,7 +190,7 @@ def test_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 # the machine
 
 
-def test_trap_29_a_host_size_beyond_free_memory_is_refused_with_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trap_29_host_size_beyond_free_memory_is_refused_with_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "available_memory", lambda: 3 * GIB)
     Config.make(host_size="3GiB").check_machine()
     with pytest.raises(ConfigError, match=r"host_size is 4\.0 TiB, but only 3\.0 GiB of memory is free"):

@@ -219,7 +219,7 @@ def test_several_items_in_one_chunk_are_all_part_of_its_key() -> None:
         assert chain(ROOT, range(4), 4, other) != chain(ROOT, range(4), 4, items)
 
 
-def test_the_content_of_an_item_changes_its_chunks_and_those_behind_and_no_others() -> None:
+def test_item_content_changes_keys_of_its_and_later_chunks() -> None:
     plain, known = chain(ROOT, range(20), 4), chain(ROOT, range(20), 4, ITEMS)
     other = chain(ROOT, range(20), 4, [ITEMS[0], ITEMS[1]._replace(digest=b"other"), ITEMS[2]])
     assert known[0] != plain[0]

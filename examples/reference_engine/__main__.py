@@ -24,7 +24,7 @@ from longshore.layout import KVLayout
 from longshore.runtime.stack import open_stack
 from longshore.transfer import CpuDevice, device_for
 from longshore.transfer.device.base import Copy, CpuStream, DeviceEvent, Stream
-from longshore.transfer.plan import CopyBatch
+from longshore.transfer.pieces import CopyBatch
 
 ANSWER = 8
 SMALL, LARGE = 112, 4096

@@ -66,8 +66,10 @@ COUNTERS: Mapping[str, Description] = {
     "longshore_file_fallbacks": Description(
         "Operations of the file tier that used a slower fallback, by reason", ("reason",)
     ),
-    "longshore_file_troubles": Description("Failures in the file tier, by reason", ("reason",)),
-    "longshore_store_troubles": Description("Failures of a store that replicas share, by reason", ("tier", "reason")),
+    "longshore_file_failures": Description("Failures in the file tier, by reason", ("reason",)),
+    "longshore_file_troubles": Description("The former name of longshore_file_failures", ("reason",)),
+    "longshore_store_failures": Description("Failures of a store that replicas share, by reason", ("tier", "reason")),
+    "longshore_store_troubles": Description("The former name of longshore_store_failures", ("tier", "reason")),
     "longshore_control_plane_faults": Description("Failures of the control plane; the first one disables all tiers"),
     "longshore_weight_changes": Description(
         "Times that the weights of a rank changed in the running engine, which discards all blocks"
@@ -108,7 +110,9 @@ VLLM_COUNTERS = {
         "longshore_moved_bytes",
         "longshore_moving_seconds",
         "longshore_failed_chunks",
+        "longshore_file_failures",
         "longshore_file_troubles",
+        "longshore_store_failures",
         "longshore_store_troubles",
         "longshore_probed_chunks",
     )
@@ -165,9 +169,9 @@ class LongshoreCollector(Collector):
             metrics += _of_events(self._events)
         if self._file is not None:
             metrics.append(_metric("longshore_file_fallbacks", self._file.fallbacks))
-            metrics.append(_metric("longshore_file_troubles", self._file.troubles))
-        troubles = {store.name: store.troubles for store in self._stores}
-        metrics.append(_metric("longshore_store_troubles", _by_two(troubles)))
+            metrics += [_metric(f"longshore_file_{name}", self._file.troubles) for name in ("failures", "troubles")]
+        failures = _by_two({store.name: store.troubles for store in self._stores})
+        metrics += [_metric(f"longshore_store_{name}", failures) for name in ("failures", "troubles")]
         return metrics
 
 

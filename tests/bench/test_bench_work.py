@@ -13,7 +13,7 @@ from longshore.bench import copies, plans
 from longshore.bench.copies import REFERENCES, PageSet
 from longshore.errors import BenchError
 from longshore.transfer import OFFLOAD, ONBOARD
-from longshore.transfer.plan import Planner
+from longshore.transfer.pieces import PieceBuilder
 
 NAMES = ["plan/1000/1", "plan/1000/4", "plan/10240/4", "plan/8-refs"]
 
@@ -26,7 +26,7 @@ def every_page(source: object, destination: object, size: object) -> list[tuple[
 @pytest.mark.parametrize("name", NAMES)
 def test_both_planners_describe_the_same_copies(name: str) -> None:
     work = plans.Work.of(plans.SHAPES[name])
-    made = plans.ours(work, Planner())
+    made = plans.ours(work, PieceBuilder())
     assert every_page(*plans.baseline(work)()) == every_page(*made)
     installed = plans.vllm(work)
     if installed is not None:
@@ -76,7 +76,7 @@ def test_the_planning_of_vllm_gets_the_same_transfer(name: str, monkeypatch: pyt
     work = plans.Work.of(plans.SHAPES[name])
     planned = plans.vllm(work)
     assert planned[1] == "vLLM 0.32.0"
-    assert every_page(*planned[0]()) == every_page(*plans.ours(work, Planner()))
+    assert every_page(*planned[0]()) == every_page(*plans.ours(work, PieceBuilder()))
     monkeypatch.setattr(module, "SingleDirectionOffloadingHandler", object)
     assert plans.vllm(work) is None
 

@@ -18,7 +18,6 @@ from longshore.boundary import FILE, HOST, Key, Slabs, Slot
 from longshore.cache import (
     CacheGroup,
     CacheSettings,
-    DevicePool,
     Found,
     GroupKeys,
     Residency,
@@ -210,19 +209,13 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def method_of(cache: TieredCache, pool: DevicePool, name: str) -> Any:
-    """A method of the cache, or of a device pool above it: `pool.lookup` and so on."""
-    return getattr(pool, name.removeprefix("pool.")) if name.startswith("pool.") else getattr(cache, name)
-
-
 def replay(setup: Setup, calls: Iterable[Call]) -> list[Any]:
     """Answers of a new cache to the same calls; errors as their text."""
     cache = setup.build()
-    pool = DevicePool(cache, setup.device_blocks)
     answers: list[Any] = []
     for call in calls:
         try:
-            answers.append(method_of(cache, pool, call.method)(*call.args, **call.kwargs))
+            answers.append(getattr(cache, call.method)(*call.args, **call.kwargs))
         except CacheError as error:
             answers.append(f"{type(error).__name__}: {error}")
     return answers

@@ -45,7 +45,7 @@ class World(Reading, Storing):
         ready = {at for at, each in self.resident.items() if each.state is State.READY and at[1] in keep}
         kept = {at for at in ready if all(any((each, tier) in ready for tier in keep) for each in self.line(at[0]))}
         self.generation += not keep
-        assert self.call(self.VIA + "reset", keep=keep) == self.generation
+        assert self.call("reset", keep=keep) == self.generation
         for model in self.holds.values():
             model.excused = True
             if model.has_load and model.outcome is None:

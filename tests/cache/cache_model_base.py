@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from cache_kit import IMAGE_BYTES, LOAD, WRITE, Call, Setup, above, depth, group_of, key, method_of, parent, residency
+from cache_kit import IMAGE_BYTES, LOAD, WRITE, Call, Setup, above, depth, group_of, key, parent, residency
 from cache_model_leases import ModelHold
 from cache_movers import BAD, Job, Movers, Tag, places
 from object_state import state_of
@@ -34,21 +34,16 @@ from longshore.boundary import (
     TransferResult,
     Urgency,
 )
-from longshore.cache import DevicePool, Lease, MissReason, Presence, Resident, State
+from longshore.cache import Lease, MissReason, Presence, Resident, State
 from longshore.errors import CacheError
 
 
 class Stage:
     """A cache, the movers below it, and what it has been told."""
 
-    VIA = ""
-    """Before the names of methods that a device pool has as well, where it is handed over."""
-
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.cache = setup.build()
-        self.pool = DevicePool(self.cache, setup.device_blocks)
-        """For worlds whose device is handed over; others leave it alone."""
         self.calls: list[Call] = []
         self.answers: list[Any] = []
         self.now = 0.0
@@ -82,19 +77,19 @@ class Stage:
         """Call the cache, and record it."""
         self.sound = False
         self.calls.append(Call(method, args, kwargs))
-        answer = method_of(self.cache, self.pool, method)(*args, **kwargs)
+        answer = getattr(self.cache, method)(*args, **kwargs)
         self.answers.append(answer)
         return answer
 
     def refused(self, error: type[CacheError], method: str, *args: Any, **kwargs: Any) -> None:
         """Call the cache, which must raise `error` and change nothing at all."""
         self.sound = False
-        before = state_of(self.pool)
+        before = state_of(self.cache)
         self.calls.append(Call(method, args, kwargs))
         with pytest.raises(error) as info:
-            method_of(self.cache, self.pool, method)(*args, **kwargs)
+            getattr(self.cache, method)(*args, **kwargs)
         assert info.value.args[0], "an error says what was expected and what came"
-        assert state_of(self.pool) == before, f"{method} raised {info.value!r} and changed something"
+        assert state_of(self.cache) == before, f"{method} raised {info.value!r} and changed something"
         self.answers.append(f"{type(info.value).__name__}: {info.value}")
         self.sound = True
 

@@ -29,7 +29,7 @@ class Life(World):
     def sleep(self) -> None:
         """The device's memory goes, as soon as nothing touches it."""
         touching = any(DEVICE in job.transfer.route for job in self.jobs.values())
-        assert self.call(self.VIA + "sleep") == (not touching)
+        assert self.call("sleep") == (not touching)
         self.asleep = True
         if not touching:
             for rank in self.movers.device:
@@ -37,7 +37,7 @@ class Life(World):
         self.settle()
 
     def wake(self) -> None:
-        self.call(self.VIA + "wake")
+        self.call("wake")
         self.asleep = False
         self.settle()
 

@@ -117,8 +117,7 @@ class Reading(Remote):
         before, free = dict(self.resident), self.free(HOST)
         self.load_timeout = timeout or LOAD
         model.deadline = self.now + self.load_timeout
-        into = tuple(blocks) if self.VIA else {0: tuple(blocks)}
-        answer: LoadOrder = self.call(self.VIA + "load", hold, into, skip=skip, timeout=timeout)
+        answer: LoadOrder = self.call("load", hold, {0: tuple(blocks)}, skip=skip, timeout=timeout)
         assert answer.chunks == sum(part.chunks for part in answer.parts) <= leading
         for each in keys[answer.chunks : leading]:
             model.cut.append(MissReason.BEHIND if (each, HOST) in before else MissReason.NO_ROOM)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from cache_kit import Setup, chunks, key
 from cache_machine import PATHS, PATTERNS, REQUESTS
-from cache_model_device_pool import HandedOver
 from cache_model_groups import Groups
 
 from longshore.boundary import FILE, HOST, Status
@@ -113,38 +112,11 @@ def busy_groups(seed: int) -> Groups:
     return world
 
 
-def busy_device(seed: int) -> HandedOver:
-    """The same of a handed-over device, whose requests come and go while jobs are under way."""
-    dice = random.Random(seed)
-    world = HandedOver(Setup(host=4, file=6, ranks=2, per_chunk=2, device_blocks=16, events=10_000))
-    for _ in range(100):
-        visit = dice.choice(world.visits) if world.visits else None
-        match dice.randrange(8):
-            case 0 | 1 | 2:
-                world.arrive(dice.choice(PATHS), dice.choice(REQUESTS))
-            case 3 if visit is not None:
-                world.finish_visit(visit, dice.random() < 0.5)
-            case 4 if visit is not None:
-                world.leave(visit)
-            case 5:
-                for job, rank in world.runnable()[:2]:
-                    world.deliver(job, rank, dice.choice(PATTERNS))
-                    world.apply(world.results[-1:])
-            case 6:
-                world.settle_all()
-                world.sleep()
-                world.wake()
-            case _:
-                world.call("pool.make_way", dice.randrange(12))
-                world.settle()
-    return world
-
-
 def digest(answers: list[Any]) -> str:
     return hashlib.sha256("\n".join(map(repr, answers)).encode()).hexdigest()
 
 
-@pytest.mark.parametrize("life", [busy_world, busy_groups, busy_device])
+@pytest.mark.parametrize("life", [busy_world, busy_groups])
 @pytest.mark.parametrize("hash_seed", ["1", "20240229"])
 def test_the_same_calls_give_the_same_log_in_another_process(hash_seed: str, life: Callable[[int], Groups]) -> None:
     lives = [life(seed) for seed in range(4)]

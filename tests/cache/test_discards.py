@@ -50,7 +50,7 @@ def test_what_nobody_would_find_again_is_not_told() -> None:
     assert cache.take() == []
 
 
-def test_a_slot_that_somebody_took_again_is_told_by_what_is_written_there() -> None:
+def test_reused_slot_is_reported_by_its_new_record() -> None:
     cache = cache_with(2, 2)
     keys = [bytes([9, at]) * 16 for at in range(2)]
     store(cache, keys, [0, 1])
@@ -60,7 +60,7 @@ def test_a_slot_that_somebody_took_again_is_told_by_what_is_written_there() -> N
     assert [each for each in seen if isinstance(each, Discard)] == []
 
 
-def test_what_was_evicted_and_not_taken_again_is_told_before_anything_else_is_written_there() -> None:
+def test_evicted_record_is_discarded_before_its_slot_is_rewritten() -> None:
     cache = cache_with(6, 6)
     listed = {slot: key(slot) for slot in range(6)}
     for prompt in range(20):

@@ -226,7 +226,7 @@ def test_keys_may_be_shortened() -> None:
     assert Event.from_json(event.as_json()) == event
 
 
-def test_a_last_line_without_an_end_is_left_out_and_the_file_before_comes_first(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_skipped_and_rotated_file_is_read_first(tmp_path: Path) -> None:
     (tmp_path / "events.1").write_text('{"kind": "reset", "number": 1}\n')
     (tmp_path / "events").write_text('{"kind": "reset", "number": 2}\n{"kind": "res')
     assert [event.number for event in read_events(tmp_path / "events")] == [1, 2]

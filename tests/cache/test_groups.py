@@ -162,7 +162,7 @@ def test_keys_out_of_place_are_refused_with_nothing_changed() -> None:
         cache.store({1: GroupKeys([paths[0][1]])}, {1: [0]})
 
 
-def test_keys_of_the_last_group_that_are_out_of_place_behind_what_can_be_read_change_nothing_either() -> None:
+def test_misplaced_keys_of_last_group_are_refused_with_nothing_changed() -> None:
     cache = grouped(FULL, FULL, events=9)
     known, new = keys_of(1, 4), keys_of(1, 5, "b")
     store(cache, 1, known)

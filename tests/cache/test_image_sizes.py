@@ -129,7 +129,7 @@ def test_each_group_has_slots_of_its_size() -> None:
     assert [(at[each].pool, at[each].index) for each in path(LARGE, "ab")] == [(1, 4), (1, 8)]
 
 
-def test_a_size_may_have_all_of_a_tier_and_lose_it_to_another() -> None:
+def test_one_image_size_can_fill_a_tier_and_lose_it() -> None:
     world = Bytes(host=3)
     for prompt in "abcdefghijkl":
         world.store(SMALL, prompt)
@@ -145,7 +145,7 @@ def test_a_size_may_have_all_of_a_tier_and_lose_it_to_another() -> None:
     assert world.kept(LARGE, *"abc") == ["b", "c"], "the oldest slab went"
 
 
-def test_a_size_takes_from_its_own_unless_another_was_not_used_for_longer() -> None:
+def test_image_size_evicts_its_own_unless_another_is_older() -> None:
     world = Bytes(host=3)
     for prompt in "abcd":
         world.store(SMALL, prompt)
@@ -163,7 +163,7 @@ def test_a_size_takes_from_its_own_unless_another_was_not_used_for_longer() -> N
     assert (world.kept(SMALL, *"abcd"), world.kept(LARGE, *"yzw")) == ([], ["y", "z", "w"])
 
 
-def test_a_slab_in_which_something_is_held_stays_and_the_next_one_goes() -> None:
+def test_slab_with_held_image_stays_and_next_is_emptied() -> None:
     world = Bytes(host=2)
     for prompt in "abcdefgh":
         world.store(SMALL, prompt)
@@ -179,7 +179,7 @@ def test_a_slab_in_which_something_is_held_stays_and_the_next_one_goes() -> None
     assert world.kept(SMALL, *"abcd") == []
 
 
-def test_a_slab_is_not_emptied_of_what_is_nowhere_else_before_that_is_copied_down() -> None:
+def test_slab_is_emptied_only_after_its_only_copies_are_written() -> None:
     world = Bytes(host=2, file=4)
     for prompt in "abcdefgh":
         world.store(SMALL, prompt)

@@ -117,7 +117,7 @@ def test_a_hold_on_the_head_lets_the_tail_go() -> None:
     assert on(world, HOST) == ["a", "x", "xy"]
 
 
-def test_a_chunk_in_a_colder_tier_keeps_its_parent_in_that_tier_or_a_colder_one() -> None:
+def test_parent_stays_in_tier_of_child_or_a_colder_one() -> None:
     world = World(Setup(host=4, file=4, backup="write_through")).stored("ab")
     assert world.discard("a", FILE) == 0
     assert world.discard("a", HOST) == 1
@@ -141,7 +141,7 @@ def test_keys_that_do_not_follow_one_another_are_refused() -> None:
         world.refused(CacheError, method, {0: GroupKeys(keys)}, *args)
 
 
-def test_a_long_path_that_waits_for_its_head_can_be_read_as_soon_as_that_arrives() -> None:
+def test_long_orphan_path_is_readable_once_its_head_arrives() -> None:
     keys = [position.to_bytes(32) for position in range(1, 2501)]
     cache = TieredCache([TierSpec(HOST, len(keys))], CacheSettings(max_writes=len(keys)))
     head, tail = store(cache, keys[:10], range(10)), store(cache, keys, range(10, len(keys)), first=10)
@@ -172,7 +172,7 @@ def test_the_index_refuses_orphans_and_second_copies() -> None:
     index.check_integrity()
 
 
-def test_copies_of_many_are_all_refused_if_one_is_an_orphan_or_a_second_copy() -> None:
+def test_batch_of_copies_is_refused_for_one_orphan_or_duplicate() -> None:
     index = index_of(4, 4)
     a, ab = index.extend(ROOT, chunks("ab"), 0, [0, 1])
     (c,) = index.extend(ROOT, chunks("c"), 0, [2])

@@ -50,7 +50,7 @@ def host(cache: TieredCache) -> set[Key]:
     return {each.key for each in cache.residents() if each.slot.tier == HOST}
 
 
-def test_an_orphan_is_found_by_the_engine_that_has_its_head_and_by_nobody_else() -> None:
+def test_orphan_is_found_only_by_the_engine_with_its_head() -> None:
     cache = made()
     put(cache, PATH, 2)
     assert [found(cache, PATH, first) for first in range(5)] == [0, 0, 2, 1, 0]
@@ -80,7 +80,7 @@ def test_a_single_chunk_is_looked_at_and_lent_whatever_is_before_it() -> None:
     assert cache.load({0: GroupKeys(residency.part(2, 4))}).chunks == 2
 
 
-def test_it_is_found_from_the_first_chunk_on_once_its_parent_is_there() -> None:
+def test_orphan_is_found_from_first_chunk_once_its_parent_arrives() -> None:
     cache = made()
     put(cache, PATH, 2)
     put(cache, PATH[:1])
@@ -241,7 +241,7 @@ def test_after_a_restart_without_two_records_in_a_row() -> None:
     assert found(cache, PATH) == 4
 
 
-def test_an_orphan_in_the_file_tier_that_comes_up_may_be_used_there() -> None:
+def test_orphan_read_from_file_tier_is_usable_in_host_tier() -> None:
     cache = adopted("abc", "abcd")
     lease = cache.lookup({0: GroupKeys(PATH, 2)}, 0.0).lease
     cache.prefetch(lease, 0.0)
@@ -250,7 +250,7 @@ def test_an_orphan_in_the_file_tier_that_comes_up_may_be_used_there() -> None:
     cache.release(lease)
 
 
-def test_a_parent_that_cannot_be_copied_down_leaves_its_orphan_where_it_is() -> None:
+def test_orphan_stays_when_its_parent_cannot_be_copied_down() -> None:
     cache = adopted("ab")
     cache.store({0: GroupKeys(PATH[:1])}, {0: range(1)})
     (transfer,) = orders(cache)

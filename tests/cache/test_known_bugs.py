@@ -18,7 +18,7 @@ from cache_model import World
 from object_state import state_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Slabs, Status, TransferResult
-from longshore.cache import DevicePool, DropReason, GroupKeys, TieredCache, TierSpec
+from longshore.cache import DropReason, GroupKeys
 from longshore.cache.eviction import LRU
 from longshore.cache.pool import SlotPool
 from longshore.cache.slab_pool import SlabPool
@@ -51,7 +51,7 @@ def test_trap_18_allocating_nothing_does_not_take_everything() -> None:
     assert pool.room() == 4
 
 
-def test_trap_19_what_came_back_from_a_colder_tier_can_be_evicted_again() -> None:
+def test_trap_19_chunk_loaded_from_colder_tier_can_be_evicted_again() -> None:
     world = World(BOTH).stored("abcd", evicting=True)
     world.discard("abcd", HOST)
     hold = world.loading("abcd")
@@ -80,12 +80,12 @@ def test_trap_20_source_and_destination_are_not_swapped_in_any_direction() -> No
     assert (source.tier, source.index, destination) == (HOST, 1, None)
 
 
-def test_trap_21_a_smaller_tier_does_not_take_in_slots_that_it_no_longer_has() -> None:
+def test_trap_21_smaller_tier_recovers_no_slots_above_its_size() -> None:
     world = World(Setup(host=1, file=4))
     world.refused(CacheError, "adopt", FILE, ((0, key("a"), None), (5, key("b"), None)))
 
 
-def test_trap_21_a_tier_does_not_shrink_below_a_slot_that_is_taken_however_few_are() -> None:
+def test_trap_21_tier_does_not_shrink_below_a_used_slot() -> None:
     world = World(Setup(host=4)).stored("p", "q", "r", "s", evicting=True)
     for path in "pqr":
         world.discard(path, HOST)
@@ -114,7 +114,7 @@ def with_heads_coldest(method: Any) -> Any:
     return lambda self, nodes, **options: method(self, list(nodes)[::-1], **options)
 
 
-def test_trap_23_a_suffix_that_comes_from_a_colder_tier_keeps_its_parent_and_its_place() -> None:
+def test_trap_23_loaded_suffix_keeps_its_parent_and_position() -> None:
     world = World(Setup(host=8, file=8, backup="write_through", per_chunk=2)).stored("ab", "abcd", evicting=True)
     world.discard("abcd", HOST)
     world.loading("ab")
@@ -128,7 +128,7 @@ def test_trap_23_a_suffix_that_comes_from_a_colder_tier_keeps_its_parent_and_its
     assert (cold_part.sections[0].first_block, len(cold_part.sections[0].blocks)) == (4, 4)
 
 
-def test_trap_24_a_reset_leaves_no_pending_work_that_reaches_the_new_generation() -> None:
+def test_trap_24_pending_work_does_not_reach_a_new_generation() -> None:
     world = World(BOTH)
     world.store("ab", 0, False)
     world.reset()
@@ -138,7 +138,7 @@ def test_trap_24_a_reset_leaves_no_pending_work_that_reaches_the_new_generation(
 
 
 @pytest.mark.parametrize("status", [Status.OK, Status.IO_ERROR])
-def test_trap_24_what_ends_after_a_reset_leaves_the_same_keys_of_the_new_generation_alone(status: Status) -> None:
+def test_trap_24_late_results_do_not_change_keys_of_new_generation(status: Status) -> None:
     world = World(BOTH)
     world.store("ab", 0, False)
     world.reset()
@@ -167,21 +167,7 @@ def test_trap_25_an_allocation_that_fails_takes_nothing(pool: SlotPool) -> None:
     assert state_of(pool) == before
 
 
-def test_trap_25_what_idles_on_the_device_does_not_go_for_an_allocation_that_fails() -> None:
-    cache = TieredCache([TierSpec(HOST, 8, 4096)])
-    pool = DevicePool(cache, 3)
-    blocks = pool.allocate(2)
-    offload = pool.store(GroupKeys(chunks("ab")), blocks)
-    cache.apply([TransferResult(offload.job or 0, (Status.OK, Status.OK))], 0.0)
-    pool.release(blocks[1:])
-    before = pool.stats(), pool.find(chunks("ab"))
-    with pytest.raises(CapacityError, match="cannot allocate 3 blocks: 2 of 3 are free"):
-        pool.allocate(3)
-    assert (pool.stats(), pool.find(chunks("ab"))) == before
-    assert len(pool.allocate(2)) == 2
-
-
-def test_trap_26_a_device_block_is_not_a_slot_and_each_copy_knows_its_tier() -> None:
+def test_trap_26_device_block_is_no_slot_and_copies_name_tiers() -> None:
     world = World(BOTH).stored("ab", evicting=True)
     for block in list(world.free_blocks[:20]):
         world.free_blocks.remove(block)
@@ -241,7 +227,7 @@ def test_trap_28_a_store_that_failed_is_not_visible() -> None:
     world.drain()
 
 
-def test_trap_30_failures_are_typed_and_say_what_was_expected_and_what_came() -> None:
+def test_trap_30_errors_are_typed_and_name_expected_and_actual() -> None:
     cache = BOTH.build()
     with pytest.raises(LeaseError, match="expected a lease of this cache that was not released, got None"):
         cache.release(None)  # type: ignore[arg-type]
@@ -255,7 +241,7 @@ def test_trap_30_failures_are_typed_and_say_what_was_expected_and_what_came() ->
         store(cache, [key("a")], (0, 1))
 
 
-def test_trap_33_an_item_belongs_to_a_chunk_by_its_tokens_also_at_the_edges() -> None:
+def test_trap_33_item_belongs_to_chunks_of_its_tokens_at_edges() -> None:
     def first_that_differs(start: int, end: int) -> int:
         """The first chunk whose key tells two images at `[start, end)` apart."""
         cat, dog = (chain(bytes(32), [7] * 12, 4, [MediaItem(start, end, image)]) for image in (b"cat", b"dog"))
@@ -270,7 +256,7 @@ def test_trap_33_an_item_belongs_to_a_chunk_by_its_tokens_also_at_the_edges() ->
 
 @pytest.mark.parametrize("said", [(Status.OK, Status.IO_ERROR), (Status.IO_ERROR, Status.OK)])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_trap_34_what_one_rank_has_is_not_taken_for_granted_on_the_others(
+def test_trap_34_chunk_on_one_rank_is_not_assumed_on_others(
     order: tuple[int, int], said: tuple[Status, Status]
 ) -> None:
     """Whichever rank has failed, and whichever speaks last."""

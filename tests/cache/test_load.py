@@ -291,9 +291,7 @@ def test_what_others_found_bad_has_not_arrived_whatever_the_mover_says() -> None
 
 @pytest.mark.parametrize("arrives", [Status.OK, Status.IO_ERROR])
 @pytest.mark.parametrize("together", [True, False])
-def test_a_copy_told_of_before_the_read_that_fills_its_source_has_arrived_only_if_that_has(
-    arrives: Status, together: bool
-) -> None:
+def test_copy_reported_before_its_read_arrives_only_with_the_read(arrives: Status, together: bool) -> None:
     """Results come in any order: what a copy has read is known only once the result of its source's writer is."""
     world = cold(BOTH, "ab")
     hold = load(world, "ab")

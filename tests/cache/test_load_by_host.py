@@ -108,7 +108,7 @@ def test_what_is_given_back_unread_is_there_as_before() -> None:
     assert residency(cache, [a], Until.STEP).presences == [Presence.READY]
 
 
-def test_what_was_looked_at_stays_in_the_warmest_tier_until_the_step_is_over() -> None:
+def test_looked_up_chunks_stay_in_host_tier_until_step_ends() -> None:
     """With a copy below, too: a host that was told that a chunk is ready may borrow it in the same step."""
     cache, (a, b, c) = two_tiers(2), keys_of("a", "b", "c")
     store(cache, [a, b])
@@ -122,7 +122,7 @@ def test_what_was_looked_at_stays_in_the_warmest_tier_until_the_step_is_over() -
     cache.check_integrity()
 
 
-def test_a_part_of_what_was_seen_can_be_borrowed_also_when_others_have_gone_meanwhile() -> None:
+def test_part_of_a_lookup_can_be_leased_after_other_evictions() -> None:
     cache, keys = cache_of(4), keys_of(*"abcd")
     store(cache, keys)
     sight = residency(cache, keys, Until.STEP)
@@ -278,7 +278,7 @@ def test_nothing_is_offered_or_lent_to_a_device_that_sleeps() -> None:
     assert cache.load({0: GroupKeys(keys[:1])}).parts[0].slots
 
 
-def test_what_was_promised_in_a_step_is_lent_though_its_parent_is_found_rotten() -> None:
+def test_chunk_reported_in_a_step_is_leased_despite_corrupt_parent() -> None:
     cache, keys = two_tiers(4), keys_of("a", "b")
     job = cache.store({1: GroupKeys(keys)})[1].job or 0
     cache.apply([TransferResult(job, (Status.OK,) * 2)], 0.0)

@@ -81,7 +81,7 @@ def test_a_store_of_several_groups_is_one_of_each(known: tuple[int, int]) -> Non
     cache.check_integrity()
 
 
-def test_a_store_of_a_group_may_evict_what_is_known_of_the_next() -> None:
+def test_store_of_one_group_may_evict_chunks_of_the_next() -> None:
     cache = TieredCache([TierSpec(HOST, 4, policy=LRU)], CacheSettings(groups=GROUPS))
     cache.store({1: GroupKeys(keys("b"))}, {1: range(3)})
     settle(cache)

@@ -95,7 +95,7 @@ def test_an_offload_takes_no_room_from_what_it_follows() -> None:
     assert drops(world) == {NO_ROOM: 1}
 
 
-def test_what_is_not_backed_up_is_spared_while_a_backup_is_under_way() -> None:
+def test_dirty_chunks_are_not_evicted_during_a_backup() -> None:
     world = store(World(Setup(host=2, file=4)), "a", "b")
     world.store("c", 0, True)
     assert backed_up(world) == ["a"]
@@ -128,7 +128,7 @@ def test_a_backup_that_failed_is_not_tried_again_and_blocks_nothing() -> None:
     assert world.where("a") == {}
 
 
-def test_what_waits_for_a_tier_that_is_off_makes_way_without_a_copy() -> None:
+def test_dirty_chunks_are_evicted_when_the_colder_tier_is_off() -> None:
     world = store(World(Setup(host=2, file=4, max_writes=1)), "a", "b", "c")
     assert backed_up(world) == ["a"]
     assert drops(world) == {BACKPRESSURE: 1}  # `a` is being copied, `b` waits for its turn: both were passed over

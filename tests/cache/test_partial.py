@@ -74,7 +74,7 @@ def test_the_chunk_with_the_longest_beginning_in_common_is_found() -> None:
     assert (found.chunks, found.partial) == (2, Partial(path(ABC)[2], 2))
 
 
-def test_a_chunk_of_the_same_tokens_by_another_name_leaves_one_to_compute() -> None:
+def test_partial_match_of_all_tokens_leaves_one_to_compute() -> None:
     cache = stored(ABC)
     keys = [*path(ABC)[:2], b"by another name".ljust(32, b".")]
     found = lookup(cache, keys, 0.0, text=Text(ABC, ROOT))

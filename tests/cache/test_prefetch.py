@@ -321,7 +321,7 @@ def test_a_prefetch_goes_on_with_what_room_is_made() -> None:
     world.drain()
 
 
-def test_a_prefetch_waits_for_the_end_of_the_step_that_peeked_at_what_is_in_the_way() -> None:
+def test_prefetch_waits_for_end_of_step_that_protects_its_victims() -> None:
     world, (hold,) = crowded("abc")
     world.prefetch(hold, PrefetchPolicy.WAIT)
     world.lookup_each(*(key(path) for path in "wxyz"))
@@ -471,7 +471,7 @@ def test_a_waiting_prefetch_takes_the_room_of_what_a_load_has_read() -> None:
     assert reads(world.cache) == [key("abcd")]
 
 
-def test_a_waiting_prefetch_has_failed_copies_tried_again_when_their_chunks_are_used() -> None:
+def test_failed_backups_of_waiting_prefetch_are_retried_on_use() -> None:
     world, (hold,) = crowded("abc")
     for path in "wxyz":
         world.discard(path, HOST)

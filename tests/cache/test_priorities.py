@@ -81,7 +81,7 @@ def test_a_priority_ends_with_its_time() -> None:
     assert on(cache) == ["c", "d"]
 
 
-def test_a_path_whose_time_is_over_goes_from_its_end_before_what_never_had_a_priority() -> None:
+def test_expired_path_is_evicted_tail_first_before_default_priority() -> None:
     cache = build(5)
     put(cache, "abc", Retention(0, None, 90, seconds=30.0))
     put(cache, "x")
@@ -96,7 +96,7 @@ def test_a_path_whose_time_is_over_goes_from_its_end_before_what_never_had_a_pri
     assert gone == ["y", "abc", "ab", "a", "x"]
 
 
-def test_a_low_priority_ends_with_its_time_too_and_a_new_one_replaces_an_old_one() -> None:
+def test_low_priority_expires_and_new_priority_replaces_old_one() -> None:
     cache = build(2)
     put(cache, "a", Retention(0, None, 1, seconds=5.0))
     put(cache, "a", Retention(0, None, 80))
@@ -123,7 +123,7 @@ def test_tokens_become_the_chunks_that_have_one_of_them() -> None:
     assert Retention.of_tokens(0, None, 1, chunk_tokens=4) == Retention(0, None, 1)
 
 
-def test_of_several_ranges_the_one_of_the_highest_priority_is_meant_and_the_first_of_equals() -> None:
+def test_highest_priority_range_wins_and_first_of_equals() -> None:
     ranges = (Retention(0, 2, 10), Retention(1, 4, 20, 5.0), Retention(3, 6, 20))
     assert said(ranges, range(7)).tolist() == [0, 1, 1, 1, 2, 2, -1]
     assert priorities(ranges, (6, 0, 4)).tolist() == [DEFAULT_PRIORITY, 10, 20]
@@ -194,7 +194,7 @@ def test_sightings_are_counted_for_the_last_so_many_chunks() -> None:
     assert sightings.leading([two]) == 1
 
 
-def test_a_selective_policy_backs_up_what_is_used_again_and_what_is_before_it() -> None:
+def test_selective_policy_backs_up_reused_chunks_and_their_ancestors() -> None:
     cache = build(8, 8, backup=WritePolicy.SELECTIVE, threshold=2)
     put(cache, "abc")
     put(cache, "x")

@@ -159,7 +159,7 @@ def two_tiers(file_bandwidth: float) -> Gate:
     return known
 
 
-def test_what_host_memory_has_is_loaded_and_what_a_slow_disk_has_is_computed() -> None:
+def test_host_chunks_are_loaded_and_slow_disk_chunks_computed() -> None:
     assert two_tiers(0.2e9).chunks_to_load(0, [Run("host", 5), Run("file", 5)], 0.0) == 5
     assert two_tiers(6e9).chunks_to_load(0, [Run("host", 5), Run("file", 5)], 0.0) == 10
 

@@ -106,9 +106,7 @@ def lists_found(draw: st.DrawFn, slots: int = 40) -> list[Copy]:
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=30, deadline=None)
 @given(found=lists_found())
-def test_what_was_found_is_taken_in_and_of_orphans_and_of_others_the_oldest_goes_first(
-    policy: str, found: list[Copy]
-) -> None:
+def test_recovered_chunks_are_adopted_and_oldest_orphans_evicted_first(policy: str, found: list[Copy]) -> None:
     tiers = [TierSpec(HOST, 4, 4096, POLICIES[policy]), TierSpec(FILE, 40, 4096, POLICIES[policy])]
     cache = TieredCache(tiers, CacheSettings())
     orphans, paths = adrift([], found), {copy.path for copy in found}
@@ -119,7 +117,7 @@ def test_what_was_found_is_taken_in_and_of_orphans_and_of_others_the_oldest_goes
 
 @settings(max_examples=40, deadline=None)
 @given(third=lists_found(), file=lists_found(), policy=st.sampled_from(sorted(POLICIES)))
-def test_a_warmer_tier_may_hold_the_same_chunks_or_what_is_behind_them(
+def test_recovery_beside_a_warmer_tier_with_same_chunks_or_descendants(
     third: list[Copy], file: list[Copy], policy: str
 ) -> None:
     tiers = [TierSpec(name, 40, 4096, POLICIES[policy]) for name in (HOST, FILE, THIRD)]
@@ -208,7 +206,7 @@ def test_what_is_no_chunk_is_refused_and_nothing_is_taken_in(bad: list[tuple[Any
 
 
 @pytest.mark.parametrize("slabs", [Slabs.of_one_size(4, 6), Slabs(8, (4,), 3), Slabs(8, (4, 8), 6)])
-def test_slots_of_others_are_given_out_last_and_the_first_of_them_first(slabs: Slabs) -> None:
+def test_slots_of_other_scopes_are_allocated_last_in_order(slabs: Slabs) -> None:
     pool = TierSpec(FILE, slabs).make_pool()
     others = [0, 2, 1] if slabs.stride == 1 else [0, slabs.stride]
     pool.give_last(others)
@@ -224,7 +222,7 @@ def test_slots_of_others_are_given_out_last_and_the_first_of_them_first(slabs: S
         pool.give_last([slabs.indices])
 
 
-def test_a_tier_of_one_size_with_several_images_a_slab_is_never_more_than_full() -> None:
+def test_recovery_of_several_images_per_slab_never_overfills() -> None:
     pool = TierSpec(FILE, Slabs(10, (4,), 3)).make_pool()
     assert pool.room() == 6
     for taken in range(7):

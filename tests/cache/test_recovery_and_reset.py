@@ -28,7 +28,7 @@ def load(world: World, path: str) -> Outcome | None:
     return outcome
 
 
-def test_a_chunk_goes_all_the_way_down_and_back_and_is_gone_in_the_end() -> None:
+def test_chunk_is_backed_up_loaded_and_finally_evicted() -> None:
     world = World(Setup(host=1, file=1))
     assert world.where("a") == {}
     world.store("a", 0, True)
@@ -126,7 +126,7 @@ def test_a_reset_forgets_everything_and_waits_for_slots_in_use() -> None:
     assert [(s.used, s.ready) for s in world.cache.stats()] == [(3, 0), (2, 0)]
 
 
-def test_results_of_jobs_from_before_a_reset_free_their_slots_and_nothing_else() -> None:
+def test_results_from_before_a_reset_only_free_their_slots() -> None:
     world = World(BOTH)
     world.store("abc", 0, False)
     world.reset()

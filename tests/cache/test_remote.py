@@ -167,7 +167,7 @@ def test_what_is_there_is_fetched_into_the_host_tier_and_then_matched() -> None:
     assert desk.cache.counters.routes["store->host"].chunks == 3
 
 
-def test_a_fetch_follows_what_our_tiers_have_and_what_is_on_its_way() -> None:
+def test_fetch_continues_after_local_chunks_and_chunks_in_flight() -> None:
     desk = Desk()
     desk.store("a")
     desk.lookup("abc")
@@ -185,7 +185,7 @@ def test_a_fetch_follows_what_our_tiers_have_and_what_is_on_its_way() -> None:
     assert desk.resident() == {"a"}
 
 
-def test_a_chunk_that_lapsed_is_a_miss_that_is_counted_and_asked_for_again() -> None:
+def test_lapsed_chunk_is_a_counted_miss_and_probed_again() -> None:
     desk = known("abc", "abc")
     desk.prefetch("abc")
     desk.end(Status.OK, Status.LAPSED, Status.OK)
@@ -284,7 +284,7 @@ def test_a_reset_forgets_what_was_known_and_what_was_asked() -> None:
     assert desk.cache.stats()[0].used == 0
 
 
-def test_what_came_from_the_device_before_a_reset_is_stored_when_it_comes_again() -> None:
+def test_chunk_stored_before_a_reset_is_stored_again_after() -> None:
     desk = Desk(slots=64)
     store(desk.cache, chunks("ab"), range(2))
     desk.look()
@@ -359,7 +359,7 @@ def test_a_write_back_store_takes_what_is_about_to_be_evicted() -> None:
     assert found.chunks + found.remote == 12 and found.remote == len(gone)
 
 
-def test_stores_under_way_keep_few_slots_and_those_that_do_not_fit_are_counted() -> None:
+def test_remote_writes_hold_few_slots_and_drops_are_counted() -> None:
     desk = Desk(slots=32, max_writes=3)
     for path in ("abc", "xyz"):
         desk.store(path)
@@ -431,7 +431,7 @@ def test_a_fetch_takes_no_room_from_what_it_follows() -> None:
     assert desk.resident() == {"a"}
 
 
-def test_a_fetch_of_chunks_that_stand_alone_takes_no_room_from_those_that_are_here() -> None:
+def test_fetch_of_standalone_chunks_evicts_none_of_its_request() -> None:
     desk = Desk(slots=2, groups=(CacheGroup(block_size=4, window=1 << 40),))
     keys = [key(path) for path in "abc"]
     for some in (keys[:1], keys):
@@ -462,7 +462,7 @@ def test_keys_that_are_no_path_are_neither_asked_for_nor_fetched(call: str) -> N
     assert state_of(desk.cache) == before
 
 
-def test_what_is_behind_chunks_that_only_the_engine_has_is_neither_asked_for_nor_fetched() -> None:
+def test_chunks_after_device_only_chunks_are_not_probed() -> None:
     desk = known("abc", "abc")
     assert lookup(desk.cache, chunks("abc"), 0.0, first=1)[:-3] == Found()[:-3]
     assert desk.cache.prefetch({0: GroupKeys(chunks("abc"), 1)}, 0.0) == ()

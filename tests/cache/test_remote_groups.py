@@ -29,7 +29,7 @@ def remote(slots: int = 64) -> TieredCache:
     return TieredCache([TierSpec(HOST, slots, IMAGE_BYTES, LRU)], CacheSettings(groups=(FULL, WINDOW)), remote=[STORE])
 
 
-def test_what_all_groups_lack_is_asked_for_and_what_the_longest_prefix_needs_is_fetched() -> None:
+def test_missing_chunks_are_probed_and_longest_common_prefix_fetched() -> None:
     cache = remote()
     store(cache, 0, FULLS[:1])
     store(cache, 1, WINDOWS[:2])
@@ -81,7 +81,7 @@ def test_what_is_fetched_takes_no_room_from_what_the_same_prefix_needs() -> None
     assert cache.lookup(BOTH, 0.0).tokens == 12
 
 
-def test_keys_out_of_place_where_only_the_store_is_asked_are_refused_with_nothing_changed() -> None:
+def test_misplaced_keys_for_remote_probe_are_refused_with_nothing_changed() -> None:
     cache = TieredCache([TierSpec(HOST, 64)], CacheSettings(groups=(FULL, FULL), events=9), remote=[STORE])
     known, new = keys_of(0, 6), keys_of(0, 7, "b")
     store(cache, 0, known)

@@ -7,8 +7,8 @@ from cache_kit import Setup, key
 from cache_model import World
 from test_recovery_and_reset import load
 
-from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Status
-from longshore.cache import DevicePool, EventKind, GroupKeys, MissReason
+from longshore.boundary import FILE, HOST, Cancel, Forget, Status
+from longshore.cache import MissReason
 from longshore.errors import CacheError
 
 BOTH = Setup(host=8, file=8, backup="write_through")
@@ -75,7 +75,7 @@ def test_slots_of_jobs_are_nobodys_until_these_have_ended() -> None:
     world.drain()
 
 
-def test_a_bad_record_that_is_read_at_a_reset_is_lost_all_the_same() -> None:
+def test_corrupt_record_read_during_a_reset_is_lost() -> None:
     world = World(BOTH).stored("ab")
     world.discard("ab", HOST)
     world.loading("ab")
@@ -125,14 +125,3 @@ def test_what_was_peeked_at_is_let_go_of() -> None:
     assert world.cache.held == 0
     assert world.where("a") == {HOST: "ready", FILE: "ready"}
     world.drain()
-
-
-def test_a_device_pool_tells_what_it_forgets() -> None:
-    cache = BOTH._replace(events=100).build()
-    pool = DevicePool(cache, 2)
-    (block,) = pool.allocate(1)
-    pool.store(GroupKeys([key("a")]), [block])
-    pool.reset(keep=ALL)
-    told = [(event.kind, event.tier, event.cause) for event in cache.events()]
-    assert told[-1] == (EventKind.REMOVED, DEVICE, "reset")
-    pool.check_integrity()

@@ -38,7 +38,7 @@ def test_a_tier_that_grows_takes_more_and_keeps_what_it_has(policy: str) -> None
     world.drain()
 
 
-def test_a_tier_does_not_shrink_below_what_is_taken_however_little_that_is() -> None:
+def test_tier_does_not_shrink_below_a_used_slot() -> None:
     world = World(Setup(host=4)).stored("a", "b", "c")
     world.discard("a", HOST)
     world.discard("b", HOST)  # one chunk is left, in slot 2
@@ -75,7 +75,7 @@ def test_what_is_held_read_or_needed_is_not_discarded() -> None:
     resize(world, HOST, 0, discard=True)
 
 
-def test_with_a_copy_below_even_what_is_held_may_leave_the_host_tier() -> None:
+def test_leased_chunk_with_colder_copy_may_leave_host_tier() -> None:
     world = World(Setup(host=4, file=4, backup="write_through")).stored("abcd")
     hold = world.lease("abcd")
     resize(world, HOST, 1, discard=True)

@@ -68,7 +68,7 @@ def test_what_is_beyond_the_budget_is_refused_and_counted_once() -> None:
     assert told.where("c") == {HOST: "ready"}
 
 
-def test_what_was_refused_is_written_when_it_is_used_and_there_is_budget_again() -> None:
+def test_refused_chunk_is_written_on_use_once_budget_returns() -> None:
     told = world(hourly=1)
     store(told, "a", "b")
     assert in_file(told) == {"a"}
@@ -95,7 +95,7 @@ def test_a_flush_ends_also_without_budget() -> None:
     assert in_file(told) == {"a"}
 
 
-def test_a_tier_that_is_off_is_not_written_again_and_keeps_what_it_has() -> None:
+def test_disabled_tier_gets_no_writes_and_keeps_its_chunks() -> None:
     told = World(Setup(host=8, file=3, backup="write_through"))
     store(told, "a", "b")
     told.store("c", 0, True)

@@ -17,7 +17,7 @@ from longshore.layout import KVLayout
 from longshore.runtime.stack import open_stack
 from longshore.transfer import CpuDevice
 from longshore.transfer.device.base import Copy, CpuStream, DeviceEvent, Stream
-from longshore.transfer.plan import CopyBatch
+from longshore.transfer.pieces import CopyBatch
 
 PATIENCE = 10.0
 """Seconds until something that must happen counts as not happening."""

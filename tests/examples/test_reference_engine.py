@@ -14,7 +14,7 @@ from reference_kit import DECODER, SHAPE, Rig, resident, rig, same_bits, tokens,
 
 from longshore.boundary import DEVICE, FILE, HOST
 from longshore.transfer import ONBOARD
-from longshore.transfer.plan import CopyBatch
+from longshore.transfer.pieces import CopyBatch
 
 LAYERS = range(SHAPE.layers)
 

@@ -12,7 +12,7 @@ from reference_kit import DECODER, PATIENCE, SHAPE, resident, rig, same_bits, to
 
 from longshore.boundary import DEVICE, HOST
 from longshore.errors import CapacityError, EngineError
-from longshore.transfer.plan import CopyBatch
+from longshore.transfer.pieces import CopyBatch
 
 LAYERS = range(SHAPE.layers)
 

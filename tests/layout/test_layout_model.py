@@ -167,7 +167,7 @@ def test_elements_smaller_than_a_byte_cannot_be_placed(dtype: str) -> None:
         KVLayout((one_group(PageRef(0, 0, 8, 8)),), [Shell(dtype)], 10)
 
 
-def test_a_page_may_not_reach_beyond_a_view_of_a_storage_that_goes_on() -> None:
+def test_page_beyond_its_tensor_view_is_refused() -> None:
     whole = bytes_of(160)
     KVLayout((one_group(PageRef(0, 0, 8, 8)),), [whole[80:]], 10)
     with pytest.raises(LayoutError, match="end 8 bytes after"):

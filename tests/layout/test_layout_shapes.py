@@ -251,7 +251,7 @@ def test_groups_of_other_block_sizes_and_backends_over_one_pool() -> None:
         plan(layout, taken, [4096 * i for i in range(4)], into=DEVICE, host_address=0, host_bytes=1 << 20)
 
 
-def test_a_range_of_layers_is_a_range_of_every_tensor_of_these_layers() -> None:
+def test_layer_range_covers_every_tensor_of_its_layers() -> None:
     """Draft layers are layers: what asks for the model's alone leaves them where they are."""
     made = a_draft_model_after_the_model(1)
     arguments: dict[str, Any] = {"into": HOST, "host_address": 0, "host_bytes": 1 << 20}

@@ -66,6 +66,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "tests/cache/test_slab_pool.py",
         "tests/cache/test_image_sizes.py",
         "tests/cache/test_resize.py",
+        "tests/cache/test_recovery.py",
         "tests/cache/test_recovery_and_reset.py",
         "tests/cache/test_load.py",
         "tests/cache/test_offload.py",

@@ -48,7 +48,7 @@ def test_blocks_that_no_job_touches_are_free_at_once(rig: Rig) -> None:
     assert rig.runtime.guarded.late == 0
 
 
-def test_a_block_that_a_job_touches_is_parked_until_the_job_has_ended(rig: Rig) -> None:
+def test_block_in_use_by_a_job_is_parked_until_end(rig: Rig) -> None:
     job = rig.offload(3, 4)
     assert rig.guard.settle([1, 3, 4]) == [1]
     assert rig.runtime.guarded.late == 2

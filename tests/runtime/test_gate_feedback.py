@@ -90,7 +90,7 @@ def test_what_is_slower_to_read_than_to_compute_is_computed_and_counted() -> Non
     assert rig.runtime.gate.refused == 4
 
 
-def test_a_prefetch_is_not_counted_nor_tried_as_its_request_is_asked_for_again() -> None:
+def test_prefetch_is_neither_counted_nor_tried_by_the_gate() -> None:
     rig = learned(1.0)
     assert [rig.runtime.worth_loading(rig.lookup(), 0, ahead=True) for _ in range(1000)] == [0] * 1000
     assert rig.runtime.gate.refused == 0

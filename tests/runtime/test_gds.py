@@ -32,7 +32,7 @@ from longshore.keys import Scope
 from longshore.layout import KVLayout, from_rows
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import stack as stack_module
-from longshore.runtime.gds_mover import GdsMover, ImageRing
+from longshore.runtime.ring_mover import ImageRing, RingMover
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import Stack, open_stack
 from longshore.testing import flip_image_bit
@@ -162,9 +162,7 @@ def test_a_stack_without_threads_to_spare_leaves_nothing_behind(
     assert library.is_clean, library.breaches
 
 
-def test_daily_writes_are_a_bound_without_a_host_tier_too_and_leave_the_policy_of_offloads(
-    pages: Pages, tmp_path: Path, library: StandInCuFile
-) -> None:
+def test_daily_write_budget_holds_without_host_tier(pages: Pages, tmp_path: Path, library: StandInCuFile) -> None:
     hourly = 3 * (4096 + pages.layout.image_bytes)
     with opened(pages, tmp_path, library, file_daily_writes=24 * hourly) as stack:
         store(stack, list(range(2 * CHUNKS)))
@@ -302,7 +300,7 @@ class Machine:
         )
         self.engine = TransferEngine(layout, CpuDevice(), self.ring)
         self.now = 0.0
-        self.mover = GdsMover(self.engine, layout, self.ring, self.tier, clock=lambda: self.now)
+        self.mover = RingMover(self.engine, layout, self.ring, self.tier, clock=lambda: self.now)
         self.layout: KVLayout = layout
 
     def transfer(self, job: int, route: Route, chunks: range, **changes: Any) -> Transfer:
@@ -407,7 +405,7 @@ def test_a_cancelled_read_lets_go_of_its_blocks_at_once(
     np.testing.assert_array_equal(pages.read(range(6)), after)
 
 
-def test_a_write_lets_go_of_its_blocks_when_its_images_are_in_the_ring(
+def test_write_releases_its_blocks_once_images_are_in_ring(
     machine: Machine, pages: Pages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, poll = pages.read(range(6)), machine.tier.poll
@@ -488,9 +486,7 @@ def test_close_ends_everything_and_the_results_can_be_polled(machine: Machine) -
         machine.mover.submit(machine.transfer(3, WRITE, range(1)))
 
 
-def test_a_stack_that_is_closed_in_the_midst_of_a_job_ends_it(
-    pages: Pages, tmp_path: Path, library: StandInCuFile
-) -> None:
+def test_closing_a_stack_ends_its_job_in_flight(pages: Pages, tmp_path: Path, library: StandInCuFile) -> None:
     stack = opened(pages, tmp_path, library)
     with stack.runtime.control() as cache:
         job = cache.store({0: GroupKeys(KEYS)}, {0: list(range(2 * CHUNKS))})[0].job

@@ -35,7 +35,7 @@ def test_a_cuda_device_gets_the_whole_arena() -> None:
 
 
 @pytest.mark.parametrize(("numa", "unknown"), [("auto", 1), ("off", 0)])
-def test_a_device_that_nobody_can_place_is_counted_unless_that_is_switched_off(numa: str, unknown: int) -> None:
+def test_unknown_numa_node_is_counted_unless_binding_is_off(numa: str, unknown: int) -> None:
     registrar = CudaRegistrar(CudaStandIn(pci=None))
     arena = open_arena(Config.make(host_numa=numa), 1, IMAGE, registrar)
     assert arena.report.fallbacks[Fallback.NUMA_UNKNOWN] == unknown

@@ -69,7 +69,7 @@ def test_failed_upstream_items_and_items_behind_them_are_not_copied(
     rig.check_idle()
 
 
-def test_failed_upstream_item_of_one_group_is_counted_under_its_reason_and_all_others_as_behind() -> None:
+def test_failed_item_of_a_group_is_counted_and_others_behind() -> None:
     rig = Rig(groups=(CacheGroup(block_size=1), CacheGroup(block_size=1, window=2)))
     groups = {0: path(3), 1: path(3, first=50)}
     for group, keys in groups.items():

@@ -152,7 +152,7 @@ def test_copies_alone_are_tested_into_a_slot_and_back(tmp_path: Path) -> None:
     assert (rows.rows == 0xAA).all()
 
 
-def test_a_copy_that_comes_back_wrong_is_told_and_the_blocks_are_as_they_were(tmp_path: Path) -> None:
+def test_wrong_copy_is_reported_and_blocks_are_restored(tmp_path: Path) -> None:
     rows = Rows(sound=1)
     with stack_over(rows, tmp_path / "kv", "write_back") as stack:
         with pytest.raises(

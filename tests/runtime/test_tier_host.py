@@ -200,7 +200,7 @@ def test_a_reset_reaches_the_files_also_when_the_process_is_away(opener: Opener)
     assert [chunk.key for chunk in harness.tier.recover()] == [key(1)]
 
 
-def test_a_process_that_does_not_forget_in_time_is_ended_and_the_next_one_does(
+def test_late_reset_kills_tier_host_and_next_one_applies_it(
     harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier, "FORGET_PATIENCE", 0.05)
@@ -213,7 +213,7 @@ def test_a_process_that_does_not_forget_in_time_is_ended_and_the_next_one_does(
     harness.assert_misses(0, 0, generation=1)
 
 
-def test_a_process_that_is_opening_when_a_reset_comes_is_ended_and_the_next_one_knows_of_it(
+def test_reset_during_opening_restarts_tier_host_with_the_reset(
     harness: HostedHarness,
 ) -> None:
     harness.store(0, 0)
@@ -250,7 +250,7 @@ def test_unless_weights_do_not_change(opener: Opener) -> None:
     harness.assert_serves(0, 0)
 
 
-def test_a_reset_that_cannot_be_made_durable_is_an_error_until_it_can(opener: Opener) -> None:
+def test_reset_that_is_not_durable_raises_until_it_is(opener: Opener) -> None:
     harness = opener()
     resource.prlimit(harness.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     for _ in range(2):
@@ -287,7 +287,7 @@ def test_a_reset_while_the_process_is_away_outlives_a_kill_of_everything(harness
     assert found_after_a_kill(harness) == (times, [])
 
 
-def test_a_reset_that_a_stopped_process_does_not_confirm_outlives_a_kill_of_everything(
+def test_reset_unconfirmed_by_stopped_tier_host_survives_a_kill(
     harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier, "FORGET_PATIENCE", 1.0)
@@ -305,9 +305,7 @@ def test_a_reset_while_the_process_is_away_outlives_a_close(harness: HostedHarne
     assert found_after_a_kill(harness) == (1, [])
 
 
-def test_a_reset_that_nobody_could_write_is_written_when_the_tier_is_closed(
-    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritten_reset_is_written_on_close(harness: HostedHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     harness.store(0, 0)
     harness.kill()
     with monkeypatch.context() as patch:
@@ -331,9 +329,7 @@ def test_a_reset_that_nobody_can_ever_write_leaves_nothing_to_be_found(
     assert found_after_a_kill(harness)[1] == []
 
 
-def test_a_reset_beside_a_disk_that_hangs_is_an_error_and_not_a_hang(
-    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reset_on_a_hung_disk_is_an_error(harness: HostedHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(tier, "FORGET_PATIENCE", 0.2)
     monkeypatch.setattr(tier.PendingReset, "write", lambda self, generation: hangs.wait())
@@ -545,7 +541,7 @@ def test_a_private_arena_is_refused(tmp_path: Path) -> None:
     arena.close()
 
 
-def test_a_process_that_does_not_end_is_killed_when_the_tier_is_closed(
+def test_tier_host_that_does_not_end_is_killed_on_close(
     harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tier, "CLOSE_PATIENCE", 0.1)

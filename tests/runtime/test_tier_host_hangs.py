@@ -210,7 +210,7 @@ def test_a_disk_that_hangs_costs_misses_and_no_process(opener: Callable[..., Han
     assert (harness.pid, harness.tier.troubles["tier_host"], harness.tier.troubles["stalled"]) == (pid, 0, 1)
 
 
-def test_an_order_that_waits_for_a_disk_that_hangs_ends_by_its_deadline(opener: Callable[..., Hanging]) -> None:
+def test_operation_on_a_hung_disk_ends_at_its_deadline(opener: Callable[..., Hanging]) -> None:
     harness = opener(WORKERS)
     harness.store(0, 0)
     harness.gate.touch()

@@ -78,7 +78,7 @@ def test_memory_that_cannot_be_had_is_an_error_that_leaves_nothing(settings: Are
 
 
 @KINDS
-def test_memory_that_runs_out_while_it_is_touched_is_an_error_that_leaves_nothing(settings: ArenaSettings) -> None:
+def test_out_of_memory_while_touching_raises_and_leaves_nothing(settings: ArenaSettings) -> None:
     addresses = []
 
     def full(address: int, nbytes: int, advice: int) -> None:

@@ -26,7 +26,7 @@ def test_memory_is_pinned_for_all_devices_and_mapped() -> None:
     assert runtime.device.ranges == {}
 
 
-def test_trap_16_a_failed_registration_leaves_no_error_and_is_counted_and_said(
+def test_trap_16_failed_registration_is_counted_logged_and_clears_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     runtime = CudaStandIn(refused={0, 2})
@@ -78,7 +78,7 @@ def test_a_runtime_whose_errors_could_not_be_taken_back_is_not_asked(monkeypatch
     arena.close()
 
 
-def test_on_a_gpu_the_memory_is_pinned_and_a_failure_leaves_nothing_behind() -> None:
+def test_memory_is_pinned_on_a_gpu_and_failure_leaves_nothing() -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")

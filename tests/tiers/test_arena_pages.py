@@ -70,7 +70,7 @@ def test_several_threads_are_at_it_at_once() -> None:
     assert populate(System(madvise=meet), 0, 3 << 26, 3)
 
 
-def test_a_kernel_that_cannot_make_pages_ahead_is_counted_and_they_are_touched() -> None:
+def test_kernel_without_populate_is_counted_and_pages_are_touched() -> None:
     nbytes = 130 * MIB + PAGE
     arena = Arena(nbytes, ArenaSettings(threads=2), system=System(madvise=Advice(MADV_POPULATE_WRITE)))
     assert arena.report.fallbacks[Fallback.POPULATE] == 1

@@ -172,7 +172,7 @@ def test_everything_is_unregistered_once_and_before_the_memory_goes() -> None:
     assert (arena.report.registered_pieces, arena.report.registered_bytes) == (0, 0)
 
 
-def test_a_device_that_does_not_let_go_is_an_error_after_all_the_rest_is_done() -> None:
+def test_failed_unregistration_raises_after_the_rest_is_released() -> None:
     arena, device = Arena(6 * SLOT), PinningDevice(kept={1})
     arena.register(device, SLOT, largest=2 * SLOT)
     with pytest.raises(

@@ -202,7 +202,7 @@ class TestRestart:
         with pytest.raises(TierError, match=r"generation 1 was never given to forget\(\), which knows 0"):
             harness.tier.submit([harness.op(Op.WRITE, 0, 0, generation=1)], 1e18)
 
-    def test_a_generation_that_could_not_be_stored_is_not_known_until_it_is(
+    def test_generation_is_refused_until_it_is_stored(
         self, harness: TierHarness, opener: Opener, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         harness.store(0, 0)

@@ -132,7 +132,7 @@ def test_a_system_that_takes_them_bit_by_bit_gets_all(queue: AioQueue, calls: Ca
     assert not calls.answers[NUMBERS.submit]
 
 
-def test_what_the_system_does_not_take_has_failed_and_the_others_have_ended(queue: AioQueue, calls: Calls) -> None:
+def test_refused_pieces_fail_and_the_others_end(queue: AioQueue, calls: Calls) -> None:
     calls.answers[NUMBERS.submit] = [takes_one, fails(errno.EAGAIN)]
     pieces = [Piece([memory(1)], page * PAGE) for page in (5, 6, 7)]
     assert move(queue, pieces, writing=False) == [PAGE, -errno.EAGAIN, -errno.EAGAIN]
@@ -145,7 +145,7 @@ def test_a_wait_that_is_interrupted_goes_on(queue: AioQueue, calls: Calls) -> No
     assert not calls.answers[NUMBERS.getevents]
 
 
-def test_a_wait_that_fails_ends_what_is_under_way_and_gives_the_context_back(queue: AioQueue, calls: Calls) -> None:
+def test_failed_wait_ends_io_in_flight_and_destroys_the_context(queue: AioQueue, calls: Calls) -> None:
     before = contexts()
     calls.answers[NUMBERS.getevents] = [fails(errno.EFAULT)]
     piece = Piece([memory(1)], 9 * PAGE)
@@ -198,7 +198,7 @@ def test_whoever_waits_can_be_woken_up_before_and_while_it_does(queue: AioQueue)
     assert not waiting.is_alive()
 
 
-def test_nothing_of_it_is_left_in_the_end_nor_when_it_cannot_be_had(fd: int, calls: Calls) -> None:
+def test_no_context_is_left_after_close_or_failed_setup(fd: int, calls: Calls) -> None:
     before = contexts(), open_files()
     queue = SystemIo().open_queue(fd, PIECES, BUFFERS)
     assert queue is not None
@@ -336,9 +336,7 @@ def load(harness: TierHarness, slots: Sequence[int]) -> tuple[Status, ...]:
     return statuses
 
 
-def test_records_that_lie_apart_are_in_the_disk_at_once_and_neighbours_are_one_piece(
-    harness: TierHarness, io: Spied
-) -> None:
+def test_distant_records_move_in_parallel_and_adjacent_ones_together(harness: TierHarness, io: Spied) -> None:
     slots = [5, 0, 3, 1, 7]
     for run in (store, load):
         assert run(harness, slots) == (Status.OK,) * 5
@@ -378,7 +376,7 @@ def test_a_bad_sector_fails_the_record_that_it_is_in(
     assert {chunk.slot for chunk in harness.tier.recover()} == ({0, 4, 6} if run is store else _left(status))
 
 
-def test_pieces_of_which_several_are_cut_short_at_once_go_on_each_for_itself(harness: TierHarness, io: Spied) -> None:
+def test_several_short_pieces_continue_independently(harness: TierHarness, io: Spied) -> None:
     """Though the queue gives the numbers of those that have ended to what is left of others."""
     store(harness, APART)
     cut = {slot * STRIDE: (1 + slot // 2) * PAGE for slot in APART}

@@ -118,7 +118,7 @@ def test_a_rotten_record_between_others_is_a_miss_and_they_are_served(
     assert {chunk.slot for chunk in harness.tier.recover()} == {0, 3}
 
 
-def test_another_key_in_a_slot_between_others_is_a_miss_and_they_are_served(harness: TierHarness) -> None:
+def test_foreign_record_between_others_is_a_miss_alone(harness: TierHarness) -> None:
     store(harness, range(3))
     harness.store(1, 99)
     assert load(harness, range(3)) == (Status.OK, Status.MISMATCH, Status.OK)
@@ -161,7 +161,7 @@ def test_a_call_that_moves_a_part_goes_on_from_there(harness: TierHarness, io: S
     assert not io.short
 
 
-def test_a_disk_that_fails_is_left_alone_after_as_many_failures_as_ever(harness: TierHarness, io: Sectors) -> None:
+def test_failing_disk_is_disabled_after_the_usual_failures(harness: TierHarness, io: Sectors) -> None:
     io.bad = {slot * STRIDE: errno.EIO for slot in range(SLOTS)}
     assert set(store(harness, range(4))) == {Status.IO_ERROR}
     assert cast(FileTier, harness.tier).state is TierState.ON
@@ -170,7 +170,7 @@ def test_a_disk_that_fails_is_left_alone_after_as_many_failures_as_ever(harness:
     assert cast(FileTier, harness.tier).troubles["write_io_error"] == 8
 
 
-def test_what_ends_within_a_slot_and_what_has_no_page_of_its_own_goes_alone(harness: TierHarness, io: Sectors) -> None:
+def test_unaligned_records_are_not_coalesced(harness: TierHarness, io: Sectors) -> None:
     ops = batch(harness, Op.WRITE, range(4))
     ops[1] = ops[1]._replace(length=IMAGE - PAGE)
     ops[3] = ops[3]._replace(offset=ops[3].offset + 512)
@@ -191,7 +191,7 @@ def test_a_reset_between_two_writes_keeps_them_apart(harness: TierHarness, io: S
         max_size=80,
     ),
 )
-def test_each_operation_is_in_one_task_and_those_of_a_task_can_go_together(
+def test_each_operation_is_in_one_task_of_compatible_operations(
     slots: list[tuple[int, Op, int, int]],
 ) -> None:
     ops = [TierOp(op, slot, key(slot), None, 0, length, generation) for slot, op, length, generation in slots]

@@ -122,7 +122,7 @@ def all_of(moment: Moment, random: Random) -> Iterable[Image]:
 
 
 @pytest.mark.parametrize("story", [short_story, long_story, joint_story, apart_story, side_by_side_story, given_story])
-def test_after_a_kill_at_any_point_what_was_reported_is_listed_and_what_is_listed_is_served(
+def test_kill_at_any_point_loses_no_reported_record(
     story: Callable[[], Story],
 ) -> None:
     told = story()
@@ -141,7 +141,7 @@ def test_after_a_kill_at_any_point_what_was_reported_is_listed_and_what_is_liste
             assert judged.listed <= holds.items() | upcoming.items(), f"{moment.call}: {judged.listed} listed"
 
 
-def test_every_state_that_a_crash_of_the_machine_can_leave_serves_no_wrong_byte() -> None:
+def test_every_crash_state_serves_no_wrong_byte() -> None:
     """Every one, at every point: torn records, torn notes, torn checkpoints, in all combinations."""
     story = short_story()
     distinct, random = Distinct(), Random(6)
@@ -155,7 +155,7 @@ def test_every_state_that_a_crash_of_the_machine_can_leave_serves_no_wrong_byte(
     assert {pair for each in judged for pair in each.listed} == {(0, 1), (0, 2)}
 
 
-def test_records_that_were_written_in_one_call_are_torn_apart_and_none_is_served_wrong() -> None:
+def test_records_of_one_call_tear_apart_and_none_is_wrong() -> None:
     before = finished(joint_story())[-1].killed()
     story = Story(before)
     story.write_together({0: 5, 1: 1})
@@ -168,7 +168,7 @@ def test_records_that_were_written_in_one_call_are_torn_apart_and_none_is_served
 
 
 @pytest.mark.parametrize("write", [Story.write_together, Story.write_side_by_side])
-def test_records_that_were_written_at_once_are_torn_each_by_itself_and_none_is_served_wrong(
+def test_records_written_in_parallel_tear_independently_and_none_is_wrong(
     write: Callable[[Story, dict[int, int]], None],
 ) -> None:
     before = finished(apart_story())[-1].killed()
@@ -187,7 +187,7 @@ def test_records_that_were_written_at_once_are_torn_each_by_itself_and_none_is_s
     assert set(itertools.chain(*served)) == {(0, 3), (1, 4), (0, 5), (1, 1)}
 
 
-def test_states_while_a_slab_changes_its_image_size_before_a_checkpoint_serve_no_wrong_byte() -> None:
+def test_crash_states_of_slab_change_before_checkpoint_are_correct() -> None:
     """Of the machine's crashes, too: nothing of the first record need be on the medium."""
     story = handed_over(0, 2, safe=False)
     distinct, random = Distinct(), Random(5)
@@ -200,7 +200,7 @@ def test_states_while_a_slab_changes_its_image_size_before_a_checkpoint_serve_no
 
 
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1), (2, 0)])
-def test_every_state_while_a_slab_changes_its_image_size_serves_no_wrong_byte(first: int, then: int) -> None:
+def test_every_crash_state_of_a_slab_change_serves_no_wrong_byte(first: int, then: int) -> None:
     """Of the machine's crashes, too: a record of either size may be torn by one of the other."""
     story = handed_over(first, then, safe=True)
     distinct = Distinct()

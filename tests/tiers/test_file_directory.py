@@ -144,9 +144,7 @@ os.wait(); print('child ended', flush=True); time.sleep(600)"""
                 opener()
         opener()
 
-    def test_a_forked_child_that_opens_it_keeps_the_lock_when_it_closes_what_it_inherited(
-        self, opener: Opener, directory: Path
-    ) -> None:
+    def test_forked_child_keeps_its_lock_after_closing_inherited_files(self, opener: Opener, directory: Path) -> None:
         program = """
 ours, theirs = os.pipe()
 if os.fork():

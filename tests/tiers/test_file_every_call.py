@@ -270,7 +270,7 @@ OTHERS = {"larger images": one_size(pages=2), "two sizes": TWO_SIZES, "more": MO
 
 @pytest.mark.parametrize("wrong", ["EIO", "ENOSPC"])
 @pytest.mark.parametrize("other", OTHERS)
-def test_an_open_that_fails_with_other_slabs_leaves_the_directory_as_it_was(wrong: str, other: str) -> None:
+def test_failed_open_with_other_slabs_leaves_directory_unchanged(wrong: str, other: str) -> None:
     """Up to the superblock, which says in one step that they are others; from there on, the tier is the new one."""
     shape = one_size()
     first = SimulatedDisk()

@@ -177,7 +177,7 @@ def windows(harness: TierHarness) -> dict[bool, int]:
     return room
 
 
-def test_as_many_tasks_as_the_window_has_are_in_the_disk_at_once_and_no_more(harness: TierHarness, io: HeldIo) -> None:
+def test_tasks_in_flight_fill_the_window_and_no_more(harness: TierHarness, io: HeldIo) -> None:
     io.queue.hold()
     ops = reads(harness)
     tickets = [ask(harness, op) for op in ops]
@@ -191,9 +191,7 @@ def test_as_many_tasks_as_the_window_has_are_in_the_disk_at_once_and_no_more(har
     assert io.queue.most == executor.WINDOW_TASKS < SLOTS
 
 
-def test_as_many_bytes_as_the_window_has_are_in_the_disk_at_once_or_a_task_more(
-    harness: TierHarness, io: HeldIo
-) -> None:
+def test_bytes_in_flight_fill_the_window_plus_one_task(harness: TierHarness, io: HeldIo) -> None:
     windows(harness)[False] = 2 * TierTests.image_bytes + 1
     io.queue.hold()
     ops = reads(harness)
@@ -247,9 +245,7 @@ def test_reads_go_before_writes_that_wait(harness: TierHarness, io: HeldIo) -> N
 
 @pytest.mark.parametrize("moved", [-errno.EAGAIN, -errno.EINTR, -errno.EFAULT, 0, STRIDE - PAGE])
 @pytest.mark.parametrize("kind", [Op.READ, Op.WRITE])
-def test_what_the_queue_was_interrupted_in_or_did_not_take_is_moved_with_patience(
-    harness: TierHarness, io: HeldIo, kind: Op, moved: int
-) -> None:
+def test_interrupted_or_refused_pieces_are_retried(harness: TierHarness, io: HeldIo, kind: Op, moved: int) -> None:
     io.queue.wrong = {2 * STRIDE: moved, 4 * STRIDE: moved}
     ops = [harness.op(kind, slot, slot, place=slot) for slot in (0, 2, 4)]
     served(harness, ask(harness, *ops), *ops)
@@ -260,9 +256,7 @@ def test_what_the_queue_was_interrupted_in_or_did_not_take_is_moved_with_patienc
 
 
 @pytest.mark.parametrize("kind", [Op.READ, Op.WRITE])
-def test_a_piece_that_is_cut_short_goes_on_through_the_queue_from_the_page_it_stopped_in(
-    harness: TierHarness, io: HeldIo, kind: Op
-) -> None:
+def test_short_piece_continues_from_the_page_where_it_stopped(harness: TierHarness, io: HeldIo, kind: Op) -> None:
     io.queue.wrong = {2 * STRIDE: PAGE + 512, 3 * STRIDE: 2 * PAGE}
     op = harness.op(kind, 2, 2)
     served(harness, ask(harness, op), op)
@@ -271,7 +265,7 @@ def test_a_piece_that_is_cut_short_goes_on_through_the_queue_from_the_page_it_st
 
 
 @pytest.mark.parametrize("kind", [Op.READ, Op.WRITE])
-def test_a_piece_that_is_interrupted_without_end_has_failed_and_one_that_goes_on_has_not(
+def test_endlessly_interrupted_piece_fails_and_progressing_one_does_not(
     harness: TierHarness, io: HeldIo, monkeypatch: pytest.MonkeyPatch, kind: Op
 ) -> None:
     monkeypatch.setattr(io.queue, "_move", lambda piece, writing: -errno.EINTR)
@@ -300,9 +294,7 @@ def test_an_executor_that_was_closed_takes_nothing_more(harness: TierHarness) ->
         executor.submit([], [], math.inf)
 
 
-def test_a_record_that_the_disk_fails_is_tried_once_more_by_itself_while_others_go_on(
-    harness: TierHarness, io: HeldIo
-) -> None:
+def test_failed_record_is_retried_alone_while_others_continue(harness: TierHarness, io: HeldIo) -> None:
     bad, good = [harness.op(Op.READ, slot, slot, place=slot) for slot in (0, 2)], harness.op(Op.READ, 4, 4, place=4)
     io.queue.wrong = {0: -errno.EIO}
     io.queue.hold()
@@ -333,9 +325,7 @@ def test_staging_comes_back_from_tasks_that_fail(harness: TierHarness, io: HeldI
     harness.assert_serves(0, 0)
 
 
-def test_reads_have_a_window_of_their_own_and_go_past_writes_that_wait_for_theirs(
-    harness: TierHarness, io: HeldIo
-) -> None:
+def test_reads_overtake_writes_that_wait_for_their_window(harness: TierHarness, io: HeldIo) -> None:
     windows(harness)[True] = 1
     io.queue.hold()
     writes = [ask(harness, harness.op(Op.WRITE, slot, slot, place=slot)) for slot in (0, 2)]

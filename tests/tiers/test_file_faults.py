@@ -273,7 +273,7 @@ class TestStuckDisk:
         assert order == [0, *[2] * 7, 1, 2, 2]
 
 
-def test_a_read_waits_for_as_many_pieces_as_there_are_threads_and_for_those_that_are_ready(
+def test_read_waits_for_pieces_in_threads_and_ready_ones(
     harness_of: Callable[..., TierHarness],
 ) -> None:
     """Not for all that have been asked for before it: nothing is taken while the threads have enough to do."""

@@ -13,10 +13,8 @@ from longshore.errors import FormatError
 from longshore.tiers.arena import PAGE
 from longshore.tiers.file.format import (
     OPENS_LIMIT,
-    ExpectedRecord,
     RecordHeader,
     Superblock,
-    check_header,
     is_empty,
     pack_header,
     pack_superblock,
@@ -24,6 +22,7 @@ from longshore.tiers.file.format import (
     parse_superblock,
     sequence,
 )
+from longshore.tiers.file.verify import ExpectedRecord, check_header
 
 HEADER = RecordHeader(
     key=bytes(range(32)),

@@ -182,7 +182,7 @@ def test_what_cufile_refuses_goes_by_way_of_the_host_and_is_counted(
     harness.assert_serves(1, 1)
 
 
-def test_a_device_that_fails_ends_like_a_disk_that_fails_and_condemns_no_record(
+def test_device_failure_is_an_io_error_and_quarantines_no_record(
     open_gds: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = open_gds(library=None)
@@ -273,7 +273,7 @@ def test_the_bindings_have_what_is_used_here() -> None:
     assert real.descr_dtype.itemsize == DESCRIPTOR.size
 
 
-def test_with_the_real_bindings_it_works_whether_the_library_is_there_or_not(
+def test_real_bindings_work_with_and_without_the_library(
     open_gds: Callable[..., TierHarness],
 ) -> None:
     harness = open_gds(None)

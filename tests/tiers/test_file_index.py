@@ -58,7 +58,7 @@ class TestWhatALaterProcessIsToldOf:
         expected = [StoredChunk(slot, key(slot), key(slot - 1) if slot else None) for slot in range(SLOTS)]
         assert killed().recover() == expected
 
-    def test_a_slot_that_was_overwritten_after_the_checkpoint_is_never_listed_under_its_old_key(
+    def test_slot_overwritten_after_checkpoint_never_lists_its_old_key(
         self, harness: TierHarness, killed: Callable[..., FileTier]
     ) -> None:
         harness.store(0, 0)
@@ -131,9 +131,7 @@ class TestWhatALaterProcessIsToldOf:
         harness.assert_misses(0, 1)
         assert found(killed()) == {0: key(0)}
 
-    def test_of_records_of_one_key_the_one_that_was_written_last_is_listed(
-        self, harness: TierHarness, killed: Callable[..., FileTier]
-    ) -> None:
+    def test_newest_record_of_a_key_is_listed(self, harness: TierHarness, killed: Callable[..., FileTier]) -> None:
         for slot, number in ((3, 5), (1, 5), (0, 6), (2, 5), (1, 7)):
             harness.store(slot, number)
         assert found(killed()) == {0: key(6), 1: key(7), 2: key(5)}
@@ -155,7 +153,7 @@ class TestWhatALaterProcessIsToldOf:
             assert [chunk.slot for chunk in harness.tier.recover()] == [2, 3, 1, 0]
             harness.reopen()
 
-    def test_after_a_kill_the_order_of_use_is_that_of_the_checkpoint_and_of_writes_since(
+    def test_use_order_after_kill_is_checkpoint_then_later_writes(
         self, harness: TierHarness, killed: Callable[..., FileTier]
     ) -> None:
         for slot in range(4):
@@ -238,7 +236,7 @@ class NotesRefused(PlainIo):
 
 
 class TestWhenTheIndexCannotBeWritten:
-    def test_the_tier_goes_on_without_a_journal_and_the_next_checkpoint_makes_up_for_it(
+    def test_tier_continues_without_journal_until_the_next_checkpoint(
         self, harness_of: Callable[..., TierHarness], caplog: pytest.LogCaptureFixture
     ) -> None:
         io = NotesRefused("journal")
@@ -250,7 +248,7 @@ class TestWhenTheIndexCannotBeWritten:
         assert io.refused == 1
         harness.assert_serves(0, 0)
 
-    def test_a_checkpoint_that_fails_leaves_the_one_before_it_and_may_be_tried_again(
+    def test_failed_checkpoint_keeps_the_last_one_and_can_retry(
         self, harness_of: Callable[..., TierHarness], directory: Path, tmp_path: Path, opener: Opener
     ) -> None:
         io = NotesRefused("index")
@@ -332,7 +330,7 @@ def _record(slot: int, written: int) -> RecordHeader:
     return RecordHeader(written.to_bytes(32, "little"), None, bytes(32), slot, 0, PAGE, written, 0)
 
 
-def test_what_was_written_into_a_slab_that_has_changed_hands_meanwhile_is_not_entered(directory: Path) -> None:
+def test_write_into_a_reassigned_slab_is_not_indexed(directory: Path) -> None:
     opened = Directory(directory)
     index = RecordIndex(opened, Slabs(4 * PAGE, (2 * PAGE, 4 * PAGE), 1), np.zeros(0, ENTRY), 1, sequence(1, 0))
     index.invalidate([(0, 0), (1, 0)])

@@ -196,7 +196,7 @@ class TestNotes:
         assert self.serials(notes((1, 1, INSERTED, pack_invalidation(1, 3)))) == []
         assert self.serials(notes((1, 1, INVALIDATED, self.ENTRIES[1]))) == []
 
-    def test_the_last_word_on_a_slot_counts_and_what_was_entered_last_comes_last(self) -> None:
+    def test_last_journal_record_of_a_slot_counts_and_is_newest(self) -> None:
         data = notes(
             (1, 1, INSERTED, self.ENTRIES[4]),
             (1, 2, INVALIDATED, pack_invalidation(1, 3)),

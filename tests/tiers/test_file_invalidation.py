@@ -150,7 +150,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     world.close()
 
 
-def test_a_journal_that_is_full_loses_records_until_the_next_checkpoint_and_no_invalidation(world: World) -> None:
+def test_full_journal_loses_insertions_but_no_invalidation(world: World) -> None:
     for _ in range(4 * journal_records_for(world.slabs.indices)):
         world.write()
         world.index.flush()
@@ -170,7 +170,7 @@ def test_a_journal_that_is_full_loses_records_until_the_next_checkpoint_and_no_i
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("slabs", [ONE_SIZE, TWO_SIZES], ids=["one size", "two sizes"])
-def test_on_a_disk_that_fails_at_times_nothing_that_was_invalidated_is_listed(
+def test_invalidated_records_are_never_listed_on_a_flaky_disk(
     slabs: Slabs, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longshore.tiers.file.index._FEW_RECORDS", 8)  # so that journals are full all the time
@@ -228,7 +228,7 @@ def test_a_checkpoint_that_failed_does_not_hide_what_the_disk_lists(world: World
     assert world.listed() == {}
 
 
-def test_a_checkpoint_that_is_tried_again_lists_nothing_that_its_journal_cannot_invalidate(
+def test_retried_checkpoint_lists_only_records_its_journal_can_invalidate(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longshore.tiers.file.index._FEW_RECORDS", 8)
@@ -249,7 +249,7 @@ def test_a_checkpoint_that_is_tried_again_lists_nothing_that_its_journal_cannot_
 
 
 @pytest.mark.parametrize("together", [1, 2, 4096])
-def test_what_another_time_left_behind_the_notes_counts_for_nothing_however_they_are_read(
+def test_stale_journal_bytes_after_the_end_are_ignored(
     world: World, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longshore.tiers.file.recovery._AT_ONCE", together * JOURNAL_RECORD.itemsize)
@@ -261,7 +261,7 @@ def test_what_another_time_left_behind_the_notes_counts_for_nothing_however_they
     assert set(world.listed() or ()) == {0, 1}
 
 
-def test_what_was_written_to_a_slab_that_another_size_has_by_now_is_not_entered() -> None:
+def test_write_to_a_slab_of_another_size_is_not_indexed() -> None:
     world = World(TWO_SIZES, 0)
     for place in ((0, 0), (1, 1)):
         world.index.invalidate([place])

@@ -35,7 +35,7 @@ def test_trap_35_a_record_that_is_cut_short_is_a_miss(harness: TierHarness, dire
     harness.assert_misses(SLOTS - 1, 0)
 
 
-def test_trap_35_what_another_run_left_in_the_same_place_is_a_miss(
+def test_trap_35_record_of_another_run_in_the_slot_is_a_miss(
     harness: TierHarness, opener: Callable[..., FileTier]
 ) -> None:
     """The slot and the key are the same; the model behind them, which the scope stands for, is not."""
@@ -45,9 +45,7 @@ def test_trap_35_what_another_run_left_in_the_same_place_is_a_miss(
     harness.assert_misses(0, 0)
 
 
-def test_trap_36_it_does_not_grow_and_counts_what_it_holds_after_a_restart(
-    harness: TierHarness, directory: Path
-) -> None:
+def test_trap_36_tier_does_not_grow_and_counts_records_after_restart(harness: TierHarness, directory: Path) -> None:
     for turn in range(5):
         for slot in range(SLOTS):
             harness.store(slot, 100 * turn + slot)

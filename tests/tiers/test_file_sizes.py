@@ -241,9 +241,7 @@ class TestRestart:
         harness.reopen()
         assert listed(harness) == {}
 
-    def test_slabs_above_an_end_that_was_not_cut_yet_do_not_come_back(
-        self, harness: TierHarness, directory: Path
-    ) -> None:
+    def test_slabs_above_an_untrimmed_end_are_not_recovered(self, harness: TierHarness, directory: Path) -> None:
         """As a crash leaves it between the superblock of a smaller tier and the cut."""
         store_large(harness, 1, 1)
         store_large(harness, 3, 3)

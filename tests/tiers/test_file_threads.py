@@ -39,9 +39,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Refuse:
     return refuse
 
 
-def test_a_tier_that_gets_too_few_threads_is_not_opened_and_leaves_none(
-    opener: Callable[..., FileTier], refuse: Refuse
-) -> None:
+def test_open_fails_with_too_few_threads_and_leaves_none(opener: Callable[..., FileTier], refuse: Refuse) -> None:
     opener().close()
     before = set(threading.enumerate())
     assert refuse("file-2") == []

@@ -68,7 +68,7 @@ def test_next_references_are_found_some_at_a_time(blocks: list[int], at_once: in
         assert next_references(np.array(blocks, np.int32)).tolist() == following
 
 
-def test_a_trace_that_is_hit_all_the_time_takes_nine_bytes_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_always_hit_trace_takes_nine_bytes_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longshore.trace.analysis._AT_ONCE", 1 << 13)
     paths = Paths(range(16 * (i % 40), 16 * (i % 40) + 16) for i in range(6_000))
     assert (paths.references, paths.unique) == (96_000, 640)

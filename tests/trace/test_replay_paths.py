@@ -49,7 +49,7 @@ def test_a_prompt_longer_than_the_tier_keeps_its_head() -> None:
     assert [replay.serve(range(9)), replay.serve(range(9))] == [0, 4]
 
 
-def test_more_blocks_than_may_be_in_flight_by_default_are_stored_at_once() -> None:
+def test_prompt_beyond_default_writes_in_flight_is_stored_at_once() -> None:
     replay = CacheReplay(Gittins, 3000)
     assert [replay.serve(range(2500)), replay.serve(range(2500))] == [0, 2500]
 
@@ -62,7 +62,7 @@ def test_a_load_that_fails_is_an_error_and_no_hit(monkeypatch: pytest.MonkeyPatc
         replay.serve([1, 2])
 
 
-def test_hints_of_a_trace_reach_the_policy_by_the_verbs_as_in_the_plain_experiment() -> None:
+def test_trace_hints_reach_the_policy_as_in_the_experiment() -> None:
     """Half of the sessions end at once, the others come back 40 requests later; there is room for those alone."""
     for kind in (Experiment, CacheReplay):
         hits = {}

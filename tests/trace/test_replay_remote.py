@@ -80,7 +80,7 @@ def test_a_slow_store_is_left_alone_by_the_gate() -> None:
     assert sum(quick.tally.ttft) < without / 2
 
 
-def test_requests_at_once_queue_for_the_store_and_one_fetch_serves_all_who_wait() -> None:
+def test_concurrent_requests_queue_and_share_one_fetch() -> None:
     paths = [[100 * prompt + block for block in range(8)] for prompt in range(5)]
     begin = [ask(20.0 * i, path) for i, path in enumerate(paths)]
     again = [ask(200.0, paths[0]), ask(200.0, paths[0]), ask(200.0, paths[1])]

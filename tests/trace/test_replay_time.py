@@ -62,7 +62,7 @@ def test_what_comes_back_is_loaded_in_the_time_that_the_link_takes() -> None:
     assert list(replay.tally.recompute)[:2] == pytest.approx([first, first])
 
 
-def test_a_prompt_that_is_there_as_a_whole_still_computes_its_last_block() -> None:
+def test_fully_cached_prompt_still_computes_its_last_block() -> None:
     replay = serve([ask(0, [1, 2], extra=0), ask(10, [1, 2], extra=0)])
     assert replay.tally.hits == {"host": 1}
 

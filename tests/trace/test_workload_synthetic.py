@@ -24,7 +24,7 @@ def family(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def test_the_same_arguments_give_the_same_requests_and_a_shorter_trace_begins_a_longer_one(family: str) -> None:
+def test_equal_arguments_give_equal_requests_and_traces_are_prefixes(family: str) -> None:
     assert made(family, 300) == made(family)[:300]
     assert len(made(family)) == REQUESTS
     assert made(family, seed=1) != made(family)
@@ -38,7 +38,7 @@ def test_a_block_always_follows_the_same_prefix(family: str) -> None:
             assert before.setdefault(block, (depth, parent)) == (depth, parent)
 
 
-def test_requests_come_in_order_and_end_with_a_partial_block_of_their_own(family: str) -> None:
+def test_requests_are_in_order_and_end_with_own_partial_block(family: str) -> None:
     trace = made(family, block_tokens=64)
     assert all(a.timestamp_ms <= b.timestamp_ms for a, b in pairwise(trace))
     assert all(0 < request.input_length - 64 * (len(request.hash_ids) - 1) < 64 for request in trace)

@@ -11,15 +11,15 @@ from transfer_kit import Bytes, Pools
 from longshore.boundary import DEVICE, HOST, Item, Section, Slot
 from longshore.layout import KVLayout
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
-from longshore.transfer.plan import CopyBatch
-from longshore.transfer.selection import Selection, select, select_inside, zero_padding
+from longshore.transfer.pieces import CopyBatch
+from longshore.transfer.plan import CopyPlan, plan_copy, plan_copy_inside, zero_padding
 
 
 def between(
     pools: Pools, parts: Sequence[Section], slots: Sequence[int], into: str, tokens: int | None = None
-) -> Selection:
+) -> CopyPlan:
     """What a job between the device and `slots` of the host moves; its images are padded as the engine does."""
-    selection = select(
+    plan = plan_copy(
         pools.layout,
         parts,
         pools.images(slots),
@@ -29,15 +29,15 @@ def between(
         tokens=tokens,
     )
     if into == HOST:
-        zero_padding(selection, lambda address, nbytes: ctypes.memset(address, 0, nbytes))
-    return selection
+        zero_padding(plan, lambda address, nbytes: ctypes.memset(address, 0, nbytes))
+    return plan
 
 
-def inside(layout: KVLayout, group: int, blocks: Sequence[int], sources: Sequence[int]) -> Selection:
+def inside(layout: KVLayout, group: int, blocks: Sequence[int], sources: Sequence[int]) -> CopyPlan:
     """What a job moves from `sources` to `blocks` of one group."""
     pool = layout.pools[group]
     items = [Item(bytes(32), None, Slot(DEVICE, pool, source), None, 1) for source in sources]
-    return select_inside(layout, [Section(group, 0, tuple(blocks))], items)
+    return plan_copy_inside(layout, [Section(group, 0, tuple(blocks))], items)
 
 
 def copied_inside(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from longshore.layout import KVLayout
 from longshore.transfer import CpuDevice
 from longshore.transfer.device.base import Copy, CpuStream, DeviceEvent, Stream, copy_pieces
-from longshore.transfer.plan import CopyBatch, Planner
+from longshore.transfer.pieces import CopyBatch, PieceBuilder
 
 PATIENCE = 10.0
 """Seconds until something that must happen counts as not happening."""
@@ -164,7 +164,7 @@ class SlowStream(CpuStream):
         self.pauses = pauses
 
     def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
-        destination, source, size = Planner().describe(batch).directed(batch.into)
+        destination, source, size = PieceBuilder().describe(batch).directed(batch.into)
         half = len(size) // 2
         for part in (slice(0, half), slice(half, None)):
             time.sleep(self.pauses.choice([0.0, 0.0002, 0.001]))

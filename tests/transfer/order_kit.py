@@ -22,7 +22,7 @@ from longshore.testing.simulation import Clock, Mark, SimulatedQueue, Simulation
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
 from longshore.transfer.ordering import CopyJob, LanePosition, WaitCondition
-from longshore.transfer.plan import CopyBatch
+from longshore.transfer.pieces import CopyBatch
 
 BLOCKS = 4
 SLOTS = 4

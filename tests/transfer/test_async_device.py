@@ -274,9 +274,7 @@ def test_two_devices_in_one_process(both: tuple[Queued, Queued], pools: Callable
 
 
 @pytest.mark.parametrize("kind", ON)
-def test_two_ranks_in_one_process_store_and_load_their_parts_of_one_image(
-    both: tuple[Queued, Queued], kind: str
-) -> None:
+def test_two_ranks_of_one_process_share_an_image(both: tuple[Queued, Queued], kind: str) -> None:
     arena = images_of_two_ranks()
     both[0].register(arena.address, arena.nbytes)
     together = threading.Barrier(2)
@@ -287,7 +285,7 @@ def test_two_ranks_in_one_process_store_and_load_their_parts_of_one_image(
     check_parts(arena)
 
 
-def test_two_ranks_in_two_processes_store_and_load_their_parts_of_one_image(both: tuple[Queued, Queued]) -> None:
+def test_two_ranks_of_two_processes_share_an_image(both: tuple[Queued, Queued]) -> None:
     arena = images_of_two_ranks()
     script = Path(__file__).with_name("async_device.py")
     paths = [str(Path(longshore.__file__).parents[1]), str(script.parent), str(script.parents[1])]
@@ -404,7 +402,7 @@ sys.exit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", sys.argv
 
 
 @pytest.mark.parametrize("where", ["a GPU", "no GPU"])
-def test_the_tests_of_a_gpu_are_collected_where_there_is_one_and_never_fail_to_import(where: str) -> None:
+def test_gpu_tests_are_collected_and_never_fail_to_import(where: str) -> None:
     folder = Path(__file__).parents[1] / "gpu"
     paths = {"PYTHONPATH": str(Path(longshore.__file__).parents[1])}
     command = [sys.executable, "-c", COLLECT, where, str(folder)]

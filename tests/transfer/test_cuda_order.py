@@ -82,7 +82,7 @@ def test_an_onboard_reads_the_host_only_when_it_may(way: Way, mood: str | int) -
 
 @pytest.mark.parametrize("into", [HOST, DEVICE])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_place_of_the_ring_is_filled_again_only_when_it_is_empty(into: str, seed: int) -> None:
+def test_ring_slot_is_refilled_only_when_empty(into: str, seed: int) -> None:
     pools = Pools(flat(40, 512, refs=1), slots=40)
     gpu = StandIn(Always(Way.STAGED), staging_bytes=PLACES * 512, mood=seed)
     lane = gpu.lane(pools.layout, into)

@@ -27,7 +27,7 @@ from longshore.transfer.device.cuda.calibration import Always, all_registered
 from longshore.transfer.device.cuda.driver import RELAXED
 from longshore.transfer.device.cuda.streams import PLACES, CopyShape, DescriptorBuffer, Way, take_ring
 from longshore.transfer.device.torch_streams import EVENTS, Fallbacks
-from longshore.transfer.selection import select
+from longshore.transfer.plan import plan_copy
 
 WAYS = list(Way)
 
@@ -407,7 +407,7 @@ def test_lanes_close_idle() -> None:
     Lane(gpu.device.stream(flat(4), HOST)).close()
 
 
-def test_the_thread_that_a_stream_is_bound_to_has_the_context_of_its_device() -> None:
+def test_thread_bound_to_a_stream_has_its_device_context() -> None:
     gpu = StandIn(Always(Way.DIRECT))
     stream = gpu.device.stream(flat(4), HOST)
     seen: list[object] = []
@@ -510,7 +510,7 @@ def test_kernels_for_any_tokens_and_layers_are_compiled_at_start(way: Way, into:
     assert len(prepared) <= 3
     for layers in (None, (0, 1), (1, 3), (2, 3), (3, 4)):
         for tokens in (None, 1, 3, 15):
-            chosen = select(
+            chosen = plan_copy(
                 layout, [Section(0, 0, (5, 2, 8))], pools.images([0, 3]), into=into, host_address=pools.arena.address,
                 host_bytes=pools.arena.nbytes, layers=layers, tokens=tokens,
             )  # fmt: skip

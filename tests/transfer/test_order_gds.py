@@ -16,7 +16,7 @@ from order_kit import LAYERS, PAGE, Tale, small_layout
 from transfer_kit import Bytes
 
 from longshore.boundary import DEVICE, FILE, Item, Route, Section, Slabs, Slot, Status, Transfer, TransferResult
-from longshore.runtime.gds_mover import GdsMover, ImageRing
+from longshore.runtime.ring_mover import ImageRing, RingMover
 from longshore.testing.simulated_device import CELL, SimulatedEvent, SimulatedStream
 from longshore.testing.simulation import Simulation, WrongError, explore
 from longshore.tiers.arena import Arena
@@ -114,7 +114,7 @@ class GdsTale(Tale):
         memory = RingMemory(self.memory.arena, images * layout.image_bytes)
         self.disk = Disk(world, memory, layout.image_bytes)
         self.ring = ImageRing(memory, layout.image_bytes)
-        self.mover = GdsMover(self.engine, layout, self.ring, self.disk, clock=lambda: 0.0)
+        self.mover = RingMover(self.engine, layout, self.ring, self.disk, clock=lambda: 0.0)
         self.filed: dict[int, list[Bytes]] = {}
         self.ended: dict[int, TransferResult] = {}
         self._sent = 0
@@ -249,23 +249,23 @@ def test_without_the_fence_of_compute(script: Callable[[GdsTale], None], how: st
 
 def test_a_file_that_does_not_wait_for_the_copy(monkeypatch: Patch) -> None:
     """The write begins when the copy has been submitted."""
-    copy = GdsMover._copy
+    copy = RingMover._copy
 
-    def early(self: GdsMover, piece: Any, count: int, route: Route) -> None:
+    def early(self: RingMover, piece: Any, count: int, route: Route) -> None:
         copy(self, piece, count, route)
         if route == OFFLOAD:
             del self._copying[piece.number]
             self._to_file(piece, [Status.OK] * count)
 
-    monkeypatch.setattr(GdsMover, "_copy", early)
+    monkeypatch.setattr(RingMover, "_copy", early)
     goes_wrong(store, "RAW: disk write|WAR: copy")
 
 
 def test_a_copy_that_does_not_wait_for_the_file(monkeypatch: Patch) -> None:
     """The copy into pages begins when the read has been submitted."""
-    file = GdsMover._file
+    file = RingMover._file
 
-    def early(self: GdsMover, piece: Any, statuses: Sequence[Status], op: Op) -> None:
+    def early(self: RingMover, piece: Any, statuses: Sequence[Status], op: Op) -> None:
         file(self, piece, statuses, op)
         if op is Op.READ:
             ticket = max(self._filing)
@@ -273,7 +273,7 @@ def test_a_copy_that_does_not_wait_for_the_file(monkeypatch: Patch) -> None:
             self._tier.unheard.add(ticket)
             self._to_pages(self._filing.pop(ticket), statuses)
 
-    monkeypatch.setattr(GdsMover, "_file", early)
+    monkeypatch.setattr(RingMover, "_file", early)
     goes_wrong(there_and_back, "RAW: copy|WAR: disk read|compute read")
 
 
@@ -288,15 +288,15 @@ def test_a_place_that_is_given_back_too_early(
     step: str, script: Callable[[GdsTale], None], how: str, monkeypatch: Patch
 ) -> None:
     """When the second side has been told to begin, not when it has ended."""
-    begin, give_back = getattr(GdsMover, step), ImageRing.give_back
+    begin, give_back = getattr(RingMover, step), ImageRing.give_back
     early: list[int] = []  # of whom each list of slots is
 
-    def begin_and_give_back(self: GdsMover, piece: Any, statuses: Sequence[Status]) -> None:
+    def begin_and_give_back(self: RingMover, piece: Any, statuses: Sequence[Status]) -> None:
         begin(self, piece, statuses)
         give_back(self._ring, piece.slots)
         early.append(id(piece.slots))
 
-    monkeypatch.setattr(GdsMover, step, begin_and_give_back)
+    monkeypatch.setattr(RingMover, step, begin_and_give_back)
     monkeypatch.setattr(
         ImageRing, "give_back", lambda self, slots: None if id(slots) in early else give_back(self, slots)
     )

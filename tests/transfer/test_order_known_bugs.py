@@ -15,7 +15,7 @@ from longshore.testing.simulation import WrongError, explore
 from longshore.transfer import OFFLOAD
 from longshore.transfer.engine import TransferEngine
 from longshore.transfer.ordering import Access, EngineState, Hazards, Lane, LanePosition, Place
-from longshore.transfer.plan import Pieces
+from longshore.transfer.pieces import Pieces
 
 Patch = pytest.MonkeyPatch
 Script = Callable[[Tale], None]
@@ -204,9 +204,7 @@ def block_is_given_away_when_its_result_has_come(told: Tale) -> None:
         (block_is_given_away_when_its_result_has_come, "WAR: compute"),
     ],
 )
-def test_a_result_comes_when_the_copy_has_ended_not_when_it_was_given(
-    script: Script, how: str, monkeypatch: Patch
-) -> None:
+def test_result_is_reported_at_copy_end_not_at_submission(script: Script, how: str, monkeypatch: Patch) -> None:
     explore(tale(script))
     monkeypatch.setattr(SimulatedCopy, "passed", lambda self: True)
     monkeypatch.setattr(SimulatedCopy, "finish", lambda self: 0.0)

@@ -20,7 +20,7 @@ from transfer_kit import Pools, flat, transfer
 from longshore.boundary import DEVICE, HOST, Section, Status, Urgency
 from longshore.errors import FreedLayoutError, TierClosedError
 from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine, ordering
-from longshore.transfer.plan import CopyBatch
+from longshore.transfer.pieces import CopyBatch
 
 OK = Status.OK
 
@@ -98,7 +98,9 @@ def test_device_failure_ends_its_job_and_no_other(rig: Rig, step: str, caplog: p
     first, second = rig.results(1, 2)
     assert (first.statuses, first.bytes) == ((Status.IO_ERROR, Status.IO_ERROR), 0)
     assert second.statuses == (OK,)
-    assert [record.message for record in caplog.records] == ["transfer job 1 (device->host) failed"]
+    assert [record.message for record in caplog.records] == [
+        "transfer job 1 (device->host) failed; its blocks are misses"
+    ]
 
 
 def test_failed_batch_fails_all_items_of_its_job() -> None:

@@ -18,7 +18,7 @@ from longshore.errors import LayoutError, PlanError, QueueFullError
 from longshore.layout import KVGroup, KVLayout, PageRef, from_rows
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, CpuDevice, TransferEngine
 from longshore.transfer.ordering import LayerWiseJobs
-from longshore.transfer.plan import CopyBatch
+from longshore.transfer.pieces import CopyBatch
 
 OK = Status.OK
 

@@ -92,7 +92,7 @@ def test_it_agrees_with_comparing_every_pair_of_jobs(jobs: list[tuple[int, list[
         earlier.append((lane, tickets[lane], touched))
 
 
-def test_a_job_is_clear_when_all_that_it_needs_has_ended_and_not_before() -> None:
+def test_job_begins_only_after_its_dependencies_have_ended() -> None:
     records = hazards(lanes=3)
     first = records.admit(0, [reads(HOST, 3)])
     second = records.admit(0, [reads(HOST, 3)])

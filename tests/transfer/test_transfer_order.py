@@ -238,7 +238,7 @@ def test_end_step_does_not_hang_on_jobs_that_fail_or_are_cancelled() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_many_jobs_on_few_slots_end_as_if_they_had_run_one_by_one(seed: int) -> None:
+def test_many_jobs_on_few_slots_equal_a_sequential_run(seed: int) -> None:
     """Both directions at once, copies cut in halves with pauses: any overtaking leaves other bytes."""
     rng = random.Random(seed)
     pools = Pools(flat(6, 24, refs=2, blocks_per_chunk=2), slots=4, seed=seed)

@@ -18,8 +18,8 @@ from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError, PlanError
 from longshore.layout import KVGroup, KVLayout, PageRef, from_axes, from_rows
 from longshore.transfer.device.base import copy_pieces
-from longshore.transfer.plan import Pieces, Planner, merge
-from longshore.transfer.selection import select
+from longshore.transfer.pieces import PieceBuilder, Pieces, merge
+from longshore.transfer.plan import plan_copy
 from plans import Copies, plan
 
 
@@ -177,11 +177,13 @@ def test_a_batch_is_cut_into_shorter_ones_that_move_the_same_bytes(data: st.Data
     parts = data.draw(sections(layout))
     items = chunks_of(layout, parts)
     images = [layout.image_bytes * at for at in range(items)]
-    whole = select(layout, parts, images, into=HOST, host_address=0, host_bytes=layout.image_bytes * (items + 1)).whole
+    whole = plan_copy(
+        layout, parts, images, into=HOST, host_address=0, host_bytes=layout.image_bytes * (items + 1)
+    ).whole
     max_bytes = data.draw(st.integers(1, 9000))
     cut = list(whole.cut(max_bytes))
-    moved = [byte for batch in cut for byte in every_byte(Planner().describe(batch))]
-    assert sorted(moved) == sorted(every_byte(Planner().describe(whole)))
+    moved = [byte for batch in cut for byte in every_byte(PieceBuilder().describe(batch))]
+    assert sorted(moved) == sorted(every_byte(PieceBuilder().describe(whole)))
     longest = max(ref.page_bytes * group.blocks_per_chunk for group in layout.groups for ref in group.refs)
     assert all(batch.nbytes <= max(max_bytes, longest) for batch in cut)
 
@@ -193,15 +195,15 @@ def every_byte(pieces: Pieces) -> list[tuple[int, int]]:
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_both_orders_are_the_same_bytes_and_that_by_image_writes_each_in_one_go(data: st.DataObject) -> None:
+def test_both_piece_orders_move_the_same_bytes(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     parts = data.draw(st.composite(lambda draw: ascending(draw, layout))())
     items = chunks_of(layout, parts)
     images = [layout.image_bytes * (at + 1) for at in data.draw(st.permutations(range(items)))]
     host_bytes = layout.image_bytes * (items + 2)
-    batch = select(layout, parts, images, into=HOST, host_address=0, host_bytes=host_bytes).whole
-    by_image = Planner().describe(batch)
-    quickest = Planner().describe(batch, any_order=True)
+    batch = plan_copy(layout, parts, images, into=HOST, host_address=0, host_bytes=host_bytes).whole
+    by_image = PieceBuilder().describe(batch)
+    quickest = PieceBuilder().describe(batch, any_order=True)
     assert sorted(every_byte(by_image)) == sorted(every_byte(quickest))
     # The host's bytes come image after image, and in an image from front to back.
     position = {image: at for at, image in enumerate(images)}
@@ -234,7 +236,7 @@ def test_a_run_goes_on_from_a_partial_chunk_into_whole_ones() -> None:
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 3])
-def test_k_and_v_in_one_tensor_merge_where_one_ends_and_the_other_begins(blocks_per_chunk: int) -> None:
+def test_k_and_v_of_one_tensor_merge_at_their_seam(blocks_per_chunk: int) -> None:
     both = torch.zeros(2 * 6 * 24, dtype=torch.uint8)
     refs = (PageRef(0, 0, 24, 24), PageRef(0, 6 * 24, 24, 24))
     layout = KVLayout((KVGroup("kv", 16, blocks_per_chunk, refs),), [both], 6)
@@ -263,7 +265,7 @@ def test_merged_pieces_are_the_same_bytes(steps: list[tuple[int, int, int]]) -> 
 
 def test_a_planner_makes_one_plan_after_the_other_in_the_same_arrays() -> None:
     pools = Pools(flat(64, 24, refs=3), slots=64)
-    planner = Planner()
+    planner = PieceBuilder()
     for blocks in [(5, 9), tuple(range(60)), (7,), ()]:
         arguments = {"into": HOST, "host_address": pools.arena.address, "host_bytes": pools.arena.nbytes}
         images = pools.images(range(len(blocks)))
@@ -276,7 +278,7 @@ def test_a_planner_makes_one_plan_after_the_other_in_the_same_arrays() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_reused_planner_makes_the_same_plans_as_a_new_one(data: st.DataObject) -> None:
-    planner = Planner()
+    planner = PieceBuilder()
     for _ in range(4):
         layout = data.draw(layouts())
         parts = data.draw(sections(layout))
@@ -291,7 +293,7 @@ def test_reused_planner_makes_the_same_plans_as_a_new_one(data: st.DataObject) -
 
 
 def test_pages_of_another_size_get_sizes_of_their_own() -> None:
-    planner = Planner()
+    planner = PieceBuilder()
     for page in (24, 656, 24):
         pools = Pools(flat(64, page, refs=3), slots=8)
         arguments = {"into": HOST, "host_address": pools.arena.address, "host_bytes": pools.arena.nbytes}
@@ -354,7 +356,7 @@ def test_what_is_written_may_not_be_named_twice() -> None:
     twice = [Section(0, 0, (1, 2, 3, 1))]
 
     def attempt(parts: list[Section], images: list[int], into: str) -> None:
-        select(layout, parts, images, into=into, host_address=0, host_bytes=1 << 20)
+        plan_copy(layout, parts, images, into=into, host_address=0, host_bytes=1 << 20)
 
     with pytest.raises(PlanError, match="block 1 of device pool 0 would be written twice"):
         attempt(twice, [0, 4096], DEVICE)
@@ -370,10 +372,10 @@ def test_images_written_twice_are_found_among_few_and_many(count: int, host_byte
     layout = flat(200, 24, refs=1)
     blocks = tuple(range(count))
     images = [4096 * (199 - image) for image in blocks]
-    select(layout, [Section(0, 0, blocks)], images, into=HOST, host_address=0, host_bytes=host_bytes)
+    plan_copy(layout, [Section(0, 0, blocks)], images, into=HOST, host_address=0, host_bytes=host_bytes)
     images[-1] = images[0]
     with pytest.raises(PlanError, match=f"image at offset {images[0]} of host memory would be written twice"):
-        select(layout, [Section(0, 0, blocks)], images, into=HOST, host_address=0, host_bytes=host_bytes)
+        plan_copy(layout, [Section(0, 0, blocks)], images, into=HOST, host_address=0, host_bytes=host_bytes)
 
 
 def test_small_images_close_to_one_another_are_not_one() -> None:
@@ -391,17 +393,17 @@ def test_blocks_of_one_id_in_groups_apart_are_not_one_block() -> None:
     groups = [KVGroup(name, 16, 1, (PageRef(i, 0, 24, 24),)) for i, name in enumerate("ab")]
     parts = [Section(0, 0, (3,)), Section(1, 0, (3,))]
     apart = KVLayout(groups, tensors, 16)
-    select(apart, parts, [0, 4096], into=DEVICE, host_address=0, host_bytes=1 << 20)
+    plan_copy(apart, parts, [0, 4096], into=DEVICE, host_address=0, host_bytes=1 << 20)
     shared = KVLayout(groups, [tensors[0], tensors[0]], 16)
     with pytest.raises(PlanError, match="block 3 of device pool 0"):
-        select(shared, parts, [0, 4096], into=DEVICE, host_address=0, host_bytes=1 << 20)
+        plan_copy(shared, parts, [0, 4096], into=DEVICE, host_address=0, host_bytes=1 << 20)
 
 
 @pytest.mark.parametrize("tokens", [None, -1, 0, 16, 17])
 def test_these_token_counts_mean_the_whole_block(tokens: int | None) -> None:
     layout = from_rows(torch.zeros(8, 4 * 64, dtype=torch.uint8), pages_per_block=4, block_size=16)
-    selection = select(layout, [Section(0, 0, (1,))], [0], into=HOST, host_address=0, host_bytes=4096, tokens=tokens)
-    assert selection.whole.nbytes == 256
+    plan = plan_copy(layout, [Section(0, 0, (1,))], [0], into=HOST, host_address=0, host_bytes=4096, tokens=tokens)
+    assert plan.whole.nbytes == 256
 
 
 def test_only_the_last_block_is_partial() -> None:
@@ -420,7 +422,7 @@ def test_pages_that_cannot_be_split_are_copied_whole() -> None:
 
 def test_item_bytes_are_what_moves_of_each() -> None:
     layout = flat(16, 24, refs=2, blocks_per_chunk=4)
-    selection = select(
+    plan = plan_copy(
         layout,
         [Section(0, 3, (1, 2, 3, 4, 5, 6))],
         [0, 4096, 8192],
@@ -429,14 +431,14 @@ def test_item_bytes_are_what_moves_of_each() -> None:
         host_bytes=12288,
         valid=[8, 0b1011, 1],
     )
-    assert selection.item_bytes.tolist() == [48, 3 * 48, 48]
-    assert selection.blocks()[0].tolist() == [1, 2, 3, 5, 6]
+    assert plan.item_bytes.tolist() == [48, 3 * 48, 48]
+    assert plan.blocks()[0].tolist() == [1, 2, 3, 5, 6]
 
 
 def test_plans_against_freed_memory_are_refused() -> None:
     layout = flat(16)
     parts = [Section(0, 0, (1,))]
-    batch = select(layout, parts, [0], into=HOST, host_address=0, host_bytes=4096).whole
+    batch = plan_copy(layout, parts, [0], into=HOST, host_address=0, host_bytes=4096).whole
     layout.free()
     with pytest.raises(FreedLayoutError):
         plan(layout, parts, [0], into=HOST, host_address=0, host_bytes=4096)
@@ -445,11 +447,13 @@ def test_plans_against_freed_memory_are_refused() -> None:
     layout.take_back([torch.zeros(16 * 24, dtype=torch.uint8) for _ in range(2)])
     plan(layout, parts, [0], into=HOST, host_address=0, host_bytes=4096)
     with pytest.raises(FreedLayoutError, match="generation 0"):
-        Planner().describe(batch)
+        PieceBuilder().describe(batch)
 
 
 def test_nothing_here_imports_torch() -> None:
-    code = "import sys, longshore.layout, longshore.transfer.plan, longshore.transfer; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, longshore.layout, longshore.transfer.pieces, longshore.transfer; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

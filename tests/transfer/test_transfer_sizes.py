@@ -78,7 +78,7 @@ def test_each_size_lies_in_its_own_slots_and_comes_back(machine: Machine) -> Non
     assert [machine.page(3, block) for block in (4, 5)] == [before[3][3], before[3][0]]
 
 
-def test_an_image_is_not_put_into_a_slot_that_is_too_small_for_it(machine: Machine) -> None:
+def test_image_is_refused_for_a_slot_that_is_too_small(machine: Machine) -> None:
     with pytest.raises(PlanError, match=f"item 0: {3 * PAGE} image bytes exceed a slot of {PAGE}"):
         machine.engine.submit(moving(1, OFFLOAD, FULL, (0,), SMALL, (3,)))
     assert machine.engine.poll() == []

@@ -292,7 +292,7 @@ def test_what_could_not_be_carried_is_carried_later(monkeypatch: pytest.MonkeyPa
     model.check(pools)
 
 
-def test_the_stream_at_hand_is_that_of_the_thread_that_began_the_step() -> None:
+def test_current_stream_is_that_of_the_stepping_thread() -> None:
     """Whoever submits, and from whichever thread."""
 
     class OnePerThread(FakeAccelerator):
@@ -352,7 +352,7 @@ def test_a_device_finds_its_own_accelerator() -> None:
     device.close()
 
 
-def test_what_is_left_of_a_failed_copy_is_never_carried_into_somebody_elses_image(
+def test_failed_copy_leaves_no_bytes_in_another_image(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pools = Pools(flat(8, 4096, refs=1), slots=8)

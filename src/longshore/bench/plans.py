@@ -22,8 +22,8 @@ import numpy.typing as npt
 from longshore.bench.harness import ByteTensor, Case, Seconds, chosen, compare, duration, loops_within, timed
 from longshore.boundary import HOST, Section
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.transfer.plan import Pieces, Planner
-from longshore.transfer.selection import select
+from longshore.transfer.pieces import PieceBuilder, Pieces
+from longshore.transfer.plan import plan_copy
 
 REFERENCE = "numpy, reference by reference"
 
@@ -104,14 +104,14 @@ class Work:
 
 
 def _measure(work: Work, reference: Callable[[], object], repeats: int) -> Seconds:
-    planner = Planner()
+    planner = PieceBuilder()
     sides = [timed(call, loops_within(call)) for call in (lambda: ours(work, planner), reference)]
     return compare(*sides, repeats=repeats, warm_ups=3)
 
 
-def ours(work: Work, planner: Planner) -> Pieces:
+def ours(work: Work, planner: PieceBuilder) -> Pieces:
     """The transfer as the transfer engine plans it for a GPU."""
-    selection = select(
+    plan = plan_copy(
         work.layout,
         [Section(0, 0, cast("tuple[int, ...]", work.blocks))],  # an array serves as well
         work.slots.astype(np.int64) * work.layout.image_bytes,
@@ -119,7 +119,7 @@ def ours(work: Work, planner: Planner) -> Pieces:
         host_address=work.host_address,
         host_bytes=work.host.nbytes,
     )
-    return planner.describe(selection.whole, any_order=True)
+    return planner.describe(plan.whole, any_order=True)
 
 
 class PlannedCopies(NamedTuple):

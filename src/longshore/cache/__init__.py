@@ -1,6 +1,5 @@
 """The control plane: what is where, what moves, what is evicted. Plain Python, sans I/O."""
 
-from longshore.cache.device_pool import DevicePool, DeviceStats
 from longshore.cache.events import Event, EventKind
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.explain import Account, Verdict, explain
@@ -50,8 +49,6 @@ __all__ = [
     "CacheSettings",
     "Counters",
     "DeviceCopy",
-    "DevicePool",
-    "DeviceStats",
     "DropReason",
     "Event",
     "EventKind",

@@ -24,6 +24,9 @@ _seen_as = np.frombuffer
 
 Column: TypeAlias = "array[int] | memoryview[int]"
 
+FEW = 48
+"""Below this number of nodes, a loop is faster than array operations."""
+
 
 def zeros(count: int) -> array[int]:
     """A column of `count` 32-bit zeros."""
@@ -255,3 +258,39 @@ class LinkedLists:
             last = number
         if self.before[which] != last:
             raise CacheError(f"list {which} ends with {last}, but links back to {self.before[which]}")
+
+
+def unknown(node: int) -> IntegrityError:
+    """The error for a node that is not in the policy."""
+    return IntegrityError(f"node {node} is not in the policy")
+
+
+def known(node: int) -> IntegrityError:
+    """The error for a node that is already in the policy."""
+    return IntegrityError(f"node {node} is already in the policy, or is below {LISTS}, the first number of a node")
+
+
+def check_new(place: bytearray | array[int], nodes: Sequence[int], out: int = 0) -> None:
+    """Raise `IntegrityError` if one of `nodes` is in the policy already, given twice, or no number of a node.
+
+    `place` is the policy's column: a node that is not in it is marked `out`.
+    """
+    if not nodes:
+        return
+    if len(nodes) == 1:
+        good = nodes[0] >= LISTS and place[nodes[0]] == out
+    else:
+        at = numbers(nodes)
+        good = at.min() >= LISTS and (np.asarray(memoryview(place))[at] == out).all() and not has_duplicates(at)
+    if not good:
+        raise known(
+            next(node for i, node in enumerate(nodes) if node < LISTS or place[node] != out or node in nodes[:i])
+        )
+
+
+def check_in(place: bytearray | array[int], nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
+    """Raise `IntegrityError` if one of `nodes` is not in the policy, by its mark in `place`."""
+    if not all(
+        map(place.__getitem__, nodes) if len(nodes) < FEW else (np.asarray(memoryview(place))[numbers(nodes)].all(),)
+    ):
+        raise unknown(next(node for node in nodes if not place[node]))

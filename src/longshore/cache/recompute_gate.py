@@ -1,18 +1,18 @@
 """Load or recompute: how many leading chunks of a match are worth loading.
 
     load n tokens     queue + fixed + n * bytes / bandwidth           the slowest of the routes that they take
-    compute them      alpha * n + beta * n * (2 * context + n) / 2    attention looks back at what is there already
+    compute them      alpha * n + beta * n * (2 * context + n) / 2    attention reads all tokens before them
 
-Both are learned from what was observed: the load line and the prefill curve by least squares over recent observations,
-in which errors count in proportion to the time taken. Where the caller does not know the queue, it is taken to be what
-was ordered here and has not ended, and behind that what loads have waited for others until now, by a moving average
-that fades where nothing is seen. What is loaded saves its own prefill, and the rest costs the same either way, so the
-gate picks the prefix for which saved time exceeds loading time by the most.
+Both are measured: the load line and the prefill curve by least squares over recent observations, with
+relative errors. Where the caller does not know the queue, it is estimated: the loads ordered here that have not ended,
+plus the time that loads have waited for other transfers, a moving average that decays without observations. A loaded
+chunk saves its own prefill, and the remaining chunks cost the same either way. So the gate chooses the prefix with the
+largest difference between saved prefill time and load time.
 
-A gate that refuses learns nothing about loading, so it puts a small share of the time that it spends on recomputing
-aside, and buys a try when that suffices for what the try is expected to lose. Nothing known yet: load.
+A gate that only recomputes would not measure loads any more. So it saves a small share of the recompute time, and
+tries a load when the saved time covers the expected loss. Without observations, everything is loaded.
 
-Sans I/O: whoever loads and computes tells the gate what was seen; `now` is passed in.
+Sans I/O: the runtime reports what it has measured; `now` is passed in.
 """
 
 from __future__ import annotations
@@ -26,45 +26,45 @@ from longshore.cache.types import Run
 from longshore.errors import CacheError
 
 EXPLORE = 0.015
-"""Share of the time spent on recomputing that goes into finding out whether loading has become faster."""
+"""Share of the recompute time that is spent on trying whether loads have become faster."""
 
 _MEMORY = 0.97
-"""How much an observation still counts when the next one comes."""
+"""Weight of an observation after the next one."""
 
 _REFIT = 16
-"""Observations between two fits, once there were so many; fewer before."""
+"""Observations between two fits; fewer until there have been as many."""
 
 _QUEUE_STEP = 0.03
-"""How far the average queue moves towards what was seen last, once enough was seen."""
+"""Step of the moving average of the queue, after enough observations."""
 
 _PROBE_STEP = 0.1
-"""The same of the average round trip of a question."""
+"""Step of the moving average of the round trip of a probe."""
 
 _QUEUE_HALF_LIFE = 600.0
-"""Seconds after which half of the average queue is taken to be gone, where nothing was seen."""
+"""Half-life of the average queue without observations, in seconds."""
 
 _NO_QUEUE = 3
-"""Imagined loads that did not wait, before any was seen: a few that did by chance are not believed too soon."""
+"""Initial observations without a queue, so that the first ones measured have little weight."""
 
 _TRY_SHARE = 10
-"""A try loads one chunk out of so many."""
+"""A try loads one chunk in this many."""
 
 
 class Gate:
     """Decides for one KV cache layout; `tiers` are named warmest first.
 
-    Chunks of the first tier take its route onto the device, those of any other its own into the first one before that:
-    what is in files, or in a remote store, goes through host memory. Routes work side by side.
+    Chunks of the first tier take its route to the device; chunks of another tier, a file or a remote store, first take
+    its route into the first tier. Routes work in parallel.
 
     Args:
         tiers: Names, as in `Run.tier`.
         chunk_tokens: Tokens of one chunk.
         chunk_bytes: Bytes of one chunk's image.
-        explore: Share of recomputing time to spend on tries.
-        prefill_speed: Prompt tokens that the engine computes per second; 0: measured.
+        explore: Share of the recompute time to spend on tries.
+        prefill_speed: Prompt tokens that the engine computes per second; 0: measure it.
 
     Attributes:
-        refused: Chunks that `worth_loading` found, but had recomputed because that is faster.
+        refused: Chunks that a tier had, recomputed because that is faster.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class Gate:
         """Names, the warmest first."""
         return tuple(self._routes)
 
-    # ------------------------------------------------------------------ what was seen
+    # ------------------------------------------------------------------ observations
 
     def observe_load(self, tier: str, nbytes: int, seconds: float, queued_seconds: float, now: float) -> None:
-        """`nbytes` took `seconds` from `tier` into the first one (or onto the device), after some time in a queue."""
+        """Record a load of `nbytes` from `tier` in `seconds`, into the first tier or to the device, after a queue."""
         route = self._route(tier)
         _check(nbytes=nbytes, seconds=seconds)
         _check(now=now, queued_seconds=queued_seconds)
@@ -113,36 +113,36 @@ class Gate:
             self.observe_load(route.source, result.bytes, result.seconds, result.queued_seconds, now)
 
     def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
-        """A step computed `tokens` prompt tokens behind `context` others in `seconds`. Ignored with `prefill_speed`."""
+        """Record a step that computed `tokens` prompt tokens after `context` in `seconds`; not with `prefill_speed`."""
         _check(context=context, tokens=tokens, seconds=seconds)
         if tokens and seconds and not self._is_told:
             self._prefill.observe(_prefill_terms(context, tokens), seconds)
 
     def observe_probe(self, tier: str, seconds: float) -> None:
-        """`tier` took so long to say what it has, or did not say it for so long."""
+        """Record a probe that `tier` answered after `seconds`, or had not answered by then."""
         _check(seconds=seconds)
         self._route(tier).observe_probe(seconds)
 
     # ------------------------------------------------------------------ what is expected
 
     def prefill_seconds(self, context: int, tokens: int) -> float | None:
-        """Time that computing `tokens` behind `context` adds to a step; `None` if no step was observed."""
+        """Seconds that computing `tokens` after `context` adds to a step; `None` if no step was observed."""
         _check(context=context, tokens=tokens)
         _, each, pairs = self._prefill.coefficients
         _, per_token, per_pair = _prefill_terms(context, tokens)
         return each * per_token + pairs * per_pair if self._prefill.count else None
 
     def load_seconds(self, runs: Sequence[Run], now: float, queued: Mapping[str, float] | None = None) -> float | None:
-        """Time until all `runs` are on the device; `None` if a route that they take was never observed."""
+        """Seconds until all `runs` are on the device; `None` if one of their routes was never observed."""
         _check(now=now)
         _check(**(queued or {}))
         return self._cost(self._tally(runs), now, queued or {})
 
     def worth_asking(self, context: int, run: Run, now: float, *, ahead: bool = False) -> bool:
-        """Whether to wait until the tier of `run` has said which of these chunks it has, `context` tokens before them.
+        """Whether to wait for the answer to a probe: which chunks of `run`, after `context` tokens, its tier has.
 
-        It is if loading all of them, after the answer, is quicker than computing; if that is not known; and if the time
-        that is set aside covers a try. `ahead` is as for `worth_loading`.
+        True if loading all of them after the answer is faster than computing, if that is unknown, and if the saved time
+        covers a try. `ahead` is as for `worth_loading`.
         """
         saved, cost = (
             self.prefill_seconds(context, run.chunks * self._chunk_tokens),
@@ -167,9 +167,9 @@ class Gate:
     def worth_loading(
         self, context: int, runs: Sequence[Run], now: float, *, least: int = 0, ahead: bool = False
     ) -> int:
-        """`chunks_to_load` for a request: chunks that lead in host memory are always loaded, and refusals are counted.
+        """`chunks_to_load` for a request: leading chunks in host memory are always loaded, and refusals are counted.
 
-        `least`: how many are loaded in any case. `ahead`: for a prefetch, whose request is looked up again: refused
+        `least`: chunks that are loaded in any case. `ahead`: for a prefetch, whose request is looked up again: refused
         chunks are not counted, and no load is tried.
         """
         total = sum(run.chunks for run in runs)
@@ -190,17 +190,17 @@ class Gate:
         spare: float = 0.0,
         tries: bool = True,
     ) -> int:
-        """How many leading chunks of a match to load; the rest is to be computed.
+        """How many leading chunks of a match to load; the remaining ones are to be computed.
 
         Args:
-            context: Tokens before the match, which the device has already.
+            context: Tokens before the match, which the device has.
             runs: Where the matched chunks are, from `TieredCache.runs`.
             now: Clock reading, in seconds.
             queued: Seconds that a load would wait, by tier, where the caller knows them.
-            spare: Seconds for which the request waits for an engine whatever is loaded: loading in that time is free.
-            tries: Whether a try may be bought, where the answer is to recompute.
+            spare: Seconds for which the request waits for the engine in any case; loads within them cost nothing.
+            tries: Whether a load may be tried where recomputing is faster.
 
-        The answer counts as ordered: until these loads should have ended, others wait for them.
+        The result counts as ordered: later loads queue behind it until its expected end.
         """
         queued = queued or {}
         _check(context=context, now=now, spare=spare)
@@ -227,7 +227,7 @@ class Gate:
     # ------------------------------------------------------------------ inside
 
     def _order(self, runs: Sequence[Run], count: int, now: float) -> int:
-        """So many chunks are ordered now: what comes later waits for them. Returns their number."""
+        """Record that `count` chunks are ordered now, so that later loads queue behind them; returns `count`."""
         for tier, chunks in self._tally(_first(runs, count)).items():
             if chunks:
                 self._routes[tier].order(chunks * self._chunk_bytes, now)
@@ -241,7 +241,7 @@ class Gate:
     def _gain(
         self, context: int, runs: Sequence[Run], count: int, now: float, queued: Mapping[str, float], spare: float
     ) -> float:
-        """Seconds won by loading the first `count` chunks instead of computing them."""
+        """Seconds saved by loading the first `count` chunks instead of computing them."""
         saved = self.prefill_seconds(context, count * self._chunk_tokens)
         cost = self._cost(self._tally(_first(runs, count)), now, queued)
         return (saved or 0.0) - max(0.0, (cost or 0.0) - spare)
@@ -250,7 +250,7 @@ class Gate:
         """Where the best prefix can end: at the end of a run, where another route becomes the slowest, or loading ends
         within the `spare` time.
         """
-        if len(runs) == 1:  # saving grows faster than loading does
+        if len(runs) == 1:  # the prefill time saved grows faster than the load time
             ways = [self._routes[tier].bytes_within(spare, now, queued.get(tier)) for tier in self._ways[runs[0].tier]]
             within = int(min(max(min(ways) // self._chunk_bytes, 0), runs[0].chunks)) if spare else 0
             return {0, within, runs[0].chunks}
@@ -291,21 +291,20 @@ class Gate:
 class _Fit:
     """Non-negative least squares over recent observations, in relative errors: terms * coefficients ~ seconds.
 
-    Only the moments of the observations are kept. Where the best fit has a coefficient below zero, every subset of the
-    terms is tried: there are few. Where observations leave a choice, the first term, which is the same each time, takes
-    as little as it can.
+    Only the moments of the observations are kept. If the best fit has a negative coefficient, all subsets of the terms
+    are tried: there are few. If several fits are equally good, the one with the smallest first, constant term is taken.
     """
 
     def __init__(self, terms: int) -> None:
         self.count = 0
         self._terms = terms
         self._pairs = [(i, j) for i in range(terms) for j in range(i, terms + 1)]
-        """Of which two the moments are; the last is the constant that the terms are to make up."""
+        """The two factors of each moment; the last is the constant that the terms add up to."""
         self._moments = [0.0] * len(self._pairs)
         self._found: list[float] | None = [0.0] * terms
 
     def observe(self, terms: Sequence[float], seconds: float) -> None:
-        """Take in that `terms` took `seconds`, which is more than zero."""
+        """Record an observation: `terms` took `seconds`, above zero."""
         row = [*(term / seconds for term in terms), 1.0]
         self._moments = [
             _MEMORY * moment + row[i] * row[j] for moment, (i, j) in zip(self._moments, self._pairs, strict=True)
@@ -315,12 +314,12 @@ class _Fit:
             self._found = None
 
     def fix(self, coefficients: Sequence[float]) -> None:
-        """Take `coefficients` as they are, in place of observations."""
+        """Use `coefficients` instead of observations."""
         self._found, self.count = list(coefficients), 1
 
     @property
     def coefficients(self) -> list[float]:
-        """One per term, none below zero."""
+        """One coefficient per term, none negative."""
         if self._found is None:
             self._found = self._fitted()
         return self._found
@@ -353,7 +352,7 @@ def _may_be_seconds(found: Sequence[float]) -> bool:
 
 
 def _solved(rows: Sequence[Sequence[float]], sides: Sequence[float]) -> list[float]:
-    """The `x` of rows * x = sides, for few, symmetric and positive definite rows: by elimination, without pivots."""
+    """Solve rows * x = sides for a small symmetric positive definite matrix: elimination without pivoting."""
     lines = [[*row, side] for row, side in zip(rows, sides, strict=True)]
     size = len(lines)
     for i, pivot in enumerate(lines):
@@ -369,7 +368,7 @@ def _solved(rows: Sequence[Sequence[float]], sides: Sequence[float]) -> list[flo
 
 
 class _QueueTime:
-    """How long others make a load wait: a moving average, which fades where nothing is seen, and begins at nothing."""
+    """Seconds that other transfers delay a load: a moving average that starts at 0, and decays without observations."""
 
     def __init__(self) -> None:
         self._mean, self._count, self._seen_at = 0.0, _NO_QUEUE, -math.inf
@@ -386,21 +385,21 @@ class _QueueTime:
 class _Line:
     """One route: fixed + bytes / bandwidth, behind a queue.
 
-        ours, under way ──► others, after a pause, or right behind ours ──► this load
+        own loads in flight ──► other transfers, after a pause or directly behind own loads ──► this load
 
-    Loads of ours end one after the other. What others do piles up meanwhile, so their part is averaged apart for loads
-    that come sooner after the last one than that took.
+    Own loads end one after the other. Other transfers accumulate meanwhile, so their delay is averaged separately for
+    loads that follow the last one sooner than that took.
     """
 
     def __init__(self) -> None:
         self._fit = _Fit(2)
         self._after_a_pause, self._right_behind = _QueueTime(), _QueueTime()
         self._busy_until = -math.inf
-        """When what was ordered last is expected to end."""
+        """When the load ordered last is expected to end."""
         self._last_end, self._last_seconds = -math.inf, 0.0
         """When the last load ended, and how long it took."""
         self.round_trip = 0.0
-        """Seconds from a question to its answer, of a tier that is asked what it has; a moving average."""
+        """Seconds from a probe to its answer; a moving average."""
         self._answers = 0
 
     @property
@@ -408,11 +407,11 @@ class _Line:
         return self._fit.count > 0
 
     def order(self, nbytes: int, now: float) -> None:
-        """A load of ours is ordered now."""
+        """Record that an own load is ordered now."""
         self._busy_until = now + self.seconds(nbytes, now, None)
 
     def observe(self, nbytes: int, seconds: float, queued_seconds: float, now: float) -> None:
-        """A load of ours has ended now."""
+        """Record that an own load has ended now."""
         self._fit.observe((1.0, nbytes), seconds)
         ordered = now - seconds - queued_seconds
         ours = min(queued_seconds, max(0.0, self._last_end - ordered))
@@ -421,12 +420,12 @@ class _Line:
         self._last_end, self._last_seconds = max(now, self._last_end), seconds
 
     def observe_probe(self, seconds: float) -> None:
-        """A question was answered after so long, or was not until then."""
+        """Record a probe that was answered after `seconds`, or not by then."""
         self._answers += 1
         self.round_trip += max(_PROBE_STEP, 1 / self._answers) * (seconds - self.round_trip)
 
     def queue(self, now: float) -> float:
-        """Seconds that a load would wait."""
+        """Seconds that a load would wait in the queue."""
         ours = max(0.0, self._busy_until - now)
         behind = ours or now < self._last_end + self._last_seconds
         return ours + (self._right_behind if behind else self._after_a_pause).at(now)
@@ -436,14 +435,14 @@ class _Line:
         return (self.queue(now) if queued is None else queued) + fixed + each * nbytes
 
     def bytes_within(self, seconds: float, now: float, queued: float | None) -> float:
-        """How many bytes arrive in so much time."""
+        """Bytes that arrive within `seconds`."""
         left = seconds - self.seconds(0, now, queued)
         each = self._fit.coefficients[1]
         return left / each if each and math.isfinite(left / each) else 0.0
 
 
 def _prefill_terms(context: int, tokens: int) -> tuple[float, float, float]:
-    """What a step's time is made of: itself, its tokens, and the pairs of tokens that attention compares."""
+    """Terms of a step's time: constant, its tokens, and the pairs of tokens that attention compares."""
     return 1.0, float(tokens), tokens * (2 * context + tokens) / 2
 
 

@@ -20,7 +20,7 @@ from itertools import groupby, repeat
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import DEVICE, Key, Slot, Status, addresses
+from longshore.boundary import Key, Slot, Status, addresses
 from longshore.cache.backlog import Backlog
 from longshore.cache.columns import column, marks, numbers, once
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
@@ -493,19 +493,6 @@ class Store:
         kind = EventKind.REMOVED if self.index.is_ready(node, tier) else EventKind.FAILED
         by = self.log.by if cause == EVICTED else None
         self.log.record(kind, [self.index.key[node]], tier=self.levels[tier].name, cause=cause, by=by)
-
-    def log_device(self, came: Sequence[tuple[Key, Key | None]], gone: Sequence[Key], cause: str) -> None:
-        """Record what a device pool outside the tiers reports."""
-        warmest = [self.index.warmest_ready(self.index.get(key)) for key, _ in came]
-        for key in gone:
-            self.index.get(key)
-        if not self.log.on:
-            return
-        for (key, parent), tier in zip(came, warmest, strict=True):
-            source = self.levels[tier].name if tier >= 0 else ""
-            kind = EventKind.MOVED if source else EventKind.STORED
-            self.log.record(kind, [key], tier=DEVICE, parent=parent, source=source)
-        self.log.record(EventKind.REMOVED, gone, tier=DEVICE, cause=cause)
 
     # ------------------------------------------------------------------ inside
 

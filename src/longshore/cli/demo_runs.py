@@ -169,7 +169,7 @@ class Demo:
 
 
 def run_demo(options: DemoOptions, directory: Path, console: Console) -> DemoResult:
-    """All three runs, with progress on `console`. The file tier lives in `directory`."""
+    """All three runs, with progress on `console`. The file tier is in `directory`."""
     with ExitStack() as servers:
         with console.status("building the model and the workload"):
             demo = Demo(options)

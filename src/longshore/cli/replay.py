@@ -237,7 +237,7 @@ def _experiment(
 def _served(
     slots: int, file_slots: int, name: str, kind: type[EvictionPolicy], through: ControlPath | None
 ) -> Iterator[tuple[Callable[[Sequence[int], float, Return | None], int], CacheReplay | None]]:
-    """What serves a request, and says its hits: a tier of so many `slots` under the policy `kind` of this name.
+    """Serves a request and returns its hits: a tier of `slots` slots under the policy `kind`.
 
     Below it are files of `file_slots` slots, if any. Also the replay through the cache, if it is one.
     """

@@ -115,10 +115,10 @@ class Runtime:
         self.stores = tuple(self._probers)
         """Names of the remote tiers that can be asked."""
         self._probing: dict[int, tuple[Probe, float]] = {}
-        """Probes under way, and when they were ordered."""
+        """Probes in flight, and when they were ordered."""
         self._results: list[Result] = []
         self._failures: dict[int, dict[Slot, Status]] = {}
-        """Slots that were not filled, by job, until the cache has been told of the job's end."""
+        """Slots that were not filled, by job, until the result is applied to the cache."""
         self._closed = False
         self._pid = os.getpid()
         self._unpollable: list[Mover] = []
@@ -246,8 +246,8 @@ class Runtime:
     def flush(self, timeout: float, besides: int = 0) -> bool:
         """Wait until every block that is to be copied down was, and nothing is in flight; returns whether that is so.
 
-        Blocks that a tier has refused, as they promise too few hits, stay where they are. So many jobs are of the
-        engine `besides`, and not waited for.
+        Blocks that a tier has refused (admission) stay where they are. `besides`: number of jobs of the engine that
+        are not waited for.
         """
 
         def is_done() -> bool:
@@ -329,7 +329,7 @@ class Runtime:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether anything is in flight that will be heard of: if not, there is nothing to pump for."""
+        """Whether any job in flight will report a result; otherwise there is nothing to pump for."""
         running = any(each.mover not in self._unpollable for each in self._running.values())
         return running or bool(self._waiting or self._probing)
 
@@ -391,7 +391,7 @@ class Runtime:
                         del self._running[result.job]
 
     def _advance(self, is_told: bool) -> None:
-        """Pass on commands and results until there are none. `is_told`: the cache has just been told the time."""
+        """Pass on commands and results until there are none. `is_told`: the cache has the current time."""
         commands = self._cache.take()
         while True:
             for command in commands:
@@ -479,13 +479,15 @@ class Runtime:
             self._end(transfer, (Status.QUEUE_FULL,) * len(statuses))
         except Exception as error:  # noqa: BLE001 - whatever a mover raises, the job must end, and the others go on
             if not isinstance(error, TierClosedError):
-                _log.exception("transfer job %d (%s) could not be submitted", transfer.job, transfer.route)
+                _log.exception(
+                    "transfer job %d (%s) could not be submitted; its blocks are misses", transfer.job, transfer.route
+                )
             self._end(transfer, (Status.TIER_OFF,) * len(statuses))  # its sources were not touched, and stay good
         else:
             self._running[transfer.job] = _RunningTransfer(transfer, mover, tail, transfer.ranks)
 
     def _probe(self, probe: Probe) -> None:
-        """Ask a remote tier; whatever goes wrong with that, the probe must end, and the others go on."""
+        """Submit a probe to a remote tier; if that fails in any way, the probe ends, and others continue."""
         self._probing[probe.probe] = probe, self.clock()
         prober = self._probers.get(probe.tier)
         try:

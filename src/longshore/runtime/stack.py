@@ -39,9 +39,9 @@ from longshore.config import Config, available_memory, format_bytes
 from longshore.errors import ConfigError, DeviceError, TierError
 from longshore.keys import Scope
 from longshore.layout import KVLayout
-from longshore.runtime.gds_mover import GdsMover, ImageRing
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import KEPT, EventRecorder
+from longshore.runtime.ring_mover import ImageRing, RingMover
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.arena.pinning import CudaRegistrar, TorchCudaRuntime
 from longshore.tiers.base import KeyedTier, Tier
@@ -92,12 +92,12 @@ _WRITES = {"all": WritePolicy.THROUGH, "second_use": WritePolicy.SELECTIVE, "evi
 """Write policies of stores, as in their URLs."""
 
 _ANSWER_SECONDS = 0.05
-"""Beyond the time that a store has for a probe: until its answer is heard."""
+"""Seconds added to the time limit of a store's probe, for its answer to arrive."""
 
 _log = logging.getLogger(__name__)
 
 BlockUse = Callable[[int, Sequence[int]], None]
-"""Is told that a job reads or writes these device blocks until it has ended."""
+"""Called with a job, and the device blocks that it reads or writes until it has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Stack:
     loop: BackgroundLoop | None
     events: EventRecorder | None
     remote: tuple[KeyedTier, ...] = ()
-    ring_mover: GdsMover | None = None
+    ring_mover: RingMover | None = None
 
     def load_path(
         self,
@@ -270,7 +270,9 @@ class Stack:
         What host memory alone has is written to files before, if these are kept. After `unbind`, and until `wake`.
         """
         if keep and HOST not in keep and not self.runtime.flush(self.config.write_timeout):
-            _log.warning("some blocks were not written to files in time, and are lost with host memory")
+            _log.warning(
+                "sleep: some blocks were not written to the file tier in time; they are misses after waking up"
+            )
         with self.runtime.control() as cache:
             cache.reset(keep=keep)
         if HOST in keep or self.arena is None:
@@ -278,7 +280,7 @@ class Stack:
         if self.runtime.wait_idle(self.config.load_timeout) and self.runtime.fault is None:
             self.arena.give_back()
         else:
-            _log.warning("host memory is kept during the sleep, as copies are in flight")
+            _log.warning("sleep: host memory is not released, because copies are in flight")
 
     def wake(self) -> None:
         """Have host memory again. Raises `TierError` if there is not enough; nothing may use it then."""
@@ -404,7 +406,7 @@ def _open_without_host(
         undo.callback(file.close)
         engine = TransferEngine(layout, device, ring)
         undo.callback(engine.close)
-        mover = GdsMover(engine, layout, ring, file)
+        mover = RingMover(engine, layout, ring, file)
         runtime = _make_runtime(config, layout, scope, _Grouping(groups, partial), None, file, [mover])
         undo.pop_all()
     return replace(_start(config, layout, scope, runtime, engine, None, file, None), ring_mover=mover)

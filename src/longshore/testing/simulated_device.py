@@ -8,7 +8,7 @@ from functools import partial
 from longshore.layout.model import U64, KVLayout
 from longshore.testing.simulation import BlockedError, Mark, SimulatedQueue, Simulation
 from longshore.transfer.device.base import Copy, Device, DeviceEvent, Stream, copy_pieces
-from longshore.transfer.plan import CopyBatch, Planner
+from longshore.transfer.pieces import CopyBatch, PieceBuilder
 
 CELL = 8
 """Bytes that are read or written as one; all addresses and sizes must be multiples of it."""
@@ -97,10 +97,10 @@ class PlannerRing:
     """
 
     def __init__(self, depth: int) -> None:
-        self._planners = [Planner() for _ in range(depth)]
+        self._planners = [PieceBuilder() for _ in range(depth)]
         self._turn = 0
 
-    def take(self) -> tuple[int, Planner]:
+    def take(self) -> tuple[int, PieceBuilder]:
         """The next planner, and its number."""
         turn = self._turn
         self._turn = (turn + 1) % len(self._planners)

@@ -36,9 +36,9 @@ from xxhash import xxh3_64_digest
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Lease, Return, TieredCache, TierSpec
-from longshore.cache.columns import LISTS, LinkedLists
+from longshore.cache.columns import LISTS, LinkedLists, check_in, check_new, known, unknown
 from longshore.cache.eviction import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
-from longshore.cache.eviction.base import Names, check_in, check_new, known, unknown
+from longshore.cache.eviction.base import Names
 from longshore.cache.eviction.hit_rates import Returns
 from longshore.errors import CacheError, IntegrityError, TraceError
 from longshore.trace.parsing import unknown_name
@@ -380,7 +380,7 @@ class Experiment:
         return set(self._node)
 
     def _access(self, path: Sequence[int]) -> None:
-        """Uses of neighbours are told together, as the policy's contract allows."""
+        """Uses of adjacent nodes are reported together, as the policy's contract allows."""
         resident, touch = self._node, self.policy.touch
         used: list[int] = []
         for block in reversed(path):
@@ -436,7 +436,7 @@ def experiment(paths: Iterable[Sequence[int]], kind: type[EvictionPolicy], slots
 
 
 _PARTS = 4
-"""A load takes no more than one slot in so many of host memory at a time."""
+"""A load takes at most one slot in this many of host memory at a time."""
 
 _MAX_WRITES = 1 << 14
 """Chunks in flight to the tier: more than any request has, so that the limit has no effect."""
@@ -445,7 +445,7 @@ _MAX_WRITES = 1 << 14
 class CacheReplay:
     """A `TieredCache`, empty at the start, under policy `kind`: one tier of `slots` slots.
 
-    With `file_slots`, a file tier of so many slots is below, under `write_back`. Copies between the tiers end as soon
+    With `file_slots`, there is a file tier of as many slots, under `write_back`. Copies between the tiers end as soon
     as they are ordered. What is found is loaded in parts of a quarter of host memory, and a store waits for room that
     is being made.
 

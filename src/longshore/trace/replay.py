@@ -179,7 +179,7 @@ class _Visit:
 
 
 class _Working:
-    """Who computes: how many engines are `idle`, what is `ready` for them, and prompts under way by when they end."""
+    """Engines in virtual time: the number `idle`, prompts `ready` for them, and prompts in progress by end time."""
 
     def __init__(self, count: int) -> None:
         self.idle = count
@@ -307,7 +307,7 @@ class TieredReplay:
             self.movers.submit(commands, self._now)
 
     def _ended(self, command: Transfer | Probe, result: TransferResult | ProbeResult) -> None:
-        """A mover has reported: tell the gate and the cache, and whoever waits for it."""
+        """Apply a mover's result to the gate and the cache, and continue the requests that wait for it."""
         number, onto_device = result.probe if isinstance(result, ProbeResult) else result.job, False
         if isinstance(command, Transfer) and isinstance(result, TransferResult):
             source, onto_device = command.route.source, command.route.destination == DEVICE
@@ -383,7 +383,7 @@ class TieredReplay:
         self._submit()
 
     def _coming(self, visit: _Visit, found: Found) -> int:
-        """How many chunks behind what is held can be had by way of the remote store; some are on their way already."""
+        """Number of chunks after the leased ones that the remote store has, including those in flight."""
         if self.remote is None:
             return 0
         rest = {0: GroupKeys(visit.keys[visit.matched : visit.usable])}
@@ -391,7 +391,7 @@ class TieredReplay:
         return found.remote + sum(1 for _ in takewhile(lambda each: each is not Presence.ABSENT, where))
 
     def _load(self, visit: _Visit, coming: int) -> None:
-        """Order what is worth it of what is held, and of so many more chunks by way of the remote store."""
+        """Order the chunks worth loading: of the leased ones, and of `coming` more in the remote store."""
         left = wanted = visit.wanted = self._worth(visit, coming)
         found = visit.matched + coming
         self._losses.counts[Loss.CHOICE] += found - wanted
@@ -424,7 +424,7 @@ class TieredReplay:
             visit.until = self._now + self.cache.settings.load_timeout
 
     def _worth(self, visit: _Visit, coming: int) -> int:
-        """How many chunks to load, of those that are held and so many more by way of the remote store."""
+        """How many chunks to load: of the leased ones, and of `coming` more in the remote store."""
         found = visit.matched + coming
         if self._gate is None or not found:
             return found

@@ -1,7 +1,7 @@
 """The data plane at the device: copies between device pages and block images in the host arena.
 
-selection.py   validation of all ids; which pages of which blocks move
-plan.py        batches of pages, how they are cut, and their arrays of addresses and sizes
+plan.py        the plan of a transfer: validation of all ids, unaligned and partial chunks, which pages move
+pieces.py      batches of pages, how they are cut, and their arrays of addresses and sizes
 engine.py      the mover: submit, wait, results
 ordering.py    one direction: choice of the next copy, submission to the device, completion in order; dependencies
                between jobs; threads that run the lanes
@@ -10,7 +10,7 @@ device/        copies on each kind of device
 
 from longshore.transfer.device import CpuDevice, Device, device_for
 from longshore.transfer.engine import INSIDE, OFFLOAD, ONBOARD, TransferEngine, TransferStats
-from longshore.transfer.selection import HostMemory, HostSlots
+from longshore.transfer.plan import HostMemory, HostSlots
 
 __all__ = [
     "INSIDE",

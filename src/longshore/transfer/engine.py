@@ -32,7 +32,7 @@ from longshore.transfer.ordering import (
     Place,
     Threads,
 )
-from longshore.transfer.selection import HostSlots, Selection, images_of, kept, select, select_inside
+from longshore.transfer.plan import CopyPlan, HostSlots, images_of, kept, plan_copy, plan_copy_inside
 
 OFFLOAD = Route(DEVICE, HOST)
 ONBOARD = Route(HOST, DEVICE)
@@ -173,7 +173,7 @@ class TransferEngine:
         """
         if not isinstance(transfer.deadline, int | float):
             raise PlanError(f"expected a deadline in clock seconds, got {transfer.deadline!r}")
-        selection, accesses = self._select(transfer)
+        plan, accesses = self._plan(transfer)
         keeps = (self._layout.tensors, kept(self._host))
         direction = _DIRECTIONS[transfer.route.destination]
         lane = self._lanes[transfer.route.destination]
@@ -188,14 +188,14 @@ class TransferEngine:
                 )
             fences = self._step or (self._device.mark(self._compute),)
             ticket = self._board.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
-            job = CopyJob(transfer, selection, fences, ticket, self._board.clock(), keeps)
+            job = CopyJob(transfer, plan, fences, ticket, self._board.clock(), keeps)
             self._board.jobs[transfer.job] = job
             self._layered.add(job)
             lane.put(job)
 
     def check(self, transfer: Transfer) -> None:
         """Raise the errors that `submit` would raise for `transfer`. Changes nothing."""
-        self._select(transfer)
+        self._plan(transfer)
 
     def poll(self) -> list[TransferResult]:
         """Results since the last call, without waiting. Works after `close` too."""
@@ -280,21 +280,21 @@ class TransferEngine:
         if self._board.closing:
             raise TierClosedError("the transfer engine was closed")
 
-    def _select(self, transfer: Transfer) -> tuple[Selection, list[Access]]:
+    def _plan(self, transfer: Transfer) -> tuple[CopyPlan, list[Access]]:
         """The pages that move, and the slots that are accessed."""
         if transfer.route not in self.routes:
             served = ", ".join(map(str, sorted(self.routes)))
             raise PlanError(f"route {transfer.route} is not served, only {served}")
         if transfer.route == INSIDE:
-            selection = select_inside(
+            plan = plan_copy_inside(
                 self._layout, transfer.sections, transfer.items, layers=transfer.layers, tokens=transfer.tokens
             )
-            read = [Access(Place(DEVICE, pool), blocks, False) for pool, blocks in selection.sources().items()]
-            written = [Access(Place(DEVICE, pool), blocks, True) for pool, blocks in selection.blocks().items()]
-            return selection, read + written
+            read = [Access(Place(DEVICE, pool), blocks, False) for pool, blocks in plan.sources().items()]
+            written = [Access(Place(DEVICE, pool), blocks, True) for pool, blocks in plan.blocks().items()]
+            return plan, read + written
         images = images_of(transfer, self._host)
         into = transfer.route.destination
-        selection = select(
+        plan = plan_copy(
             self._layout,
             transfer.sections,
             images.offsets,
@@ -306,5 +306,5 @@ class TransferEngine:
             tokens=transfer.tokens,
             room=images.room,
         )
-        device = [Access(Place(DEVICE, pool), blocks, into == DEVICE) for pool, blocks in selection.blocks().items()]
-        return selection, [*device, Access(Place(HOST, 0), images.touched, into == HOST)]
+        device = [Access(Place(DEVICE, pool), blocks, into == DEVICE) for pool, blocks in plan.blocks().items()]
+        return plan, [*device, Access(Place(HOST, 0), images.touched, into == HOST)]

@@ -38,8 +38,8 @@ import numpy.typing as npt
 from longshore.boundary import HOST, Status, Transfer, TransferResult, Urgency
 from longshore.errors import FreedLayoutError
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
-from longshore.transfer.plan import CopyBatch
-from longshore.transfer.selection import Selection, zero_padding
+from longshore.transfer.pieces import CopyBatch
+from longshore.transfer.plan import CopyPlan, zero_padding
 
 
 class Place(NamedTuple):
@@ -241,7 +241,7 @@ class CopyJob:
     """
 
     transfer: Transfer
-    selection: Selection
+    plan: CopyPlan
     fences: tuple[DeviceEvent, ...]
     ticket: LanePosition
     submitted: float
@@ -272,7 +272,7 @@ class CopyJob:
         """The result, once no copy of the job is in flight."""
         statuses, arrived = _statuses(self)
         begun = self.submitted if self.begun is None else self.begun
-        layout = self.selection.whole.layout
+        layout = self.plan.whole.layout
         self.result = TransferResult(
             job=self.transfer.job,
             statuses=statuses,
@@ -286,7 +286,7 @@ class CopyJob:
 
 
 def _steps(job: CopyJob, max_bytes: int) -> Iterator[CopyStep]:
-    whole = job.selection.whole
+    whole = job.plan.whole
     if not job.transfer.by_layer:
         yield from map(CopyStep, whole.cut(max_bytes))
         return
@@ -298,7 +298,7 @@ def _steps(job: CopyJob, max_bytes: int) -> Iterator[CopyStep]:
 
 def _statuses(job: CopyJob) -> tuple[tuple[Status, ...], int]:
     """Status of each item, and the bytes of those that are whole."""
-    item_bytes = job.selection.item_bytes
+    item_bytes = job.plan.item_bytes
     if job.stopped is None:
         return (Status.OK,) * len(item_bytes), job.arrived
     # Layer by layer, all items arrive at the end. And a device may have failed earlier than it said.
@@ -336,7 +336,7 @@ class EngineState:
         """The status with which the remaining steps of `job` must be stopped, if any."""
         if job.stopped is not None:
             return job.stopped
-        if self.closing or job.selection.whole.generation != job.selection.whole.layout.generation:
+        if self.closing or job.plan.whole.generation != job.plan.whole.layout.generation:
             return Status.TIER_OFF
         if job.cancelled:
             return Status.CANCELLED
@@ -497,7 +497,7 @@ class Lane:
             self._bound = True
         if job.begun is None:
             if job.transfer.route.destination == HOST:
-                zero_padding(job.selection, self._stream.zero)
+                zero_padding(job.plan, self._stream.zero)
             job.begin(self._board.clock(), self._board.max_batch_bytes)
         step, copy = job.ahead, None
         if step is not None and step.batch is not None:
@@ -509,7 +509,8 @@ class Lane:
         """Log `error`, wait until no copy is in flight, and return the status of `job`."""
         is_freed = isinstance(error, FreedLayoutError)
         if not is_freed:
-            _log.error("transfer job %d (%s) failed", job.transfer.job, job.transfer.route, exc_info=error)
+            named = job.transfer.job, job.transfer.route
+            _log.error("transfer job %d (%s) failed; its blocks are misses", *named, exc_info=error)
         try:
             self._stream.drain()
         except Exception:  # noqa: BLE001 - the job has failed anyway

@@ -1,416 +1,554 @@
-"""Batches of pages, how they are cut, and their arrays of addresses and sizes, with adjacent pages merged.
+"""Plans copies: validates the ids of a transfer, and lays its blocks out over chunks, aligned to them or not.
 
-A `CopyPart` is a number of chunks of one group, the same consecutive blocks of each chunk, and some of their pages. The
-arrays of a plan, and the gather on a device, are computed from parts without a loop over blocks or references.
+A section that begins or ends within a chunk is unaligned. It is laid out as rectangles of chunks and blocks, so that a
+partial first or last chunk is a rectangle of its own (`chunk_rectangles`). Here 9 blocks from logical block 3 on,
+4 blocks to a chunk:
 
-Pieces come in one of two orders:
+    chunk 0   chunk 1   chunk 2
+    · · · 0   1 2 3 4   5 6 7 8          [0, 1) x [3, 4)    [1, 3) x [0, 4)
 
-    by image        chunk by chunk, in each chunk reference by reference, in each reference block by block: the order of
-                    bytes in the images, so that pieces that can merge are adjacent
-    by reference    reference by reference, in each reference block by block: long rows, which numpy fills several times
-                    faster; used where nothing can merge and the order is not relevant
+    blocks that are not valid            are left out of their chunk (`keep_valid`)
+    a last block with fewer tokens       is a rectangle with narrower pages (`split_off_last`, `page_widths`)
+
+Copies inside the device serve partial reuse: a request that shares the first tokens of another request's block gets its
+own block, with the pages of those tokens copied. The source block may be in flight; the copy then waits for it, like
+any other job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextvars import Context
-from typing import NamedTuple
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from longshore.boundary import HOST
-from longshore.errors import FreedLayoutError
-from longshore.layout.model import U64, KVLayout, RefTable
-
-I64 = npt.NDArray[np.int64]
+from longshore.boundary import DEVICE, HOST, Item, Items, Section, Slabs, Slot, Slots, Transfer
+from longshore.errors import PlanError
+from longshore.layout.model import U64, KVLayout
+from longshore.transfer.pieces import I64, CopyBatch, CopyPart
 
 
-class CopyPart(NamedTuple):
-    """A rectangle of blocks of one group.
+class CopyPlan(NamedTuple):
+    """The pages that one transfer moves.
 
     Attributes:
-        group: Index of the group.
-        first_ref: First reference that moves; there are as many as `widths`.
-        widths: uint64, shape `(references,)`: bytes that move of each page, from its start.
-        blocks: int64, shape `(chunks, subs)`: device blocks.
-        images: int64, shape `(chunks,)`: byte offset of each chunk's image in host memory.
-        sub: Position of `blocks[:, 0]` in its chunk.
-        item: Item of the transfer that `images[0]` belongs to; the others follow.
-        sources: For copies inside the device, in place of images: int64, shape `(chunks, subs)`, the blocks to copy
-            from.
-        split: Whether references are pieces of pages, as in `KVLayout.table`; true if only some tokens of a page move.
+        whole: All pages, as one batch. Bytes arrive item by item, in order.
+        images: int64, shape `(items,)`: byte offset of each item's image in host memory.
+        sections: Group and number of items of each section, in order.
     """
 
-    group: int
+    whole: CopyBatch
+    images: I64
+    sections: tuple[tuple[int, int], ...]
+
+    def sources(self) -> dict[int, I64]:
+        """For copies inside the device, the source blocks, by pool."""
+        pools: dict[int, list[I64]] = {}
+        for part in self.whole.parts:
+            if part.sources is not None:
+                pools.setdefault(self.whole.layout.pools[part.group], []).append(part.sources.ravel())
+        return {pool: np.concatenate(blocks) for pool, blocks in pools.items()}
+
+    @property
+    def item_bytes(self) -> I64:
+        """int64, shape `(items,)`: bytes that move of each item."""
+        item_bytes = np.zeros(len(self.images), dtype=np.int64)
+        for part in self.whole.parts:
+            item_bytes[part.item : part.item + len(part.images)] += part.chunk_bytes
+        return item_bytes
+
+    def blocks(self) -> dict[int, I64]:
+        """The device blocks that move, by pool."""
+        pools: dict[int, list[I64]] = {}
+        for part in self.whole.parts:
+            pools.setdefault(self.whole.layout.pools[part.group], []).append(part.blocks.ravel())
+        return {pool: np.concatenate(blocks) for pool, blocks in pools.items()}
+
+
+def plan_copy(
+    layout: KVLayout,
+    sections: Sequence[Section],
+    images: Sequence[int] | I64,
+    *,
+    into: str,
+    host_address: int,
+    host_bytes: int,
+    valid: Sequence[int] | None = None,
+    layers: tuple[int, int] | None = None,
+    tokens: int | None = None,
+    room: I64 | None = None,
+) -> CopyPlan:
+    """Validate all ids, and plan which pages move.
+
+    Args:
+        layout: Where pages lie.
+        sections: Device blocks per group; sections may be empty, and groups may be missing.
+        images: Byte offset in host memory of each item's image, in the order of the sections' chunks.
+        into: The tier that is written, `DEVICE` or `HOST`; written blocks or images must be distinct.
+        host_address: Address of the host memory.
+        host_bytes: Size of the host memory.
+        valid: For each item a bit mask of the blocks with valid bytes; other blocks are consumed, but neither read nor
+            written. `None`: all.
+        layers: Half-open range of model layers; `None`: all.
+        tokens: Leading tokens to move of the last block of the last non-empty section. `None`, zero or less, and the
+            block size or more mean the whole block; so do pages that cannot be split.
+        room: int64, shape `(items,)`: bytes of the slot of each image; `None`: large enough.
+
+    Raises:
+        PlanError: Ids out of range, repeated where written, or not consumed exactly by both sides; a slot that is too
+            small.
+        FreedLayoutError: The device memory is gone.
+    """
+    layout.check_live()
+    if into not in (HOST, DEVICE):
+        raise PlanError(f"expected destination {DEVICE!r} or {HOST!r}, got {into!r}")
+    items = _items_per_section(layout, sections)
+    offsets = _integers(images, "image offsets")
+    if sum(items) != len(offsets) or (valid is not None and len(valid) != len(offsets)):
+        got = f"{len(offsets)} items" if valid is None else f"{len(offsets)} items, {len(valid)} valid masks"
+        raise PlanError(f"expected {sum(items)} items, as the sections have blocks for {items} chunks; got {got}")
+    parts: list[CopyPart] = []
+    for section, taken, widths in _sections(layout, sections, items, layers, tokens):
+        _check_images(offsets, taken, layout.image_bytes_of(section.group), host_bytes, room)
+        per_chunk = layout.groups[section.group].blocks_per_chunk
+        masks = None if valid is None else valid[taken.start : taken.stop]
+        parts += _parts(layout, section, widths, per_chunk, offsets[taken], masks, taken.start)
+    whole = CopyBatch(layout, layout.generation, into, host_address, tuple(parts))
+    groups = [section.group for section in sections]
+    plan = CopyPlan(whole, offsets, tuple(zip(groups, items, strict=True)))
+    if into == DEVICE:
+        _check_blocks_differ(plan)
+    else:
+        # Images that do not overlap are apart by the length of one: they differ in the bits above that.
+        shift = layout.least_image_bytes.bit_length() - 1
+        twice = repeated(offsets >> shift, (host_bytes >> shift) + 1)
+        if twice is not None:
+            offset = offsets[offsets >> shift == twice][0]
+            raise PlanError(f"the image at offset {offset} of host memory would be written twice")
+    return plan
+
+
+def _sections(
+    layout: KVLayout,
+    sections: Sequence[Section],
+    items: Sequence[int],
+    layers: tuple[int, int] | None,
+    tokens: int | None,
+) -> Iterator[tuple[Section, slice, tuple[PageWidths, PageWidths | None]]]:
+    """For each section with blocks: the section, its items, whose numbers are in `items`, and the widths of pages."""
+    check_layers(layout, layers)
+    last = max((index for index, count in enumerate(items) if count), default=-1)
+    start = 0
+    for index, (section, count) in enumerate(zip(sections, items, strict=True)):
+        if count:
+            widths = page_widths(layout, section.group, layers, tokens if index == last else None)
+            yield section, slice(start, start + count), widths
+        start += count
+
+
+class PageWidths(NamedTuple):
+    """Bytes that move of each page of a block, from reference `first_ref` of the table on."""
+
     first_ref: int
     widths: U64
-    blocks: I64
-    images: I64
-    sub: int
-    item: int
-    sources: I64 | None = None
     split: bool = False
 
-    @property
-    def refs(self) -> slice:
-        """The references that move, to index a `RefTable`."""
-        return slice(self.first_ref, self.first_ref + len(self.widths))
+
+def check_layers(layout: KVLayout, layers: tuple[int, int] | None) -> None:
+    """Raise `PlanError` unless `layers` is a range of the layout's layers, or `None`."""
+    if layers is None:
+        return
+    if not all(isinstance(layer, int) for layer in layers) or not 0 <= layers[0] < layers[1] <= layout.num_layers:
+        raise PlanError(f"layers must be a range within [0, {layout.num_layers}), got {layers}")
+
+
+def check_sections(layout: KVLayout, sections: Sequence[Section]) -> None:
+    """Raise `PlanError` unless each section has a valid group and first block."""
+    for index, section in enumerate(sections):
+        if not 0 <= section.group < len(layout.groups):
+            raise PlanError(f"section {index}: group {section.group} does not lie in [0, {len(layout.groups)})")
+        if section.first_block < 0:
+            raise PlanError(f"section {index}: first_block must not be negative, got {section.first_block}")
+
+
+def _items_per_section(layout: KVLayout, sections: Sequence[Section]) -> list[int]:
+    check_sections(layout, sections)
+    items = []
+    for section in sections:
+        per_chunk = layout.groups[section.group].blocks_per_chunk
+        items.append(chunks_of(len(section.blocks), section.first_block % per_chunk, per_chunk))
+    return items
+
+
+def page_widths(
+    layout: KVLayout, group: int, layers: tuple[int, int] | None, tokens: int | None
+) -> tuple[PageWidths, PageWidths | None]:
+    """Bytes that move of every block of `group`, and of a partial last block; arguments as for `plan_copy`."""
+    table = layout.table(group)
+    first, stop = _refs_of(table.layer, layers)
+    whole = PageWidths(first, table.page[first:stop])
+    if tokens is None or not 0 < tokens < layout.groups[group].block_size or not table.token[first:stop].any():
+        return whole, None
+    table = layout.table(group, split=True)
+    first, stop = _refs_of(table.layer, layers)
+    token = table.token[first:stop]
+    return whole, PageWidths(first, np.where(token > 0, token * np.uint64(tokens), table.page[first:stop]), split=True)
+
+
+def _refs_of(layer: I64, layers: tuple[int, int] | None) -> tuple[int, int]:
+    """The references of a range of layers."""
+    if layers is None:
+        return 0, len(layer)
+    first, stop = np.searchsorted(layer, layers).tolist()
+    return first, stop
+
+
+def _parts(
+    layout: KVLayout,
+    section: Section,
+    widths: tuple[PageWidths, PageWidths | None],
+    per_chunk: int,
+    images: I64,
+    valid: Sequence[int] | None,
+    item: int,
+    sources: I64 | None = None,
+) -> Iterator[CopyPart]:
+    """The parts of one section, whose first chunk is `item`, in chunks of `per_chunk` blocks."""
+    whole, leading = widths
+    blocks = block_ids(section, layout.num_blocks)
+    skip = section.first_block % per_chunk
+    rectangles = chunk_rectangles(len(blocks), skip, per_chunk)
+    if valid is not None:
+        rectangles = keep_valid(rectangles, valid, per_chunk)
+    last = divmod(skip + len(blocks) - 1, per_chunk)
+    if leading is not None:
+        rectangles = split_off_last(rectangles, *last)
+    if not len(whole.widths):
+        return
+    for box in rectangles:
+        chunks, subs = box.stop - box.first, box.high - box.low
+        shape, start = (chunks, subs), box.first * per_chunk + box.low - skip
+        moved = slice(start, start + chunks * subs)
+        is_last = (box.stop - 1, box.high - 1) == last
+        pages = leading if is_last and leading is not None else whole
+        yield CopyPart(
+            section.group,
+            pages.first_ref,
+            pages.widths,
+            blocks[moved].reshape(shape),
+            images[box.first : box.stop],
+            box.low,
+            item + box.first,
+            None if sources is None else sources[moved].reshape(shape),
+            pages.split,
+        )
+
+
+def block_ids(section: Section, num_blocks: int) -> I64:
+    """The section's blocks, int64, shape `(blocks,)`; `PlanError` when one does not exist."""
+    ids = _integers(section.blocks, f"block ids of group {section.group}")
+    if _largest(ids) >= num_blocks:
+        low, high = int(ids.min()), int(ids.max())
+        raise PlanError(f"block ids of group {section.group} must lie in [0, {num_blocks}), got {low} to {high}")
+    return ids
+
+
+def _integers(values: Sequence[int] | I64, what: str) -> I64:
+    """`values` as int64, shape `(len(values),)`; `PlanError` for what is no integer of 64 bits."""
+    if isinstance(values, np.ndarray):
+        if values.dtype.kind not in "iu" or values.ndim != 1:
+            raise PlanError(f"expected {what} as a vector of integers, got {values.dtype} of shape {values.shape}")
+        return np.asarray(values, dtype=np.int64)
+    if not len(values):
+        return np.empty(0, dtype=np.int64)
+    try:
+        packed = struct.pack(f"{len(values)}q", *values)  # twice as fast as numpy's own conversion
+    except struct.error as error:
+        raise PlanError(f"expected {what} as 64-bit integers: {error}") from error
+    return np.frombuffer(packed, dtype=np.int64)
+
+
+def _largest(values: I64) -> int:
+    """The largest of `values` as unsigned integers: negative values count as larger than all others."""
+    unsigned = values.view(np.uint64)
+    return int(unsigned[unsigned.argmax()])  # several times as fast as `max`
+
+
+def _check_images(offsets: I64, items: slice, image_bytes: int, host_bytes: int, room: I64 | None) -> None:
+    """That the images of `items`, all of one group, lie within their slots, and within the host memory."""
+    images = offsets[items]
+    most = host_bytes - image_bytes
+    if most < 0 or _largest(images) > most:
+        bad = int(np.argmax((images < 0) | (images > most)))
+        raise PlanError(
+            f"item {items.start + bad}: an image of {image_bytes} bytes at offset {images[bad]} does not fit "
+            f"into {host_bytes} bytes of host memory"
+        )
+    if room is not None and room[items].min() < image_bytes:
+        bad = int(np.argmax(room[items] < image_bytes))
+        raise PlanError(
+            f"item {items.start + bad}: {image_bytes} image bytes exceed a slot of {room[items][bad]} bytes"
+        )
+
+
+def _check_blocks_differ(plan: CopyPlan) -> None:
+    """That no device block is written twice."""
+    for pool, blocks in plan.blocks().items():
+        twice = repeated(blocks, plan.whole.layout.num_blocks)
+        if twice is not None:
+            raise PlanError(f"block {twice} of device pool {pool} would be written twice")
+
+
+def repeated(values: I64, limit: int) -> int | None:
+    """One of `values`, within `[0, limit)`, that occurs more than once."""
+    if limit <= 64 * len(values):  # a mark for each place is ten times as fast as sorting, unless most stay empty
+        marks = np.zeros(limit, dtype=np.bool_)
+        marks[values] = True
+        if np.count_nonzero(marks) == len(values):
+            return None
+    ordered = np.sort(values)
+    same = ordered[1:] == ordered[:-1]
+    return int(ordered[int(same.argmax())]) if same.any() else None
+
+
+def plan_copy_inside(
+    layout: KVLayout,
+    sections: Sequence[Section],
+    items: Sequence[Item],
+    *,
+    layers: tuple[int, int] | None = None,
+    tokens: int | None = None,
+) -> CopyPlan:
+    """Validate all ids, and plan which pages move.
+
+    Args:
+        layout: Where pages lie.
+        sections: Blocks that are written, per group.
+        items: One per block, in order; its source is the device slot to copy from: the group's pool, and a block.
+        layers: As for `plan_copy`.
+        tokens: As for `plan_copy`.
+
+    Raises:
+        PlanError: Ids out of range or not consumed exactly, a block written twice, or both written and read.
+        FreedLayoutError: The device memory is gone.
+    """
+    layout.check_live()
+    check_sections(layout, sections)
+    given = sum(len(section.blocks) for section in sections)
+    if given != len(items):
+        raise PlanError(f"expected one item per block: the sections have {given} blocks, got {len(items)} items")
+    counts = [len(section.blocks) for section in sections]
+    images = np.zeros(given, dtype=np.int64)
+    parts: list[CopyPart] = []
+    for section, taken, widths in _sections(layout, sections, counts, layers, tokens):
+        own = enumerate(items[taken], taken.start)
+        sources = np.array([_source(layout, section.group, item, index) for index, item in own])
+        parts += _parts(layout, section._replace(first_block=0), widths, 1, images[taken], None, taken.start, sources)
+    whole = CopyBatch(layout, layout.generation, DEVICE, 0, tuple(parts))
+    groups = [section.group for section in sections]
+    plan = CopyPlan(whole, images, tuple(zip(groups, counts, strict=True)))
+    _check_blocks_differ(plan)
+    read = plan.sources()
+    for pool, blocks in plan.blocks().items():
+        both = np.intersect1d(blocks, read[pool])
+        if len(both):
+            raise PlanError(f"block {both[0]} of device pool {pool} would be both written and read")
+    return plan
+
+
+def _source(layout: KVLayout, group: int, item: Item, index: int) -> int:
+    slot, pool = item.source, layout.pools[group]
+    if not isinstance(slot, Slot) or (slot.tier, slot.pool) != (DEVICE, pool) or item.destination is not None:
+        raise PlanError(
+            f"item {index}: expected a slot of device pool {pool} to copy from, got {slot} into {item.destination}"
+        )
+    if not isinstance(slot.index, int) or not 0 <= slot.index < layout.num_blocks:
+        raise PlanError(f"item {index}: block {slot.index} does not lie in [0, {layout.num_blocks})")
+    if item.valid != 1:
+        raise PlanError(f"item {index}: expected valid=0x1 for a copy of one block, got {item.valid:#x}")
+    return slot.index
+
+
+class Rectangle(NamedTuple):
+    """Chunks `[first, stop)` of a section, positions `[low, high)` of each; several chunks only if complete."""
+
+    first: int
+    stop: int
+    low: int
+    high: int
+
+
+def chunks_of(count: int, skip: int, per_chunk: int) -> int:
+    """Number of chunks of `count` blocks, if the first `skip` positions of the first chunk are skipped."""
+    return -(-(skip + count) // per_chunk) if count else 0
+
+
+def chunk_rectangles(count: int, skip: int, per_chunk: int) -> list[Rectangle]:
+    """Lay out `count` blocks over chunks of `per_chunk`; unaligned ones skip the first `skip` positions of a chunk."""
+    if not count:
+        return []
+    rectangles = []
+    first = 0
+    if skip:
+        rectangles.append(Rectangle(0, 1, skip, min(per_chunk, skip + count)))
+        first = 1
+    whole, rest = divmod(skip + count, per_chunk)
+    if whole > first:
+        rectangles.append(Rectangle(first, whole, 0, per_chunk))
+    if rest and whole >= first:
+        rectangles.append(Rectangle(whole, whole + 1, 0, rest))
+    return rectangles
+
+
+def keep_valid(rectangles: Sequence[Rectangle], valid: Sequence[int], per_chunk: int) -> list[Rectangle]:
+    """`rectangles` without the positions whose bit is not set in `valid`, one mask per chunk."""
+    full = (1 << per_chunk) - 1
+    for mask in valid:
+        if not 0 < mask <= full:
+            raise PlanError(f"expected valid to be a non-zero mask of {per_chunk} bits, got {mask:#x}")
+    kept = []
+    for whole in rectangles:
+        first = whole.first
+        # Only chunks with holes are looked at one by one: those at the edge of a sliding window.
+        for chunk in [chunk for chunk in range(whole.first, whole.stop) if valid[chunk] != full]:
+            if first < chunk:
+                kept.append(whole._replace(first=first, stop=chunk))
+            kept += [Rectangle(chunk, chunk + 1, *run) for run in _runs(valid[chunk], whole.low, whole.high)]
+            first = chunk + 1
+        if first < whole.stop:
+            kept.append(whole._replace(first=first))
+    return kept
+
+
+def split_off_last(rectangles: Sequence[Rectangle], chunk: int, place: int) -> list[Rectangle]:
+    """`rectangles` with the last position of the last chunk split off."""
+    apart: list[Rectangle] = []
+    for box in rectangles:
+        if (box.stop - 1, box.high - 1) != (chunk, place):
+            apart.append(box)
+            continue
+        if box.stop - box.first > 1:
+            apart.append(box._replace(stop=chunk))
+        if box.high - box.low > 1:
+            apart.append(Rectangle(chunk, chunk + 1, box.low, place))
+        apart.append(Rectangle(chunk, chunk + 1, place, place + 1))
+    return apart
+
+
+def _runs(mask: int, low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Runs of set bits of `mask` within `[low, high)`."""
+    start: int | None = None
+    for bit in range(low, high + 1):
+        is_set = bit < high and mask >> bit & 1
+        if is_set and start is None:
+            start = bit
+        elif not is_set and start is not None:
+            yield start, bit
+            start = None
+
+
+class HostMemory(Protocol):
+    """One piece of host memory; `longshore.tiers.arena.Arena` is one."""
 
     @property
-    def chunk_bytes(self) -> int:
-        """Bytes that move of each chunk."""
-        return int(np.add.reduce(self.widths)) * int(self.blocks.shape[1])
+    def address(self) -> int:
+        """Address of its first byte."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that move."""
-        return self.chunk_bytes * len(self.images)
+        """Its size in bytes."""
+
+
+class HostSlots(Protocol):
+    """Slots for block images in host memory; `longshore.tiers.host.HostTier` is one."""
 
     @property
-    def pieces(self) -> int:
-        """Pages that move."""
-        return self.blocks.size * len(self.widths)
+    def arena(self) -> HostMemory:
+        """Where the slots are."""
 
-    def cut(self, max_bytes: int) -> Iterator[CopyPart]:
-        """Cut into parts of at most `max_bytes`, in order.
+    @property
+    def slabs(self) -> Slabs:
+        """Numbering and image sizes of the slots."""
 
-        Cuts between chunks; a chunk that is too long by itself is cut between references. A part has at least one
-        reference's pages of one chunk.
-        """
-        chunk_bytes = self.chunk_bytes
-        if chunk_bytes * len(self.images) <= max_bytes:
-            yield self
-            return
-        chunks = max(1, max_bytes // chunk_bytes)
-        for first in range(0, len(self.images), chunks):
-            rows = slice(first, first + chunks)
-            sources = None if self.sources is None else self.sources[rows]
-            piece = self._replace(
-                blocks=self.blocks[rows], images=self.images[rows], item=self.item + first, sources=sources
-            )
-            if chunk_bytes <= max_bytes:
-                yield piece
-            else:
-                yield from piece._cut_chunk(max_bytes)
-
-    def _cut_chunk(self, max_bytes: int) -> Iterator[CopyPart]:
-        """One chunk, cut between its references."""
-        ends = np.cumsum(self.widths, dtype=np.int64) * self.blocks.shape[1]
-        first = 0
-        while first < len(ends):
-            before = int(ends[first - 1]) if first else 0
-            stop = max(first + 1, int(np.searchsorted(ends, before + max_bytes, side="right")))
-            yield self.between(first, stop)
-            first = stop
-
-    def between(self, first: int, stop: int) -> CopyPart:
-        """The part with only `[first, stop)` of its references."""
-        return self._replace(first_ref=self.first_ref + first, widths=self.widths[first:stop])
+    def offsets(self, pool: int, indices: Sequence[int], /) -> I64:
+        """Bytes from the start of the arena to each of these slots; `PlanError` if one does not exist."""
 
 
-class CopyBatch(NamedTuple):
-    """Parts to copy together, in item order.
+class HostImages(NamedTuple):
+    """The images of one transfer in host memory.
 
     Attributes:
-        layout: The layout that the ids were checked against.
-        generation: The layout's generation then.
-        into: The tier that is written: `DEVICE` or `HOST`.
-        host_address: Where the host memory starts.
-        parts: What moves.
+        offsets: int64, shape `(items,)`: bytes from the start of the arena to each image.
+        room: int64, shape `(items,)`: bytes of the slot of each image.
+        valid: For each item a bit mask of the blocks with valid bytes.
+        touched: int64: host slots that they overlap, as in `Slabs.touched`.
     """
 
-    layout: KVLayout
-    generation: int
-    into: str
-    host_address: int
-    parts: tuple[CopyPart, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that move."""
-        return sum(part.nbytes for part in self.parts)
-
-    @property
-    def inside(self) -> bool:
-        """Whether the copies are inside the device, and not between device and host."""
-        return any(part.sources is not None for part in self.parts)
-
-    def of_layer(self, layer: int) -> CopyBatch:
-        """The part of the batch that belongs to one model layer; may be empty."""
-        parts = (part.between(*self._refs_of(part, layer)) for part in self.parts)
-        return self._replace(parts=tuple(part for part in parts if len(part.widths)))
-
-    def _refs_of(self, part: CopyPart, layer: int) -> tuple[int, int]:
-        layers = self.layout.table(part.group, split=part.split).layer[part.refs]
-        first, stop = np.searchsorted(layers, (layer, layer + 1)).tolist()
-        return first, stop
-
-    def cut(self, max_bytes: int) -> Iterator[CopyBatch]:
-        """Cut into batches of at most `max_bytes`, in order, as `CopyPart.cut` does."""
-        if self.nbytes <= max_bytes:
-            if self.parts:
-                yield self
-            return
-        taken: list[CopyPart] = []
-        room = max_bytes
-        for part in self.parts:
-            for piece in part.cut(max_bytes):
-                if taken and piece.nbytes > room:
-                    yield self._replace(parts=tuple(taken))
-                    taken, room = [], max_bytes
-                taken.append(piece)
-                room -= piece.nbytes
-        if taken:
-            yield self._replace(parts=tuple(taken))
+    offsets: I64
+    room: I64
+    valid: Sequence[int]
+    touched: I64
 
 
-_BUFFER_SIZE_IS_LOCAL = int(np.__version__.partition(".")[0]) >= 2  # to the context; before, to the thread
+def kept(host: HostSlots) -> object:
+    """An object that keeps the memory of `host` mapped while it is referenced, even if the arena is closed.
 
-
-class Pieces(NamedTuple):
-    """Addresses and sizes of pieces: uint64 arrays of shape `(pieces,)`, sizes in bytes.
-
-    For copies inside the device, `host` has the addresses of the source blocks.
+    Raises `TierClosedError` if the arena is closed already.
     """
-
-    device: U64
-    host: U64
-    size: U64
-
-    def directed(self, into: str) -> tuple[U64, U64, U64]:
-        """Destination, source and size."""
-        return (self.host, self.device, self.size) if into == HOST else (self.device, self.host, self.size)
+    return getattr(host.arena, "array", host.arena)
 
 
-class BlockRuns(NamedTuple):
-    """Runs of blocks that are adjacent on both sides, the same in every reference.
-
-    Attributes:
-        first: uint64, shape `(2, runs)`: distance of the first page of each from `RefTable.starts`, on either side.
-        sizes: uint64, shape `(runs,)`: bytes; `None`: each is one page.
-        size: Bytes of each run, if all are equal.
-    """
-
-    first: U64
-    sizes: U64 | None
-    size: int | None
-
-
-def runs_of(batch: CopyBatch, part: CopyPart, table: RefTable) -> BlockRuns | None:
-    """The runs of `part`; `None` where they differ by reference, or span several."""
-    chunks, subs = part.blocks.shape
-    width = one_value(part.widths)
-    if table.pitch is None or table.seams is None or part.sources is not None or (width is None and subs > 1):
-        return None
-    if table.seams and len(part.widths) > 1 and _spans_references(part.blocks, table.seams):
-        return None
-    blocks = part.blocks.reshape(-1)
-    first = np.empty((2, chunks * subs), dtype=np.uint64)
-    np.multiply(blocks.view(np.uint64), table.pitch, out=first[0])
-    images = part.images.view(np.uint64)
-    if subs == 1 or width is None:
-        np.add(images, np.uint64(batch.host_address), out=first[1])
-    else:
-        within = np.arange(batch.host_address, batch.host_address + subs * width, width, dtype=np.uint64)
-        np.add(images[:, None], within, out=first[1].reshape(chunks, subs))
-    # No run leaves an image, unless images are as long as what one reference has in them.
-    if width is None or width != table.pitch or (subs == 1 and width < batch.layout.image_bytes_of(part.group)):
-        return BlockRuns(first, None, width)
-    follows = blocks[1:] - blocks[:-1] == 1
-    if np.count_nonzero(follows):
-        follows &= first[1, 1:] - first[1, :-1] == width
-    if not np.count_nonzero(follows):
-        return BlockRuns(first, None, width)
-    begins = np.flatnonzero(np.concatenate([[True], ~follows]))
-    sizes = np.diff(begins, append=len(blocks)).astype(np.uint64) * table.pitch
-    return BlockRuns(first[:, begins], sizes, None)
+def images_of(transfer: Transfer, host: HostSlots) -> HostImages:
+    """Offsets of the items' images; `PlanError` for an item that is not between a host slot and the device."""
+    pools = _slots_by_pool(transfer)
+    items = transfer.items
+    offsets, room = np.empty(len(items), np.int64), np.empty(len(items), np.int64)
+    touched = [np.empty(0, np.int64)]
+    for pool, (places, indices) in pools.items():
+        offsets[places] = host.offsets(pool, indices)
+        room[places] = host.slabs.image_bytes[pool]
+        touched.append(host.slabs.touched(pool, indices))
+    together = np.concatenate(touched)
+    twice = repeated(together, host.slabs.indices) if len(pools) > 1 else None
+    if twice is not None:
+        raise PlanError(f"slots of different image sizes overlap in one slab, near slot {twice}")
+    valid = [items.valid] * len(items) if isinstance(items, Items) else [item.valid for item in items]
+    return HostImages(offsets, room, valid, together)
 
 
-def _spans_references(blocks: I64, seams: frozenset[int]) -> bool:
-    """Whether, in some chunk, a page of the last block may end where one of the first block begins."""
-    between = blocks[:, -1] - blocks[:, 0]
-    return any(np.count_nonzero(between == seam) for seam in seams)
+def _slots_by_pool(transfer: Transfer) -> dict[int, tuple[slice | list[int], Sequence[int]]]:
+    """By pool, the positions of the items that are in it, and the indices of their slots."""
+    into_host = transfer.route.destination == HOST
+    if isinstance(transfer.items, Items):
+        sides = (transfer.items.destination, transfer.items.source)
+        slots, device = sides if into_host else sides[::-1]
+        if device is not None or not isinstance(slots, Slots) or slots.tier != HOST:
+            raise PlanError(f"expected items between the device and host slots, got {device} and {slots}")
+        if len(slots.indices) != len(transfer.items):
+            raise PlanError(f"expected a slot for each of {len(transfer.items)} items, got {len(slots.indices)}")
+        return {slots.pool: (slice(None), slots.indices)}
+    pools: dict[int, tuple[list[int], list[int]]] = {}
+    for position, item in enumerate(transfer.items):
+        both = (item.destination, item.source)
+        slot, other = both if into_host else both[::-1]
+        if other is not None or not isinstance(slot, Slot) or slot.tier != HOST or not isinstance(slot.index, int):
+            raise PlanError(f"item {position}: expected the device and a host slot, got {other} and {slot}")
+        items, indices = pools.setdefault(slot.pool, ([], []))
+        items.append(position)
+        indices.append(slot.index)
+    return {pool: (items, indices) for pool, (items, indices) in pools.items()}
 
 
-def may_merge(part: CopyPart, table: RefTable) -> Iterator[slice]:
-    """Ranges of chunks outside which no two pieces of `part` are adjacent on both sides.
-
-    Looks at blocks and images, not at each piece, so that scattered blocks need no search for runs.
-    """
-    chunks, subs = part.blocks.shape
-    if table.pitch is None or table.seams is None or part.sources is not None:
-        yield slice(0, chunks)
-        return
-    first, last = part.blocks[:, 0], part.blocks[:, -1]
-    if subs > 1:
-        yield from _rows(np.flatnonzero(part.blocks[:, 1:] - part.blocks[:, :-1] == 1) // (subs - 1), 1)
-    if len(part.widths) > 1:
-        for seam in table.seams:
-            yield from _rows(np.flatnonzero(last - first == seam), 1)
-    if chunks > 1:  # from the last page of a chunk to the first page of the next one
-        ref = part.first_ref + len(part.widths) - 1
-        end = table.places[ref, part.sub + subs - 1] + part.widths[-1]
-        step = int(end - table.places[part.first_ref, part.sub])
-        follows = np.flatnonzero(part.images[1:] - part.images[:-1] == step)
-        if len(follows):
-            gap = int(table.base[ref]) + int(part.widths[-1]) - int(table.base[part.first_ref])
-            both = (first[follows + 1] - last[follows]) * int(table.pitch) == gap
-            yield from _rows(follows[both], 2)
-
-
-def _rows(which: I64, extent: int) -> Iterator[slice]:
-    """From the first of `which`, which ascend, up to and including `extent` chunks from the last."""
-    if len(which):
-        yield slice(int(which[0]), int(which[-1]) + extent)
-
-
-def one_value(values: U64) -> int | None:
-    """The value that all of `values` have; `None` where they differ."""
-    first = values[:1].tobytes()
-    return int(values[0]) if values.tobytes() == first * len(values) else None
-
-
-class Planner:
-    """Makes plans in its own buffers, which grow to the longest plan.
-
-    The next call overwrites the result of a call. Not thread-safe: use one per thread.
-    """
-
-    def __init__(self) -> None:
-        self._equal: tuple[int, int] = (0, 0)
-        """The first sizes in the buffer are equal: their value and their number."""
-        self._room = 0
-        self._reserve(1024)
-        # Numpy takes operands that it broadcasts through a buffer, even where types agree: that costs three times as
-        # much as the sum. Only a buffer shorter than a row keeps it from that; its size is a setting of the context.
-        self._unbuffered = Context()
-        if _BUFFER_SIZE_IS_LOCAL:
-            self._unbuffered.run(np.setbufsize, 16)
-
-    def describe(self, batch: CopyBatch, *, any_order: bool = False) -> Pieces:
-        """Addresses and sizes of the pieces of `batch`, with adjacent pieces merged; by image, or in the fastest order.
-
-        Raises:
-            FreedLayoutError: The device memory was freed, or replaced since the ids were validated.
-        """
-        layout = batch.layout
-        if batch.generation != layout.generation:
-            raise FreedLayoutError(
-                f"batch is of layout generation {batch.generation}, the layout now in {layout.generation}"
-            )
-        room = self._reserve(sum([part.pieces for part in batch.parts]))
-        start = 0
-        low, high = len(room.size), 0  # pieces between which some may merge
-        for part in batch.parts:
-            table = layout.table(part.group, split=part.split)
-            runs = runs_of(batch, part, table) if any_order else None
-            if runs is not None:
-                stop = start + runs.first.shape[1] * len(part.widths)
-                self._fill_by_reference(part, runs, table, start, stop)
-                self._fill_sizes(part, runs, start, stop)
-            else:
-                stop = start + part.pieces
-                self._equal = self._equal[0], min(self._equal[1], start)
-                _fill_by_image(part, table, batch.host_address, _span(room, start, stop))
-                row = part.pieces // len(part.images)
-                for rows in may_merge(part, table):
-                    low, high = min(low, start + rows.start * row), max(high, start + rows.stop * row)
-            if start > 0 and _meet(room, start):
-                low, high = min(low, start - 1), max(high, start + 1)
-            start = stop
-        pieces = _span(room, 0, start)
-        return merge(pieces, low, high) if low < high else pieces
-
-    def _fill_by_reference(self, part: CopyPart, runs: BlockRuns, table: RefTable, start: int, stop: int) -> None:
-        refs, count = len(part.widths), runs.first.shape[1]
-        column, row = table.starts[:, part.refs, part.sub, None], runs.first[:, None]
-        out = self._addresses[:, start:stop].reshape(2, refs, count)
-        self._unbuffered.run(np.add, column, row, out)
-
-    def _fill_sizes(self, part: CopyPart, runs: BlockRuns, start: int, stop: int) -> None:
-        size, count = self._equal
-        if runs.size == size and stop <= count:  # as in most plans: the sizes are those of the last plan
-            return
-        self._equal = (runs.size, stop) if runs.size is not None and not start else (size, min(count, start))
-        out = self._sizes[start:stop]
-        if runs.size is not None:
-            out.fill(runs.size)
-        else:
-            out.reshape(len(part.widths), -1)[...] = part.widths[:, None] if runs.sizes is None else runs.sizes
-
-    def _reserve(self, count: int) -> Pieces:
-        """The first `count` elements of the buffers."""
-        if count > self._room:
-            self._room = max(count, 2 * self._room)
-            self._addresses = np.empty((2, self._room), dtype=np.uint64)  # on the device, in the host
-            self._sizes = np.empty(self._room, dtype=np.uint64)
-            self._equal = (0, 0)
-        return Pieces(self._addresses[0, :count], self._addresses[1, :count], self._sizes[:count])
-
-
-def host_addresses(part: CopyPart, table: RefTable, host_address: int, out: U64) -> None:
-    """Fill `out`, shape `(chunks, references, subs)`, with the addresses of the part's pages in their images."""
-    places = table.places[part.refs, part.sub : part.sub + part.blocks.shape[1]]
-    images = part.images.view(np.uint64) + np.uint64(host_address)
-    np.add(images[:, None, None], places, out=out)
-
-
-def _fill_by_image(part: CopyPart, table: RefTable, host_address: int, out: Pieces) -> None:
-    shape = (len(part.images), len(part.widths), part.blocks.shape[1])
-    device, host, size = (column.reshape(shape) for column in out)
-    _device_addresses(part, part.blocks, table, device)
-    if part.sources is None:
-        host_addresses(part, table, host_address, host)
-    else:
-        _device_addresses(part, part.sources, table, host)
-    width = one_value(part.widths)
-    if width is None:
-        size[...] = part.widths[:, None]
-    else:
-        size.fill(width)
-
-
-def _span(pieces: Pieces, start: int, stop: int) -> Pieces:
-    if stop - start == len(pieces.size):
-        return pieces
-    return Pieces(*(column[start:stop] for column in pieces))
-
-
-def _device_addresses(part: CopyPart, blocks: I64, table: RefTable, out: U64) -> None:
-    base, subs = table.base[part.refs], blocks.shape[1]
-    if table.pitch is None:
-        np.multiply(blocks.view(np.uint64)[:, None, :], table.stride[part.refs, None], out=out)
-        out += base[:, None]
-        return
-    offsets = blocks.view(np.uint64) * table.pitch  # one product per block, not per block and reference
-    if subs == 1:
-        np.add(offsets, base, out=out[:, :, 0])
-        return
-    # Numpy runs along the last axis, and each run costs as much as several elements: so in runs of a whole chunk.
-    rows = np.repeat(offsets, len(base), axis=0).reshape(len(blocks), -1)
-    np.add(rows, np.repeat(base, subs), out=out.reshape(rows.shape))
-
-
-def _meet(pieces: Pieces, at: int) -> bool:
-    """Whether piece `at` continues the one before it on both sides."""
-    size = pieces.size[at - 1]
-    return bool(pieces.host[at - 1] + size == pieces.host[at] and pieces.device[at - 1] + size == pieces.device[at])
-
-
-def merge(pieces: Pieces, low: int = 0, high: int | None = None) -> Pieces:
-    """`pieces` in the same order, with each run among `[low, high)` that is adjacent on both sides as one piece."""
-    device, host, size = (column[low:high] for column in pieces)
-    begins = np.ones(len(size), dtype=np.bool_)
-    np.not_equal(host[:-1] + size[:-1], host[1:], out=begins[1:])
-    begins[1:] |= device[:-1] + size[:-1] != device[1:]
-    first = np.flatnonzero(begins)
-    if len(first) == len(size):
-        return pieces
-    stop = low + len(size)
-    columns = (device[first], host[first], np.add.reduceat(size, first))
-    if stop - low == len(pieces.size):
-        return Pieces(*columns)
-    parts = zip(pieces, columns, strict=True)
-    return Pieces(*(np.concatenate([column[:low], merged, column[stop:]]) for column, merged in parts))
+def zero_padding(plan: CopyPlan, zero: Callable[[int, int], None]) -> None:
+    """Call `zero` (address, bytes) for the padding of the images that are written, which may have old bytes."""
+    layout = plan.whole.layout
+    begin = 0
+    for index, items in plan.sections:
+        group = layout.groups[index]
+        padding = group.part_bytes - group.used_bytes
+        if padding:
+            first = plan.whole.host_address + layout.rank * group.part_bytes + group.used_bytes
+            for image in plan.images[begin : begin + items].tolist():
+                zero(first + image, padding)
+        begin += items

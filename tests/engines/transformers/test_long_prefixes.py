@@ -200,7 +200,7 @@ def check_idle(tiers: Tiers) -> None:
 
 
 @pytest.mark.parametrize("offload", ["write_through", "write_back"])
-def test_a_prompt_longer_than_host_memory_is_served_whole_by_the_next_engine(tmp_path: Path, offload: str) -> None:
+def test_prompt_beyond_host_memory_is_served_by_next_engine(tmp_path: Path, offload: str) -> None:
     model, prompts = batched_model(), [long_prompt(start) for start in (200, 201)]
     expected = generate(model, prompts, num_blocks=80)
     with tiered(model, tier_settings(tmp_path, offload=offload)) as tiers:
@@ -253,9 +253,7 @@ def test_a_tier_host_that_dies_leaves_long_prompts_exact(tmp_path: Path, dying: 
         check_idle(tiers)
 
 
-def test_a_long_prompt_that_is_cancelled_while_it_is_loaded_lets_go_of_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancelled_load_of_long_prompt_releases_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompt, stock = batched_model(), long_prompt(200), Stack._load
     (expected,) = generate(model, [prompt], num_blocks=80)
     parts = 0

@@ -238,7 +238,7 @@ def test_engine_starts_with_host_memory_where_file_tier_cannot_open(
     assert str(path) in said
     assert f"rm -r {path}" in said
     told = rig.manager.get_stats().data["data"]
-    assert told["longshore_file_troubles"]["off",] == 1
+    assert told["longshore_file_failures"]["off",] == 1
     assert rig.store(KEYS, [1, 2, 3, 4], rig.request("writer", KEYS)) == KEYS
     assert rig.lookup(KEYS, rig.request("reader", KEYS)) == [HIT] * 4
     rig.close()
@@ -311,7 +311,7 @@ def test_what_went_wrong_is_told_to_vllm(rig: HostedRig) -> None:
     assert rig.answers("reader") == [MISS] * 4
     totals.aggregate(rig.manager.get_stats())
     told = totals.data["data"]
-    assert told["longshore_file_troubles"]["tier_host",] == 1
+    assert told["longshore_file_failures"]["tier_host",] == 1
     assert told["longshore_failed_chunks"]["file->host",] == 4
     assert told["longshore_miss_chunks"]["away",] == 1
     assert told["longshore_miss_chunks"]["behind",] == 3

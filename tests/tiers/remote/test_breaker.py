@@ -23,7 +23,7 @@ def test_three_failures_in_a_row_open_it() -> None:
     assert breaker.opened == 1
 
 
-def test_the_first_answer_to_a_check_closes_it_within_a_second_of_the_return() -> None:
+def test_first_answer_closes_the_breaker_within_a_second() -> None:
     breaker = CircuitBreaker()
     open_it(breaker, 10.0)
     assert breaker.check_due(10.0) == pytest.approx(1.0)

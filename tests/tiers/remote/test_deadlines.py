@@ -195,7 +195,7 @@ def test_whatever_a_server_says_is_an_answer_or_an_error(data: bytes, some: list
 
 
 @pytest.mark.parametrize("reads", [1, 3])
-def test_a_late_read_of_a_directory_is_a_miss_and_moves_no_byte_after_its_deadline(
+def test_late_directory_read_is_a_miss_and_moves_no_byte(
     reads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()

@@ -155,9 +155,7 @@ def test_a_directory_that_becomes_read_only_serves_reads(
         harness.tier.close()
 
 
-def test_a_read_that_hangs_ends_by_its_deadline_and_never_touches_the_arena(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hung_read_ends_at_deadline_and_never_writes_arena(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = open_harness(tmp_path)
     harness.store(0, 5)
     harness.tier.close()

@@ -1,4 +1,4 @@
-"""Who goes first when a tier is full. One policy a file, one small interface."""
+"""Eviction policies: which chunk is evicted when a tier is full. One policy per file, one interface."""
 
 from longshore.cache.eviction.arc import ARC
 from longshore.cache.eviction.base import EvictionPolicy
@@ -6,9 +6,9 @@ from longshore.cache.eviction.gittins import Gittins
 from longshore.cache.eviction.lru import LRU
 
 POLICIES: dict[str, type[EvictionPolicy]] = {"gittins": Gittins, "arc": ARC, "lru": LRU}
-"""Every policy that a tier can have, by the name that users write."""
+"""Every policy, by its name in the settings."""
 
 DEFAULT_POLICY: type[EvictionPolicy] = Gittins
-"""What a tier has when nothing is said."""
+"""The policy of a tier without a setting."""
 
 __all__ = ["ARC", "DEFAULT_POLICY", "LRU", "POLICIES", "EvictionPolicy", "Gittins"]

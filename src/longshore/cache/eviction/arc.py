@@ -1,4 +1,4 @@
-"""Adaptive replacement: recency and frequency, weighed by what was missed lately.
+"""Adaptive replacement: recency and frequency, weighted by recent misses.
 
     once ──► hits ──► often         resident: seen once, or more often; both in order of use
       │                 │
@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, LinkedLists, marks, numbers, once
-from longshore.cache.eviction.base import EvictionPolicy, Names, check_in, check_new, unknown
+from longshore.cache.columns import LISTS, LinkedLists, check_in, check_new, marks, numbers, once, unknown
+from longshore.cache.eviction.base import EvictionPolicy, Names
 from longshore.cache.eviction.ghosts import Ghosts
 from longshore.errors import CacheError
 
@@ -30,7 +30,7 @@ _HELD = 4
 
 
 class ARC(EvictionPolicy):
-    """Evicts the oldest chunk seen once, or the oldest seen more often, whichever list is longer than it should be.
+    """Evicts the oldest chunk of the list that is above its target: chunks used once, or used more often.
 
     Every operation is O(1); 9 bytes per node, and about 170 for each ghost, of which there are at most two per slot.
     """
@@ -38,25 +38,25 @@ class ARC(EvictionPolicy):
     def __init__(self, slots: int, names: Names) -> None:
         super().__init__(slots, names)
         self.target = 0.0
-        """Slots that are meant for chunks seen once."""
+        """Slots intended for chunks used once."""
         self._linked = LinkedLists()
         self._place = bytearray(LISTS)
         self._counts = [0, 0, 0]
         self._ghosts = Ghosts(slots)
 
     def resize(self, slots: int, names: Names) -> None:
-        """The tier has `slots` slots now. What left before is forgotten."""
+        """Resize to `slots` slots, and clear the ghost lists."""
         super().resize(slots, names)
         self.target = min(self.target, float(slots))
         self._ghosts = Ghosts(slots)
 
     def grow(self, nodes: int) -> None:
-        """Nodes may now have any number below `nodes`."""
+        """Make room for node numbers below `nodes`."""
         self._linked.grow(nodes)
         self._place.extend(bytes(max(0, nodes - len(self._place))))
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
-        """`nodes` became resident: among those seen often if a ghost says that they were here before."""
+        """Insert `nodes`; those in a ghost list count as used often."""
         check_new(self._place, nodes)
         if len(nodes) == 1:  # five times faster than by whole arrays
             self._insert_one(nodes[0])
@@ -71,7 +71,7 @@ class ARC(EvictionPolicy):
             self._counts[which] += len(ours)
 
     def touch(self, nodes: Sequence[int]) -> None:
-        """`nodes` were used: they have been seen often now. Neighbours in one list move as one."""
+        """Record uses of `nodes`, which count as used often now. Adjacent nodes of one list move together."""
         place, after, before = self._place, self._linked.after, self._linked.before
         at, count = 0, len(nodes)
         while at < count:
@@ -99,7 +99,7 @@ class ARC(EvictionPolicy):
             before[_OFTEN] = last
 
     def hold(self, node: int) -> None:
-        """`node` cannot go at present."""
+        """Hold `node`: it cannot be evicted until it is released."""
         at = self._place[node]
         if at == _OUT:
             raise unknown(node)
@@ -108,7 +108,7 @@ class ARC(EvictionPolicy):
             self._place[node] = at | _HELD
 
     def release(self, nodes: Sequence[int]) -> None:
-        """Those of `nodes` that are held may go again, each as the first of its list."""
+        """Release those of `nodes` that are held, each to the cold end of its list."""
         if len(nodes) == 1:  # as in `insert`
             self._release_one(nodes[0])
             return
@@ -120,7 +120,7 @@ class ARC(EvictionPolicy):
             self._linked.prepend_all(which, held)
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
-        """`node` left; its key is remembered if it was evicted."""
+        """Remove `node`; its key enters a ghost list if it was evicted."""
         at = self._place[node]
         if at == _OUT:
             raise unknown(node)
@@ -136,7 +136,7 @@ class ARC(EvictionPolicy):
             self._ghosts.add(evicted, which)
 
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """These, the first of one list, left; their keys are remembered."""
+        """Remove the first nodes of one list; their keys enter a ghost list."""
         which, at = self._place[nodes[0]], once(numbers(nodes))
         self._linked.drop_first(which, int(at[-1]))
         marks(self._place)[at] = _OUT
@@ -144,19 +144,19 @@ class ARC(EvictionPolicy):
         self._ghosts.add_all(keys if len(at) == len(keys) else list(dict.fromkeys(keys)), which)
 
     def hold_victims(self, nodes: Sequence[int]) -> None:
-        """These, the first of one list, cannot go at present."""
+        """Hold the first nodes of one list."""
         which, at = self._place[nodes[0]], once(numbers(nodes))
         self._linked.drop_first(which, int(at[-1]))
         marks(self._place)[at] = which | _HELD
 
     def next_victims(self, count: int) -> list[int]:
-        """The oldest nodes of the list that is longer than it should be, as long as it is; or else of the other one."""
+        """The oldest nodes of the list above its target, as far as it is; otherwise of the other list."""
         surplus = math.ceil(self._counts[_ONCE] - self.target)
         first, most = (_ONCE, min(count, surplus)) if surplus > 0 else (_OFTEN, count)
         return self._linked.first_few(first, most) or self._linked.first_few(_ONCE + _OFTEN - first, count)
 
     def victim(self) -> int:
-        """The oldest node of the list that is longer than it should be, or else of the other one; 0 without one."""
+        """The oldest node of the list above its target, otherwise of the other list; 0 if there is none."""
         after = self._linked.after
         first = _ONCE if self._counts[_ONCE] > self.target else _OFTEN
         node = after[first]
@@ -167,19 +167,19 @@ class ARC(EvictionPolicy):
         return 0 if node == other else node
 
     def order(self) -> Iterator[int]:
-        """Nodes seen once, then those seen often, each the oldest first."""
+        """Nodes used once, then those used often, each oldest first."""
         yield from self._linked.walk(_ONCE)
         yield from self._linked.walk(_OFTEN)
 
     def is_held(self, node: int) -> bool:
-        """Whether `node` is in, and held."""
+        """Whether `node` is in the policy, and held."""
         return self._place[node] >= _HELD
 
     def __contains__(self, node: object) -> bool:
         return isinstance(node, int) and node < len(self._place) and self._place[node] != _OUT
 
     def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
-        """For each node below `nodes` whether it is in, held or not."""
+        """For each node below `nodes`, whether it is in the policy, held or not."""
         there: npt.NDArray[np.bool_] = marks(self._place)[:nodes] != _OUT
         return there
 
@@ -187,7 +187,7 @@ class ARC(EvictionPolicy):
         return self._counts[_ONCE] + self._counts[_OFTEN]
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` where lists, marks, counts and ghosts disagree."""
+        """Raise `CacheError` unless lists, marks, counts and ghost lists agree."""
         for which in (_ONCE, _OFTEN):
             self._linked.check_integrity(which)
             marked = set(np.flatnonzero(marks(self._place) == which).tolist())
@@ -216,7 +216,7 @@ class ARC(EvictionPolicy):
             self._linked.prepend(at & ~_HELD, node)
 
     def _learn(self, left: int) -> None:
-        """A chunk that left list `left` is back: that list deserves more room."""
+        """A chunk evicted from list `left` was stored again: increase the target of that list."""
         _, once, often = self._ghosts.counts
         if left == _ONCE:
             self.target = min(float(self.slots), self.target + max(1.0, often / (once + 1)))

@@ -14,21 +14,15 @@ hot end. A chunk that cannot be evicted therefore costs time once, not at each e
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, has_duplicates, numbers
-from longshore.errors import IntegrityError
 
 Names = npt.NDArray[np.object_]
 """The key of each node, for policies with a ghost list."""
-
-FEW = 48
-"""Below this number of nodes, a loop is faster than array operations."""
 
 
 class EvictionPolicy(ABC):
@@ -183,39 +177,3 @@ class EvictionPolicy(ABC):
             else:
                 hold(node)
         return gone
-
-
-def unknown(node: int) -> IntegrityError:
-    """The error for a node that is not in the policy."""
-    return IntegrityError(f"node {node} is not in the policy")
-
-
-def known(node: int) -> IntegrityError:
-    """The error for a node that is already in the policy."""
-    return IntegrityError(f"node {node} is already in the policy, or is below {LISTS}, the first number of a node")
-
-
-def check_new(place: bytearray | array[int], nodes: Sequence[int], out: int = 0) -> None:
-    """Raise `CacheError` if one of `nodes` is in the policy already, given twice, or no number of a node.
-
-    Nodes that are not in the policy are marked `out` in `place`.
-    """
-    if not nodes:
-        return
-    if len(nodes) == 1:
-        good = nodes[0] >= LISTS and place[nodes[0]] == out
-    else:
-        at = numbers(nodes)
-        good = at.min() >= LISTS and (np.asarray(memoryview(place))[at] == out).all() and not has_duplicates(at)
-    if not good:
-        raise known(
-            next(node for i, node in enumerate(nodes) if node < LISTS or place[node] != out or node in nodes[:i])
-        )
-
-
-def check_in(place: bytearray | array[int], nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
-    """Raise `CacheError` if one of `nodes` is not in the policy, by its mark in `place`."""
-    if not all(
-        map(place.__getitem__, nodes) if len(nodes) < FEW else (np.asarray(memoryview(place))[numbers(nodes)].all(),)
-    ):
-        raise unknown(next(node for node in nodes if not place[node]))

@@ -1,4 +1,4 @@
-"""Keys that left a cache lately: what adaptive policies remember, in bounded memory and without a search.
+"""Ghost lists of keys: the keys evicted last, in bounded memory and without a search (for ARC).
 
     ring     ... │ k7 │ k8 │    │ k2 │ k3 │ ...        the place written next holds the oldest
                              ▲ next
@@ -22,7 +22,7 @@ _SHARD = _SHARDS - 1
 
 
 class Ghosts:
-    """The last `limit` keys that left each of two lists, 1 and 2, and were not taken back. About 170 bytes each."""
+    """The last `limit` keys evicted from each of two lists, 1 and 2, and not stored again. About 170 bytes each."""
 
     __slots__ = ("_next", "_place", "_rings", "counts")
 
@@ -31,10 +31,10 @@ class Ghosts:
         self._place: list[dict[Key, int]] = [{} for _ in range(_SHARDS)]
         self._next = [0, 0, 0]
         self.counts = [0, 0, 0]
-        """Keys remembered, by the list that they left."""
+        """Number of keys, by the list that they were evicted from."""
 
     def add(self, key: Key, which: int) -> None:
-        """`key`, which is not remembered, left list `which`: remember it, in place of the oldest that did."""
+        """Add `key`, evicted from list `which`, in place of the oldest key of that list."""
         at, ring = self._next[which], self._rings[which]
         oldest = ring[at]
         if oldest is None:
@@ -47,7 +47,7 @@ class Ghosts:
         self._next[which] = at if at < len(ring) else 0
 
     def add_all(self, keys: Sequence[Key], which: int) -> None:
-        """`add` for many different keys, which left in this order."""
+        """`add` for many different keys, evicted in this order."""
         ring, places, start = self._rings[which], self._place, 0
         while start < len(keys):
             at = self._next[which]
@@ -66,14 +66,14 @@ class Ghosts:
             start += len(some)
 
     def among(self, keys: Sequence[Key]) -> npt.NDArray[np.bool_]:
-        """Which of `keys` are remembered."""
+        """Which of `keys` are in a ghost list."""
         if not any(self.counts):
             return np.zeros(len(keys), bool)
         places = self._place
         return np.array([key in places[key[-1] & _SHARD] for key in keys], bool)
 
     def take(self, key: Key) -> int:
-        """Forget `key`; says which list it left, 0 if it was not remembered."""
+        """Remove `key`; returns the list that it was evicted from, 0 if it is in none."""
         place = self._place[key[-1] & _SHARD].pop(key, 0)
         if not place:
             return 0

@@ -1,13 +1,13 @@
-"""Evicts what promises the fewest hits for its slot, by how often, how regularly and how long ago it was used.
+"""Evicts the chunk with the lowest expected hit rate, by number, regularity and age of its uses (Gittins index).
 
-    kind, age     once, 8-11 │ once, 4-5 │ ends a prompt, 0 │ twice, 8-11 │ ...     least promising first
-                  f ─► e ─► d  c ─► b      h                  g                     lists, the oldest first
+    kind, age     once, 8-11 │ once, 4-5 │ ends a prompt, 0 │ twice, 8-11 │ ...     lowest rate first
+                  f ─► e ─► d  c ─► b      h                  g                     lists, oldest first
                   ▲
-                  goes next
+                  next victim
 
-Time is counted in requests: each draws a turn (`begin`), and what it uses is as old as its turn. Each kind has one list
-for each span of turns (`Spans`), so that growing older moves whole lists. Now and then, between requests, `hit_rates`
-orders the lists by what came back until now. There is nothing to set. Why this way: `docs/eviction.md`.
+Time is counted in requests: each has a number, its turn (`begin`), and the age of a use is that of its turn. Each kind
+has one list for each span of turns (`Spans`), so that ageing moves whole lists. From time to time, between requests,
+`hit_rates` orders the lists by the hit rates measured so far. There are no parameters. Reasons: `docs/eviction.md`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import (
+    FEW,
     LISTS,
     Column,
     LinkedLists,
+    check_in,
+    check_new,
     column,
     grown,
     has_duplicates,
     numbers,
     once,
+    unknown,
     words,
     zeros,
 )
-from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_in, check_new, unknown
+from longshore.cache.eviction.base import EvictionPolicy, Names
 from longshore.cache.eviction.hit_rates import (
     AGAIN,
     AGE_OF,
@@ -80,7 +84,7 @@ _States = npt.NDArray[np.uint32]
 
 
 class Gittins(EvictionPolicy):
-    """Evicts from the list that promises least. O(1) for each node, amortised; 16 bytes per node.
+    """Evicts from the list with the lowest expected hit rate. O(1) for each node, amortised; 16 bytes per node.
 
     About four evicted chunks for each slot are in a ghost list, at 8 bytes each.
     """
@@ -103,18 +107,18 @@ class Gittins(EvictionPolicy):
         self._since = self._new = self._faded = 0
         """Uses since a span began; until then since the last that was learned from, and since counts were halved."""
         self._stale = True
-        """Whether the lists must be ordered anew before anything goes."""
+        """Whether the lists must be ordered again before the next eviction."""
         self._filled = 0
         """A bit for each place in the order; lists at all others are empty."""
         self._limit = LISTS
-        """The last place in the order whose nodes may go now."""
+        """The last place in the order whose nodes may be evicted now."""
         self._named: list[tuple[int, int]] = []
         """What `next_victims` has named last: lists, and how many of all come from them and from those before."""
         self._ghosts = GhostList(_GHOSTS * slots)
         self._order, self._rank = array("H"), array("H")
 
     def resize(self, slots: int, names: Names) -> None:
-        """The tier has `slots` slots now. If that is another number, what left before is forgotten."""
+        """Resize to `slots` slots; another number clears the ghost list."""
         same = slots == self.slots
         super().resize(slots, names)
         if not same:
@@ -122,13 +126,13 @@ class Gittins(EvictionPolicy):
             self._ghosts = GhostList(_GHOSTS * slots)
 
     def grow(self, nodes: int) -> None:
-        """Nodes may now have any number below `nodes`."""
+        """Make room for node numbers below `nodes`."""
         self._linked.grow(nodes)
         self._state.frombytes(bytes(4 * max(0, nodes - len(self._state))))
         self._used = grown(self._used, nodes)
 
     def begin(self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0) -> None:
-        """The request of this turn begins, or goes on."""
+        """The request of this turn begins or continues."""
         self._hint = hint << HINT
         if hint and self._hit_rates.add_hints():
             self._stale = True
@@ -145,7 +149,7 @@ class Gittins(EvictionPolicy):
         self._fresh = self._spans.row(turn) * KINDS
 
     def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False) -> tuple[int, int]:
-        """How many lead of `keys` that promise no less than what goes for them: room is made in runs of one promise."""
+        """Leading `keys` with at least the expected hit rate of their victims; room is made by runs of one rate."""
         self._rank_lists()
         self._last, tail, count = self._pause, list(keys[::-1]), 0
         end, limit, rooms = 0, LISTS, dict[int, int]()
@@ -166,25 +170,25 @@ class Gittins(EvictionPolicy):
         return count, len(gone) if gone and self.victim() else 0
 
     def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
-        """`nodes` were used, and are not in: they are remembered."""
+        """Record uses of `nodes`, which are not in the policy, in the ghost list."""
         self._last = self._pause
         self._remember(self.names[numbers(nodes)].tolist(), leaf=leaf)
 
     def _remember(self, keys: Sequence[Key], *, leaf: bool) -> None:
-        """`keys`, tail first, are used in this turn, and not in."""
+        """Record uses of `keys`, tail first, which are not in the policy, in this turn."""
         counts, states, when = np.array(self._use_new(keys, leaf=leaf)).T
         when, states = when.repeat(counts).astype(np.int32), states.repeat(counts).astype(np.uint32)
         self._forget(*self._ghosts.insert_all(keys, when, states))
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
-        """`nodes` became resident: used as often as is remembered, and once more.
+        """Insert `nodes`: with the uses that the ghost list has of them, and one more.
 
-        One that is not remembered was used as what follows it: whoever comes for that comes for it.
+        A node that is not in the ghost list gets the uses of the node that follows it, whose requests use it, too.
         """
         self._insert(nodes, leaf=leaf, continues=continues)
 
     def insert_copies(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
-        """`nodes` became resident: used as often, and when, as is remembered."""
+        """Insert `nodes` with the uses that the ghost list has of them."""
         self._insert(nodes, leaf=leaf, copies=True)
 
     def _insert(self, nodes: Sequence[int], *, leaf: bool, continues: bool = False, copies: bool = False) -> None:
@@ -211,7 +215,7 @@ class Gittins(EvictionPolicy):
             self._learn()
 
     def touch(self, nodes: Sequence[int]) -> None:
-        """`nodes` were used; once more if not in this turn or later. Neighbours that go to one list move together."""
+        """Record uses of `nodes`, at most one for each turn. Adjacent nodes that go to one list move together."""
         at = numbers(nodes)
         if len(nodes) < FEW:
             check_in(self._state, nodes)
@@ -239,7 +243,7 @@ class Gittins(EvictionPolicy):
         self._since += len(nodes)
 
     def hold(self, node: int) -> None:
-        """`node` cannot go at present."""
+        """Hold `node`: it cannot be evicted until it is released."""
         state = self._state[node]
         if state == OUT:
             raise unknown(node)
@@ -248,14 +252,14 @@ class Gittins(EvictionPolicy):
             self._state[node] = state | HELD
 
     def hold_all(self, nodes: Sequence[int]) -> None:
-        """`nodes` cannot go at present."""
+        """Hold `nodes`."""
         at, state = once(numbers(nodes)), words(self._state)
         check_in(self._state, at)
         self._linked.remove_all(at[state[at] < HELD])
         state[at] |= HELD
 
     def release(self, nodes: Sequence[int]) -> None:
-        """Those of `nodes` that are held may go again, each as the first of its list."""
+        """Release those of `nodes` that are held, each to the cold end of its list."""
         check_in(self._state, nodes)
         if len(nodes) >= FEW:
             at, state = numbers(nodes), words(self._state)
@@ -274,7 +278,7 @@ class Gittins(EvictionPolicy):
                 self._look_at(which)
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
-        """`node` left; how it was used is remembered if it was evicted."""
+        """Remove `node`; its uses enter the ghost list if it was evicted."""
         state, when = self._state[node], self._used[node]
         if state == OUT:
             raise unknown(node)
@@ -287,7 +291,7 @@ class Gittins(EvictionPolicy):
         self._count -= 1
 
     def remove_all(self, nodes: Sequence[int]) -> None:
-        """`nodes` left."""
+        """Remove `nodes`."""
         at, state = once(numbers(nodes)), words(self._state)
         check_in(self._state, at)
         self._linked.remove_all(at[state[at] < HELD])
@@ -296,7 +300,7 @@ class Gittins(EvictionPolicy):
         self._count -= len(at)
 
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """These, the first of all and held ones among them, left; how they were used is remembered."""
+        """Remove the first nodes of the order, and held ones among them; their uses enter the ghost list."""
         at, state = once(numbers(nodes)), words(self._state)
         if len(at) < len(nodes):
             nodes, keys = at.tolist(), list(dict.fromkeys(keys))
@@ -308,13 +312,13 @@ class Gittins(EvictionPolicy):
         self._count -= len(nodes)
 
     def hold_victims(self, nodes: Sequence[int]) -> None:
-        """These, the first of all, cannot go at present."""
+        """Hold the first nodes of the order."""
         at = once(numbers(nodes))
         self._take_out(at.tolist())
         words(self._state)[at] |= HELD
 
     def next_victims(self, count: int) -> list[int]:
-        """The oldest nodes of the list that promises least, and of those that come next."""
+        """The oldest nodes of the list with the lowest hit rate, and of the next ones."""
         found, after = list[int](), self._linked.after
         self._named.clear()
         if count and self.victim():
@@ -343,7 +347,7 @@ class Gittins(EvictionPolicy):
         return len(held)
 
     def victim(self) -> int:
-        """The oldest node of the list that promises least; 0 without one."""
+        """The oldest node of the list with the lowest hit rate; 0 if there is none."""
         self._rank_lists()
         after, order = self._linked.after, self._order
         while self._filled:
@@ -357,20 +361,20 @@ class Gittins(EvictionPolicy):
         return 0
 
     def order(self) -> Iterator[int]:
-        """Nodes, the least promising first."""
+        """Nodes, lowest expected hit rate first."""
         self._rank_lists()
         for which in self._order:
             yield from self._linked.walk(which)
 
     def is_held(self, node: int) -> bool:
-        """Whether `node` is in, and held."""
+        """Whether `node` is in the policy, and held."""
         return self._state[node] >= HELD
 
     def __contains__(self, node: object) -> bool:
         return isinstance(node, int) and node < len(self._state) and self._state[node] != OUT
 
     def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
-        """For each node below `nodes` whether it is in, held or not."""
+        """For each node below `nodes`, whether it is in the policy, held or not."""
         there: npt.NDArray[np.bool_] = words(self._state)[:nodes] != OUT
         return there
 
@@ -378,7 +382,7 @@ class Gittins(EvictionPolicy):
         return self._count
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` where lists, marks, ticks and counts disagree."""
+        """Raise `CacheError` unless lists, marks, ticks and counts agree."""
         ordered: set[int] = set()
         heads = column(self._linked.after)[:LISTS]
         for which in np.flatnonzero(heads != np.arange(LISTS)).tolist():
@@ -449,7 +453,7 @@ class Gittins(EvictionPolicy):
         ]
 
     def _mark(self, nodes: Sequence[int] | _Nodes, state: int, when: int) -> None:
-        """`nodes` are of this state, and were last used then."""
+        """Set state and last use of `nodes`."""
         if len(nodes) >= FEW:
             at = numbers(nodes)
             words(self._state)[at], column(self._used)[at] = state, when
@@ -459,7 +463,7 @@ class Gittins(EvictionPolicy):
             states[node], used[node] = state, when
 
     def _forget(self, when: _Nodes, states: _States) -> None:
-        """Of these nothing is known any more."""
+        """Discard the state of these nodes."""
         self._hit_rates.forget(states, when, AGES_OF[np.minimum(self._now - when, OLDEST)])
 
     def _take_out(self, nodes: Sequence[int]) -> None:
@@ -481,12 +485,12 @@ class Gittins(EvictionPolicy):
         return lists
 
     def _look_at(self, which: int) -> None:
-        """List `which` is empty no more."""
+        """List `which` is not empty any more."""
         if not self._stale:
             self._filled |= 1 << self._rank[which]
 
     def _begin_span(self) -> None:
-        """Another span begins with this turn."""
+        """Begin another span with this turn."""
         self._new += self._since
         self._since = 0
         if len(self._hit_rates.events) >= max(_MOST, self.slots // _LEARNED):
@@ -500,7 +504,7 @@ class Gittins(EvictionPolicy):
         self._stale = True
 
     def _learn(self) -> None:
-        """Learn from what was used since the last time."""
+        """Update the hit-rate table with the uses since the last update."""
         self._hit_rates.learn(self._spans, self._now)
         self._faded += self._new
         self._new = 0
@@ -509,7 +513,7 @@ class Gittins(EvictionPolicy):
             self._faded = 0
 
     def _rank_lists(self) -> None:
-        """Order the lists by what has been learned, if time has gone on."""
+        """Order the lists by the hit-rate table, if it has changed."""
         if not self._stale:
             return
         self._stale = False

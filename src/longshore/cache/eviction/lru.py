@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, LinkedLists, marks, numbers, once
-from longshore.cache.eviction.base import EvictionPolicy, Names, check_in, check_new, unknown
+from longshore.cache.columns import LISTS, LinkedLists, check_in, check_new, marks, numbers, once, unknown
+from longshore.cache.eviction.base import EvictionPolicy, Names
 from longshore.errors import CacheError
 
 _ORDER = 1
@@ -17,7 +17,7 @@ _OUT, _IN, _HELD = range(3)
 
 
 class LRU(EvictionPolicy):
-    """The chunk that was not used for the longest time goes first. Every operation is O(1); 9 bytes per node."""
+    """Evicts the least recently used chunk first. Every operation is O(1); 9 bytes per node."""
 
     def __init__(self, slots: int, names: Names) -> None:
         super().__init__(slots, names)
@@ -26,12 +26,12 @@ class LRU(EvictionPolicy):
         self._count = 0
 
     def grow(self, nodes: int) -> None:
-        """Nodes may now have any number below `nodes`."""
+        """Make room for node numbers below `nodes`."""
         self._linked.grow(nodes)
         self._place.extend(bytes(max(0, nodes - len(self._place))))
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
-        """`nodes` became resident, the last is now the most recently used."""
+        """Insert `nodes`; the last becomes the most recently used."""
         check_new(self._place, nodes)
         if len(nodes) == 1:  # ten times faster than by whole arrays
             self._place[nodes[0]] = _IN
@@ -43,7 +43,7 @@ class LRU(EvictionPolicy):
         self._count += len(nodes)
 
     def touch(self, nodes: Sequence[int]) -> None:
-        """`nodes` were used, the last is now the most recently used. Those that are neighbours already move as one."""
+        """Record uses of `nodes`; the last becomes the most recently used. Adjacent nodes move together."""
         place, after, before = self._place, self._linked.after, self._linked.before
         at, count = 0, len(nodes)
         while at < count:
@@ -66,7 +66,7 @@ class LRU(EvictionPolicy):
             before[_ORDER] = last
 
     def hold(self, node: int) -> None:
-        """`node` cannot go at present."""
+        """Hold `node`: it cannot be evicted until it is released."""
         place = self._place[node]
         if place == _IN:
             self._linked.remove(node)
@@ -75,7 +75,7 @@ class LRU(EvictionPolicy):
             raise unknown(node)
 
     def release(self, nodes: Sequence[int]) -> None:
-        """Those of `nodes` that are held may go again, and first."""
+        """Release those of `nodes` that are held: they are evicted next."""
         if len(nodes) == 1:
             place = self._place[nodes[0]]
             if place == _OUT:
@@ -91,7 +91,7 @@ class LRU(EvictionPolicy):
         self._linked.prepend_all(_ORDER, held)
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
-        """`node` left."""
+        """Remove `node`."""
         place, after, before = self._place, self._linked.after, self._linked.before
         if place[node] == _IN:
             behind, ahead = before[node], after[node]
@@ -103,28 +103,28 @@ class LRU(EvictionPolicy):
         self._count -= 1
 
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """These, the first of all and held ones among them, left."""
+        """Remove the first nodes of the order, and held ones among them."""
         at, place = once(numbers(nodes)), marks(self._place)
         self._linked.drop_first(_ORDER, int(at[place[at] == _IN][-1]))
         place[at] = _OUT
         self._count -= len(at)
 
     def hold_victims(self, nodes: Sequence[int]) -> None:
-        """These, the first of all, cannot go at present."""
+        """Hold the first nodes of the order."""
         at = once(numbers(nodes))
         self._linked.drop_first(_ORDER, int(at[-1]))
         marks(self._place)[at] = _HELD
 
     def next_victims(self, count: int) -> list[int]:
-        """The nodes that were not used for the longest time."""
+        """The least recently used nodes."""
         return self._linked.first_few(_ORDER, count)
 
     def victims_after(self, node: int, held: Sequence[int]) -> int:
-        """All of `held`: what is released goes first."""
+        """All of `held`: released nodes are evicted next."""
         return len(held)
 
     def victim(self) -> int:
-        """The node that was not used for the longest time; 0 without one."""
+        """The least recently used node; 0 if there is none."""
         node = self._linked.after[_ORDER]
         return 0 if node == _ORDER else node
 
@@ -133,14 +133,14 @@ class LRU(EvictionPolicy):
         return self._linked.walk(_ORDER)
 
     def is_held(self, node: int) -> bool:
-        """Whether `node` is in, and held."""
+        """Whether `node` is in the policy, and held."""
         return self._place[node] == _HELD
 
     def __contains__(self, node: object) -> bool:
         return isinstance(node, int) and node < len(self._place) and self._place[node] != _OUT
 
     def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
-        """For each node below `nodes` whether it is in, held or not."""
+        """For each node below `nodes`, whether it is in the policy, held or not."""
         there: npt.NDArray[np.bool_] = marks(self._place)[:nodes] != _OUT
         return there
 
@@ -148,7 +148,7 @@ class LRU(EvictionPolicy):
         return self._count
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` where the order and the marks disagree."""
+        """Raise `CacheError` unless the order and the marks agree."""
         self._linked.check_integrity(_ORDER)
         ordered = set(self.order())
         marked = set(np.flatnonzero(marks(self._place) == _IN).tolist())

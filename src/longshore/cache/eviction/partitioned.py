@@ -1,4 +1,4 @@
-"""Several policies for the chunks of one tier: each chunk is in one of them."""
+"""Several policies for the chunks of one tier, by priority or image size; each chunk is in one of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import marks, numbers, once
-from longshore.cache.eviction.base import FEW, EvictionPolicy, Names, check_new, unknown
+from longshore.cache.columns import FEW, check_new, marks, numbers, once, unknown
+from longshore.cache.eviction.base import EvictionPolicy, Names
 from longshore.errors import CacheError
 
 OUT = 255
@@ -33,104 +33,104 @@ class PartitionedPolicy(EvictionPolicy):
 
     @abstractmethod
     def wanted(self, node: int) -> int:
-        """The number of the policy that `node`, which is new, goes to."""
+        """The number of the policy for the new `node`."""
 
     def all_wanted(self, nodes: Sequence[int]) -> bytes:
-        """`wanted` for many, a byte for each."""
+        """`wanted` for many nodes, one byte each."""
         return bytes(map(self.wanted, nodes))
 
     def part(self, number: int) -> EvictionPolicy:
-        """The policy of this number."""
+        """The policy with this number."""
         return self._parts[number]
 
     def resize(self, slots: int, names: Names) -> None:
-        """The tier has `slots` slots now."""
+        """Resize to `slots` slots."""
         super().resize(slots, names)
         for policy in self._parts.values():
             policy.resize(slots, names)
 
     def grow(self, nodes: int) -> None:
-        """Nodes may now have any number below `nodes`."""
+        """Make room for node numbers below `nodes`."""
         self._part.extend(bytes([OUT]) * (nodes - len(self._part)))
         for policy in self._parts.values():
             policy.grow(nodes)
 
     def begin(self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0) -> None:
-        """A request begins, or goes on, for all policies."""
+        """A request begins or continues, for all policies."""
         self._turn, self._hint = turn, hint
         for policy in self._parts.values():
             policy.begin(turn, length, last, keys, hint)
 
     def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
-        """`nodes` were used, and are not in."""
+        """Record uses of `nodes`, which are not in the policy."""
         for number, ours in self._split(nodes, self.all_wanted(nodes)):
             self.part(number).record_uses(ours, leaf=leaf and ours[0] == nodes[0])
 
     def insert(self, nodes: Sequence[int], *, leaf: bool = False, continues: bool = False) -> None:
-        """`nodes` became resident, each where it is wanted."""
+        """Insert `nodes`, each into the policy that `wanted` names."""
         check_new(self._part, nodes, OUT)
         for number, ours in self._split(nodes, self.all_wanted(nodes)):
             self.part(number).insert(ours, leaf=leaf and ours[0] == nodes[0])
             marks(self._part)[numbers(ours)] = number
 
     def insert_copies(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
-        """The same for copies."""
+        """As `insert`, for copies."""
         check_new(self._part, nodes, OUT)
         for number, ours in self._split(nodes, self.all_wanted(nodes)):
             self.part(number).insert_copies(ours, leaf=leaf and ours[0] == nodes[0])
             marks(self._part)[numbers(ours)] = number
 
     def touch(self, nodes: Sequence[int]) -> None:
-        """`nodes` were used."""
+        """Record uses of `nodes`."""
         for policy, ours in self._by_policy(nodes):
             policy.touch(ours)
 
     def hold(self, node: int) -> None:
-        """`node` cannot go at present."""
+        """Hold `node`: it cannot be evicted until it is released."""
         self._of(node).hold(node)
 
     def hold_all(self, nodes: Sequence[int]) -> None:
-        """These cannot go at present."""
+        """Hold these nodes."""
         for policy, ours in self._by_policy(nodes):
             policy.hold_all(ours)
 
     def release(self, nodes: Sequence[int]) -> None:
-        """Those of `nodes` that are held may go again, and first in their policies."""
+        """Release those of `nodes` that are held: they are evicted next in their policies."""
         for policy, ours in self._by_policy(nodes):
             policy.release(ours)
 
     def remove(self, node: int, *, evicted: Key | None = None) -> None:
-        """`node` left."""
+        """Remove `node`."""
         self._of(node).remove(node, evicted=evicted)
         self._part[node] = OUT
 
     def remove_all(self, nodes: Sequence[int]) -> None:
-        """These left."""
+        """Remove these nodes."""
         for policy, ours in self._by_policy(nodes):
             policy.remove_all(ours)
         marks(self._part)[numbers(nodes)] = OUT
 
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """These left, all of one policy."""
+        """Remove these nodes, all of one policy."""
         self._of(nodes[0]).remove_victims(nodes, keys)
         marks(self._part)[numbers(nodes)] = OUT
 
     def hold_victims(self, nodes: Sequence[int]) -> None:
-        """These, all of one policy, cannot go at present."""
+        """Hold these nodes, all of one policy."""
         self._of(nodes[0]).hold_victims(nodes)
 
     def next_victims(self, count: int) -> list[int]:
-        """The nodes that should go first in the first policy that has any."""
+        """The next victims of the first policy that has any."""
         return next((nodes for policy in self._parts.values() if (nodes := policy.next_victims(count))), [])
 
     def victims_after(self, node: int, held: Sequence[int]) -> int:
-        """How many of `held` lead that are of the policy of `node`, and would go right after it there."""
+        """How many leading nodes of `held` are of the policy of `node`, and next victims after it there."""
         part = self._part[node]
         ours = next((count for count, each in enumerate(held) if self._part[each] != part), len(held))
         return self._of(node).victims_after(node, held[:ours])
 
     def victim(self) -> int:
-        """The node that should go first in the first policy that has any; 0 without one."""
+        """The next victim of the first policy that has one; 0 if there is none."""
         for policy in self._parts.values():
             node = policy.victim()
             if node:
@@ -143,14 +143,14 @@ class PartitionedPolicy(EvictionPolicy):
             yield from policy.order()
 
     def is_held(self, node: int) -> bool:
-        """Whether `node` is in, and held."""
+        """Whether `node` is in the policy, and held."""
         return self._part[node] != OUT and self._of(node).is_held(node)
 
     def __contains__(self, node: object) -> bool:
         return isinstance(node, int) and node < len(self._part) and self._part[node] != OUT
 
     def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
-        """For each node below `nodes` whether it is in, held or not."""
+        """For each node below `nodes`, whether it is in the policy, held or not."""
         there: npt.NDArray[np.bool_] = marks(self._part)[:nodes] != OUT
         return there
 
@@ -194,7 +194,7 @@ class PartitionedPolicy(EvictionPolicy):
 
 
 class PartitionedBySize(PartitionedPolicy):
-    """One policy for each image size, since a slot of one is of no use to another.
+    """One policy for each image size, because a slot of one size cannot hold an image of another.
 
     `policies` are by pool; nodes go to those of `pools_of(nodes)`.
     """
@@ -218,19 +218,19 @@ class PartitionedBySize(PartitionedPolicy):
         return bytes(self._pools_of(nodes))
 
     def resize(self, slots: int, names: Names) -> None:
-        """The tier has as many slots now as all its slabs have for the smallest size; each size's share follows."""
+        """Resize to `slots`, the slots of all slabs at the smallest size; each size gets its share."""
         before = self.slots
         EvictionPolicy.resize(self, slots, names)
         for policy in self._parts.values():
             policy.resize(policy.slots * slots // before if before else slots, names)
 
     def replace(self, make: Callable[[EvictionPolicy], EvictionPolicy]) -> None:
-        """Put another policy in the place of each, made of it."""
+        """Replace each policy by one made from it."""
         self._parts = {pool: make(policy) for pool, policy in self._parts.items()}
 
 
 class PartitionedByPriority(PartitionedPolicy):
-    """Policies by priority, made by `make` as they are needed; `first` is that of `priority`, and may know nodes."""
+    """Policies by priority, made by `make` as they are needed; `first` is that of `priority`, and may have nodes."""
 
     def __init__(
         self,

@@ -34,8 +34,8 @@ from longshore.engines.weight_files import MEMO
 from longshore.errors import EngineError, LongshoreError
 from longshore.metrics import LongshoreCollector, MirroredMetrics
 from longshore.runtime.containment import contained
-from longshore.runtime.gds_mover import ImageRing
 from longshore.runtime.loop import Runtime
+from longshore.runtime.ring_mover import ImageRing
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import RING_BYTES, open_stack
 from longshore.runtime.tier_host import HostedFileTier

@@ -62,7 +62,7 @@ class TierOwner(Protocol):
     def admit(self, config: Any) -> int:
         """The number of a cache for a model of this configuration object, from 1; 0 if it may not have tiers.
 
-        One before it lets go of them.
+        A former one gives them up.
         """
 
     def open(self, allocator: TieredAllocator) -> Stack | None:
@@ -358,7 +358,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
     def _onboard(
         self, stack: Stack, lookup: PromptLookup, prompt: list[int], present: list[int]
     ) -> tuple[list[int], list[str]]:
-        """Device blocks for what follows `present`, filled and registered, and the tier that each came from."""
+        """Device blocks for the blocks after `present`, filled and registered, and the tier of each."""
         per_chunk, limit = stack.config.blocks_per_chunk, self._limit(prompt)
         if len(present) >= limit or not lookup.hints.load:
             return [], []
@@ -414,7 +414,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             cache.release(lease)
 
     def _take_blocks(self, wanted: int, reserve: int, keep: Sequence[int]) -> list[int]:
-        """Up to `wanted` free blocks, cached ones evicted so that `reserve` blocks, the whole request, can be had.
+        """Up to `wanted` free blocks, cached ones evicted so that `reserve` blocks, the whole request, are available.
 
         None if they cannot: onboarding for a request that cannot run would only take blocks from those that do.
         """

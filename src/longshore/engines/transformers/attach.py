@@ -105,7 +105,7 @@ class Tiers:
     def admit(self, config: Any) -> int:
         """The number of a cache of this model, from 1; 0 for another's.
 
-        One before it that is not in use lets go of the tiers.
+        A former one that is not in use gives up the tiers.
         """
         if served_model.get() is not self.model or config is not self.model.config.get_text_config():
             _log.warning("this device cache has no tiers: its model is another model than the one given to tiered()")
@@ -215,7 +215,7 @@ class Tiers:
             self._shut()
 
     def close(self) -> None:
-        """Write back what a restart would lose, and close the tiers for good. Idempotent."""
+        """Write back what a restart would lose, and close the tiers. Idempotent."""
         self._closed = True
         self._shut()
         if self._allocator is not None:

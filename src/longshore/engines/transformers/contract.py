@@ -173,8 +173,8 @@ def replaced_allocator(ours: type[Any]) -> Iterator[None]:
 def informed_allocators(ours: Any) -> Iterator[None]:
     """Within this block, `served_model` is set while a manager makes its device cache.
 
-    Allocators of the class `ours` find in `asking` the request that a prompt is looked up for. They are told which
-    requests wait, whenever a batch was scheduled, and when the loop has ended, as these end without a call.
+    Allocators of the class `ours` find in `asking` the request that a prompt is looked up for. They are called with the
+    requests that wait after each batch was scheduled, and when the loop has ended, as these end without a call.
     """
     found = load()
     paged, manager, scheduler = found["PagedAttentionCache"], found["ContinuousBatchingManager"], found["Scheduler"]

@@ -60,7 +60,7 @@ _CACHED = type(functools.lru_cache(lambda: None))
 _CODE = (types.FunctionType, type, _CACHED, staticmethod, classmethod, property, functools.cached_property,
     functools.partial)  # fmt: skip
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "architectures", "_commit_hash"})
-"""Of a model's configuration: what says where it came from, not what it computes."""
+"""Fields of a model's configuration that name its origin, and do not change what it computes."""
 
 _NOT_CODE = re.compile(
     r"__(module|doc|dict|weakref|annotat\w+|abstractmethods|firstlineno|static_attributes|orig_bases|parameters"

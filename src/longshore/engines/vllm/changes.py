@@ -5,7 +5,7 @@
     scheduler   `AdapterDigests`: a request's adapter ─► digest of its files = that of the reports? ─► part of its keys
                 `BlockValidity`: whether blocks on the device still are what their keys say
 
-vLLM does not tell a connector about new weights, and resets its caches only when told to. So the methods of vLLM's
+vLLM does not inform a connector of new weights, and resets its caches only on request. So the methods of vLLM's
 worker that change weights are wrapped, with those of a worker extension and the models' own `load_weights`. Writes to
 parameters by other means are detected on the CPU only, by samples that are compared before blocks are copied.
 
@@ -382,7 +382,7 @@ class BlockValidity:
         return found is not None and found == request.adapter
 
     def may_store(self, request: RequestState, keys: Collection[OffloadKey], stores: Iterable[Ticket]) -> bool:
-        """Whether blocks of `request` may be stored under `keys`, beside `stores` that are under way."""
+        """Whether blocks of `request` may be stored under `keys`, beside `stores` that are in flight."""
         if request.lora is None:
             return not self._distrusts and not self._base_is_mixed
         if self._distrusts or not self.knows(request) or not self._adapters.is_trusted(request.lora):

@@ -5,7 +5,7 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "LongshoreConnector", "k
     "kv_connector_extra_config": {"spec_name": "LongshoreSpec", "spec_module_path": "longshore.engines.vllm", ...}}'
 
 The plain connector takes every load for a success. With this one the request is computed instead. And the gate (load or
-recompute) learns from steps how quickly prompts are computed; without, it has to be told (`prefill_speed`). Prompts
+recompute) measures in steps how fast prompts are computed; without, set `prefill_speed`. Prompts
 longer than host memory are loaded in parts, which the metadata of steps tells workers of.
 """
 
@@ -53,7 +53,7 @@ class StepTimer:
         self._last_end = 0.0
 
     def planned(self, scheduled: Iterable[tuple[int, int]], now: float) -> None:
-        """A step is on its way, of requests with so many tokens to compute behind so many others, each."""
+        """A step was scheduled; for each request, the tokens to compute and the tokens before them."""
         tokens, most, pairs = 0, 0, 0.0
         for new, behind in scheduled:
             tokens, most = tokens + new, max(most, new)

@@ -1,8 +1,8 @@
 """What this adapter relies on inside vLLM, and a check that it is still there.
 
-vLLM's offloading connector loads a class that it is told of, and asks it for a manager (in the scheduler's process)
-and a worker (in each worker's). These interfaces are experimental, and change between versions; where one has moved,
-`check` says which, and what was expected.
+vLLM's offloading connector loads the class that its settings name, and asks it for a manager (in the scheduler's
+process) and a worker (in each worker's). These interfaces are experimental, and change between versions; where one has
+moved, `check` says which, and what was expected.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     lookup, some chunks are in no tier ─► ask ─(the probe ends)─► gate ─► fetch into host memory ─► lookup: HIT
                                               MISS: not there, or quicker to compute, or not in time
 
-Nothing here waits. vLLM asks about a request again in each step, and is told `HIT_PENDING` until then.
+Nothing here waits. vLLM asks about a request again in each step; the answer is `HIT_PENDING` until then.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
                                                                ▲                                      │
                            lent in a later step's metadata ────┴── read from colder tiers ◄───────────┘
 
-The request waits, and vLLM goes on stepping, until the workers report the load: after its last part, or after one has
-failed. A load whose next chunks are lost, or do not come within the patience, is ended, and its request is recomputed.
+The request waits, and vLLM continues with its steps, until the workers report the load: after its last part, or after
+one has failed. A load whose next chunks are lost, or do not arrive in time, is ended, and its request is recomputed.
 Each part gets its slots at once and gives them back without needing others, so loads do not wait for each other.
 """
 

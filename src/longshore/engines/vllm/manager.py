@@ -7,7 +7,7 @@
 
 A lookup never blocks. `HIT` means verified bytes in the host tier; what is on its way is `HIT_PENDING` until
 `Config.load_timeout` is over, then `MISS`. Where failed loads are recomputed, `HIT` is also said of chunks in colder
-tiers of a request that needs more than host memory has room for: these are read while the load is under way.
+tiers of a request that needs more than host memory has room for: these are read during the load.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Res
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.fetches import StoreFetches, load_limit, tiers_of
 from longshore.engines.vllm.loads import Loads
-from longshore.engines.vllm.metrics import EventTranslator, ManagerMetrics
+from longshore.engines.vllm.metrics import EventTranslator, OffloadingMetrics
 from longshore.engines.vllm.requests import (
     GROUP_BYTES,
     ChunkGroups,
@@ -126,7 +126,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Whether loads may have parts: the connector passes them to workers, and failed loads are recomputed."""
         self._backoff = Backoff()
         self._closed = False
-        self._metrics = ManagerMetrics(store.file, store.stores, is_off=store.is_off)
+        self._metrics = OffloadingMetrics(store.file, store.stores, is_off=store.is_off)
         self._events = EventTranslator() if announces else None
         with self._runtime.observe() as cache:
             self._image_bytes = [size.image_bytes for size in cache.stats()[0].sizes]
@@ -211,7 +211,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @contained(lambda self, context, tokens, seconds: None)
     def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
-        """Tell the gate that a step computed `tokens` prompt tokens behind `context` others in so many `seconds`."""
+        """Report to the gate that a step computed `tokens` prompt tokens after `context` in `seconds`."""
         self._runtime.observe_prefill(context, tokens, seconds)
 
     # ------------------------------------------------------------------ storing

@@ -49,8 +49,8 @@ def definitions() -> dict[str, Any]:
     return {**counters, **{name: OffloadingGaugeMetadata(*about) for name, about in VLLM_GAUGES.items()}}
 
 
-class ManagerMetrics:
-    """Hits and misses of one manager, and the last values of all counters that vLLM was given."""
+class OffloadingMetrics:
+    """Hits and misses of one `LongshoreManager`, and the values of all counters that vLLM was last given."""
 
     def __init__(
         self, file: HostedFileTier | None = None, stores: Sequence[HostedStore] = (), *, is_off: bool = False
@@ -68,7 +68,7 @@ class ManagerMetrics:
         self._reported: dict[_Sample, float] = {}
 
     def loaded(self, chunks: int, others: Mapping[str, int], tokens: int) -> None:
-        """Count `chunks` loaded, of `tokens` tokens each; of these, `others` came from other tiers than host memory."""
+        """Count `chunks` loaded, of `tokens` tokens each; `others` are those not from host memory, by tier."""
         for tier, count in {HOST: chunks - sum(others.values()), **others}.items():
             self.hits[tier] += count
             self.tokens[tier] += count * tokens
@@ -100,7 +100,7 @@ class ManagerMetrics:
     ) -> OffloadingConnectorStats | None:
         """What has changed since the last call; at the first, everything. `refused` are chunks that were recomputed.
 
-        So many times `weights` have changed, and so many `faults` has the control plane had.
+        `weights` is how often the weights have changed, `faults` how often the control plane has failed.
         """
         new = dict(self._samples(cache))
         new["longshore_recomputed_chunks", ()] = refused
@@ -134,11 +134,13 @@ class ManagerMetrics:
                 yield ("longshore_dropped_chunks", (tier, reason.value)), drops[reason]
         for missed, count in self.misses.items():
             yield ("longshore_miss_chunks", (missed.value,)), count
-        for trouble, times in (self._no_file if self._file is None else self._file.troubles).items():
-            yield ("longshore_file_troubles", (trouble,)), times
-        for name, troubles in {store.name: store.troubles for store in self._stores}.items() or _NO_STORES.items():
-            for trouble, times in troubles.items():
-                yield ("longshore_store_troubles", (name, trouble)), times
+        for failure, times in (self._no_file if self._file is None else self._file.troubles).items():
+            yield ("longshore_file_failures", (failure,)), times
+            yield ("longshore_file_troubles", (failure,)), times
+        for name, failures in {store.name: store.troubles for store in self._stores}.items() or _NO_STORES.items():
+            for failure, times in failures.items():
+                yield ("longshore_store_failures", (name, failure)), times
+                yield ("longshore_store_troubles", (name, failure)), times
             answers = counters.probes.get(name) or Counter[Answer]()
             for answer in Answer:
                 yield ("longshore_probed_chunks", (name, answer.value)), answers[answer]
@@ -151,7 +153,7 @@ class ManagerMetrics:
 
 def zero() -> OffloadingConnectorStats:
     """All metrics at zero, for an engine that has not run a step."""
-    return ManagerMetrics().stats(TieredCache([TierSpec(HOST, 0, 1)])) or OffloadingConnectorStats()
+    return OffloadingMetrics().stats(TieredCache([TierSpec(HOST, 0, 1)])) or OffloadingConnectorStats()
 
 
 EVENTS_LIMIT = 1 << 17

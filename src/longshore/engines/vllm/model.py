@@ -1,7 +1,7 @@
 """The identity of a model: its configuration, the bytes of its weights, its scope; and why it may have none.
 
-vLLM tells an offloading spec the name of the model and, of each group, its layers and the tokens of a block. What else
-decides a block's bytes, and how far back a group looks, is in `VllmConfig`, which workers have. Rank 0 publishes a
+vLLM gives an offloading spec the name of the model and, of each group, its layers and the tokens of a block. What else
+determines a block's bytes, and the length of windows, is in `VllmConfig`, which workers have. Rank 0 publishes a
 `ModelIdentity` made of it (rendezvous.py), from which the scheduler makes the scope. If a later process could not tell
 stored blocks apart, `transient` says why and what to do about it. Files of weights are hashed in `weight_files`.
 """
@@ -91,7 +91,7 @@ def are_together() -> bool:
 
 
 def is_killed_at_once() -> bool:
-    """Whether vLLM kills its engine a few seconds after it was told to stop, as far as this process knows."""
+    """Whether vLLM kills its engine a few seconds after the request to stop, as far as this process knows."""
     vllm = vllm_config()
     return vllm is not None and vllm.shutdown_timeout == 0
 

@@ -4,7 +4,7 @@
     ranks > 0                             read the note ─► attach
     scheduler   (starts when all ranks are there)  ─► read the note ─► attach ─► remove the note
 
-The memory has no name: it goes with the last process that has it, also when all of them are killed.
+The memory has no name: it is freed with the last process that maps it, also when all of them are killed.
 """
 
 from __future__ import annotations

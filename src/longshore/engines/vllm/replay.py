@@ -108,12 +108,12 @@ class VllmReplay:
 
 
 def open_replay(blocks: int, policy: str) -> VllmReplay:
-    """A replay through host memory of so many blocks. Raises `ConfigError` for a policy that is no setting of ours."""
+    """A replay through host memory of `blocks` blocks. Raises `ConfigError` for an unknown policy."""
     return VllmReplay(open_tiers(blocks, Config.make(eviction=policy)))
 
 
 def open_tiers(blocks: int, config: Config, policy: type[EvictionPolicy] | None = None) -> SchedulerTiers:
-    """The scheduler's side of host memory for so many blocks without bytes; all but its size is as in `config`.
+    """The scheduler's side of host memory for `blocks` blocks without bytes; all but its size is as in `config`.
 
     If there is a `policy`, it evicts, and not the one of `config`.
 

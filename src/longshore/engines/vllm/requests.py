@@ -1,4 +1,4 @@
-"""What the manager keeps of a request, the keys of its chunks, and the slots that workers were told of.
+"""The manager's state of a request, the keys of its chunks, and the slots that workers have.
 
     vLLM's key   hash of the last block of a chunk (16 or 32 bytes) ┊ number of the KV cache group (4 bytes)
     our key      its last 32 bytes, padded with zeros at the end: the digest comes first, so that keys spread well
@@ -113,9 +113,9 @@ class RequestState:
         residency: Where they are.
         colder: Those that only a colder tier has.
         wanted: Chunks that vLLM has asked for in this step, in order, if some of its path is colder.
-        waits: Whether vLLM was told to wait for any of them.
+        waits: Whether vLLM waits for any of them.
         load_limit: The token up to which the gate has chunks read from a colder tier, once it was asked.
-        waiting_since: When it was first told to wait.
+        waiting_since: When it began to wait.
         leases: On chunks that were prefetched for it, until they are loaded.
         leased: The chunks of these leases.
         from_colder: Chunks that came from a colder tier.
@@ -123,7 +123,7 @@ class RequestState:
         fetches_end: Nothing more of it will be fetched from stores.
         fetched_from: Chunks that were fetched from a store for it, and the name of that.
         streams: Whether it was promised more than fits host memory, which is loaded in parts.
-        refused_since: Since when vLLM is told to offer its chunks again.
+        refused_since: Since when vLLM is asked to offer its chunks again.
         offered: The token up to which its chunks were offered.
         stale: The same at the last reset, after which vLLM offers them again: of groups that slide, it may have given
             the blocks of these chunks to others since.
@@ -256,7 +256,7 @@ class Ticket:
     ) -> list[TransferResult]:
         """Tell the cache that all jobs have ended, and in which slots well, in order; none stands for all.
 
-        `image_bytes` are those of each pool. Returns what it was told.
+        `image_bytes` are those of each pool. Returns the results.
         """
         said, results = iter(good), []
         for job, run in self.jobs:

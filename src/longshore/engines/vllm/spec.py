@@ -1,4 +1,4 @@
-"""`LongshoreSpec`: what vLLM's offloading connector is told to load.
+"""`LongshoreSpec`: the class that vLLM's offloading connector loads.
 
 vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
     "kv_connector_extra_config": {"spec_name": "LongshoreSpec", "spec_module_path": "longshore.engines.vllm",
@@ -216,7 +216,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             _log.warning(_KILLED)
 
     def _test(self, engine: TransferEngine, caches: Any, layout: KVLayout, note: EngineMemory, *, slab: int) -> None:
-        """A chunk of each group goes into host memory and back. No request has begun: no block is in use, and no slot.
+        """Copies a chunk of each group to host memory and back. No request has begun: no block is in use, and no slot.
 
         Ranks that have no part of the images try it each in a slab of their own, as far as there are as many.
         """

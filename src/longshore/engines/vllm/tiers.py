@@ -42,7 +42,7 @@ from longshore.tiers.file.recovery import slabs_within
 from longshore.tiers.host import HostTier, KeyedMover, TierMover
 
 _level: ContextVar[int] = ContextVar("level", default=0)
-"""Level of the sleep whose reset is under way; 0 in any other reset."""
+"""Level of the sleep whose reset is in progress; 0 in any other reset."""
 
 Watched = Callable[..., Any]
 
@@ -114,7 +114,7 @@ class SleepControl:
         """Whether the host tier has its slots."""
 
     def kept(self, workers: int) -> tuple[str, ...]:
-        """The tiers that the reset under way keeps, the file tier with all that it is to have.
+        """The tiers that the current reset keeps; the file tier with all blocks that are to be written to it.
 
         So many jobs in flight are the `workers`': they do not end meanwhile.
         """
@@ -129,7 +129,7 @@ class SleepControl:
         return keep
 
     def give_back(self, *, idle: bool) -> None:
-        """All but what is kept was forgotten: if the engine goes to sleep, host memory may go, unless it is kept.
+        """All blocks but those kept were discarded: before a sleep, free host memory unless it is kept.
 
         Until it is back the host tier has no slots: nothing is found, and nothing stored. It stays if it is not `idle`,
         as workers, or the tier host, use some of it.
@@ -198,11 +198,11 @@ class SchedulerTiers:
 def open_tiers(
     config: Config, note: EngineMemory, scope: Scope | None, groups: Any, *, events: int = 0
 ) -> SchedulerTiers:
-    """The tiers of `config` in the memory that `note` tells of; without a `scope` there are neither files nor stores.
+    """The tiers of `config` in the memory that `note` describes; without a `scope` there are neither files nor stores.
 
-    Nor is there a file tier where its directory cannot be opened: the log says why. The cache keeps so many `events`
-    until somebody asks for them. Raises `TierError` where `file_size` has no room for one image, or a certificate of a
-    store cannot be used.
+    If its directory cannot be opened, there is no file tier either, and the log has the reason. The cache keeps at
+    most `events` events until they are read. Raises `TierError` if `file_size` has no room for one image, or a
+    certificate of a store cannot be used.
     """
     with contextlib.ExitStack() as undo:
         arena, reports = attach(note)

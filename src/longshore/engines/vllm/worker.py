@@ -220,7 +220,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
     def after_device_restore(self) -> None:
         """Device memory was restored at its former addresses, without its content. Idempotent.
 
-        Without host memory, if that is not there again, the engine goes on: the tiers find and store nothing.
+        If host memory cannot be allocated again, the engine continues without it: the tiers find and store nothing.
         """
         if not self._asleep:
             return

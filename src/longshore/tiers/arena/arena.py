@@ -1,6 +1,6 @@
 """`Arena`: host memory for block images. The transfer engine and the tiers read and write it by byte offset.
 
-    map ─► bind to a node ─► ask for huge pages ─► touch every page ─► look what came of it ─► register, piece by piece
+    map ─► bind to a node ─► ask for huge pages ─► touch every page ─► verify placement ─► register, piece by piece
                                                                                                        │
     unmap ◄─────────────────────────────────── unregister ◄─────────────────────── close, never a finaliser
 

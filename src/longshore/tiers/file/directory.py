@@ -92,7 +92,7 @@ class Directory:
     def reserve(self, name: str, nbytes: int) -> int:
         """A descriptor of file `name`, extended to `nbytes` with all blocks allocated; unchanged on failure.
 
-        What it held stays; what is new reads as zeros.
+        Its content stays; added bytes are zero.
         """
         self.reserve_all({name: nbytes})
         return self.open(name)
@@ -381,7 +381,7 @@ class PendingReset:
     """Writes a reset that the next process to open the directory at `path` applies. Does not need the lock."""
 
     def __init__(self, path: Path, io: RawIo | None = None) -> None:
-        """Raises `TierError` if there is no reset file; opening a tier creates it."""
+        """Raises `TierError` if there is no reset file; opening a tier creates one."""
         self._path = path
         with contextlib.ExitStack() as undo:
             self._directory = Directory(path, io, unlocked=True)

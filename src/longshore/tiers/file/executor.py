@@ -69,7 +69,7 @@ results are polled only after all tasks, and the disk is idle meanwhile.
 
 
 TASK_BYTES = 8 << 20
-"""Of images in one task. With 2 MiB, more processor time goes into handing over; more than 8 MiB were no better."""
+"""Largest number of image bytes in one task. 2 MiB took more processor time; more than 8 MiB were no faster."""
 
 TASK_RECORDS = 32
 """In one task, at most."""
@@ -133,8 +133,8 @@ class Executor:
     ) -> None:
         """Raises `TierError` if there is no thread.
 
-        `steps` is what is done for the operations of a task: a status for each. `depth`: with so many pieces in the
-        queue, no further task is given to it. The queue is closed with this.
+        `steps` carries out the operations of a task and returns a status for each. `depth`: with as many pieces in
+        the queue, no further task is submitted. The queue is closed with this.
         """
         self.ended = 0
         self.at_end: Callable[[], None] = lambda: None
@@ -203,13 +203,13 @@ class Executor:
             return results
 
     def cancel(self, ticket: int) -> None:
-        """End what has not begun of `ticket`."""
+        """End operations of `ticket` that have not begun."""
         with self._lock:
             if ticket in self._open:
                 self._end_pending(self._open[ticket], Status.CANCELLED)
 
     def close(self) -> None:
-        """End what has not begun, wait for what has, and for the thread; nothing more can be submitted. Idempotent."""
+        """End tasks that have not begun, wait for the others and for the thread; submits are refused. Idempotent."""
         self._stop()
         self._thread.join()
         self._queue.close()
@@ -365,7 +365,7 @@ class Executor:
 
 
 class _Task:
-    """Operations `at` some positions of a batch: queued, then under way as a whole, or ended from outside as a whole.
+    """Operations `at` some positions of a batch: queued, then executed as a whole, or ended early as a whole.
 
     Attributes, once it has begun:
         orders: The operations.

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import PAGE, Key, Slabs, Status, align
+from longshore.boundary import PAGE, Key, Slabs, align
 from longshore.checksums import ALGORITHMS, XXH3_64, digest
 from longshore.errors import FormatError
 from longshore.tiers.base import KEY_BYTES
@@ -98,25 +98,6 @@ class Superblock(NamedTuple):
         return Slabs(self.slab_bytes, tuple(PAGE + size for size in self.image_bytes), self.slabs)
 
 
-class ExpectedRecord(NamedTuple):
-    """The record that a reader expects."""
-
-    key: Key
-    scope: bytes
-    slot: int
-    pool: int
-    generation: int
-    length: int
-
-
-class HeaderCheck(NamedTuple):
-    """Result of `check_header` for a header page; the payload's checksum is valid only if `status` is OK."""
-
-    status: Status
-    payload_checksum: int = 0
-    algorithm: int = XXH3_64
-
-
 def sequence(opens: int, serial: int) -> int:
     """Write sequence number of the `serial`th write of the process that opened the segment as its `opens`th."""
     return opens << _SERIAL_BITS | serial
@@ -163,18 +144,6 @@ def parse_header(page: bytes) -> RecordHeader:
     check_padding("record header", page, _RECORD.size)
     before = parent if flags else None
     return RecordHeader(key, before, scope, slot, generation, length, written, payload, pool, algorithm)
-
-
-def check_header(page: bytes, wanted: ExpectedRecord) -> HeaderCheck:
-    """Compare the header in `page` with `wanted`. Does not verify the image."""
-    if is_empty(page):
-        return HeaderCheck(Status.MISMATCH)
-    try:
-        header = parse_header(page)
-    except FormatError:
-        return HeaderCheck(Status.CORRUPT)
-    found = (header.key, header.scope, header.slot, header.pool, header.generation, header.length)
-    return HeaderCheck(Status.OK if found == wanted else Status.MISMATCH, header.payload_checksum, header.algorithm)
 
 
 def pack_superblock(superblock: Superblock) -> bytes:
@@ -453,7 +422,7 @@ def replay(entries: Entries, records: JournalRecords, stride: int) -> Entries:
 
 
 def drop_former_sizes(entries: Entries, stride: int) -> Entries:
-    """`entries` without what is left of the former sizes of slabs: that of the record written last is the last."""
+    """`entries` without those of former image sizes of slabs; the record written last has the current size."""
     by_age = np.argsort(entries["sequence"], kind="stable")
     slabs = entries["slot"] // stride
     ended = np.empty(len(entries), np.int64)

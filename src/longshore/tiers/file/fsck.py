@@ -86,7 +86,7 @@ class Fsck:
     def __init__(self, path: Path, *, shared: bool = False) -> None:
         """Lock the directory. Raises `TierError` if it is no tier directory, `TierInUseError`, or `FormatError`.
 
-        With `shared` one that a process has open is looked at all the same: what is read is as of some moment.
+        With `shared`, a directory that a process has open is read, too: as of some moment.
         """
         if not os.path.isdir(path):  # noqa: PTH112 - `Path` raises where a name is too long
             what = "is not a directory" if os.path.lexists(path) else "does not exist"
@@ -153,7 +153,7 @@ class Fsck:
     def repair(self, damaged: Sequence[Finding], whole: Sequence[fmt.RecordHeader] = ()) -> None:
         """Empty these slots durably, in files and index, and rewrite a damaged copy of the superblock.
 
-        Where there is no index that can be used, one is made: of the records that are `whole`.
+        Without a usable index, one is made from the records that are `whole`.
         """
         if self.superblocks.damaged:
             for name in COPIES:
@@ -381,7 +381,7 @@ class Inspection:
         generation: Nothing older is served.
         opens: How many processes have opened it.
         bytes_on_disk: What the segment takes there.
-        from_index: Whether this is what the index says; without one, neither reads nor ages are known.
+        from_index: Whether this is from the index; without one, reads and ages are unknown.
         stale: Records of earlier generations: free space.
         records: Of the others.
         full: What part of the slabs these take; from 0 to 1.
@@ -408,7 +408,7 @@ class Inspection:
 
 
 def inspect(fsck: Fsck, headers: Iterable[Finding], now: float) -> Inspection:
-    """Sum up what is in the directory of `fsck`, at `now` in Unix time; `headers` are read only without an index."""
+    """Summarise the directory of `fsck`, at `now` in Unix time; `headers` are read only without an index."""
     found = fsck.entries()
     entries = _from_headers(headers) if found is None else found
     live = entries[entries["generation"] >= fsck.superblock.generation]

@@ -25,8 +25,9 @@ from longshore.checksums import MIX64, XXH3_64, checksum
 from longshore.errors import DeviceError, TierError
 from longshore.tiers.base import TierOp
 from longshore.tiers.file.io import IoCoroutine, Move, Piece, RawIo
-from longshore.tiers.file.segment import Seal, Segment, Staging, Verifier, is_aligned
+from longshore.tiers.file.segment import Seal, Segment, Staging, is_aligned
 from longshore.tiers.file.tier import FileTier
+from longshore.tiers.file.verify import Verifier
 
 DESCRIPTOR = struct.Struct("<i4xqq")
 """`CUfileDescr_t`: the type of handle, the file descriptor, and functions of other file systems."""
@@ -114,7 +115,7 @@ class DeviceMemory(Protocol):
 
     @property
     def address(self) -> int:
-        """Of its first byte, as the device and cuFile know it."""
+        """Address of its first byte, for the device and cuFile."""
 
     @property
     def nbytes(self) -> int:
@@ -255,22 +256,22 @@ class GdsPayload:
         if is_staged:
             body = staging.bounce[: align(op.length)]
             (status,) = yield Move([Piece([staging.header, body], place)], writing=False)
-        if status is Status.OK:
-            status, expected, algorithm = verifier.check_header(0)
         if status is not Status.OK:
             return [status]
-        if algorithm == MIX64 and not is_staged:
+        header = verifier.check_header(0, staging.header)
+        if header.status is not Status.OK:
+            return [header.status]
+        if header.algorithm == MIX64 and not is_staged:
             found = yield from self._wait(lambda: self._memory.mix64(op.offset, op.length))
         else:
             if not is_staged:
                 self._count_fallback("host_checksum")
                 yield from self._wait(lambda: self._memory.load(op.offset, image))
-            found = checksum(algorithm, image)
-        if not verifier.is_intact(found, expected):
-            return [Status.CORRUPT]
-        if is_staged:
+            found = checksum(header.algorithm, image)
+        status = verifier.check_image(header, found)
+        if is_staged and status is Status.OK:
             yield from self._wait(lambda: self._memory.store(op.offset, image))
-        return [Status.OK]
+        return [status]
 
     def close(self) -> None:
         """Close cuFile. Idempotent."""

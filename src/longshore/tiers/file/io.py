@@ -427,7 +427,7 @@ class SystemIo:
         except OSError as error:
             if error.errno == errno.EBADF:
                 raise  # it was not ours: a mistake in here, and no trouble with the disk
-            _log.warning("closing file descriptor %d failed: %s", fd, error)
+            _log.warning("closing file descriptor %d failed: %s; it stays open until the process ends", fd, error)
 
     def lock(self, fd: int, /) -> bool:
         """A record lock: unlike `flock`'s it belongs to the process, and a forked child does not inherit it."""

@@ -1,7 +1,7 @@
 """The segment, and the movement of images between it and memory: host memory here, device memory in `gds.py`.
 
     write    image ─► checksum ─► header │ image ─► segment          one call where images lie in host memory
-    read     segment ─► header │ image                                verified by the caller, then delivered
+    read     segment ─► header │ image ─► verified (`verify.py`) ─► delivered
 
 Direct I/O is used where the file system allows it, so that the page cache holds no second copy. Otherwise,
 `Segment.direct` is false, and pages are dropped from the cache after they have been synchronised.
@@ -21,8 +21,8 @@ from longshore.errors import TierError
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import TierOp
 from longshore.tiers.file.directory import SEGMENT, Directory
-from longshore.tiers.file.format import HeaderCheck
 from longshore.tiers.file.io import IoCoroutine, IoQueue, Move, Piece, read_into
+from longshore.tiers.file.verify import Verifier
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a full disk or an exceeded quota."""
@@ -117,13 +117,6 @@ def make_staging(image_bytes: int, records: int = 1) -> Staging:
     return Staging(headers, memory[records * PAGE :])
 
 
-class Verifier(NamedTuple):
-    """Verifies a record that was read: the header, by its position in the task, and the image's checksum."""
-
-    check_header: Callable[[int], HeaderCheck]
-    is_intact: Callable[[int, int], bool]
-
-
 class Payload(Protocol):
     """Moves images between the segment and the memory that the operations' offsets refer to."""
 
@@ -196,12 +189,11 @@ class HostPayload:
         for at, (op, body) in enumerate(zip(ops, bodies, strict=True)):
             if statuses[at] is Status.OK:
                 image = body[: op.length]
-                statuses[at], expected, algorithm = verifier.check_header(at)
-                if statuses[at] is not Status.OK:
-                    continue
-                if not verifier.is_intact(checksum(algorithm, image), expected):
-                    statuses[at] = Status.CORRUPT
-                elif self._is_staged(op):
+                header = verifier.check_header(at, staging.headers[at])
+                statuses[at] = header.status
+                if header.status is Status.OK:
+                    statuses[at] = verifier.check_image(header, checksum(header.algorithm, image))
+                if statuses[at] is Status.OK and self._is_staged(op):
                     self._arena.view(op.offset, op.length)[:] = image
         return statuses
 

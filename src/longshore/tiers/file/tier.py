@@ -48,7 +48,8 @@ from longshore.tiers.file.format import Entries
 from longshore.tiers.file.index import Checkpointer
 from longshore.tiers.file.io import IoCoroutine, IoQueue, RawIo, ThreadQueue
 from longshore.tiers.file.recovery import open_files, slabs_within
-from longshore.tiers.file.segment import FULL, HostPayload, Payload, Segment, Staging, Verifier, make_staging
+from longshore.tiers.file.segment import FULL, HostPayload, Payload, Segment, Staging, make_staging
+from longshore.tiers.file.verify import ExpectedRecord, Verifier
 
 PATIENCE = 8
 """Consecutive failures of reads, or of writes, that change the state."""
@@ -304,7 +305,7 @@ class FileTier(Tier):
     def recover(self) -> list[StoredChunk]:
         """Chunks of this scope, least recently used first; of two with one key, the one written later.
 
-        Reads the index only: an image that was torn in a crash is detected when it is read.
+        Reads the index only: an image that was torn in a crash is detected when it is read (`verify.py`).
         """
         self._check_open()
         entries = self._index.entries()
@@ -457,14 +458,13 @@ class FileTier(Tier):
         return statuses
 
     def _read(self, ops: Sequence[TierOp], staging: Staging) -> IoCoroutine[list[Status]]:
-        def check(at: int) -> fmt.HeaderCheck:
+        def expected(at: int) -> ExpectedRecord | None:
             op = ops[at]
             if not self._index.is_assigned(op.slot, op.pool):
-                return fmt.HeaderCheck(Status.MISMATCH)
-            wanted = fmt.ExpectedRecord(op.key, self._scope, op.slot, op.pool, op.generation, op.length)
-            return fmt.check_header(bytes(staging.headers[at]), wanted)
+                return None
+            return ExpectedRecord(op.key, self._scope, op.slot, op.pool, op.generation, op.length)
 
-        verifier = Verifier(check, self._payload_is_intact)
+        verifier = Verifier(expected, self._payload_is_intact)
         return (yield from self._payload.read(ops, staging, list(map(self._place, ops)), verifier))
 
     def _payload_is_intact(self, found: int, expected: int) -> bool:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from longshore.checksums import mix64
 from longshore.errors import DeviceError
 from longshore.layout.model import U64, KVLayout
-from longshore.transfer.plan import CopyBatch, Planner
+from longshore.transfer.pieces import CopyBatch, PieceBuilder
 
 
 class DeviceEvent(Protocol):
@@ -263,7 +263,7 @@ class CpuStream(Stream):
     """Copies in the calling thread, during `copy`."""
 
     def __init__(self) -> None:
-        self._planner = Planner()
+        self._builder = PieceBuilder()
 
     def bind(self) -> None:
         """Nothing to do."""
@@ -273,7 +273,7 @@ class CpuStream(Stream):
         for event in after:
             event.wait()
         begun = time.perf_counter()
-        destination, source, size = self._planner.describe(batch).directed(batch.into)
+        destination, source, size = self._builder.describe(batch).directed(batch.into)
         copy_pieces(source, destination, size)
         return _Done(time.perf_counter() - begun)
 

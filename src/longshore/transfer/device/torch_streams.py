@@ -27,7 +27,7 @@ from longshore.boundary import HOST
 from longshore.errors import FreedLayoutError
 from longshore.layout.model import KVLayout, PageRef
 from longshore.transfer.device.base import Copy, Device, DeviceEvent, Stream, copy_pieces
-from longshore.transfer.plan import I64, CopyBatch, CopyPart, Pieces, host_addresses, merge
+from longshore.transfer.pieces import I64, CopyBatch, CopyPart, Pieces, host_addresses, merge
 
 EVENTS = 128
 """Events that a device allocates at start."""

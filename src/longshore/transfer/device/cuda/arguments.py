@@ -14,7 +14,7 @@ import numpy as np
 
 from longshore.boundary import HOST
 from longshore.layout.model import U64, KVLayout
-from longshore.transfer.plan import I64, CopyBatch, CopyPart
+from longshore.transfer.pieces import I64, CopyBatch, CopyPart
 
 COLUMNS = 5
 """Columns of a kernel's table: base, stride, width, offset, step; int64, one row per reference."""

@@ -26,8 +26,8 @@ from longshore.boundary import DEVICE, HOST, Section
 from longshore.layout.model import KVGroup, KVLayout, PageRef
 from longshore.transfer.device.cuda.driver import RELAXED
 from longshore.transfer.device.cuda.streams import CopyShape, CopyStreams, CudaResources, CudaStream, Way
-from longshore.transfer.plan import CopyBatch
-from longshore.transfer.selection import select
+from longshore.transfer.pieces import CopyBatch
+from longshore.transfer.plan import plan_copy
 
 _FORMAT = 2
 _UNKNOWN = "unknown"
@@ -209,7 +209,7 @@ class SamplePages:
     def batch(self, into: str, nbytes: int) -> CopyBatch:
         """About `nbytes` of scattered pages, at least one block."""
         count = min(self.blocks, max(1, nbytes // self.layout.groups[0].block_bytes))
-        return select(
+        return plan_copy(
             self.layout,
             [Section(0, 0, self._order[:count])],
             np.arange(count, dtype=np.int64) * self.layout.image_bytes,

@@ -54,7 +54,7 @@ from longshore.transfer.device.torch_streams import (
     pinned_or_pageable,
     stream_into,
 )
-from longshore.transfer.plan import CopyBatch, Pieces, Planner
+from longshore.transfer.pieces import CopyBatch, PieceBuilder, Pieces
 
 PLACES = 4
 
@@ -189,7 +189,7 @@ class DescriptorBuffer:
     """Descriptors of one copy, in buffers that are not reused until the copy has ended."""
 
     def __init__(self, accelerator: Accelerator, fallbacks: Fallbacks) -> None:
-        self.planner = Planner()
+        self.planner = PieceBuilder()
         self.used: Point | None = None
         self._accelerator = accelerator
         self._fallbacks = fallbacks

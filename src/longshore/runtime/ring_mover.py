@@ -1,4 +1,4 @@
-"""Device <-> file without a host tier: a staging ring in the memory of the device, and the file tier.
+"""Device <-> file without a host tier: through a ring of staging slots in the memory of the device.
 
     to the file     pages ──engine──► ring slot ──tier──► file          each arrow begins when the one before it has
     from the file   pages ◄──engine── ring slot ◄──tier── file          ended, by its result, never by its submission
@@ -7,8 +7,8 @@ File I/O has no stream order. The engine's copies keep stream order, as always; 
 place, and a ring slot is not reused until both have ended. Jobs longer than the ring are split, the more urgent jobs
 first.
 
-The blocks of a job are touched by copies only, never by file I/O. So a job that was cancelled lets go of its blocks as
-soon as no copy is under way (`touches_blocks`), however long the disk takes to end the rest.
+The blocks of a job are touched by copies only, never by file I/O. So the blocks of a cancelled job are free as soon
+as no copy of it is in flight (`touches_blocks`), however long the disk takes to end the rest.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ImageRing:
 
 
 @dataclass(slots=True)
-class _GdsJob:
+class _RingJob:
     """A transfer, of which items up to `begun` have been begun, and `pieces` pieces have not ended."""
 
     transfer: Transfer
@@ -107,15 +107,15 @@ class _GdsJob:
 class _RingPiece:
     """Items of a job from `first` on, one in each of `slots` of the ring, and their statuses so far."""
 
-    job: _GdsJob
+    job: _RingJob
     number: int
     first: int
     slots: list[int]
     statuses: list[Status] = field(default_factory=list)
 
 
-class GdsMover:
-    """Serves device -> file, file -> device, and copies inside the device. One rank; the runtime's lock guards it.
+class RingMover:
+    """Moves device -> file, file -> device, and inside the device. One rank; the runtime's lock guards it.
 
     Layer-wise jobs are served like others: all layers arrive together, with the result.
     """
@@ -137,7 +137,7 @@ class GdsMover:
         self._clock = clock
         self._write = Route(DEVICE, tier.name)
         self._read = Route(tier.name, DEVICE)
-        self._jobs: dict[int, _GdsJob] = {}
+        self._jobs: dict[int, _RingJob] = {}
         self._numbers = 0
         self._copying: dict[int, _RingPiece] = {}  # by the engine's job
         self._filing: dict[int, _RingPiece] = {}  # by the tier's ticket
@@ -161,7 +161,7 @@ class GdsMover:
         if transfer.job in self._jobs or transfer.job < 0:
             raise PlanError(f"expected an unused job number of at least 0, got {transfer.job}")
         self._check(transfer)
-        job = _GdsJob(transfer, self._clock(), [None] * len(transfer.items))
+        job = _RingJob(transfer, self._clock(), [None] * len(transfer.items))
         self._jobs[transfer.job] = job
         self._begin_pieces()
 
@@ -241,7 +241,7 @@ class GdsMover:
                     break
             self._settle(job)
 
-    def _why_stop(self, job: _GdsJob) -> Status | None:
+    def _why_stop(self, job: _RingJob) -> Status | None:
         """The status with which items of `job` that have not begun must end, if any."""
         if self._closed:
             return Status.TIER_OFF
@@ -250,7 +250,7 @@ class GdsMover:
             return Status.CANCELLED  # a chunk is of no use without those before it
         return Status.DEADLINE if self._clock() > job.transfer.deadline else None
 
-    def _begin(self, job: _GdsJob) -> None:
+    def _begin(self, job: _RingJob) -> None:
         slots = self._ring.take(len(job.statuses) - job.begun)
         self._numbers += 1
         piece = _RingPiece(job, -self._numbers, job.begun, slots)
@@ -308,7 +308,8 @@ class GdsMover:
         if isinstance(error, QueueFullError):
             return Status.QUEUE_FULL
         if not isinstance(error, TierClosedError):
-            _log.error("transfer job %d between device and file failed", piece.job.transfer.job, exc_info=error)
+            job = piece.job.transfer.job
+            _log.error("transfer job %d between device and file failed; its blocks are misses", job, exc_info=error)
         return Status.TIER_OFF
 
     def _end(self, piece: _RingPiece, statuses: Sequence[Status]) -> None:
@@ -319,7 +320,7 @@ class GdsMover:
         job.bytes += self._ring.slabs.slab_bytes * sum(status is Status.OK for status in statuses)
         job.pieces -= 1
 
-    def _settle(self, job: _GdsJob) -> None:
+    def _settle(self, job: _RingJob) -> None:
         """Report `job` if it has ended."""
         if job.pieces or job.begun < len(job.statuses):
             return
@@ -338,7 +339,7 @@ class GdsMover:
                 f"{len(transfer.items)} items of several groups exceed a staging ring of {self._ring.slabs.slabs} slots"
             )
         op, route = (Op.WRITE, OFFLOAD) if transfer.route == self._write else (Op.READ, ONBOARD)
-        job, most = _GdsJob(transfer, 0.0, []), self._ring.slabs.slabs
+        job, most = _RingJob(transfer, 0.0, []), self._ring.slabs.slabs
         batch = self._operations(transfer, op, [(index, 0) for index in range(len(transfer.items))])
         tier, memory = self._tier, self._ring.arena
         check_batch(batch, transfer.deadline, slabs=tier.slabs, image_bytes=tier.image_bytes, arena_bytes=memory.nbytes)
