@@ -25,6 +25,7 @@ from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import COPIES
 from longshore.tiers.file.format import VERSION, RecordHeader, parse_header, seal
 from longshore.tiers.file.index import checkpoint_name
+from longshore.tiers.file.recovery import replay_journal
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 SCOPE = bytes(range(32))
@@ -88,7 +89,7 @@ class TestReaders:
         found = fmt.parse_journal_records(epoch, data + noise)
         assert len(found) <= len(notes)
         assert set(found["epoch"].tolist()) <= {epoch}
-        replayed = fmt.replay(np.zeros(0, fmt.ENTRY), found, stride)
+        replayed = replay_journal(np.zeros(0, fmt.ENTRY), found, stride)
         assert (replayed["length"] > 0).all()
 
     @given(st.binary(max_size=3 * fmt.JOURNAL_RECORD.itemsize), words)

@@ -26,9 +26,9 @@ from longshore.tiers.file.format import (
     parse_checkpoint_header,
     parse_journal_header,
     parse_journal_records,
-    replay,
     seal,
 )
+from longshore.tiers.file.recovery import replay_journal
 
 HEADER = test_file_format.HEADER._replace(payload_checksum=0)
 
@@ -205,7 +205,7 @@ class TestNotes:
             (1, 5, INSERTED, self.ENTRIES[2]),
             (1, 6, INVALIDATED, pack_invalidation(5, 3)),
         )
-        assert slots_of(replay(entries(0, 1, 2, 3), parse_journal_records(1, data), 1)) == [3, 0, 2]
+        assert slots_of(replay_journal(entries(0, 1, 2, 3), parse_journal_records(1, data), 1)) == [3, 0, 2]
 
 
 def test_the_checksum_is_that_of_records() -> None:

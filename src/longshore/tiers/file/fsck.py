@@ -29,10 +29,10 @@ from longshore.checksums import checksum
 from longshore.errors import FormatError, PlanError, TierError, TierInUseError
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import COPIES, LOCK, RESET, SEGMENT, SUPERBLOCK, Directory, Superblocks
-from longshore.tiers.file.format import ENTRY, Entries, Superblock, drop_former_sizes, fits_geometry, pack_entry
+from longshore.tiers.file.format import ENTRY, Entries, Superblock, fits_geometry, pack_entry
 from longshore.tiers.file.index import RecordIndex, index_files
 from longshore.tiers.file.io import read_into, write_all
-from longshore.tiers.file.recovery import load, places
+from longshore.tiers.file.recovery import drop_former_sizes, load, places
 from longshore.tiers.file.segment import Staging, make_staging
 
 _THREADS = 8

@@ -11,8 +11,8 @@ so none can be read with a geometry that is not its own.
 
     checkpoint e, journal e, journal e + 1     the last one: of a checkpoint that was begun, and not completed
 
-The newest complete checkpoint is loaded, and the journals after it are replayed. A checkpoint whose own journal has
-been overwritten by a later one is not used. Without a usable checkpoint, every header page is read.
+The newest complete checkpoint is loaded, and the journals after it are replayed (`replay_journal`). A checkpoint whose
+own journal has been overwritten by a later one is not used. Without a usable checkpoint, every header page is read.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from longshore.boundary import PAGE, Slabs
 from longshore.errors import FormatError, TierError
@@ -75,7 +76,7 @@ def recover(directory: Directory, segment: Segment, superblock: fmt.Superblock, 
     entries = entries.take(
         np.flatnonzero((entries["generation"] == superblock.generation) & fmt.fits_geometry(entries, slabs))
     )
-    return fmt.drop_former_sizes(entries, slabs.stride), epoch
+    return drop_former_sizes(entries, slabs.stride), epoch
 
 
 def load(directory: Directory, stride: int) -> IndexOnDisk:
@@ -100,7 +101,7 @@ def _replayed(directory: Directory, checkpoint: _Checkpoint, journals: list[int 
             return None
         if epoch == checkpoint.epoch:
             records = records[records["serial"] > checkpoint.known]
-        entries = fmt.replay(entries, records, stride)
+        entries = replay_journal(entries, records, stride)
     return entries
 
 
@@ -145,6 +146,61 @@ def _read_journal(directory: Directory, file: int) -> int | None:
     except FormatError as error:
         _log.info("recovery: %s ignored: %s", directory.path / journal_name(file), error)
         return None
+
+
+def replay_journal(entries: Entries, records: JournalRecords, stride: int) -> Entries:
+    """`entries` after `records` were applied, in order of insertion. A slab has `stride` slots.
+
+    A journal record about a slot of one pool ends what other pools had in its slab.
+    """
+    if not len(records):
+        return entries
+    lines = np.empty(len(entries) + len(records), ENTRY)
+    lines[: len(entries)] = entries
+    lines[len(entries) :] = records["entry"]
+    slots = np.ascontiguousarray(lines["slot"])
+    last = np.sort(_last_of_each(slots))
+    last = last[last > _ended(slots // stride, np.ascontiguousarray(lines["pool"]))[last]]
+    replayed: Entries = lines.take(last[lines["length"][last] > 0])
+    return replayed
+
+
+def drop_former_sizes(entries: Entries, stride: int) -> Entries:
+    """`entries` without those of former image sizes of slabs; the record written last has the current size."""
+    by_age = np.argsort(entries["sequence"], kind="stable")
+    slabs = entries["slot"] // stride
+    ended = np.empty(len(entries), np.int64)
+    ended[by_age] = _ended(slabs[by_age], entries["pool"][by_age])
+    place = np.empty(len(entries), np.int64)
+    place[by_age] = np.arange(len(entries))
+    left: Entries = entries.take(np.flatnonzero(place > ended))
+    return left
+
+
+def _last_of_each(numbers: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+    """The last position of each of `numbers`."""
+    order = np.argsort(numbers, kind="stable")
+    following = numbers.take(order)
+    last: npt.NDArray[np.int64] = order[np.append(following[1:] != following[:-1], True)]
+    return last
+
+
+def _ended(slabs: npt.NDArray[np.uint32], pools: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
+    """For each line, in order of time: the last line about its slab that gave it to another pool than it has at last.
+
+    What stands up to there is gone; -1 where the slab has had one pool only.
+    """
+    if not pools.any() or (pools == pools[0]).all():
+        return np.full(len(slabs), -1)
+    order = np.argsort(slabs, kind="stable")
+    following = slabs.take(order)
+    first = np.append(True, following[1:] != following[:-1])
+    group = np.cumsum(first) - 1
+    last_pool = pools.take(order[np.append(first[1:], True)])
+    other = np.where(pools.take(order) != last_pool[group], order, -1)
+    ended = np.empty(len(slabs), np.int64)
+    ended[order] = np.maximum.reduceat(other, np.flatnonzero(first))[group]
+    return ended
 
 
 def scan(segment: Segment, slabs: Slabs) -> Entries:
