@@ -263,8 +263,8 @@ class Runtime:
         """Wait for at most `timeout` seconds until nothing is in flight `but` to these; returns whether that is so."""
 
         def is_idle() -> bool:
-            left = sum(each.transfer.route.destination in but for each in self._waiting.values())
-            left += sum(each.transfer.route.destination in but for each in self._running.values())
+            moving = (*self._waiting.values(), *self._running.values())
+            left = sum(each.transfer.route.destination in but for each in moving)
             return self.fault is not None or self._cache.jobs_in_flight <= left
 
         return self._wait(is_idle, timeout)
@@ -312,9 +312,7 @@ class Runtime:
             try:
                 mover.close()
             except Exception:  # noqa: BLE001 - the others are to be closed all the same
-                _log.exception(
-                    "%s could not be closed; what it holds is freed when the process ends", type(mover).__name__
-                )
+                _log.exception("%s could not be closed; it is freed when the process ends", type(mover).__name__)
         self.pump()
         self.wakeup.set()
         return flushed
@@ -378,9 +376,7 @@ class Runtime:
             try:
                 results = mover.poll()
             except Exception:  # noqa: BLE001 - the others are to be heard all the same
-                _log.exception(
-                    "%s cannot be polled; its transfer jobs are treated as still in flight", type(mover).__name__
-                )
+                _log.exception("%s cannot be polled; its jobs count as in flight", type(mover).__name__)
                 self._unpollable.append(mover)
                 continue
             for result in results:
@@ -479,9 +475,7 @@ class Runtime:
             self._end(transfer, (Status.QUEUE_FULL,) * len(statuses))
         except Exception as error:  # noqa: BLE001 - whatever a mover raises, the job must end, and the others go on
             if not isinstance(error, TierClosedError):
-                _log.exception(
-                    "transfer job %d (%s) could not be submitted; its blocks are misses", transfer.job, transfer.route
-                )
+                _log.exception("transfer job %d could not be submitted; its blocks are misses", transfer.job)
             self._end(transfer, (Status.TIER_OFF,) * len(statuses))  # its sources were not touched, and stay good
         else:
             self._running[transfer.job] = _RunningTransfer(transfer, mover, tail, transfer.ranks)
