@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +43,7 @@ PROBED = 512
 """Keys that one probe asks for."""
 
 _PROBES, _READS = 9, 3
+_CALL_SECONDS = 1.0
 _EXPIRY = 60.0
 """Seconds after which what was written to try a server expires."""
 
@@ -57,6 +58,8 @@ _SHARED_MEMORY, _LEAST_SHARED_MEMORY = "/dev/shm", 1 << 30  # noqa: S108 - only 
 _NETWORKED = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "fuse", "9p", "virtiofs", "glusterfs"})
 _RAM_DISKS = frozenset({"tmpfs", "ramfs"})
 _PATIENCE = 60.0
+_CHECK_SECONDS = 10.0
+"""After so long a check hangs, beyond the timeouts that a store's settings give it."""
 
 
 class Severity(enum.Enum):
@@ -98,9 +101,35 @@ def check_store(
     """
     settings = parse_url(url)
     about = str(settings)
-    found = _directory(settings, about) if settings.is_directory else _server(settings, about)
+    look = _directory if settings.is_directory else _server
+    connecting = 8 * max(settings.connect_timeout, _CALL_SECONDS)
+    found = _by_deadline(about, lambda: look(settings, about), _CHECK_SECONDS + connecting)
     if all(each.level is not Severity.BROKEN for each in found) and write:
-        found += _Trial(settings, about, image_bytes, images).findings(recompute)
+        trial = _Trial(settings, about, image_bytes, images)
+        found += _by_deadline(about, lambda: trial.findings(recompute), _CHECK_SECONDS + trial.longest)
+    return found
+
+
+def _by_deadline(about: str, check: Callable[[], Iterable[Diagnosis]], seconds: float | None = None) -> list[Diagnosis]:
+    """What `check` finds. One that hangs in a file system is left to itself, which is a finding as well."""
+    found: list[Diagnosis] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            found.extend(check())
+        except Exception as error:  # noqa: BLE001 - it is raised by the thread that waits
+            failed.append(error)
+
+    limit = _CHECK_SECONDS if seconds is None else seconds
+    thread = threading.Thread(target=run, name="longshore-doctor", daemon=True)
+    thread.start()
+    thread.join(limit)
+    if failed:
+        raise failed[0]
+    if thread.is_alive():
+        advice = "a file system does not answer: look at its server, at `mount` and at the kernel's log (dmesg)"
+        return [*found, Diagnosis(about, Severity.BROKEN, f"a check has not ended after {limit:g} s", advice)]
     return found
 
 
@@ -111,7 +140,7 @@ def _server(settings: RemoteSettings, about: str) -> list[Diagnosis]:
     for check in checks:
         try:
             with _session(settings) as session:
-                said = check(session, time.monotonic() + max(settings.connect_timeout, 1.0))
+                said = check(session, time.monotonic() + max(settings.connect_timeout, _CALL_SECONDS))
         except (StoreError, TierError) as error:
             if check is not _answers:
                 advice = "allow the user the commands INFO, CONFIG GET, SCAN and GETRANGE, or look yourself"
@@ -281,6 +310,9 @@ class _Trial:
         self._about, self._images, self._size = about, images, image_bytes
         self._keys = [os.urandom(KEY_BYTES) for _ in range(max(PROBED, images))]
         self._done = threading.Event()
+        waits = _PROBES * settings.probe_timeout + _READS * settings.fetch_timeout + 2 * settings.write_timeout
+        self.longest = waits + settings.connect_timeout + _CALL_SECONDS
+        """Seconds that the settings give it."""
 
     def findings(self, recompute: Recompute) -> list[Diagnosis]:
         """Write, probe and read; what came of it."""
@@ -387,24 +419,31 @@ class _Trial:
 
 def check_machine(config: Config) -> list[Diagnosis]:
     """Findings about this machine, for the tiers of `config`."""
-    found = []
+    found = _by_deadline("settings", lambda: _memory_of(config))
+    found += _limits(config)
+    found += _by_deadline(_SHARED_MEMORY, _shared_memory)
+    if (path := config.file_path) is not None:
+        found += _by_deadline(f"file tier in {path}", lambda: _disk(path))
+    return found
+
+
+def _memory_of(config: Config) -> Iterator[Diagnosis]:
     try:
         config.check_machine()
         has = f"{format_bytes(available_memory())} of memory are free, host_size is {format_bytes(config.host_size)}"
-        found.append(Diagnosis("memory", Severity.OK, has))
+        yield Diagnosis("memory", Severity.OK, has)
     except ConfigError as error:
-        found.append(Diagnosis("settings", Severity.BROKEN, str(error), "choose what this machine has, or free it"))
-    found += _limits(config)
+        yield Diagnosis("settings", Severity.BROKEN, str(error), "choose what this machine has, or free it")
+
+
+def _shared_memory() -> Iterator[Diagnosis]:
     shared = shutil.disk_usage(_SHARED_MEMORY) if Path(_SHARED_MEMORY).is_dir() else None
     if shared is None or shared.total < _LEAST_SHARED_MEMORY:
         has = "it is not there" if shared is None else f"it has {format_bytes(shared.total)}"
         advice = "engines with several ranks pass tensors there: docker run --shm-size=16g or --ipc=host"
-        found.append(Diagnosis(_SHARED_MEMORY, Severity.WARNING, has, advice))
+        yield Diagnosis(_SHARED_MEMORY, Severity.WARNING, has, advice)
     else:
-        found.append(Diagnosis(_SHARED_MEMORY, Severity.OK, f"{format_bytes(shared.free)} free"))
-    if config.file_path is not None and config.file_path.is_dir():
-        found += _disk(config.file_path)
-    return found
+        yield Diagnosis(_SHARED_MEMORY, Severity.OK, f"{format_bytes(shared.free)} free")
 
 
 def _limits(config: Config) -> Iterator[Diagnosis]:
@@ -427,6 +466,8 @@ def _limits(config: Config) -> Iterator[Diagnosis]:
 
 
 def _disk(path: Path) -> Iterator[Diagnosis]:
+    if not path.is_dir():
+        return
     about = f"file tier in {path}"
     kind = _kind_of(path)
     has = f"{kind}, {format_bytes(shutil.disk_usage(path).free)} free"

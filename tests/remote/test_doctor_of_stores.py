@@ -1,6 +1,7 @@
 """`longshore doctor` with real servers that have something wrong with them."""
 
 import json
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -197,6 +198,34 @@ def test_values_of_other_versions(started: Callable[..., LocalServer]) -> None:
     assert "1 with version 2" in text
     assert "1 with addresses ls2/" in text
     assert "1 of 2 sampled values are not ours" in text
+
+
+def test_a_directory_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longshore.doctor._CHECK_SECONDS", 0.5)
+    monkeypatch.setattr("longshore.doctor._CALL_SECONDS", 0.01)
+    folder = tmp_path / "ls1" / ("0" * 64) / "ab"
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "ab")  # opening it blocks, as a file does whose server is gone
+    status, found = doctor(f"file://{tmp_path}", f"valkey://127.0.0.1:{free_port()}")
+    assert status == 1
+    hung, absent = broken(found)
+    assert "has not ended" in hung
+    assert "a file system does not answer" in hung
+    assert "refused" in absent
+    os.close(os.open(folder / "ab", os.O_WRONLY))  # the thread ends
+
+
+def test_a_password_file_that_hangs(
+    started: Callable[..., LocalServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longshore.doctor._CHECK_SECONDS", 0.5)
+    hung = tmp_path / "password"
+    os.mkfifo(hung)
+    url = url_of(started(**GOOD), f"password_file={hung}&connect_timeout=200ms")
+    status, found = doctor(url)
+    assert status == 1
+    assert "has not ended" in broken(found)[0]
+    os.close(os.open(hung, os.O_WRONLY))
 
 
 def test_a_directory(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from longshore.boundary import HOST, REMOTE
-from longshore.cache import GroupKeys
+from longshore.cache import GroupKeys, Run
 from longshore.config import Config
 from longshore.keys import Scope
 from longshore.layout import from_rows
 from longshore.runtime.stack import Stack, open_stack
-from longshore.runtime.stores import bring
+from longshore.runtime.stores import bring, fetch
 from longshore.testing.local_server import LocalServer
 from longshore.tiers.remote import RemoteTier
 from longshore.transfer import CpuDevice
@@ -107,6 +107,32 @@ def test_a_prompt_in_host_memory_waits_for_no_store(opened: Callable[..., Stack]
         before = probes(stack)
         assert served(stack, 0) == CHUNKS
         assert probes(stack) == before
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+
+
+def test_a_fetch_ends_after_twice_what_the_gate_expects(opened: Callable[..., Stack], server: LocalServer) -> None:
+    store(opened(), 1)
+    reader = opened("connect_timeout=20s&probe_timeout=3s&fetch_timeout=60s")
+    runtime, path, runs = reader.runtime, GroupKeys(keys_of(1)), [Run(REMOTE, CHUNKS)]
+    gate = runtime.gate
+    assert gate is not None
+    gate.observe_load(HOST, 1 << 20, 1e-6, 0.0, 0.0)
+    gate.observe_load(REMOTE, CHUNKS << 18, 2.0, 0.0, 0.0)
+    with runtime.control() as cache:
+        probes = fetch(runtime, cache, path, 0, TOKENS).probes
+    assert runtime.wait_ended(probes, PATIENCE)
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        with runtime.control() as cache:
+            expected = gate.load_seconds(runs, runtime.clock())
+            jobs = fetch(runtime, cache, path, 0, TOKENS, asks=False).jobs
+        assert expected is not None
+        latest = runtime.clock() + max(2 * expected, 3.5)
+        deadlines = [runtime._running[job].transfer.deadline for job in jobs]
+        assert deadlines
+        assert max(deadlines) <= latest
+        assert runtime.wait_ended(jobs, PATIENCE)
     finally:
         os.kill(server.pid, signal.SIGCONT)
 

@@ -254,8 +254,8 @@ class Lookups:
         lease = self._leases.take(self._transfers.new_id(), held, request) if held else None
         return Found(lease, sum(len(part.keys) for part in held), turn=turn, residency=found)
 
-    def fetch_path(self, group: int, path: GroupKeys, now: float) -> tuple[int, ...]:
-        """Read chunks behind the ready prefix of one path from remote tiers that have them; returns as `fetch`."""
+    def fetch_path(self, group: int, path: GroupKeys, now: float, longest: float) -> tuple[int, ...]:
+        """Read chunks behind the ready prefix of one path from remote tiers that have them; as `fetch`."""
         keys, start = path.names, path.first
         check_first(keys, start)
         pool, index = self._transfers.settings.pool_of(group), self._store.index
@@ -263,12 +263,12 @@ class Lookups:
             nodes = index.find_alone(keys[start:])
             self._store.check_pool(nodes, pool)
             self._advance(now)
-            return self._remote.fetch_alone(keys[start:], nodes, pool)
+            return self._remote.fetch_alone(keys[start:], nodes, pool, self._transfers.now + longest)
         end = index.reachable_prefix(keys, start)
         nodes = index.follow(keys, end)
         self._store.check_pool([*nodes[:1], index.get(keys[end - 1]) if end else 0], pool)
         self._advance(now)
-        return self._remote.fetch(keys, end, nodes, pool)
+        return self._remote.fetch(keys, end, nodes, pool, self._transfers.now + longest)
 
     def warm(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], At]:
         """Keys and nodes of chunks of `group`. Raises `CacheError` unless all are ready in the warmest tier."""
@@ -375,9 +375,9 @@ class Lookups:
         remote = max(0, more - tokens)
         return Found(lease, tokens=tokens, needs=needs, remote=remote, probes=probes, turn=turn)
 
-    def fetch(self, paths: Mapping[int, GroupKeys], now: float) -> tuple[int, ...]:
-        """Read from remote tiers what the longest prefix needs and no own tier has; returns its jobs, and those in
-        flight.
+    def fetch(self, paths: Mapping[int, GroupKeys], now: float, longest: float) -> tuple[int, ...]:
+        """Read from remote tiers what the longest prefix needs and no own tier has, for at most `longest` seconds;
+        returns its jobs, and those in flight.
 
         No chunk that the prefix needs is evicted for the others.
         """
@@ -390,11 +390,13 @@ class Lookups:
             index, pool = store.index, self._transfers.settings.pool_of(group)
             if path.group.alone:
                 lacking = [path.keys[at] for at in need.load]
-                found = self._remote.fetch_alone(lacking, index.find_alone(lacking), pool)
+                found = self._remote.fetch_alone(
+                    lacking, index.find_alone(lacking), pool, self._transfers.now + longest
+                )
             else:
                 keys = path.keys[: need.end]
                 end = index.reachable_prefix(keys, 0)
-                found = self._remote.fetch(keys, end, index.follow(keys, end), pool)
+                found = self._remote.fetch(keys, end, index.follow(keys, end), pool, self._transfers.now + longest)
             jobs.update(dict.fromkeys(found))
         for pin in pins:
             store.unpin(pin)

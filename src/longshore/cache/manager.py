@@ -178,7 +178,8 @@ class TieredCache:
 
         Of paths: chunks behind the ready prefix that remote tiers are known to have, from `first` on; with the paths
         of all groups, those that the longest prefix needs. The next lookup finds what has arrived. Remote tiers are
-        asked for chunks of which they have not answered. These reads are not cancelled with the request.
+        asked for chunks of which they have not answered. These reads are not cancelled with the request; they end
+        within `timeout` seconds, `settings.load_timeout` if `None`.
         """
         check_time(now)
         if not isinstance(what, Mapping):
@@ -186,13 +187,14 @@ class TieredCache:
             policy, longest = self._prefetcher.check(policy, timeout)
             self._advance(now)
             return tuple(sorted(self._prefetcher.prefetch(record, policy, longest).jobs))
-        if policy is not None or timeout is not None:
-            raise CacheError("expected `policy` and `timeout` only with a lease")
+        if policy is not None:
+            raise CacheError("expected a `policy` only with a lease")
+        longest = seconds(timeout, self.settings.load_timeout)
         check_paths(what)
         if len(what) == 1 and next(iter(what.values())).device is None:
             ((group, path),) = what.items()
-            return self._lookups.fetch_path(group, path, now)
-        return self._lookups.fetch(what, now)
+            return self._lookups.fetch_path(group, path, now, longest)
+        return self._lookups.fetch(what, now, longest)
 
     def load(
         self,

@@ -228,7 +228,7 @@ class RemoteTiers:
 
     # ------------------------------------------------------------------ fetching
 
-    def fetch(self, keys: Sequence[Key], end: int, path: Sequence[int], pool: int) -> tuple[int, ...]:
+    def fetch(self, keys: Sequence[Key], end: int, path: Sequence[int], pool: int, deadline: float) -> tuple[int, ...]:
         """Read chunks behind `keys[:end]` that remote tiers are known to have into `pool` of the warmest tier.
 
         `path` are the nodes of chunks behind these that are in flight already. Returns all jobs, also of these. No
@@ -246,11 +246,11 @@ class RemoteTiers:
             store.unpin(pin)
         for tier, batch in self._batches(wanted):
             job, above = self._transfers.new_id(), [before, *batch[:-1]]
-            jobs[self._fetch(tier, job, batch, above, store.place(batch, before, job, pool))] = None
+            jobs[self._fetch(tier, job, batch, above, store.place(batch, before, job, pool), deadline)] = None
             before = batch[-1]
         return tuple(jobs)
 
-    def fetch_alone(self, keys: Sequence[Key], nodes: Sequence[int], pool: int) -> tuple[int, ...]:
+    def fetch_alone(self, keys: Sequence[Key], nodes: Sequence[int], pool: int, deadline: float) -> tuple[int, ...]:
         """`fetch` for `keys` that stand alone, with these `nodes`. The last ones get room first."""
         store, writer = self._store, self._store.pools[0].writer
         absent = [key for key, node in zip(keys, nodes, strict=True) if not node]
@@ -265,7 +265,7 @@ class RemoteTiers:
         for tier, batch in self._batches(wanted):
             job = self._transfers.new_id()
             slots = store.place_alone(batch, job, pool)
-            jobs[self._fetch(tier, job, batch, [None] * len(batch), slots)] = None
+            jobs[self._fetch(tier, job, batch, [None] * len(batch), slots, deadline)] = None
         return tuple(jobs)
 
     def _batches(self, keys: Sequence[Key]) -> Iterator[tuple[RemoteKeys, list[Key]]]:
@@ -277,9 +277,14 @@ class RemoteTiers:
                     yield tier, batch[start : start + FETCH_BATCH]
 
     def _fetch(
-        self, tier: RemoteKeys, job: int, keys: Sequence[Key], parents: Sequence[Key | None], slots: list[int]
+        self,
+        tier: RemoteKeys,
+        job: int,
+        keys: Sequence[Key],
+        parents: Sequence[Key | None],
+        slots: list[int],
+        deadline: float,
     ) -> int:
-        deadline = self._transfers.now + self._transfers.settings.load_timeout
         record = self._transfers.order(
             job, keys, parents, None, TierSlots(0, slots), remote=tier.name, deadline=deadline, prefetch=True
         )

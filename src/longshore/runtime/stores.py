@@ -9,7 +9,7 @@ A lookup after either passes `asks=()`: else it would ask the stores that are no
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby, takewhile
 from typing import NamedTuple
 
@@ -32,6 +32,17 @@ def worth_asking(runtime: Runtime, context: int, chunks: int, *, ahead: bool = F
         return list(runtime.stores)
     now = runtime.clock()
     return [name for name in runtime.stores if runtime.gate.worth_asking(context, Run(name, chunks), now, ahead=ahead)]
+
+
+def patience(runtime: Runtime, cache: TieredCache, runs: Sequence[Run], now: float) -> float | None:
+    """Seconds after which a fetch of `runs` is late: twice what the gate expects, and time for an answer at least.
+
+    At most the cache's `load_timeout`, which `None` stands for; a store's own `fetch_timeout` may be sooner.
+    """
+    expected = None if runtime.gate is None or not runs else runtime.gate.load_seconds(runs, now)
+    if expected is None:
+        return None
+    return min(max(2 * expected, cache.settings.probe_timeout), cache.settings.load_timeout)
 
 
 def bring(runtime: Runtime, path: GroupKeys, context: int, chunk_tokens: int, timeout: float) -> Mapping[Key, str]:
@@ -73,10 +84,11 @@ def fetch(
     known = cache.lookup({0: GroupKeys(rest)}, now, until=Until.NOTHING, each=True, asks=asked)
     names = list(takewhile(bool, known.remote_sources.get(0, ())))
     runs = [Run(name, len(list(same))) for name, same in groupby(names)]
-    count = sum(run.chunks for run in runs)
+    count, longest = sum(run.chunks for run in runs), patience(runtime, cache, runs, now)
     if count and runtime.gate is not None:
         count = runtime.gate.worth_loading(context, runs, now, ahead=ahead)
     if not count:
         return Fetch(known.probes)
-    jobs = cache.prefetch({0: path._replace(keys=path.names[: begin + count], text=None)}, now)
+    wanted = path._replace(keys=path.names[: begin + count], text=None)
+    jobs = cache.prefetch({0: wanted}, now, timeout=longest)
     return Fetch(known.probes, jobs, dict(zip(rest[:count], names, strict=False)))

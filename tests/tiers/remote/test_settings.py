@@ -1,13 +1,19 @@
 """URLs of stores; and that a password stands nowhere."""
 
 import logging
+import math
+import os
 import pickle
+import socket
+import time
 from pathlib import Path
 
 import pytest
 
+from longshore.boundary import Status
 from longshore.errors import ConfigError, TierError
 from longshore.tiers.arena import Arena
+from longshore.tiers.base import BY_KEY, Op, TierOp
 from longshore.tiers.remote import RemoteSettings, RemoteTier, parse_url
 
 SECRET = "hunter2-do-not-show"  # noqa: S105
@@ -131,6 +137,26 @@ def test_a_password_stands_in_no_text_of_a_tier(
     )
     assert SECRET not in texts + caplog.text + repr(vars(tier))
     tier.close()
+
+
+def test_certificates_on_a_file_system_that_hangs_are_a_store_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longshore.tiers.remote.settings.CERTIFICATE_SECONDS", 0.1)
+    hung = tmp_path / "ca.pem"
+    os.mkfifo(hung)  # opening it for reading blocks, as a file on a mount does whose server is gone
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"valkeys://127.0.0.1:{listener.getsockname()[1]}?ca_file={hung}&connect_timeout=100ms"
+        tier = RemoteTier(url, arena=Arena(4096), image_bytes=4096, namespace=bytes(32))
+        tier.submit([TierOp(Op.READ, BY_KEY, bytes(32), None, 0, 4096, 0)], math.inf)
+        give_up = time.monotonic() + 60
+        while not (results := tier.poll()):
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+        assert results[0].statuses[0] in {Status.DEADLINE, Status.AWAY}
+        assert tier.troubles["timeout"] >= 1
+        tier.close()
+    os.close(os.open(hung, os.O_WRONLY))  # the thread that reads it ends
 
 
 def test_missing_certificates_are_an_error_at_once(tmp_path: Path) -> None:

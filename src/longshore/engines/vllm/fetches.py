@@ -9,6 +9,7 @@ Nothing here waits. vLLM asks about a request again in each step; the answer is 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby, takewhile
 
@@ -18,7 +19,7 @@ from longshore.boundary import FILE, HOST, REMOTE
 from longshore.cache import Gate, GroupKeys, Presence, Run, TieredCache, Until
 from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, RequestState, residency
 from longshore.runtime.loop import Runtime
-from longshore.runtime.stores import worth_asking
+from longshore.runtime.stores import patience, worth_asking
 
 _ABSENT = Presence.ABSENT
 _TIER = {Presence.READY: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE, _ABSENT: ""}
@@ -93,8 +94,10 @@ class StoreFetches:
             if not any(names.values()):
                 return found
             tiers = [names.get(key) or tier for key, tier in zip(ends, tiers_of(found), strict=True)]
+            sent = Counter(names[key] for key in absent if names[key] and key[-GROUP_BYTES:] == first[-GROUP_BYTES:])
+            longest = patience(self._runtime, cache, [Run(*each) for each in sent.items()], now)
             request.load_limit = load_limit(self._runtime.gate, ends, tiers, first, now)
-            coming = self._fetch(cache, request, ends, {key for key in absent if names[key]}, now)
+            coming = self._fetch(cache, request, ends, {key for key in absent if names[key]}, now, longest)
         request.fetched_from.update((key, names[key]) for key in coming)
         return _on_their_way(found, ends, coming)
 
@@ -115,6 +118,7 @@ class StoreFetches:
         ends: Mapping[OffloadKey, int],
         there: set[OffloadKey],
         now: float,
+        longest: float | None,
     ) -> set[OffloadKey]:
         """Order those chunks that stores have, up to the load limit; which are on their way now."""
         keys = list(ends)
@@ -133,7 +137,7 @@ class StoreFetches:
             if window is not None:
                 wanted = [key for key in wanted if ends[key] > reach - (window + 1) * tokens and key in there]
             if wanted:
-                cache.prefetch({group: GroupKeys(request.ours(wanted))}, now)
+                cache.prefetch({group: GroupKeys(request.ours(wanted))}, now, timeout=longest)
         asked = [key for key in keys if key in there]
         now_has = self._presences(cache, request, asked)
         return {key for key, each in zip(asked, now_has, strict=True) if each is not _ABSENT}

@@ -31,7 +31,7 @@ import xxhash
 from longshore.boundary import Status
 from longshore.errors import TierError
 from longshore.tiers.remote.format import HEADER_BYTES, pack_header, verify
-from longshore.tiers.remote.settings import RemoteSettings
+from longshore.tiers.remote.settings import Certificates, RemoteSettings
 from longshore.tiers.remote.work import Image, Refusal, StoreError, WorkQueue
 
 PROBE_BATCH = 1024
@@ -424,11 +424,11 @@ class RespStore:
     """Connections for each direction. One thread fills a link of 25 Gbit/s."""
 
     def __init__(self, settings: RemoteSettings, clock: Clock, largest: int) -> None:
-        """Raises `TierError` if certificates cannot be read. Nothing is connected yet."""
+        """Raises `TierError` if certificates cannot be read, unless that hangs. Nothing is connected yet."""
         self._settings = settings
         self._clock = clock
         self._largest = largest
-        self._tls = _tls_context(settings) if settings.tls else None
+        self._certificates = Certificates(settings) if settings.tls else None
 
     def connect(self) -> RespSession:
         """A connection, logged in. Raises `StoreError`."""
@@ -462,21 +462,22 @@ class RespStore:
         sock = socket.create_connection((settings.host, settings.port), timeout=settings.connect_timeout)
         with _closed_on_error(sock):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if self._tls is None:
+            if self._certificates is None:
                 return PlainStream(sock, self._clock)
+            context = self._context(self._certificates, _left(deadline, self._clock))
             sock.settimeout(_left(deadline, self._clock))
             name = settings.server_name or settings.host
-            return TlsStream(self._tls.wrap_socket(sock, server_hostname=name), self._clock)
+            return TlsStream(context.wrap_socket(sock, server_hostname=name), self._clock)
 
-
-def _tls_context(settings: RemoteSettings) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=settings.ca_file or None)
-        if settings.cert_file:
-            context.load_cert_chain(settings.cert_file, settings.key_file)
-    except OSError as error:  # what OpenSSL raises is one as well
-        raise TierError(f"{settings}: certificates cannot be read: {error.strerror or error}") from None
-    return context
+    @staticmethod
+    def _context(certificates: Certificates, seconds: float) -> ssl.SSLContext:
+        try:
+            context = certificates.context(seconds)
+        except TierError as error:
+            raise StoreError("refused", str(error)) from None
+        if context is None:
+            raise StoreError("timeout", "the certificates could not be read in time: their file system does not answer")
+        return context
 
 
 def _some(work: WorkQueue) -> list[Image]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import ssl
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +113,44 @@ class RemoteSettings:
             kind = error.strerror if isinstance(error, OSError) else "it is not text"
             raise TierError(f"password file {self.password_file}: {kind}") from None
         return user, lines[0].strip() if lines else ""
+
+
+CERTIFICATE_SECONDS = 5.0
+"""For so long the files of certificates are waited for when a store is opened."""
+
+
+class Certificates:
+    """The certificates of a store, read in a thread: a file system that hangs holds up no engine's start."""
+
+    def __init__(self, settings: RemoteSettings) -> None:
+        """Raises `TierError` if they cannot be read; what takes longer than `CERTIFICATE_SECONDS` goes on."""
+        self._settings = settings
+        self._begin()
+        self.context(CERTIFICATE_SECONDS)
+
+    def context(self, seconds: float) -> ssl.SSLContext | None:
+        """What to connect with; `None` if it has not been read in `seconds`. Raises `TierError` if it cannot be."""
+        self._reading.join(seconds)
+        if isinstance(found := self._found, TierError):
+            self._begin()  # for the next connection
+            raise found
+        return found
+
+    def _begin(self) -> None:
+        self._found: ssl.SSLContext | TierError | None = None
+        self._reading = threading.Thread(target=self._read, name="longshore-certificates", daemon=True)
+        self._reading.start()
+
+    def _read(self) -> None:
+        settings = self._settings
+        try:
+            context = ssl.create_default_context(cafile=settings.ca_file or None)
+            if settings.cert_file:
+                context.load_cert_chain(settings.cert_file, settings.key_file)
+            self._found = context
+        except (OSError, ValueError) as error:  # what OpenSSL raises is one as well
+            said = getattr(error, "strerror", None) or error
+            self._found = TierError(f"{settings}: certificates cannot be read: {said}")
 
 
 _NUMBERS = {
