@@ -263,8 +263,8 @@ class Runtime:
         """Wait for at most `timeout` seconds until nothing is in flight `but` to these; returns whether that is so."""
 
         def is_idle() -> bool:
-            moving = (*self._waiting.values(), *self._running.values())
-            left = sum(each.transfer.route.destination in but for each in moving)
+            left = sum(each.transfer.route.destination in but for each in self._waiting.values())
+            left += sum(each.transfer.route.destination in but for each in self._running.values())
             return self.fault is not None or self._cache.jobs_in_flight <= left
 
         return self._wait(is_idle, timeout)
