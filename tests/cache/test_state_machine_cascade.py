@@ -100,10 +100,10 @@ def test_copies_that_go_together_are_those_that_go_one_by_one(seed: int, monkeyp
         together.live()
     settled = 0
 
-    def one_by_one(self: Evictor, *_: object) -> tuple[int, int]:
+    def one_by_one(self: Evictor, *_: object) -> tuple[int, int, int]:
         nonlocal settled
         settled += 1
-        return 0, 0
+        return 0, 0, 1
 
     monkeypatch.setattr(Evictor, "_evict_batch", one_by_one)
     alone = Waterfall(seed)

@@ -59,6 +59,10 @@ class Backlog:
         """Whether `node` is dirty in `tier`."""
         return self._last > 0 and self._mark[node] != _CLEAN and _tier(self._mark[node]) == tier
 
+    def are_clean(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Whether the nodes `at` are not to be copied down: some tier below has them, or refused them; bool."""
+        return marks(self._mark)[at] == _CLEAN if self._last else np.ones(len(at), bool)
+
     def leading_sole(self, nodes: Sequence[int], tier: int) -> int:
         """The number of leading `nodes` that are dirty in `tier`, and in no other tier."""
         if not self.is_dirty(nodes[0], tier):

@@ -10,9 +10,9 @@ Victims are examined in batches, as arrays, with the same result and order as on
 
     safe     a colder tier has a copy: no data is lost, and no descendant needs this copy
     spared   only a warmer tier has another copy (it would be written again), or a transfer reads it
-    sole     the only copy: in the last tier it may go once no descendant is left
+    sole     the only copy: in the last tier, or if it is not to be copied down, it may go once no descendant is left
 
-Only copies without a backup, and slabs, are examined one by one.
+Only dirty copies, and slabs, are examined one by one.
 
 Slabs. A tier with several image sizes moves a slab (`slab_pool`) from one size to another:
 
@@ -255,8 +255,7 @@ class Evictor:
         kept = 0
         if not sole[0]:
             kept = leading(~safe & ~sole)
-        elif tier == self._store.last:
-            alone = leading(sole)
+        elif alone := leading(sole & self._store.backlog.are_clean(at)):
             going, kept = self._leaves(nodes[:alone], at[:alone], tier, policy, most)
             if going:
                 self._drop_leaves(going, tier)
@@ -316,7 +315,7 @@ class Evictor:
     ) -> list[int]:
         """At most `most` of the victims `nodes`, and behind each of `tops` the held ancestors that become evictable.
 
-        Ends where a node becomes evictable whose place in the order is unknown.
+        Ends where a node becomes evictable whose place in the order is unknown; one that is dirty may go next.
         """
         parent, reach, is_held = self._store.index.parent, self._store.index.reach[0], policy.is_held
         going: list[int] = []
@@ -333,7 +332,7 @@ class Evictor:
             chain = self._held_chain(above, tier, policy, left, most - len(going))
             follow = policy.victims_after(nodes[top], chain)
             going += chain[:follow]
-            if len(going) >= most or follow < len(chain):
+            if len(going) >= most or follow < len(chain) or tier < self._store.last:
                 return going[:most]
         return [*going, *nodes[begin:]][:most]
 
@@ -349,7 +348,7 @@ class Evictor:
         store.reconsider(at[::-1], apart_from=tier)
 
     def _drop_leaves(self, nodes: Sequence[int], tier: int) -> None:
-        """Evict sole copies of the last tier."""
+        """Evict sole copies, which are clean."""
         store, index, policy = self._store, self._store.index, self._store.policies[tier]
         at = np.array(nodes, np.int32)
         keys, slots = index.key[at].tolist(), column(index.slot[tier])[at]
@@ -363,8 +362,8 @@ class Evictor:
         for parent in freed:
             if index.is_ready(parent, tier) and policy.is_held(parent):
                 policy.release(self._held_chain(parent, tier, policy, {}, len(policy))[::-1])
-        if tier and freed:
-            store.reconsider(np.array(freed, np.int32), apart_from=tier)
+        if store.last and freed:
+            store.reconsider(np.array(freed, np.int32), apart_from=tier if tier == store.last else -1)
 
     def _held_chain(self, node: int, tier: int, policy: EvictionPolicy, left: dict[int, int], most: int) -> list[int]:
         """The held `node`, which has no children left, and the ancestors that can be evicted right after it; at most
@@ -387,11 +386,14 @@ class Evictor:
         return chain
 
     def _free(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
-        """Which ready copies of the nodes `at` in `tier` have no other copy, reader, lease or lookup of this step."""
+        """Which ready copies of the nodes `at` in `tier` have no other copy, reader, lease or lookup of this step, and
+        are not to be copied down."""
         store, index = self._store, self._store.index
         free = self._idle(at, tier)
         if tier:
             free &= marks(store.seen)[at] == 0
+        if tier < store.last:
+            free &= store.backlog.are_clean(at)
         for other in index.tiers:
             if other != tier:
                 free &= column(index.slot[other])[at] < 0
