@@ -504,7 +504,9 @@ class Path:
         self.tier, self.free = tier, 0
         keys = tier.names[self.nodes].tolist()
         tier.policy.begin(turn, count, 0, keys)
-        self.admitted = tier.policy.admit(keys, self.make_room)[0] or self.make_room(1)
+        self.admitted = tier.policy.admit(keys, self.make_room)[0]
+        known = tier.policy._ghosts.take_all(keys, forget=False)
+        self.remembered = sum(count for count, _, state in known if state)
         tier.policy.insert(self.nodes[: self.admitted][::-1])
         tier.policy.check_integrity()
 
@@ -532,6 +534,7 @@ def test_new_chunks_that_promise_less_than_what_is_in_are_let_pass_but_one() -> 
         tier.policy.touch(list(range(LISTS, LISTS + 200))[::-1])
     path = Path(tier, 400, 150)
     assert path.admitted == 1
+    assert path.remembered == 149  # what gets a slot has not been let pass
     tier.policy.begin(401, 150)
     tier.policy.insert(path.nodes[1:2])
     assert uses_of(tier.policy, path.nodes[1]) == 2  # it was let pass, and is remembered

@@ -405,7 +405,7 @@ class Offloader:
             def make_room(most: int) -> int:
                 return self._transfers.evictor.make_room(0, most, pool, spare_dirty=False)
 
-            room = store.policies[0].admit(path[:allowed], make_room)[0] or make_room(1)
+            room = store.policies[0].admit(path[:allowed], make_room)[0]
         else:
             room = self._room(0, allowed, pool, waits=patient) if allowed else 0
         for pin in pins:

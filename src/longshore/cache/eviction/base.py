@@ -57,7 +57,8 @@ class EvictionPolicy(ABC):
         A chunk is refused if its expected hits are fewer than those of the chunks to evict for it. There is no room at
         present for chunks that are neither stored nor refused. `make_room(count)` makes room for at most `count` of
         `keys`, and returns for how many. The keys count as used by the current request, unless they are `copies` of
-        chunks of another tier. A policy without expected hits refuses nothing.
+        chunks of another tier; of those that are not, the first is stored if it gets room. A policy without expected
+        hits refuses nothing.
         """
         return make_room(len(keys)), 0
 

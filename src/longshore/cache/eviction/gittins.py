@@ -163,6 +163,7 @@ class Gittins(EvictionPolicy):
                     break
         finally:
             self._limit = LISTS
+        count = count or (0 if copies else make_room(1))
         gone = tail[: len(tail) - count]
         if gone and not copies:
             self._remember(gone, leaf=True)
