@@ -218,3 +218,12 @@ def test_an_answer_without_a_value_for_each_key_is_an_invalid_message(opener: Op
     harness.tier._handle_all([(Kind.ANSWER, pack_answer(ticket, ()))])
     harness.until(lambda: harness.tier.troubles["tier_host"] == 1)
     assert harness.tier.answers() == [(ticket, None)]
+
+
+def test_certificates_on_a_file_system_that_hangs_hold_up_no_start(opener: Opener, tmp_path: Path) -> None:
+    hung = tmp_path / "ca.pem"
+    os.mkfifo(hung)  # opening it for reading blocks, as a file on a mount does whose server is gone
+    harness = opener(f"valkeys://127.0.0.1:1?ca_file={hung}&connect_timeout=100ms")
+    assert harness.read(0) in {Status.DEADLINE, Status.AWAY}
+    # A writer can open it only while somebody waits to read it: the certificates are still being read.
+    os.close(os.open(hung, os.O_WRONLY | os.O_NONBLOCK))
