@@ -393,6 +393,23 @@ def test_a_store_that_becomes_fast_is_found_out() -> None:
     assert store.served >= 0.95 * store.held
 
 
+def test_a_store_is_asked_if_loads_ordered_after_its_answer_pay() -> None:
+    """Loads after a pause wait for long, those right behind another one do not: what counts is when loading begins."""
+    known = gate("host", "store")
+    known.observe_load("host", CHUNK_BYTES, 1e-4, 0.0, 0.0)
+    known.observe_prefill(0, CHUNK_TOKENS, prefill(0, CHUNK_TOKENS))
+    known.observe_prefill(0, 8 * CHUNK_TOKENS, prefill(0, 8 * CHUNK_TOKENS))
+    known.observe_probe("store", 0.1)
+    for _ in range(20):
+        known.observe_load("store", CHUNK_BYTES, 0.005, 60.0, 1000.0)
+    for _ in range(20):
+        known.observe_load("store", CHUNK_BYTES, 0.005, 0.0, 1000.0)
+    run = Run("store", 8)
+    assert known.load_seconds([run], 1000.0) < known.prefill_seconds(0, 8 * CHUNK_TOKENS)  # right behind the last one
+    assert known.chunks_to_load(0, [run], 1000.1) == 0
+    assert not known.worth_asking(0, run, 1000.0)
+
+
 def test_a_store_of_which_nothing_is_known_is_asked() -> None:
     new = gate("host", "store")
     assert new.worth_asking(0, Run("store", 1), 0.0)

@@ -144,17 +144,16 @@ class Gate:
         True if loading all of them after the answer is faster than computing, if that is unknown, and if the saved time
         covers a try. `ahead` is as for `worth_loading`.
         """
-        saved, cost = (
-            self.prefill_seconds(context, run.chunks * self._chunk_tokens),
-            self._cost(self._tally([run]), now, {}),
-        )
+        asking = self._route(run.tier).round_trip
+        answered = now + asking  # the queue is that of loads ordered then
+        saved = self.prefill_seconds(context, run.chunks * self._chunk_tokens)
+        cost = self._cost(self._tally([run]), answered, {})
         if saved is None or cost is None:
             return True
-        asking = self._route(run.tier).round_trip
         if cost + asking <= saved:
             return True
         attempt = Run(run.tier, -(-run.chunks // _TRY_SHARE))
-        loss = asking - self._gain(context, [attempt], attempt.chunks, now, {}, 0.0)
+        loss = asking - self._gain(context, [attempt], attempt.chunks, answered, {}, 0.0)
         spare = min(self._spare + self._explore * saved, max(saved, loss))
         if ahead:
             return False
