@@ -1,4 +1,12 @@
-"""One direction of a transfer engine: chooses the next copy, submits it to the device, ends jobs in order.
+"""The order of copies: against compute, against each other, and the order in which jobs end. One lane per direction.
+
+    compute, then copy      a copy waits for the points of compute in `CopyJob.fences`, marked by `begin_step` or
+                            `submit` of the engine on the compute stream
+    copy, then compute      `end_step` and `wait_layer` of the engine make compute wait for the copies of a job
+    copy, then copy         `Hazards`: a slot is written after its readers and its writer have ended, and read after
+                            its writer
+
+A lane chooses the next copy, submits it to the device, and ends jobs in order:
 
     queues     demand    ■ ■            the most urgent class goes first whose job's turn has come: so an
                prefetch                 urgent job overtakes others, between two batches of a large one
@@ -10,9 +18,6 @@
     ended                  ▼            per class in the order of submission
 
 A job begins when all jobs that it conflicts with have ended, in any direction and class.
-
-Dependencies between jobs are tracked by `Hazards`: a slot is written after its readers and its writer have ended, and
-read after its writer.
 
 A lane is a generator. It yields a `WaitCondition`, and does not block on another lane between two yields. A
 `LaneDriver` resumes it when the condition is met: threads in production, a scheduler in tests that try every order.

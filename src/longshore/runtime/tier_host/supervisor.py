@@ -1,4 +1,7 @@
-"""A tier host's process, seen from its engine: requests and answers. Only `wait` and `wait_reaped` block.
+"""Supervises a tier host from its engine: starts the process, detects that it is dead or silent, reaps and restarts it.
+
+`HostProcess` exchanges requests and answers with one process, `HostSupervisor` restarts it after a pause that doubles.
+Only `wait` and `wait_reaped` block.
 
     running ──(its end of the answers is closed)──► hung up ──kill, reap──► reaped
 
