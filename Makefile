@@ -60,10 +60,11 @@ vllm: $(VENV)/ready
 		tests/engines/vllm/test_vllm_scheduling.py tests/engines/vllm/test_vllm_scope.py \
 		tests/engines/vllm/test_vllm_shapes.py tests/engines/vllm/test_vllm_streams.py tests/engines/vllm/test_vllm_tier_host.py
 
-# The back end of SGLang, with real servers on the CPU, in an environment of its own (3.5 GB, kept outside the checkout).
+# The back end of SGLang, with real servers on the CPU, and a Valkey server, in an environment of its own (3.5 GB, kept outside the checkout).
 sglang: $(VENV)/ready
 	$(BIN)/python tests/environments.py sglang
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests/engines/sglang/on_cpu .venvs/sglang-0.5.23/bin/python -m pytest -q \
+	$(BIN)/python tests/environments.py remote
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests/engines/sglang/on_cpu:$(CURDIR)/.venvs/remote .venvs/sglang-0.5.23/bin/python -m pytest -q \
 		-p no:cacheprovider tests/engines/sglang
 
 # What is called by ctypes beside NVIDIA's headers of several versions; and the kernels as the oldest Triton compiles them.

@@ -29,12 +29,12 @@ def test_it_prints_flags_whose_extra_configuration_is_read_as_it_was_given(
     monkeypatch.chdir(tmp_path)
     flags = printed(
         *("--file-path", "it's", "--file-size", "64MiB", "--set", "load_timeout=2.5"),
-        *("--sglang", "prefetch_threshold=64", "--sglang", "name=some text"),
+        *("--sglang", "prefetch_threshold=64", "--sglang", "allocator=default"),
     )
     assert flags["--hicache-storage-backend"] == "dynamic"
     extra = json.loads(flags["--hicache-storage-backend-extra-config"])
     assert extra.pop("hicache_storage_pass_prefix_keys") is True
-    assert (extra.pop("prefetch_threshold"), extra.pop("name")) == (64, "some text")
+    assert (extra.pop("prefetch_threshold"), extra.pop("allocator")) == (64, "default")
     config = read(extra, "rank-1-of-2", 2)
     assert (config.file_path, config.file_size) == (tmp_path / "it's" / "rank-1-of-2", 32 << 20)
     assert config.load_timeout == 2.5
@@ -50,12 +50,14 @@ def test_it_prints_flags_whose_extra_configuration_is_read_as_it_was_given(
         (["--file-path", "here", "--file-size", "1MiB", "--set", "file_path=there"], "already set"),
         (["--file-path", "here", "--file-size", "1MiB", "--set", "offload=write_back"], "not served under SGLang"),
         (["--file-path", "here", "--file-size", "1MiB", "--set", "file_mode=gds"], "expected 'posix'"),
-        (
-            ["--file-path", "here", "--file-size", "1MiB", "--set", "remote=valkey://host:6379/0"],
-            "remote is not served",
-        ),
+        (["--set", "remote=valkey://host:6379/0", "--set", "host_size=900PiB"], "host_size"),
+        (["--set", "remote=valky://host:6379/0"], "remote"),
         (["--file-path", "here", "--file-size", "1MiB", "--set", "gat=off"], "did you mean 'gate'"),
         (["--file-path", "here", "--file-size", "1MiB", "--sglang", "threshold"], "expected KEY=VALUE"),
+        (["--file-path", "here", "--file-size", "1MiB", "--sglang", "prefetch_thresold=64"], "'prefetch_threshold'"),
+        (["--file-path", "here", "--file-size", "1MiB", "--sglang", "gate=false"], "--set gate=false"),
+        (["--file-path", "here", "--file-size", "1MiB", "--sglang", "interface_v1=0"], "interface_v1"),
+        (["--file-path", "here", "--file-size", "1MiB", "--sglang", "prefetch_threshold=64tokens"], "whole number"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -64,6 +66,14 @@ def test_what_cannot_be_is_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=named):
         CliRunner().invoke(app, ["sglang-config", *options], catch_exceptions=False)
+
+
+def test_stores_need_no_files(tmp_path: Path) -> None:
+    flags = printed("--set", "remote=valkey://one:6379/0 valkey://two:6379/0", "--set", "host_size=1GiB", "--no-check")
+    extra = json.loads(flags["--hicache-storage-backend-extra-config"])
+    del extra["hicache_storage_pass_prefix_keys"]  # as SGLang does
+    config = read(extra, "rank-1-of-2", 2)
+    assert (config.file_path, config.host_size, len(config.remote)) == (None, 1 << 29, 2)
 
 
 def test_every_setting_without_effect_is_one() -> None:

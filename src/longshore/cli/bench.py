@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import shlex
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -237,6 +238,48 @@ def vllm(
             )
 
         _report_progress(cases, dict, as_json)
+
+
+@bench.command()
+def sglang(
+    model: Annotated[Path, typer.Option(help="The directory of a model.")],
+    sessions: Annotated[int, typer.Option(min=1, max=10**6, help="Number of prompts, each of which returns.")] = 20,
+    prompt: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens of a first turn.")] = 512,
+    more: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens that the second turn adds.")] = 64,
+    answer: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens of each answer.")] = 16,
+    file_size: Annotated[str, typer.Option(help="Disk space for pages.")] = "2GiB",
+    threshold: Annotated[int, typer.Option(min=1, help="SGLang's prefetch_threshold, in tokens.")] = 64,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Parent directory of the files, which are removed afterwards.")
+    ] = None,
+    flags: Annotated[str, typer.Option(help="Flags of all servers, as on SGLang's command line.")] = "",
+    of_cache: Annotated[
+        str, typer.Option(help="Flags of SGLang's hierarchical cache, such as its size.")
+    ] = "--hicache-ratio 2",
+    as_json: Json = False,
+) -> None:
+    """Run a model under SGLang with Longshore, without, and with SGLang's own files: time to first token, throughput.
+
+    Three servers run at the same time: give each less than a third of the GPU (--flags "--mem-fraction-static 0.25").
+    """
+    from longshore.bench import sglang_runs  # noqa: PLC0415
+
+    plan = sglang_runs.TurnPlan(
+        sessions=sessions,
+        prompt=prompt,
+        more=more,
+        answer=answer,
+        file_size=file_size,
+        threshold=threshold,
+        flags=shlex.split(flags),
+        of_cache=shlex.split(of_cache),
+    )
+    parent = Path(tempfile.gettempdir()) if directory is None else existing("--dir", directory)
+    Config.make(file_path=parent, file_size=file_size).check_files()
+    sglang_runs.check(model)
+    with tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=parent) as made:
+        scratch = Path(made).resolve()
+        _report_progress(lambda tell: sglang_runs.run(model, scratch, plan, tell=tell), dict, as_json)
 
 
 def _report(cases: Iterable[Case], marks: Callable[[], dict[str, object]], as_json: bool) -> None:

@@ -11,7 +11,7 @@ import typer
 from longshore.boundary import PAGE
 from longshore.cli.options import plain_setting, settings_of, size_of
 from longshore.config import Config
-from longshore.engines.sglang.flags import check_settings, server_flags
+from longshore.engines.sglang.flags import check_settings, check_theirs, server_flags
 from longshore.errors import ConfigError
 
 
@@ -45,11 +45,16 @@ def sglang_config(
         given[name] = value
     config = Config.make(**given)
     check_settings(given)
-    size_of(given["file_size"], "--file-size", PAGE)
+    of_sglang = dict(map(_their_key, theirs or ()))
+    check_theirs(of_sglang)
+    if "file_size" in given:
+        size_of(given["file_size"], "--file-size", PAGE)
     if check:
         config.check_files()
+        if config.remote:  # for which there is host memory of ours
+            config.check_host()
     ours = {name: plain_setting(config, name, text) for name, text in given.items()}
-    print(shlex.join(server_flags(ours, dict(map(_their_key, theirs or ())))))
+    print(shlex.join(server_flags(ours, of_sglang)))
 
 
 def _their_key(text: str) -> tuple[str, Any]:

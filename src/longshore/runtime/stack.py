@@ -302,6 +302,21 @@ class _Grouping(NamedTuple):
     pools: tuple[int, ...] = ()
 
 
+def _open_store(
+    url: str, name: str, *, arena: Arena, image_bytes: tuple[int, ...], scope: bytes, generation: int
+) -> RemoteTier:
+    """A store whose namespace is the scope, which identifies the weights: adapters open another stack for others."""
+    return RemoteTier(
+        url,
+        arena=arena,
+        image_bytes=image_bytes,
+        namespace=scope,
+        generation=generation,
+        fixed_weights=True,
+        name=name,
+    )
+
+
 def open_stack(
     config: Config,
     layout: KVLayout,
@@ -311,6 +326,7 @@ def open_stack(
     open_file: Callable[..., Tier] = FileTier,
     open_gds: Callable[..., Tier] = GdsFileTier,
     open_remote: Sequence[Callable[..., KeyedTier]] = (),
+    open_store: Callable[..., KeyedTier] = _open_store,
     groups: Sequence[CacheGroup] = (),
     partial: bool = False,
     ring: ImageRing | None = None,
@@ -322,7 +338,8 @@ def open_stack(
     `open_file` makes the file tier, with the arguments of `FileTier`, `open_gds` that of mode `gds`, with those of
     `GdsFileTier`: the place for wrappers around them. `open_remote` makes remote tiers beside the stores of `config`,
     of which the first that has a chunk is read; each is called with `arena`, `image_bytes` (by pool), `scope` and
-    `generation` (that of the file tier), and closed with the stack. Where the device keeps no images, `gds` becomes
+    `generation` (that of the file tier), and closed with the stack. `open_store` makes those of `config`, from a URL,
+    a name, and the same. Where the device keeps no images, `gds` becomes
     `posix` with a host tier of the default size, and the log says so. Raises `ConfigError` when the machine cannot give
     what is asked for, or a tier cannot hold a single image, and `TierError` when the file tier cannot be opened;
     nothing stays behind then.
@@ -361,7 +378,7 @@ def open_stack(
             movers.append(TierMover(file, host))
         probers = []
         openers: list[Callable[..., KeyedTier]] = [
-            functools.partial(_open_store, url, name) for name, url in named_stores(config).items()
+            functools.partial(open_store, url, name) for name, url in named_stores(config).items()
         ]
         for opener in (*openers, *open_remote):
             generation = 0 if file is None else file.generation
@@ -492,21 +509,6 @@ def _open_file(
 def named_stores(config: Config) -> dict[str, str]:
     """The URLs of the stores that `config` names, by the names of their tiers: remote, remote-2, ..."""
     return {REMOTE if at == 1 else f"{REMOTE}-{at}": url for at, url in enumerate(config.remote, 1)}
-
-
-def _open_store(
-    url: str, name: str, *, arena: Arena, image_bytes: tuple[int, ...], scope: bytes, generation: int
-) -> RemoteTier:
-    """A store whose namespace is the scope, which identifies the weights: adapters open another stack for others."""
-    return RemoteTier(
-        url,
-        arena=arena,
-        image_bytes=image_bytes,
-        namespace=scope,
-        generation=generation,
-        fixed_weights=True,
-        name=name,
-    )
 
 
 def adopt_found(cache: TieredCache, file: Tier) -> None:

@@ -45,6 +45,16 @@ def patience(runtime: Runtime, cache: TieredCache, runs: Sequence[Run], now: flo
     return min(max(2 * expected, cache.settings.probe_timeout), cache.settings.load_timeout)
 
 
+def offered(runtime: Runtime, path: GroupKeys, context: int, chunk_tokens: int, timeout: float) -> int:
+    """How many chunks `bring` would order: the same questions and waiting for answers, and nothing is fetched."""
+    with runtime.control() as cache:
+        found = _behind(runtime, cache, path, context, chunk_tokens, asks=True, ahead=False)
+    if found.probes and runtime.wait_ended(found.probes, timeout):
+        with runtime.control() as cache:
+            found = _behind(runtime, cache, path, context, chunk_tokens, asks=False, ahead=False)
+    return found.chunks
+
+
 def bring(runtime: Runtime, path: GroupKeys, context: int, chunk_tokens: int, timeout: float) -> Mapping[Key, str]:
     """Wait until what stores have of `path`, behind what other tiers have, is in host memory.
 
@@ -74,21 +84,46 @@ def fetch(
     ahead: bool = False,
 ) -> Fetch:
     """The same without waiting, within `control`. `ahead` is as for the gate."""
+    found = _behind(runtime, cache, path, context, chunk_tokens, asks=asks, ahead=ahead)
+    if not found.chunks:
+        return Fetch(found.probes)
+    end = found.begin + found.chunks
+    wanted = path._replace(keys=path.names[:end], text=None)
+    jobs = cache.prefetch({0: wanted}, runtime.clock(), timeout=found.timeout)
+    return Fetch(found.probes, jobs, dict(zip(path.names[found.begin : end], found.stores, strict=False)))
+
+
+class _Behind(NamedTuple):
+    """What stores have of a path behind its ready chunks, up to `begin`: the first `chunks` are worth fetching."""
+
+    probes: tuple[int, ...]
+    begin: int
+    stores: Sequence[str] = ()
+    chunks: int = 0
+    timeout: float | None = None
+
+
+def _behind(
+    runtime: Runtime,
+    cache: TieredCache,
+    path: GroupKeys,
+    context: int,
+    chunk_tokens: int,
+    *,
+    asks: bool,
+    ahead: bool,
+) -> _Behind:
     now = runtime.clock()
     ready = cache.lookup({0: path}, now, until=Until.NOTHING, count=False).chunks
     begin, context = path.first + ready, context + ready * chunk_tokens
     rest = path.names[begin:]
     if not rest:
-        return Fetch()
+        return _Behind((), begin)
     asked = worth_asking(runtime, context, len(rest), ahead=ahead) if asks else ()
     known = cache.lookup({0: GroupKeys(rest)}, now, until=Until.NOTHING, each=True, asks=asked)
-    names = list(takewhile(bool, known.remote_sources.get(0, ())))
-    runs = [Run(name, len(list(same))) for name, same in groupby(names)]
+    stores = list(takewhile(bool, known.remote_sources.get(0, ())))
+    runs = [Run(name, len(list(same))) for name, same in groupby(stores)]
     count, longest = sum(run.chunks for run in runs), patience(runtime, cache, runs, now)
     if count and runtime.gate is not None:
         count = runtime.gate.worth_loading(context, runs, now, ahead=ahead)
-    if not count:
-        return Fetch(known.probes)
-    wanted = path._replace(keys=path.names[: begin + count], text=None)
-    jobs = cache.prefetch({0: wanted}, now, timeout=longest)
-    return Fetch(known.probes, jobs, dict(zip(rest[:count], names, strict=False)))
+    return _Behind(known.probes, begin, stores, count, longest)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import sglang_on_cpu
@@ -18,7 +20,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
-from longshore.engines.sglang import identity
+from longshore.engines.sglang import identity, storage
 from longshore.engines.sglang.flags import server_flags
 from longshore.engines.sglang.storage import LongshoreStorage
 
@@ -55,6 +57,13 @@ def indices(pages: Sequence[int]) -> torch.Tensor:
     return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
 
 
+@contextmanager
+def look_up(last: str | None) -> Iterator[None]:
+    """As during SGLang's look-up of pages behind the page with this key, or from the first page on."""
+    with storage._look_up(None, SimpleNamespace(last_hash=last)):
+        yield
+
+
 class Rig:
     """A back end of one rank, and its host pool.
 
@@ -71,11 +80,12 @@ class Rig:
         layout: str = "page_first_direct",
         rank: int = 0,
         ranks: int = 1,
-        size: str = "16MiB",
+        size: str | None = "16MiB",
         told: dict[str, Any] | None = None,
         **settings: object,
     ) -> None:
         ours = {"file_path": str(directory), "file_size": size, **settings}
+        ours = {key: value for key, value in ours.items() if value is not None}
         extra = json.loads(server_flags(ours, {})[-1])
         arguments = ServerArgs(
             model_path=str(model),
@@ -100,7 +110,8 @@ class Rig:
             model_name=str(model),
             extra_config=passed,
         )
-        identity.process_began = time.time_ns  # type: ignore[attr-defined]  # as if this process had begun just now
+        began = time.time_ns() + 10**9
+        identity.process_began = lambda: began  # type: ignore[attr-defined]  # as if it had, after the last change
         self.pool = make_pool(layout)
         self.storage = LongshoreStorage(config, {})
         self.storage.register_mem_pool_host(self.pool)

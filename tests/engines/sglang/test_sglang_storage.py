@@ -15,7 +15,8 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
 from sglang_kit import write_model
-from storage_kit import Rig, indices, names
+from sglang_on_cpu import leave_rank_out
+from storage_kit import Rig, indices, look_up, names
 
 from longshore.boundary import Status
 from longshore.engines.sglang import contract, identity
@@ -244,15 +245,8 @@ def test_without_a_rank_in_the_address_wrong_bytes_come_back(
     rigs: Rigs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the test before: that test can fail."""
-    scope_of = identity.scope_of
-
-    def without(storage: Any, *arguments: Any) -> Any:
-        rank, storage.tp_rank = storage.tp_rank, 0
-        made = scope_of(storage, *arguments)
-        storage.tp_rank = rank
-        return made
-
-    monkeypatch.setattr(identity, "scope_of", without)
+    monkeypatch.setattr(identity, "scope_of", identity.scope_of)  # so that it is put back
+    leave_rank_out()
     assert swap_ranks(rigs, tmp_path) == (8, True)
 
 
@@ -297,16 +291,28 @@ def test_what_decides_the_bytes_of_a_page_is_in_the_scope(rigs: Rigs, other: dic
     assert scopes(rigs(under="c", **other)) != same
 
 
-def test_nothing_is_stored_or_read_once_weights_have_changed(rigs: Rigs) -> None:
+def test_weights_that_change_begin_another_namespace_when_caches_are_flushed(rigs: Rigs) -> None:
+    from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     rig = rigs()
     rig.store(KEYS, range(8))
     with pytest.raises(AttributeError):  # of SGLang's, which has no model here
         WeightUpdater.update_weights_from_disk(None, "model", "auto")
+    for _ in range(2):
+        assert rig.exists(KEYS) == 0
+        assert rig.get(KEYS, range(8)) == [False] * 8
+        assert rig.set(names(8, seed=1), range(8)) == [False] * 8
+    with pytest.raises(AttributeError):  # not flushed
+        HiCacheController.reset(None)
+    assert rig.set(KEYS, range(8)) == [False] * 8
+    rig.storage.caches_flushed()
     assert rig.exists(KEYS) == 0
-    assert rig.get(KEYS, range(8)) == [False] * 8
-    assert rig.set(names(8, seed=1), range(8)) == [False] * 8
+    held = rig.store(KEYS, range(8), seed=7)
+    assert rig.get(KEYS, range(20, 28)) == [True] * 8
+    assert torch.equal(rig.read(range(20, 28)), held)
+    rig.close()
+    assert rigs().exists(KEYS) == 0  # nobody knows which weights a later server has
 
 
 def test_clear_forgets_all(rigs: Rigs) -> None:
@@ -398,6 +404,18 @@ def test_what_is_not_served_is_refused_by_name(
         identity.refuse(storage, {**identity.settings(), **told})
 
 
+def test_keys_that_are_none_make_no_pages_and_no_exception(rigs: Rigs, caplog: pytest.LogCaptureFixture) -> None:
+    rig = rigs()
+    held = rig.store(KEYS, range(8))
+    for bad in (["no digits"], [None], [b"ab"]):
+        assert rig.exists(bad) == 0  # type: ignore[arg-type]
+        assert rig.get(bad, [1]) == rig.set(bad, [1]) == [False]  # type: ignore[arg-type]
+        assert rig.set(KEYS[:1], [1], before=bad) == [False]  # type: ignore[arg-type]
+    assert caplog.text.count("expected keys of pages in hexadecimal") >= 12
+    assert rig.get(KEYS, range(8)) == [True] * 8
+    assert torch.equal(rig.read(range(8)), held)
+
+
 def test_other_pools_and_settings_are_refused(rigs: Rigs, model: Path, tmp_path: Path) -> None:
     rig = rigs()
     rig.storage.register_mem_host_pool_v2(rig.pool, PoolName.KV)
@@ -430,3 +448,96 @@ def test_a_moved_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang.__version__", "0.6.0")
     with pytest.raises(ContractError, match=r"expected sglang 0\.5\.23, got 0\.6\.0"):
         contract.check()
+
+
+def pages_of(store: Path) -> int:
+    """Files of images in a store that is a directory."""
+    return sum(path.is_file() for path in store.rglob("*"))
+
+
+@pytest.fixture
+def shared(rigs: Rigs, tmp_path: Path) -> Callable[..., Rig]:
+    """Makes rigs without files over one store."""
+    (tmp_path / "store").mkdir()
+    none = {"file_path": None, "size": None, "host_size": "4MiB", "remote": (tmp_path / "store").as_uri()}
+    return lambda **named: rigs(**{**none, **named})
+
+
+def test_servers_share_pages_by_a_store(shared: Callable[..., Rig], tmp_path: Path) -> None:
+    one, other = shared(), shared()
+    held = one.store(KEYS, range(8))
+    assert pages_of(tmp_path / "store") >= 8
+    with look_up(None):
+        assert other.exists(KEYS) == 8
+    assert other.get(KEYS, range(20, 28)) == [True] * 8
+    assert torch.equal(other.read(range(20, 28)), held)
+    # Longer than what is kept beside SGLang's host memory, and behind what SGLang has itself.
+    longer = names(60, seed=5)
+    held = one.store(longer, range(60), seed=5)
+    with look_up(None):
+        assert other.exists(longer[:9]) == 9
+    assert other.get(longer[:9], range(9)) == [True] * 9
+    with look_up(longer[8]):
+        assert other.exists(longer[9:]) == 51
+    assert other.get(longer[9:], range(9, 60)) == [True] * 51
+    assert torch.equal(other.read(range(60)), held)
+    with other.storage._stack.runtime.control() as cache:
+        cache.check_integrity()
+
+
+def test_pages_of_a_store_pass_through_little_memory_on_their_way_to_files(
+    shared: Callable[..., Rig], tmp_path: Path
+) -> None:
+    one = shared()
+    other = shared(size="16MiB", host_size="256KiB", file_path=str(tmp_path / "other"))
+    assert other.storage._stack.host.slabs.indices < 30  # type: ignore[union-attr]
+    held = one.store(names(60), range(60))
+    with look_up(None):
+        found = other.exists(names(60))
+    assert found == 60
+    done = 0
+    while done < found:  # as SGLang asks for what is left of a prompt
+        got = sum(other.get(names(60)[:found], range(found)))
+        assert got > done
+        done = got
+        assert other.storage.flush(30)
+    assert torch.equal(other.read(range(found)), held[:found])
+
+
+def test_a_store_is_not_asked_for_pages_of_which_it_is_not_known_what_is_before_them(
+    shared: Callable[..., Rig],
+) -> None:
+    one, other = shared(), shared()
+    one.store(KEYS, range(8))
+    assert other.exists(KEYS[4:]) == 0
+    with look_up(KEYS[3]):
+        assert other.exists(KEYS[4:]) == 0
+    with look_up(None):
+        assert other.exists(KEYS) == 8
+    assert other.get(KEYS, range(8)) == [True] * 8
+
+
+def test_a_store_that_is_gone_makes_fewer_pages(shared: Callable[..., Rig], tmp_path: Path) -> None:
+    one, other = shared(load_timeout=2), shared(load_timeout=2)
+    held = one.store(KEYS, range(8))
+    with look_up(None):
+        assert other.exists(KEYS) == 8
+    (tmp_path / "store").rename(tmp_path / "gone")
+    assert other.get(KEYS, range(8)) == [False] * 8
+    with look_up(None):
+        assert other.exists(names(8, seed=3)) == 0
+    assert len(other.set(names(8, seed=3), range(8))) == 8
+    assert sum(other.storage._stack.remote[0].troubles.values()) > 0  # type: ignore[attr-defined]
+    assert one.get(KEYS, range(8)) == [True] * 8  # as it still has them beside SGLang's memory
+    assert torch.equal(one.read(range(8)), held)
+
+
+def test_ranks_share_a_store_and_no_page(shared: Callable[..., Rig]) -> None:
+    made = [shared(rank=rank, ranks=2) for rank in (0, 1)]
+    held = [rig.store(KEYS, range(8), seed=rank) for rank, rig in enumerate(made)]
+    for rank, expected in enumerate(held):
+        again = shared(rank=rank, ranks=2)
+        with look_up(None):
+            assert again.exists(KEYS) == 8
+        assert again.get(KEYS, range(8)) == [True] * 8
+        assert torch.equal(again.read(range(8)), expected)

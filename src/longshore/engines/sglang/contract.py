@@ -14,8 +14,11 @@ _VERSIONS = ("0.5.23",)
 
 _STORAGE = "sglang.srt.mem_cache.hicache_storage"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
-UPDATES = ("update_weights_from_disk", "update_weights_from_tensor", "load_weights_from_distributed")
-"""Methods of SGLang's `WeightUpdater` that change weights, beside `update_weights_from_ipc`."""
+UPDATES = (
+    *("update_weights_from_disk", "update_weights_from_tensor", "load_weights_from_distributed"),
+    *("update_weights_from_ipc", "begin_weight_update", "end_weight_update"),
+)
+"""Methods of SGLang's `WeightUpdater` between which, and in which, weights change."""
 
 _PARAMETERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     _STORAGE: {
@@ -27,7 +30,11 @@ _PARAMETERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "HiCacheStorage.clear": ("self",),
         "HiCacheStorage.get_stats": ("self",),
     },
-    _UPDATER: {f"WeightUpdater.{name}": ("self",) for name in (*UPDATES, "update_weights_from_ipc")},
+    _UPDATER: {f"WeightUpdater.{name}": ("self",) for name in UPDATES},
+    "sglang.srt.managers.cache_controller": {"HiCacheController.reset": ("self",)},
+    "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller": {
+        "HybridCacheController._storage_hit_query": ("self", "operation"),
+    },
     "sglang.srt.mem_cache.pool_host.base": {"HostKVCache.alloc": ("self", "need_size")},
     "sglang.srt.mem_cache.pool_host.mha": {"MHATokenToKVPoolHost.get_page_buffer_meta": ("self", "indices")},
     "sglang.srt.runtime_context": {"RuntimeContext.resolved_server_args_dict": ("self",)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from longshore.config import Config
 from longshore.errors import ConfigError
 
 INSTEAD = {
-    "host_size": "host memory is SGLang's own: set --hicache-size or --hicache-ratio",
+    "host_size": "host memory is SGLang's own, but with remote stores: set --hicache-size or --hicache-ratio",
     "host_numa": "host memory is SGLang's own",
     "host_huge_pages": "host memory is SGLang's own: set SGLANG_HUGEPAGE_SIZE",
     "host_shared": "host memory is SGLang's own",
@@ -23,7 +24,7 @@ INSTEAD = {
     "prefetch_timeout": "set prefetch_timeout_base and prefetch_timeout_per_ki_token of SGLang's extra configuration",
     "blocks_per_chunk": "SGLang asks page by page: set --page-size",
     "background": "pages are always moved in a thread",
-    "fixed_weights": "nothing is stored or read any more once weights have changed in a running engine",
+    "fixed_weights": "every change of weights in a running engine begins another namespace",
     "reset_keep": "flush_cache of SGLang leaves storage as it is",
     "sleep_keep": "SGLang does not tell a storage back end that it sleeps",
     "calibration": "nothing is copied to or from a GPU",
@@ -34,6 +35,14 @@ THEIRS = frozenset({"backend_name", "module_path", "class_name", "interface_v1",
 """Keys of the extra configuration that SGLang reads itself, of those that it passes on."""
 
 PREFIX_KEYS = "hicache_storage_pass_prefix_keys"
+
+_OF_SGLANG: Mapping[str, tuple[type, ...]] = {
+    "prefetch_threshold": (int,),
+    "prefetch_timeout_base": (int, float),
+    "prefetch_timeout_per_ki_token": (int, float),
+    "allocator": (str,),
+}
+"""Keys of the extra configuration that may be set beside ours, and their types."""
 
 _BACKEND = {
     "backend_name": "longshore",
@@ -46,19 +55,33 @@ _BACKEND = {
 
 def check_settings(ours: Mapping[str, object]) -> None:
     """Raise `ConfigError` for a setting of Longshore that has no effect under SGLang, or is not served there."""
-    for key in ours.keys() & INSTEAD.keys():
+    for key in ours.keys() & INSTEAD.keys() - ({"host_size"} if ours.get("remote") else set()):
         raise ConfigError(f"{key!r} has no effect under SGLang: {INSTEAD[key]}")
     if ours.get("offload") == WritePolicy.BACK.value:
         raise ConfigError(
             "offload = 'write_back' is not served under SGLang, which does not say which page of host memory it is "
             "about to evict: remove the setting"
         )
-    if ours.get("remote"):
-        raise ConfigError("remote is not served under SGLang: remove the setting")
     if ours.get("file_mode", "posix") != "posix":
         raise ConfigError(f"file_mode = {ours['file_mode']!r} is not served under SGLang: expected 'posix'")
-    if ours.get("file_path") is None:
-        raise ConfigError("expected file_path and file_size: SGLang has host memory itself, files are what is added")
+    if ours.get("file_path") is None and not ours.get("remote"):
+        raise ConfigError("expected file_path and file_size, or remote: SGLang has host memory itself")
+
+
+def check_theirs(theirs: Mapping[str, object]) -> None:
+    """Raise `ConfigError` for a key that SGLang does not know in its extra configuration, or that is not to be set."""
+    for key, value in theirs.items():
+        if key in Config.model_fields:
+            raise ConfigError(f"{key!r} is a setting of Longshore: use --set {key}={json.dumps(value)}")
+        if key in _BACKEND:
+            raise ConfigError(f"{key!r} is set already, to {json.dumps(_BACKEND[key])}: remove it")
+        if key not in _OF_SGLANG:
+            close = difflib.get_close_matches(key, _OF_SGLANG, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(_OF_SGLANG)}"
+            raise ConfigError(f"{key!r} is no key of SGLang's extra configuration; {hint}")
+        if not isinstance(value, _OF_SGLANG[key]) or isinstance(value, bool):
+            kind = {int: "a whole number", float: "a number", str: "text"}[_OF_SGLANG[key][-1]]
+            raise ConfigError(f"{key} = {value!r}: expected {kind}")
 
 
 def read(extra: Mapping[str, Any], replica: str, replicas: int) -> Config:
@@ -69,9 +92,10 @@ def read(extra: Mapping[str, Any], replica: str, replicas: int) -> Config:
     ours = {key: value for key, value in extra.items() if key not in THEIRS}
     check_settings(ours)
     config = Config.make(**ours)
-    if config.file_path is None:
-        raise ConfigError("expected file_path")
-    ours["file_path"], ours["file_size"] = config.file_path / replica, config.file_size // replicas
+    if config.file_path is not None:
+        ours["file_path"], ours["file_size"] = config.file_path / replica, config.file_size // replicas
+    if config.remote:
+        ours["host_size"] = config.host_size // replicas
     if config.events_path is not None and replicas > 1:
         ours["events_path"] = config.events_path.with_name(f"{config.events_path.name}.{replica}")
     return Config.make(**ours)

@@ -70,11 +70,11 @@ def check_pool(pool: Any) -> None:
         raise EngineError("host memory that several pools share (enable_unified_memory) is not served")
 
 
-def scope_of(storage: Any, told: dict[str, Any], layout: KVLayout, salt: str, memo: Path) -> Scope:
+def scope_of(storage: Any, told: dict[str, Any], layout: KVLayout, salt: str, memo: Path | None) -> Scope:
     """What must be equal for two servers' pages under equal keys to be equal.
 
-    `memo` has the digests of weight files that were hashed before. Raises `EngineError` where weights cannot be told
-    apart, or the model is not served.
+    `memo`, if there is one, has the digests of weight files that were hashed before. Raises `EngineError` where weights
+    cannot be told apart, or the model is not served.
     """
     import sglang  # noqa: PLC0415
     from sglang.srt.configs.model_config import ModelConfig  # noqa: PLC0415
@@ -97,7 +97,7 @@ def scope_of(storage: Any, told: dict[str, Any], layout: KVLayout, salt: str, me
     )
 
 
-def _weights(told: dict[str, Any], memo: Path) -> str:
+def _weights(told: dict[str, Any], memo: Path | None) -> str:
     """Digest of the bytes of the model's files."""
     path = _path(told)
     files = [path]

@@ -1,6 +1,7 @@
 """`LongshoreStorage`: what SGLang's hierarchical cache is told to load as its storage back end.
 
     SGLang's host memory ◄──copies──► ring in shared memory ◄──tier host──► files
+                                      with stores: a host tier of `host_size` ◄──tier hosts──► files, stores
 
 SGLang asks from threads of its own, which block until a call returns. It takes the pages of a call back as soon as that
 returns, so no copy may touch them then. Only this process touches them, by copies between them and a bounded ring: a
@@ -8,6 +9,8 @@ call can return at its deadline, however long a disk takes. A tier host that map
 back from a hung disk. A store returns when its pages are in the ring; the files are written behind.
 
 Every rank has a process, files, and a scope of its own. Whatever fails makes fewer pages: the calls raise nothing.
+
+    weights change ─► nothing is found or stored ─► SGLang's caches are flushed ─► another namespace, of this run alone
 """
 
 from __future__ import annotations
@@ -18,38 +21,52 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
+from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, HiCacheStorage, PoolName
 
 from longshore.boundary import Key
-from longshore.cache import UNTOLD, GroupKeys
+from longshore.cache import UNTOLD, GroupKeys, TieredCache, WritePolicy
 from longshore.config import Config
 from longshore.engines.sglang import contract, identity
 from longshore.engines.sglang.flags import PREFIX_KEYS, read
 from longshore.engines.sglang.pool import HostPages
 from longshore.engines.weight_files import MEMO
 from longshore.errors import EngineError, LongshoreError
+from longshore.keys import Scope
+from longshore.layout import KVLayout
 from longshore.metrics import LongshoreCollector, MirroredMetrics
 from longshore.runtime.containment import contained
 from longshore.runtime.loop import Runtime
 from longshore.runtime.ring_mover import ImageRing
 from longshore.runtime.selftest import self_test
-from longshore.runtime.stack import RING_BYTES, open_stack
-from longshore.runtime.tier_host import HostedFileTier
+from longshore.runtime.stack import RING_BYTES, Stack, open_stack
+from longshore.runtime.stores import bring, offered
+from longshore.runtime.tier_host import HostedFileTier, HostedStore
 from longshore.tiers.arena import Arena, ArenaSettings
-from longshore.tiers.base import Tier
 from longshore.transfer.device import CpuDevice
 
 _log = logging.getLogger(__name__)
 
 _LEAST_RING = 8  # pages
-_TURNS = 4096
-"""Requests that were looked up, whose turn is kept until they are loaded."""
+_ASKED = 4096
+"""Calls of which it is kept what was looked up, until their pages are loaded."""
+
+_UNTOLD = "untold"
+_before: ContextVar[str | None] = ContextVar("before", default=_UNTOLD)
+"""SGLang's key of the page before those that are asked for; `None` at the beginning of a prompt."""
 
 _open = weakref.WeakSet["LongshoreStorage"]()
+
+
+class _LookedUp(NamedTuple):
+    """What was looked up: the turn, and the pages with those before them, if these are known."""
+
+    turn: int | None = None
+    path: GroupKeys | None = None
 
 
 class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
@@ -64,9 +81,11 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         rank, ranks = storage_config.tp_rank, storage_config.tp_size
         self.settings: Config = read(storage_config.extra_config, f"rank-{rank}-of-{ranks}", ranks)
         self._storage_config = storage_config
-        self._turns: OrderedDict[Key, int] = OrderedDict()
+        self._asked: OrderedDict[Key, _LookedUp] = OrderedDict()
         self._lock = threading.Lock()
         self._why_off = ""
+        self._has_changed = False
+        self._opened = contextlib.ExitStack()
         self._metrics: MirroredMetrics | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -75,24 +94,18 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         identity.check_pool(mem_pool_host)
         self._pages = HostPages(mem_pool_host)
         layout, config = self._pages.layout, self.settings
-        if config.file_path is None:  # `read` has seen to it
-            raise EngineError("expected file_path")
-        memo = config.file_path.parent / MEMO
+        memo = None if config.file_path is None else config.file_path.parent / MEMO
         scope = identity.scope_of(self._storage_config, self._told, layout, config.salt, memo)
         with contextlib.ExitStack() as undo:
-            images = max(RING_BYTES // layout.image_bytes, _LEAST_RING)
-            ring = Arena(images * layout.image_bytes, ArenaSettings(numa_node=None, shared=True))
-            undo.callback(ring.close)
-            slots = ImageRing(ring, layout.image_bytes)
-            self._stack = open_stack(config, layout, scope, CpuDevice(), open_gds=_open_files, ring=slots)
-            undo.callback(self._stack.close, 0.0)
+            self._stack = _open_tiers(config, layout, scope, undo)
             self._test(mem_pool_host)
-            _watch_weights()
-            undo.pop_all()
-        self._arena = ring
+            _watch()
+            self._opened = undo.pop_all()
         if self._storage_config.enable_storage_metrics:
             stack, rank = self._stack, {"tp_rank": str(self._storage_config.tp_rank)}
-            collector = LongshoreCollector(stack.runtime, None, stack.engine, stack.events, stack.file)
+            collector = LongshoreCollector(
+                stack.runtime, stack.host, stack.engine, stack.events, stack.file, stack.remote
+            )
             self._metrics = MirroredMetrics(collector, rank)
         _open.add(self)
         _log.info("%s, scope %s", layout, scope.root.hex()[:12])
@@ -101,102 +114,139 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         """Raises `EngineError` for a pool beside that of the keys and values: models with several are not served."""
         if host_pool_name != PoolName.KV:
             self.close()
-            raise EngineError(f"models with a host pool {host_pool_name!s} beside their KV cache are not served")
+            advice = ": set --disable-hybrid-swa-memory" if host_pool_name == PoolName.SWA else ""
+            raise EngineError(
+                f"models with a host pool {host_pool_name!s} beside their KV cache are not served{advice}"
+            )
 
     # ------------------------------------------------------------------ pages, from SGLang's threads
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many of `keys`, pages that follow one another, lead that are stored."""
-        before = len(getattr(extra_info, "prefix_keys", None) or ())
-        return self._count(_digests(keys), before)
+        return self._count(keys, getattr(extra_info, "prefix_keys", None))
 
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Read the pages of `keys` into host memory; whether each is there, of which a leading run is."""
-        found = self._load(_digests(keys), host_indices)
+        found = self._load(keys, host_indices)
         return [True] * found + [False] * (len(keys) - found)
 
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Store pages of host memory under `keys`; whether each was taken, or is stored."""
-        before = getattr(extra_info, "prefix_keys", None)
-        return self._store(_digests(before), _digests(keys), host_indices, is_told=before is not None)
+        kept = self._store(getattr(extra_info, "prefix_keys", None), keys, host_indices)
+        return [True] * kept + [False] * (len(keys) - kept)
 
-    @contained(lambda self, keys, before: 0, expected=(LongshoreError,))
-    def _count(self, keys: Sequence[Key], before: int) -> int:
+    @contained(lambda self, names, before: 0, expected=(LongshoreError,))
+    def _count(self, names: Sequence[str], before: Sequence[str] | None) -> int:
+        keys = _digests(names)
         if not keys or self._why_off:
             return 0
-        runtime = self._runtime
+        stack, runtime = self._stack, self._runtime
         with runtime.control() as cache:
-            found = cache.lookup({0: GroupKeys(keys, UNTOLD)}, runtime.clock())
+            found = cache.lookup({0: GroupKeys(keys, UNTOLD)}, runtime.clock(), asks=())
+            path = self._whole_path(cache, keys) if stack.remote else None
         runtime.asked.requests += 1
         runtime.asked.attempts += 1
-        if found.turn is not None:
-            with self._lock:
-                self._turns[keys[0]] = found.turn
-                while len(self._turns) > _TURNS:
-                    self._turns.popitem(last=False)
+        self._note(_LookedUp(found.turn, path), keys)
+        count = 0
+        if found.lease is not None:
+            try:
+                count = runtime.worth_loading(found.lease, len(before or ()) * self._pages.page_size)
+            finally:
+                with runtime.control() as cache:
+                    cache.release(found.lease)
+        if path is None or count < found.chunks:
+            return count
+        size = self._pages.page_size
+        return count + offered(runtime, path, path.first * size, size, self.settings.load_timeout)
+
+    @contained(lambda self, names, indices: 0, expected=(LongshoreError,))
+    def _load(self, names: Sequence[str], indices: torch.Tensor) -> int:
+        keys = _digests(names)
+        if not keys or self._why_off:
+            return 0
+        pages, runtime, done = self._pages.pages(indices, len(keys)), self._runtime, 0
+        with self._lock:
+            asked = self._asked.get(keys[0], _LookedUp())
+        deadline = runtime.clock() + self.settings.load_timeout
+        while done < len(keys) and (left := deadline - runtime.clock()) > 0:
+            if asked.path is None:
+                with runtime.control() as cache:
+                    before = cache.path_to(keys[0])[:-1]
+                part = GroupKeys([*before, *keys], len(before))
+            else:
+                first = asked.path.first
+                part = GroupKeys(asked.path.names[: first + len(keys)], first + done)
+                bring(runtime, part, part.first * self._pages.page_size, self._pages.page_size, left)
+            arrived = self._load_part(part, pages[done:], asked.turn)
+            done += arrived
+            if not arrived or asked.path is None:
+                break
+        return 0 if self._why_off else done
+
+    def _load_part(self, part: GroupKeys, pages: Sequence[int], turn: int | None) -> int:
+        """Fill `pages` with what leads of `part` and our tiers have; how many that are."""
+        jobs, runtime = list[int](), self._runtime
+        with runtime.control() as cache:
+            found = cache.lookup({0: part}, runtime.clock(), asks=(), turn=turn, count=False)
         if found.lease is None:
             return 0
         try:
-            return runtime.worth_loading(found.lease, before * self._pages.page_size)
+            mine = pages[: found.chunks]
+            return len(self._stack.load_path(found, part, mine, lambda job, blocks: jobs.append(job)))
         finally:
-            with runtime.control() as cache:
+            with contextlib.suppress(LongshoreError), runtime.control() as cache:
                 cache.release(found.lease)
+            self._let_go(jobs)
 
-    @contained(lambda self, keys, indices: 0, expected=(LongshoreError,))
-    def _load(self, keys: Sequence[Key], indices: torch.Tensor) -> int:
-        if not keys or self._why_off:
+    @contained(lambda self, before, names, indices: 0, expected=(LongshoreError,))
+    def _store(self, before: Sequence[str] | None, names: Sequence[str], indices: torch.Tensor) -> int:
+        if self._why_off or not names:
             return 0
-        pages, runtime = self._pages.pages(indices, len(keys)), self._runtime
-        with self._lock:
-            turn = self._turns.get(keys[0])
-        lease, jobs = None, list[int]()
-        try:
-            with runtime.control() as cache:
-                asked = {0: GroupKeys(keys, UNTOLD)}
-                found = cache.lookup(asked, runtime.clock(), turn=turn, count=False)
-                lease = found.lease
-                if lease is None:
-                    return 0
-                jobs += [part.job for part in cache.load(lease, {0: pages[: found.chunks]}).parts]
-            outcome = runtime.wait_over(lease).outcome
-            return 0 if outcome is None or self._why_off else outcome.chunks
-        finally:
-            if lease is not None:
-                with contextlib.suppress(LongshoreError), runtime.control() as cache:
-                    cache.release(lease)
-            self._let_go(jobs)
-
-    @contained(lambda self, before, keys, indices, is_told: [False] * len(keys), expected=(LongshoreError,))
-    def _store(self, before: Sequence[Key], keys: Sequence[Key], indices: torch.Tensor, is_told: bool) -> list[bool]:
-        if self._why_off or not keys:
-            return [False] * len(keys)
-        if not is_told:
+        if before is None:
             raise EngineError(f"SGLang does not say what precedes a page: set {PREFIX_KEYS} in its extra configuration")
-        pages, runtime = self._pages.pages(indices, len(keys)), self._runtime
-        path, first = [*before, *keys], len(before)
-        jobs = list[int]()
+        pages, stack, jobs = self._pages.pages(indices, len(names)), self._stack, list[int]()
+        path, patience = _digests([*before, *names]), 0.0 if stack.host is None else self.settings.write_timeout
         try:
-            with runtime.control() as cache:
-                order = cache.store({0: GroupKeys(path, first)}, {0: pages})[0]
-                jobs += [] if order.job is None else [order.job]
+            part = GroupKeys(path, len(before))
+            kept = stack.store_path(part, pages, lambda job, blocks: jobs.append(job), patience=patience)
         finally:
             self._let_go(jobs)
-        taken = {*order.positions, *order.known}
-        return [at in taken or at < order.kept for at in range(first, len(path))]
+        return max(0, kept - len(before))
+
+    def _whole_path(self, cache: TieredCache, keys: Sequence[Key]) -> GroupKeys | None:
+        """`keys` with the pages before them, from the first of the prompt on; `None` where these are not known."""
+        before, last = cache.path_to(keys[0])[:-1], _before.get()
+        if not before and last is not None:
+            before = [] if last is _UNTOLD else cache.path_to(*_digests([last]))
+            if not before:
+                return None
+        return GroupKeys([*before, *keys], len(before))
+
+    def _note(self, asked: _LookedUp, keys: Sequence[Key]) -> None:
+        """Keep what was looked up for each call that may load some of `keys`."""
+        with self._lock:
+            for at in range(0, len(keys), STORAGE_BATCH_SIZE):
+                path = asked.path and asked.path._replace(first=asked.path.first + at)
+                self._asked[keys[at]] = asked._replace(path=path)
+            while len(self._asked) > _ASKED:
+                self._asked.popitem(last=False)
 
     def _let_go(self, jobs: Sequence[int]) -> None:
         """Wait until no copy touches the pages of `jobs`: jobs have deadlines, and a copy that has begun is short."""
-        mover = self._stack.ring_mover
-        if mover is None:
-            return
-        while not self._runtime.wait_for_blocks(jobs, mover.touches_blocks, self.settings.write_timeout):
+        mover, patience = self._stack.ring_mover, self.settings.write_timeout
+        while not (
+            self._runtime.wait_ended(jobs, patience)
+            if mover is None
+            else self._runtime.wait_for_blocks(jobs, mover.touches_blocks, patience)
+        ):
             _log.error("pages of jobs %s are still being copied", list(jobs))
 
     # ------------------------------------------------------------------ the rest
 
+    @contained(lambda self: None, expected=(LongshoreError,))
     def clear(self) -> None:
-        """Forget all stored pages, also after a restart."""
-        with contextlib.suppress(LongshoreError), self._runtime.control() as cache:
+        """Forget all pages in files, also after a restart."""
+        with self._runtime.control() as cache:
             cache.reset()
 
     def flush(self, timeout: float) -> bool:
@@ -206,10 +256,9 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
     def close(self) -> None:
         """Write what was taken, and close the tiers. Idempotent."""
         self._why_off = self._why_off or "closed"
-        if hasattr(self, "_arena"):
-            self._stack.close()
-            self._arena.close()
+        self._opened.close()
 
+    @contained(lambda self: None, expected=(LongshoreError,))
     def get_stats(self) -> None:
         """Write our metrics, which have names of their own, for SGLang's `/metrics`. SGLang asks now and then."""
         if self._metrics is not None:
@@ -241,13 +290,23 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         return self._stack.runtime
 
     def weights_change(self) -> None:
-        """Weights are about to change: pages of the new ones could not be told from pages of those before."""
-        self._turn_off("weights have changed in the running engine; restart it to store and read pages again")
-
-    def _turn_off(self, why: str) -> None:
+        """Weights are about to change: nothing is found or stored until SGLang has flushed its caches."""
         if not self._why_off:
-            _log.warning("file tier off: %s", why)
-            self._why_off = why
+            _log.warning(
+                "weights change: nothing is stored or read until SGLang's caches are flushed; pages stored then are "
+                "of this run alone. Restart the server to store pages that outlive it"
+            )
+            self._why_off, self._has_changed = "weights have changed", True
+
+    @contained(lambda self: None, expected=(LongshoreError,))
+    def caches_flushed(self) -> None:
+        """Device and host memory of SGLang are empty. After a change of weights: begin another namespace."""
+        if self._has_changed:
+            with self._runtime.control() as cache:
+                cache.reset(weights=True)
+            with self._lock:
+                self._asked.clear()
+            self._why_off, self._has_changed = "", False
 
     def _check_prefix_keys(self) -> None:
         """Raise `EngineError` if SGLang was started with this back end, and not told to say what precedes a page."""
@@ -271,31 +330,93 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             pool.free(indices)
 
 
-def _digests(keys: Sequence[str] | None) -> list[Key]:
-    """SGLang's keys, hexadecimal, as bytes."""
-    return [bytes.fromhex(key) for key in keys or ()]
+def _digests(keys: Sequence[str]) -> list[Key]:
+    """SGLang's keys, hexadecimal, as bytes. Raises `EngineError` for others."""
+    try:
+        return [bytes.fromhex(key) for key in keys]
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"expected keys of pages in hexadecimal, got {keys!r:.200}: {error}") from error
 
 
-def _open_files(directory: Any, *, memory: Arena, **named: Any) -> Tier:
+def _open_tiers(config: Config, layout: KVLayout, scope: Scope, undo: contextlib.ExitStack) -> Stack:
+    """The tiers behind SGLang's host memory; `undo` closes them. Stores need slots of a host tier."""
+    ring = None
+    if config.remote:
+        policies = {"backup": config.offload, "offload": WritePolicy.THROUGH}
+        config = config.model_copy(update={"host_shared": True, **policies})
+    else:
+        images = max(RING_BYTES // layout.image_bytes, _LEAST_RING)
+        memory = Arena(images * layout.image_bytes, ArenaSettings(numa_node=None, shared=True))
+        undo.callback(memory.close)
+        ring = ImageRing(memory, layout.image_bytes)
+    stack = open_stack(
+        config,
+        layout,
+        scope,
+        CpuDevice(),
+        open_file=functools.partial(HostedFileTier, fixed_weights=True),
+        open_gds=_open_behind_ring,
+        open_store=_open_store,
+        ring=ring,
+    )
+    undo.callback(stack.close)
+    return stack
+
+
+def _open_behind_ring(directory: Any, *, memory: Arena, **named: Any) -> HostedFileTier:
     return HostedFileTier(directory, arena=memory, fixed_weights=True, **named)
 
 
-def _watch_weights() -> None:
-    """Wrap what changes the weights of a running engine, so that open back ends hear of it before. Once a process."""
+def _open_store(url: str, name: str, *, scope: bytes, **named: Any) -> HostedStore:
+    return HostedStore(url, name=name, namespace=scope, fixed_weights=True, **named)
+
+
+def _watch() -> None:
+    """Wrap what tells of weights, of flushed caches, and of what precedes a page that is asked for. Once a process."""
+    from sglang.srt.managers.cache_controller import HiCacheController  # noqa: PLC0415
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController  # noqa: PLC0415
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater  # noqa: PLC0415
 
     if getattr(WeightUpdater, "longshore_watches", False):
         return
-    for name in (*contract.UPDATES, "update_weights_from_ipc"):
-        setattr(WeightUpdater, name, _announced(getattr(WeightUpdater, name)))
+    for name in contract.UPDATES:
+        _wrap(WeightUpdater, name, _weights_change)
+    _wrap(HiCacheController, "reset", _flush)
+    _wrap(HybridCacheController, "_storage_hit_query", _look_up)
     WeightUpdater.longshore_watches = True
 
 
-def _announced(method: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap(owner: Any, name: str, around: Callable[..., contextlib.AbstractContextManager[None]]) -> None:
+    method = getattr(owner, name)
+
     @functools.wraps(method)
     def call(*arguments: Any, **named: Any) -> Any:
-        for storage in list(_open):
-            storage.weights_change()
-        return method(*arguments, **named)
+        with around(*arguments, **named):
+            return method(*arguments, **named)
 
-    return call
+    setattr(owner, name, call)
+
+
+@contextlib.contextmanager
+def _weights_change(*arguments: Any, run_post_load: bool = True, **named: Any) -> Iterator[None]:
+    """`run_post_load` is false at the end of a session whose weights were loaded by a method that was called before."""
+    for storage in list(_open) if run_post_load else ():
+        storage.weights_change()
+    yield
+
+
+@contextlib.contextmanager
+def _flush(*arguments: Any, **named: Any) -> Iterator[None]:
+    yield
+    for storage in list(_open):
+        storage.caches_flushed()
+
+
+@contextlib.contextmanager
+def _look_up(controller: Any, operation: Any, **named: Any) -> Iterator[None]:
+    """SGLang passes the pages before those that it asks for, without the last ones."""
+    before = _before.set(operation.last_hash)
+    try:
+        yield
+    finally:
+        _before.reset(before)

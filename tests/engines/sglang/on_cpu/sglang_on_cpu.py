@@ -5,7 +5,8 @@ SGLang loads it in each of its processes, as a plug-in (`sglang.srt.plugins`). N
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,25 +66,58 @@ def transfer_kv_all_layer_direct_lf_pf(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """All layers of the device, those of the keys first, into host pages."""
-    layers = len(src_ptrs) // 2
+    """All layers of the device, those of the keys first, into host pages; or all latents of MLA."""
+    layers = len(src_ptrs) // len(dst_ptrs)
     pages = dst_indices[::page_size] // page_size
-    for target, sources in zip(dst_ptrs, (src_ptrs[:layers], src_ptrs[layers:]), strict=True):
-        for layer, source in enumerate(sources):
+    for at, target in enumerate(dst_ptrs):
+        for layer, source in enumerate(src_ptrs[at * layers : (at + 1) * layers]):
             target[pages, layer] = source[src_indices].view(-1, page_size, *source.shape[1:])
+
+
+WITHOUT_RANK = "LONGSHORE_TEST_WITHOUT_RANK"
+"""A variable of the environment: if it is set, the rank is left out of the address of pages, as a control of tests."""
+
+
+def leave_rank_out() -> None:
+    """Make the scope of every rank that of rank 0."""
+    from longshore.engines.sglang import identity
+
+    scope_of = identity.scope_of
+
+    def without(storage: Any, *arguments: Any) -> Any:
+        rank, storage.tp_rank = storage.tp_rank, 0
+        made = scope_of(storage, *arguments)
+        storage.tp_rank = rank
+        return made
+
+    identity.scope_of = without  # type: ignore[assignment]
+
+
+def _unpinned(method: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """`method` of a host pool, without page-locked memory."""
+
+    def call(pool: Any) -> torch.Tensor:
+        pool.pin_memory = False
+        return method(pool)
+
+    return call
 
 
 def register() -> None:
     """What SGLang calls when it starts."""
+    if os.environ.get(WITHOUT_RANK):
+        leave_rank_out()
     torch.cpu.Event, torch.cpu.Stream = Event, Stream  # type: ignore[misc]
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
-    from sglang.srt.mem_cache.pool_host import base, common, mha
+    from sglang.srt.mem_cache.pool_host import base, common, mha, mla
 
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # 10 GiB that it wants left over
     common._cuda_host_register = lambda *arguments, **named: None
+    mha.MHATokenToKVPoolHost.get_dummy_flat_data_page = _unpinned(mha.MHATokenToKVPoolHost.get_dummy_flat_data_page)
     for function in (
         transfer_kv_direct,
         transfer_kv_per_layer_direct_pf_lf,
         transfer_kv_all_layer_direct_lf_pf,
     ):
         setattr(mha, function.__name__, function)
+        setattr(mla, function.__name__, function)

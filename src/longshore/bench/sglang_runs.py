@@ -1,0 +1,155 @@
+"""SGLang with Longshore beside the same SGLang alone, and beside its own `file` back end: three servers, in one run.
+
+first turns      prompts that nobody has asked before, in turn to each server        throughput: what storing costs
+/flush_cache     device and host memory are empty
+returning turns  the same prompts and a few tokens more, in turn to each server      time to the first token
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from longshore.bench.harness import Case
+from longshore.bench.sglang_server import ServerAnswer, SglangServer
+from longshore.engines.sglang.flags import server_flags
+from longshore.errors import BenchError
+from longshore.trace.workload import FIRST_TOKEN
+
+ALONE, OWN = "the same SGLang without storage", "SGLang's file back end"
+_OURS = "SGLang with Longshore"
+
+Tell = Callable[[str], None]
+"""Shows a line about the progress of a benchmark."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnPlan:
+    """The prompts to send.
+
+    Attributes:
+        sessions: Number of prompts.
+        prompt: Tokens of a first turn.
+        more: Tokens that the second turn adds to prompt and answer.
+        answer: Tokens of each answer.
+        file_size: As in the settings.
+        threshold: Least number of tokens that SGLang reads from storage.
+        flags: Further flags of all servers.
+        of_cache: Flags of the hierarchical cache.
+    """
+
+    sessions: int = 20
+    prompt: int = 512
+    more: int = 64
+    answer: int = 16
+    file_size: str = "2GiB"
+    threshold: int = 64
+    flags: Sequence[str] = ()
+    of_cache: Sequence[str] = ()
+
+
+def check(model: Path) -> None:
+    """Raise `BenchError` if SGLang is not installed, or `model` is not the directory of a model."""
+    found = find_spec("sglang")
+    if found is None or found.origin is None:
+        raise BenchError("SGLang is not installed beside Longshore: run this with the Python that runs SGLang")
+    if not (model / "config.json").is_file():
+        raise BenchError(f"expected the directory of a model, {model / 'config.json'} is not there")
+
+
+def run(model: Path, scratch: Path, plan: TurnPlan, *, tell: Tell = lambda line: None) -> Iterator[Case]:
+    """All cases for `model`; the files of storage and the logs are in `scratch`, which the caller removes.
+
+    Raises `BenchError` if there is no model, or a server ends.
+    """
+    check(model)
+    vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
+    dice = random.Random(plan.sessions)  # noqa: S311 - text for measurements
+
+    def text(tokens: int) -> list[int]:
+        return [dice.randrange(FIRST_TOKEN, vocabulary) for _ in range(tokens)]
+
+    with ExitStack() as running:
+        servers: dict[str, SglangServer] = {}
+        for name, (flags, environment) in _kinds(scratch, plan).items():
+            tell(f"starting {name}")
+            log = scratch / f"{len(servers)}.log"
+            started = SglangServer(model, log, [*plan.flags, *flags], environment)
+            servers[name] = running.enter_context(started)
+        tell("a prompt to warm up")
+        _in_turn(servers, dict.fromkeys(servers, text(plan.prompt)), plan.answer, 0)
+        firsts = []
+        for turn in range(plan.sessions):
+            tell(f"first turns: {turn + 1} of {plan.sessions}")
+            prompt = text(plan.prompt)
+            said = _in_turn(servers, dict.fromkeys(servers, prompt), plan.answer, turn)
+            firsts.append((prompt, said))
+        yield from _throughput(firsts, plan)
+        tell("flushing device and host memory")
+        for server in servers.values():
+            server.flush()
+        returns = []
+        for turn, (prompt, said) in enumerate(firsts):
+            tell(f"returning turns: {turn + 1} of {plan.sessions}")
+            more = text(plan.more)
+            asked = {name: [*prompt, *said[name][1].tokens, *more] for name in servers}
+            returns.append(_in_turn(servers, asked, plan.answer, turn))
+    yield from _returned(returns, plan)
+
+
+def _kinds(scratch: Path, plan: TurnPlan) -> dict[str, tuple[list[str], dict[str, str]]]:
+    """Flags and variables of the environment of each server."""
+    common = {"prefetch_threshold": plan.threshold}
+    ours = server_flags({"file_path": str(scratch / "tier"), "file_size": plan.file_size}, common)
+    theirs = [*ours]
+    theirs[theirs.index("dynamic")] = "file"
+    theirs[-1] = json.dumps(common)
+    directory = scratch / "own"
+    directory.mkdir()
+    at = theirs.index("--hicache-storage-backend")
+    alone = theirs[:at]
+    return {
+        _OURS: ([*ours, *plan.of_cache], {}),
+        ALONE: ([*alone, *plan.of_cache], {}),
+        OWN: ([*theirs, *plan.of_cache], {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(directory)}),
+    }
+
+
+Said = Mapping[str, tuple[float, ServerAnswer]]
+"""Seconds that each server took, and what it said."""
+
+
+def _in_turn(servers: Mapping[str, SglangServer], asked: Mapping[str, list[int]], answer: int, turn: int) -> Said:
+    """Ask all servers, one after the other; another one begins each time."""
+    names = list(servers)
+    said = {}
+    for name in [*names[turn % len(names) :], *names[: turn % len(names)]]:
+        said[name] = servers[name].timed(asked[name], answer)
+    return said
+
+
+def _throughput(firsts: Sequence[tuple[list[int], Said]], plan: TurnPlan) -> Iterator[Case]:
+    tokens = plan.prompt + plan.answer
+    speeds = {name: statistics.median(tokens / said[name][0] for _, said in firsts) for name in firsts[0][1]}
+    for other, short in ((ALONE, "alone"), (OWN, "file")):
+        ratio = statistics.median(said[other][0] / said[_OURS][0] for _, said in firsts)
+        yield Case(f"zero-reuse/{short}", speeds[_OURS], "tokens/s", other, speeds[other], ratio)
+
+
+def _returned(returns: Sequence[Said], plan: TurnPlan) -> Iterator[Case]:
+    asked = len(returns) * (plan.prompt + plan.answer + plan.more)
+    for other, short in ((ALONE, "alone"), (OWN, "file")):
+        for name, share in (("p50", 0.5), ("p95", 0.95)):
+            at = min(len(returns) - 1, int(share * len(returns)))
+            ours, theirs = (1e3 * sorted(said[side][1].ttft for said in returns)[at] for side in (_OURS, other))
+            yield Case(f"ttft-returning/{name}/{short}", ours, "ms", other, theirs, theirs / ours)
+    restored = {name: sum(said[name][1].storage for said in returns) for name in returns[0]}
+    ratio = restored[_OURS] / max(restored[OWN], 1)
+    yield Case("restored", restored[_OURS], "tokens", OWN, restored[OWN], ratio)
+    yield Case("restored/share", restored[_OURS] / asked, "share", OWN, restored[OWN] / asked, ratio)
