@@ -45,7 +45,7 @@ INSTEAD = {
 }
 """Commands that are not run, and what is checked of their arguments."""
 
-NOT_RUN = ("longshore bench vllm --model DIR [",)
+NOT_RUN = ("longshore bench vllm --model DIR [", "longshore bench sglang --model DIR")
 """A synopsis; `tests/engines/vllm/test_vllm_bench.py` runs the command."""
 
 
