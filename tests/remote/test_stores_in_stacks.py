@@ -140,7 +140,8 @@ def test_a_fetch_ends_after_twice_what_the_gate_expects(opened: Callable[..., St
 def test_a_store_that_hangs_holds_up_no_prompt_longer_than_host_memory(
     opened: Callable[..., Stack], server: LocalServer, tmp_path: Path
 ) -> None:
-    stack = opened("write_timeout=50s", host_size="4MiB", file_path=tmp_path / "tier", file_size="64MiB")
+    patient = "connect_timeout=20s&write_timeout=50s"
+    stack = opened(patient, host_size="4MiB", file_path=tmp_path / "tier", file_size="64MiB")
     os.kill(server.pid, signal.SIGSTOP)
     try:
         stored = stack.store_path(
