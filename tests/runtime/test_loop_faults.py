@@ -133,6 +133,7 @@ def test_exception_of_mover_poll_is_not_a_fault() -> None:
         polls.append("failed")
         raise OSError("failed by the test")
 
+    runtime.pump()  # starts the job
     mover.poll = fail  # type: ignore[method-assign]
     with pytest.raises(OSError, match="failed by the test"):
         runtime.pump()

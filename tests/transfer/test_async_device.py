@@ -377,6 +377,18 @@ def test_torch_alone_takes_two_streams_and_the_engine_keeps_its_own(
     assert both[0].drawn == before + 2
 
 
+def test_each_kernel_is_compiled_once(pools: Callable[..., DevicePools], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, prepare = [], QueuedGpu.prepare
+
+    def count(self: QueuedGpu, shape: KernelShape) -> None:
+        compiled.append(shape.compiled)
+        prepare(self, shape)
+
+    monkeypatch.setattr(QueuedGpu, "prepare", count)
+    random_jobs(pools(656), gpu(chooser=None, accelerator=QueuedGpu()), 40, each=40)
+    assert len(compiled) == len(set(compiled)) > 0
+
+
 def test_kernels_that_cannot_be_compiled_are_done_without_and_counted(
     pools: Callable[..., DevicePools], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
