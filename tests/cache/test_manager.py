@@ -256,6 +256,7 @@ def test_a_lookup_whose_host_does_not_say_what_is_before_its_keys() -> None:
     told = cache.lookup({0: GroupKeys(path, 1)}, 0.0)
     untold = cache.lookup({0: GroupKeys(path[1:], UNTOLD)}, 0.0)
     assert untold.chunks == told.chunks == len(path) - 1
+    assert (list(untold.before), list(told.before)) == ([path[0]], [])
     assert cache.lookup({0: GroupKeys(keys("b"), UNTOLD)}, 0.0).chunks == 0
     with pytest.raises(CacheError, match="first"):
         cache.lookup({0: GroupKeys((), UNTOLD)}, 0.0)

@@ -247,7 +247,7 @@ class Tiers(Machine):
 @pytest.mark.usefixtures("short_batches")
 def test_random_paths_keep_every_promise(edges_taken: Counter[tuple[State, State]], methods_called: set[str]) -> None:
     Tiers.begun_alike = 0
-    thorough = run(Tiers, 1.5)
+    thorough = run(Tiers, 3)
     assert Tiers.begun_alike or not thorough, "no partial match was found"
     assert set(edges_taken) <= set(EDGES), "an illegal edge was taken"
     assert set(edges_taken) == set(EDGES) or not thorough, "a legal edge was never taken"

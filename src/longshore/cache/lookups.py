@@ -164,6 +164,7 @@ class Lookups:
     ) -> Found:
         """`TieredCache.lookup` of one `path` of `group`; `asks`: remote tiers, for what is missing."""
         keys, start, text, index = path.names, path.first, path.text, self._store.index
+        before = list[Key]()
         if start == UNTOLD and keys:
             before = index.path_to(keys[0])[:-1]
             keys, start = [*before, *keys], len(before)
@@ -202,7 +203,7 @@ class Lookups:
             pins = (self._store.pin(index.get(leased[-1])),)
             held = LeasedChunks(leased, range(start, start + len(leased)), pins, group)
             lease = self._leases.take(self._transfers.new_id(), (held,), request)
-        return Found(lease, end - start, partial=partial, remote=remote, probes=probes, turn=turn)
+        return Found(lease, end - start, partial=partial, remote=remote, probes=probes, turn=turn, before=before)
 
     def chunks(
         self,

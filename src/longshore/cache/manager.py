@@ -160,10 +160,6 @@ class TieredCache:
             return self._lookups.path(group, path, now, until, request, turn, returns, count=count, asks=by_itself)
         return self._lookups.groups(paths, now, until, request, turn, returns, count=count, asks=by_itself)
 
-    def path_to(self, key: Key) -> list[Key]:
-        """The keys from the first chunk of a prompt to `key`; none if no tier has it, or it is behind an orphan."""
-        return self._store.index.path_to(key)
-
     def prefetch(
         self,
         what: Lease | Mapping[int, GroupKeys],

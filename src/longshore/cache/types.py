@@ -104,6 +104,7 @@ class Found(NamedTuple):
         residency: For a lookup with `each`: where each chunk is, by group.
         remote_sources: For a lookup with `each` that keeps nothing, if there are remote tiers: the name of the
             first that is known to have each chunk, by group; empty for none.
+        before: For a lookup of one group from `UNTOLD`: the keys before the first one, as the tiers know them.
     """
 
     lease: Lease | None = None
@@ -116,6 +117,7 @@ class Found(NamedTuple):
     turn: int | None = None
     residency: Mapping[int, Residency] = {}
     remote_sources: Mapping[int, Sequence[str]] = {}
+    before: Sequence[Key] = ()
 
 
 class DeviceCopy(NamedTuple):

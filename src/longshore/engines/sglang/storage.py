@@ -29,7 +29,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, HiCacheStorage, PoolName
 
 from longshore.boundary import Key
-from longshore.cache import UNTOLD, GroupKeys, TieredCache, WritePolicy
+from longshore.cache import UNTOLD, Found, GroupKeys, TieredCache, Until, WritePolicy
 from longshore.config import Config
 from longshore.engines.sglang import contract, identity
 from longshore.engines.sglang.flags import PREFIX_KEYS, read
@@ -143,7 +143,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         stack, runtime = self._stack, self._runtime
         with runtime.control() as cache:
             found = cache.lookup({0: GroupKeys(keys, UNTOLD)}, runtime.clock(), asks=())
-            path = self._whole_path(cache, keys) if stack.remote else None
+            path = _whole_path(cache, keys, found.before, runtime.clock()) if stack.remote else None
         runtime.asked.requests += 1
         runtime.asked.attempts += 1
         self._note(_LookedUp(found.turn, path), keys)
@@ -171,7 +171,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         while done < len(keys) and (left := deadline - runtime.clock()) > 0:
             if asked.path is None:
                 with runtime.control() as cache:
-                    before = cache.path_to(keys[0])[:-1]
+                    before = _look(cache, keys, runtime.clock()).before
                 part = GroupKeys([*before, *keys], len(before))
             else:
                 first = asked.path.first
@@ -212,15 +212,6 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         finally:
             self._let_go(jobs)
         return max(0, kept - len(before))
-
-    def _whole_path(self, cache: TieredCache, keys: Sequence[Key]) -> GroupKeys | None:
-        """`keys` with the pages before them, from the first of the prompt on; `None` where these are not known."""
-        before, last = cache.path_to(keys[0])[:-1], _before.get()
-        if not before and last is not None:
-            before = [] if last is _UNTOLD else cache.path_to(*_digests([last]))
-            if not before:
-                return None
-        return GroupKeys([*before, *keys], len(before))
 
     def _note(self, asked: _LookedUp, keys: Sequence[Key]) -> None:
         """Keep what was looked up for each call that may load some of `keys`."""
@@ -336,6 +327,25 @@ def _digests(keys: Sequence[str]) -> list[Key]:
         return [bytes.fromhex(key) for key in keys]
     except (TypeError, ValueError) as error:
         raise EngineError(f"expected keys of pages in hexadecimal, got {keys!r:.200}: {error}") from error
+
+
+def _look(cache: TieredCache, keys: Sequence[Key], now: float) -> Found:
+    """What tiers have of `keys`, and before them. Keeps nothing, and counts for nothing."""
+    return cache.lookup({0: GroupKeys(keys, UNTOLD)}, now, until=Until.NOTHING, count=False, asks=())
+
+
+def _whole_path(cache: TieredCache, keys: Sequence[Key], before: Sequence[Key], now: float) -> GroupKeys | None:
+    """`keys` with the pages before them, from the first of the prompt on; `None` where these are not known."""
+    last = _before.get()
+    if not before and last is not None:
+        if last is _UNTOLD:
+            return None
+        key = _digests([last])
+        found = _look(cache, key, now)
+        if not found.chunks:
+            return None
+        before = [*found.before, *key]
+    return GroupKeys([*before, *keys], len(before))
 
 
 def _open_tiers(config: Config, layout: KVLayout, scope: Scope, undo: contextlib.ExitStack) -> Stack:

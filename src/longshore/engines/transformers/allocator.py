@@ -401,7 +401,8 @@ class TieredAllocator(FullAttentionCacheAllocator):
             stack.engine.begin_step(self._compute)
             sources = stack.load_path(found, lookup.path, blocks, self._guard.add, skip=skip, request=name)
             names = lookup.path.names[lookup.path.first :]
-            sources = [lookup.fetched_from.get(key, tier) for key, tier in zip(names, sources, strict=False)]
+            whole = [lookup.fetched_from.get(key, tier) for key, tier in zip(names, sources, strict=False)]
+            sources = whole + sources[len(whole) :]  # and a part of one more chunk, which has another key
             filled = [tier for tier in sources for _ in range(per_chunk)][skip : skip + len(blocks)]
         finally:
             self._give_blocks(blocks[len(filled) :])
