@@ -217,7 +217,9 @@ class Evictor:
         queue = self._passed_over[tier][pool]
         while gone < count and queue:
             node = queue.popleft()
-            if self._is_passed_over(node, tier, pool) and self.may_go(node, tier):
+            # What came back to a warmer tier meanwhile is spared: its children there may be about to follow it down.
+            may = self._is_passed_over(node, tier, pool) and not self._is_warmer(node, tier)
+            if may and self.may_go(node, tier):
                 self._store.detach(node, tier, cause=EVICTED)
                 gone += 1
         return gone

@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
-from longshore.boundary import DEVICE, HOST, Route, TransferResult
+from longshore.boundary import DEVICE, HOST, Route, Status, TransferResult
 from longshore.cache.types import Run
 from longshore.errors import CacheError
 
@@ -109,8 +109,18 @@ class Gate:
 
     def observe_transfer(self, route: Route, result: TransferResult, now: float) -> None:
         """Record the end of a transfer on `route`; only loads from a known tier are evaluated."""
-        if result.bytes and route.source in self._routes and route.destination in (HOST, DEVICE):
-            self.observe_load(route.source, result.bytes, result.seconds, result.queued_seconds, now)
+        if route.source in self._routes and route.destination in (HOST, DEVICE):
+            line = self._routes[route.source]
+            if Status.DEADLINE in result.statuses:
+                line.is_late = True
+            elif result.bytes:
+                line.is_late = line.known and result.seconds > 2 * line.seconds(result.bytes, now, 0.0)
+            if result.bytes:
+                self.observe_load(route.source, result.bytes, result.seconds, result.queued_seconds, now)
+
+    def is_late(self, tier: str) -> bool:
+        """Whether the last load from `tier` has missed its deadline, or took more than twice as long as expected."""
+        return self._route(tier).is_late
 
     def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
         """Record a step that computed `tokens` prompt tokens after `context` in `seconds`; not with `prefill_speed`."""
@@ -400,6 +410,7 @@ class _Line:
         self.round_trip = 0.0
         """Seconds from a probe to its answer; a moving average."""
         self._answers = 0
+        self.is_late = False
 
     @property
     def known(self) -> bool:

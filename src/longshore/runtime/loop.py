@@ -530,8 +530,6 @@ class Runtime:
 
     def _collect(self, result: TransferResult) -> None:
         running = self._running[result.job]
-        if self.gate is not None:
-            self.gate.observe_transfer(running.transfer.route, result, self.clock())
         statuses = result.statuses
         if running.expired:  # it was cancelled because its time was up
             statuses = tuple(Status.DEADLINE if s is Status.CANCELLED else s for s in statuses)
@@ -539,6 +537,8 @@ class Runtime:
         self._results.append(
             TransferResult(result.job, statuses, result.bytes, result.seconds, result.queued_seconds, result.rank)
         )
+        if self.gate is not None:
+            self.gate.observe_transfer(running.transfer.route, self._results[-1], self.clock())
         self._release_dependents(running.transfer, statuses, last=running.ranks == 1)
         running.ranks -= 1
         if not running.ranks:

@@ -37,37 +37,42 @@ def worth_asking(runtime: Runtime, context: int, chunks: int, *, ahead: bool = F
 def patience(runtime: Runtime, cache: TieredCache, runs: Sequence[Run], now: float) -> float | None:
     """Seconds after which a fetch of `runs` is late: twice what the gate expects, and time for an answer at least.
 
-    At most the cache's `load_timeout`, which `None` stands for; a store's own `fetch_timeout` may be sooner.
+    At most the cache's `load_timeout`, which `None` stands for; a store's own `fetch_timeout` may be sooner. These are
+    the limits after a fetch that was late, too: the gate cannot measure what does not arrive.
     """
     expected = None if runtime.gate is None or not runs else runtime.gate.load_seconds(runs, now)
-    if expected is None:
+    if expected is None or runtime.gate is None or any(runtime.gate.is_late(run.tier) for run in runs):
         return None
     return min(max(2 * expected, cache.settings.probe_timeout), cache.settings.load_timeout)
 
 
 def offered(runtime: Runtime, path: GroupKeys, context: int, chunk_tokens: int, timeout: float) -> int:
-    """How many chunks `bring` would order: the same questions and waiting for answers, and nothing is fetched."""
+    """How many chunks to order by `bring`, which `is_agreed` then: questions and answers as there, nothing is fetched.
+
+    The gate counts them as ordered now, so it must not be asked again: they would wait behind themselves.
+    """
     with runtime.control() as cache:
-        found = _behind(runtime, cache, path, context, chunk_tokens, asks=True, ahead=False)
-    if found.probes and runtime.wait_ended(found.probes, timeout):
-        with runtime.control() as cache:
-            found = _behind(runtime, cache, path, context, chunk_tokens, asks=False, ahead=False)
-    return found.chunks
+        found = _behind(runtime, cache, path, context, chunk_tokens, asks=True, ahead=False, is_agreed=True)
+    runtime.wait_ended(found.probes, timeout)
+    with runtime.control() as cache:
+        return _behind(runtime, cache, path, context, chunk_tokens, asks=False, ahead=False).chunks
 
 
-def bring(runtime: Runtime, path: GroupKeys, context: int, chunk_tokens: int, timeout: float) -> Mapping[Key, str]:
+def bring(
+    runtime: Runtime, path: GroupKeys, context: int, chunk_tokens: int, timeout: float, *, is_agreed: bool = False
+) -> Mapping[Key, str]:
     """Wait until what stores have of `path`, behind what other tiers have, is in host memory.
 
     As far as the gate says that fetching is quicker than computing. Answers come by the cache's `probe_timeout`; what
     has not arrived after `timeout` seconds is not waited for. `context` are the tokens before `path.first`. Returns the
-    store of each chunk that was ordered.
+    store of each chunk that was ordered. `is_agreed`: the gate has said that all of `path` is to be fetched.
     """
     with runtime.control() as cache:
-        under_way = fetch(runtime, cache, path, context, chunk_tokens)
+        under_way = fetch(runtime, cache, path, context, chunk_tokens, is_agreed=is_agreed)
     names = under_way.names
     if under_way.probes and runtime.wait_ended(under_way.probes, timeout):
         with runtime.control() as cache:
-            more = fetch(runtime, cache, path, context, chunk_tokens, asks=False)
+            more = fetch(runtime, cache, path, context, chunk_tokens, asks=False, is_agreed=is_agreed)
         under_way, names = (more if more.jobs else under_way), {**names, **more.names}
     runtime.wait_ended(under_way.jobs, timeout)
     return names
@@ -82,9 +87,10 @@ def fetch(
     *,
     asks: bool = True,
     ahead: bool = False,
+    is_agreed: bool = False,
 ) -> Fetch:
     """The same without waiting, within `control`. `ahead` is as for the gate."""
-    found = _behind(runtime, cache, path, context, chunk_tokens, asks=asks, ahead=ahead)
+    found = _behind(runtime, cache, path, context, chunk_tokens, asks=asks, ahead=ahead, is_agreed=is_agreed)
     if not found.chunks:
         return Fetch(found.probes)
     end = found.begin + found.chunks
@@ -112,6 +118,7 @@ def _behind(
     *,
     asks: bool,
     ahead: bool,
+    is_agreed: bool = False,
 ) -> _Behind:
     now = runtime.clock()
     ready = cache.lookup({0: path}, now, until=Until.NOTHING, count=False).chunks
@@ -124,6 +131,6 @@ def _behind(
     stores = list(takewhile(bool, known.remote_sources.get(0, ())))
     runs = [Run(name, len(list(same))) for name, same in groupby(stores)]
     count, longest = sum(run.chunks for run in runs), patience(runtime, cache, runs, now)
-    if count and runtime.gate is not None:
+    if count and runtime.gate is not None and not is_agreed:
         count = runtime.gate.worth_loading(context, runs, now, ahead=ahead)
     return _Behind(known.probes, begin, stores, count, longest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import threading
@@ -483,6 +484,25 @@ def test_servers_share_pages_by_a_store(shared: Callable[..., Rig], tmp_path: Pa
     assert torch.equal(other.read(range(60)), held)
     with other.storage._stack.runtime.control() as cache:
         cache.check_integrity()
+
+
+@pytest.mark.parametrize("order", ["AB", "BA"])
+def test_prompts_that_begin_alike_read_their_own_pages(shared: Callable[..., Rig], order: str) -> None:
+    """SGLang looks several prompts up before it reads the first one."""
+    one, other = shared(), shared()
+    prompts = {
+        "A": KEYS[:4],
+        "B": [KEYS[0], *(hashlib.sha256(bytes.fromhex(KEYS[0]) + bytes([page])).hexdigest() for page in range(3))],
+    }
+    held = one.store(prompts["A"], range(4))
+    one.fill(range(5, 8), seed=2)
+    assert one.set(prompts["B"][1:], range(5, 8), before=KEYS[:1]) == [True] * 3
+    assert one.storage.flush(30)
+    for prompt in order:
+        with look_up(None):
+            assert other.exists(prompts[prompt]) == 4
+    assert other.get(prompts["A"], range(20, 24)) == [True] * 4
+    assert torch.equal(other.read(range(20, 24)), held)
 
 
 def test_pages_of_a_store_pass_through_little_memory_on_their_way_to_files(

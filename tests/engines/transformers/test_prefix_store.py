@@ -107,15 +107,15 @@ def test_threads_take_turns_with_the_window(model: Any) -> None:
             assert all(all(exact) for exact in threads.map(restore, range(len(prompts))))
 
 
-def is_with(path: str, line: int) -> bool:
-    return linecache.getline(path, line).lstrip().startswith("with ")
+def is_block(path: str, line: int) -> bool:
+    return linecache.getline(path, line).lstrip().startswith(("with ", "try:"))
 
 
 def interrupted_at(line: int, call: Callable[[], Any]) -> int:
     """Call `call` with a KeyboardInterrupt at this line of ours that it runs, if it runs so many; how many it ran.
 
-    A `with` does not count: its line is told of again when its block ends, and what is raised there, where no signal is
-    handled, would keep a lock.
+    A `with` or a `try` does not count: what a trace function raises there, where Python handles no signal, would keep a
+    lock. The line of a `with` is told of again when its block ends.
     """
     ran = 0
 
@@ -123,7 +123,7 @@ def interrupted_at(line: int, call: Callable[[], Any]) -> int:
         nonlocal ran
         if not frame.f_code.co_filename.startswith(OURS):
             return None
-        is_line = event == "line" and not is_with(frame.f_code.co_filename, frame.f_lineno)
+        is_line = event == "line" and not is_block(frame.f_code.co_filename, frame.f_lineno)
         ran += is_line
         if is_line and ran == line:
             raise KeyboardInterrupt

@@ -175,8 +175,9 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
                 part = GroupKeys([*before, *keys], len(before))
             else:
                 first = asked.path.first
-                part = GroupKeys(asked.path.names[: first + len(keys)], first + done)
-                bring(runtime, part, part.first * self._pages.page_size, self._pages.page_size, left)
+                path = [*asked.path.names[:first], *keys]  # of another prompt the look-up may be, which begins alike
+                part, size = GroupKeys(path, first + done), self._pages.page_size
+                bring(runtime, part, part.first * size, size, left, is_agreed=True)  # by `offered`
             arrived = self._load_part(part, pages[done:], asked.turn)
             done += arrived
             if not arrived or asked.path is None:
