@@ -534,11 +534,10 @@ class Runtime:
         if running.expired:  # it was cancelled because its time was up
             statuses = tuple(Status.DEADLINE if s is Status.CANCELLED else s for s in statuses)
         statuses += running.tail
-        self._results.append(
-            TransferResult(result.job, statuses, result.bytes, result.seconds, result.queued_seconds, result.rank)
-        )
+        result = replace(result, statuses=statuses)
+        self._results.append(result)
         if self.gate is not None:
-            self.gate.observe_transfer(running.transfer.route, self._results[-1], self.clock())
+            self.gate.observe_transfer(running.transfer.route, result, self.clock())
         self._release_dependents(running.transfer, statuses, last=running.ranks == 1)
         running.ranks -= 1
         if not running.ranks:
