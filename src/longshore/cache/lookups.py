@@ -164,7 +164,7 @@ class Lookups:
     ) -> Found:
         """`TieredCache.lookup` of one `path` of `group`; `asks`: remote tiers, for what is missing."""
         keys, start, text, index = path.names, path.first, path.text, self._store.index
-        before = list[Key]()
+        before: Sequence[Key] = ()
         if start == UNTOLD and keys:
             before = index.path_to(keys[0])[:-1]
             keys, start = [*before, *keys], len(before)

@@ -100,11 +100,11 @@ class Found(NamedTuple):
         remote: How much more remote tiers are known to have behind it, for `prefetch`: chunks, or for all groups
             tokens, then with chunks in flight.
         probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `remote`.
+        before: For a lookup of one group from `UNTOLD`: the keys before the first one, as the tiers know them.
         turn: The turn of the request, for its other calls; `None` for `Until.NOTHING`.
         residency: For a lookup with `each`: where each chunk is, by group.
         remote_sources: For a lookup with `each` that keeps nothing, if there are remote tiers: the name of the
             first that is known to have each chunk, by group; empty for none.
-        before: For a lookup of one group from `UNTOLD`: the keys before the first one, as the tiers know them.
     """
 
     lease: Lease | None = None
@@ -114,10 +114,10 @@ class Found(NamedTuple):
     partial: Partial | None = None
     remote: int = 0
     probes: tuple[int, ...] = ()
+    before: Sequence[Key] = ()
     turn: int | None = None
     residency: Mapping[int, Residency] = {}
     remote_sources: Mapping[int, Sequence[str]] = {}
-    before: Sequence[Key] = ()
 
 
 class DeviceCopy(NamedTuple):
