@@ -43,7 +43,7 @@ class UncheckedFileTier(FileTier):
 
 @pytest.mark.parametrize(("dtype", "attention"), [("float32", "eager"), ("bfloat16", "eager"), ("float32", "sdpa")])
 def test_tiered_equals_resident(tmp_path: Path, dtype: str, attention: str) -> None:
-    served = serve(tmp_path, dtype=dtype, attention=attention)
+    served = serve(tmp_path, dtype=dtype, attention=attention, gate=False)
     assert served.tiered.restored_blocks["host"] > 0
     assert served.tiered.restored_blocks["file"] > 0
     assert served.equal
@@ -52,7 +52,7 @@ def test_tiered_equals_resident(tmp_path: Path, dtype: str, attention: str) -> N
 
 @pytest.mark.parametrize("settings", [{"offload": "write_back"}, {"backup": "write_through"}, {"background": False}])
 def test_tiered_equals_resident_under_every_write_policy(tmp_path: Path, settings: dict[str, object]) -> None:
-    served = serve(tmp_path, **settings)
+    served = serve(tmp_path, gate=False, **settings)  # a loaded machine reads files slower than it computes
     assert min(served.tiered.restored_blocks.values()) > 0
     assert served.equal
 
