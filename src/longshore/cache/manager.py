@@ -342,6 +342,7 @@ class TieredCache:
         *,
         evicting: bool = False,
         patient: bool = False,
+        stream: bool = False,
         turn: int | None = None,
     ) -> dict[int, StoreOrder]:
         """Store chunks from `first` on of each path that are complete on the device, or about to be evicted.
@@ -355,6 +356,7 @@ class TieredCache:
                 `None` if the engine moves the bytes into the returned slots; it then reports or releases the job.
             evicting: Whether the blocks are about to be evicted: the write policy decides which chunks are stored when.
             patient: While room for all chunks of a path is being made, store none yet (`StoreOrder.again`).
+            stream: Do not drop chunks for which room is being made: they can be given again (`StoreOrder.later`).
             turn: Turn of the request; `None` for that of the last request that began.
         """
         self._store.check_turn(turn)
@@ -382,7 +384,14 @@ class TieredCache:
                 nodes[group] = self._offloader.check(path, group)
             into = None if blocks is None else blocks.get(group, ())
             orders[group] = self._offloader.store(
-                path, nodes[group], into, group, evicting=evicting or blocks is None, patient=patient, turn=turn
+                path,
+                nodes[group],
+                into,
+                group,
+                evicting=evicting or blocks is None,
+                patient=patient,
+                stream=stream,
+                turn=turn,
             )
             if path.slid and not orders[group].again:
                 self._store.windows.slide([node for node in self._store.index.find_alone(path.slid) if node])

@@ -66,6 +66,7 @@ class Offloader:
         *,
         evicting: bool,
         patient: bool = False,
+        stream: bool = False,
         turn: int | None = None,
     ) -> StoreOrder:
         """Order the offload of chunks of a path that are in no tier. `nodes` is the result of `check`.
@@ -94,7 +95,7 @@ class Offloader:
             answer = keys[max(end, first + len(nodes)) :]
             self._transfers.drop(0, store.index.find(answer).count(ROOT), DropReason.ANSWER)
             nodes = nodes[: max(0, end - first)]
-            offload = self._offload(keys[:end], first, nodes, blocks, retention, group, patient=patient)
+            offload = self._offload(keys[:end], first, nodes, blocks, retention, group, patient=patient, stream=stream)
         if text is not None:
             store.partials.learn(keys, first, text, size)
         return offload
@@ -131,6 +132,7 @@ class Offloader:
         group: int = 0,
         *,
         patient: bool = False,
+        stream: bool = False,
     ) -> StoreOrder:
         """`store` for chunks that need their ancestors. `path` are the nodes of chunks in the index."""
         store, index, known = self._store, self._store.index, first + len(path)
@@ -149,15 +151,18 @@ class Offloader:
         fresh = fresh[: self._worth(fresh, lacking, retention)]
         store.log.by = keys[lacking[0]] if lacking else None
         pool = self._transfers.settings.pool_of(group)
-        patient = patient and self._admission_filter is None
+        patient, stream = (each and self._admission_filter is None for each in (patient, stream))
         orphan = known > 0 and index.is_orphan(parent)
         needed = [parent, *path[known - first :]]
-        count = self._admit(len(fresh), needed, pool, orphan=orphan, patient=patient, path=fresh)
-        if count is None:
+        count, waiting = self._admit(
+            len(fresh), needed, pool, orphan=orphan, patient=patient, stream=stream, path=fresh
+        )
+        if patient and waiting:
             return StoreOrder(None, again=True)
         kept, accepted = lacking[count] if count < len(lacking) else len(keys), lacking[:count]
+        later = lacking[count : count + waiting]
         if not count:
-            return StoreOrder(None, kept=kept, known=there)
+            return StoreOrder(None, kept=kept, known=there, later=later)
         job, slots, parents = self._transfers.new_id(), list[int](), list[Key | None]()
         for start, end in runs_of(accepted):
             run = keys[accepted[start] : accepted[end - 1] + 1]
@@ -171,7 +176,7 @@ class Offloader:
             job, fresh[:count], parents, None, TierSlots(0, slots), sections=sections, command=blocks is not None
         )
         addresses = Addresses(Slots(store.levels[0].name, pool, tuple(slots)))
-        return StoreOrder(job, accepted, addresses, kept, there)
+        return StoreOrder(job, accepted, addresses, kept, there, later=later)
 
     def _offload_alone(
         self,
@@ -201,7 +206,7 @@ class Offloader:
         wanted = self._worth_alone(keys, fresh, prompt, retention)
         store.log.by = keys[wanted[-1]] if wanted else None
         pins = [store.pin(node) for node in window]
-        admitted = self._admit(len(wanted), (), pool) or 0
+        admitted, _ = self._admit(len(wanted), (), pool)
         for pin in pins:
             store.unpin(pin)
         wanted = wanted[len(wanted) - admitted :]
@@ -378,24 +383,25 @@ class Offloader:
         *,
         orphan: bool = False,
         patient: bool = False,
+        stream: bool = False,
         path: Sequence[Key] = (),
-    ) -> int | None:
-        """Make room in the host tier for `wanted` chunks; returns for how many. The others are counted as dropped.
+    ) -> tuple[int, int]:
+        """Make room in the host tier for `wanted` chunks; returns for how many, and for how many it is being made.
+
+        The others are counted as dropped.
 
         `path` are their keys, unless they stand alone; the nodes `needed` are not evicted. If there is one tier, its
         policy admits chunks. An `orphan` and its descendants take free slots only, because they are evicted first.
-        Returns `None`, and counts nothing, if the call is `patient` and room is being made for all of them, or for as
-        many as the tier has slots.
+        If the call is `patient` and room is being made for all of them, or for as many as the tier has slots, nothing
+        is counted and there is room for none. For those that a `stream` waits for, nothing is counted.
         """
         store = self._store
         if not wanted:
-            return 0
-        patient &= not orphan
+            return 0, 0
+        patient, stream = (each and not orphan and bool(store.last) for each in (patient, stream))
         nbytes, pins = store.pools[0].slabs.image_bytes[pool], [store.pin(node) for node in needed if node]
         once = min(wanted, store.total_room(0))
-        again = (
-            patient and bool(store.last) and self._room(0, once, pool, observes=False) < once and self._may_get_room(0)
-        )
+        again = patient and self._room(0, once, pool, observes=False) < once and self._may_get_room(0)
         granted = 0 if again else self._budgets[0].allows(self._transfers.now, wanted, nbytes)
         allowed = min(granted, max(0, self._transfers.settings.max_writes - self._transfers.writing[0]))
         if orphan:
@@ -407,18 +413,19 @@ class Offloader:
 
             room = store.policies[0].admit(path[:allowed], make_room)[0]
         else:
-            room = self._room(0, allowed, pool, waits=patient) if allowed else 0
+            room = self._room(0, allowed, pool, waits=patient or stream) if allowed else 0
         for pin in pins:
             store.unpin(pin)
         if again:
-            return None
+            return 0, wanted
+        waiting = granted - room if stream and (room or self._may_get_room(0)) else 0
         self._transfers.drop(0, wanted - granted, DropReason.BUDGET)
-        if room < granted:
+        if room + waiting < granted:
             busy = allowed < granted or self._is_copying_down(0)
             reason = DropReason.BACKPRESSURE if busy else DropReason.NO_ROOM
-            self._transfers.drop(0, granted - room, DropReason.ORPHAN if orphan else reason)
+            self._transfers.drop(0, granted - room - waiting, DropReason.ORPHAN if orphan else reason)
         self._budgets[0].spend(room * nbytes)
-        return room
+        return room, waiting
 
     def _worth(self, fresh: Sequence[Key], at: Sequence[int], retention: Sequence[Retention]) -> int:
         """How many leading new chunks of `fresh`, at positions `at`, the write policy stores; counts the others."""

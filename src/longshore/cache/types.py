@@ -181,7 +181,8 @@ class StoreOrder(NamedTuple):
     `job` is `None` if no chunk was accepted. `kept` is the number of leading chunks of the path that are in a tier or
     on their way into one, including those before `first`; `known` are the positions of given chunks that a tier had
     before. With `again`, there is no room yet, and backups that make room are in flight: nothing was accepted, and the
-    call can be repeated.
+    call can be repeated. `later` are the positions that follow the accepted ones of a `stream`, for which room is being
+    made: the call can be repeated for them.
     """
 
     job: int | None
@@ -190,6 +191,7 @@ class StoreOrder(NamedTuple):
     kept: int = 0
     known: Sequence[int] = ()
     again: bool = False
+    later: Sequence[int] = ()
 
     @property
     def accepted(self) -> tuple[Placement, ...]:

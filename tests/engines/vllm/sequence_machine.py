@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,9 +77,9 @@ class Sequences(RuleBasedStateMachine):
         self.jobs: list[Job] = []
         self.done: list[Job] = []
         self.copying: list[Job] = []
-        """Loads that ranks have begun, and have not ended."""
+        """Transfers that ranks have begun, and have not ended."""
         self.tickets: dict[int, int] = {}
-        """vLLM's numbers of loads, by ours."""
+        """vLLM's numbers of transfers, by ours."""
         self.late: list[Spare] = []
         self.loads: dict[int, Loading] = {}
         self.epoch = self.names = 0
@@ -115,7 +116,8 @@ class Sequences(RuleBasedStateMachine):
         began = time.monotonic()
         self.runtime.clock = lambda: began + self.skipped
         self.manager.observes_device_resets = True
-        self.manager.may_stream = streams
+        if streams:
+            self.manager.pass_parts(loads=True)
         self.views = [[tensor.numpy().view(np.uint8) for tensor in tensors] for tensors in self.rig.tensors]
         for worker in self.rig.workers:
             worker.reports_failures = True
@@ -326,8 +328,13 @@ class Sequences(RuleBasedStateMachine):
             SEEN["flushes"] += 1
             if number in stores:
                 self._begin(number, stores.pop(number), is_store=True)
+            streams = [job for worker in self.rig.workers for job in worker._under_way.values() if job.theirs == number]
+            SEEN["flushes of stores in parts"] += any(job.is_store and job.left for job in streams)
             for job in [each for each in self.jobs if each.number == number]:
                 self._move(job, "good")
+            for rank, worker in enumerate(self.rig.workers):
+                worker.wait({number})
+                self._poll(rank)
         for block, key, salt in self.writes:
             self._write(block, key, salt)
         self.writes.clear()
@@ -341,17 +348,18 @@ class Sequences(RuleBasedStateMachine):
         parts = self.manager.take_parts()
         for number, each in loads.items():
             self.tickets[each.src_spec.job] = number
-            SEEN["loads in parts"] += each.src_spec.left > 0
-            self.loads[number].in_parts = each.src_spec.left > 0
+            SEEN["loads in parts"] += any(each.src_spec.left)
+            self.loads[number].in_parts = any(each.src_spec.left)
             blocks = each.dst_spec.block_ids.tolist()
             for tensors in self.views:
                 for view in tensors:
                     view[blocks] = POISON
             self._begin(number, each, is_store=False)
         for part in parts:
-            SEEN["ends of loads" if part.slots is None else "parts"] += 1
-            number = self.tickets[part.load]
-            self.jobs += [Job(number, rank, None, False, part) for rank in range(len(self.rig.workers))]
+            what = "stores" if part.is_store else "loads"
+            SEEN[f"ends of {what}" if part.slots is None else f"parts of {what}"] += 1
+            number = self.tickets[part.job]
+            self.jobs += [Job(number, rank, None, part.is_store, part) for rank in range(len(self.rig.workers))]
 
     def _begin(self, number: int, transfer: Any, *, is_store: bool) -> None:
         if is_store:
@@ -359,6 +367,8 @@ class Sequences(RuleBasedStateMachine):
             assert {key for key, _ in contents} == self.scheduler._jobs[number].keys
             for key, salt in contents:
                 self.stored[key].add(salt)
+            self.tickets[transfer.dst_spec.job] = number
+            SEEN["stores in parts"] += any(transfer.dst_spec.left)
         made = [Job(number, rank, transfer, is_store) for rank in range(len(self.rig.workers))]
         self.jobs = [*self.jobs, *made] if is_store else [*made, *self.jobs]
 
@@ -378,18 +388,19 @@ class Sequences(RuleBasedStateMachine):
     def _move(self, job: Job, how: str) -> None:
         if not any(each is job for each in self.jobs):
             return  # it was made before another
-        SEEN[f"{how} {'store' if job.is_store else 'load' if job.part is None else 'part'}"] += 1
+        SEEN[f"{how} {'' if job.part is None else 'part of a '}{'store' if job.is_store else 'load'}"] += 1
         worker = self.rig.workers[job.rank]
         if job.part is not None:
             before = self.jobs[: next(at for at, each in enumerate(self.jobs) if each is job)]
             for each in [each for each in before if (each.number, each.rank) == (job.number, job.rank)]:
                 self._move(each, "good")
             self.jobs.remove(job)
-            load = worker._loads.get(job.part.load)
-            if load is not None and how == "bad":
-                load.blocks = nowhere(load.blocks)
-            worker.go_on([job.part])
-            self._poll(job.rank)
+            whole = worker._under_way.get(job.part.job)
+            if whole is not None and how == "bad":
+                whole.blocks = nowhere(whole.blocks)
+            with self._reports_of(job.rank, is_late=how == "late"):
+                worker.go_on([job.part])
+                self._poll(job.rank)
             return
         self.jobs.remove(job)
         source, destination = job.transfer.src_spec, job.transfer.dst_spec
@@ -398,30 +409,40 @@ class Sequences(RuleBasedStateMachine):
             worker.submit_load(job.number, source, nowhere(destination) if how == "bad" else destination)
             self._poll(job.rank)
             return
-        self.done.append(job)
         slots, blocks = destination.indices, source.block_ids.tolist()
         if how == "bad":
+            self.done.append(job)
             worker.reports.stored(destination.job, job.rank, [], slots)
             return
-        reports, kept = worker.reports, DelayedReports(worker.reports)
-        worker.reports = kept  # type: ignore[assignment]
+        self.copying.append(job)
+        if how == "part" and any(destination.left):  # which blocks are those of the first slots?
+            how = "late"
         half = len(blocks) // 2 if how == "part" else len(blocks)
         for block in blocks[half:]:
             for view in self.views[job.rank]:
                 view[block] = POISON
-        worker.submit_store(job.number, source, destination)
-        self._poll(job.rank)
-        worker.reports = reports
+        with self._reports_of(job.rank, is_late=how == "late", good=slots[:half] if how == "part" else slots) as kept:
+            worker.submit_store(job.number, source, destination)
+            self._poll(job.rank)
         for block in blocks[half:]:
             self._write(block, *self.device[block], ranks=[job.rank])
-        ((ticket, rank, good, bad),) = kept.kept
-        assert sorted(good) == sorted(slots), "a copy has failed by itself"
-        if how == "part":
-            good, bad = slots[:half], slots[half:]
-        if how == "late":
-            self.late.append((ticket, rank, good, bad))
-        else:
-            reports.stored(ticket, rank, good, bad)
+        assert sum(len(good) for _, _, good, _ in kept) == len(slots), "a copy has failed by itself"
+
+    @contextmanager
+    def _reports_of(self, rank: int, *, is_late: bool, good: Sequence[int] | None = None) -> Iterator[list[Spare]]:
+        """What a rank reports of stores meanwhile, which comes late, and says well of no other slots than `good`."""
+        worker = self.rig.workers[rank]
+        reports, kept = worker.reports, DelayedReports(worker.reports)
+        worker.reports = kept  # type: ignore[assignment]
+        yield kept.kept
+        worker.reports = reports
+        for ticket, at, well, bad in kept.kept:
+            failed = [] if good is None else [slot for slot in well if slot not in good]
+            said = (ticket, at, [slot for slot in well if slot not in failed], [*bad, *failed])
+            if is_late:
+                self.late.append(said)
+            else:
+                reports.stored(*said)
 
     def _poll(self, rank: int) -> None:
         """What a rank is copying is in place, or has failed."""

@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 from vllm_kit import PAGE
 
 from longshore.boundary import FILE, Slabs, Status
-from longshore.engines.vllm.worker import LoadPart
+from longshore.engines.vllm.worker import JobPart
 from longshore.tiers.base import Op, OpBatch, Tier, TierOp, TierResult, check_batch
 
 BLOCKS = 4096
@@ -136,13 +136,13 @@ class Loading:
 
 @dataclass
 class Job:
-    """A transfer that a rank has not made, or the next `part` of a load."""
+    """A transfer that a rank has not made, or the next `part` of one."""
 
     number: int
     rank: int
     transfer: Any
     is_store: bool
-    part: LoadPart | None = None
+    part: JobPart | None = None
 
 
 @dataclass

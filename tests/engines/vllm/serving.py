@@ -127,7 +127,10 @@ class Engine:
         self.llm.wake_up()
 
     def settle(self) -> None:
-        """Wait until all that was stored is safe in every tier."""
+        """Wait until all that was stored is safe in every tier; the engine steps meanwhile, as it does in a server."""
+        core, deadline = self.llm.llm_engine.engine_core.engine_core, time.monotonic() + 30.0
+        while core.scheduler.connector.has_pending_push_work() and time.monotonic() < deadline:
+            core.step_fn()
         self.manager._runtime.flush(30.0)
 
     def drop_host(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from engine_runs import CONNECTOR, Serve, asked, long_prompt, prompts, tiers
 
 
@@ -96,6 +97,27 @@ def test_a_prompt_longer_than_host_memory_is_served_under_chunked_prefill(serve:
     assert [each["tokens"] for each in served.answers] == [cold] * 4
     assert [each["cached"] >= 12 * 32 for each in served.answers] == [False, True, True, True], served
     assert served.counters["held"] == 0
+
+
+@pytest.mark.parametrize("tokens", [128, 1024], ids=["in pieces", "at once"])
+def test_a_prompt_longer_than_host_memory_is_stored_whole(serve: Serve, tmp_path: Path, tokens: int) -> None:
+    """One request stores it, and the next one loads it; also from files after a restart."""
+    prompts, options = [long_prompt(seed=seed) for seed in (1, 2)], {"max_num_batched_tokens": tokens}
+    cold = [each["tokens"] for each in serve("llama", asked(prompts), None, 160, options=options).answers]
+    extra = {**tiers(tmp_path / "tier"), "host_size": "576KiB"}
+    steps = [*asked(prompts[:1]), ["settle"], ["reset"]] * 2 + [
+        *asked(prompts[1:]),
+        ["settle"],
+        ["reset"],
+        *asked(prompts),
+    ]
+    served = serve("llama", steps, extra, 160, options=options, connector=CONNECTOR)
+    assert served.counters["image_bytes"] == [576 * 1024 // 12], "12 chunks of 28"
+    assert [each["tokens"] for each in served.answers] == [cold[0], cold[0], cold[1], *cold]
+    assert [each["cached"] for each in served.answers] == [0, 28 * 32, 0, 28 * 32, 28 * 32]
+    assert served.counters["held"] == served.counters["faults"] == 0
+    restarted = serve("llama", asked(prompts[:1]), extra, 160, options=options, connector=CONNECTOR)
+    assert (restarted.answers[0]["tokens"], restarted.answers[0]["cached"]) == (cold[0], 28 * 32)
 
 
 def test_prompts_longer_than_host_memory_are_loaded_whole(serve: Serve, tmp_path: Path) -> None:

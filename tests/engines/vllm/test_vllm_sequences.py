@@ -71,5 +71,10 @@ def test_any_call_sequence_with_long_prompts_leaks_nothing() -> None:
     init_none_hash(sha256)
     SEEN.clear()
     run_state_machine_as_test(Parts, settings=settings(max_examples=60, stateful_step_count=40))
-    for what in ("loads in parts", "parts", "ends of loads", "bad part", "whole loads in parts", "resets with parts"):
+    for what in ("loads in parts", "parts of loads", "ends of loads", "whole loads in parts", "resets with parts"):
         assert SEEN[what], what
+    for what in ("stores in parts", "parts of stores", "ends of stores", "flushes of stores in parts"):
+        assert SEEN[what], what
+    for how in ("bad", "late"):
+        assert SEEN[f"{how} part of a store"]
+    assert SEEN["bad part of a load"]

@@ -229,7 +229,7 @@ def test_loads_stores_sleeps_and_resets_in_any_order(rigs: Any, tmp_path: Path, 
     finish_load(engine, *life.loads)
     life.check()
     settled(engine)
-    assert not any(worker._loads or worker._jobs for worker in engine.rig.workers)
+    assert not any(worker._under_way or worker._jobs for worker in engine.rig.workers)
 
 
 def test_long_prompts_are_not_promised_while_host_memory_lacks(

@@ -39,7 +39,7 @@ class Engine:
 
     def __init__(self, rig: Rig) -> None:
         self.rig, self.manager = rig, rig.manager
-        self.manager.may_stream = True
+        self.manager.pass_parts(loads=True)
         spec: Any = rig.specs[0]
         spec.get_manager = lambda: rig.manager
         for worker in rig.workers:
@@ -56,6 +56,7 @@ class Engine:
         self.ended: Counter[int] = Counter()
         self.failed: set[int] = set()
         self.blocks: dict[str, list[list[KVCacheBlock]]] = {}
+        self.parts_of_stores = 0
 
     def request(self, chunks: int, *, first: int = 1) -> Request:
         tokens = [first + at for at in range(chunks * TOKENS + 5)]
@@ -78,6 +79,7 @@ class Engine:
             )
         )
         parts = self.manager.take_parts()
+        self.parts_of_stores += sum(part.is_store for part in parts)
         for rank, told in enumerate(self.told):
             told.append((meta, parts))
             if rank in ranks:
@@ -115,6 +117,22 @@ class Engine:
             self.finish(request)
             self.step()
             assert self.manager.flush(10.0)
+
+    def compute(self, chunks: int, pieces: int, *, first: int = 1) -> Request:
+        """Compute a prompt, so many chunks in a step; its stores have not ended."""
+        request = self.request(chunks, first=first)
+        blocks = self.blocks[request.request_id] = self._allocate(request, 0)
+        for rank, group, block, at in self._each(request, blocks):
+            for layer, tensor in enumerate(self.rig.tensors[rank][: group.layers]):
+                tensor[block, : PAGE - 8] = self._content(request, group, at, rank, layer)
+        ids = tuple([block.block_id for block in mine] for mine in blocks)
+        new = [SimpleNamespace(req_id=request.request_id, block_ids=ids)]
+        while request.num_computed_tokens < request.num_tokens:
+            count = min(pieces * TOKENS, request.num_tokens - request.num_computed_tokens)
+            self.step(new=new, scheduled={request.request_id: count})
+            request.num_computed_tokens += count
+            new = []
+        return request
 
     def finish(self, request: Request, status: RequestStatus = RequestStatus.FINISHED_STOPPED) -> None:
         request.num_computed_tokens = request.num_tokens if status is RequestStatus.FINISHED_STOPPED else 0
@@ -365,4 +383,30 @@ def test_without_the_connector_as_much_is_loaded_as_fits(engine: Engine) -> None
     assert not engine.failed
     assert engine.wrong(request, found) == 0
     engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    settled(engine)
+
+
+def finish_stores(engine: Engine) -> int:
+    """Steps until nothing is stored any more; how many."""
+    for steps in range(3000):
+        if not len(engine.manager._stores):
+            return steps
+        engine.step()
+        time.sleep(0.001)
+    raise AssertionError("a store does not end")
+
+
+@pytest.mark.parametrize("engine", [1, 2], indirect=True, ids=["full attention", "a window"])
+@pytest.mark.parametrize("pieces", [CHUNKS, 5])
+def test_a_prompt_longer_than_host_memory_is_stored_whole(engine: Engine, pieces: int) -> None:
+    stored = engine.compute(CHUNKS, pieces, first=1000)
+    engine.finish(stored)
+    finish_stores(engine)
+    assert engine.parts_of_stores > 1
+    assert engine.manager._stores.cut_off == 0, dict(engine.rig.cache.counters.drops)
+    request = engine.request(CHUNKS, first=1000)
+    assert engine.begin(request) == CHUNKS
+    finish_load(engine, request)
+    assert engine.wrong(request, CHUNKS) == 0
+    engine.finish(request)
     settled(engine)

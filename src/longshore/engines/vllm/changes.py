@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from longshore.engines.tensors import content
 from longshore.engines.vllm import contract
-from longshore.engines.vllm.requests import RequestState, Ticket
+from longshore.engines.vllm.requests import RequestState, StoreUnderWay, Ticket
 from longshore.engines.weight_files import FileDigests
 from longshore.errors import EngineError
 from longshore.runtime.rank_reports import RankReports
@@ -381,7 +381,7 @@ class BlockValidity:
         request.adapter = request.adapter or found or b""
         return found is not None and found == request.adapter
 
-    def may_store(self, request: RequestState, keys: Collection[OffloadKey], stores: Iterable[Ticket]) -> bool:
+    def may_store(self, request: RequestState, keys: Collection[OffloadKey], stores: Iterable[StoreUnderWay]) -> bool:
         """Whether blocks of `request` may be stored under `keys`, beside `stores` that are in flight."""
         if request.lora is None:
             return not self._distrusts and not self._base_is_mixed

@@ -85,7 +85,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             policy = vllm_config.kv_transfer_config.kv_load_failure_policy
-            self.connector_scheduler.manager.may_stream = policy == "recompute"
+            self.connector_scheduler.manager.pass_parts(loads=policy == "recompute")
 
     # ------------------------------------------------------------------ in the scheduler
 
@@ -106,7 +106,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
         return super().request_finished_all_groups(request, block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """A step was planned: its metadata carries the next parts of loads to the workers."""
+        """A step was planned: its metadata carries the next parts of jobs to the workers."""
         self._step_timer.planned(tokens_of(scheduler_output), time.monotonic())
         meta = super().build_connector_meta(scheduler_output)
         meta.parts = self.connector_scheduler.manager.take_parts()
@@ -157,7 +157,7 @@ class LongshoreConnector(OffloadingConnector):  # type: ignore[misc]
         return metrics
 
     def start_load_kv(self, forward_context: Any, **named: Any) -> None:
-        """Begin loads, and their next parts."""
+        """Begin loads, and the next parts of jobs."""
         super().start_load_kv(forward_context, **named)
         self._ours.go_on(self._connector_metadata.parts)
 

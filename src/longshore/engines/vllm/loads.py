@@ -19,7 +19,7 @@ from longshore.boundary import Key
 from longshore.cache import GroupKeys, Lease, PrefetchPolicy, Presence, Residency, TieredCache
 from longshore.engines.vllm.requests import Ticket, residency
 from longshore.engines.vllm.stores import NO_SLOTS
-from longshore.engines.vllm.worker import LoadPart, SlotsSpec
+from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.runtime.rank_reports import RankReports
 
 Paths = Mapping[int, Residency | Sequence[Key]]
@@ -62,7 +62,7 @@ class Loads:
         self._patience = patience
         self._ticket = ticket
         self._loads: dict[str, StreamedLoad] = {}
-        self._new_parts: list[LoadPart] = []
+        self._new_parts: list[JobPart] = []
 
     def __contains__(self, name: str) -> bool:
         """Whether the workers load something for the request `name`."""
@@ -91,7 +91,8 @@ class Loads:
         if load.rest:
             load.lease = _lease(cache, load, load.rest)
         self._loads[name] = load
-        return SlotsSpec(spec.job, spec.runs, epoch, spec.begins if load.rest else (), len(load.rest))
+        left = tuple(sum(group == each for each, _ in load.rest) for group in range(self._groups))
+        return SlotsSpec(spec.job, spec.runs, epoch, *((spec.begins, left) if load.rest else ()))
 
     def proceed(
         self, cache: TieredCache, end: Callable[[Ticket], object], now: float, slots: int, epoch: tuple[int, int]
@@ -114,7 +115,7 @@ class Loads:
             if ready:
                 del load.rest[: len(ahead) - len(rest)]
                 load.fetched -= len(ahead) - len(rest)
-                self._new_parts.append(LoadPart(load.number, self._lend(cache, load, ready, epoch)))
+                self._new_parts.append(JobPart(load.number, self._lend(cache, load, ready, epoch)))
             if load.fetched <= 0 and load.fetch is not None:
                 cache.release(load.fetch)
                 load.fetch = None
@@ -128,7 +129,7 @@ class Loads:
         load = self._loads.get(name)
         if load is not None and load.rest:
             load.failed, load.rest = True, []
-            self._new_parts.append(LoadPart(load.number, None))
+            self._new_parts.append(JobPart(load.number, None))
             _release(cache, load)
 
     def end(self, cache: TieredCache, name: str) -> tuple[list[Ticket], bool]:
@@ -141,17 +142,17 @@ class Loads:
         """End the loads of all requests; returns the tickets of open parts."""
         return [ticket for name in list(self._loads) for ticket in self.end(cache, name)[0]]
 
-    def take(self) -> list[LoadPart]:
+    def take(self) -> list[JobPart]:
         """Parts that are sent to the workers in this step."""
         parts, self._new_parts = self._new_parts, []
         return parts
 
-    def abandon(self) -> list[LoadPart]:
+    def abandon(self) -> list[JobPart]:
         """`take` after the control plane has failed: loads that have more parts are ended."""
         streams = [load for load in self._loads.values() if load.rest]
         for load in streams:
             load.rest = []
-        return [*self.take(), *(LoadPart(load.number, None) for load in streams)]
+        return [*self.take(), *(JobPart(load.number, None) for load in streams)]
 
     def _bring_up(self, cache: TieredCache, load: StreamedLoad, now: float, share: int) -> None:
         """Have the next chunks read into host memory: half of the load's `share`, so that reads and copies overlap."""

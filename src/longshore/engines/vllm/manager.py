@@ -52,7 +52,7 @@ from longshore.engines.vllm.requests import (
 )
 from longshore.engines.vllm.stores import NO_SLOTS, Stores
 from longshore.engines.vllm.tiers import SchedulerTiers
-from longshore.engines.vllm.worker import LoadPart, SlotsSpec
+from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.hints import RequestHints
 from longshore.runtime.containment import contained
 
@@ -137,7 +137,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 store.windows,
             )
         self._fetches = StoreFetches(self._runtime, self._groups) if store.stores else None
-        self._stores = Stores(self._groups, store.reports, self._validity, patience, self._events)
+        self._stores = Stores(
+            self._groups, store.reports, self._validity, patience, self._events, self._image_bytes, self._ticket
+        )
 
     # ------------------------------------------------------------------ loading
 
@@ -161,6 +163,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if request.colder and answer is not MISS:
             request.wanted[key] = None
         return answer
+
+    def pass_parts(self, *, loads: bool) -> None:
+        """The connector passes parts of jobs to workers. Loads have parts only if failed `loads` are recomputed."""
+        self._stores.may_stream, self.may_stream = True, loads
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """The tier that a chunk came from."""
@@ -204,10 +210,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                     self._runtime.observe_loads(LOAD, results)
             self._forget_if_done(name, request)
 
-    @contained(lambda self: self._loads.abandon())
-    def take_parts(self) -> list[LoadPart]:
-        """Parts of loads that are sent to the workers in this step."""
-        return self._loads.take()
+    @contained(lambda self: self._loads.abandon() + self._stores.abandon())
+    def take_parts(self) -> list[JobPart]:
+        """Parts of loads and stores that are sent to the workers in this step."""
+        return self._loads.take() + self._stores.take()
 
     @contained(lambda self, context, tokens, seconds: None)
     def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
@@ -220,16 +226,17 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """Offer slots for what no tier has, heads first. With `None` vLLM offers the same again.
 
-        That is the answer as long as room is being made, for a head that more is to come behind, and behind what the
-        tiers have of the request: an answer that takes a part, or nothing, is final.
+        An answer that takes a part, or nothing, is final. If the workers take parts, all is accepted for which there is
+        room, or room is being made. Else the answer is `None` as long as room is being made, for a head that more is to
+        come behind, and behind what the tiers have of the request.
         """
         self._look_for_new_weights()
         self._validity.used()
-        ticket, request = self._ticket(), self._begin(req_context)
+        request = self._begin(req_context)
         takes = request.hints.store and self._validity.may_store(request, keys, self._stores)
         with self._runtime.control() as cache:
-            runs = self._stores.offer(cache, request, keys, req_context, ticket, takes=takes)
-        return None if runs is None else PrepareStoreOutput(ticket.keys.copy(), self._slots_spec(ticket, runs), [])
+            taken = self._stores.offer(cache, request, keys, req_context, self._validity.epoch, takes=takes)
+        return None if taken is None else PrepareStoreOutput(*taken, [])
 
     @contained(lambda self, keys, req_context, success=True: None)
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
@@ -275,6 +282,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             cache.end_step()
             end, now = partial(self._end_load, cache=cache), self._runtime.clock()
             self._loads.proceed(cache, end, now, self._host_slots, self._validity.epoch)
+            self._stores.proceed(cache, now, self._host_slots, self._validity.epoch)
             self._stale = [each for each in self._stale if not self._is_over(*each, cache)]
         self._backoff.step_planned(self._is_awaited)
 
@@ -529,7 +537,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     @property
     def _tickets(self) -> list[Ticket]:
         """All tickets whose slots workers may still use."""
-        return [*self._stores, *self._loads.tickets, *(ticket for ticket, _ in self._stale)]
+        return [*self._stores.tickets, *self._loads.tickets, *(ticket for ticket, _ in self._stale)]
 
     @property
     def _is_serving(self) -> bool:
@@ -551,7 +559,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def _end_store(self, ticket: Ticket, cache: TieredCache) -> bool:
         """Publish the chunks that all ranks have copied; returns whether all ranks have reported."""
-        return self._stores.end(ticket, cache, self._runtime.clock(), self._image_bytes) is not None
+        return self._stores.end(ticket, cache, self._runtime.clock()) is not None
 
     def _is_awaited(self) -> bool:
         """Whether copies are in flight that a request or a later step waits for."""

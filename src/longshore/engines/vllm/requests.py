@@ -269,20 +269,67 @@ class Ticket:
         cache.apply(results, now)
         return results
 
+
+@dataclass(slots=True)
+class PathRest:
+    """Chunks of a store in one KV cache group, some of which have no slots yet.
+
+    Attributes:
+        path: Our keys from the first chunk of the prompt on.
+        positions: Those of the chunks in `path`, ascending.
+        theirs: vLLM's keys of the chunks.
+        done: How many of them have got slots, or need none.
+    """
+
+    path: Sequence[Key]
+    positions: Sequence[int]
+    theirs: Sequence[OffloadKey]
+    done: int
+
+    @property
+    def left(self) -> int:
+        """How many chunks have no slots."""
+        return len(self.positions) - self.done
+
+
+@dataclass(slots=True)
+class StoreUnderWay:
+    """What the workers store of one offer of `request`; vLLM reports it as one.
+
+    Attributes:
+        since: When chunks of it got slots last.
+        number: That of its first part, by which workers know it.
+        lora: As in `RequestState`; so is `adapter`.
+        keys: vLLM's keys of all its chunks.
+        parts: Tickets of the parts that workers copy.
+        rest: The chunks of each KV cache group that has some without slots, by our number.
+        has_gaps: Whether some of these get no slots: another request has stored them meanwhile, or the cache does not.
+    """
+
+    request: RequestState
+    since: float
+    number: int
+    lora: Any = None
+    adapter: bytes = b""
+    keys: list[OffloadKey] = field(default_factory=list)
+    parts: list[Ticket] = field(default_factory=list)
+    rest: dict[int, PathRest] = field(default_factory=dict)
+    has_gaps: bool = False
+
     @staticmethod
-    def reported(stores: dict[OffloadKey, list[Ticket]], keys: Iterable[OffloadKey]) -> list[Ticket]:
+    def reported(stores: dict[OffloadKey, list[StoreUnderWay]], keys: Iterable[OffloadKey]) -> list[StoreUnderWay]:
         """Those of the `stores`, by first key, whose keys vLLM reports as done; of those that share keys, the oldest.
 
         They are reported once, and taken out of `stores`.
         """
         left, done = set(keys), []
-        candidates = [ticket for key in stores.keys() & left for ticket in stores[key]]
-        for ticket in sorted(candidates, key=attrgetter("number")):
-            first = ticket.keys[0]
+        candidates = [store for key in stores.keys() & left for store in stores[key]]
+        for store in sorted(candidates, key=attrgetter("number")):
+            first = store.keys[0]
             if first in left:
-                left.difference_update(ticket.keys)
-                done.append(ticket)
-                stores[first].remove(ticket)
+                left.difference_update(store.keys)
+                done.append(store)
+                stores[first].remove(store)
                 if not stores[first]:
                     del stores[first]
         return done

@@ -1,9 +1,13 @@
-"""Stores: slots that vLLM is offered for new chunks, until every rank has reported them.
+"""Stores: slots that vLLM is offered for new chunks, until every rank has reported them; in parts, if they need more
+slots than host memory has.
 
-    offer  ──► slots for what no tier has ──► workers copy ──► reports of all ranks ──► end: published, or given back
+    prepare_store ──► first part: what has room ──► workers ──► reports of all ranks ──► published, written to files
+                                                      ▲                                                   │
+                 slots in a later step's metadata ────┴── slots of chunks that files have ◄───────────────┘
 
 vLLM reports a store when all ranks say that they are done. What is published is what all of them report as done; a slot
-is given back only after all ranks have reported it, because until then a worker may write there.
+is given back only after all ranks have reported it, because until then a worker may write there. The workers end a
+store early when vLLM gives its blocks to others: chunks that have no slot by then are not stored.
 """
 
 from __future__ import annotations
@@ -14,11 +18,23 @@ from itertools import compress
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-from longshore.boundary import HOST, Slots, TransferResult
-from longshore.cache import GroupKeys, TieredCache, Until
+from longshore.boundary import HOST, Slots
+from longshore.cache import GroupKeys, Presence, StoreOrder, TieredCache, Until
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.metrics import EventTranslator
-from longshore.engines.vllm.requests import ChunkGroups, RequestState, Ticket, has_more, knows, ours, position
+from longshore.engines.vllm.requests import (
+    ChunkGroups,
+    PathRest,
+    RequestState,
+    StoreUnderWay,
+    Ticket,
+    has_more,
+    knows,
+    ours,
+    position,
+    residency,
+)
+from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.errors import CacheError, IntegrityError
 from longshore.runtime.rank_reports import DONE, RankReports
 
@@ -31,6 +47,8 @@ class Stores:
 
     Attributes:
         by_key: Stores that vLLM will report, oldest first, by their first key: it reports all keys of one together.
+        may_stream: Whether stores may have parts: the connector passes them to workers.
+        cut_off: How many chunks have found no slot before the workers ended their store.
     """
 
     def __init__(
@@ -40,23 +58,38 @@ class Stores:
         trust: BlockValidity,
         patience: float,
         events: EventTranslator | None,
+        image_bytes: Sequence[int],
+        ticket: Callable[[], Ticket],
     ) -> None:
-        """`patience` is in seconds; the `events`, if there is one, learns vLLM's names of what is published."""
+        """`patience` is in seconds, `image_bytes` are those of each pool; `ticket` makes the ticket of a part.
+
+        The `events`, if there is one, learns vLLM's names of what is published.
+        """
         self._groups = groups
         self._reports = reports
         self._validity = trust
         self._patience = patience
         self._events = events
-        self._tickets: dict[int, Ticket] = {}
-        self.by_key: dict[OffloadKey, list[Ticket]] = {}
+        self._image_bytes = image_bytes
+        self._ticket = ticket
+        self._stores: dict[int, StoreUnderWay] = {}
+        self._new_parts: list[JobPart] = []
+        self.by_key: dict[OffloadKey, list[StoreUnderWay]] = {}
+        self.may_stream = False
+        self.cut_off = 0
 
     def __len__(self) -> int:
         """Stores that vLLM has not reported."""
-        return len(self._tickets)
+        return len(self._stores)
 
-    def __iter__(self) -> Iterator[Ticket]:
-        """Their tickets, oldest first."""
-        return iter(list(self._tickets.values()))
+    def __iter__(self) -> Iterator[StoreUnderWay]:
+        """These, oldest first."""
+        return iter(list(self._stores.values()))
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """The tickets of all parts that workers copy."""
+        return [ticket for store in self._stores.values() for ticket in store.parts]
 
     def offer(
         self,
@@ -64,91 +97,200 @@ class Stores:
         request: RequestState,
         keys: Collection[OffloadKey],
         context: ReqContext,
-        ticket: Ticket,
+        epoch: tuple[int, int],
         *,
         takes: bool,
-    ) -> list[Slots] | None:
-        """The slots of each group for those of `keys` that `ticket` names then; `None` if vLLM is to offer them again.
+    ) -> tuple[list[OffloadKey], SlotsSpec] | None:
+        """Those of `keys` that are stored, and the slots of their first part; `None` if vLLM is to offer them again.
 
-        Unless `takes`, there are none. Heads come first. The same is offered again as long as room is being made for a
-        head that more is to come behind, and behind what the tiers have of the request.
+        Unless `takes`, there are none. `epoch` is as in `SlotsSpec`. Heads come first. Without parts, the same is
+        offered again as long as room is being made for a head that more is to come behind, and behind what the tiers
+        have of the request.
         """
-        ticket.lora, ticket.adapter = request.lora, request.adapter
+        first = self._ticket()
+        store = StoreUnderWay(request, first.since, first.number, request.lora, request.adapter)
+        first.lora, first.adapter = store.lora, store.adapter
         request.offered = max([request.offered, *(position(key, context) for key in keys)])
         runs = [NO_SLOTS] * len(self._groups)
         if request.turn is None:
             begins = {0: GroupKeys(request.ours(keys))}
             returns = request.hints.returns
-            request.turn = cache.lookup(begins, ticket.since, until=Until.STEP, each=True, returns=returns).turn
+            request.turn = cache.lookup(begins, first.since, until=Until.STEP, each=True, returns=returns).turn
             cache.end_step()  # what this step reads is lent by now: heads may make way for what follows them
-        for group, offered in self._groups.split(keys if takes else ()):
-            again, slots = self._offer_group(cache, request, group, offered, context, ticket)
+        groups = self._groups.split(keys if takes else ())
+        if self.may_stream:  # windows get room first, because they do not wait for it
+            groups.sort(key=lambda each: self._groups.windows[each[0]] is None)
+        for group, offered in groups:
+            again, slots = self._offer_group(cache, store, group, offered, context, first)
             if again:
                 return None
             if slots is not None:
                 runs[group] = slots
         request.refused_since = None
-        if ticket.keys:
-            self._tickets[ticket.number] = ticket
-            self.by_key.setdefault(ticket.keys[0], []).append(ticket)
-        return runs
+        store.keys = first.keys + [key for rest in store.rest.values() for key in rest.theirs[rest.done :]]
+        left = tuple(store.rest[group].left if group in store.rest else 0 for group in range(len(self._groups)))
+        if store.keys:
+            self._stores[store.number] = store
+            self.by_key.setdefault(store.keys[0], []).append(store)
+            store.parts += [first] if first.jobs else []
+        return store.keys.copy(), SlotsSpec(store.number, tuple(runs), epoch, (), left if store.rest else ())
 
     def _offer_group(
         self,
         cache: TieredCache,
-        request: RequestState,
+        store: StoreUnderWay,
         group: int,
         keys: list[OffloadKey],
         context: ReqContext,
         ticket: Ticket,
     ) -> tuple[bool, Slots | None]:
         """Whether vLLM is to offer the chunks of this group again; and slots for them, if there are any."""
-        tokens, window = self._groups.tokens[group], self._groups.windows[group]
+        request, tokens, window = store.request, self._groups.tokens[group], self._groups.windows[group]
         slides = window is not None
         if slides and not (keys := [key for key in keys if position(key, context) > request.stale]):
             return False, None
         first, path = (0, request.ours(keys)) if slides else request.path_to(group, keys, context, tokens)
-        comes_again = knows(cache, path[first - 1]) if first else not slides and has_more(keys, context)
         begin, rest = divmod(position(keys[0], context) - 1, tokens)
-        patient = comes_again and rest == tokens - 1 and not ticket.jobs
-        patient = patient and request.may_wait(ticket.since, self._patience)
-        try:
-            retention = request.hints.chunks(tokens, max(0, begin) - first)
-            slid, last_window = request.slid(group, window, keys, context)
-            whole = GroupKeys(path, first, retention=retention, slid=slid)
-            order = cache.store({group: whole}, patient=patient, turn=request.turn)[group]
-        except IntegrityError:
-            raise
-        except CacheError as error:  # before anything has changed
-            _log.warning(
-                "request %s: the cache refused %d chunks, which are not stored: %s", context.req_id, len(keys), error
-            )
+        streams = self.may_stream and not slides and rest == tokens - 1
+        if streams and first < len(path) and any(group in each.rest for each in self if each.request is request):
+            store.rest[group] = PathRest(path, range(first, len(path)), keys[: len(path) - first], 0)
             return False, None
-        if order.again:
-            return True, None
+        comes_again = knows(cache, path[first - 1]) if first else not slides and has_more(keys, context)
+        patient = comes_again and rest == tokens - 1 and not ticket.jobs and not streams
+        patient = patient and request.may_wait(ticket.since, self._patience)
+        slid, last_window = request.slid(group, window, keys, context)
+        retention = request.hints.chunks(tokens, max(0, begin) - first)
+        whole = GroupKeys(path, first, retention=retention, slid=slid)
+        order = self._order(cache, store, whole, group, patient=patient, stream=streams)
+        if order is None or order.again:
+            return order is not None, None
         request.windows[group] = last_window
+        if order.later:
+            positions = [*order.positions, *order.later]
+            theirs = [keys[at - first] for at in positions]
+            store.rest[group] = PathRest(path, positions, theirs, len(order.positions))
         if order.job is None:
             return False, None
         ticket.keys += [keys[at - first] for at in order.positions]
         ticket.jobs.append((order.job, order.slots.of))
         return False, order.slots.of
 
+    @staticmethod
+    def _order(
+        cache: TieredCache,
+        store: StoreUnderWay,
+        path: GroupKeys,
+        group: int,
+        *,
+        patient: bool = False,
+        stream: bool = False,
+    ) -> StoreOrder | None:
+        """Have the cache give slots to the chunks of `path`; `None` if it refuses the call."""
+        try:
+            return cache.store({group: path}, patient=patient, stream=stream, turn=store.request.turn)[group]
+        except IntegrityError:
+            raise
+        except CacheError as error:  # before anything has changed
+            count, name = len(path.names) - path.first, store.request.name
+            _log.warning("request %s: the cache refused %d chunks, which are not stored: %s", name, count, error)
+            return None
+
+    def proceed(self, cache: TieredCache, now: float, slots: int, epoch: tuple[int, int]) -> None:
+        """End parts that all ranks have copied, and give slots to chunks that have none yet, oldest first.
+
+        Host memory has so many `slots`. A store that gets none within the patience, or of which a part has failed, is
+        ended: its other chunks are not stored.
+        """
+        waiting = set[str]()
+        for store in [each for each in self if each.rest]:
+            outcomes = {ticket.number: self.end(ticket, cache, now) for ticket in store.parts}
+            store.parts = [ticket for ticket in store.parts if outcomes[ticket.number] is None]
+            if False in outcomes.values() or now - store.since > self._patience:
+                self._cut(store)
+            elif store.request.name not in waiting:  # else it is behind what waits
+                for group, rest in list(store.rest.items()):
+                    while rest.left and self._next_part(cache, store, group, now, slots, epoch):
+                        pass
+                    if not rest.left:
+                        del store.rest[group]
+                if store.rest:
+                    waiting.add(store.request.name)
+                elif store.has_gaps:
+                    self._cut(store)
+
+    def _next_part(
+        self, cache: TieredCache, store: StoreUnderWay, group: int, now: float, slots: int, epoch: tuple[int, int]
+    ) -> bool:
+        """Give slots to the next chunks of `group`, which follow one another; whether any got some, or need none."""
+        rest = store.rest[group]
+        ahead = rest.positions[rest.done : rest.done + slots]
+        lacks = [each is Presence.ABSENT for each in residency(cache, [rest.path[at] for at in ahead]).presences]
+        there = lacks.index(True) if True in lacks else len(lacks)
+        if there:  # stored for another request meanwhile
+            rest.done, store.has_gaps = rest.done + there, True
+            return True
+        first, run = ahead[0], 1
+        while run < len(ahead) and lacks[run] and ahead[run] == first + run:
+            run += 1
+        retention = store.request.hints.chunks(self._groups.tokens[group], 0)
+        path = GroupKeys(rest.path[: first + run], first, retention=retention)
+        order = self._order(cache, store, path, group, stream=True)
+        got = 0 if order is None else len(order.positions)
+        if order is not None and order.job is not None:
+            ticket = self._part(store, rest.theirs[rest.done : rest.done + got], (order.job, order.slots.of))
+            runs, begins = [NO_SLOTS] * len(self._groups), [0] * len(self._groups)
+            runs[group], begins[group] = order.slots.of, rest.done
+            spec = SlotsSpec(ticket.number, tuple(runs), epoch, tuple(begins))
+            self._new_parts.append(JobPart(store.number, spec, is_store=True))
+            rest.done, store.since = rest.done + got, now
+        if got < run and (order is None or not order.later):  # the cache will not store the others
+            self.cut_off += rest.left - (0 if order is None else run - got)
+            rest.positions, store.has_gaps = rest.positions[: rest.done], True
+        return got > 0
+
+    def _part(self, store: StoreUnderWay, keys: Sequence[OffloadKey], job: tuple[int, Slots]) -> Ticket:
+        """The ticket of the next part of `store`."""
+        ticket = self._ticket()
+        ticket.lora, ticket.adapter = store.lora, store.adapter
+        ticket.keys, ticket.jobs = list(keys), [job]
+        store.parts.append(ticket)
+        return ticket
+
+    def _cut(self, store: StoreUnderWay) -> None:
+        """No more of `store` gets slots: the workers report it when they have copied what they were given."""
+        self.cut_off += sum(rest.left for rest in store.rest.values())
+        store.rest.clear()
+        self._new_parts.append(JobPart(store.number, None, is_store=True))
+
+    def take(self) -> list[JobPart]:
+        """Parts that are sent to the workers in this step."""
+        parts, self._new_parts = self._new_parts, []
+        return parts
+
+    def abandon(self) -> list[JobPart]:
+        """`take` after the control plane has failed: stores that have more parts are ended."""
+        for store in [each for each in self if each.rest]:
+            self._cut(store)
+        return self.take()
+
     def report(self, keys: Collection[OffloadKey], end: Callable[[Ticket], bool]) -> list[Ticket]:
         """vLLM reports `keys` as done: `end` their stores. Returns those that not all ranks have reported yet.
 
-        For these the report was of another store of the same key.
+        For these the report was of another store of the same key, or the workers have ended the store early.
         """
         left = []
-        for ticket in Ticket.reported(self.by_key, keys):
+        for store in StoreUnderWay.reported(self.by_key, keys):
             # A store that is not known any more is from before weights changed: the reports of the ranks end it.
-            if self._tickets.pop(ticket.number, None) is not None and not end(ticket):
-                left.append(ticket)
+            if self._stores.pop(store.number, None) is not None:
+                self.cut_off += sum(rest.left for rest in store.rest.values())
+                left += [ticket for ticket in store.parts if not end(ticket)]
         return left
 
-    def end(
-        self, ticket: Ticket, cache: TieredCache, now: float, image_bytes: Sequence[int]
-    ) -> list[TransferResult] | None:
-        """Publish what all ranks report as done, and give the rest back; `None` until all have reported."""
+    def end(self, ticket: Ticket, cache: TieredCache, now: float) -> bool | None:
+        """Publish what all ranks report as done, and give the rest back; whether that was all of it.
+
+        `None` until all have reported.
+        """
         outcomes = self._reports.outcomes(ticket.number, ticket.slots)
         if not outcomes.all():
             return None
@@ -158,12 +300,15 @@ class Stores:
         if self._events is not None:
             stored = list(compress(ticket.keys, good))
             self._events.name(stored, ours(stored, ticket.adapter))
-        return ticket.end(cache, good, now, image_bytes)
+        ticket.end(cache, good, now, self._image_bytes)
+        return all(good)
 
     def void_all(self) -> list[Ticket]:
-        """None of the stores publishes anything any more; their tickets, whose slots workers may still write."""
-        tickets = list(self)
+        """None of the stores publishes anything any more; the tickets whose slots workers may still write."""
+        tickets = self.tickets
         for ticket in tickets:
             ticket.void = True
-        self._tickets.clear()
+        for store in [each for each in self if each.rest]:
+            self._cut(store)
+        self._stores.clear()
         return tickets

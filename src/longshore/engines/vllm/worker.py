@@ -2,12 +2,13 @@
 
     submit_store  ─► TransferEngine ─► bytes in place ─► report (job, done or failed) ─► get_finished
     submit_load   ─► TransferEngine ─► bytes in place ─► report the load            ─► get_finished
-    go_on         ─► the next part of a load, in a later step ─► report the part     ─► get_finished, after the last
+    go_on         ─► the next part of a job, in a later step  ─► report the part     ─► get_finished, after the last
 
 vLLM asserts that every job succeeds. A failed store is therefore reported in shared memory (`RankReports`): the manager
 publishes nothing that not all ranks have reported as done. A load that fails is tried once more; then its request is
-reported as failed, if the connector can (`LongshoreConnector`), or the engine stops: never a wrong token. A load has
-ended when all its parts have, or when one has failed and no other is being copied: parts that come later are refused.
+reported as failed, if the connector can (`LongshoreConnector`), or the engine stops: never a wrong token. A job has
+ended when all its parts have. If a part of a load has failed, or vLLM waits for a store, it ends when nothing of it is
+being copied: parts that come later are refused.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
         job: The manager's ticket, a number that no other ever has.
         runs: The slots of each KV cache group, in order.
         epoch: How often weights had changed, and device memory had gone or come back, when the manager gave the ticket.
-        begins: For a part of a load: how many chunks of each group other parts have brought before.
-        left: For the first part of a load: how many chunks later parts bring.
+        begins: For a part of a job: how many chunks of each group other parts have had before.
+        left: For the first part of a job: how many chunks of each group later parts have; empty if there are none.
     """
 
     job: int
     runs: tuple[Slots, ...]
     epoch: tuple[int, int] = (0, 0)
     begins: tuple[int, ...] = ()
-    left: int = 0
+    left: tuple[int, ...] = ()
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -77,38 +78,41 @@ class SlotsSpec(LoadStoreSpec):  # type: ignore[misc]
         return [index for run in self.runs for index in run.indices]
 
 
-class LoadPart(NamedTuple):
-    """The next part of the load whose first ticket is `load`; without `slots` there will be none, and it has failed."""
+class JobPart(NamedTuple):
+    """The next part of the job whose first ticket is `job`.
 
-    load: int
+    Without `slots` no other part comes, and the job has failed if it is a load.
+    """
+
+    job: int
     slots: SlotsSpec | None
+    is_store: bool = False
 
 
 @dataclass(slots=True)
-class _LoadUnderWay:
-    """A load into `blocks`, by our number and vLLM's: chunks that are not in place yet, and parts being copied."""
+class _JobUnderWay:
+    """A job of vLLM's, by our number and its own: chunks that are not in place yet, and parts being copied.
+
+    `over`: parts that come later are refused.
+    """
 
     number: int
     theirs: int
     blocks: GPULoadStoreSpec
     left: int
+    is_store: bool
     copying: set[int] = field(default_factory=set)
-    failed: bool = False
+    over: bool = False
     bytes: int = 0
     seconds: float = 0.0
 
 
 @dataclass(slots=True)
-class _WorkerJob:
-    theirs: int
+class _PartUnderWay:
+    whole: _JobUnderWay
     spec: SlotsSpec
-    transfer: Transfer | None
-    load: _LoadUnderWay | None = None
+    transfer: Transfer | None = None
     retried: bool = False
-
-    @property
-    def is_store(self) -> bool:
-        return self.load is None
 
 
 class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
@@ -138,9 +142,10 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._rank = rank
         self._has_part = has_part
         self._per_chunk = blocks_per_chunk
-        self._jobs: dict[int, _WorkerJob] = {}
-        self._loads: dict[int, _LoadUnderWay] = {}
-        """Loads that have not ended, by the ticket of their first part."""
+        self._jobs: dict[int, _PartUnderWay] = {}
+        """Parts that are being copied, by ticket."""
+        self._under_way: dict[int, _JobUnderWay] = {}
+        """Jobs that have not ended, by the ticket of their first part."""
         self._done: list[VllmResult] = []
         self._asleep = False
         self._changes = WeightWatch(vllm, partial(reports.weights_changed, rank), self)
@@ -151,31 +156,30 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         if not self._has_part:
             self._done.append(VllmResult(job_id, True, 0, 0.0))
             return True
-        self._begin(_WorkerJob(job_id, dst_spec, None), src_spec)
+        store = self._first_part(job_id, src_spec, dst_spec, is_store=True)
+        store.over |= not self._is_divisible(src_spec, dst_spec)
+        self._begin_first(store, dst_spec)
         return True
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         """Begin to copy blocks out of the arena. Always true."""
-        load = _LoadUnderWay(src_spec.job, job_id, dst_spec, src_spec.left + len(src_spec.indices))
-        self._loads[load.number] = load
-        if src_spec.indices or not src_spec.left:
-            self._begin_part(load, src_spec)
+        self._begin_first(self._first_part(job_id, dst_spec, src_spec, is_store=False), src_spec)
         return True
 
-    def go_on(self, parts: Iterable[LoadPart]) -> None:
-        """Begin the next parts of loads, or end them; parts of loads that have ended are reported as failed."""
-        for number, spec in parts:
-            load = self._loads.get(number)
+    def go_on(self, parts: Iterable[JobPart]) -> None:
+        """Begin the next parts of jobs, or end them; parts of jobs that have ended are reported as failed."""
+        for number, spec, is_store in parts:
+            job = self._under_way.get(number)
             if spec is None:
-                if load is not None:
-                    load.failed = True
-                    self._end_if_over(load)
-            elif load is None or load.failed:
-                self.reports.loaded(spec.job, self._rank, good=False)
+                if job is not None:
+                    job.over = True
+                    self._end_if_over(job)
+            elif job is None or job.over:
+                self._report_failure(spec, is_store=is_store)
             else:
-                self._begin_part(load, spec)
+                self._begin_part(job, spec)
 
     def get_finished(self) -> list[VllmResult]:
         """Jobs that have ended since the last call."""
@@ -185,15 +189,18 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _poll(self) -> None:
         for result in self.engine.poll():
-            job = self._jobs.pop(result.job)
-            if job.load is None:
-                self._stored(job, result)
+            part = self._jobs.pop(result.job)
+            if part.whole.is_store:
+                self._stored(part, result)
             else:
-                self._loaded(job, job.load, result)
+                self._loaded(part, result)
 
     def wait(self, job_ids: set[int]) -> None:
-        """Block until these jobs have ended. Unknown jobs have ended."""
-        ours = [number for number, job in self._jobs.items() if job.theirs in job_ids]
+        """Block until these jobs have ended, stores without parts that were not submitted. Unknown jobs have ended."""
+        for store in [job for job in self._under_way.values() if job.is_store and job.theirs in job_ids]:
+            store.over = True
+            self._end_if_over(store)
+        ours = [number for number, part in self._jobs.items() if part.whole.theirs in job_ids]
         self.engine.wait(ours)
 
     def before_device_release(self) -> None:
@@ -262,125 +269,150 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         if report_adapter(lora, self.reports, self._rank, number) and not self.reports_failures:
             self.reports.weights_changed(self._rank)
 
-    def _begin_part(self, load: _LoadUnderWay, spec: SlotsSpec) -> None:
-        """Begin to copy the chunks of `spec`."""
-        load.copying.add(spec.job)
-        blocks = load.blocks
-        if spec.begins or spec.left:
-            blocks = _part(blocks, spec, self._per_chunk)
-        self._begin(_WorkerJob(load.theirs, spec, None, load), blocks)
+    def _first_part(self, theirs: int, blocks: GPULoadStoreSpec, spec: SlotsSpec, *, is_store: bool) -> _JobUnderWay:
+        job = _JobUnderWay(spec.job, theirs, blocks, sum(spec.left) + len(spec.indices), is_store)
+        self._under_way[job.number] = job
+        return job
 
-    def _begin(self, job: _WorkerJob, blocks: GPULoadStoreSpec) -> None:
+    def _begin_first(self, job: _JobUnderWay, spec: SlotsSpec) -> None:
+        """Begin the first part of `job`, unless all of it comes later."""
+        if spec.indices or not spec.left or job.over:
+            self._begin_part(job, spec)
+
+    def _is_divisible(self, blocks: GPULoadStoreSpec, spec: SlotsSpec) -> bool:
+        """Whether it is known which `blocks` are those of later parts: none is missing but at the beginning."""
+        groups = zip(blocks.group_sizes, blocks.block_indices, spec.counts, spec.left, strict=False)
+        return all(
+            size == (now + later) * self._per_chunk - index % self._per_chunk
+            for size, index, now, later in groups
+            if later
+        )
+
+    def _begin_part(self, job: _JobUnderWay, spec: SlotsSpec) -> None:
+        """Begin to copy the chunks of `spec`."""
+        job.copying.add(spec.job)
+        blocks = _part(job.blocks, spec, self._per_chunk) if spec.begins or spec.left else job.blocks
+        self._begin(_PartUnderWay(job, spec), blocks)
+
+    def _begin(self, part: _PartUnderWay, blocks: GPULoadStoreSpec) -> None:
         self._changes.check()
-        if self._asleep or self.arena.is_given_back or self._is_outdated(job):
-            self._end_badly(job)
+        if self._asleep or self.arena.is_given_back or self._is_outdated(part) or part.whole.over:
+            self._end_badly(part)
             return
         try:
-            job.transfer = self._transfer(job, blocks)
+            part.transfer = self._transfer(part, blocks)
         except LongshoreError as error:
-            _log.error("transfer job %d could not be planned, its blocks are not copied: %s", job.spec.job, error)
-        if job.transfer is None or not job.transfer.items or not self._try(job):
-            self._end_badly(job)
+            _log.error("transfer job %d could not be planned, its blocks are not copied: %s", part.spec.job, error)
+        if part.transfer is None or not part.transfer.items or not self._try(part):
+            self._end_badly(part)
 
-    def _is_outdated(self, job: _WorkerJob) -> bool:
-        """Whether weights have changed, or device memory was freed, since the manager ordered `job`."""
-        return (self.reports.weight_changes, self.reports.sleep_changes) != job.spec.epoch
+    def _is_outdated(self, part: _PartUnderWay) -> bool:
+        """Whether weights have changed, or device memory was freed, since the manager ordered `part`."""
+        return (self.reports.weight_changes, self.reports.sleep_changes) != part.spec.epoch
 
-    def _try(self, job: _WorkerJob) -> bool:
-        """Submit the transfer of `job`; returns whether the engine accepted it."""
+    def _try(self, part: _PartUnderWay) -> bool:
+        """Submit the transfer of `part`; returns whether the engine accepted it."""
         if self._asleep:
             return False
         try:
-            self.engine.submit(cast(Transfer, job.transfer))
+            self.engine.submit(cast(Transfer, part.transfer))
         except LongshoreError as error:
             _log.error(
-                "transfer job %d was refused by the transfer engine, its blocks are not copied: %s", job.spec.job, error
+                "transfer job %d was refused by the transfer engine, its blocks are not copied: %s",
+                part.spec.job,
+                error,
             )
             return False
-        self._jobs[job.spec.job] = job
+        self._jobs[part.spec.job] = part
         return True
 
-    def _transfer(self, job: _WorkerJob, blocks: GPULoadStoreSpec) -> Transfer:
+    def _transfer(self, part: _PartUnderWay, blocks: GPULoadStoreSpec) -> Transfer:
         """What is to be copied.
 
         A window may have slid past some blocks of chunks that are to be stored. Nobody says which, so that none of the
         images of that group would be known to be whole: all of them are left out. Of blocks that begin inside a chunk
         and then follow one another, only that chunk is left out.
         """
-        ids, begin = blocks.block_ids.tolist(), 0
+        ids, begin, is_store = blocks.block_ids.tolist(), 0, part.whole.is_store
         sections: list[Section] = []
         slots: list[Slot] = []
         for group, (size, index, chunks) in enumerate(
-            zip(blocks.group_sizes, blocks.block_indices, job.spec.counts, strict=True)
+            zip(blocks.group_sizes, blocks.block_indices, part.spec.counts, strict=True)
         ):
-            skip = -index % self._per_chunk if job.is_store else 0  # blocks of a chunk whose beginning is missing
+            skip = -index % self._per_chunk if is_store else 0  # blocks of a chunk whose beginning is missing
             first = 1 if skip else 0
             is_whole = size - skip == (chunks - first) * self._per_chunk
-            if size > skip and (is_whole or not job.is_store):
+            if size > skip and (is_whole or not is_store):
                 sections.append(Section(group, index + skip, tuple(ids[begin + skip : begin + size])))
-                slots += list(addresses(*job.spec.runs[group]))[first:]
+                slots += list(addresses(*part.spec.runs[group]))[first:]
             begin += size
         return Transfer(
-            job=job.spec.job,
-            route=Route(DEVICE, HOST) if job.is_store else Route(HOST, DEVICE),
+            job=part.spec.job,
+            route=Route(DEVICE, HOST) if is_store else Route(HOST, DEVICE),
             items=tuple(
-                Item(b"", None, None, slot, self._all) if job.is_store else Item(b"", None, slot, None, self._all)
+                Item(b"", None, None, slot, self._all) if is_store else Item(b"", None, slot, None, self._all)
                 for slot in slots
             ),
             sections=tuple(sections),
-            urgency=Urgency.WRITE if job.is_store else Urgency.DEMAND,
+            urgency=Urgency.WRITE if is_store else Urgency.DEMAND,
         )
 
     @property
     def _all(self) -> int:
         return (1 << self._per_chunk) - 1
 
-    def _stored(self, job: _WorkerJob, result: TransferResult) -> None:
-        items = cast(Transfer, job.transfer).items
+    def _stored(self, part: _PartUnderWay, result: TransferResult) -> None:
+        items = cast(Transfer, part.transfer).items
         slots = [cast(Slot, item.destination).index for item in items]
         good = {slot for slot, status in zip(slots, result.statuses, strict=True) if status is OK}
-        if self._is_outdated(job):
+        if self._is_outdated(part):
             good.clear()
-        self.reports.stored(job.spec.job, self._rank, list(good), [i for i in job.spec.indices if i not in good])
-        self._done.append(VllmResult(job.theirs, True, result.bytes, result.seconds))
+        self.reports.stored(part.spec.job, self._rank, list(good), [i for i in part.spec.indices if i not in good])
+        self._end_part(part, result.bytes, result.seconds)
 
-    def _loaded(self, job: _WorkerJob, load: _LoadUnderWay, result: TransferResult) -> None:
-        outdated = self._is_outdated(job)
+    def _loaded(self, part: _PartUnderWay, result: TransferResult) -> None:
+        outdated = self._is_outdated(part)
         if outdated or any(status is not OK for status in result.statuses):
-            if outdated or job.retried or not self._try(job):
-                self._end_badly(job)
-            job.retried = True
+            if outdated or part.retried or not self._try(part):
+                self._end_badly(part)
+            part.retried = True
             return
-        self.reports.loaded(job.spec.job, self._rank, good=True)
-        load.bytes, load.seconds = load.bytes + result.bytes, load.seconds + result.seconds
-        load.left -= len(job.spec.indices)
-        load.copying.discard(job.spec.job)
-        self._end_if_over(load)
+        self.reports.loaded(part.spec.job, self._rank, good=True)
+        self._end_part(part, result.bytes, result.seconds)
 
-    def _end_badly(self, job: _WorkerJob) -> None:
-        if job.load is None:
-            self.reports.stored(job.spec.job, self._rank, [], job.spec.indices)
-            self._done.append(VllmResult(job.theirs, True, 0, 0.0))
-            return
-        self.reports.loaded(job.spec.job, self._rank, good=False)
-        job.load.failed = True
-        job.load.copying.discard(job.spec.job)
-        self._end_if_over(job.load)
+    def _end_badly(self, part: _PartUnderWay) -> None:
+        self._report_failure(part.spec, is_store=part.whole.is_store)
+        part.whole.over |= not part.whole.is_store
+        self._end_part(part)
 
-    def _end_if_over(self, load: _LoadUnderWay) -> None:
-        """Report `load` when nothing of it is being copied and nothing is to come, or something of it has failed."""
-        if load.copying or (load.left and not load.failed):
+    def _report_failure(self, spec: SlotsSpec, *, is_store: bool) -> None:
+        if not is_store:
+            self.reports.loaded(spec.job, self._rank, good=False)
+        elif self._has_part:
+            self.reports.stored(spec.job, self._rank, [], spec.indices)
+
+    def _end_part(self, part: _PartUnderWay, nbytes: int = 0, seconds: float = 0.0) -> None:
+        job = part.whole
+        job.bytes, job.seconds = job.bytes + nbytes, job.seconds + seconds
+        job.left -= len(part.spec.indices)
+        job.copying.discard(part.spec.job)
+        self._end_if_over(job)
+
+    def _end_if_over(self, job: _JobUnderWay) -> None:
+        """Report `job` when nothing of it is being copied, and nothing is to come."""
+        if job.copying or (job.left and not job.over):
             return
-        del self._loads[load.number]
-        if load.failed:
+        del self._under_way[job.number]
+        failed = job.over and not job.is_store
+        if failed:
             if not self.reports_failures:
                 raise EngineError(
-                    f"load job {load.number} failed, which OffloadingConnector cannot report: use LongshoreConnector, "
+                    f"load job {job.number} failed, which OffloadingConnector cannot report: use LongshoreConnector, "
                     "which has the request recomputed"
                 )
-            self.failed.add(load.theirs)
-        moved = (0, 0.0) if load.failed else (load.bytes, load.seconds)
-        self._done.append(VllmResult(load.theirs, True, *moved))
+            self.failed.add(job.theirs)
+        moved = (0, 0.0) if failed else (job.bytes, job.seconds)
+        self._done.append(VllmResult(job.theirs, True, *moved))
 
     def take_failed(self, jobs: Collection[int]) -> set[int]:
         """Which of these loads have failed; each is returned once."""
@@ -390,7 +422,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
 
 def _part(blocks: GPULoadStoreSpec, spec: SlotsSpec, per_chunk: int) -> GPULoadStoreSpec:
-    """The `blocks` of a load that the chunks of `spec` are copied to."""
+    """The `blocks` of a job that the chunks of `spec` are copied to, or from."""
     ids, begin = blocks.block_ids.tolist(), 0
     mine: list[int] = []
     sizes, indices = [], []
