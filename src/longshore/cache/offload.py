@@ -90,7 +90,9 @@ class Offloader:
         store.serve(turn)
         end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
         if alone:
-            offload = self._offload_alone(keys, first, nodes, blocks, retention, group=group, prompt=end)
+            offload = self._offload_alone(
+                keys, first, nodes, blocks, retention, group=group, prompt=end, patient=patient
+            )
         else:
             answer = keys[max(end, first + len(nodes)) :]
             self._transfers.drop(0, store.index.find(answer).count(ROOT), DropReason.ANSWER)
@@ -188,6 +190,7 @@ class Offloader:
         *,
         group: int,
         prompt: int,
+        patient: bool = False,
     ) -> StoreOrder:
         """`store` for chunks that stand alone. Chunks from position `prompt` on are not stored.
 
@@ -206,9 +209,11 @@ class Offloader:
         wanted = self._worth_alone(keys, fresh, prompt, retention)
         store.log.by = keys[wanted[-1]] if wanted else None
         pins = [store.pin(node) for node in window]
-        admitted, _ = self._admit(len(wanted), (), pool)
+        admitted, waiting = self._admit(len(wanted), (), pool, patient=patient)
         for pin in pins:
             store.unpin(pin)
+        if waiting:
+            return StoreOrder(None, again=True)
         wanted = wanted[len(wanted) - admitted :]
         job, slots = self._order_alone(keys, wanted, first, blocks, group)
         known = [position for position in known if store.index.key[at[position]] == keys[position]]

@@ -328,13 +328,7 @@ class Sequences(RuleBasedStateMachine):
             SEEN["flushes"] += 1
             if number in stores:
                 self._begin(number, stores.pop(number), is_store=True)
-            streams = [job for worker in self.rig.workers for job in worker._under_way.values() if job.theirs == number]
-            SEEN["flushes of stores in parts"] += any(job.is_store and job.left for job in streams)
-            for job in [each for each in self.jobs if each.number == number]:
-                self._move(job, "good")
-            for rank, worker in enumerate(self.rig.workers):
-                worker.wait({number})
-                self._poll(rank)
+            self._flush(number)
         for block, key, salt in self.writes:
             self._write(block, key, salt)
         self.writes.clear()
@@ -360,6 +354,16 @@ class Sequences(RuleBasedStateMachine):
             SEEN[f"ends of {what}" if part.slots is None else f"parts of {what}"] += 1
             number = self.tickets[part.job]
             self.jobs += [Job(number, rank, None, part.is_store, part) for rank in range(len(self.rig.workers))]
+
+    def _flush(self, number: int) -> None:
+        """Have this store end, as its blocks are given to others."""
+        for job in [each for each in self.jobs if each.number == number]:
+            self._move(job, "good")
+        for rank, worker in enumerate(self.rig.workers):
+            under_way = [job for job in worker._under_way.values() if job.theirs == number]
+            SEEN["flushes of stores in parts"] += any(job.is_store and job.left for job in under_way)
+            worker.wait({number})
+            self._poll(rank)
 
     def _begin(self, number: int, transfer: Any, *, is_store: bool) -> None:
         if is_store:

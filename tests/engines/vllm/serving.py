@@ -112,6 +112,11 @@ class Engine:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not reset")
 
+    def reset_tiers(self) -> None:
+        """Forget what the tiers have, and the device."""
+        if not self.llm.llm_engine.reset_prefix_cache(reset_connector=True):
+            raise RuntimeError("the prefix cache was not reset")
+
     def sleep(self, level: int) -> None:
         """Put the engine to sleep."""
         self.llm.sleep(level=level)

@@ -120,6 +120,21 @@ def test_a_prompt_longer_than_host_memory_is_stored_whole(serve: Serve, tmp_path
     assert (restarted.answers[0]["tokens"], restarted.answers[0]["cached"]) == (cold[0], 28 * 32)
 
 
+def test_a_long_prompt_is_whole_again_after_its_store_was_cut_off(serve: Serve, tmp_path: Path) -> None:
+    """By an abort, a tier host that dies, a reset of the tiers. What comes again at once waits for its store."""
+    prompt = long_prompt()
+    (cold,) = serve("llama", asked([prompt]), None, 160, options=CHUNKED).answers
+    ask, extra = ["ask", prompt], {**tiers(tmp_path / "tier"), "host_size": "576KiB", "load_timeout": 20.0}
+    whole = [ask, ["settle"], ["reset"], ask, ["reset"]]
+    steps = [["abort", prompt, 4], ["reset"], ask, ["reset"], ask, ["reset"]]
+    steps += [["reset_tiers"], ["kill_tier_host"], ask, ["revive_tier_host"], ["reset"], *whole]
+    steps += [["abort", prompt, 4], ["reset_tiers"], *whole]
+    served = serve("llama", steps, extra, 160, options=CHUNKED, connector=CONNECTOR)
+    assert [each["tokens"] for each in served.answers] == [cold["tokens"]] * 7
+    assert [each["cached"] == 28 * 32 for each in served.answers] == [False, True, False, False, True, False, True]
+    assert served.counters["held"] == served.counters["faults"] == 0
+
+
 def test_prompts_longer_than_host_memory_are_loaded_whole(serve: Serve, tmp_path: Path) -> None:
     """One alone, and two at once; also after one is aborted, and after its load is cut off by a reset of the tiers."""
     prompts = [long_prompt(seed=seed) for seed in (1, 2)]

@@ -10,6 +10,8 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,11 +26,15 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm_kit import PAGE, TOKENS, Group, Rig, file_settings, vllm_config
 
+from longshore.boundary import Slots
 from longshore.engines.vllm import manager as manager_module
+from longshore.engines.vllm.worker import JobPart, SlotsSpec
+from longshore.runtime.rank_reports import DONE, FAILED
 
 CHUNKS, HOST_CHUNKS = 28, 12
 """Of the prompt, and of host memory."""
@@ -57,6 +63,7 @@ class Engine:
         self.failed: set[int] = set()
         self.blocks: dict[str, list[list[KVCacheBlock]]] = {}
         self.parts_of_stores = 0
+        self.after_flush: Callable[[int], None] = lambda rank: None
 
     def request(self, chunks: int, *, first: int = 1) -> Request:
         tokens = [first + at for at in range(chunks * TOKENS + 5)]
@@ -88,7 +95,9 @@ class Engine:
     def take_in(self, rank: int) -> None:
         worker, counts = self.rig.workers[rank], Counter[int]()
         for meta, parts in self.told[rank]:
-            worker.wait(meta.jobs_to_flush or set())
+            if meta.jobs_to_flush:
+                worker.wait(meta.jobs_to_flush)
+                self.after_flush(rank)
             for job, each in meta.store_jobs.items():
                 worker.submit_store(job, each.src_spec, each.dst_spec)
             for job, each in meta.load_jobs.items():
@@ -119,12 +128,11 @@ class Engine:
             assert self.manager.flush(10.0)
 
     def compute(self, chunks: int, pieces: int, *, first: int = 1) -> Request:
-        """Compute a prompt, so many chunks in a step; its stores have not ended."""
+        """Compute a prompt, so many chunks in a step; its stores, which have a minute to get slots, have not ended."""
+        self.manager._stores._patience = 60.0
         request = self.request(chunks, first=first)
         blocks = self.blocks[request.request_id] = self._allocate(request, 0)
-        for rank, group, block, at in self._each(request, blocks):
-            for layer, tensor in enumerate(self.rig.tensors[rank][: group.layers]):
-                tensor[block, : PAGE - 8] = self._content(request, group, at, rank, layer)
+        self.fill(request, 0, 1)
         ids = tuple([block.block_id for block in mine] for mine in blocks)
         new = [SimpleNamespace(req_id=request.request_id, block_ids=ids)]
         while request.num_computed_tokens < request.num_tokens:
@@ -132,9 +140,20 @@ class Engine:
             self.step(new=new, scheduled={request.request_id: count})
             request.num_computed_tokens += count
             new = []
+        for _ in range(20 * (len(blocks) - 1)):  # it decodes: windows for which there was no room are offered again
+            self.step(scheduled={request.request_id: 0})
+            time.sleep(0.005)
         return request
 
+    def fill(self, request: Request, *ranks: int) -> None:
+        """Compute the blocks of a prompt."""
+        for rank, group, block, at in self._each(request, self.blocks[request.request_id]):
+            for layer, tensor in enumerate(self.rig.tensors[rank][: group.layers]):
+                if rank in ranks:
+                    tensor[block, : PAGE - 8] = self._content(request, group, at, rank, layer)
+
     def finish(self, request: Request, status: RequestStatus = RequestStatus.FINISHED_STOPPED) -> None:
+        self.manager.will_finish(request.request_id)
         request.num_computed_tokens = request.num_tokens if status is RequestStatus.FINISHED_STOPPED else 0
         request.status = status
         self.scheduler.request_finished(request)
@@ -386,6 +405,15 @@ def test_without_the_connector_as_much_is_loaded_as_fits(engine: Engine) -> None
     settled(engine)
 
 
+def begin_when_known(engine: Engine, request: Request) -> int:
+    """Steps until the request has not to wait any more; then as `Engine.begin`."""
+    deadline = time.monotonic() + 30.0
+    while engine.scheduler.get_num_new_matched_tokens(request, 0)[0] is None:
+        engine.step()
+        assert time.monotonic() < deadline
+    return engine.begin(request)
+
+
 def finish_stores(engine: Engine) -> int:
     """Steps until nothing is stored any more; how many."""
     for steps in range(3000):
@@ -402,11 +430,137 @@ def test_a_prompt_longer_than_host_memory_is_stored_whole(engine: Engine, pieces
     stored = engine.compute(CHUNKS, pieces, first=1000)
     engine.finish(stored)
     finish_stores(engine)
-    assert engine.parts_of_stores > 1
+    assert engine.parts_of_stores > 1 or pieces < HOST_CHUNKS
     assert engine.manager._stores.cut_off == 0, dict(engine.rig.cache.counters.drops)
     request = engine.request(CHUNKS, first=1000)
-    assert engine.begin(request) == CHUNKS
+    assert begin_when_known(engine, request) == CHUNKS
     finish_load(engine, request)
     assert engine.wrong(request, CHUNKS) == 0
     engine.finish(request)
     settled(engine)
+
+
+@pytest.mark.parametrize("how", ["in time", "late"])
+def test_a_lookup_waits_for_chunks_that_are_still_stored(engine: Engine, how: str) -> None:
+    """Of a prompt that comes again before all of it has a slot; not for longer than `load_timeout`."""
+    engine.finish(engine.compute(CHUNKS, CHUNKS, first=1000))
+    assert engine.manager._stores.coming
+    request = engine.request(CHUNKS, first=1000)
+    assert engine.scheduler.get_num_new_matched_tokens(request, 0)[0] is None, "it waits"
+    if how == "late":
+        engine.manager._stores.proceed = lambda *_: None  # type: ignore[method-assign]
+    hit = begin_when_known(engine, request)
+    assert hit == (CHUNKS if how == "in time" else HOST_CHUNKS)
+    finish_load(engine, request)
+    assert engine.wrong(request, hit) == 0
+    engine.finish(request)
+    if how == "late":
+        del engine.manager._stores.proceed
+    settled(engine)
+
+
+def test_only_what_is_worth_reading_is_waited_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "load_limit", lambda *_: HOST_CHUNKS * TOKENS)
+    engine.finish(engine.compute(CHUNKS, CHUNKS, first=1000))
+    assert engine.manager._stores.coming
+    request = engine.request(CHUNKS, first=1000)
+    engine.step()
+    assert engine.scheduler.get_num_new_matched_tokens(request, 0)[0] == HOST_CHUNKS * TOKENS
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    finish_stores(engine)
+    settled(engine)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (0,)], ids=["both ranks", "one rank"])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_store_ends_when_its_blocks_are_given_to_others(engine: Engine, steps: int, ranks: tuple[int, ...]) -> None:
+    """What has no slot by then is not stored; what is copied later would be another's bytes."""
+    stored = engine.compute(CHUNKS, CHUNKS, first=1000)
+    engine.finish(stored)
+    for _ in range(steps):
+        engine.step(ranks)
+    assert engine.manager._stores.coming, "there are parts to come"
+    (job,) = engine.scheduler._jobs
+    other = engine.request(CHUNKS, first=5000)
+    blocks = engine.blocks[other.request_id] = engine.blocks[stored.request_id]
+    ids = tuple([block.block_id for block in mine] for mine in blocks)
+    new = SimpleNamespace(req_id=other.request_id, block_ids=ids)
+    engine.step((), new=[new], scheduled={other.request_id: TOKENS})
+    engine.after_flush = lambda rank: engine.fill(other, rank)
+    for rank in (0, 1):
+        engine.take_in(rank)
+    finish_stores(engine)
+    assert engine.ended[job] == 2
+    engine.finish(other, RequestStatus.FINISHED_ABORTED)
+    request = engine.request(CHUNKS, first=1000)
+    hit = begin_when_known(engine, request)
+    assert 0 < hit < CHUNKS
+    finish_load(engine, request)
+    assert engine.wrong(request, hit) == 0
+    engine.finish(request)
+    settled(engine)
+
+
+CUTS: dict[str, Callable[[Engine], Callable[[], None] | None]] = {
+    "weights": lambda engine: engine.rig.workers[0].reports.weights_changed(0),
+    "reset": lambda engine: engine.scheduler.reset_cache(),
+    "sleep": lambda engine: engine.rig.workers[1].before_device_release(),
+    "kill": lambda engine: kill_tier_host(engine, signal.SIGKILL),
+    "hang": lambda engine: kill_tier_host(engine, signal.SIGSTOP),
+    "fault": lambda engine: engine.manager._runtime.fail(RuntimeError("made by the test")),
+}
+
+
+def kill_tier_host(engine: Engine, how: signal.Signals) -> Callable[[], None]:
+    process = cast(Any, engine.manager._store.file)._supervisor.process.pid
+    os.kill(process, how)
+    return lambda: os.kill(process, signal.SIGCONT) if how is signal.SIGSTOP else None
+
+
+@pytest.mark.parametrize("what", [*CUTS, "part"])
+def test_a_store_that_something_cuts_off_ends(engine: Engine, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.finish(engine.compute(CHUNKS, CHUNKS, first=1000))
+    engine.step((0,))
+    assert engine.manager._stores.coming
+    (job,) = engine.scheduler._jobs
+    with monkeypatch.context() as patch:
+        if what == "part":
+            patch.setattr(engine.rig.workers[1], "_try", lambda part: False)
+        undo = CUTS[what](engine) if what != "part" else None
+        engine.manager._stores._patience = 1.0
+        for _ in range(3000):
+            engine.step()
+            time.sleep(0.001)
+            if engine.ended[job] == 2:
+                break
+    assert engine.ended[job] == 2, "both ranks have reported it"
+    assert not any(worker._under_way for worker in engine.rig.workers)
+    if what == "fault":
+        return
+    assert engine.manager._stores.cut_off > 0 or what == "kill", "another tier host has written the others"
+    if what == "sleep":
+        engine.rig.workers[1].after_device_restore()
+    if undo is not None:
+        undo()
+    request = engine.request(CHUNKS, first=1000)
+    hit = begin_when_known(engine, request)
+    assert hit == 0 or what not in ("weights", "reset")
+    finish_load(engine, request)
+    assert engine.failed or not hit or engine.wrong(request, hit) == 0
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    settled(engine)
+
+
+def test_a_store_that_lacks_a_block_has_no_parts(engine: Engine) -> None:
+    """Which blocks are those of a later part would be a guess."""
+    worker, blocks = engine.rig.workers[0], [1, 2, 3, 5, 6, 7]
+    for ticket, mine in ((900, blocks), (950, blocks[:-1])):
+        first, second = (SlotsSpec(ticket + at, (Slots("host", 0, (at, at + 1, at + 2)),)) for at in (0, 5))
+        whole = GPULoadStoreSpec(mine, group_sizes=[len(mine)], block_indices=[0])
+        worker.submit_store(ticket, whole, replace(first, left=(3,)))
+        worker.go_on([JobPart(ticket, replace(second, begins=(3,)), is_store=True)])
+        worker.wait({ticket})
+        assert [each.job_id for each in worker.get_finished()] == [ticket]
+        for part in (first, second):
+            said = worker.reports.outcomes(part.job, part.indices)[:, 0]
+            assert (said == (DONE if ticket == 900 else FAILED)).all()

@@ -441,11 +441,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             found = [Presence.ABSENT if each is Presence.COLDER else each for each in found]
         if self._fetches is not None and not late and Presence.ABSENT in found and asked is positions:
             found = self._fetches.look(request, positions, found, key)
-        if request.load_limit is None and Presence.COLDER in found:
-            request.load_limit = load_limit(self._runtime.gate, positions, tiers_of(found), key, now)
+        coming = self._coming(request, positions, found, key, waits=not late)
         stalled = self._store.file is not None and self._store.file.is_stalled
         if self.may_stream and Presence.COLDER in found and not late and not stalled:
             found = self._promised(request, asked, found, key)
+        found = [Presence.IN_FLIGHT if at in coming else each for at, each in enumerate(found)] if coming else found
         self._count_misses(request, found, key, late=late, brought=brought, stalled=stalled)
         request.answers = dict.fromkeys(asked, HIT)
         if found.count(Presence.READY) == len(found):
@@ -459,10 +459,34 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             comes = presence is Presence.COLDER and not late and not again and not stalled
             if comes and positions.get(each, 0) <= (request.load_limit or 0):
                 waits = True
-                request.colder.add(each)
+                if not coming:  # host memory is for what is stored
+                    request.colder.add(each)
             request.waits |= waits
             request.answers[each] = PENDING if waits else MISS
         return request.answers[key]
+
+    def _coming(
+        self,
+        request: RequestState,
+        positions: Mapping[OffloadKey, int],
+        found: Sequence[Presence],
+        first: OffloadKey,
+        *,
+        waits: bool,
+    ) -> set[int]:
+        """Which chunks of `request` no tier has yet, but a store that waits for room, if the request `waits` for any.
+
+        Asks the gate first how much of it is loaded from colder tiers; the others are not waited for.
+        """
+        asks = waits and FILE in request.hints.load and Presence.ABSENT in found
+        stored = self._stores.coming if asks else ()
+        keys = request.ours(request.asked_keys) if stored else ()
+        absent = [each is Presence.ABSENT and key in stored for key, each in zip(keys, found, strict=False)]
+        coming = {at for at, is_coming in enumerate(absent) if is_coming}
+        if request.load_limit is None and (coming or Presence.COLDER in found):
+            tiers = [FILE if at in coming else tier for at, tier in enumerate(tiers_of(found))]
+            request.load_limit = load_limit(self._runtime.gate, positions, tiers, first, self._runtime.clock())
+        return {at for at in coming if positions.get(request.asked_keys[at], 0) <= (request.load_limit or 0)}
 
     def _promised(
         self, request: RequestState, positions: Mapping[OffloadKey, int], found: Sequence[Presence], first: OffloadKey

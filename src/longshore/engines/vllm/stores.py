@@ -18,7 +18,7 @@ from itertools import compress
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-from longshore.boundary import HOST, Slots
+from longshore.boundary import HOST, Key, Slots
 from longshore.cache import GroupKeys, Presence, StoreOrder, TieredCache, Until
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.metrics import EventTranslator
@@ -74,6 +74,7 @@ class Stores:
         self._ticket = ticket
         self._stores: dict[int, StoreUnderWay] = {}
         self._new_parts: list[JobPart] = []
+        self._coming: set[Key] | None = None
         self.by_key: dict[OffloadKey, list[StoreUnderWay]] = {}
         self.may_stream = False
         self.cut_off = 0
@@ -85,6 +86,14 @@ class Stores:
     def __iter__(self) -> Iterator[StoreUnderWay]:
         """These, oldest first."""
         return iter(list(self._stores.values()))
+
+    @property
+    def coming(self) -> set[Key]:
+        """Our keys of the chunks that have no slots yet."""
+        if self._coming is None:
+            rests = [rest for store in self._stores.values() for rest in store.rest.values()]
+            self._coming = {rest.path[at] for rest in rests for at in rest.positions[rest.done :]}
+        return self._coming
 
     @property
     def tickets(self) -> list[Ticket]:
@@ -103,9 +112,9 @@ class Stores:
     ) -> tuple[list[OffloadKey], SlotsSpec] | None:
         """Those of `keys` that are stored, and the slots of their first part; `None` if vLLM is to offer them again.
 
-        Unless `takes`, there are none. `epoch` is as in `SlotsSpec`. Heads come first. Without parts, the same is
-        offered again as long as room is being made for a head that more is to come behind, and behind what the tiers
-        have of the request.
+        Unless `takes`, there are none. `epoch` is as in `SlotsSpec`. Heads come first. As long as room is being made
+        for a window, the same is offered again; without parts, also for a head that more is to come behind, and behind
+        what the tiers have of the request.
         """
         first = self._ticket()
         store = StoreUnderWay(request, first.since, first.number, request.lora, request.adapter)
@@ -118,7 +127,7 @@ class Stores:
             request.turn = cache.lookup(begins, first.since, until=Until.STEP, each=True, returns=returns).turn
             cache.end_step()  # what this step reads is lent by now: heads may make way for what follows them
         groups = self._groups.split(keys if takes else ())
-        if self.may_stream:  # windows get room first, because they do not wait for it
+        if self.may_stream:  # windows get room first: they have no parts, so they are offered again with all the others
             groups.sort(key=lambda each: self._groups.windows[each[0]] is None)
         for group, offered in groups:
             again, slots = self._offer_group(cache, store, group, offered, context, first)
@@ -130,6 +139,7 @@ class Stores:
         store.keys = first.keys + [key for rest in store.rest.values() for key in rest.theirs[rest.done :]]
         left = tuple(store.rest[group].left if group in store.rest else 0 for group in range(len(self._groups)))
         if store.keys:
+            self._coming = None
             self._stores[store.number] = store
             self.by_key.setdefault(store.keys[0], []).append(store)
             store.parts += [first] if first.jobs else []
@@ -156,7 +166,9 @@ class Stores:
             store.rest[group] = PathRest(path, range(first, len(path)), keys[: len(path) - first], 0)
             return False, None
         comes_again = knows(cache, path[first - 1]) if first else not slides and has_more(keys, context)
-        patient = comes_again and rest == tokens - 1 and not ticket.jobs and not streams
+        patient = (
+            self.may_stream if slides else comes_again and rest == tokens - 1 and not streams
+        ) and not ticket.jobs
         patient = patient and request.may_wait(ticket.since, self._patience)
         slid, last_window = request.slid(group, window, keys, context)
         retention = request.hints.chunks(tokens, max(0, begin) - first)
@@ -203,6 +215,7 @@ class Stores:
         """
         waiting = set[str]()
         for store in [each for each in self if each.rest]:
+            self._coming = None
             outcomes = {ticket.number: self.end(ticket, cache, now) for ticket in store.parts}
             store.parts = [ticket for ticket in store.parts if outcomes[ticket.number] is None]
             if False in outcomes.values() or now - store.since > self._patience:
@@ -282,6 +295,7 @@ class Stores:
         for store in StoreUnderWay.reported(self.by_key, keys):
             # A store that is not known any more is from before weights changed: the reports of the ranks end it.
             if self._stores.pop(store.number, None) is not None:
+                self._coming = None
                 self.cut_off += sum(rest.left for rest in store.rest.values())
                 left += [ticket for ticket in store.parts if not end(ticket)]
         return left
@@ -311,4 +325,5 @@ class Stores:
         for store in [each for each in self if each.rest]:
             self._cut(store)
         self._stores.clear()
+        self._coming = None
         return tickets
