@@ -128,7 +128,7 @@ def test_a_long_prompt_is_whole_again_after_its_store_was_cut_off(serve: Serve, 
     whole = [ask, ["settle"], ["reset"], ask, ["reset"]]
     steps = [["abort", prompt, 4], ["reset"], ask, ["reset"], ask, ["reset"]]
     steps += [["reset_tiers"], ["kill_tier_host"], ask, ["revive_tier_host"], ["reset"], *whole]
-    steps += [["abort", prompt, 4], ["reset_tiers"], *whole]
+    steps += [["abort", prompt, 4], ["settle"], ["reset_tiers"], *whole]
     served = serve("llama", steps, extra, 160, options=CHUNKED, connector=CONNECTOR)
     assert [each["tokens"] for each in served.answers] == [cold["tokens"]] * 7
     assert [each["cached"] == 28 * 32 for each in served.answers] == [False, True, False, False, True, False, True]
