@@ -344,10 +344,10 @@ class HitRates:
         self._waiting[into] += self._waiting[row]
         self._waiting[row] = 0.0
 
-    def fade(self) -> None:
-        """Halve all counts, so that what comes counts for more than what was."""
-        self._back /= 2
-        self._ended /= 2
+    def fade(self, by: float) -> None:
+        """Multiply all counts by this factor from now on, so that what comes counts for more than what was."""
+        self._back *= by
+        self._ended *= by
 
     def chances(self) -> _Floats:
         """For each kind and age the chance to be used again at this age, for what has reached it."""
