@@ -170,6 +170,13 @@ class Gittins(EvictionPolicy):
             self._since += len(gone)
         return count, len(gone) if gone and self.victim() else 0
 
+    def outrank(self, nodes: Sequence[int], age: int) -> npt.NDArray[np.bool_]:
+        """Which of `nodes` have at least the mean expected hit rate of all chunks of this age."""
+        at = numbers(nodes)
+        ages = AGES_OF[np.minimum(self._now - column(self._used)[at], OLDEST)].astype(np.intp)
+        kinds = KINDS_OF[words(self._state)[at] & np.uint32(HOW)].astype(np.intp)
+        return self._hit_rates.promise_no_less(kinds, ages, AGE_OF[min(age, OLDEST)])
+
     def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """Record uses of `nodes`, which are not in the policy, in the ghost list."""
         self._last = self._pause
