@@ -83,7 +83,8 @@ class Config(BaseModel):
         WritePolicy.BACK, description="when blocks are copied from the host tier to the file tier"
     )
     admission: bool = Field(
-        True, description="a full file tier refuses blocks with fewer expected hits than those they would replace"
+        True,
+        description="full file tiers and stores get no blocks with fewer expected hits than those they would replace",
     )
     threshold: int = Field(
         2, ge=2, le=255, description="number of uses at which a selective write policy copies a block"

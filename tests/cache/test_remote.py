@@ -321,6 +321,34 @@ def test_what_was_stored_is_known_to_be_there() -> None:
     assert desk.lookup("ab")[:-3] == Found(remote=2)[:-3]
 
 
+def test_answers_tell_for_how_many_requests_a_store_keeps_chunks() -> None:
+    desk = Desk(slots=64)
+    tier = desk.cache._remote.tiers[0]
+
+    def ask(path: str, *, there: bool, after: int) -> int | None:
+        """What is known once a question about `path` is answered, `after` requests after it was stored."""
+        desk.lookup("")
+        desk.store(path)
+        desk.end()
+        assert desk.cache.discard(chunks(path), HOST) == len(path)
+        for _ in range(after - 1):
+            desk.lookup("")
+        desk.now += 1000.0  # the answer that it was stored is too old
+        desk.lookup(path)
+        desk.answer(path if there else "")
+        return tier.keeps
+
+    desk.lookup("x")
+    desk.answer("")  # never stored: says nothing
+    assert ask("a", there=True, after=9) is None
+    assert ask("b", there=False, after=7) == 7
+    assert ask("c", there=False, after=30) == 7  # it may have been removed long before
+    assert ask("d", there=True, after=12) == 12
+    assert ask("e", there=False, after=3) == 3
+    desk.cache.reset()
+    assert tier.keeps is None
+
+
 def test_what_was_fetched_is_not_stored_again() -> None:
     desk = known("ab", "ab", slots=64)
     desk.prefetch("ab")

@@ -111,6 +111,17 @@ def test_drive_writes_are_told_with_and_without_what_the_file_tier_refuses() -> 
     assert "if it refused no block" in run(*small, "--limit", "50")
 
 
+def test_writes_to_a_store_are_told_with_and_without_what_is_not_sent() -> None:
+    small = (EXCERPT, "--model", "llama-3.1-8b", "--host", "2GiB", "--remote", "4GiB", "--no-gate", "--no-optimum")
+    chosen = facts(*small)
+    drops = chosen["drops"]
+    assert isinstance(drops, dict)
+    assert drops["remote"]["admission"] > 0
+    writes = [float(str(chosen[f"remote_write_bytes_per_day{which}"])) for which in ("", "_without_admission")]
+    assert 0 < writes[0] < writes[1]
+    assert "if no block is refused" in run(*small, "--limit", "50")
+
+
 def test_an_optimum_that_takes_much_memory_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longshore.cli.replay._MUCH", 300)
     experiment = ["replay", EXCERPT, "--capacity-blocks", "100"]

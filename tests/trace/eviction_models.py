@@ -180,7 +180,7 @@ class GittinsModel(Model):
         super().__init__(slots)
         self.hit_rates, self.spans, self.ghosts = HitRates(), Spans(), GhostList(4 * slots)
         self.state: dict[int, tuple[int, int]] = {}  # block -> bits, tick of the last use
-        self.now = self.length = self.last = self.since = self.new = self.faded = 0
+        self.now = self.length = self.last = self.since = self.new = 0
         self.stale, self.rank = True, dict[tuple[int, int], int]()
 
     def begin(self, path: Sequence[int]) -> None:
@@ -226,10 +226,8 @@ class GittinsModel(Model):
             self.stale = False
             if self.new >= max(64, self.slots // 16):
                 self.hit_rates.learn(self.spans, self.now)
-                self.faded, self.new = self.faded + self.new, 0
-                if self.faded >= 64 * self.slots:
-                    self.hit_rates.fade()
-                    self.faded = 0
+                self.hit_rates.fade(0.5 ** (self.new / (64 * self.slots)))
+                self.new = 0
             order = self.hit_rates.order(self.spans.ages(self.now)).tolist()
             self.rank = {(self.spans.rows[each // PLAIN], each % PLAIN): place for place, each in enumerate(order)}
         victim = min(self.blocks, key=lambda block: self.rank[self.list_of(block)])

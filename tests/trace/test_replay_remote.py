@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from longshore.boundary import REMOTE, Items, Probe, ProbeResult, Route, Status, Transfer, TransferResult
-from longshore.cache.eviction import LRU
+from longshore.cache import DropReason
+from longshore.cache.eviction import LRU, Gittins
 from longshore.trace import TraceRequest, synthesize
 from longshore.trace.machine import PROFILES, RemoteStore, Timing, VirtualMovers, geometry_of, with_changes
 from longshore.trace.replay import TieredReplay
@@ -78,6 +79,27 @@ def test_a_slow_store_is_left_alone_by_the_gate() -> None:
     fast = Timing(TIMING.geometry, with_changes(TIMING.profile, {"remote_read": 20e9}, "for a test"))
     quick = serve(requests, gated=True, timing=fast, host=16, remote=100)
     assert sum(quick.tally.ttft) < without / 2
+
+
+@pytest.mark.parametrize("family", ["chats", "mixed"])
+def test_a_store_that_has_lost_chunks_is_sent_fewer_for_as_many_hits(family: str) -> None:
+    requests = list(synthesize(family, requests=600, seed=3))
+    unique = len({block for request in requests for block in request.hash_ids})
+
+    def served(share: float, admission: bool = True) -> tuple[int, int, int]:
+        tiers = {"host": unique // 50 * IMAGE, REMOTE: round(share * unique) * IMAGE}
+        replay = TieredReplay(TIMING, BLOCK, tiers, Gittins, gated=False, admission=admission)
+        assert list(replay.run(requests)) == requests
+        replay.cache.check_integrity()
+        refused = replay.counters.drops[REMOTE][DropReason.ADMISSION]
+        return sum(replay.tally.hits.values()), replay.counters.routes["host->remote"].chunks, refused
+
+    hits, stored, refused = served(0.1)
+    all_hits, all_stored, _ = served(0.1, admission=False)
+    assert refused > 0
+    assert stored < 0.97 * all_stored
+    assert hits >= all_hits
+    assert served(2.0)[2] == 0  # a store that loses nothing
 
 
 def test_concurrent_requests_queue_and_share_one_fetch() -> None:

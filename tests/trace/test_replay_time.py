@@ -82,7 +82,7 @@ def test_what_host_memory_lost_comes_from_files_and_goes_there_only_once() -> No
     assert sum(replay.tally.hits.values()) == 10 * 4
     written = replay.counters.routes["host->file"].bytes
     assert 0 < written <= 20 * IMAGE
-    assert Replayed(replay, "x", 20, None).file_write_bytes_per_day == pytest.approx(written * 86_400 / 140)
+    assert Replayed(replay, "x", 20, None).write_bytes_per_day("file") == pytest.approx(written * 86_400 / 140)
 
 
 def test_a_slow_disk_is_left_alone_by_the_gate() -> None:

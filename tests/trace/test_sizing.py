@@ -137,7 +137,7 @@ def test_every_figure_of_a_plan_is_that_of_a_replay() -> None:
         again = Replayed(replay(*choice.size, 1), "", 0, None)
         assert (choice.ttft_p50, choice.ttft_p95) == (again.ttft["p50"], again.ttft["p95"])
         assert choice.hit_ratio == again.hit_ratio
-        assert choice.file_write_bytes_per_day == again.file_write_bytes_per_day
+        assert choice.file_write_bytes_per_day == again.write_bytes_per_day("file")
     nothing = found.choices[0]
     assert (nothing.size, nothing.cost, nothing.ttft_p95) == ((0, 0), 0, again.ttft["recompute_p95"])
     assert set(found.frontier) <= set(found.choices)

@@ -4,6 +4,11 @@
                          └──no answer before the deadline──► unknown, and counted
 
 No call waits for an answer. A lookup uses the answers known; the engine may repeat it when the probe has ended.
+
+Admission. How full a store is, and what it removes for a new chunk, is not known. That a chunk which was stored is
+absent says that the store is full, and for how many requests it keeps a chunk that is not read. From then on, it gets
+chunks that are expected to bring, for their time, at least the hits of an average chunk of that age, by the tables of
+the warmest tier. Others are offered again when they are used again.
 """
 
 from __future__ import annotations
@@ -30,8 +35,11 @@ class RemoteKeys:
         self._transfers = transfers
         self._known: dict[Key, tuple[bool, float]] = {}
         """Whether the tier has a key, and until when the answer is valid."""
-        self._sent: dict[Key, None] = {}
-        """Keys that were stored or are queued, so that they are not stored again unless found missing."""
+        self._sent: dict[Key, int] = {}
+        """Keys that were stored or are queued, so that they are not stored again unless found missing. With each, the
+        turn at which it was stored or read last; 0 while it is queued."""
+        self.keeps: int | None = None
+        """For how many requests the tier keeps what is stored, by its answers; `None` until it has lost a chunk."""
         self._asked: dict[Key, int] = {}
         """Keys of probes in flight: the number of the probe."""
         self._probes: dict[int, _ProbeInFlight] = {}
@@ -88,13 +96,19 @@ class RemoteKeys:
         if len(self._known) > KNOWN:
             del self._known[next(iter(self._known))]
 
+    def arrived(self, key: Key) -> None:
+        """`key` was stored in the tier, or read from it."""
+        self.learn(key, present=True)
+        if key in self._sent:
+            self._sent[key] = self._transfers.store.turn
+
     def was_sent(self, key: Key) -> bool:
         """Whether `key` need not be stored: it is present, or was stored before."""
         return key in self._sent or bool(self.has(key))
 
     def mark_sent(self, keys: Sequence[Key]) -> None:
         """Stores of `keys` were queued."""
-        self._sent.update(dict.fromkeys(keys))
+        self._sent.update(dict.fromkeys(keys, 0))
         while len(self._sent) > KNOWN:
             del self._sent[next(iter(self._sent))]
 
@@ -110,6 +124,7 @@ class RemoteKeys:
 
     def clear(self) -> None:
         """Remove all answers. Probes in flight have no effect any more."""
+        self.keeps = None
         self._known.clear()
         self._sent.clear()
         self._asked.clear()
@@ -120,6 +135,17 @@ class RemoteKeys:
             if number not in self._probes or key not in self._probes[number].probe.keys:
                 raise JobError(f"chunk {key.hex()[:12]} waits for probe {number}, which does not contain it")
 
+    def _observe(self, key: Key, *, present: bool) -> None:
+        """Learn from an answer about a chunk that was stored for how long the tier keeps chunks."""
+        since = self._sent.get(key)
+        if not since:
+            return
+        age = self._transfers.store.turn - since
+        if not present:
+            self.keeps = age if self.keeps is None else min(self.keeps, age)
+        elif self.keeps is not None:
+            self.keeps = max(self.keeps, age)
+
     def _end(self, asked: _ProbeInFlight) -> None:
         if asked.probe.generation != self._transfers.generation:
             return
@@ -127,6 +153,7 @@ class RemoteKeys:
         for key, present in zip(asked.probe.keys, asked.present, strict=True):
             del self._asked[key]
             if asked.answered:
+                self._observe(key, present=present)
                 self.learn(key, present=present)
             answer = (Answer.PRESENT if present else Answer.ABSENT) if asked.answered else Answer.NONE
             counts[answer] += 1
@@ -302,11 +329,25 @@ class RemoteTiers:
     def _send(self, at: int, keys: Sequence[Key]) -> None:
         """Queue a store of those of `keys` that the tier is not known to have, and that are not on their way."""
         tier, queue = self.tiers[at], self._queues[at]
-        fresh = [key for key in keys if not tier.was_sent(key)]
+        fresh = self._admitted(tier, [key for key in keys if not tier.was_sent(key)])
         taken = fresh[: max(0, self._transfers.settings.max_writes - len(queue))]
         queue.extend(taken)
         tier.mark_sent(taken)
         self._drop(tier, len(fresh) - len(taken), DropReason.BACKPRESSURE)
+
+    def _admitted(self, tier: RemoteKeys, keys: list[Key]) -> list[Key]:
+        """Those of `keys`, heads first, that promise no less than what the tier removes for them; counts the others."""
+        store, policy = self._store, self._store.policies[0]
+        if tier.keeps is None or not keys or not (self._transfers.settings.admission and policy.refuses):
+            return keys
+        nodes, refused, admitted = store.index.find(keys), set[int](), list[Key]()
+        for key, node, enough in zip(keys, nodes, policy.outrank(nodes, tier.keeps).tolist(), strict=True):
+            if not node or (enough and store.index.parent[node] not in refused):
+                admitted.append(key)
+            else:
+                refused.add(node)
+        self._drop(tier, len(keys) - len(admitted), DropReason.ADMISSION)
+        return admitted
 
     def _leaving(self, arrived: int) -> list[Key]:
         """What the warmest tier would evict for twice as many chunks as have `arrived`."""
@@ -316,7 +357,7 @@ class RemoteTiers:
 
     def found(self, keys: Sequence[Key]) -> None:
         """Chunks of a path were found by a lookup, which counts for selective write policies."""
-        if any(seen is not None for seen in self._seen):
+        if any(seen is not None for seen in self._seen) or any(tier.keeps is not None for tier in self.tiers):
             self.offer(keys)
 
     def proceed(self) -> None:
@@ -369,7 +410,7 @@ class RemoteTiers:
             storing, missed = record.source is not None, False
             for item, status in zip(record.transfer.items, record.statuses, strict=True):
                 if status is Status.OK:
-                    tier.learn(item.key, present=True)
+                    tier.arrived(item.key)
                     self._store.counters.misses[MissReason.BEHIND] += missed and item.parent is not None
                 elif storing:
                     tier.forget(item.key)

@@ -245,7 +245,7 @@ class CacheSettings:
         threshold: Offers or uses of a chunk before a selective write policy copies it.
         into: Write rules of routes with other rules, by name of the destination tier.
         admission: Whether a full tier below the warmest refuses chunks with fewer expected hits than those to evict for
-            them, if its eviction policy has expected hits.
+            them, if its eviction policy has expected hits, and remote tiers that have lost chunks are not sent such.
         stores_wait: Whether the engine offers chunks again for which there was no room. Such a store loses nothing, so
             no reserve of clean slots beyond the write policy is kept.
         prompt_only: Whether only chunks of the prompt are offloaded.

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from longshore.boundary import FILE
+from longshore.boundary import FILE, HOST, REMOTE
 from longshore.cache import DropReason
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.hit_rates import Return
@@ -27,7 +27,7 @@ from longshore.trace.analysis import BYTES_PER_REFERENCE, Paths, optimal_hits
 from longshore.trace.experiment import CacheReplay, Experiment, Hits, policy_named
 from longshore.trace.parsing import TraceRequest
 from longshore.trace.replay import MOST_BLOCKS, ReplayTally, TieredReplay
-from longshore.trace.result import Replayed, Row, bytes_to_files, overload, ratio
+from longshore.trace.result import Replayed, Row, bytes_to, overload, ratio
 
 
 class ControlPath(StrEnum):
@@ -272,14 +272,14 @@ def _replay(
             pass
         return other.tally
 
-    def unfiltered() -> int | None:
-        """Bytes written to files in a replay without admission; `None` if the file tier refused no block."""
-        if FILE not in run.counters.drops or not run.counters.drops[FILE][DropReason.ADMISSION]:
+    def unfiltered() -> dict[str, int] | None:
+        """Bytes written to files and a store in a replay without admission; `None` if no block was refused."""
+        if not any(drops[DropReason.ADMISSION] for tier, drops in run.counters.drops.items() if tier != HOST):
             return None
         other = made(run.engines, False)
         for _ in other.run(_progress(requests, status, " without admission")):
             pass
-        return bytes_to_files(other)
+        return {tier: bytes_to(tier, other) for tier in (FILE, REMOTE)}
 
     for request in run.run(_progress(requests, status)):
         blocks.add(request.hash_ids[: request.input_length // run.block_tokens])

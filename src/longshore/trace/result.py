@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ class Replayed:
         unique: Number of unique blocks.
         optimal: Maximum hits of one tier of the same capacity, if computed.
         overload: Set if the engines were overloaded.
-        unfiltered: Bytes written to files if these refuse no block; `None` where they refused none.
+        unfiltered: Bytes written to files and to a remote store if no block is refused; `None` where none was.
         assumption: Assumptions about the trace as text, if any.
     """
 
@@ -51,7 +51,7 @@ class Replayed:
     optimal: int | None
     overload: Overload | None = None
     assumption: str = ""
-    unfiltered: int | None = None
+    unfiltered: Mapping[str, int] | None = None
 
     @property
     def hits(self) -> dict[str, int]:
@@ -111,17 +111,10 @@ class Replayed:
             str(route): {"moving": busy, "waiting": movers.queued[route]} for route, busy in sorted(movers.busy.items())
         }
 
-    @property
-    def file_write_bytes_per_day(self) -> float:
-        """Bytes written to files per day, at the rate of the trace."""
-        return _DAY * ratio(bytes_to_files(self.replay), self.replay.tally.seconds)
-
-    @property
-    def file_write_bytes_per_day_without_admission(self) -> float:
-        """The same if the file tier refused no block."""
-        if self.unfiltered is None:
-            return self.file_write_bytes_per_day
-        return _DAY * ratio(self.unfiltered, self.replay.tally.seconds)
+    def write_bytes_per_day(self, tier: str, *, admission: bool = True) -> float:
+        """Bytes written to a tier per day, at the rate of the trace; without `admission`, if it refused no block."""
+        written = None if admission or self.unfiltered is None else self.unfiltered[tier]
+        return _DAY * ratio(bytes_to(tier, self.replay) if written is None else written, self.replay.tally.seconds)
 
     def drive_writes(self, bytes_per_day: float) -> float:
         """How often this fills the file tier."""
@@ -159,11 +152,14 @@ class Replayed:
             "hit_ratio_by_tier": {tier: ratio(count, tally.block_refs) for tier, count in self.hits.items()},
             "optimal_hit_ratio": self.optimal_hit_ratio,
             "ttft_s": self.ttft,
-            "file_write_bytes_per_day": self.file_write_bytes_per_day,
-            "file_write_bytes_per_day_without_admission": self.file_write_bytes_per_day_without_admission,
-            "drive_writes_per_day": self.drive_writes(self.file_write_bytes_per_day),
+            **{
+                f"{tier}_write_bytes_per_day{which}": self.write_bytes_per_day(tier, admission=not which)
+                for tier in (FILE, REMOTE)
+                for which in ("", "_without_admission")
+            },
+            "drive_writes_per_day": self.drive_writes(self.write_bytes_per_day(FILE)),
             "drive_writes_per_day_without_admission": self.drive_writes(
-                self.file_write_bytes_per_day_without_admission
+                self.write_bytes_per_day(FILE, admission=False)
             ),
             "policy": self.policy,
             "hit_tokens_ratio": ratio(sum(self.hits.values()) * replay.block_tokens, tally.prompt_tokens),
@@ -223,11 +219,15 @@ class Replayed:
 
     def _traffic_rows(self) -> list[Row]:
         replay = self.replay
-        rows = [("file writes", format_bytes(self.file_write_bytes_per_day), "per day, at the rate of the trace")]
+        files = self.write_bytes_per_day(FILE)
+        rows = [("file writes", format_bytes(files), "per day, at the rate of the trace")]
         if FILE in self.slots:
-            without = self.file_write_bytes_per_day_without_admission
+            without = self.write_bytes_per_day(FILE, admission=False)
             note = f"of the file tier; {self.drive_writes(without):.3g} if it refused no block"
-            rows.append(("drive writes per day", f"{self.drive_writes(self.file_write_bytes_per_day):.3g}", note))
+            rows.append(("drive writes per day", f"{self.drive_writes(files):.3g}", note))
+        if REMOTE in self.slots:
+            note = f"per day; {format_bytes(self.write_bytes_per_day(REMOTE, admission=False))} if no block is refused"
+            rows.append(("store writes", format_bytes(self.write_bytes_per_day(REMOTE)), note))
         causes = ", ".join(f"{count:,} {cause.replace('_', ' ')}" for cause, count in self.losses.items() if count)
         rows.append(("not loaded", f"{sum(self.losses.values()):,}", f"blocks: {causes or 'none'}"))
         moved = ", ".join(f"{format_bytes(nbytes)} {route}" for route, nbytes in self.bytes_per_hit.items())
@@ -245,9 +245,9 @@ class Replayed:
         return rows
 
 
-def bytes_to_files(replay: TieredReplay) -> int:
-    """Bytes that a replay has written to files."""
-    return sum(totals.bytes for route, totals in replay.counters.routes.items() if route.endswith(f"->{FILE}"))
+def bytes_to(tier: str, replay: TieredReplay) -> int:
+    """Bytes that a replay has written to a tier."""
+    return sum(totals.bytes for route, totals in replay.counters.routes.items() if route.endswith(f"->{tier}"))
 
 
 class Overload(NamedTuple):

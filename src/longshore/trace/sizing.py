@@ -23,7 +23,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import HOST
+from longshore.boundary import FILE, HOST
 from longshore.errors import TraceError
 from longshore.trace.analysis import Paths, stack_distances
 from longshore.trace.machine import Timing
@@ -394,7 +394,7 @@ class _Search:
             ttft["p50"],
             ttft["p95"],
             ratio(run.tally.computing, room),
-            found.file_write_bytes_per_day,
+            found.write_bytes_per_day(FILE),
         )
 
 

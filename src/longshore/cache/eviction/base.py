@@ -62,6 +62,13 @@ class EvictionPolicy(ABC):
         """
         return make_room(len(keys)), 0
 
+    def outrank(self, nodes: Sequence[int], age: int) -> npt.NDArray[np.bool_]:
+        """Which of `nodes` are expected to bring at least the hits of all chunks last used `age` requests ago; bool.
+
+        That is the mean of these, for the time that they occupy a slot. A policy without expected hits says all.
+        """
+        return np.ones(len(nodes), bool)
+
     def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:  # noqa: B027 - for ghost lists
         """Record uses of `nodes`, a part of a path, tail first, that another tier has and this one does not.
 

@@ -77,7 +77,7 @@ _GHOSTS = 4
 """Evicted chunks to remember, for each slot."""
 
 _FADE = 64
-"""Counts are halved after so many uses for each slot."""
+"""Counts lose half of their weight in so many uses for each slot, little by little."""
 
 _Nodes = npt.NDArray[np.int32]
 _States = npt.NDArray[np.uint32]
@@ -104,8 +104,8 @@ class Gittins(EvictionPolicy):
         self._length = self._hint = self._pause = self._last = 0
         """Bits of a state: the length of the last request, the hint of the one that is served, the gap since the path
         of the last one was used, and what was named last."""
-        self._since = self._new = self._faded = 0
-        """Uses since a span began; until then since the last that was learned from, and since counts were halved."""
+        self._since = self._new = 0
+        """Uses since a span began, and until then since the last that was learned from."""
         self._stale = True
         """Whether the lists must be ordered again before the next eviction."""
         self._filled = 0
@@ -169,6 +169,13 @@ class Gittins(EvictionPolicy):
             self._remember(gone, leaf=True)
             self._since += len(gone)
         return count, len(gone) if gone and self.victim() else 0
+
+    def outrank(self, nodes: Sequence[int], age: int) -> npt.NDArray[np.bool_]:
+        """Which of `nodes` have at least the mean expected hit rate of all chunks of this age."""
+        at = numbers(nodes)
+        ages = AGES_OF[np.minimum(self._now - column(self._used)[at], OLDEST)].astype(np.intp)
+        kinds = KINDS_OF[words(self._state)[at] & np.uint32(HOW)].astype(np.intp)
+        return self._hit_rates.promise_no_less(kinds, ages, AGE_OF[min(age, OLDEST)])
 
     def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """Record uses of `nodes`, which are not in the policy, in the ghost list."""
@@ -507,11 +514,8 @@ class Gittins(EvictionPolicy):
     def _learn(self) -> None:
         """Update the hit-rate table with the uses since the last update."""
         self._hit_rates.learn(self._spans, self._now)
-        self._faded += self._new
+        self._hit_rates.fade(0.5 ** (self._new / (_FADE * self.slots)))
         self._new = 0
-        if self._faded >= _FADE * self.slots:
-            self._hit_rates.fade()
-            self._faded = 0
 
     def _rank_lists(self) -> None:
         """Order the lists by the hit-rate table, if it has changed."""

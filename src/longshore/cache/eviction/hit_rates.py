@@ -285,7 +285,7 @@ def event(what: int, state: int, when: int, age: int = 0) -> int:
 class HitRates:
     """Counts of chunks that ended at an age, and that came back then, by kind and age; and those still waited for."""
 
-    __slots__ = ("_back", "_ended", "_rank", "_reached", "_waiting", "events", "kinds")
+    __slots__ = ("_average", "_back", "_ended", "_rank", "_reached", "_waiting", "events", "kinds")
 
     def __init__(self) -> None:
         self.kinds = PLAIN
@@ -294,6 +294,8 @@ class HitRates:
         self._waiting = np.zeros((ROWS, PLAIN))
         self._rank = np.zeros(AGES * PLAIN, np.uint16)
         """The place of each age and kind, the oldest first, if all are ordered by what they promise."""
+        self._average = np.zeros(AGES, np.uint16)
+        """The place of what all that has reached an age promises on average, by age."""
         self.events = array("q")
         """What has happened since `learn`: an event, and to how many chunks, by turns."""
 
@@ -335,19 +337,24 @@ class HitRates:
         self._rank_kinds()
 
     def _rank_kinds(self) -> None:
-        order = np.argsort(self.table().T[::-1].ravel(), kind="stable")
+        table = self.table()
+        promised = table.T[::-1].ravel()
+        order = np.argsort(promised, kind="stable")
         self._rank = np.zeros(len(order), np.uint16)
         self._rank[order] = np.arange(len(order))
+        reached = self._reached + _NO_TIME
+        average = (table * reached).sum(axis=0) / reached.sum(axis=0)
+        self._average = np.searchsorted(promised[order], average).astype(np.uint16)
 
     def join(self, row: int, into: int) -> None:
         """What is in `row` is counted with that in an older one."""
         self._waiting[into] += self._waiting[row]
         self._waiting[row] = 0.0
 
-    def fade(self) -> None:
-        """Halve all counts, so that what comes counts for more than what was."""
-        self._back /= 2
-        self._ended /= 2
+    def fade(self, by: float) -> None:
+        """Multiply all counts by this factor from now on, so that what comes counts for more than what was."""
+        self._back *= by
+        self._ended *= by
 
     def chances(self) -> _Floats:
         """For each kind and age the chance to be used again at this age, for what has reached it."""
@@ -375,6 +382,11 @@ class HitRates:
         by_uses = promised[1:PLAIN].reshape(-1, GAPS, AGES)
         np.maximum.accumulate(by_uses, axis=0, out=by_uses)
         return promised
+
+    def promise_no_less(self, kinds: _Numbers, ages: _Numbers, than: int) -> npt.NDArray[np.bool_]:
+        """Which chunks of these kinds and age classes promise at least the average of all of age class `than`; bool."""
+        enough: npt.NDArray[np.bool_] = self._rank[(AGES - 1 - ages) * self.kinds + kinds] >= self._average[than]
+        return enough
 
     def order(self, ages: _Numbers) -> _Numbers:
         """What has one of `ages`, the oldest first, and any kind, as `place in ages * kinds + kind`.
