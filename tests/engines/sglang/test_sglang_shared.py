@@ -26,7 +26,12 @@ def pages_of(store: Path) -> int:
 def shared(rigs: Rigs, tmp_path: Path) -> Callable[..., Rig]:
     """Makes rigs without files over one store."""
     (tmp_path / "store").mkdir()
-    none = {"file_path": None, "size": None, "host_size": "4MiB", "remote": (tmp_path / "store").as_uri()}
+    none = {
+        "file_path": None,
+        "size": None,
+        "host_size": "4MiB",
+        "remote": f"{(tmp_path / 'store').as_uri()}?probe_timeout=10s",
+    }
     return lambda **named: rigs(**{**none, **named})
 
 
