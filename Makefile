@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 # Where there is no GPU a pinned torch keeps several GB of CUDA packages away.
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
-.PHONY: demo test lint types tests contract vllm sglang abi remote gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-carry bench-file \
+.PHONY: demo test lint types tests contract vllm sglang newest newest-ready newest-vllm newest-sglang abi remote gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-carry bench-file \
 	eviction orders soak cache-soak crash race-mutants cache-mutants house clean
 
 demo: $(VENV)/ready
@@ -26,8 +26,9 @@ types: $(VENV)/ready
 # Side by side: a third of the tests' time is waiting for files and processes, so one process more than there are cores,
 # and at most four.
 PROCESSES ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 3 ? cores + 1 : 4)))
+SIDE_BY_SIDE = -n $(PROCESSES) --dist worksteal
 tests: $(VENV)/ready
-	$(BIN)/pytest -q -n $(PROCESSES) --dist worksteal
+	$(BIN)/pytest -q $(SIDE_BY_SIDE)
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Longshore needs Python 3.11 or newer, this is " + sys.version)'
@@ -53,19 +54,34 @@ contract: $(VENV)/ready
 # and its contract with the next version, whose modules stand before.
 vllm: $(VENV)/ready
 	$(BIN)/python tests/environments.py vllm
-	PYTHONPATH=$(CURDIR)/src .venvs/vllm-0.32/bin/python -m pytest -q -p no:cacheprovider tests/engines/vllm
+	PYTHONPATH=$(CURDIR)/src .venvs/vllm-0.32/bin/python -m pytest -q -p no:cacheprovider $(SIDE_BY_SIDE) tests/engines/vllm
 	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/.venvs/vllm-0.33 .venvs/vllm-0.32/bin/python -m pytest -q -p no:cacheprovider \
-		tests/engines/vllm/test_vllm_contract.py tests/engines/vllm/test_vllm_manager.py \
+		$(SIDE_BY_SIDE) tests/engines/vllm/test_vllm_contract.py tests/engines/vllm/test_vllm_manager.py \
 		tests/engines/vllm/test_vllm_hints.py tests/engines/vllm/test_vllm_long_prompts.py \
 		tests/engines/vllm/test_vllm_scheduling.py tests/engines/vllm/test_vllm_scope.py \
 		tests/engines/vllm/test_vllm_shapes.py tests/engines/vllm/test_vllm_streams.py tests/engines/vllm/test_vllm_tier_host.py
 
-# The back end of SGLang, with real servers on the CPU, and a Valkey server, in an environment of its own (3.5 GB, kept outside the checkout).
+# The back end of SGLang, with real servers on the CPU, and a Valkey server, in an environment of its own (3.5 GB, kept
+# outside the checkout). A file's tests share servers, so they run in one process.
 sglang: $(VENV)/ready
 	$(BIN)/python tests/environments.py sglang
 	$(BIN)/python tests/environments.py remote
 	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests/engines/sglang/on_cpu:$(CURDIR)/.venvs/remote .venvs/sglang-0.5.23/bin/python -m pytest -q \
-		-p no:cacheprovider tests/engines/sglang
+		-p no:cacheprovider -n $(PROCESSES) --dist loadfile --no-loadscope-reorder tests/engines/sglang
+
+# The contracts with the engines beside the newest release of each, whichever it is: what fails here is what an adapter has
+# to follow. Not in .ci/run, where a release would fail changes that have nothing to do with it.
+newest: newest-vllm newest-sglang
+newest-ready: $(VENV)/ready
+	$(BIN)/python tests/environments.py newest
+newest-vllm: newest-ready
+	$(BIN)/python tests/environments.py vllm
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/.venvs/vllm-newest .venvs/vllm-0.32/bin/python -m pytest -q -p no:cacheprovider \
+		tests/engines/vllm/test_vllm_contract.py
+newest-sglang: newest-ready
+	$(BIN)/python tests/environments.py sglang
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests/engines/sglang/on_cpu:$(CURDIR)/.venvs/sglang-newest .venvs/sglang-0.5.23/bin/python \
+		-m pytest -q -p no:cacheprovider tests/engines/sglang/test_sglang_contract.py -k this_sglang
 
 # What is called by ctypes beside NVIDIA's headers of several versions; and the kernels as the oldest Triton compiles them.
 abi: $(VENV)/ready

@@ -7,6 +7,7 @@ sglang         .venvs/sglang-0.5.23  a virtual environment with SGLang, what its
                depends on (tests/engines/sglang/on_cpu stands in for what only a GPU's packages bring)
 triton         .venvs/triton-oldest
 remote         .venvs/remote: a Valkey server, and the clients that are measured beside ours
+newest         .venvs/vllm-newest and .venvs/sglang-newest: modules of the newest releases, to put before those above
 
 Everything is built once for a machine, in `$LONGSHORE_ENVIRONMENTS` or `~/.cache/longshore/environments`, under a
 name that ends in a digest of its contents' specification; `.venvs` has links. Another checkout finds what is there, a
@@ -46,6 +47,7 @@ OF_SGLANG = (  # what its wheel asks for, without the packages of GPUs; `transfo
     *("smg-grpc-servicer>=0.9.0", "soundfile==0.13.1", "tiktoken", "tokenizers==0.23.2", "tqdm"),
     *("transformers==5.19.0", "uvicorn>=0.51", "uvloop", "watchfiles", "xgrammar==0.2.7", "xxhash", "zstandard"),
 )
+TESTING = ("pytest", "pytest-xdist", "hypothesis")
 OLDEST_TRITON = "triton==3.3.0"  # as in pyproject.toml
 CUDA = {
     "12.8": ("nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cufile-cu12==1.13.1.3"),
@@ -60,12 +62,12 @@ _UNUSED_SECONDS = 30 * 86_400
 def main() -> None:
     match sys.argv[1:]:
         case ["vllm"]:
-            wanted = [*dependencies(), "pytest", "hypothesis"]
+            wanted = [*dependencies(), *TESTING]
             served = kept("vllm-0.32", [SERVED, TORCH, wanted], lambda where: make_environment(where, wanted))
-            following = kept("vllm-0.33", [NEXT], lambda where: unpack_modules(where, served))
+            following = kept("vllm-0.33", [NEXT], lambda where: unpack_modules(where, NEXT))
             made = {"vllm-0.32": served, "vllm-0.33": following}
         case ["sglang"]:
-            wanted = [*dependencies(), "pytest", "hypothesis"]
+            wanted = [*dependencies(), *TESTING]
             of_sglang = [SGLANG, TORCH, OF_SGLANG, wanted]
             made = {"sglang-0.5.23": kept("sglang-0.5.23", of_sglang, lambda where: make_sglang(where, wanted))}
         case ["transformers", *versions] if versions:
@@ -74,13 +76,15 @@ def main() -> None:
             made = {
                 "triton-oldest": kept("triton-oldest", [OLDEST_TRITON], lambda where: modules(where, OLDEST_TRITON))
             }
+        case ["newest"]:
+            ways = {"vllm": unpack_modules, "sglang": modules}
+            made = {f"{name}-newest": newest_modules(name, unpack) for name, unpack in ways.items()}
         case ["remote"]:
             extra = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["bench"]
             made = {"remote": kept("remote", extra, lambda where: with_requirements(where, extra))}
         case _:
-            raise SystemExit(
-                "usage: python tests/environments.py vllm | sglang | transformers VERSION ... | triton | remote"
-            )
+            kinds = "vllm | sglang | transformers VERSION ... | triton | remote | newest"
+            raise SystemExit(f"usage: python tests/environments.py {kinds}")
     for name, where in made.items():
         link(PROJECT / ".venvs" / name, where)
 
@@ -124,7 +128,7 @@ def make_environment(where: Path, more: list[str]) -> None:
     """A virtual environment with vLLM, all that it requires, and `more`."""
     run(sys.executable, "-m", "venv", "--clear", where)
     with tempfile.TemporaryDirectory() as scratch:
-        wheel = download(SERVED, Path(scratch), where)
+        wheel = download(SERVED, Path(scratch))
         pip(where, "install", TORCH)
         pip(where, "install", *requirements(wheel))
         pip(where, "install", "--no-deps", wheel)
@@ -139,11 +143,20 @@ def make_sglang(where: Path, more: list[str]) -> None:
     pip(where, "install", "--no-deps", SGLANG)
 
 
-def unpack_modules(where: Path, served: Path) -> None:
-    """The modules of a version that has no build for this machine."""
+def unpack_modules(where: Path, package: str) -> None:
+    """The Python modules alone of a version that has no build for this machine."""
     where.mkdir(parents=True)
-    with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(download(NEXT, Path(scratch), served)) as wheel:
+    with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(download(package, Path(scratch))) as wheel:
         wheel.extractall(where, [name for name in wheel.namelist() if name.endswith((".py", "METADATA"))])
+
+
+def newest_modules(name: str, unpack: Callable[[Path, str], None]) -> Path:
+    """The modules of the newest release that pip finds."""
+    command = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--dry-run")
+    asked = (*command, "--no-deps", "--ignore-installed", "--report", "-", name)
+    report = json.loads(subprocess.run(asked, check=True, stdout=subprocess.PIPE).stdout)
+    package = f"{name}=={report['install'][0]['metadata']['version']}"
+    return kept(f"{name}-newest", [package], lambda where: unpack(where, package))
 
 
 def transformers_modules(version: str) -> Path:
@@ -182,9 +195,9 @@ def cuda_headers(version: str) -> Path:
     return kept(f"cuda-{version}", CUDA[version], build)
 
 
-def download(what: str, into: Path, environment: Path) -> Path:
-    """The wheel of one package."""
-    pip(environment, "download", "--no-deps", "--dest", into, what)
+def download(what: str, into: Path) -> Path:
+    """The wheel of one package, for this Python."""
+    run(sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "download", "--no-deps", "--dest", into, what)
     (wheel,) = into.glob("*.whl")
     return wheel
 

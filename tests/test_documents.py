@@ -27,6 +27,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SIZES = {
     "--host-size 64GiB": "--host-size 8MiB",
     "--file-size 1TiB": "--file-size 64MiB",
+    "host_size=16GiB": "host_size=8MiB",
     'host_size="64GiB"': 'host_size="8MiB"',
     'host_size="8GiB"': 'host_size="8MiB"',
     'file_size="1TiB"': 'file_size="64MiB"',

@@ -162,8 +162,12 @@ class Server(SglangServer):
         extra: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start, and wait until it answers. `tier` are settings of ours; without any there is no hierarchical cache."""
-        flags = [] if tier is None else [*server_flags(tier, {"prefetch_threshold": PAGE}), *HICACHE_ON_CPU]
+        """Start, and wait until it answers. `tier` are settings of ours; without any there is no hierarchical cache.
+
+        The gate is off, which would compute what takes so tiny a model no time.
+        """
+        threshold = {"prefetch_threshold": PAGE}
+        flags = [] if tier is None else [*server_flags({"gate": False, **tier}, threshold), *HICACHE_ON_CPU]
         cores = "|".join(str(each % (os.cpu_count() or 1)) for each in range(tp))
         where = os.pathsep.join([str(HERE / "on_cpu"), os.environ.get("PYTHONPATH", "")])
         variables = {**ON_CPU, "PYTHONPATH": where, "SGLANG_CPU_OMP_THREADS_BIND": cores, **(environment or {})}

@@ -82,6 +82,7 @@ class Rig:
         ranks: int = 1,
         size: str | None = "16MiB",
         told: dict[str, Any] | None = None,
+        metrics: bool = False,
         **settings: object,
     ) -> None:
         ours = {"file_path": str(directory), "file_size": size, **settings}
@@ -105,7 +106,7 @@ class Rig:
             attn_cp_rank=0,
             attn_cp_size=1,
             is_mla_model=layout.endswith("mla"),
-            enable_storage_metrics=False,
+            enable_storage_metrics=metrics,
             is_page_first_layout=False,
             model_name=str(model),
             extra_config=passed,

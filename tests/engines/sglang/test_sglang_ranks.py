@@ -92,4 +92,4 @@ def test_without_the_rank_in_the_address_tokens_are_wrong(oracle: dict[int, Answ
 def shared(directory: Path) -> dict[str, object]:
     """Settings of a store in a directory, to which all ranks write."""
     directory.mkdir(exist_ok=True)
-    return {"remote": directory.as_uri(), "host_size": "64MiB"}
+    return {"remote": f"{directory.as_uri()}?probe_timeout=10s&fetch_timeout=60s", "host_size": "64MiB"}

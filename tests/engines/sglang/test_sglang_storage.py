@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import threading
@@ -14,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName
+from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang_kit import write_model
 from sglang_on_cpu import leave_rank_out
-from storage_kit import Rig, indices, look_up, names
+from storage_kit import Rig, indices, names
 
 from longshore.boundary import Status
-from longshore.engines.sglang import contract, identity
-from longshore.errors import ConfigError, ContractError, EngineError, TierInUseError
+from longshore.engines.sglang import identity
+from longshore.errors import ConfigError, EngineError, TierInUseError
 from longshore.runtime.tier_host import HostedFileTier
 from longshore.transfer.device.base import copy_pieces
 
@@ -197,6 +196,42 @@ def test_a_store_ends_when_the_ring_is_full_and_nothing_moves(rigs: Rigs, monkey
         os.kill(rig.host_pid, signal.SIGCONT)
     assert rig.storage._stack.runtime.wait_idle(30)
     assert rig.exists(names(60)) < 60
+
+
+def test_after_a_store_that_waited_in_vain_the_next_ones_do_not_wait(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until something has moved: a disk that hangs may do so for hours."""
+    monkeypatch.setattr("longshore.engines.sglang.storage.RING_BYTES", 1)
+    rig = rigs(write_timeout=0.5, size="32MiB")
+    held = rig.store(KEYS, range(8))
+    os.kill(rig.host_pid, signal.SIGSTOP)
+    try:
+        rig.set(names(60, seed=1), range(60))
+        assert not rig.storage._stack.ring_mover._ring.free  # type: ignore[union-attr]
+        rig.storage._no_wait_until *= 1000  # whatever the time
+        jobs = dict(rig.storage._stack.ring_mover._jobs)  # type: ignore[union-attr]
+        for seed in (2, 3):
+            assert rig.set(names(60, seed), range(60)) == [False] * 60
+        assert rig.storage._stack.ring_mover._jobs == jobs  # type: ignore[union-attr]
+    finally:
+        os.kill(rig.host_pid, signal.SIGCONT)
+    assert rig.storage._stack.runtime.wait_idle(30)
+    rig.store(names(8, seed=4), range(8))
+    assert rig.exists(names(8, seed=4)) == 8
+    assert rig.get(KEYS, range(8)) == [True] * 8
+    assert torch.equal(rig.read(range(8)), held)
+
+
+def test_metrics_that_cannot_be_made_leave_no_tier_open(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: object) -> None:
+        raise OSError("no room for metrics")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("longshore.engines.sglang.storage.LongshoreCollector", broken)
+        with pytest.raises(OSError, match="no room for metrics"):
+            rigs(metrics=True)
+    rigs(metrics=True).store(KEYS, range(8))  # over the same directory
 
 
 def test_a_full_tier_takes_fewer_pages_or_evicts(rigs: Rigs) -> None:
@@ -438,126 +473,3 @@ def test_a_page_that_is_not_one_is_refused_before_anything_has_changed(rigs: Rig
         assert rig.storage.batch_set_v1(KEYS[:1], bad, told) == [False]
     assert caplog.text.count("EngineError") >= 3
     assert rig.exists(KEYS) == 0
-
-
-def test_a_moved_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    contract.check()
-    monkeypatch.setattr(HiCacheStorage, "batch_get_v1", lambda self, keys: None)
-    with pytest.raises(ContractError, match=r"HiCacheStorage.batch_get_v1.*host_indices"):
-        contract.check()
-    monkeypatch.undo()
-    monkeypatch.setattr("sglang.__version__", "0.6.0")
-    with pytest.raises(ContractError, match=r"expected sglang 0\.5\.23, got 0\.6\.0"):
-        contract.check()
-
-
-def pages_of(store: Path) -> int:
-    """Files of images in a store that is a directory."""
-    return sum(path.is_file() for path in store.rglob("*"))
-
-
-@pytest.fixture
-def shared(rigs: Rigs, tmp_path: Path) -> Callable[..., Rig]:
-    """Makes rigs without files over one store."""
-    (tmp_path / "store").mkdir()
-    none = {"file_path": None, "size": None, "host_size": "4MiB", "remote": (tmp_path / "store").as_uri()}
-    return lambda **named: rigs(**{**none, **named})
-
-
-def test_servers_share_pages_by_a_store(shared: Callable[..., Rig], tmp_path: Path) -> None:
-    one, other = shared(), shared()
-    held = one.store(KEYS, range(8))
-    assert pages_of(tmp_path / "store") >= 8
-    with look_up(None):
-        assert other.exists(KEYS) == 8
-    assert other.get(KEYS, range(20, 28)) == [True] * 8
-    assert torch.equal(other.read(range(20, 28)), held)
-    # Longer than what is kept beside SGLang's host memory, and behind what SGLang has itself.
-    longer = names(60, seed=5)
-    held = one.store(longer, range(60), seed=5)
-    with look_up(None):
-        assert other.exists(longer[:9]) == 9
-    assert other.get(longer[:9], range(9)) == [True] * 9
-    with look_up(longer[8]):
-        assert other.exists(longer[9:]) == 51
-    assert other.get(longer[9:], range(9, 60)) == [True] * 51
-    assert torch.equal(other.read(range(60)), held)
-    with other.storage._stack.runtime.control() as cache:
-        cache.check_integrity()
-
-
-@pytest.mark.parametrize("order", ["AB", "BA"])
-def test_prompts_that_begin_alike_read_their_own_pages(shared: Callable[..., Rig], order: str) -> None:
-    """SGLang looks several prompts up before it reads the first one."""
-    one, other = shared(), shared()
-    prompts = {
-        "A": KEYS[:4],
-        "B": [KEYS[0], *(hashlib.sha256(bytes.fromhex(KEYS[0]) + bytes([page])).hexdigest() for page in range(3))],
-    }
-    held = one.store(prompts["A"], range(4))
-    one.fill(range(5, 8), seed=2)
-    assert one.set(prompts["B"][1:], range(5, 8), before=KEYS[:1]) == [True] * 3
-    assert one.storage.flush(30)
-    for prompt in order:
-        with look_up(None):
-            assert other.exists(prompts[prompt]) == 4
-    assert other.get(prompts["A"], range(20, 24)) == [True] * 4
-    assert torch.equal(other.read(range(20, 24)), held)
-
-
-def test_pages_of_a_store_pass_through_little_memory_on_their_way_to_files(
-    shared: Callable[..., Rig], tmp_path: Path
-) -> None:
-    one = shared()
-    other = shared(size="16MiB", host_size="256KiB", file_path=str(tmp_path / "other"))
-    assert other.storage._stack.host.slabs.indices < 30  # type: ignore[union-attr]
-    held = one.store(names(60), range(60))
-    with look_up(None):
-        found = other.exists(names(60))
-    assert found == 60
-    done = 0
-    while done < found:  # as SGLang asks for what is left of a prompt
-        got = sum(other.get(names(60)[:found], range(found)))
-        assert got > done
-        done = got
-        assert other.storage.flush(30)
-    assert torch.equal(other.read(range(found)), held[:found])
-
-
-def test_a_store_is_not_asked_for_pages_of_which_it_is_not_known_what_is_before_them(
-    shared: Callable[..., Rig],
-) -> None:
-    one, other = shared(), shared()
-    one.store(KEYS, range(8))
-    assert other.exists(KEYS[4:]) == 0
-    with look_up(KEYS[3]):
-        assert other.exists(KEYS[4:]) == 0
-    with look_up(None):
-        assert other.exists(KEYS) == 8
-    assert other.get(KEYS, range(8)) == [True] * 8
-
-
-def test_a_store_that_is_gone_makes_fewer_pages(shared: Callable[..., Rig], tmp_path: Path) -> None:
-    one, other = shared(load_timeout=2), shared(load_timeout=2)
-    held = one.store(KEYS, range(8))
-    with look_up(None):
-        assert other.exists(KEYS) == 8
-    (tmp_path / "store").rename(tmp_path / "gone")
-    assert other.get(KEYS, range(8)) == [False] * 8
-    with look_up(None):
-        assert other.exists(names(8, seed=3)) == 0
-    assert len(other.set(names(8, seed=3), range(8))) == 8
-    assert sum(other.storage._stack.remote[0].troubles.values()) > 0  # type: ignore[attr-defined]
-    assert one.get(KEYS, range(8)) == [True] * 8  # as it still has them beside SGLang's memory
-    assert torch.equal(one.read(range(8)), held)
-
-
-def test_ranks_share_a_store_and_no_page(shared: Callable[..., Rig]) -> None:
-    made = [shared(rank=rank, ranks=2) for rank in (0, 1)]
-    held = [rig.store(KEYS, range(8), seed=rank) for rank, rig in enumerate(made)]
-    for rank, expected in enumerate(held):
-        again = shared(rank=rank, ranks=2)
-        with look_up(None):
-            assert again.exists(KEYS) == 8
-        assert again.get(KEYS, range(8)) == [True] * 8
-        assert torch.equal(again.read(range(8)), expected)

@@ -26,10 +26,16 @@ def test_this_vllm_is_supported() -> None:
     contract.check()
 
 
-def test_another_version_is_refused_with_those_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.__version__", "0.31.2")
-    with pytest.raises(ContractError, match=r"vllm >= 0\.32, < 0\.34, got 0\.31\.2"):
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.32.0"])
+def test_another_version_is_refused_in_the_words_of_the_documents(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setattr("vllm.__version__", version)
+    with pytest.raises(ContractError) as refused:
         contract.check()
+    assert str(refused.value) == f"expected vllm >= 0.32, < 0.34, got {version}"
+    documents = Path(__file__).parents[3] / "docs" / "vllm.md"
+    assert "`expected vllm >= 0.32, < 0.34, got 0.34.0`" in documents.read_text()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import struct
 import time
 from collections.abc import Sequence
@@ -168,7 +169,7 @@ class Rig:
         **extra: Any,
     ) -> None:
         """Pages have `page` bytes, of which the last eight are padding; `extra` are settings, or `NOT_SETTINGS`."""
-        engine = f"engine {next(_engines)} of {id(self)}"
+        engine = f"engine {next(_engines)} of {os.getpid()}"
         generator = torch.Generator().manual_seed(5)
         self.per_chunk = per_chunk
         self.page = page

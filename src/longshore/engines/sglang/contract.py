@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Mapping
 
 from longshore.errors import ContractError, EngineError
 
-SUPPORTED = "sglang 0.5.23"
-
 _VERSIONS = ("0.5.23",)
+"""Those that are served, from the oldest to the newest."""
+
+SUPPORTED = f"sglang {' or '.join(_VERSIONS)}"
 
 _STORAGE = "sglang.srt.mem_cache.hicache_storage"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
@@ -65,14 +67,18 @@ def violations() -> list[str]:
     """What differs from what is relied on, in plain words."""
     found = []
     for module, functions in _PARAMETERS.items():
-        names = vars(importlib.import_module(module))
+        try:
+            names = vars(importlib.import_module(module))
+        except ModuleNotFoundError as error:
+            found.append(f"expected {', '.join(f'{path}{named}' for path, named in functions.items())}, got {error}")
+            continue
         for path, expected in functions.items():
             owner, _, method = path.partition(".")
             function = getattr(names.get(owner), method, None)
             got = tuple(inspect.signature(function).parameters) if function is not None else ()
             if got[: len(expected)] != expected:
                 found.append(f"expected {path}{expected}, got {got or 'nothing'}")
-    names = vars(importlib.import_module(_STORAGE))
+    names = vars(sys.modules.get(_STORAGE, object))
     for owner, fields in _FIELDS.items():
         known = getattr(names.get(owner), "__dataclass_fields__", {})
         missing = [field for field in fields if field not in known]

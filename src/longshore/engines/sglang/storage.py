@@ -52,8 +52,8 @@ from longshore.transfer.device import CpuDevice
 _log = logging.getLogger(__name__)
 
 _LEAST_RING = 8  # pages
-_ASKED = 4096
-"""Calls of which it is kept what was looked up, until their pages are loaded."""
+_ASKED, _OF_CALL = 1 << 20, 64
+"""Keys of look-ups that are kept until their pages are loaded, 75 bytes each at most; a call counts as so many more."""
 
 _UNTOLD = "untold"
 _before: ContextVar[str | None] = ContextVar("before", default=_UNTOLD)
@@ -63,10 +63,14 @@ _open = weakref.WeakSet["LongshoreStorage"]()
 
 
 class _LookedUp(NamedTuple):
-    """What was looked up: the turn, and the pages with those before them, if these are known."""
+    """What was looked up: the turn, and the pages with those before them, if these are known.
+
+    Its `share` of `_ASKED` counts what it has of a path together with other batches.
+    """
 
     turn: int | None = None
     path: GroupKeys | None = None
+    share: int = 0
 
 
 class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
@@ -82,6 +86,8 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         self.settings: Config = read(storage_config.extra_config, f"rank-{rank}-of-{ranks}", ranks)
         self._storage_config = storage_config
         self._asked: OrderedDict[Key, _LookedUp] = OrderedDict()
+        self._shares = 0
+        self._no_wait_until = 0.0
         self._lock = threading.Lock()
         self._why_off = ""
         self._has_changed = False
@@ -97,16 +103,16 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         memo = None if config.file_path is None else config.file_path.parent / MEMO
         scope = identity.scope_of(self._storage_config, self._told, layout, config.salt, memo)
         with contextlib.ExitStack() as undo:
-            self._stack = _open_tiers(config, layout, scope, undo)
+            self._stack, self._ring = _open_tiers(config, layout, scope, undo)
             self._test(mem_pool_host)
+            if self._storage_config.enable_storage_metrics:
+                stack, rank = self._stack, {"tp_rank": str(self._storage_config.tp_rank)}
+                collector = LongshoreCollector(
+                    stack.runtime, stack.host, stack.engine, stack.events, stack.file, stack.remote
+                )
+                self._metrics = MirroredMetrics(collector, rank)
             _watch()
             self._opened = undo.pop_all()
-        if self._storage_config.enable_storage_metrics:
-            stack, rank = self._stack, {"tp_rank": str(self._storage_config.tp_rank)}
-            collector = LongshoreCollector(
-                stack.runtime, stack.host, stack.engine, stack.events, stack.file, stack.remote
-            )
-            self._metrics = MirroredMetrics(collector, rank)
         _open.add(self)
         _log.info("%s, scope %s", layout, scope.root.hex()[:12])
 
@@ -206,22 +212,32 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         if before is None:
             raise EngineError(f"SGLang does not say what precedes a page: set {PREFIX_KEYS} in its extra configuration")
         pages, stack, jobs = self._pages.pages(indices, len(names)), self._stack, list[int]()
-        path, patience = _digests([*before, *names]), 0.0 if stack.host is None else self.settings.write_timeout
+        path, clock, longest = _digests([*before, *names]), self._runtime.clock, self.settings.write_timeout
+        began = clock()
+        waits = began >= self._no_wait_until
+        if self._ring is not None and not (waits or self._ring.free):
+            return 0
+        patience = longest if waits and self._ring is None else 0.0
         try:
             part = GroupKeys(path, len(before))
             kept = stack.store_path(part, pages, lambda job, blocks: jobs.append(job), patience=patience)
         finally:
             self._let_go(jobs)
+            if clock() - began >= longest:  # the disk may hang: else one call after the other would wait as long
+                self._no_wait_until = clock() + longest
         return max(0, kept - len(before))
 
     def _note(self, asked: _LookedUp, keys: Sequence[Key]) -> None:
         """Keep what was looked up for each call that may load some of `keys`."""
+        batches = range(0, len(keys), STORAGE_BATCH_SIZE)
+        share = _OF_CALL + (0 if asked.path is None else len(asked.path.names) // len(batches))
         with self._lock:
-            for at in range(0, len(keys), STORAGE_BATCH_SIZE):
+            for at in batches:
                 path = asked.path and asked.path._replace(first=asked.path.first + at)
-                self._asked[keys[at]] = asked._replace(path=path)
-            while len(self._asked) > _ASKED:
-                self._asked.popitem(last=False)
+                self._shares += share - self._asked.pop(keys[at], _LookedUp()).share
+                self._asked[keys[at]] = _LookedUp(asked.turn, path, share)
+            while self._shares > _ASKED and len(self._asked) > len(batches):
+                self._shares -= self._asked.popitem(last=False)[1].share
 
     def _let_go(self, jobs: Sequence[int]) -> None:
         """Wait until no copy touches the pages of `jobs`: jobs have deadlines, and a copy that has begun is short."""
@@ -298,6 +314,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
                 cache.reset(weights=True)
             with self._lock:
                 self._asked.clear()
+                self._shares = 0
             self._why_off, self._has_changed = "", False
 
     def _check_prefix_keys(self) -> None:
@@ -349,8 +366,10 @@ def _whole_path(cache: TieredCache, keys: Sequence[Key], before: Sequence[Key], 
     return GroupKeys([*before, *keys], len(before))
 
 
-def _open_tiers(config: Config, layout: KVLayout, scope: Scope, undo: contextlib.ExitStack) -> Stack:
-    """The tiers behind SGLang's host memory; `undo` closes them. Stores need slots of a host tier."""
+def _open_tiers(
+    config: Config, layout: KVLayout, scope: Scope, undo: contextlib.ExitStack
+) -> tuple[Stack, ImageRing | None]:
+    """The tiers behind SGLang's host memory; `undo` closes them. Stores need slots of a host tier: there is no ring."""
     ring = None
     if config.remote:
         policies = {"backup": config.offload, "offload": WritePolicy.THROUGH}
@@ -371,7 +390,7 @@ def _open_tiers(config: Config, layout: KVLayout, scope: Scope, undo: contextlib
         ring=ring,
     )
     undo.callback(stack.close)
-    return stack
+    return stack, ring
 
 
 def _open_behind_ring(directory: Any, *, memory: Arena, **named: Any) -> HostedFileTier:
