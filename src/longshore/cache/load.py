@@ -161,7 +161,6 @@ class Loader:
         store.touch(nodes[::-1])
         slots = taken.tolist()
         job = self._transfers.new_id()
-        store.counters.hits[store.levels[0].name] += len(nodes)
         self._transfers.order(job, keys, [None] * len(nodes), TierSlots(0, slots), None, command=False)
         return job, Addresses(Slots(store.levels[0].name, store.pools[0].pool_of(slots[0]), tuple(slots)))
 

@@ -43,6 +43,7 @@ from longshore.cache.types import (
     StoreOrder,
     TierStats,
     Until,
+    origins_of,
 )
 from longshore.errors import CacheError
 
@@ -206,6 +207,7 @@ class TieredCache:
         by_layer: bool = False,
         timeout: float | None = None,
         turn: int | None = None,
+        origins: Mapping[Key, str] | None = None,
     ) -> LoadOrder:
         """Load chunks onto the device, by group, as far as the host tier has room now. A lease serves one load.
 
@@ -225,10 +227,13 @@ class TieredCache:
             timeout: Seconds until the load ends with the chunks that have arrived, at the next `apply`;
                 `settings.load_timeout` if `None`.
             turn: Turn of the request, for chunks without a lease.
+            origins: The tiers that chunks were brought up from for this request before, by key. They are hits of these
+                tiers; others are hits of the tier that they are read from.
 
         Chunks of one path for which the host tier has no room, and those behind them, are not loaded, and counted as
         misses. A load of all groups loads all chunks or none.
         """
+        self.counters.check_origins(origins)
         if isinstance(what, Mapping):
             if skip or tokens is not None or by_layer or timeout is not None:
                 raise CacheError("expected `skip`, `tokens`, `by_layer` and `timeout` only with a lease")
@@ -246,6 +251,9 @@ class TieredCache:
             warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
             self._remote.found([key for keys, _ in warm for key in keys])
             lent = [(len(keys), self._loader.lease_slots(keys, at, turn)) for keys, at in warm]
+            for group, (keys, _) in zip(paths, warm, strict=True):
+                sources = origins_of(keys, [self._store.levels[0].name] * len(keys), origins)
+                self.counters.count_hits(sources, 0 if group else len(keys), self.settings.first_tokens)
             return LoadOrder(sum(count for count, _ in lent), tuple(Part(job, n, slots) for n, (job, slots) in lent))
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
@@ -261,7 +269,8 @@ class TieredCache:
             record.load = self._loader.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
             name = record.request
             record.load.asked = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
-            return self._ordered(record.load)
+            record.load.of_first = sum(len(part.keys) for part in record.parts if not part.group)
+            return self._ordered(record.load, origins)
         (part,), per_chunk = record.parts, self.settings.blocks_per_chunk
         group, into = part.group, blocks.get(part.group, ())
         chunks, held = -(-(skip + len(into)) // per_chunk), len(part.keys)
@@ -284,8 +293,8 @@ class TieredCache:
             by_layer=by_layer,
             tokens=tokens,
         )
-        record.load.asked = [(record.request, part.keys[:chunks])]
-        return self._ordered(record.load)
+        record.load.asked, record.load.of_first = [(record.request, part.keys[:chunks])], 0 if group else chunks
+        return self._ordered(record.load, origins)
 
     def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> LoadOrder:
         """Order copies between device blocks, which no tier takes part in, in order with all other jobs."""
@@ -556,8 +565,9 @@ class TieredCache:
                 self._conclude(wait.load, MissReason.DEADLINE)
             self._transfers.cancel_wait(wait)
 
-    def _ordered(self, load: Load) -> LoadOrder:
-        """The order of `load`. A load without jobs ends at once."""
+    def _ordered(self, load: Load, origins: Mapping[Key, str] | None) -> LoadOrder:
+        """The order of `load`, whose chunks have these `origins`. A load without jobs ends at once."""
+        load.sources = origins_of([key for _, keys in load.asked for key in keys], load.sources, origins)
         if not load.parts:
             self._conclude(load, MissReason.CANCELLED)
         parts = tuple(Part(job.transfer.job, len(job.statuses)) for job in load.parts)
@@ -576,7 +586,7 @@ class TieredCache:
         self._count_misses(load, load.conclude(unfinished))
         hidden = self._store.log.hidden
         if load.outcome is not None and all(len(keys) != 1 or keys[0] != hidden for _, keys in load.asked):
-            self.counters.hits.update(load.outcome.sources)
+            self.counters.count_hits(load.outcome.sources, load.of_first, self.settings.first_tokens)
         self._transfers.waits.close(load.wait)
 
     def _count_misses(self, load: Load, misses: Sequence[MissReason]) -> None:

@@ -326,6 +326,11 @@ class CacheSettings:
         return self.groups[index], self.groups[index].block_size * self.blocks_per_chunk
 
     @property
+    def first_tokens(self) -> int:
+        """Tokens of a chunk of the first group; 0 without `groups`."""
+        return self.group(0)[1] if self.groups else 0
+
+    @property
     def token_width(self) -> int:
         """Tokens kept of each chunk: those of the longest chunk, or none."""
         return max((self.group(index)[1] for index in range(len(self.groups))), default=0) if self.partial else 0
