@@ -250,11 +250,9 @@ class TieredCache:
             self._store.check_turn(turn)
             warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
             self._remote.found([key for keys, _ in warm for key in keys])
-            lent = [(len(keys), self._loader.lease_slots(keys, at, turn)) for keys, at in warm]
-            for group, (keys, _) in zip(paths, warm, strict=True):
-                sources = origins_of(keys, [self._store.levels[0].name] * len(keys), origins)
-                self.counters.count_hits(sources, 0 if group else len(keys), self.settings.first_tokens)
-            return LoadOrder(sum(count for count, _ in lent), tuple(Part(job, n, slots) for n, (job, slots) in lent))
+            lend, pairs = self._loader.lease_slots, zip(paths, warm, strict=True)
+            parts = tuple(Part(*lend(*found, turn, origins, is_first=not group)) for group, found in pairs)
+            return LoadOrder(sum(part.chunks for part in parts), parts)
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
         if record.is_multi_group:
@@ -267,10 +265,10 @@ class TieredCache:
             self._store.serve(record.turn)
             nodes, keys = record.nodes(self._store.index), record.keys
             record.load = self._loader.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
-            name = record.request
-            record.load.asked = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
-            record.load.of_first = sum(len(part.keys) for part in record.parts if not part.group)
-            return self._ordered(record.load, origins)
+            name, load = record.request, record.load
+            load.asked = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
+            load.of_first = sum(len(part.keys) for part in record.parts if not part.group)
+            return self._ordered(load, origins)
         (part,), per_chunk = record.parts, self.settings.blocks_per_chunk
         group, into = part.group, blocks.get(part.group, ())
         chunks, held = -(-(skip + len(into)) // per_chunk), len(part.keys)
@@ -280,7 +278,7 @@ class TieredCache:
             )
         self._device.check(into)
         self._store.check_pool([part.pins[0].node], self.settings.pool_of(group))
-        self._check_tokens(tokens, group)
+        self.settings.check_tokens(tokens, group)
         self._store.serve(record.turn)
         record.load = self._loader.load(
             part.keys[:chunks],
@@ -304,7 +302,7 @@ class TieredCache:
                 raise CacheError(f"expected a device slot to copy from for each of {len(into)} blocks, got {sources}")
             self._device.check(into)
             self._device.check(list({source.index for source in sources}))
-            self._check_tokens(tokens, group)
+            self.settings.check_tokens(tokens, group)
         parts = [
             Part(self._transfers.copy_inside(sources, blocks[group], tokens, group), 0)
             for group, (sources, tokens) in copies.items()
@@ -599,9 +597,3 @@ class TieredCache:
             if level.name == name:
                 return tier
         raise CacheError(f"expected a tier of {[level.name for level in self._store.levels]}, got {name!r}")
-
-    def _check_tokens(self, tokens: int | None, group: int) -> None:
-        """Raise `CacheError` unless `tokens` tokens fit a block of `group`, where its size is known."""
-        most = self.settings.group(group)[0].block_size if self.settings.groups else tokens
-        if tokens is not None and not 0 < tokens <= (most or 0):
-            raise CacheError(f"tokens: expected 1 to {most} of a block of group {group}, got {tokens}")

@@ -510,9 +510,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         stalled: bool,
     ) -> None:
         """Count the misses of `request`, which asks for chunks from `first` on; once."""
-        if request.counted:
-            return
-        if self._groups.of(first):
+        if request.counted or self._groups.of(first):
             return
         group, begin = first[-GROUP_BYTES:], request.asked_keys.index(first)
         asked = zip(request.asked_keys[begin:], found[begin:], strict=True)
