@@ -42,7 +42,9 @@ COUNTERS: Mapping[str, Description] = {
     "longshore_requests": Description("Requests looked up by an engine, each counted once"),
     "longshore_lookup_attempts": Description("Lookups of requests, including repeated lookups while a request waits"),
     "longshore_hit_chunks": Description("Chunks loaded, by the tier they were read from", ("tier",)),
-    "longshore_hit_tokens": Description("Tokens of the chunks loaded, of the first KV cache group", ("tier",)),
+    "longshore_hit_tokens": Description(
+        "Tokens of the chunks loaded, of the first KV cache group, by the tier they were read from", ("tier",)
+    ),
     "longshore_miss_chunks": Description("Chunks looked up and not loaded, by reason", ("reason",)),
     "longshore_probed_chunks": Description("Chunks looked up in remote tiers, by answer", ("tier", "answer")),
     "longshore_recomputed_chunks": Description("Chunks found, but recomputed because that is faster"),
@@ -265,6 +267,7 @@ def _labelled(sample: Sample) -> tuple[str, frozenset[tuple[str, str]]]:
 
 def _of_cache(counters: Counters) -> Iterable[Metric]:
     yield _metric("longshore_hit_chunks", counters.hits)
+    yield _metric("longshore_hit_tokens", counters.hit_tokens)
     yield _metric("longshore_miss_chunks", counters.misses)
     yield _metric("longshore_evicted_chunks", counters.evictions)
     yield _metric("longshore_demoted_chunks", counters.demotions)

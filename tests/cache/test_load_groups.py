@@ -210,3 +210,37 @@ def test_a_joint_load_reports_all_its_chunks_or_none(data: st.DataObject) -> Non
     assert cache.counters.misses.total() - misses == 12 - outcome.chunks
     cache.release(hold)
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_hits_count_for_the_tier_that_chunks_were_brought_up_from(lends: bool) -> None:
+    """As an adapter tells it that has fetched chunks for a request before it loads them; for each form of a load."""
+    cache = grouped(*NAMES, host=64, file=64, backup=WritePolicy.THROUGH)
+    for group, path in enumerate(PATHS):
+        store(cache, group, path)
+    origins = dict.fromkeys([*PATHS[0][:3], *PATHS[1][:1], b"of another".ljust(32)], FILE)
+    if lends:
+        order = cache.load(wanted(*PATHS[:2]), origins=origins)
+        assert cache.counters.hits == {HOST: len(PATHS[0]) + len(PATHS[1]) - 4, FILE: 4}
+        for part in order.parts:
+            cache.release(part.job)
+    else:
+        found = cache.lookup(wanted(*PATHS), 0.0)
+        assert found.lease is not None
+        order = cache.load(found.lease, {0: range(8), 1: range(8, 11), 2: [11]}, origins=origins)
+        assert cache.counters.hits.total() == 0  # nothing has arrived
+        settle(cache)
+        outcome = cache.progress(found.lease).outcome
+        assert outcome is not None
+        assert outcome.sources == (*[FILE] * 3, *[HOST] * 9)  # the window begins behind its first chunk
+        assert cache.counters.hits == {HOST: 9, FILE: 3}
+    tokens = cache.settings.group(0)[1]
+    assert cache.counters.hit_tokens == {HOST: 5 * tokens, FILE: 3 * tokens}  # of the first group alone
+
+
+def test_an_origin_that_is_no_tier_is_refused_before_anything_has_changed() -> None:
+    cache = grouped(*NAMES, host=64)
+    store(cache, 0, PATHS[0])
+    with pytest.raises(CacheError, match="origins: expected tiers"):
+        cache.load({0: GroupKeys(PATHS[0])}, origins={PATHS[0][0]: "nowhere"})
+    assert (cache.jobs_in_flight, cache.counters.hits.total()) == (0, 0)

@@ -7,14 +7,17 @@ colder one has it; and no tier ever has more than its slots.
 
 from __future__ import annotations
 
+import hashlib
 import random
 
 import pytest
 from cache_kit import Setup, path_of
 from cache_model import World
 
-from longshore.boundary import Status
+from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
+from longshore.cache import GroupKeys, TieredCache, TierSpec
 from longshore.cache.evict import Evictor
+from longshore.cache.eviction import ARC, LRU, Gittins
 
 PATHS = [a + b * n for a in "abcdefghijklmnopqrstuvw" for b in "xy" for n in range(4)]
 
@@ -112,3 +115,73 @@ def test_copies_that_go_together_are_those_that_go_one_by_one(seed: int, monkeyp
     assert settled
     assert alone.world.calls == together.world.calls
     assert alone.world.answers == together.world.answers
+
+
+def names(step: int, count: int) -> list[Key]:
+    return [hashlib.sha256(b"%d %d" % (step, i)).digest() for i in range(count)]
+
+
+class Prompts:
+    """Long prompts through three tiers, of which any may be the smallest; copies end late, or fail in the middle."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = dice = random.Random(seed)
+        policy, slots = dice.choice([LRU, ARC, Gittins]), [dice.choice([60, 150, 300])]
+        slots += [dice.choice([40, 200, 400, 900]) for _ in range(2)]
+        tiers = zip((HOST, FILE, "cold"), slots, strict=True)
+        self.cache = TieredCache([TierSpec(name, count, 1, policy) for name, count in tiers])
+        self.failing = dice.choice([0, 0.05, 0.3, 1.0])
+        self.moving: list[Transfer] = []
+
+    def move(self) -> None:
+        dice, moving = self.dice, self.moving
+        moving += [each for each in self.cache.take() if isinstance(each, Transfer)]
+        ended = len(moving) if dice.random() < 0.8 else dice.randrange(len(moving) + 1)
+        for each in moving[:ended]:
+            good, fails = len(each.items), self.failing / (10 if each.route.destination == HOST else 1)
+            if dice.random() < fails:
+                good = dice.randrange(good)
+            statuses = [Status.OK] * good + [Status.IO_ERROR] * (len(each.items) - good)
+            self.cache.apply([TransferResult(each.job, tuple(statuses), 1)], 0.0)
+        del moving[:ended]
+
+    def live(self, steps: int) -> None:
+        dice, cache, leases, prompts = self.dice, self.cache, [], [names(0, 30)]
+        for step in range(1, steps + 1):
+            prompt = dice.choice(prompts[-12:])
+            asked = prompt[: dice.choice([0, 0, dice.randrange(len(prompt)), len(prompt)])]
+            found = cache.lookup({0: GroupKeys(asked)}, 0.0)
+            if found.lease is not None:
+                leases.append(found.lease)
+                if dice.random() < 0.5:
+                    cache.load(found.lease, {0: range(found.chunks)})
+            prompts.append([*prompt[: found.chunks], *names(step, int(3 * 40 ** dice.random()))])
+            new = len(prompts[-1]) - found.chunks
+            cache.store({0: GroupKeys(prompts[-1], found.chunks)}, {0: range(new)}, turn=found.turn)
+            self.move()
+            while leases and (len(leases) > 3 or dice.random() < 0.7):
+                cache.release(leases.pop(dice.randrange(len(leases))))
+            if dice.random() < 0.3:
+                cache.end_step()
+            if dice.random() < 0.1:
+                cache.flush()
+            self.move()
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("seed", [13, 18, 28, 39])
+def test_a_chunk_that_came_back_to_a_warmer_tier_is_not_evicted_below_it(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spared = 0
+    is_passed_over = Evictor._is_passed_over
+
+    def spy(self: Evictor, node: int, tier: int, pool: int) -> bool:
+        nonlocal spared
+        passed = is_passed_over(self, node, tier, pool)
+        spared += passed and self._is_warmer(node, tier) and self.may_go(node, tier)
+        return passed
+
+    monkeypatch.setattr(Evictor, "_is_passed_over", spy)
+    Prompts(seed).live(120)
+    assert spared

@@ -18,7 +18,7 @@ from longshore.config import Config
 from longshore.keys import Scope
 from longshore.layout import from_rows
 from longshore.runtime.stack import Stack, open_stack
-from longshore.runtime.stores import bring, fetch
+from longshore.runtime.stores import bring, fetch, patience
 from longshore.testing.local_server import LocalServer
 from longshore.tiers.remote import RemoteTier
 from longshore.transfer import CpuDevice
@@ -128,6 +128,7 @@ def test_a_fetch_ends_after_twice_what_the_gate_expects(opened: Callable[..., St
             expected = gate.load_seconds(runs, runtime.clock())
             jobs = fetch(runtime, cache, path, 0, TOKENS, asks=False).jobs
         assert expected is not None
+        assert not gate.is_late(REMOTE)
         latest = runtime.clock() + max(2 * expected, 3.5)
         deadlines = [runtime._running[job].transfer.deadline for job in jobs]
         assert deadlines
@@ -135,6 +136,9 @@ def test_a_fetch_ends_after_twice_what_the_gate_expects(opened: Callable[..., St
         assert runtime.wait_ended(jobs, PATIENCE)
     finally:
         os.kill(server.pid, signal.SIGCONT)
+    with runtime.control() as cache:  # the gate cannot measure what did not arrive
+        assert gate.is_late(REMOTE)
+        assert patience(runtime, cache, runs, runtime.clock()) is None
 
 
 def test_a_store_that_hangs_holds_up_no_prompt_longer_than_host_memory(

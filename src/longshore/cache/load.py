@@ -13,7 +13,7 @@ Where a prefetch that is waited for lacks clean room, it orders backups. Such pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from longshore.cache.offload import Offloader
 from longshore.cache.pool import READY
 from longshore.cache.settings import PrefetchPolicy, seconds
 from longshore.cache.transfers import Job, LeaseRecord, Load, TierSlots, Transfers, Wait
-from longshore.cache.types import MissReason
+from longshore.cache.types import MissReason, origins_of
 from longshore.errors import CacheError
 
 LOAD_BATCH = 16
@@ -146,12 +146,18 @@ class Loader:
         return load, wait
 
     def lease_slots(
-        self, keys: Sequence[Key], at: npt.NDArray[np.int32], turn: int | None = None
-    ) -> tuple[int, Addresses]:
-        """Let the engine read `keys`, distinct chunks at the nodes `at`, all ready in the warmest tier. Counts as a
-        use.
+        self,
+        keys: Sequence[Key],
+        at: npt.NDArray[np.int32],
+        turn: int | None,
+        origins: Mapping[Key, str] | None,
+        *,
+        is_first: bool,
+    ) -> tuple[int, int, Addresses]:
+        """Let the engine read `keys`, distinct chunks at the nodes `at`, ready in the warmest tier: a use, and hits.
 
-        Returns the job and the slots, which are not written before the job has ended.
+        Returns the job, their number, and the slots, which are not written before the job has ended. `is_first`: they
+        are of the first group.
         """
         store, nodes = self._store, at.tolist()
         taken = column(store.index.slot[0])[at]
@@ -159,11 +165,12 @@ class Loader:
         store.windows.serve(nodes)
         store.serve(turn)
         store.touch(nodes[::-1])
-        slots = taken.tolist()
+        slots, name = taken.tolist(), store.levels[0].name
         job = self._transfers.new_id()
-        store.counters.hits[store.levels[0].name] += len(nodes)
+        sources = origins_of(keys, [name] * len(keys), origins)
+        store.counters.count_hits(sources, len(keys) if is_first else 0, self._transfers.settings.first_tokens)
         self._transfers.order(job, keys, [None] * len(nodes), TierSlots(0, slots), None, command=False)
-        return job, Addresses(Slots(store.levels[0].name, store.pools[0].pool_of(slots[0]), tuple(slots)))
+        return job, len(keys), Addresses(Slots(name, store.pools[0].pool_of(slots[0]), tuple(slots)))
 
     def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
         """Add a reader to the copy that each reachable node is read from.

@@ -43,6 +43,7 @@ from longshore.cache.types import (
     StoreOrder,
     TierStats,
     Until,
+    origins_of,
 )
 from longshore.errors import CacheError
 
@@ -206,6 +207,7 @@ class TieredCache:
         by_layer: bool = False,
         timeout: float | None = None,
         turn: int | None = None,
+        origins: Mapping[Key, str] | None = None,
     ) -> LoadOrder:
         """Load chunks onto the device, by group, as far as the host tier has room now. A lease serves one load.
 
@@ -225,10 +227,13 @@ class TieredCache:
             timeout: Seconds until the load ends with the chunks that have arrived, at the next `apply`;
                 `settings.load_timeout` if `None`.
             turn: Turn of the request, for chunks without a lease.
+            origins: The tiers that chunks were brought up from for this request before, by key. They are hits of these
+                tiers; others are hits of the tier that they are read from.
 
         Chunks of one path for which the host tier has no room, and those behind them, are not loaded, and counted as
         misses. A load of all groups loads all chunks or none.
         """
+        self.counters.check_origins(origins)
         if isinstance(what, Mapping):
             if skip or tokens is not None or by_layer or timeout is not None:
                 raise CacheError("expected `skip`, `tokens`, `by_layer` and `timeout` only with a lease")
@@ -245,8 +250,9 @@ class TieredCache:
             self._store.check_turn(turn)
             warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
             self._remote.found([key for keys, _ in warm for key in keys])
-            lent = [(len(keys), self._loader.lease_slots(keys, at, turn)) for keys, at in warm]
-            return LoadOrder(sum(count for count, _ in lent), tuple(Part(job, n, slots) for n, (job, slots) in lent))
+            lend, pairs = self._loader.lease_slots, zip(paths, warm, strict=True)
+            parts = tuple(Part(*lend(*found, turn, origins, is_first=not group)) for group, found in pairs)
+            return LoadOrder(sum(part.chunks for part in parts), parts)
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
         if record.is_multi_group:
@@ -259,9 +265,10 @@ class TieredCache:
             self._store.serve(record.turn)
             nodes, keys = record.nodes(self._store.index), record.keys
             record.load = self._loader.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
-            name = record.request
-            record.load.asked = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
-            return self._ordered(record.load)
+            name, load = record.request, record.load
+            load.asked = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
+            load.of_first = sum(len(part.keys) for part in record.parts if not part.group)
+            return self._ordered(load, origins)
         (part,), per_chunk = record.parts, self.settings.blocks_per_chunk
         group, into = part.group, blocks.get(part.group, ())
         chunks, held = -(-(skip + len(into)) // per_chunk), len(part.keys)
@@ -271,7 +278,7 @@ class TieredCache:
             )
         self._device.check(into)
         self._store.check_pool([part.pins[0].node], self.settings.pool_of(group))
-        self._check_tokens(tokens, group)
+        self.settings.check_tokens(tokens, group)
         self._store.serve(record.turn)
         record.load = self._loader.load(
             part.keys[:chunks],
@@ -284,8 +291,8 @@ class TieredCache:
             by_layer=by_layer,
             tokens=tokens,
         )
-        record.load.asked = [(record.request, part.keys[:chunks])]
-        return self._ordered(record.load)
+        record.load.asked, record.load.of_first = [(record.request, part.keys[:chunks])], 0 if group else chunks
+        return self._ordered(record.load, origins)
 
     def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> LoadOrder:
         """Order copies between device blocks, which no tier takes part in, in order with all other jobs."""
@@ -295,7 +302,7 @@ class TieredCache:
                 raise CacheError(f"expected a device slot to copy from for each of {len(into)} blocks, got {sources}")
             self._device.check(into)
             self._device.check(list({source.index for source in sources}))
-            self._check_tokens(tokens, group)
+            self.settings.check_tokens(tokens, group)
         parts = [
             Part(self._transfers.copy_inside(sources, blocks[group], tokens, group), 0)
             for group, (sources, tokens) in copies.items()
@@ -556,8 +563,9 @@ class TieredCache:
                 self._conclude(wait.load, MissReason.DEADLINE)
             self._transfers.cancel_wait(wait)
 
-    def _ordered(self, load: Load) -> LoadOrder:
-        """The order of `load`. A load without jobs ends at once."""
+    def _ordered(self, load: Load, origins: Mapping[Key, str] | None) -> LoadOrder:
+        """The order of `load`, whose chunks have these `origins`. A load without jobs ends at once."""
+        load.sources = origins_of([key for _, keys in load.asked for key in keys], load.sources, origins)
         if not load.parts:
             self._conclude(load, MissReason.CANCELLED)
         parts = tuple(Part(job.transfer.job, len(job.statuses)) for job in load.parts)
@@ -576,7 +584,7 @@ class TieredCache:
         self._count_misses(load, load.conclude(unfinished))
         hidden = self._store.log.hidden
         if load.outcome is not None and all(len(keys) != 1 or keys[0] != hidden for _, keys in load.asked):
-            self.counters.hits.update(load.outcome.sources)
+            self.counters.count_hits(load.outcome.sources, load.of_first, self.settings.first_tokens)
         self._transfers.waits.close(load.wait)
 
     def _count_misses(self, load: Load, misses: Sequence[MissReason]) -> None:
@@ -589,9 +597,3 @@ class TieredCache:
             if level.name == name:
                 return tier
         raise CacheError(f"expected a tier of {[level.name for level in self._store.levels]}, got {name!r}")
-
-    def _check_tokens(self, tokens: int | None, group: int) -> None:
-        """Raise `CacheError` unless `tokens` tokens fit a block of `group`, where its size is known."""
-        most = self.settings.group(group)[0].block_size if self.settings.groups else tokens
-        if tokens is not None and not 0 < tokens <= (most or 0):
-            raise CacheError(f"tokens: expected 1 to {most} of a block of group {group}, got {tokens}")

@@ -325,6 +325,17 @@ class CacheSettings:
             raise CacheError(f"expected a group in [0, {len(self.groups)}), got {index}")
         return self.groups[index], self.groups[index].block_size * self.blocks_per_chunk
 
+    def check_tokens(self, tokens: int | None, group: int) -> None:
+        """Raise `CacheError` unless `tokens` tokens fit a block of `group`, where its size is known."""
+        most = self.group(group)[0].block_size if self.groups else tokens
+        if tokens is not None and not 0 < tokens <= (most or 0):
+            raise CacheError(f"tokens: expected 1 to {most} of a block of group {group}, got {tokens}")
+
+    @property
+    def first_tokens(self) -> int:
+        """Tokens of a chunk of the first group; 0 without `groups`."""
+        return self.group(0)[1] if self.groups else 0
+
     @property
     def token_width(self) -> int:
         """Tokens kept of each chunk: those of the longest chunk, or none."""

@@ -52,16 +52,16 @@ from longshore.errors import CacheError, JobError
 class Load:
     """The load of a lease onto the device, in parts, and their progress.
 
-    `asked` are the requested keys, by name of request; `sources` the tiers that they are read from; `cut` the reasons
-    for which the last of them were not ordered; `wait` is the number of the wait for the load. A load that `is_whole`
-    has arrived when all chunks have; any other one up to the first chunk that has not.
+    `asked` are the requested keys, by name of request, the first `of_first` of the first group; `sources` the tiers
+    that they are read from, or were brought up from; `cut` the reasons for which the last were not ordered; `wait` is
+    the number of the wait for it. One that `is_whole` has arrived when all chunks have; any other up to the first gap.
     """
 
     def __init__(self, wait: int = 0, *, is_whole: bool = False) -> None:
         self.wait = wait
         self.is_whole = is_whole
         self.asked: Sequence[tuple[str | None, Sequence[Key]]] = ()
-        self.sources: list[str] = []
+        self.of_first, self.sources = 0, list[str]()
         self.cut: list[MissReason] = []
         self.parts: list[Job] = []
         self.outcome: Outcome | None = None

@@ -14,6 +14,7 @@ from longshore.cache.groups import Need
 from longshore.cache.index import Residency
 from longshore.cache.partial import Partial
 from longshore.cache.pool import State
+from longshore.errors import CacheError
 
 
 class MissReason(enum.Enum):
@@ -213,13 +214,15 @@ class RouteTotals:
 class Counters:
     """Counts since the start. Every known label is present from the start, at zero.
 
-    `hits` are chunks loaded, by source tier; `misses` chunks requested and not loaded; `drops` chunks not stored, by
-    destination tier; `evictions` copies evicted, by tier; `demotions` those of which a colder tier kept a copy; `lost`
-    copies removed because their bytes, or those of an ancestor, were invalid; `probes` keys that remote tiers were
-    asked for.
+    `hits` are chunks loaded, by source tier; `hit_tokens` the tokens of those of the first group, where `groups` are
+    told; `misses` chunks requested and not loaded: an adapter that looks up each chunk by itself adds them, because it
+    alone knows what its engine asks for; `drops` chunks not stored, by destination tier; `evictions` copies evicted, by
+    tier; `demotions` those of which a colder tier kept a copy; `lost` copies removed because their bytes, or those of
+    an ancestor, were invalid; `probes` keys that remote tiers were asked for.
     """
 
     hits: Counter[str]
+    hit_tokens: Counter[str]
     misses: Counter[MissReason]
     drops: dict[str, Counter[DropReason]]
     evictions: Counter[str]
@@ -227,6 +230,17 @@ class Counters:
     lost: Counter[str]
     routes: dict[str, RouteTotals] = field(default_factory=dict)
     probes: dict[str, Counter[Answer]] = field(default_factory=dict)
+
+    def count_hits(self, sources: Sequence[str], of_first: int, tokens: int) -> None:
+        """Count chunks that were loaded, by source; the first `of_first` are of the first group, of `tokens` each."""
+        self.hits.update(sources)
+        for tier, chunks in Counter(sources[:of_first] if tokens else ()).items():
+            self.hit_tokens[tier] += chunks * tokens
+
+    def check_origins(self, origins: Mapping[Key, str] | None) -> None:
+        """Raise `CacheError` unless chunks are said to be from tiers of this cache."""
+        if unknown := set((origins or {}).values()).difference(self.hits):
+            raise CacheError(f"origins: expected tiers of {list(self.hits)}, got {sorted(unknown)}")
 
     def copy(self) -> Counters:
         """A copy, to compute differences."""
@@ -236,7 +250,8 @@ class Counters:
     def zero(cls, tiers: tuple[str, ...], routes: tuple[str, ...], remote: tuple[str, ...] = ()) -> Counters:
         """All counters at zero, for these tiers, routes and remote tiers (`remote`)."""
         return cls(
-            hits=Counter(dict.fromkeys(tiers, 0)),
+            hits=Counter(dict.fromkeys((*tiers, *remote), 0)),
+            hit_tokens=Counter(dict.fromkeys((*tiers, *remote), 0)),
             misses=Counter(dict.fromkeys(MissReason, 0)),
             drops={tier: Counter(dict.fromkeys(DropReason, 0)) for tier in (*tiers, *remote)},
             evictions=Counter(dict.fromkeys(tiers, 0)),
@@ -245,6 +260,11 @@ class Counters:
             routes={route: RouteTotals() for route in routes},
             probes={tier: Counter(dict.fromkeys(Answer, 0)) for tier in remote},
         )
+
+
+def origins_of(keys: Sequence[Key], tiers: list[str], origins: Mapping[Key, str] | None) -> list[str]:
+    """The tiers that the first of `keys` are read from; of those with an origin, that."""
+    return [origins.get(*each) for each in zip(keys, tiers, strict=False)] if origins else tiers
 
 
 class SizeStats(NamedTuple):

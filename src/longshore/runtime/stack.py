@@ -15,12 +15,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from longshore.boundary import FILE, HOST, REMOTE, Mover, Slabs, by_size
+from longshore.boundary import FILE, HOST, REMOTE, Key, Mover, Slabs, by_size
 from longshore.cache import (
     CacheGroup,
     CacheSettings,
@@ -133,9 +133,11 @@ class Stack:
         *,
         skip: int = 0,
         request: str | None = None,
+        origins: Mapping[Key, str] | None = None,
     ) -> list[str]:
         """Fill device `blocks` with the leading chunks of what `found` leases of `path`; the tier that each came from.
 
+        `origins` are the tiers that chunks were brought up from for this prompt before, by key.
         What the warmest tier lacks may be more than it has room for. It is then read and copied in parts of half of
         that tier: what is not written down yet is before a part is read. All ends within `load_timeout`, and what has
         arrived by then counts. The lease stays the caller's; the copies have ended, or are told to `uses`. The first of
@@ -150,8 +152,9 @@ class Stack:
         tiers = [run.tier for run in runs for _ in range(run.chunks)][: -(-(skip + len(blocks)) // per_chunk)]
         size = self._part
         if len(tiers) - tiers.count(FILE if self.host is None else HOST) <= size:
-            return self._load(found.lease, blocks, skip, uses)
-        done, wanted = 0, min(len(tiers), found.chunks)
+            return self._load(found.lease, blocks, skip, uses, origins)
+        origins = {**dict(zip(path.names[path.first :], tiers, strict=False)), **(origins or {})}
+        done, wanted, sources = 0, min(len(tiers), found.chunks), list[str]()
         while done < wanted and (left := deadline - runtime.clock()) > 0:
             end, now = min(wanted, done + size), runtime.clock()
             part = GroupKeys(path.names[: path.first + end], path.first + done)
@@ -163,13 +166,15 @@ class Stack:
             mine = blocks[max(0, done * per_chunk - skip) : (done + here.chunks) * per_chunk - skip]
             try:
                 runtime.wait_over(here.lease)
-                done += len(self._load(here.lease, mine, 0 if done else skip, uses, deadline - runtime.clock()))
+                timeout = deadline - runtime.clock()
+                sources += self._load(here.lease, mine, 0 if done else skip, uses, origins, timeout)
+                done = len(sources)
             finally:
                 with runtime.control() as cache:
                     cache.release(here.lease)
             if done < end:
                 break
-        return tiers[:done]
+        return sources
 
     def store_path(
         self,
@@ -211,14 +216,20 @@ class Stack:
         return 1 if warmest is None else max(1, warmest.slabs.indices // 2)
 
     def _load(
-        self, lease: Lease, blocks: Sequence[int], skip: int, uses: BlockUse, timeout: float | None = None
+        self,
+        lease: Lease,
+        blocks: Sequence[int],
+        skip: int,
+        uses: BlockUse,
+        origins: Mapping[Key, str] | None,
+        timeout: float | None = None,
     ) -> list[str]:
         """Load what `lease` keeps into `blocks`, within `timeout`, and wait for it; the tiers that it came from."""
         per_chunk, at = self.config.blocks_per_chunk, -skip
         if timeout is not None and timeout <= 0:
             return []
         with self.runtime.control() as cache:
-            for job in cache.load(lease, {0: blocks}, skip=skip, timeout=timeout).parts:
+            for job in cache.load(lease, {0: blocks}, skip=skip, timeout=timeout, origins=origins).parts:
                 end = at + job.chunks * per_chunk
                 uses(job.job, blocks[max(0, at) : end])
                 at = end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,12 @@ from sequence_machine import Sequences
 from sequences_kit import SEEN
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.kv_offload.base import OffloadKey
+
+from longshore.cache.evict import Evictor
+
+MOST_ONE_BY_ONE = 64
+"""The largest batch that some part of the cache handles one by one: `nodes._MANY`."""
 
 
 class Parts(Sequences):
@@ -31,6 +37,32 @@ class Parts(Sequences):
         for chunks in range(drawn["host"], 31, drawn["host"]):
             self.arrive(0, 300, 0, chunks, 1, None)
             self.flow(12)
+
+
+class Large(Sequences):
+    """One with room for more chunks at once than the cache handles one by one anywhere, full of such prompts."""
+
+    @initialize(
+        world=st.sampled_from([1, 2]),
+        slides=st.booleans(),
+        file=st.sampled_from([400, 0]),
+        backup=st.sampled_from(["write_back", "write_through"]),
+        eviction=st.sampled_from(["gittins", "lru", "arc"]),
+    )
+    def start(self, **drawn: Any) -> None:
+        super().start(**drawn, host=320)
+        prepare = self.manager.prepare_store
+
+        def watched(keys: Collection[OffloadKey], context: Any) -> Any:
+            said = prepare(keys, context)
+            SEEN["offered again"] += said is None
+            SEEN["stores of more than 64 chunks"] += said is not None and len(said.keys_to_store) > MOST_ONE_BY_ONE
+            return said
+
+        self.manager.prepare_store = watched
+        for family in range(2):
+            self.arrive(family, 300, 0, 300, 1, None)
+            self.step(400, 0, True, None, 1)
 
 
 @pytest.fixture
@@ -65,6 +97,25 @@ def test_any_call_sequence_serves_right_bytes_and_leaks_nothing() -> None:
     for what in ("chunks loaded", "failed loads", "reads of files", "late store", "part store", "preemptions"):
         assert SEEN[what], what
     assert SEEN["resets with loads"] + SEEN["resets with stores"]
+
+
+def test_any_call_sequence_with_large_batches_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def watched(evict: Callable[..., None]) -> Callable[..., None]:
+        def call(self: Evictor, nodes: Sequence[int], *rest: Any) -> None:
+            SEEN["evictions of more than 64 chunks"] += len(nodes) > MOST_ONE_BY_ONE
+            evict(self, nodes, *rest)
+
+        return call
+
+    for name in ("_drop_copies", "_drop_leaves"):
+        monkeypatch.setattr(Evictor, name, watched(getattr(Evictor, name)))
+    init_none_hash(sha256)
+    SEEN.clear()
+    run_state_machine_as_test(Large, settings=settings(max_examples=20, stateful_step_count=30))
+    for what in ("loads", "stores", "evictions"):
+        assert SEEN[f"{what} of more than 64 chunks"], what
+    for what in ("flushes", "offered again"):
+        assert SEEN[what], what
 
 
 def test_any_call_sequence_with_long_prompts_leaks_nothing() -> None:

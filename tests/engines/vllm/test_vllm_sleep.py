@@ -238,7 +238,7 @@ def test_a_request_that_comes_during_the_sleep_misses(rigs: Rigs) -> None:
     rig.write()
     rig.sleep()
     assert rig.answers("early") == [MISS] * 3
-    assert rig.manager._metrics.misses[MissReason.ABSENT] == 3
+    assert rig.cache.counters.misses[MissReason.ABSENT] == 3
     rig.wake()
     assert rig.answers("late") == [HIT] * 3
 

@@ -16,6 +16,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm_kit import Group, Rig, file_settings, keys_of
 
 from longshore.boundary import HOST, REMOTE
+from longshore.cache import MissReason
 from longshore.engines.vllm import spec
 from longshore.keys import Scope
 
@@ -91,6 +92,22 @@ def test_another_engine_is_served_what_one_has_stored(opened: Opener) -> None:
     assert other.manager.loaded_tokens[HOST] == 64
     stats = other.manager.get_stats()
     assert stats is not None and "valkey" not in str(stats.data)
+
+
+def test_a_damaged_value_is_a_miss_that_is_counted_once(opened: Opener, tmp_path: Path) -> None:
+    one, other = opened(), opened()
+    stored(one)
+    values = [path for path in (tmp_path / "shared").rglob("*") if path.is_file()]
+    assert len(values) >= 4
+    for path in values:
+        data = bytearray(path.read_bytes())
+        data[-200] ^= 1
+        path.write_bytes(data)
+    keys = keys_of(6)
+    context = other.request("second", keys)
+    assert answered(other, keys, context) == [MISS] * 6
+    misses = +other.cache.counters.misses
+    assert misses == {MissReason.CORRUPT: 4, MissReason.ABSENT: 2}
 
 
 def test_several_groups_are_fetched_as_far_as_all_of_them_need(opened: Opener) -> None:

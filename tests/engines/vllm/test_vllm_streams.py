@@ -31,7 +31,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm_kit import PAGE, TOKENS, Group, Rig, file_settings, vllm_config
 
-from longshore.boundary import Slots
+from longshore.boundary import FILE, HOST, Slots
 from longshore.engines.vllm import manager as manager_module
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.runtime.rank_reports import DONE, FAILED
@@ -258,8 +258,12 @@ def finish_load(engine: Engine, *requests: Request, ranks: tuple[int, ...] = (0,
 def test_a_prompt_longer_than_host_memory_is_loaded_whole(engine: Engine) -> None:
     request = engine.request(CHUNKS)
     assert engine.begin(request) == CHUNKS
+    assert sum(engine.manager.loaded_tokens.values()) <= HOST_CHUNKS * TOKENS, "what was lent"
     assert finish_load(engine, request) > 3, "in parts"
     assert not engine.failed
+    loaded = engine.manager.loaded_tokens
+    assert loaded[HOST] + loaded[FILE] == CHUNKS * TOKENS
+    assert loaded[FILE] >= (CHUNKS - HOST_CHUNKS) * TOKENS
     assert engine.wrong(request, CHUNKS) == 0
     engine.finish(request)
     settled(engine)
@@ -369,6 +373,30 @@ def test_a_tier_host_that_dies_or_hangs_fails_the_load(engine: Engine, how: sign
     assert engine.failed
     if how is signal.SIGSTOP:
         os.kill(process, signal.SIGCONT)
+    engine.finish(request, RequestStatus.FINISHED_ABORTED)
+    settled(engine)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_tier_host_that_dies_or_hangs_between_two_parts_fails_the_load(engine: Engine, how: signal.Signals) -> None:
+    file = cast(Any, engine.manager._store.file)
+    request = engine.request(CHUNKS)
+    assert engine.begin(request) == CHUNKS
+    (load,) = engine.manager._loads._loads.values()
+    first = sum(load.lent)
+    while sum(load.lent) == first:
+        engine.step()
+        time.sleep(0.001)
+    process, arrived = file._supervisor.process.pid, sum(load.lent)
+    os.kill(process, how)
+    assert len(load.rest) > HOST_CHUNKS // 2, "more than has been read ahead"
+    finish_load(engine, request)
+    if how is signal.SIGSTOP:
+        os.kill(process, signal.SIGCONT)
+        assert engine.failed
+    else:  # a machine that was busy may find it running again
+        assert file.troubles["tier_host"] == 1
+    assert engine.wrong(request, arrived if engine.failed else CHUNKS) == 0
     engine.finish(request, RequestStatus.FINISHED_ABORTED)
     settled(engine)
 

@@ -399,10 +399,8 @@ class TieredAllocator(FullAttentionCacheAllocator):
                 return [], []
             self._count_request(stack, lookup)
             stack.engine.begin_step(self._compute)
-            sources = stack.load_path(found, lookup.path, blocks, self._guard.add, skip=skip, request=name)
-            names = lookup.path.names[lookup.path.first :]
-            whole = [lookup.fetched_from.get(key, tier) for key, tier in zip(names, sources, strict=False)]
-            sources = whole + sources[len(whole) :]  # and a part of one more chunk, which has another key
+            origins, uses = lookup.fetched_from, self._guard.add
+            sources = stack.load_path(found, lookup.path, blocks, uses, skip=skip, request=name, origins=origins)
             filled = [tier for tier in sources for _ in range(per_chunk)][skip : skip + len(blocks)]
         finally:
             self._give_blocks(blocks[len(filled) :])

@@ -98,7 +98,7 @@ class StoreFetches:
             longest = patience(self._runtime, cache, [Run(*each) for each in sent.items()], now)
             request.load_limit = load_limit(self._runtime.gate, ends, tiers, first, now)
             coming = self._fetch(cache, request, ends, {key for key in absent if names[key]}, now, longest)
-        request.fetched_from.update((key, names[key]) for key in coming)
+        request.origins.update((key, names[key]) for key in coming)
         return _on_their_way(found, ends, coming)
 
     def _worth_asking(

@@ -31,6 +31,7 @@ class StreamedLoad:
     """What the workers load for the request `name`, whose `turn` it is, in parts.
 
     Attributes:
+        origins: The tiers that chunks were brought up from, by key.
         lent: How many chunks of each KV cache group were lent, by our number.
         number: That of its first part, by which workers know it.
         parts: Tickets of the parts that workers read.
@@ -43,6 +44,7 @@ class StreamedLoad:
     name: str
     turn: int | None
     lent: list[int]
+    origins: Mapping[Key, str]
     number: int = 0
     parts: list[Ticket] = field(default_factory=list)
     rest: list[tuple[int, Key]] = field(default_factory=list)
@@ -78,13 +80,21 @@ class Loads:
         return [ticket for load in self._loads.values() for ticket in load.parts]
 
     def begin(
-        self, cache: TieredCache, name: str, turn: int | None, paths: Paths, epoch: tuple[int, int], *, streams: bool
+        self,
+        cache: TieredCache,
+        name: str,
+        turn: int | None,
+        paths: Paths,
+        epoch: tuple[int, int],
+        origins: Mapping[Key, str],
+        *,
+        streams: bool,
     ) -> SlotsSpec:
         """The first part of a load of `paths`: what is in host memory, which is all of them unless the load `streams`.
 
-        `epoch` is as in `SlotsSpec`.
+        `epoch` is as in `SlotsSpec`; `origins` are the tiers that chunks were brought up from, by key.
         """
-        load = StreamedLoad(name, turn, [0] * self._groups)
+        load = StreamedLoad(name, turn, [0] * self._groups, origins)
         first, load.rest = _ready(cache, paths) if streams else (paths, [])
         spec = self._lend(cache, load, first, epoch)
         load.number = spec.job
@@ -168,7 +178,9 @@ class Loads:
     def _lend(self, cache: TieredCache, load: StreamedLoad, paths: Paths, epoch: tuple[int, int]) -> SlotsSpec:
         """Lease the slots of the next chunks, which are in host memory, to the workers."""
         ticket, runs, begins = self._ticket(), [NO_SLOTS] * self._groups, tuple(load.lent)
-        order = cache.load({group: GroupKeys(keys) for group, keys in paths.items()}, turn=load.turn)
+        order = cache.load(
+            {group: GroupKeys(keys) for group, keys in paths.items()}, turn=load.turn, origins=load.origins
+        )
         for group, part in zip(paths, order.parts, strict=True):
             runs[group] = part.slots.of
             load.lent[group] += part.chunks

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -83,6 +82,7 @@ class Backoff:
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 _THERE = (Presence.READY, Presence.COLDER)
 LOAD = Route(HOST, DEVICE)
+_HIT_SOURCES = {HOST: CacheHitSource.HOST, FILE: CacheHitSource.DISK}
 WHOLE_PATHS = RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 """vLLM offers each request from its first chunk on, what it has loaded or found on the device included."""
 
@@ -171,10 +171,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """The tier that a chunk came from."""
         request = self._requests.get(req_context.req_id)
-        if request is not None and key in request.fetched_from:
-            return CacheHitSource.EXTERNAL_UNSPECIFIED
-        came_up = request is not None and key in request.from_colder
-        return CacheHitSource.DISK if came_up else CacheHitSource.HOST
+        origin = HOST if request is None else request.origins.get(key, HOST)
+        return _HIT_SOURCES.get(origin, CacheHitSource.EXTERNAL_UNSPECIFIED)
 
     @contained(lambda self, keys, req_context: self._in_place(keys, req_context))
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> SlotsSpec:
@@ -182,17 +180,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         name = req_context.req_id
         request = self._requests.get(name) or self._begin(req_context)
         paths = {group: request.seen(mine) for group, mine in self._groups.split(keys)}
+        origins = dict(zip(request.ours(request.origins), request.origins.values(), strict=True))
         with self._runtime.control() as cache:
-            spec = self._loads.begin(cache, name, request.turn, paths, self._validity.epoch, streams=request.streams)
+            epoch = self._validity.epoch
+            spec = self._loads.begin(cache, name, request.turn, paths, epoch, origins, streams=request.streams)
             self._release(request, cache)
-        for group, mine in self._groups.split(keys):
-            came_up = len(request.from_colder.intersection(mine)) if request.from_colder else 0
-            fetched = (
-                Counter(request.fetched_from[key] for key in mine if key in request.fetched_from)
-                if request.fetched_from
-                else {}
-            )
-            self._metrics.loaded(len(mine), {FILE: came_up, **fetched}, 0 if group else self._groups.tokens[0])
         request.waiting_since = None
         return spec
 
@@ -360,7 +352,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     @property
     def loaded_tokens(self) -> Mapping[str, int]:
         """Tokens of the first KV cache group that were loaded so far, by the tier they came from."""
-        return self._metrics.tokens
+        with self._runtime.observe() as cache:
+            return dict(cache.counters.hit_tokens)
 
     @contained(lambda self: list[OffloadingEvent]())
     def take_events(self) -> list[OffloadingEvent]:
@@ -433,7 +426,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if barred:
             request.answers = dict.fromkeys(asked, MISS)
             reason = MissReason.IO_ERROR if request.load_failed else MissReason.ABSENT
-            self._metrics.misses[reason] += 0 if request.counted or not request.hints.load else len(asked)
+            if not request.counted and request.hints.load:
+                with self._runtime.observe() as cache:
+                    cache.counters.misses[reason] += len(asked)
             request.counted = True
             return MISS
         found = request.residency.presences
@@ -501,7 +496,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         ends, worth = list(zip(positions.items(), found, strict=True)), request.load_limit or 0
         cold = {key for (key, end), each in ends if each is Presence.COLDER and end <= worth}
         request.streams = True
-        request.from_colder |= cold
+        request.origins.update(dict.fromkeys(cold, FILE))
         return [Presence.READY if key in cold else each for (key, _), each in ends]
 
     def _count_misses(
@@ -515,15 +510,20 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         stalled: bool,
     ) -> None:
         """Count the misses of `request`, which asks for chunks from `first` on; once."""
-        if request.counted:
+        if request.counted or self._groups.of(first):
             return
         group, begin = first[-GROUP_BYTES:], request.asked_keys.index(first)
-        found = found[begin:]
-        if len(self._groups) > 1:
-            mine = zip(request.asked_keys[begin:], found, strict=True)
-            found = [presence for key, presence in mine if key[-GROUP_BYTES:] == group]
-        if self._groups.of(first) == 0:
-            request.counted = self._metrics.missed(found, late=late, brought=brought, stalled=stalled)
+        asked = zip(request.asked_keys[begin:], found[begin:], strict=True)
+        mine = [each for each in asked if each[0][-GROUP_BYTES:] == group]
+        reasons = self._metrics.reasons([each[1] for each in mine], late=late, brought=brought, stalled=stalled)
+        if reasons is None:
+            return
+        # The cache has counted those that a store did not send, by what went wrong.
+        sent = [key for key, presence in mine if presence is Presence.ABSENT and key in request.origins]
+        reasons[MissReason.ABSENT] -= sum(request.origins[key] != FILE for key in sent)
+        request.counted = True
+        with self._runtime.observe() as cache:
+            cache.counters.misses.update(reasons)
 
     def _bring_up(self, request: RequestState, cache: TieredCache) -> None:
         """Prefetch the chunks that `request` waits for, and lease those that are ready; heads first if not all fit."""
@@ -546,7 +546,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
                 request.leases.append(lease)
         request.leased.update(there)
-        request.from_colder.update(request.colder.intersection(there))
+        request.origins.update(dict.fromkeys(request.colder.intersection(there), FILE))
 
     def _release(self, request: RequestState, cache: TieredCache) -> None:
         for lease in request.leases:

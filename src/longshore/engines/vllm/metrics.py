@@ -10,7 +10,7 @@ as long as a tier has them. What an earlier process has stored has no name: no e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -50,7 +50,7 @@ def definitions() -> dict[str, Any]:
 
 
 class OffloadingMetrics:
-    """Hits and misses of one `LongshoreManager`, and the values of all counters that vLLM was last given."""
+    """What vLLM was last told of the counters of one cache and its tiers, and why its requests miss chunks."""
 
     def __init__(
         self, file: HostedFileTier | None = None, stores: Sequence[HostedStore] = (), *, is_off: bool = False
@@ -62,38 +62,31 @@ class OffloadingMetrics:
         self._tiers = (*_TIERS, *names)
         self._routes = (*_ROUTES, *(route for name in names for route in (f"{HOST}->{name}", f"{name}->{HOST}")))
         self._no_file = {**_QUIET, "off": int(is_off)}
-        self.hits = Counter(dict.fromkeys(self._tiers, 0))
-        self.tokens = Counter(dict.fromkeys(self._tiers, 0))
-        self.misses = Counter(dict.fromkeys(MissReason, 0))
         self._reported: dict[_Sample, float] = {}
 
-    def loaded(self, chunks: int, others: Mapping[str, int], tokens: int) -> None:
-        """Count `chunks` loaded, of `tokens` tokens each; `others` are those not from host memory, by tier."""
-        for tier, count in {HOST: chunks - sum(others.values()), **others}.items():
-            self.hits[tier] += count
-            self.tokens[tier] += count * tokens
+    def reasons(
+        self, found: Sequence[Presence], *, late: bool, brought: bool, stalled: bool
+    ) -> Counter[MissReason] | None:
+        """Why a request misses chunks that were found so: it gets no further than to the first that is not ready.
 
-    def missed(self, found: Sequence[Presence], *, late: bool, brought: bool, stalled: bool) -> bool:
-        """A request wants chunks that were found so, and gets no further than to the first that is not ready.
-
-        It waits for that one if it is on its way, or may be brought up: then nothing is counted. Says whether it does
-        not. It is too `late` if it has waited for too long, and what was `brought` up for it once is not again. While
-        the file tier is `stalled` it waits for nothing.
+        `None` if it waits for that one, because it is on its way, or may be brought up. It is too `late` if it has
+        waited for too long, and what was `brought` up for it once is not again. While the file tier is `stalled` it
+        waits for nothing.
         """
         if found.count(Presence.READY) == len(found):
-            return True
+            return Counter()
         first = next(i for i, presence in enumerate(found) if presence is not Presence.READY)
         reason = MissReason.ABSENT
         if found[first] is not Presence.ABSENT:
             if not late and not stalled and not (brought and found[first] is Presence.COLDER):
-                return False
+                return None
             away = self._file is not None and self._file.is_away
             reason = MissReason.DEADLINE if late else MissReason.AWAY if away else MissReason.NO_ROOM
         behind = found[first + 1 :]
         absent = behind.count(Presence.ABSENT)
-        self.misses.update({reason: 1})
-        self.misses.update({MissReason.ABSENT: absent, MissReason.BEHIND: len(behind) - absent})
-        return True
+        reasons = Counter({MissReason.ABSENT: absent, MissReason.BEHIND: len(behind) - absent})
+        reasons[reason] += 1
+        return reasons
 
     def stats(
         self, cache: TieredCache, refused: int = 0, weights: int = 0, faults: int = 0
@@ -122,8 +115,8 @@ class OffloadingMetrics:
         counters, sizes = cache.counters, {stats.name: stats for stats in cache.stats()}
         for tier in self._tiers:
             at = (tier,)
-            yield ("longshore_hit_chunks", at), self.hits[tier]
-            yield ("longshore_hit_tokens", at), self.tokens[tier]
+            yield ("longshore_hit_chunks", at), counters.hits[tier]
+            yield ("longshore_hit_tokens", at), counters.hit_tokens[tier]
             if tier in _TIERS:
                 yield ("longshore_evicted_chunks", at), counters.evictions[tier]
                 yield ("longshore_lost_chunks", at), counters.lost[tier]
@@ -132,7 +125,7 @@ class OffloadingMetrics:
             drops = counters.drops.get(tier) or Counter[DropReason]()
             for reason in DropReason:
                 yield ("longshore_dropped_chunks", (tier, reason.value)), drops[reason]
-        for missed, count in self.misses.items():
+        for missed, count in counters.misses.items():
             yield ("longshore_miss_chunks", (missed.value,)), count
         for failure, times in (self._no_file if self._file is None else self._file.troubles).items():
             yield ("longshore_file_failures", (failure,)), times

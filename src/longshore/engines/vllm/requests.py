@@ -118,10 +118,9 @@ class RequestState:
         waiting_since: When it began to wait.
         leases: On chunks that were prefetched for it, until they are loaded.
         leased: The chunks of these leases.
-        from_colder: Chunks that came from a colder tier.
         probes: Questions to stores about its chunks, once there are any.
         fetches_end: Nothing more of it will be fetched from stores.
-        fetched_from: Chunks that were fetched from a store for it, and the name of that.
+        origins: The tier or store that a chunk was brought up from for it.
         streams: Whether it was promised more than fits host memory, which is loaded in parts.
         refused_since: Since when vLLM is asked to offer its chunks again.
         offered: The token up to which its chunks were offered.
@@ -150,10 +149,9 @@ class RequestState:
     waiting_since: float | None = None
     leases: list[Lease] = field(default_factory=list)
     leased: set[OffloadKey] = field(default_factory=set)
-    from_colder: set[OffloadKey] = field(default_factory=set)
     probes: tuple[int, ...] | None = None
     fetches_end: bool = False
-    fetched_from: dict[OffloadKey, str] = field(default_factory=dict)
+    origins: dict[OffloadKey, str] = field(default_factory=dict)
     streams: bool = False
     refused_since: float | None = None
     offered: int = 0
