@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -201,12 +202,13 @@ def test_a_reset_reaches_the_files_also_when_the_process_is_away(opener: Opener)
 
 
 def test_late_reset_kills_tier_host_and_next_one_applies_it(
-    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
+    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tier, "FORGET_PATIENCE", 0.05)
     harness.store(0, 0)
     harness.signal(signal.SIGSTOP)
     harness.tier.forget(1)
+    assert re.search(r"killed: it has not confirmed a reset after \d+\.\d s; the engine writes", caplog.text)
     harness.until(lambda: harness.tier.troubles["tier_host"] == 1)
     harness.until_open()
     harness.assert_misses(0, 0, generation=0)

@@ -234,7 +234,7 @@ def test_engine_starts_with_host_memory_where_file_tier_cannot_open(
     harm(path)
     with caplog.at_level(logging.ERROR, "longshore"):
         rig = Rig(**settings)
-    (said,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("NO FILE TIER")]
+    (said,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("file tier disabled")]
     assert str(path) in said
     assert f"rm -r {path}" in said
     told = rig.manager.get_stats().data["data"]
@@ -251,7 +251,9 @@ def test_file_size_without_room_for_one_image_is_refused(tmp_path: Path, monkeyp
     assert list(tmp_path.glob("longshore-*/*")) == []  # no note of memory that is gone
 
 
-def test_a_stopped_tier_host_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_tier_host_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = HostedRig(load_timeout=600.0, **file_settings(tmp_path))
     rig.store_in_files()
     rig.signal(signal.SIGSTOP)
@@ -264,6 +266,7 @@ def test_a_stopped_tier_host_is_waited_for_once(tmp_path: Path, monkeypatch: pyt
         assert rig.lookup(KEYS, rig.request(name, KEYS)) == [MISS] * 4
     monkeypatch.setattr(tier, "FORGET_PATIENCE", 600.0)  # a reset does not wait for it again
     rig.manager.reset_cache()
+    assert "it has not confirmed a reset after 0.0 s, its disk is stalled; the engine writes" in caplog.text
     rig.settle()
     assert rig.file.troubles["tier_host"] == 1
     rig.close()

@@ -465,11 +465,19 @@ class HostedFileTier(HostedTier):
             super()._handle(kind, body)
 
     def _wait_until_forgotten(self) -> None:
-        deadline = time.monotonic() + (0.0 if self.is_stalled else FORGET_PATIENCE)  # it has had its time
+        begun, was_stalled = time.monotonic(), self.is_stalled
         while self._is_open and self._forgotten is None and self._supervisor.process is not None:
-            left = deadline - time.monotonic()
+            waited = time.monotonic() - begun
+            left = (0.0 if was_stalled else FORGET_PATIENCE) - waited  # a stalled disk has had its time
             if left <= 0 or self._supervisor.is_quiet:
-                _log.error("tier host killed: it did not write a reset to disk within %.0f s", FORGET_PATIENCE)
+                _log.error(
+                    "tier host (process %d) killed: it has not confirmed a reset after %.1f s%s; the engine writes the "
+                    "reset to %s itself",
+                    self._supervisor.process.pid,
+                    waited,
+                    ", and sends no messages" if self._supervisor.is_quiet else ", its disk is stalled" * was_stalled,
+                    self._open_request["directory"],
+                )
                 self._supervisor.process.kill()
                 return
             self._supervisor.process.wait(left)

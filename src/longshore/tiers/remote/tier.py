@@ -328,7 +328,8 @@ class RemoteTier(KeyedTier):
                 self._answer(self._asked.popleft().ticket, None)
             self._probing.notify_all()
         settings = self.settings
-        self._join(max(settings.fetch_timeout, settings.write_timeout, settings.connect_timeout) + _GRACE)
+        patience = max(settings.fetch_timeout, settings.write_timeout, settings.connect_timeout) + _GRACE
+        self._join(patience)
         if any(thread.is_alive() for thread in self._threads):
             with self._lock:
                 for session in self._sessions:
@@ -337,7 +338,8 @@ class RemoteTier(KeyedTier):
         for queue in self._queues.values():
             queue.end_free(Status.TIER_OFF)
         if any(thread.is_alive() for thread in self._threads):
-            _log.error("%s: a thread is still blocked in I/O, and is left behind", settings)
+            message = "remote tier %s (%s): an I/O thread did not stop within %.0f s and keeps running"
+            _log.error(message, self.name, settings, patience + _GRACE)
 
     def _join(self, seconds: float) -> None:
         """Wait until all threads have ended, for at most `seconds`."""
@@ -511,11 +513,10 @@ class RemoteTier(KeyedTier):
                 self._answer(asked.ticket, None)
                 self._failed(error)
 
-    @staticmethod
-    def _as_failure(error: Exception) -> StoreError:
+    def _as_failure(self, error: Exception) -> StoreError:
         if isinstance(error, StoreError):
             return error
-        _log.error("a thread of a remote store failed", exc_info=error)
+        _log.error("remote tier %s (%s): an I/O thread raised", self.name, self.settings, exc_info=error)
         return StoreError("broken", f"{type(error).__name__} in its client", Status.IO_ERROR)
 
     def _failed(self, error: StoreError, times: int = 1) -> None:
@@ -530,7 +531,10 @@ class RemoteTier(KeyedTier):
                     self._answer(self._asked.popleft().ticket, None)
                 self._probing.notify_all()
                 self._warn(
-                    now, "%s is away: %s; requests go on without it; try `longshore doctor`", self.settings, error
+                    now,
+                    "remote tier %s is unreachable: %s; it is skipped until a health check succeeds (run: longshore "
+                    "doctor %s)",
+                    *(self.name, error, self.settings),
                 )
 
     def _takes_no_writes(self, error: StoreError) -> None:
@@ -539,12 +543,13 @@ class RemoteTier(KeyedTier):
             self._troubles[error.reason] += 1
             now = self._clock()
             self._pause = now + _WRITE_PAUSE, error.status
-            self._warn(now, "%s takes no writes: %s; reads go on; try `longshore doctor`", self.settings, error)
+            message = "remote tier %s takes no writes: %s; reads go on (run: longshore doctor %s)"
+            self._warn(now, message, self.name, error, self.settings)
 
     def _checked(self, *, answers: bool) -> None:
         with self._lock:
             if self._breaker.checked(self._clock(), answers=answers):
-                _log.info("%s is back", self.settings)
+                _log.info("remote tier %s (%s) is reachable again", self.name, self.settings)
 
     def _is_bad(self, each: bytes) -> bool:
         with self._lock:
