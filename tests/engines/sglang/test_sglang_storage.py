@@ -96,7 +96,7 @@ def test_a_corrupt_record_ends_the_run(rigs: Rigs) -> None:
     assert rig.get(KEYS, range(8)) == [True] * 3 + [False] * 5
     assert torch.equal(rig.read(range(3)), held[:3])
     assert rig.exists(KEYS) == 3
-    assert rig.storage._stack.file.troubles["read_corrupt"] == 1  # type: ignore[union-attr]
+    assert rig.storage._stack.file.failures["read_corrupt"] == 1  # type: ignore[union-attr]
 
 
 def test_a_dead_tier_host_makes_fewer_pages(rigs: Rigs) -> None:
@@ -112,7 +112,7 @@ def test_a_dead_tier_host_makes_fewer_pages(rigs: Rigs) -> None:
     while not any(rig.get(KEYS, range(8))):  # until the next one is there
         time.sleep(0.05)
     assert torch.equal(rig.read(range(8)), held)
-    assert rig.storage._stack.file.troubles["tier_host"] == 1  # type: ignore[union-attr]
+    assert rig.storage._stack.file.failures["tier_host"] == 1  # type: ignore[union-attr]
 
 
 @pytest.fixture
@@ -547,7 +547,7 @@ def test_a_store_that_is_gone_makes_fewer_pages(shared: Callable[..., Rig], tmp_
     with look_up(None):
         assert other.exists(names(8, seed=3)) == 0
     assert len(other.set(names(8, seed=3), range(8))) == 8
-    assert sum(other.storage._stack.remote[0].troubles.values()) > 0  # type: ignore[attr-defined]
+    assert sum(other.storage._stack.remote[0].failures.values()) > 0  # type: ignore[attr-defined]
     assert one.get(KEYS, range(8)) == [True] * 8  # as it still has them beside SGLang's memory
     assert torch.equal(one.read(range(8)), held)
 
