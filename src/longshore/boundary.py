@@ -264,7 +264,7 @@ class Status(enum.Enum):
     DEADLINE = "deadline"  # not begun or not completed in time
     CANCELLED = "cancelled"  # cancelled by the requester
     TIER_OFF = "tier_off"  # the tier is closed or disabled
-    AWAY = "away"  # the process that moves the bytes is not running; the source is still valid
+    AWAY = "away"  # no tier host runs, its disk is stalled, or a store's breaker is open; the source is still valid
     LAPSED = "lapsed"  # a remote tier does not have the chunk
     QUEUE_FULL = "queue_full"  # a bounded queue was full; nothing was started
 

@@ -148,10 +148,10 @@ class Loader:
     def lease_slots(
         self, keys: Sequence[Key], at: npt.NDArray[np.int32], turn: int | None = None
     ) -> tuple[int, Addresses]:
-        """Let the engine read `keys`, distinct chunks at the nodes `at`, all ready in the warmest tier. Counts as a
-        use.
+        """Begin a job that reads `keys`, distinct chunks at the nodes `at`, all ready in the warmest tier.
 
-        Returns the job and the slots, which are not written before the job has ended.
+        The engine carries it out itself. Counts as a use. Returns the job and the slots, which are not written before
+        the job has ended.
         """
         store, nodes = self._store, at.tolist()
         taken = column(store.index.slot[0])[at]

@@ -187,8 +187,8 @@ class TransferEngine:
                     f"{self._max_queued} {transfer.urgency.name} jobs are already queued to go {lane.name}"
                 )
             fences = self._step or (self._device.mark(self._compute),)
-            ticket = self._state.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
-            job = CopyJob(transfer, plan, fences, ticket, self._state.clock(), keeps)
+            position = self._state.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
+            job = CopyJob(transfer, plan, fences, position, self._state.clock(), keeps)
             self._state.jobs[transfer.job] = job
             self._layered.add(job)
             lane.put(job)

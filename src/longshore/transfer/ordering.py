@@ -99,7 +99,7 @@ class Hazards:
         self._writers = {place: np.zeros((lanes, size), dtype=np.int64) for place, size in sizes.items()}
 
     def admit(self, lane: int, accesses: Sequence[Access]) -> LanePosition:
-        """Record the slots of the next job of `lane`; returns its ticket, which names the jobs to wait for."""
+        """Record the slots of the next job of `lane`; returns its position, which names the jobs to wait for."""
         needs = np.zeros(len(self._given), dtype=np.int64)
         for place, slots, writes in accesses:
             if not len(slots):
@@ -113,13 +113,13 @@ class Hazards:
             newest[place][lane, slots] = self._given[lane]
         return LanePosition(lane, self._given[lane], tuple(needs.tolist()))
 
-    def is_clear(self, ticket: LanePosition) -> bool:
-        """Whether all jobs that `ticket` depends on have ended."""
-        return all(ended >= need for ended, need in zip(self._ended, ticket.needs, strict=True))
+    def is_clear(self, position: LanePosition) -> bool:
+        """Whether all jobs that the job at `position` depends on have ended."""
+        return all(ended >= need for ended, need in zip(self._ended, position.needs, strict=True))
 
-    def end(self, ticket: LanePosition) -> None:
-        """Record that the job of `ticket`, and all before it in its lane, have ended."""
-        self._ended[ticket.lane] = ticket.number
+    def end(self, position: LanePosition) -> None:
+        """Record that the job at `position`, and all before it in its lane, have ended."""
+        self._ended[position.lane] = position.number
 
 
 class WaitCondition(NamedTuple):
@@ -248,7 +248,7 @@ class CopyJob:
     transfer: Transfer
     plan: CopyPlan
     fences: tuple[DeviceEvent, ...]
-    ticket: LanePosition
+    position: LanePosition
     submitted: float
     keeps: object = None
     begun: float | None = None
@@ -349,11 +349,11 @@ class EngineState:
 
     def may_begin(self, job: CopyJob) -> bool:
         """Whether no conflicting job is in flight."""
-        return self.hazards.is_clear(job.ticket)
+        return self.hazards.is_clear(job.position)
 
     def end(self, job: CopyJob) -> None:
         """End `job`, which has no copy in flight: release its slots and publish its result."""
-        self.hazards.end(job.ticket)
+        self.hazards.end(job.position)
         del self.jobs[job.transfer.job]
         self.results.append(job.end())
 
