@@ -298,7 +298,7 @@ class Tale:
         if given.route != INSIDE:
             images = self.memory.images(slots)
             into = given.route.destination
-            model.move(given.sections, images, into=into, layers=given.layers, tokens=given.tokens)
+            model.move(given.sections, images, into=into, tokens=given.tokens)
             return
         source, target = self._pages(slots[0]), self._pages(given.sections[0].blocks[0])
         size = given.tokens * CELL if given.tokens == 1 else PAGE

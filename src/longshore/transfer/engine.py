@@ -231,9 +231,8 @@ class TransferEngine:
                 raise PlanError(
                     f"job {job} is not copied layer by layer, or ended before the last two calls of end_step"
                 )
-            first, stop = found.transfer.layers or (0, self._layout.num_layers)
-            if not first <= layer < stop:
-                raise PlanError(f"job {job} copies layers [{first}, {stop}), got layer {layer}")
+            if not 0 <= layer < self._layout.num_layers:
+                raise PlanError(f"job {job} copies layers [0, {self._layout.num_layers}), got layer {layer}")
             if not self._driver.wait_for(lambda: layer in found.layers or found.result is not None, timeout):
                 return Status.DEADLINE
             if layer not in found.layers or found.stopped is Status.IO_ERROR:
@@ -286,9 +285,7 @@ class TransferEngine:
             served = ", ".join(map(str, sorted(self.routes)))
             raise PlanError(f"route {transfer.route} is not served, only {served}")
         if transfer.route == INSIDE:
-            plan = plan_copy_inside(
-                self._layout, transfer.sections, transfer.items, layers=transfer.layers, tokens=transfer.tokens
-            )
+            plan = plan_copy_inside(self._layout, transfer.sections, transfer.items, tokens=transfer.tokens)
             read = [Access(Place(DEVICE, pool), blocks, False) for pool, blocks in plan.sources().items()]
             written = [Access(Place(DEVICE, pool), blocks, True) for pool, blocks in plan.blocks().items()]
             return plan, read + written
@@ -302,7 +299,6 @@ class TransferEngine:
             host_address=self._host.arena.address,
             host_bytes=self._host.arena.nbytes,
             valid=images.valid,
-            layers=transfer.layers,
             tokens=transfer.tokens,
             room=images.room,
         )

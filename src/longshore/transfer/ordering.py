@@ -295,7 +295,7 @@ def _steps(job: CopyJob, max_bytes: int) -> Iterator[CopyStep]:
     if not job.transfer.by_layer:
         yield from map(CopyStep, whole.cut(max_bytes))
         return
-    for layer in range(*(job.transfer.layers or (0, whole.layout.num_layers))):
+    for layer in range(whole.layout.num_layers):
         *rest, last = tuple(whole.of_layer(layer).cut(max_bytes)) or (None,)
         yield from map(CopyStep, rest)
         yield CopyStep(last, (layer,))
