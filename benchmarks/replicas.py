@@ -126,7 +126,7 @@ class Replica:
         """Close all; what was counted."""
         self._runtime.close(PATIENCE)
         counted = Counter({f"{kind} {status}": count for (kind, status), count in self.tier.counts.items()})
-        counted.update({f"trouble {name}": count for name, count in self.tier.troubles.items() if count})
+        counted.update({f"failure {name}": count for name, count in self.tier.failures.items() if count})
         self._arena.close()
         return counted + self.hits
 

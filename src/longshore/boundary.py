@@ -185,7 +185,6 @@ class Transfer:
 
     Attributes:
         job: Identity, unique in the life of one control plane.
-        layers: Half-open range of model layers to move; `None` moves all.
         by_layer: Copy layer by layer, so that compute may begin before all layers have arrived. Items complete together
             at the end.
         tokens: Leading tokens of the *last* device block to move; `None` moves whole blocks.
@@ -198,7 +197,6 @@ class Transfer:
     route: Route
     items: Sequence[Item]
     sections: tuple[Section, ...] = ()
-    layers: tuple[int, int] | None = None
     by_layer: bool = False
     tokens: int | None = None
     urgency: Urgency = Urgency.DEMAND
@@ -264,7 +262,7 @@ class Status(enum.Enum):
     DEADLINE = "deadline"  # not begun or not completed in time
     CANCELLED = "cancelled"  # cancelled by the requester
     TIER_OFF = "tier_off"  # the tier is closed or disabled
-    AWAY = "away"  # the process that moves the bytes is not running; the source is still valid
+    AWAY = "away"  # no tier host runs, its disk is stalled, or a store's breaker is open; the source is still valid
     LAPSED = "lapsed"  # a remote tier does not have the chunk
     QUEUE_FULL = "queue_full"  # a bounded queue was full; nothing was started
 

@@ -171,8 +171,8 @@ class LongshoreCollector(Collector):
             metrics += _of_events(self._events)
         if self._file is not None:
             metrics.append(_metric("longshore_file_fallbacks", self._file.fallbacks))
-            metrics += [_metric(f"longshore_file_{name}", self._file.troubles) for name in ("failures", "troubles")]
-        failures = _by_two({store.name: store.troubles for store in self._stores})
+            metrics += [_metric(f"longshore_file_{name}", self._file.failures) for name in ("failures", "troubles")]
+        failures = _by_two({store.name: store.failures for store in self._stores})
         metrics += [_metric(f"longshore_store_{name}", failures) for name in ("failures", "troubles")]
         return metrics
 

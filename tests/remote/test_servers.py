@@ -161,7 +161,7 @@ def test_the_budget_bounds_what_is_sent(server: LocalServer, opened: Callable[..
     harness = opened(f"valkey://127.0.0.1:{server.port}?daily_writes={48 * (IMAGE + 128)}&{PATIENT}")
     statuses = [harness.run(harness.op(Op.WRITE, 0, number))[0] for number in range(4)]
     assert statuses == [Status.OK, Status.OK, Status.QUEUE_FULL, Status.QUEUE_FULL]
-    assert remote(harness).troubles["budget"] == 2
+    assert remote(harness).failures["budget"] == 2
 
 
 # Access
@@ -182,7 +182,7 @@ def test_a_user_with_a_password(
         good.assert_serves(0, 1)
         bad = opened(f"redis://kv@127.0.0.1:{server.port}?password_file={wrong}&{PATIENT}")
         assert bad.run(bad.op(Op.READ, 0, 1)) == (Status.AWAY,)
-        assert remote(bad).troubles["refused"] >= 3
+        assert remote(bad).failures["refused"] >= 3
         assert "WRONGPASS" in caplog.text
         assert secret not in caplog.text
         assert "not-the-password" not in caplog.text
@@ -225,7 +225,7 @@ def test_a_stopped_server_is_left_alone(own_server: LocalServer, opened: Callabl
     assert ended[0] is Status.DEADLINE
     assert ended[-1] is Status.AWAY
     assert set(ended) == {Status.DEADLINE, Status.AWAY}
-    assert tier.troubles["breaker"] == 1
+    assert tier.failures["breaker"] == 1
     own_server.resume()
     until(lambda: not tier.is_away)
     until(lambda: harness.load(0, 1)[0] is Status.OK)
@@ -254,7 +254,7 @@ def test_a_server_that_restarts_between_requests_costs_no_request(
     own_server.start()
     assert harness.load(0, 1)[0] is Status.LAPSED
     harness.store(0, 1)
-    assert remote(harness).troubles == dict.fromkeys(remote(harness).troubles, 0)
+    assert remote(harness).failures == dict.fromkeys(remote(harness).failures, 0)
 
 
 def test_a_full_server_refuses_writes_and_serves_reads(tmp_path: Path, opened: Callable[..., TierHarness]) -> None:
@@ -284,12 +284,12 @@ def test_a_server_that_takes_no_writes_serves_reads(
             server.command(b"REPLICAOF", b"127.0.0.1", b"%d" % free_port())
         until(lambda: server.command(b"SET", b"x", b"y").startswith(b"-%b" % reason.encode()))
         tier, number = remote(harness), 2
-        while tier.troubles["refused"] < 4:
+        while tier.failures["refused"] < 4:
             (status,) = harness.run(harness.op(Op.WRITE, 0, number))
             assert status is Status.IO_ERROR
         harness.assert_serves(0, 1)
         assert ask(harness, 1, number) == (True, False)
-        assert tier.troubles["breaker"] == 0
+        assert tier.failures["breaker"] == 0
         assert f"takes no writes: the server answered {reason}" in caplog.text
         session = RespStore(tier.settings, time.monotonic, IMAGE).connect()
         session.check(time.monotonic() + PATIENCE)  # as an open breaker does

@@ -153,7 +153,7 @@ def test_a_store_that_hangs_holds_up_no_prompt_longer_than_host_memory(
         )
         under_way = [each.transfer.route.destination for each in stack.runtime._running.values()]
         assert (stored, REMOTE in under_way) == (CHUNKS, True)
-        assert stack.remote[0].troubles["timeout"] == 0  # what is under way is the first write
+        assert stack.remote[0].failures["timeout"] == 0  # what is under way is the first write
     finally:
         os.kill(server.pid, signal.SIGCONT)
 
@@ -167,4 +167,4 @@ def test_a_stopped_server_costs_a_miss(opened: Callable[..., Stack], server: Loc
         assert served(stack, 99) == CHUNKS
     finally:
         os.kill(server.pid, signal.SIGCONT)
-    assert stack.remote[0].troubles["timeout"] >= 1
+    assert stack.remote[0].failures["timeout"] >= 1

@@ -130,7 +130,7 @@ def test_a_process_that_was_killed_is_started_again_with_the_latest_generation(o
     harness.store(0, 0)
     former = harness.pid
     os.kill(former, signal.SIGKILL)
-    harness.until(lambda: harness.tier.troubles["tier_host"] == 1)
+    harness.until(lambda: harness.tier.failures["tier_host"] == 1)
     assert harness.tier.is_away
     assert harness.ask(0) is None
     assert harness.read(0) is Status.AWAY
@@ -161,7 +161,7 @@ def test_a_stopped_process_is_left_alone_and_then_killed(opener: Opener, monkeyp
     ticket = harness.tier.submit([harness.op(Op.WRITE, 0, 0)], math.inf)
     harness.until(lambda: harness.tier.is_stalled)
     assert harness.ask(0) is None
-    harness.until(lambda: harness.tier.troubles["tier_host"] == 1)
+    harness.until(lambda: harness.tier.failures["tier_host"] == 1)
     assert harness._unclaimed.pop(ticket).statuses == (Status.AWAY,)
 
 
@@ -170,7 +170,7 @@ def test_a_store_that_is_away_says_so_and_comes_back(opener: Opener, tmp_path: P
     harness = opener(f"file://{directory}?{PATIENT}")
     while not harness.tier.is_away:
         assert harness.ask(0) is None
-    assert harness.tier.troubles["breaker"] == 1
+    assert harness.tier.failures["breaker"] == 1
     assert harness.read(0) is Status.AWAY
     directory.mkdir()
     harness.until(lambda: not harness.tier.is_away)
@@ -201,9 +201,9 @@ def test_a_process_that_cannot_be_started_at_first_is_started_later(
     assert harness.ask(0) is None
     assert harness.read(0) is Status.AWAY
     if status == "ends":
-        assert harness.tier.troubles["tier_host"] == 1
+        assert harness.tier.failures["tier_host"] == 1
     else:
-        harness.until(lambda: harness.tier.troubles["tier_host"] >= 1)
+        harness.until(lambda: harness.tier.failures["tier_host"] >= 1)
         Path(command[0]).write_text(f'#!/bin/sh\nexec {" ".join(map(shlex.quote, PROGRAM))} "$@"\n')
         Path(command[0]).chmod(0o700)
     harness.until(lambda: not harness.tier.is_away)
@@ -216,7 +216,7 @@ def test_an_answer_without_a_value_for_each_key_is_an_invalid_message(opener: Op
     os.kill(harness.pid, signal.SIGSTOP)
     ticket = harness.tier.ask([key(0)], 0, math.inf)
     harness.tier._handle_all([(Kind.ANSWER, pack_answer(ticket, ()))])
-    harness.until(lambda: harness.tier.troubles["tier_host"] == 1)
+    harness.until(lambda: harness.tier.failures["tier_host"] == 1)
     assert harness.tier.answers() == [(ticket, None)]
 
 

@@ -32,7 +32,7 @@ from longshore.cache import (
 )
 from longshore.errors import TierClosedError, TierError
 from longshore.runtime import BackgroundLoop, Runtime
-from longshore.runtime.stack import adopt_found
+from longshore.runtime.stack import adopt_found, close_runtime
 from longshore.tiers.arena import Arena
 from longshore.tiers.file import FileTier, capacity_for
 
@@ -51,6 +51,23 @@ def test_close_leaves_nothing_in_flight(rig: Rig) -> None:
     assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
     with pytest.raises(TierClosedError, match="the runtime was closed"), rig.runtime.control():
         pass
+
+
+def test_log_names_tiers_that_were_not_written(caplog: pytest.LogCaptureFixture) -> None:
+    host_only = TieredCache([TierSpec(HOST, 8, IMAGE)], CacheSettings())
+    machines = [Rig(), Rig()]
+    runtimes = [*(each.runtime for each in machines), Runtime(host_only, [machines[0].device], clock=lambda: 100.0)]
+    for runtime in runtimes:
+        with runtime.control() as cache:
+            cache.store({0: GroupKeys(path(1))}, {0: [0]})
+    runtimes[1].fail(KeyError("by the test"))
+    assert not any(close_runtime(each, 0.0) for each in runtimes)
+    assert [each.getMessage() for each in caplog.records if each.getMessage().startswith("closed")] == [
+        "closed before all blocks were written to file (waited 0 s); the others are misses after a restart",
+        "closed before all blocks were written to file (the control plane has failed); the others are misses after a "
+        "restart",
+        "closed while copies were in flight (waited 0 s)",
+    ]
 
 
 def test_close_flushes_first(rig: Rig) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -22,14 +23,14 @@ from tier_host_kit import IMAGE, SLOTS, HostedHarness, is_running, program
 
 from longshore.boundary import Status
 from longshore.errors import FormatError, PlanError, TierClosedError, TierError, TierInUseError
-from longshore.runtime.tier_host import TROUBLES, HostedFileTier, tier, wire
+from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, tier, wire
 from longshore.runtime.tier_host import supervisor as watch
 from longshore.runtime.tier_host.supervisor import HostProcess
 from longshore.runtime.tier_host.wire import Kind, frame
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, StoredChunk
-from longshore.tiers.file import TROUBLES as OF_FILES
+from longshore.tiers.file import FAILURE_REASONS as OF_FILES
 from longshore.tiers.file import FileTier, capacity_for
 
 Opener = Callable[..., HostedHarness]
@@ -81,7 +82,7 @@ def test_what_a_killed_process_was_doing_ends_and_another_one_serves_it(harness:
     assert harness.pid != first
     for slot in range(SLOTS):
         harness.assert_serves(slot, slot)
-    assert harness.tier.troubles["tier_host"] == 1
+    assert harness.tier.failures["tier_host"] == 1
 
 
 def test_no_result_before_the_process_is_reaped(harness: HostedHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +143,7 @@ def test_what_the_process_would_refuse_is_refused_before_it_is_told(harness: Hos
     with pytest.raises(PlanError):
         harness.tier.discard([most])
     harness.store(0, 0)
-    assert harness.tier.troubles["tier_host"] == 0
+    assert harness.tier.failures["tier_host"] == 0
 
 
 def test_signals_meant_for_the_engine_do_not_end_it(harness: HostedHarness) -> None:
@@ -150,7 +151,7 @@ def test_signals_meant_for_the_engine_do_not_end_it(harness: HostedHarness) -> N
     for each in (signal.SIGINT, signal.SIGTERM):
         harness.signal(each)
     harness.assert_serves(0, 0)
-    assert harness.tier.troubles["tier_host"] == 0
+    assert harness.tier.failures["tier_host"] == 0
 
 
 def test_pauses_grow_and_begin_anew_after_a_good_process(tmp_path: Path) -> None:
@@ -201,13 +202,14 @@ def test_a_reset_reaches_the_files_also_when_the_process_is_away(opener: Opener)
 
 
 def test_late_reset_kills_tier_host_and_next_one_applies_it(
-    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
+    harness: HostedHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tier, "FORGET_PATIENCE", 0.05)
     harness.store(0, 0)
     harness.signal(signal.SIGSTOP)
     harness.tier.forget(1)
-    harness.until(lambda: harness.tier.troubles["tier_host"] == 1)
+    assert re.search(r"killed: it has not confirmed a reset after \d+\.\d s; the engine writes", caplog.text)
+    harness.until(lambda: harness.tier.failures["tier_host"] == 1)
     harness.until_open()
     harness.assert_misses(0, 0, generation=0)
     harness.assert_misses(0, 0, generation=1)
@@ -226,7 +228,7 @@ def test_reset_during_opening_restarts_tier_host_with_the_reset(
     assert harness.pid != opening
     harness.store(1, 1)
     harness.assert_serves(1, 1)
-    assert harness.tier.troubles["tier_host"] == 2
+    assert harness.tier.failures["tier_host"] == 2
 
 
 def test_what_is_written_after_a_reset_is_for_this_engine_alone(opener: Opener) -> None:
@@ -259,7 +261,7 @@ def test_reset_that_is_not_durable_raises_until_it_is(opener: Opener) -> None:
     resource.prlimit(harness.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     harness.tier.forget(1)
     harness.store(0, 0)
-    assert harness.tier.troubles["tier_host"] == 0
+    assert harness.tier.failures["tier_host"] == 0
 
 
 def found_after_a_kill(harness: HostedHarness) -> tuple[int, list[StoredChunk]]:
@@ -350,10 +352,10 @@ NONSENSE = {
     "a result without statuses": frame(Kind.RESULT, struct.pack("<QQdd", 1, 0, 0.0, 0.0)),
     "a status that there is not": frame(Kind.RESULT, struct.pack("<QQdd", 1, 0, 0.0, 0.0) + b"\xff"),
     "no number of seconds": frame(Kind.RESULT, struct.pack("<QQdd", 1, 0, math.nan, 0.0) + b"\0"),
-    "counts that are no JSON": frame(Kind.TROUBLES, b"{"),
-    "counts of nothing": frame(Kind.TROUBLES, b"{}"),
-    "counts that are no numbers": frame(Kind.TROUBLES, json.dumps(dict.fromkeys(OF_FILES, "many")).encode()),
-    "nested counts": frame(Kind.TROUBLES, b"[" * 100_000),
+    "counts that are no JSON": frame(Kind.FAILURES, b"{"),
+    "counts of nothing": frame(Kind.FAILURES, b"{}"),
+    "counts that are no numbers": frame(Kind.FAILURES, json.dumps(dict.fromkeys(OF_FILES, "many")).encode()),
+    "nested counts": frame(Kind.FAILURES, b"[" * 100_000),
     "a sign of life of 3 bytes": frame(Kind.ALIVE, b"abc"),
     "no text": frame(Kind.FORGOTTEN, b"\xff\xfe"),
     "files opened twice": frame(Kind.OPENED, struct.pack("<Q", 2) + b"{}"),
@@ -378,12 +380,12 @@ def test_a_process_that_talks_nonsense_is_ended_and_the_next_one_serves(tmp_path
     harness.store(0, 0)
     gate.touch()
     ticket = harness.tier.submit([harness.op(Op.READ, 0, 0)], math.inf)
-    harness.until(lambda: harness.tier.troubles["tier_host"] == 1)
+    harness.until(lambda: harness.tier.failures["tier_host"] == 1)
     assert not gate.exists(), "it was said"
     assert harness.wait(ticket).statuses in ((Status.AWAY,), (Status.OK,))
     harness.until_open()
     harness.assert_serves(0, 0)
-    assert harness.tier.troubles["tier_host"] == 1
+    assert harness.tier.failures["tier_host"] == 1
     harness.close()
 
 
@@ -431,12 +433,12 @@ def test_a_full_disk_is_counted_and_what_was_written_is_served(harness: HostedHa
     harness.store(0, 0)
     resource.prlimit(harness.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     assert harness.run(harness.op(Op.WRITE, 1, 1)) == (Status.NO_SPACE,)
-    assert harness.tier.troubles["write_no_space"] == 1
+    assert harness.tier.failures["write_no_space"] == 1
     harness.assert_serves(0, 0)
     harness.kill()
     harness.until_open()
     harness.store(1, 1)
-    assert harness.tier.troubles["write_no_space"] == 1  # what the dead one counted is not lost
+    assert harness.tier.failures["write_no_space"] == 1  # what the dead one counted is not lost
 
 
 def test_a_directory_that_goes_away_costs_what_was_in_it(harness: HostedHarness) -> None:
@@ -455,7 +457,7 @@ def test_a_directory_that_cannot_be_opened_again_is_tried_again(harness: HostedH
     aside = harness.directory.rename(harness.directory.with_name("aside"))
     harness.directory.write_text("in the way")
     harness.kill()
-    harness.until(lambda: harness.tier.troubles["tier_host"] >= 2)
+    harness.until(lambda: harness.tier.failures["tier_host"] >= 2)
     assert harness.run(harness.op(Op.READ, 0, 0)) == (Status.AWAY,)
     harness.directory.unlink()
     aside.rename(harness.directory)
@@ -568,5 +570,5 @@ def test_a_forked_child_leaves_the_process_alone(harness: HostedHarness) -> None
     harness.assert_serves(0, 0)
 
 
-def test_every_trouble_is_there_from_the_start(harness: HostedHarness) -> None:
-    assert harness.tier.troubles == dict.fromkeys(TROUBLES, 0)
+def test_every_failure_reason_is_reported_from_the_start(harness: HostedHarness) -> None:
+    assert harness.tier.failures == dict.fromkeys(FAILURE_REASONS, 0)

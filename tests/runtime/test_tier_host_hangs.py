@@ -123,7 +123,7 @@ def test_one_that_is_stopped_is_ended_and_another_one_serves(opener: Callable[..
     assert harness.look(LOOKS - 1) == []
     assert is_running(pid)
     harness.look(2)
-    harness.until(lambda: harness.tier.troubles["tier_host"] == 1)
+    harness.until(lambda: harness.tier.failures["tier_host"] == 1)
     assert not is_running(pid)
     assert harness.wait(ticket).statuses == (Status.AWAY,)
     harness.clock.now += watch.FIRST_PAUSE
@@ -147,7 +147,7 @@ def test_one_that_is_stopped_is_waited_for_once(opener: Callable[..., Hanging]) 
     harness.signal(signal.SIGCONT)
     harness.until(lambda: not harness.tier.is_away)
     harness.assert_serves(0, 0)
-    assert harness.tier.troubles["tier_host"] == 0
+    assert harness.tier.failures["tier_host"] == 0
 
 
 def test_its_slots_are_its_own_until_it_is_reaped(
@@ -175,7 +175,7 @@ def test_one_that_has_nothing_to_do_may_be_silent(opener: Callable[..., Hanging]
     harness.look(3 * LOOKS)
     harness.signal(signal.SIGCONT)
     harness.assert_serves(0, 0)
-    assert harness.tier.troubles["tier_host"] == 0
+    assert harness.tier.failures["tier_host"] == 0
 
 
 def test_an_engine_that_was_suspended_has_not_waited(opener: Callable[..., Hanging]) -> None:
@@ -187,7 +187,7 @@ def test_an_engine_that_was_suspended_has_not_waited(opener: Callable[..., Hangi
     harness.tier.poll()
     harness.signal(signal.SIGCONT)
     assert harness.wait(ticket).statuses == (Status.OK,)
-    assert harness.tier.troubles["tier_host"] == 0
+    assert harness.tier.failures["tier_host"] == 0
 
 
 @pytest.mark.parametrize("place", [WORKERS, SUBMISSIONS], ids=["workers", "the thread that takes orders"])
@@ -207,7 +207,7 @@ def test_a_disk_that_hangs_costs_misses_and_no_process(opener: Callable[..., Han
     assert harness.wait(ticket).statuses == (Status.OK,)
     assert not harness.tier.is_away
     harness.assert_serves(0, 0)
-    assert (harness.pid, harness.tier.troubles["tier_host"], harness.tier.troubles["stalled"]) == (pid, 0, 1)
+    assert (harness.pid, harness.tier.failures["tier_host"], harness.tier.failures["stalled"]) == (pid, 0, 1)
 
 
 def test_operation_on_a_hung_disk_ends_at_its_deadline(opener: Callable[..., Hanging]) -> None:
@@ -239,7 +239,7 @@ def test_a_slow_disk_that_goes_on_is_given_more(opener: Callable[..., Hanging]) 
         if gate is not gates[-1]:
             harness.until(partial(harness.has_carried_out_more, before))
     assert {harness.wait(ticket).statuses for ticket in tickets} == {(Status.OK,)}
-    assert harness.tier.troubles["stalled"] == 0
+    assert harness.tier.failures["stalled"] == 0
 
 
 def test_a_tier_is_closed_though_its_process_is_stopped(

@@ -68,9 +68,9 @@ class HostedHarness(TierHarness):
 
     def kill(self) -> None:
         """Kill the process, and see that this is noticed."""
-        deaths = self.tier.troubles["tier_host"]
+        deaths = self.tier.failures["tier_host"]
         self.signal(signal.SIGKILL)
-        self.until(lambda: self.tier.troubles["tier_host"] > deaths)
+        self.until(lambda: self.tier.failures["tier_host"] > deaths)
 
     def until(self, what: Callable[[], bool]) -> None:
         """Poll until `what`; keeps the results."""

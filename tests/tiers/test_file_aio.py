@@ -371,7 +371,7 @@ def test_a_bad_sector_fails_the_record_that_it_is_in(
     assert run(harness, APART) == (Status.OK, status, Status.OK, Status.OK)
     assert io.moved[1:] == [[slot * STRIDE for slot in APART], [2 * STRIDE]], "among others, and then by itself"
     assert io.alone == [], "a plain call would keep the others waiting for a sick disk"
-    assert cast(FileTier, harness.tier).troubles[f"{kind.value}_io_error"] == int(status is Status.IO_ERROR)
+    assert cast(FileTier, harness.tier).failures[f"{kind.value}_io_error"] == int(status is Status.IO_ERROR)
     io.bad = {}
     assert {chunk.slot for chunk in harness.tier.recover()} == ({0, 4, 6} if run is store else _left(status))
 
@@ -411,7 +411,7 @@ def test_what_only_the_queue_cannot_do_is_done_without_it(
     assert io.alone == []
     refused = [record.levelname for record in caplog.records if "asynchronous I/O refused" in record.message]
     assert refused == ["WARNING"]
-    assert cast(FileTier, harness.tier).troubles["read_io_error"] == 0
+    assert cast(FileTier, harness.tier).failures["read_io_error"] == 0
 
 
 def test_a_forked_child_that_closes_its_copy_leaves_the_queue_alone(harness: TierHarness, io: Spied) -> None:

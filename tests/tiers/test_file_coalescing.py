@@ -142,7 +142,7 @@ def test_a_disk_without_room_for_one_of_them_takes_the_others(harness: TierHarne
     io.bad = {STRIDE: errno.ENOSPC}
     assert store(harness, range(3)) == (Status.OK, Status.NO_SPACE, Status.OK)
     assert io.fired == 2
-    assert cast(FileTier, harness.tier).troubles["write_no_space"] == 1
+    assert cast(FileTier, harness.tier).failures["write_no_space"] == 1
 
 
 def test_a_file_that_ends_within_them_serves_those_before_its_end(
@@ -167,7 +167,7 @@ def test_failing_disk_is_disabled_after_the_usual_failures(harness: TierHarness,
     assert cast(FileTier, harness.tier).state is TierState.ON
     assert set(store(harness, range(4))) == {Status.IO_ERROR}
     assert cast(FileTier, harness.tier).state is TierState.READ_ONLY
-    assert cast(FileTier, harness.tier).troubles["write_io_error"] == 8
+    assert cast(FileTier, harness.tier).failures["write_io_error"] == 8
 
 
 def test_unaligned_records_are_not_coalesced(harness: TierHarness, io: Sectors) -> None:

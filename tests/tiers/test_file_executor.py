@@ -250,7 +250,7 @@ def test_interrupted_or_refused_pieces_are_retried(harness: TierHarness, io: Hel
     ops = [harness.op(kind, slot, slot, place=slot) for slot in (0, 2, 4)]
     served(harness, ask(harness, *ops), *ops)
     assert not io.queue.wrong
-    assert cast(FileTier, harness.tier).troubles[f"{kind.value}_io_error"] == 0
+    assert cast(FileTier, harness.tier).failures[f"{kind.value}_io_error"] == 0
     for slot in (0, 2, 4):
         harness.assert_serves(slot, slot)
 
@@ -311,7 +311,7 @@ def test_failed_record_is_retried_alone_while_others_continue(harness: TierHarne
     assert harness.tier.poll() == []
     io.queue.let()
     assert harness.wait(failing).statuses == (Status.IO_ERROR, Status.OK)
-    assert cast(FileTier, harness.tier).troubles["read_io_error"] == 1
+    assert cast(FileTier, harness.tier).failures["read_io_error"] == 1
 
 
 def test_staging_comes_back_from_tasks_that_fail(harness: TierHarness, io: HeldIo) -> None:
@@ -410,7 +410,7 @@ def test_an_unexpected_error_ends_one_task_and_the_others_go_on(
     harness.assert_serves(0, 0)
     monkeypatch.undo()
     harness.assert_serves(1, 1)
-    assert tier.troubles["read_io_error"] == 0
+    assert tier.failures["read_io_error"] == 0
 
 
 class TestStuck:

@@ -181,7 +181,7 @@ def test_what_the_system_says_when_it_takes_a_descriptor_back_stops_nothing(
     assert len(caplog.records) == len(failed)
     assert open_files() == before
     assert threading.active_count() == threads
-    assert tier.troubles["checkpoint"] == 0
+    assert tier.failures["checkpoint"] == 0
     opener().close()  # the lock was released, too
 
 

@@ -201,8 +201,8 @@ def test_device_failure_is_an_io_error_and_quarantines_no_record(
         assert {harness.load(0, 0)[0] for _ in range(PATIENCE)} == {Status.IO_ERROR}
         assert harness.tier.state is TierState.OFF
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2, "said once for each kind"
-    troubles = harness.tier.troubles
-    assert (troubles["write_io_error"], troubles["read_io_error"]) == (PATIENCE, PATIENCE)
+    failures = harness.tier.failures
+    assert (failures["write_io_error"], failures["read_io_error"]) == (PATIENCE, PATIENCE)
     harness.reopen()
     harness.assert_serves(0, 0)
     assert [chunk.slot for chunk in harness.tier.recover()] == [0]

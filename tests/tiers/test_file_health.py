@@ -78,8 +78,8 @@ def test_writes_that_go_on_failing_make_it_read_only(
     assert io.tried == tried
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
     assert " is read-only until the engine is restarted; check the disk" in caplog.text
-    assert tier(harness).troubles[f"write_{status.value}"] == PATIENCE
-    assert (tier(harness).troubles["read_only"], tier(harness).troubles["off"]) == (1, 0)
+    assert tier(harness).failures[f"write_{status.value}"] == PATIENCE
+    assert (tier(harness).failures["read_only"], tier(harness).failures["off"]) == (1, 0)
     harness.assert_serves(0, 0)
     assert tier(harness).recover() == [StoredChunk(0, key(0), None)], "what was refused replaced nothing"
 
@@ -96,8 +96,8 @@ def test_reads_that_go_on_failing_turn_it_off(
     assert harness.load(0, 0)[0] is Status.TIER_OFF
     assert harness.run(harness.op(Op.WRITE, 1, 1)) == (Status.TIER_OFF,)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    assert tier(harness).troubles["read_io_error"] == PATIENCE
-    assert tier(harness).troubles["off"] == 1
+    assert tier(harness).failures["read_io_error"] == PATIENCE
+    assert tier(harness).failures["off"] == 1
 
 
 def test_one_that_succeeds_begins_the_count_anew(harness: TierHarness, io: FailingIo) -> None:
@@ -132,7 +132,7 @@ def test_misses_are_no_failures(harness: TierHarness) -> None:
     for _ in range(2 * PATIENCE):
         harness.assert_misses(0, 0)
     assert tier(harness).state is TierState.ON
-    assert tier(harness).troubles["read_mismatch"] == 2 * PATIENCE
+    assert tier(harness).failures["read_mismatch"] == 2 * PATIENCE
 
 
 def test_a_tier_that_is_opened_again_is_on(harness: TierHarness, io: FailingIo) -> None:
@@ -155,8 +155,8 @@ def test_failures_are_exported_under_both_names(harness: TierHarness) -> None:
     runtime.close(1.0)
 
 
-def test_every_trouble_is_there_from_the_start(harness: TierHarness) -> None:
-    assert tier(harness).troubles == dict.fromkeys(
+def test_every_failure_reason_is_reported_from_the_start(harness: TierHarness) -> None:
+    assert tier(harness).failures == dict.fromkeys(
         [
             *(f"read_{status}" for status in ("corrupt", "mismatch", "short", "io_error")),
             *(f"write_{status}" for status in ("io_error", "no_space")),

@@ -75,7 +75,7 @@ def test_a_checkpoint_that_gets_no_thread_is_counted_and_holds_up_nothing(
     for number in range(journal_records_for(tier.slabs.slabs)):
         harness.store(number % 2, number)
     assert len(refused) == 1, "tried again at once"
-    assert tier.troubles["checkpoint"] == 1
+    assert tier.failures["checkpoint"] == 1
     closing = threading.Thread(target=tier.close, daemon=True)
     closing.start()
     closing.join(60)

@@ -241,8 +241,8 @@ class Tale:
 
     def state(self) -> int:
         """All that what happens next, or is reported next, may depend on."""
-        board, hazards = self.engine._board, self._hazards()
-        jobs = tuple(map(_of_job, {**self.engine._layered._jobs, **board.jobs}.values()))
+        state, hazards = self.engine._state, self._hazards()
+        jobs = tuple(map(_of_job, {**self.engine._layered._jobs, **state.jobs}.values()))
         lanes = tuple(
             (
                 tuple(tuple(job.transfer.job for job in queue) for queue in lane._queues.values()),
@@ -262,9 +262,9 @@ class Tale:
         clocks = tuple(map(_of_clock, (*self.world._clocks.values(), *(queue.clock for queue in self.world.queues))))
         known = tuple((ticket, _of_clock(clock)) for ticket, clock in hazards._told.items())
         ended = frozenset((turn, _of_clock(clock)) for turn, clock in hazards._ends.items())
-        results = tuple((result.job, result.statuses) for result in (*board.results, *self.results.values()))
+        results = tuple((result.job, result.statuses) for result in (*state.results, *self.results.values()))
         memory = [zlib.crc32(data.numpy()) for data in self.memory.tensors] + [zlib.crc32(self.memory.arena.array)]
-        script = (tuple(self._done), self.now, board.closing, len(self.wrong), len(self.device.log))
+        script = (tuple(self._done), self.now, state.closing, len(self.wrong), len(self.device.log))
         step = tuple(map(_of_event, self.engine._step))
         layout = self.memory.layout.generation - self._generation
         return hash((jobs, lanes, actors, queues, clocks, known, ended, results, tuple(memory), script, step, layout))
@@ -298,7 +298,7 @@ class Tale:
         if given.route != INSIDE:
             images = self.memory.images(slots)
             into = given.route.destination
-            model.move(given.sections, images, into=into, layers=given.layers, tokens=given.tokens)
+            model.move(given.sections, images, into=into, tokens=given.tokens)
             return
         source, target = self._pages(slots[0]), self._pages(given.sections[0].blocks[0])
         size = given.tokens * CELL if given.tokens == 1 else PAGE
@@ -326,7 +326,7 @@ class Tale:
             self._hazards().learn(self.tickets[job])
 
     def _hazards(self) -> WatchedHazards:
-        hazards = self.engine._board.hazards
+        hazards = self.engine._state.hazards
         assert isinstance(hazards, WatchedHazards)
         return hazards
 

@@ -140,7 +140,7 @@ class GdsTale(Tale):
         """Until the results of `jobs` have come."""
         self._pause()
         while not set(jobs) <= set(self.ended):
-            self.world.wait_for(lambda: bool(self.engine._board.results) or self.disk.has_results())
+            self.world.wait_for(lambda: bool(self.engine._state.results) or self.disk.has_results())
             for result in self.mover.poll():
                 self.ended[result.job] = result
         self._did(len(self.ended))

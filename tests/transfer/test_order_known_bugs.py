@@ -192,7 +192,7 @@ def block_is_used_when_its_result_has_come(told: Tale) -> None:
 
 def block_is_given_away_when_its_result_has_come(told: Tale) -> None:
     told.offload([0], [0])
-    told.world.wait_for(lambda: bool(told.engine._board.results))
+    told.world.wait_for(lambda: bool(told.engine._state.results))
     told.poll()
     told.writes(0)
 

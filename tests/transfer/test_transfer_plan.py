@@ -73,14 +73,12 @@ def _ignore_padding(model: Model, pools: Pools) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_ranges_of_layers_leading_tokens_and_holes(data: st.DataObject) -> None:
+def test_leading_tokens_and_holes(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     parts = data.draw(sections(layout))
     items = chunks_of(layout, parts)
     pools = Pools(layout, slots=items + 1)
     slots = data.draw(st.permutations(range(items + 1)))[:items]
-    low = data.draw(st.integers(0, layout.num_layers - 1))
-    layers = data.draw(st.none() | st.tuples(st.just(low), st.integers(low + 1, layout.num_layers)))
     tokens = data.draw(st.none() | st.integers(-1, 17))
     per_item = [
         (1 << layout.groups[section.group].blocks_per_chunk) - 1
@@ -90,7 +88,7 @@ def test_ranges_of_layers_leading_tokens_and_holes(data: st.DataObject) -> None:
     valid = data.draw(st.none() | st.tuples(*(st.integers(1, full) for full in per_item)))
     into = data.draw(st.sampled_from([DEVICE, HOST]))
     model = Model(pools)
-    options: dict[str, Any] = {"layers": layers, "tokens": tokens, "valid": valid}
+    options: dict[str, Any] = {"tokens": tokens, "valid": valid}
 
     run(make_plan(pools, parts, slots, into, **options))
     model.move(parts, pools.images(slots), into=into, **options)
@@ -330,8 +328,6 @@ REFUSED: list[tuple[str, list[Section], list[int], dict[str, Any]]] = [
     ("a negative first block", [Section(0, -2, (1, 2))], [0], {}),
     ("an image beyond the host", [Section(0, 0, (1, 2))], [4], {}),
     ("an image before the host", [Section(0, 0, (1, 2))], [-1], {}),
-    ("layers backwards", [Section(0, 0, (1, 2))], [0], {"layers": (1, 1)}),
-    ("layers beyond the last", [Section(0, 0, (1, 2))], [0], {"layers": (0, 3)}),
     ("a mask of nothing", [Section(0, 0, (1, 2))], [0], {"valid": [0]}),
     ("a mask of more sub-blocks than there are", [Section(0, 0, (1, 2))], [0], {"valid": [4]}),
     ("a mask too few", [Section(0, 0, (1, 2))], [0], {"valid": []}),
@@ -457,9 +453,8 @@ def test_nothing_here_imports_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("layers", [None, (1, 2)])
 @pytest.mark.parametrize("into", [HOST, DEVICE])
-def test_only_the_tokens_asked_for_move_where_heads_are_outermost(into: str, layers: tuple[int, int] | None) -> None:
+def test_only_the_tokens_asked_for_move_where_heads_are_outermost(into: str) -> None:
     """As many bytes as where tokens are, and each in its place."""
     shape = {"layer": 2, "block": 4, "token": 16, "head": 8, "dim": 2}
     moved = []
@@ -470,12 +465,12 @@ def test_only_the_tokens_asked_for_move_where_heads_are_outermost(into: str, lay
         parts = [Section(0, 0, (2, 0, 3))]
         found = plan(
             layout, parts, pools.images([1, 0]), into=into, host_address=pools.arena.address,
-            host_bytes=pools.arena.nbytes, tokens=3, layers=layers,
+            host_bytes=pools.arena.nbytes, tokens=3,
         )  # fmt: skip
-        model.move(parts, pools.images([1, 0]), into=into, tokens=3, layers=layers)
+        model.move(parts, pools.images([1, 0]), into=into, tokens=3)
         moved.append(int(found.size.sum()))
         for to, at, size in zip(found.destination.tolist(), found.source.tolist(), found.size.tolist(), strict=True):
             ctypes.memmove(to, at, size)
         for expected, got in zip(model.device, pools.device_bytes(), strict=True):
             np.testing.assert_array_equal(got, expected)
-    assert moved[0] == moved[1] == (2 * 16 + 3) * 64 * (1 if layers else 2)
+    assert moved[0] == moved[1] == (2 * 16 + 3) * 64 * 2

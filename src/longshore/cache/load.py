@@ -154,9 +154,9 @@ class Loader:
         *,
         is_first: bool,
     ) -> tuple[int, int, Addresses]:
-        """Let the engine read `keys`, distinct chunks at the nodes `at`, ready in the warmest tier: a use, and hits.
+        """Begin a job that reads `keys`, distinct chunks at the nodes `at`, ready in the warmest tier: a use, and hits.
 
-        Returns the job, their number, and the slots, which are not written before the job has ended. `is_first`: they
+        The engine carries it out itself. Returns the job, their number, and the slots, which are not written before the job has ended. `is_first`: they
         are of the first group.
         """
         store, nodes = self._store, at.tolist()

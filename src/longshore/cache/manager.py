@@ -5,8 +5,8 @@
     take() ─► commands              apply(results) ◄─           the only input and output
 
 Sans I/O: no torch, threads, clock or randomness. The same calls give the same log. Every method validates its arguments
-before it changes anything. `store` holds the state of the tiers, `transfers`
-the jobs in flight; `lookups`, `load` (with prefetches), `offload` and `remote` decide what is done.
+before it changes anything. `store` holds the state of the tiers, `transfers` the jobs in flight; `lookups`, `load`
+(with prefetches), `offload` and `remote` decide what is done.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ class TieredCache:
         return Progress(is_over=True, runs=self._store.runs(record.nodes(self._store.index)))
 
     def release(self, what: Lease | str | int) -> int:
-        """Release a lease, all leases of a request, or a job whose bytes the engine does not move; returns how many.
+        """Release a lease, all leases of a request, or a job that the engine carries out itself; returns how many.
 
         Loads onto the device in flight are cancelled; they end when their movers report them. Raises `LeaseError` for a
         lease that was released before, `JobError` for a number that is no open job.

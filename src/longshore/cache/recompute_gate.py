@@ -78,8 +78,8 @@ class Gate:
     ) -> None:
         if not tiers or len(set(tiers)) != len(tiers) or min(chunk_tokens, chunk_bytes) < 1 or not 0 <= explore < 1:
             raise CacheError(
-                f"a gate has tiers of different names, chunks of at least a token and a byte, and an exploring share "
-                f"in [0, 1); got {list(tiers)}, {chunk_tokens}, {chunk_bytes} and {explore}"
+                f"expected distinct tier names, chunk_tokens >= 1, chunk_bytes >= 1 and 0 <= explore < 1; "
+                f"got {list(tiers)}, {chunk_tokens}, {chunk_bytes} and {explore}"
             )
         self._routes = {tier: _Line() for tier in tiers}
         self._ways = {tier: tuple(dict.fromkeys((tiers[0], tier))) for tier in tiers}

@@ -233,7 +233,7 @@ class Store:
         return [slot for node in nodes for slot in pool.allocate(1, self.index.pool_of(node))]
 
     def writes_ended(self, tier: int, slots: Sequence[int]) -> list[int]:
-        """A job has filled these slots; the last is to be evicted first. Returns as `attach_orphans`."""
+        """A job has filled these slots; the last is to be evicted first. Returns orphans that now have parents."""
         pool, writer = self.pools[tier], self.pools[tier].writer
         for slot in slots:
             del writer[slot]
@@ -247,7 +247,7 @@ class Store:
         return attached
 
     def mark_ready(self, nodes: Sequence[int], tier: int) -> list[int]:
-        """Copies of `nodes`, parents first, have become ready in `tier`. Returns as `attach_orphans`."""
+        """Copies of `nodes`, parents first, have become ready in `tier`. Returns orphans that now have parents."""
         if self.log.on:
             self.log_arrivals(nodes, tier)
         leaf = bool(nodes) and not any(self.index.children(nodes[-1]))

@@ -430,7 +430,7 @@ class Transfers:
         return not touching
 
     def withdraw(self, job: int) -> None:
-        """End a job whose bytes the engine does not move as cancelled. Raises `JobError` for any other job."""
+        """End a job that the engine carries out itself as cancelled. Raises `JobError` for any other job."""
         record = self.jobs.get(job)
         if record is None or record.commanded:
             raise JobError(f"job {job} cannot be released: it is not in flight, or its bytes are moved by a mover")

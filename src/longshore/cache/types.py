@@ -25,17 +25,17 @@ class MissReason(enum.Enum):
     IN_FLIGHT = "in_flight"  # being written to its first tier
     NO_ROOM = "no_room"  # the host tier had no room to read it into
     BEHIND = "behind"  # in a tier, but behind a chunk that missed
-    CORRUPT = "corrupt"
-    MISMATCH = "mismatch"
-    SHORT = "short"
-    IO_ERROR = "io_error"
-    NO_SPACE = "no_space"
-    DEADLINE = "deadline"
-    CANCELLED = "cancelled"
-    TIER_OFF = "tier_off"
-    AWAY = "away"
-    LAPSED = "lapsed"
-    QUEUE_FULL = "queue_full"
+    CORRUPT = "corrupt"  # its checksum did not match
+    MISMATCH = "mismatch"  # the slot had a valid record of another key, scope or generation
+    SHORT = "short"  # its record was shorter than the image
+    IO_ERROR = "io_error"  # reading it failed in the operating system or the device
+    NO_SPACE = "no_space"  # a medium was full
+    DEADLINE = "deadline"  # the load timed out, before it began or while it ran
+    CANCELLED = "cancelled"  # the request or a reset cancelled the load
+    TIER_OFF = "tier_off"  # the tier was closed or disabled
+    AWAY = "away"  # no tier host ran, its disk was stalled, or a store's breaker was open
+    LAPSED = "lapsed"  # a remote tier did not have it any more
+    QUEUE_FULL = "queue_full"  # a bounded queue was full
 
     @classmethod
     def of(cls, status: Status) -> MissReason:

@@ -469,7 +469,7 @@ class Runtime:
         whole = usable == len(transfer.items)
         try:
             if mover is None:
-                raise PlanError(f"no mover serves the route {transfer.route}")
+                raise PlanError(f"no transfer backend for route {transfer.route}")
             mover.submit(transfer if whole else _truncated(transfer, usable, self._cache.settings.blocks_per_chunk))
         except QueueFullError:
             self._end(transfer, (Status.QUEUE_FULL,) * len(statuses))
@@ -486,7 +486,7 @@ class Runtime:
         prober = self._probers.get(probe.tier)
         try:
             if prober is None or probe.ranks != 1:
-                raise PlanError(f"no prober serves tier {probe.tier} for {probe.ranks} ranks")
+                raise PlanError(f"no remote lookup handler for tier {probe.tier}, {probe.ranks} ranks")
             prober.ask(probe)
         except Exception as error:  # noqa: BLE001
             if not isinstance(error, TierClosedError):

@@ -240,11 +240,7 @@ class Stack:
         """Write back, stop, and release all resources; returns whether all blocks were written."""
         if self.loop is not None:
             self.loop.close()
-        flushed = self.runtime.close(flush_timeout)
-        if not flushed:
-            _log.warning(
-                "closed before all blocks were written to the file tier; unwritten blocks are misses after a restart"
-            )
+        flushed = close_runtime(self.runtime, flush_timeout)
         if self.events is not None:
             self.events.close()
         if self.host is not None and self.arena is not None:
@@ -517,6 +513,21 @@ def _open_file(
     )
 
 
+def close_runtime(runtime: Runtime, flush_timeout: float = 30.0) -> bool:
+    """Write back and close; returns whether all blocks were written, and logs it if they were not."""
+    if runtime.close(flush_timeout):
+        return True
+    with runtime.observe() as cache:
+        colder = [tier.name for tier in cache.stats() if tier.name != HOST] + list(runtime.stores)
+    reason = f"waited {flush_timeout:g} s" if runtime.fault is None else "the control plane has failed"
+    if colder:
+        message = "closed before all blocks were written to %s (%s); the others are misses after a restart"
+        _log.warning(message, " and ".join(colder), reason)
+    else:
+        _log.warning("closed while copies were in flight (%s)", reason)
+    return False
+
+
 def named_stores(config: Config) -> dict[str, str]:
     """The URLs of the stores that `config` names, by the names of their tiers: remote, remote-2, ..."""
     return {REMOTE if at == 1 else f"{REMOTE}-{at}": url for at, url in enumerate(config.remote, 1)}
@@ -526,7 +537,12 @@ def adopt_found(cache: TieredCache, file: Tier) -> None:
     """Have `cache` adopt the records that a file tier recovered at start, and log their number."""
     found, others = file.recover(), file.others()
     adopted = cache.adopt(FILE, found, others)
-    _log.info("file tier: recovered %d block images, took %d of them", len(found), adopted)
+    _log.info(
+        "file tier: recovered %d of %d block images%s",
+        adopted,
+        len(found),
+        "; the others have another size than what their slab holds now, or than their prefix" * (adopted < len(found)),
+    )
     if others:
         _log.warning(
             "file tier: %d records belong to other models, weights or settings; they are overwritten when no empty "

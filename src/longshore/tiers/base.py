@@ -149,7 +149,7 @@ class Tier(ABC):
         return {}
 
     @property
-    def troubles(self) -> Mapping[str, int]:
+    def failures(self) -> Mapping[str, int]:
         """Number of failures, by reason; every reason is present from the start."""
         return {}
 

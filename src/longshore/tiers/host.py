@@ -140,7 +140,7 @@ class HostTier(Tier):
         self._forgotten = max(self._forgotten, generation)
 
     def _check_outside_slots(self, op: TierOp) -> None:
-        # A copy into our own slots would change one behind the back of the key that guards it.
+        # A copy into one of our own slots would change its bytes, but not the key that they are checked against.
         end = self._base + self.slabs.nbytes
         if op.offset < end and op.offset + op.length > self._base:
             raise TierError(

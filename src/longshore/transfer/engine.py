@@ -121,12 +121,12 @@ class TransferEngine:
         self._refused = 0
         places = {Place(DEVICE, pool): layout.num_blocks for pool in layout.pools}
         hazards = Hazards({**places, Place(HOST, 0): host.slabs.indices}, lanes=len(_DIRECTIONS) * len(Urgency))
-        self._board = EngineState(self._driver, self._driver.watch(hazards), clock, max_batch_bytes)
-        self._lanes = {into: Lane(f"into {into}", device.stream(layout, into), self._board) for into in _DIRECTIONS}
+        self._state = EngineState(self._driver, self._driver.watch(hazards), clock, max_batch_bytes)
+        self._lanes = {into: Lane(f"into {into}", device.stream(layout, into), self._state) for into in _DIRECTIONS}
         for lane in self._lanes.values():
-            self._driver.start(f"longshore {lane.name}", lane.serve(), self._board.stop)
+            self._driver.start(f"longshore {lane.name}", lane.serve(), self._state.stop)
         if driver is None:
-            weakref.finalize(self, self._board.stop).atexit = False
+            weakref.finalize(self, self._state.stop).atexit = False
 
     @property
     def routes(self) -> frozenset[Route]:
@@ -156,7 +156,7 @@ class TransferEngine:
             self._compute = compute
             self._step = ()
             self._layered.age()
-            waited = [job for number, job in self._board.jobs.items() if jobs is None or number in jobs]
+            waited = [job for number, job in self._state.jobs.items() if jobs is None or number in jobs]
             self._driver.wait_for(lambda: all(job.handed for job in waited))
         for job in waited:
             if job.reached is not None:
@@ -179,7 +179,7 @@ class TransferEngine:
         lane = self._lanes[transfer.route.destination]
         with self._lock:
             self._check_open()
-            if transfer.job in self._board.jobs:
+            if transfer.job in self._state.jobs:
                 raise PlanError(f"job {transfer.job} is already in flight")
             if lane.queued(transfer.urgency) >= self._max_queued:
                 self._refused += 1
@@ -187,9 +187,9 @@ class TransferEngine:
                     f"{self._max_queued} {transfer.urgency.name} jobs are already queued to go {lane.name}"
                 )
             fences = self._step or (self._device.mark(self._compute),)
-            ticket = self._board.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
-            job = CopyJob(transfer, plan, fences, ticket, self._board.clock(), keeps)
-            self._board.jobs[transfer.job] = job
+            position = self._state.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
+            job = CopyJob(transfer, plan, fences, position, self._state.clock(), keeps)
+            self._state.jobs[transfer.job] = job
             self._layered.add(job)
             lane.put(job)
 
@@ -200,7 +200,7 @@ class TransferEngine:
     def poll(self) -> list[TransferResult]:
         """Results since the last call, without waiting. Works after `close` too."""
         with self._lock:
-            results, self._board.results = self._board.results, []
+            results, self._state.results = self._state.results, []
         return results
 
     def wait(self, jobs: Collection[int], timeout: float | None = None) -> bool:
@@ -209,7 +209,7 @@ class TransferEngine:
         `poll` returns their results. A job that is not in flight counts as ended.
         """
         with self._lock:
-            return self._driver.wait_for(lambda: not any(job in self._board.jobs for job in jobs), timeout)
+            return self._driver.wait_for(lambda: not any(job in self._state.jobs for job in jobs), timeout)
 
     def wait_layer(self, job: int, layer: int, timeout: float | None = None) -> Status:
         """Make compute wait for one layer of a layer-wise job.
@@ -231,9 +231,8 @@ class TransferEngine:
                 raise PlanError(
                     f"job {job} is not copied layer by layer, or ended before the last two calls of end_step"
                 )
-            first, stop = found.transfer.layers or (0, self._layout.num_layers)
-            if not first <= layer < stop:
-                raise PlanError(f"job {job} copies layers [{first}, {stop}), got layer {layer}")
+            if not 0 <= layer < self._layout.num_layers:
+                raise PlanError(f"job {job} copies layers [0, {self._layout.num_layers}), got layer {layer}")
             if not self._driver.wait_for(lambda: layer in found.layers or found.result is not None, timeout):
                 return Status.DEADLINE
             if layer not in found.layers or found.stopped is Status.IO_ERROR:
@@ -254,8 +253,8 @@ class TransferEngine:
     def cancel(self, job: int) -> None:
         """Batches of `job` that have not begun need not begin; a job that is not in flight is ignored."""
         with self._lock:
-            if job in self._board.jobs:
-                self._board.jobs[job].cancelled = True
+            if job in self._state.jobs:
+                self._state.jobs[job].cancelled = True
                 self._driver.notify()
 
     def shutdown(self, timeout: float | None = None) -> bool:
@@ -264,20 +263,20 @@ class TransferEngine:
         Returns whether all jobs have ended by themselves.
         """
         with self._lock:
-            is_drained = self._driver.wait_for(lambda: not self._board.jobs, timeout)
+            is_drained = self._driver.wait_for(lambda: not self._state.jobs, timeout)
         self.close()
         return is_drained
 
     def close(self) -> None:
         """Wait for the batches that have begun, end the rest as `Status.TIER_OFF`, close the device. Idempotent."""
-        self._board.stop()
+        self._state.stop()
         self._driver.join()
         for lane in self._lanes.values():
             lane.close()
         self._device.close()
 
     def _check_open(self) -> None:
-        if self._board.closing:
+        if self._state.closing:
             raise TierClosedError("the transfer engine was closed")
 
     def _plan(self, transfer: Transfer) -> tuple[CopyPlan, list[Access]]:
@@ -286,9 +285,7 @@ class TransferEngine:
             served = ", ".join(map(str, sorted(self.routes)))
             raise PlanError(f"route {transfer.route} is not served, only {served}")
         if transfer.route == INSIDE:
-            plan = plan_copy_inside(
-                self._layout, transfer.sections, transfer.items, layers=transfer.layers, tokens=transfer.tokens
-            )
+            plan = plan_copy_inside(self._layout, transfer.sections, transfer.items, tokens=transfer.tokens)
             read = [Access(Place(DEVICE, pool), blocks, False) for pool, blocks in plan.sources().items()]
             written = [Access(Place(DEVICE, pool), blocks, True) for pool, blocks in plan.blocks().items()]
             return plan, read + written
@@ -302,7 +299,6 @@ class TransferEngine:
             host_address=self._host.arena.address,
             host_bytes=self._host.arena.nbytes,
             valid=images.valid,
-            layers=transfer.layers,
             tokens=transfer.tokens,
             room=images.room,
         )

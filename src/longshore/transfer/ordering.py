@@ -99,7 +99,7 @@ class Hazards:
         self._writers = {place: np.zeros((lanes, size), dtype=np.int64) for place, size in sizes.items()}
 
     def admit(self, lane: int, accesses: Sequence[Access]) -> LanePosition:
-        """Record the slots of the next job of `lane`; returns its ticket, which names the jobs to wait for."""
+        """Record the slots of the next job of `lane`; returns its position, which names the jobs to wait for."""
         needs = np.zeros(len(self._given), dtype=np.int64)
         for place, slots, writes in accesses:
             if not len(slots):
@@ -113,13 +113,13 @@ class Hazards:
             newest[place][lane, slots] = self._given[lane]
         return LanePosition(lane, self._given[lane], tuple(needs.tolist()))
 
-    def is_clear(self, ticket: LanePosition) -> bool:
-        """Whether all jobs that `ticket` depends on have ended."""
-        return all(ended >= need for ended, need in zip(self._ended, ticket.needs, strict=True))
+    def is_clear(self, position: LanePosition) -> bool:
+        """Whether all jobs that the job at `position` depends on have ended."""
+        return all(ended >= need for ended, need in zip(self._ended, position.needs, strict=True))
 
-    def end(self, ticket: LanePosition) -> None:
-        """Record that the job of `ticket`, and all before it in its lane, have ended."""
-        self._ended[ticket.lane] = ticket.number
+    def end(self, position: LanePosition) -> None:
+        """Record that the job at `position`, and all before it in its lane, have ended."""
+        self._ended[position.lane] = position.number
 
 
 class WaitCondition(NamedTuple):
@@ -248,7 +248,7 @@ class CopyJob:
     transfer: Transfer
     plan: CopyPlan
     fences: tuple[DeviceEvent, ...]
-    ticket: LanePosition
+    position: LanePosition
     submitted: float
     keeps: object = None
     begun: float | None = None
@@ -295,7 +295,7 @@ def _steps(job: CopyJob, max_bytes: int) -> Iterator[CopyStep]:
     if not job.transfer.by_layer:
         yield from map(CopyStep, whole.cut(max_bytes))
         return
-    for layer in range(*(job.transfer.layers or (0, whole.layout.num_layers))):
+    for layer in range(whole.layout.num_layers):
         *rest, last = tuple(whole.of_layer(layer).cut(max_bytes)) or (None,)
         yield from map(CopyStep, rest)
         yield CopyStep(last, (layer,))
@@ -349,11 +349,11 @@ class EngineState:
 
     def may_begin(self, job: CopyJob) -> bool:
         """Whether no conflicting job is in flight."""
-        return self.hazards.is_clear(job.ticket)
+        return self.hazards.is_clear(job.position)
 
     def end(self, job: CopyJob) -> None:
         """End `job`, which has no copy in flight: release its slots and publish its result."""
-        self.hazards.end(job.ticket)
+        self.hazards.end(job.position)
         del self.jobs[job.transfer.job]
         self.results.append(job.end())
 
@@ -411,12 +411,12 @@ class _SubmittedStep:
 class Lane:
     """One direction. Only its generator `serve` uses the stream."""
 
-    def __init__(self, name: str, stream: Stream, board: EngineState) -> None:
+    def __init__(self, name: str, stream: Stream, state: EngineState) -> None:
         self.name = name
         self._stream = stream
-        self._board = board
-        self._driver = board.driver
-        self._lock = board.driver.lock
+        self._state = state
+        self._driver = state.driver
+        self._lock = state.driver.lock
         self._queues: dict[Urgency, deque[CopyJob]] = {urgency: deque() for urgency in sorted(Urgency)}
         self._in_flight: deque[_SubmittedStep] = deque()
         self._bound = False
@@ -435,7 +435,7 @@ class Lane:
         self._stream.close()
 
     def serve(self) -> Generator[WaitCondition, None, None]:
-        """Run until the board is closing and no job is left."""
+        """Run until the state is closing and no job is left."""
         try:
             yield from self._steps()
         except Exception:  # noqa: BLE001 - an internal error, or one of the clock: jobs must end
@@ -450,7 +450,7 @@ class Lane:
             yield WaitCondition(self._has_work)
             with self._lock:
                 job = self._next()
-                stopped = None if job is None else self._board.stop_reason(job)
+                stopped = None if job is None else self._state.stop_reason(job)
             if job is not None:
                 self._take_step(job, stopped)
             elif self._in_flight:
@@ -462,7 +462,7 @@ class Lane:
                 return
 
     def _has_work(self) -> bool:
-        return bool(self._in_flight) or self._next() is not None or self._board.closing
+        return bool(self._in_flight) or self._next() is not None or self._state.closing
 
     def _next(self) -> CopyJob | None:
         """The job whose step is to be taken next; `None` when none can go on."""
@@ -472,7 +472,7 @@ class Lane:
         return next((job for job in heads if self._can_go_on(job)), None)
 
     def _can_go_on(self, job: CopyJob) -> bool:
-        return self._board.may_begin(job) or self._board.stop_reason(job) is not None
+        return self._state.may_begin(job) or self._state.stop_reason(job) is not None
 
     def _take_step(self, job: CopyJob, stopped: Status | None) -> None:
         """Give the next piece of `job` to the device, unless it is `stopped`: then it ends here."""
@@ -503,7 +503,7 @@ class Lane:
         if job.begun is None:
             if job.transfer.route.destination == HOST:
                 zero_padding(job.plan, self._stream.zero)
-            job.begin(self._board.clock(), self._board.max_batch_bytes)
+            job.begin(self._state.clock(), self._state.max_batch_bytes)
         step, copy = job.ahead, None
         if step is not None and step.batch is not None:
             copy = self._stream.copy(step.batch, job.fences)
@@ -527,12 +527,12 @@ class Lane:
         with contextlib.suppress(Exception):
             self._stream.drain()
         with self._lock:
-            self._board.closing = True
+            self._state.closing = True
             jobs = [sent.job for sent in self._in_flight if sent.is_last]
             jobs += [job for queue in self._queues.values() for job in queue]
             for job in jobs:
                 job.stopped, job.handed = Status.IO_ERROR, True
-                self._board.end(job)
+                self._state.end(job)
             self._queues = {urgency: deque() for urgency in self._queues}
             self._driver.notify()
 
@@ -550,5 +550,5 @@ class Lane:
             job.arrived += sent.nbytes
             job.stopped = failed or job.stopped
             if sent.is_last:
-                self._board.end(job)
+                self._state.end(job)
             self._driver.notify()

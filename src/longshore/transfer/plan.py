@@ -75,7 +75,6 @@ def plan_copy(
     host_address: int,
     host_bytes: int,
     valid: Sequence[int] | None = None,
-    layers: tuple[int, int] | None = None,
     tokens: int | None = None,
     room: I64 | None = None,
 ) -> CopyPlan:
@@ -90,7 +89,6 @@ def plan_copy(
         host_bytes: Size of the host memory.
         valid: For each item a bit mask of the blocks with valid bytes; other blocks are consumed, but neither read nor
             written. `None`: all.
-        layers: Half-open range of model layers; `None`: all.
         tokens: Leading tokens to move of the last block of the last non-empty section. `None`, zero or less, and the
             block size or more mean the whole block; so do pages that cannot be split.
         room: int64, shape `(items,)`: bytes of the slot of each image; `None`: large enough.
@@ -109,7 +107,7 @@ def plan_copy(
         got = f"{len(offsets)} items" if valid is None else f"{len(offsets)} items, {len(valid)} valid masks"
         raise PlanError(f"expected {sum(items)} items, as the sections have blocks for {items} chunks; got {got}")
     parts: list[CopyPart] = []
-    for section, taken, widths in _sections(layout, sections, items, layers, tokens):
+    for section, taken, widths in _sections(layout, sections, items, tokens):
         _check_images(offsets, taken, layout.image_bytes_of(section.group), host_bytes, room)
         per_chunk = layout.groups[section.group].blocks_per_chunk
         masks = None if valid is None else valid[taken.start : taken.stop]
@@ -133,34 +131,23 @@ def _sections(
     layout: KVLayout,
     sections: Sequence[Section],
     items: Sequence[int],
-    layers: tuple[int, int] | None,
     tokens: int | None,
 ) -> Iterator[tuple[Section, slice, tuple[PageWidths, PageWidths | None]]]:
     """For each section with blocks: the section, its items, whose numbers are in `items`, and the widths of pages."""
-    check_layers(layout, layers)
     last = max((index for index, count in enumerate(items) if count), default=-1)
     start = 0
     for index, (section, count) in enumerate(zip(sections, items, strict=True)):
         if count:
-            widths = page_widths(layout, section.group, layers, tokens if index == last else None)
+            widths = page_widths(layout, section.group, tokens if index == last else None)
             yield section, slice(start, start + count), widths
         start += count
 
 
 class PageWidths(NamedTuple):
-    """Bytes that move of each page of a block, from reference `first_ref` of the table on."""
+    """Bytes that move of each page of a block; `split`: of each piece of a page, for leading tokens."""
 
-    first_ref: int
     widths: U64
     split: bool = False
-
-
-def check_layers(layout: KVLayout, layers: tuple[int, int] | None) -> None:
-    """Raise `PlanError` unless `layers` is a range of the layout's layers, or `None`."""
-    if layers is None:
-        return
-    if not all(isinstance(layer, int) for layer in layers) or not 0 <= layers[0] < layers[1] <= layout.num_layers:
-        raise PlanError(f"layers must be a range within [0, {layout.num_layers}), got {layers}")
 
 
 def check_sections(layout: KVLayout, sections: Sequence[Section]) -> None:
@@ -181,27 +168,14 @@ def _items_per_section(layout: KVLayout, sections: Sequence[Section]) -> list[in
     return items
 
 
-def page_widths(
-    layout: KVLayout, group: int, layers: tuple[int, int] | None, tokens: int | None
-) -> tuple[PageWidths, PageWidths | None]:
+def page_widths(layout: KVLayout, group: int, tokens: int | None) -> tuple[PageWidths, PageWidths | None]:
     """Bytes that move of every block of `group`, and of a partial last block; arguments as for `plan_copy`."""
     table = layout.table(group)
-    first, stop = _refs_of(table.layer, layers)
-    whole = PageWidths(first, table.page[first:stop])
-    if tokens is None or not 0 < tokens < layout.groups[group].block_size or not table.token[first:stop].any():
+    whole = PageWidths(table.page)
+    if tokens is None or not 0 < tokens < layout.groups[group].block_size or not table.token.any():
         return whole, None
     table = layout.table(group, split=True)
-    first, stop = _refs_of(table.layer, layers)
-    token = table.token[first:stop]
-    return whole, PageWidths(first, np.where(token > 0, token * np.uint64(tokens), table.page[first:stop]), split=True)
-
-
-def _refs_of(layer: I64, layers: tuple[int, int] | None) -> tuple[int, int]:
-    """The references of a range of layers."""
-    if layers is None:
-        return 0, len(layer)
-    first, stop = np.searchsorted(layer, layers).tolist()
-    return first, stop
+    return whole, PageWidths(np.where(table.token > 0, table.token * np.uint64(tokens), table.page), split=True)
 
 
 def _parts(
@@ -234,7 +208,7 @@ def _parts(
         pages = leading if is_last and leading is not None else whole
         yield CopyPart(
             section.group,
-            pages.first_ref,
+            0,
             pages.widths,
             blocks[moved].reshape(shape),
             images[box.first : box.stop],
@@ -317,7 +291,6 @@ def plan_copy_inside(
     sections: Sequence[Section],
     items: Sequence[Item],
     *,
-    layers: tuple[int, int] | None = None,
     tokens: int | None = None,
 ) -> CopyPlan:
     """Validate all ids, and plan which pages move.
@@ -326,7 +299,6 @@ def plan_copy_inside(
         layout: Where pages lie.
         sections: Blocks that are written, per group.
         items: One per block, in order; its source is the device slot to copy from: the group's pool, and a block.
-        layers: As for `plan_copy`.
         tokens: As for `plan_copy`.
 
     Raises:
@@ -341,7 +313,7 @@ def plan_copy_inside(
     counts = [len(section.blocks) for section in sections]
     images = np.zeros(given, dtype=np.int64)
     parts: list[CopyPart] = []
-    for section, taken, widths in _sections(layout, sections, counts, layers, tokens):
+    for section, taken, widths in _sections(layout, sections, counts, tokens):
         own = enumerate(items[taken], taken.start)
         sources = np.array([_source(layout, section.group, item, index) for index, item in own])
         parts += _parts(layout, section._replace(first_block=0), widths, 1, images[taken], None, taken.start, sources)

@@ -51,7 +51,7 @@ def test_a_page_that_one_rank_has_lost_is_computed(oracle: dict[int, Answer], se
     for seed, answer in zip(SEEDS, answers, strict=True):
         check(answer, oracle[seed])
     assert min(answer.storage for answer in answers) < SERVED
-    assert server.metric("longshore_file_troubles_total", reason="read_corrupt", tp_rank="1") >= 1
+    assert server.metric("longshore_file_failures_total", reason="read_corrupt", tp_rank="1") >= 1
     server.flush()  # what was computed is stored again
     assert [server.ask(prompt(seed, TOKENS)).storage for seed in SEEDS] == [SERVED] * len(SEEDS)
 

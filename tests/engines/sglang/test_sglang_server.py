@@ -141,7 +141,7 @@ def test_metrics_of_ours_are_on_the_servers_page(oracle: dict[int, Answer], serv
     hits = sum(float(count) for kind, labels, count in found if kind == "hit" and 'tier="file"' in labels)
     assert hits >= SERVED / PAGE
     assert all('tp_rank="0"' in labels for _, labels, _ in found)
-    assert server.metric("longshore_file_troubles_total", reason="tier_host") >= 1
+    assert server.metric("longshore_file_failures_total", reason="tier_host") >= 1
 
 
 def test_aborted_requests_leave_a_server_that_serves(oracle: dict[int, Answer], server: Server) -> None:
@@ -159,10 +159,10 @@ def test_aborted_requests_leave_a_server_that_serves(oracle: dict[int, Answer], 
 def test_corrupt_records_are_computed(oracle: dict[int, Answer], server: Server, place: Path) -> None:
     server.flush()
     damage(place / "tier" / "rank-0-of-1" / "segment")
-    before = server.metric("longshore_file_troubles_total", reason="read_corrupt")
+    before = server.metric("longshore_file_failures_total", reason="read_corrupt")
     for seed in range(PROMPTS):
         check(server.ask(prompt(seed, TOKENS)), oracle[seed])
-    assert server.metric("longshore_file_troubles_total", reason="read_corrupt") > before
+    assert server.metric("longshore_file_failures_total", reason="read_corrupt") > before
     server.flush()
     assert server.ask(prompt(0, TOKENS)).storage == SERVED  # as computed again
 
@@ -171,12 +171,12 @@ def test_a_disk_that_takes_no_more_costs_the_file_tier_alone(oracle: dict[int, A
     (pid,) = server.processes("longshore.runtime.tier_host.child")
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))  # each write ends with EFBIG, as if the disk were full
     seed = 80
-    while not server.metric("longshore_file_troubles_total", reason="read_only"):
+    while not server.metric("longshore_file_failures_total", reason="read_only"):
         answer = server.ask(prompt(seed, TOKENS))
         assert answer.cached == 0
         seed += 1
         assert seed < 200
-    assert server.metric("longshore_file_troubles_total", reason="write_no_space") >= 8
+    assert server.metric("longshore_file_failures_total", reason="write_no_space") >= 8
     server.flush()
     check(server.ask(prompt(0, TOKENS)), oracle[0])
     assert server.ask(prompt(seed, TOKENS)).cached == 0

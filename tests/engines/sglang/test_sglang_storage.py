@@ -95,7 +95,7 @@ def test_a_corrupt_record_ends_the_run(rigs: Rigs) -> None:
     assert rig.get(KEYS, range(8)) == [True] * 3 + [False] * 5
     assert torch.equal(rig.read(range(3)), held[:3])
     assert rig.exists(KEYS) == 3
-    assert rig.storage._stack.file.troubles["read_corrupt"] == 1  # type: ignore[union-attr]
+    assert rig.storage._stack.file.failures["read_corrupt"] == 1  # type: ignore[union-attr]
 
 
 def test_a_dead_tier_host_makes_fewer_pages(rigs: Rigs) -> None:
@@ -111,7 +111,7 @@ def test_a_dead_tier_host_makes_fewer_pages(rigs: Rigs) -> None:
     while not any(rig.get(KEYS, range(8))):  # until the next one is there
         time.sleep(0.05)
     assert torch.equal(rig.read(range(8)), held)
-    assert rig.storage._stack.file.troubles["tier_host"] == 1  # type: ignore[union-attr]
+    assert rig.storage._stack.file.failures["tier_host"] == 1  # type: ignore[union-attr]
 
 
 @pytest.fixture

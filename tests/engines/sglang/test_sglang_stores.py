@@ -91,7 +91,7 @@ def test_a_stopped_store_costs_nothing_but_its_pages(
     answer = other.ask(prompt(20, TOKENS))
     check(answer, fresh)
     assert answer.cached == 0
-    assert other.metric("longshore_store_troubles_total") >= 1
+    assert other.metric("longshore_store_failures_total") >= 1
     other.flush()
     for seed in SEEDS:
         check(other.ask(prompt(seed, TOKENS)), oracle[seed])

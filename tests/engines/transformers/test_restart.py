@@ -124,7 +124,7 @@ def test_a_failed_self_test_turns_the_tiers_off_loudly(
         ask(demo.workload.requests[0])
         assert tiers.stack is None
         assert "of the test block were wrong when read back" in str(tiers.failure)
-        assert "TIERS ARE OFF" in caplog.text
+        assert "all tiers disabled" in caplog.text
 
 
 def test_a_reset_keeps_files_as_long_as_weights_are_the_same(tmp_path: Path) -> None:

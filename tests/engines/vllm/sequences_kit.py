@@ -95,7 +95,7 @@ class SlowTier(Tier):
         self._oldest = generation
 
     @property
-    def troubles(self) -> dict[str, int]:
+    def failures(self) -> dict[str, int]:
         return {}
 
 

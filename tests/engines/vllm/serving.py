@@ -258,7 +258,7 @@ class Engine:
                 "misses": {reason.value: count for reason, count in counters.misses.items()},
                 "lost": dict(counters.lost),
                 "failed": {route: totals.failed for route, totals in counters.routes.items()},
-                "troubles": {each.name: dict(each.troubles) for each in manager._runtime._tiers},
+                "failures": {each.name: dict(each.failures) for each in manager._runtime._tiers},
                 "arrived": {route: totals.chunks for route, totals in counters.routes.items()},
                 "held": cache.held,
                 "image_bytes": [each.image_bytes for each in cache.stats()[0].sizes],

@@ -29,7 +29,7 @@ def test_tier_host_killed_during_reads_changes_no_answer(serve: Serve, oracles: 
     steps = [*ask, *to_files, ["kill_tier_host"], *ask, ["revive_tier_host"], *to_files, *ask]
     served = serve("llama", steps, tiers(tmp_path / "tier"), 160)
     assert served.answers == [*oracle[:3], *oracle]
-    assert served.counters["troubles"]["file"]["tier_host"] == 1
+    assert served.counters["failures"]["file"]["tier_host"] == 1
     assert served.counters["failed"]["file->host"] > 0
     assert served.counters["arrived"]["file->host"] > 0
     assert served.counters["held"] == 0

@@ -122,7 +122,7 @@ def test_weights_changed_while_an_engine_starts_leave_nothing_behind(
     change_a_byte(path, 30)
     late = {**settings, "vllm": {"instance_id": f"{began}_dp0"}}
     assert [first_lookup(tmp_path, **late) for _ in range(2)] == [MISS, MISS]
-    told = [record.getMessage() for record in caplog.records if "NO FILE TIER" in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "file tier disabled" in record.getMessage()]
     assert len(told) == 2
     assert all(f"{path} was changed" in each and "start it again" in each for each in told)
     assert [first_lookup(tmp_path, **settings) for _ in range(2)] == [MISS, PENDING]
@@ -187,7 +187,7 @@ def test_what_means_nothing_later_is_not_kept(
 ) -> None:
     with caplog.at_level(logging.ERROR, "longshore"):
         assert first_lookup(tmp_path, **change) is MISS
-    (said,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("NO FILE TIER")]
+    (said,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("file tier disabled")]
     assert remedy in said
     assert first_lookup(tmp_path, **change) is MISS
     assert not (tmp_path / "tier" / "superblock").exists()

@@ -317,7 +317,7 @@ def test_without_memory_at_the_wake_up_the_engine_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(stack, "available_memory", lambda: 4096)
         rig.wake()
-    assert caplog.text.count("HOST TIER IS OFF") == 2
+    assert caplog.text.count("host tier disabled") == 2
     assert rig.answers("reader") == [MISS] * 3
     context = rig.request("writer", keys := keys_of(1, name="new"))
     assert rig.store(keys, [4], context) == []

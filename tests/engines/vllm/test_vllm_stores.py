@@ -160,7 +160,7 @@ def test_changed_weights_are_stored_under_a_name_that_nobody_has(opened: Opener)
 def test_without_known_weights_there_is_no_store(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
     rig = opened(vllm={"load_config.load_format": "dummy"})
     assert rig.manager._store.stores == ()
-    assert "NO REMOTE STORE: weights of load_format dummy" in caplog.text
+    assert "remote tiers disabled: weights of load_format dummy" in caplog.text
     stored(rig)
     keys = keys_of(6)
     assert rig.lookup(keys, rig.request("second", keys)) == [HIT] * 4 + [MISS] * 2

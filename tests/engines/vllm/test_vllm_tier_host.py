@@ -57,10 +57,10 @@ class HostedRig(Rig):
 
     def kill(self) -> None:
         """Kill the tier host; it stays away until `revive`."""
-        deaths = self.file.troubles["tier_host"]
+        deaths = self.file.failures["tier_host"]
         self.file._supervisor._pause = 1e9
         self.signal(signal.SIGKILL)
-        self.wait(lambda: self.file.troubles["tier_host"] > deaths)
+        self.wait(lambda: self.file.failures["tier_host"] > deaths)
 
     def revive(self) -> None:
         self.file._supervisor._restart_at = 0.0
@@ -149,7 +149,7 @@ def test_unresponsive_tier_host_is_killed_and_replaced(tmp_path: Path, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(watch, "SILENCE", 1.0)
         rig.settle()  # nobody has let it go on
-    assert rig.file.troubles["tier_host"] == 1
+    assert rig.file.failures["tier_host"] == 1
     rig.wait(lambda: rig.file._is_open)
     assert rig.process.pid != stopped
     assert rig.answers("another") == [HIT] * 4
@@ -187,8 +187,8 @@ def test_a_full_disk_takes_no_more_and_serves_what_it_has(rig: HostedRig) -> Non
         assert rig.answers(f"reader {turn}", more) == [HIT] * 4
     drops = rig.cache.counters.drops["file"]
     assert drops[DropReason.WRITE_FAILED] >= 8
-    assert rig.file.troubles["write_no_space"] == 8
-    assert rig.file.troubles["read_only"] == 1
+    assert rig.file.failures["write_no_space"] == 8
+    assert rig.file.failures["read_only"] == 1
     assert rig.answers("reader") == [HIT] * 4
 
 
@@ -234,7 +234,7 @@ def test_engine_starts_with_host_memory_where_file_tier_cannot_open(
     harm(path)
     with caplog.at_level(logging.ERROR, "longshore"):
         rig = Rig(**settings)
-    (said,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("NO FILE TIER")]
+    (said,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("file tier disabled")]
     assert str(path) in said
     assert f"rm -r {path}" in said
     told = rig.manager.get_stats().data["data"]
@@ -251,7 +251,9 @@ def test_file_size_without_room_for_one_image_is_refused(tmp_path: Path, monkeyp
     assert list(tmp_path.glob("longshore-*/*")) == []  # no note of memory that is gone
 
 
-def test_a_stopped_tier_host_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_tier_host_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = HostedRig(load_timeout=600.0, **file_settings(tmp_path))
     rig.store_in_files()
     rig.signal(signal.SIGSTOP)
@@ -264,8 +266,9 @@ def test_a_stopped_tier_host_is_waited_for_once(tmp_path: Path, monkeypatch: pyt
         assert rig.lookup(KEYS, rig.request(name, KEYS)) == [MISS] * 4
     monkeypatch.setattr(tier, "FORGET_PATIENCE", 600.0)  # a reset does not wait for it again
     rig.manager.reset_cache()
+    assert "it has not confirmed a reset after 0.0 s, its disk is stalled; the engine writes" in caplog.text
     rig.settle()
-    assert rig.file.troubles["tier_host"] == 1
+    assert rig.file.failures["tier_host"] == 1
     rig.close()
 
 

@@ -125,7 +125,7 @@ def test_a_full_file_system_is_left_alone_for_a_while(tmp_path: Path, monkeypatc
     harness = open_harness(tmp_path)
     monkeypatch.setattr(DirectorySession, "_write_new", staticmethod(full))
     assert harness.run(harness.op(Op.WRITE, 0, 5)) == (Status.NO_SPACE,)
-    assert harness.tier.troubles["full"] >= 1
+    assert harness.tier.failures["full"] >= 1
     assert not list(tmp_path.rglob("*.tmp"))
     harness.tier.close()
 
@@ -149,8 +149,8 @@ def test_a_directory_that_becomes_read_only_serves_reads(
         while len(refused) < 4:
             assert harness.run(harness.op(Op.WRITE, 0, 2)) == (Status.IO_ERROR,)
         harness.assert_serves(0, 1)
-        assert harness.tier.troubles["breaker"] == 0
-        assert harness.tier.troubles["refused"] >= 4
+        assert harness.tier.failures["breaker"] == 0
+        assert harness.tier.failures["refused"] >= 4
     finally:
         harness.tier.close()
 

@@ -133,7 +133,7 @@ def test_a_password_stands_in_no_text_of_a_tier(
     arena = Arena(4096)
     tier = RemoteTier(settings, arena=arena, image_bytes=4096, namespace=bytes(32))
     texts = (
-        f"{settings!r} {settings} {tier!r} {tier.counts} {tier.troubles} {tier.fallbacks} {pickle.dumps(settings)!r}"
+        f"{settings!r} {settings} {tier!r} {tier.counts} {tier.failures} {tier.fallbacks} {pickle.dumps(settings)!r}"
     )
     assert SECRET not in texts + caplog.text + repr(vars(tier))
     tier.close()
@@ -154,7 +154,7 @@ def test_certificates_on_a_file_system_that_hangs_are_a_store_that_is_away(
             assert time.monotonic() < give_up
             time.sleep(0.01)
         assert results[0].statuses[0] in {Status.DEADLINE, Status.AWAY}
-        assert tier.troubles["timeout"] >= 1
+        assert tier.failures["timeout"] >= 1
         tier.close()
     os.close(os.open(hung, os.O_WRONLY))  # the thread that reads it ends
 

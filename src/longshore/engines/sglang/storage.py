@@ -241,13 +241,18 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _let_go(self, jobs: Sequence[int]) -> None:
         """Wait until no copy touches the pages of `jobs`: jobs have deadlines, and a copy that has begun is short."""
-        mover, patience = self._stack.ring_mover, self.settings.write_timeout
+        mover, patience, begun = self._stack.ring_mover, self.settings.write_timeout, self._runtime.clock()
         while not (
             self._runtime.wait_ended(jobs, patience)
             if mover is None
             else self._runtime.wait_for_blocks(jobs, mover.touches_blocks, patience)
         ):
-            _log.error("pages of jobs %s are still being copied", list(jobs))
+            _log.error(
+                "copies of jobs %s have not ended after %.0f s; the call waits on, because SGLang uses their pages "
+                "again when it returns. If this repeats, restart the server",
+                list(jobs),
+                self._runtime.clock() - begun,
+            )
 
     # ------------------------------------------------------------------ the rest
 

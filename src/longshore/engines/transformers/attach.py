@@ -207,8 +207,8 @@ class Tiers:
                 self.stack.wake()
         except TierError as error:
             _log.error(
-                "TIERS ARE OFF: host memory could not be allocated after the sleep: %s. Free memory; the next engine "
-                "tries to open the tiers again.",
+                "all tiers disabled: host memory could not be allocated after the sleep: %s. Free memory; the next "
+                "engine tries to open the tiers again.",
                 error,
             )
             self.failure = error
@@ -238,7 +238,7 @@ class Tiers:
         try:
             self._open(allocator)
         except SelfTestError as error:
-            _log.error("TIERS ARE OFF: the self-test failed: %s. The engine continues without tiers.", error)
+            _log.error("all tiers disabled: the self-test failed: %s. The engine continues without tiers.", error)
             self.failure = error
             self._shut()
         except LongshoreError as error:
@@ -246,7 +246,7 @@ class Tiers:
             self._shut()
             if not self._opened:
                 raise
-            _log.exception("TIERS ARE OFF: they could not be reopened. The engine continues without tiers.")
+            _log.exception("all tiers disabled: they could not be reopened. The engine continues without tiers.")
         return self.stack
 
     def _open(self, allocator: TieredAllocator) -> None:

@@ -307,7 +307,8 @@ class PrefixStore:
         """Wait until no job uses the window. Raises `CacheError` if one does not end."""
         if not self._stack.runtime.wait_ended(self._busy, self._stack.config.write_timeout):
             raise CacheError(
-                f"a device copy has not ended within write_timeout ({self._stack.config.write_timeout:g} s)"
+                f"copies of jobs {self._busy} from or to the device have not ended within write_timeout "
+                f"({self._stack.config.write_timeout:g} s): raise write_timeout, or close the store if it happens again"
             )
         self._busy = []
 

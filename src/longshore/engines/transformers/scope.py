@@ -398,8 +398,8 @@ def _private_if_opaque(digester: ValueDigester, look: Callable[[ValueDigester], 
     for path in sorted(set(digester.opaque) - _told):
         _told.add(path)
         _log.warning(
-            "%s cannot be digested: KV blocks of this model are found until this process ends, not after a restart; "
-            "keep such state in plain values, tensors or attributes, or remove what holds it",
+            "%s is not hashable by content: KV blocks of this model are valid only until this process exits, so none "
+            "are found after a restart; keep such state in plain values, tensors or attributes, or remove its holder",
             path,
         )
     return f"{found} in process {_TOKEN} {os.getpid()}"

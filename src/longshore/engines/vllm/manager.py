@@ -392,7 +392,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def _in_place(self, keys: Collection[OffloadKey], context: ReqContext) -> SlotsSpec:
         """Slots of chunks found before the control plane failed, if all are in place; else `_nothing`."""
         request, runs = self._begin(context), [NO_SLOTS] * len(self._groups)
-        with suppress(Exception), self._runtime.observe() as cache:  # of books that have been reported as damaged
+        with suppress(Exception), self._runtime.observe() as cache:  # state that failed an integrity check
             for group, mine in self._groups.split(keys):
                 seen = request.seen(mine)
                 slots = seen.slots() if isinstance(seen, Residency) else None
@@ -537,7 +537,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         found = list(zip(wanted, where, strict=True))
         if len(request.wanted) > self._host_slots:  # what is on its way gets its slot before those behind it
             found = list(takewhile(lambda each: each[1] in _THERE, found))
-        # What was read for another request meanwhile, and found rotten, is not there any more.
+        # What was read for another request meanwhile, and was corrupt, is not there any more.
         there = [key for key, presence in found if presence in _THERE]
         for group, mine in self._groups.split(there):
             chunks = {group: GroupKeys(request.ours(mine))}

@@ -28,8 +28,8 @@ from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
 from longshore.cache import DropReason, Event, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
 from longshore.cache.types import Answer
 from longshore.metrics import VLLM_COUNTERS, VLLM_GAUGES
-from longshore.runtime.tier_host import TROUBLES, HostedFileTier, HostedStore
-from longshore.tiers.remote import TROUBLES as OF_STORES
+from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, HostedStore
+from longshore.tiers.remote import FAILURE_REASONS as OF_STORES
 
 _TIERS = (HOST, FILE)
 _ROUTES = tuple(
@@ -37,7 +37,7 @@ _ROUTES = tuple(
 )
 
 _NOTHING = RouteTotals()
-_QUIET = dict.fromkeys(TROUBLES, 0)
+_QUIET = dict.fromkeys(FAILURE_REASONS, 0)
 _NO_STORES = {REMOTE: dict.fromkeys(OF_STORES, 0)}
 
 _Sample = tuple[str, tuple[str, ...]]
@@ -127,10 +127,10 @@ class OffloadingMetrics:
                 yield ("longshore_dropped_chunks", (tier, reason.value)), drops[reason]
         for missed, count in counters.misses.items():
             yield ("longshore_miss_chunks", (missed.value,)), count
-        for failure, times in (self._no_file if self._file is None else self._file.troubles).items():
+        for failure, times in (self._no_file if self._file is None else self._file.failures).items():
             yield ("longshore_file_failures", (failure,)), times
             yield ("longshore_file_troubles", (failure,)), times
-        for name, failures in {store.name: store.troubles for store in self._stores}.items() or _NO_STORES.items():
+        for name, failures in {store.name: store.failures for store in self._stores}.items() or _NO_STORES.items():
             for failure, times in failures.items():
                 yield ("longshore_store_failures", (name, failure)), times
                 yield ("longshore_store_troubles", (name, failure)), times

@@ -345,7 +345,9 @@ def hints_of(context: ReqContext, usual: RequestHints) -> RequestHints:
     try:
         hints = usual if said is None else RequestHints.parse(said)
     except HintError as error:
-        _log.warning("request %s: %s; none of its blocks are stored: correct its hints", context.req_id, error)
+        source = "kv_transfer_params" if HINTS in (context.kv_transfer_params or {}) else "kv_hints"
+        message = "request %s: invalid %s[%r] (%s); none of its blocks are stored"
+        _log.warning(message, context.req_id, source, HINTS, error)
         hints = RequestHints(store=False)
     for kind, locality in ((FILE, Locality.LOCAL), (REMOTE, Locality.REMOTE)):
         if kind in hints.load and not context.load_tier_filter.allows(Medium.STORAGE, locality):

@@ -150,9 +150,9 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             reason = why_transient(note.model)
             if reason:
                 if self.settings.file_path is not None:
-                    _log.error("NO FILE TIER: %s", reason)
+                    _log.error("file tier disabled: %s", reason)
                 if self.settings.remote:
-                    _log.error("NO REMOTE STORE: %s", reason)
+                    _log.error("remote tiers disabled: %s", reason)
             else:
                 scope = scope_of(self.config, note.model, note.fingerprint, note.device, self.settings.salt)
         if note.model.base_is_mixed:

@@ -33,8 +33,8 @@ from longshore.errors import CapacityError, TierError
 from longshore.keys import Scope
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.rank_reports import RankReports
+from longshore.runtime.stack import close_runtime, make_gate, named_stores
 from longshore.runtime.stack import make_cache as make_tiered_cache
-from longshore.runtime.stack import make_gate, named_stores
 from longshore.runtime.tier_host import HostedFileTier, HostedStore
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
@@ -123,8 +123,11 @@ class SleepControl:
         with self._runtime.observe() as cache:
             keep = tuple(tier.name for tier in cache.stats() if tier.name in kept.tiers)
         if keep == (FILE,) and not self._runtime.flush(self._config.write_timeout, besides=workers):
+            what = "sleep" if level else "reset"
             _log.warning(
-                "blocks not written to files within write_timeout are lost with host memory: raise write_timeout"
+                "not all blocks were written to the file tier within write_timeout (%g s); the others are dropped by "
+                "this %s: raise write_timeout, or set %s_keep: all",
+                *(self._config.write_timeout, what, what),
             )
         return keep
 
@@ -187,10 +190,7 @@ class SchedulerTiers:
     def close(self) -> None:
         """Write back chunks that a restart would lose, then release all resources. Idempotent."""
         self.loop.close()
-        if not self.runtime.close():
-            _log.warning(
-                "closed before all blocks were written to the file tier; these blocks are misses after a restart"
-            )
+        close_runtime(self.runtime)
         self.reports.close()
         self.arena.close()
 
@@ -277,8 +277,8 @@ def _open_file_tier(
         )
     except TierError as error:
         _log.error(
-            "NO FILE TIER: %s. The engine starts with host memory alone. Stop it, then repair the directory if that "
-            "can be done (longshore fsck --repair %s), else remove it (rm -r %s; it holds a cache and nothing else), "
+            "file tier disabled: %s. The engine starts without it. Stop it, then repair the directory if that can be "
+            "done (longshore fsck --repair %s), else remove it (rm -r %s; it holds a cache and nothing else), "
             "or correct file_path or file_size, and start again",
             error,
             *2 * (shlex.quote(str(path)),),

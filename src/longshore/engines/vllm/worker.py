@@ -241,7 +241,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
                     self.arena.take_back()
             except TierError as error:
                 _log.error(
-                    "HOST TIER IS OFF: host memory could not be allocated after the sleep: %s. Free memory, then put "
+                    "host tier disabled: host memory could not be allocated after the sleep: %s. Free memory, then put "
                     "the engine to sleep and wake it up again, or restart it.",
                     error,
                 )

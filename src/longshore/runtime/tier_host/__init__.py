@@ -10,6 +10,6 @@ The control plane stays in the engine's process; the pipes carry operations and 
 """
 
 from longshore.runtime.tier_host.store import HostedStore
-from longshore.runtime.tier_host.tier import TROUBLES, HostedFileTier
+from longshore.runtime.tier_host.tier import FAILURE_REASONS, HostedFileTier
 
-__all__ = ["TROUBLES", "HostedFileTier", "HostedStore"]
+__all__ = ["FAILURE_REASONS", "HostedFileTier", "HostedStore"]

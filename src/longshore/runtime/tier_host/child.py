@@ -99,7 +99,7 @@ class TierHostServer:
         return None
 
     def _serve(self, tier: FileTier | RemoteTier, *, recover: bool) -> None:
-        self._reported = troubles_of(tier)
+        self._reported = failures_of(tier)
         if isinstance(tier, FileTier):
             found = tier.recover() if recover else []
             opened = wire.OpenedReply(
@@ -114,7 +114,7 @@ class TierHostServer:
             if is_idle:
                 self._busy.clear()
             # A store that is away is looked for: when it is back, that is reported without delay.
-            wait = (_LOOK_FOR if troubles_of(tier).get(AWAY) else None) if is_idle else _LOOK
+            wait = (_LOOK_FOR if failures_of(tier).get(AWAY) else None) if is_idle else _LOOK
             ready = select.select([self._requests, self._ended], [], [], wait)[0]
             if self._ended in ready:
                 os.eventfd_read(self._ended)
@@ -150,10 +150,10 @@ class TierHostServer:
         """Send results, answers, and counts of failures."""
         results = tier.poll()
         answers = tier.answers() if isinstance(tier, RemoteTier) else []
-        troubles = troubles_of(tier)
-        if troubles != self._reported:
-            self._reported = troubles
-            self._send(Kind.TROUBLES, wire.pack_json(troubles))  # first: a failure is counted before its result arrives
+        failures = failures_of(tier)
+        if failures != self._reported:
+            self._reported = failures
+            self._send(Kind.FAILURES, wire.pack_json(failures))  # first: a failure is counted before its result arrives
         for result in results:
             self._send(Kind.RESULT, wire.pack_result(result._replace(ticket=self._tickets.pop(result.ticket))))
         for ticket, present in answers:
@@ -174,10 +174,10 @@ class TierHostServer:
                 left = left[os.write(self._replies, left) :]
 
 
-def troubles_of(tier: FileTier | RemoteTier) -> dict[str, int]:
+def failures_of(tier: FileTier | RemoteTier) -> dict[str, int]:
     """Its counts of failures; of a store also whether it is away."""
     away = {AWAY: int(tier.is_away)} if isinstance(tier, RemoteTier) else {}
-    return {**tier.troubles, **away}
+    return {**tier.failures, **away}
 
 
 def open_tier(order: Order, arena: Arena) -> FileTier | RemoteTier:

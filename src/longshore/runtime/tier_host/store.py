@@ -24,7 +24,7 @@ from longshore.runtime.tier_host.tier import HostedTier, TierHostError
 from longshore.runtime.tier_host.wire import AWAY, Kind, WireError
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import KeyedTier, check_digest, check_generation
-from longshore.tiers.remote import TROUBLES, parse_url
+from longshore.tiers.remote import FAILURE_REASONS, parse_url
 from longshore.tiers.remote.format import Namespace
 
 _log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class HostedStore(HostedTier, KeyedTier):
         self._asked: dict[int, int] = {}
         """Number of keys of each question without an answer."""
         self._answers: list[tuple[int, tuple[bool, ...] | None]] = []
-        self._troubles = dict.fromkeys((*TROUBLES, AWAY), 0)
+        self._failures = dict.fromkeys((*FAILURE_REASONS, AWAY), 0)
         try:
             self._open_first()
         except TierHostError as error:
@@ -77,12 +77,12 @@ class HostedStore(HostedTier, KeyedTier):
     @property
     def is_away(self) -> bool:
         """Whether the store is left alone, or no process serves it. All operations are misses then."""
-        return bool(self._troubles[AWAY]) or super().is_away
+        return bool(self._failures[AWAY]) or super().is_away
 
     @property
-    def troubles(self) -> Mapping[str, int]:
+    def failures(self) -> Mapping[str, int]:
         """Failures of the store over all processes, and deaths and failed starts of processes."""
-        return {reason: count for reason, count in super().troubles.items() if reason != AWAY}
+        return {reason: count for reason, count in super().failures.items() if reason != AWAY}
 
     def ask(self, keys: Sequence[Key], generation: int, deadline: float) -> int:
         """Ask which of `keys` the store has. The answer comes by `deadline`, unless the process dies or is stopped."""
@@ -128,7 +128,7 @@ class HostedStore(HostedTier, KeyedTier):
     def _on_opened(self, body: bytes) -> None:
         if self._is_open:
             raise WireError("OPENED: a second time")
-        self._troubles = wire.parse_counts(body, self._troubles)
+        self._failures = wire.parse_counts(body, self._failures)
         self._is_open = True
         self._send_generation()  # it may have been told an earlier one
 

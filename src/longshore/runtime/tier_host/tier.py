@@ -42,13 +42,13 @@ from longshore.tiers.base import (
     check_generation,
     check_slots,
 )
-from longshore.tiers.file import TROUBLES as OF_FILES
+from longshore.tiers.file import FAILURE_REASONS as OF_FILES
 from longshore.tiers.file import PendingReset
 
 _DEATHS, _STALLS = "tier_host", "stalled"
 
-TROUBLES = (*OF_FILES, _DEATHS, _STALLS)
-"""The reasons counted in `HostedFileTier.troubles`."""
+FAILURE_REASONS = (*OF_FILES, _DEATHS, _STALLS)
+"""The reasons counted in `HostedFileTier.failures`."""
 
 STALLED = 10.0
 """Seconds without a completed operation after which no operation is submitted until one completes."""
@@ -102,7 +102,7 @@ class HostedTier(Tier):
         self._closed = False
         self._pid = os.getpid()
         self._supervisor = HostSupervisor(self._start, clock, name)
-        self._troubles: dict[str, int] = {}
+        self._failures: dict[str, int] = {}
         self._past: Counter[str] = Counter()
         """Failures counted by earlier processes."""
 
@@ -112,9 +112,9 @@ class HostedTier(Tier):
         return self._generation
 
     @property
-    def troubles(self) -> Mapping[str, int]:
+    def failures(self) -> Mapping[str, int]:
         """Failures of the tier over all processes, and deaths and failed starts of processes."""
-        added = {reason: count + self._past[reason] for reason, count in self._troubles.items()}
+        added = {reason: count + self._past[reason] for reason, count in self._failures.items()}
         return {**added, _DEATHS: self._supervisor.deaths}
 
     @property
@@ -200,8 +200,8 @@ class HostedTier(Tier):
                 self._is_open = True
             case Kind.REFUSED:
                 _log.error("%s", _refusal(body))
-            case Kind.TROUBLES:
-                self._troubles = wire.parse_counts(body, self._troubles)
+            case Kind.FAILURES:
+                self._failures = wire.parse_counts(body, self._failures)
             case Kind.ALIVE:
                 pass
             case _:
@@ -242,8 +242,8 @@ class HostedTier(Tier):
         self._handle_all(frames)
         if died:
             self._is_open = False
-            self._past.update(self._troubles)
-            self._troubles = dict.fromkeys(self._troubles, 0)
+            self._past.update(self._failures)
+            self._failures = dict.fromkeys(self._failures, 0)
             self._end_all(Status.AWAY)
 
     def _new_ticket(self) -> int:
@@ -349,9 +349,9 @@ class HostedFileTier(HostedTier):
         return self._fallbacks
 
     @property
-    def troubles(self) -> Mapping[str, int]:
+    def failures(self) -> Mapping[str, int]:
         """Failures of the file tier over all processes, deaths and failed starts of processes, and stalls."""
-        return {**super().troubles, _STALLS: self._stalls}
+        return {**super().failures, _STALLS: self._stalls}
 
     @property
     def is_stalled(self) -> bool:
@@ -436,7 +436,7 @@ class HostedFileTier(HostedTier):
         self._pending, self._fallbacks = pending, opened.fallbacks
         if slabs is None:
             self.slabs, self._generation, self._others = opened.slabs, opened.generation, opened.others
-            self._found, self._troubles = opened.found, opened.troubles
+            self._found, self._failures = opened.found, opened.failures
 
     def _receive(self) -> None:
         super()._receive()
@@ -465,11 +465,19 @@ class HostedFileTier(HostedTier):
             super()._handle(kind, body)
 
     def _wait_until_forgotten(self) -> None:
-        deadline = time.monotonic() + (0.0 if self.is_stalled else FORGET_PATIENCE)  # it has had its time
+        begun, was_stalled = time.monotonic(), self.is_stalled
         while self._is_open and self._forgotten is None and self._supervisor.process is not None:
-            left = deadline - time.monotonic()
+            waited = time.monotonic() - begun
+            left = (0.0 if was_stalled else FORGET_PATIENCE) - waited  # a stalled disk has had its time
             if left <= 0 or self._supervisor.is_quiet:
-                _log.error("tier host killed: it did not write a reset to disk within %.0f s", FORGET_PATIENCE)
+                _log.error(
+                    "tier host (process %d) killed: it has not confirmed a reset after %.1f s%s; the engine writes the "
+                    "reset to %s itself",
+                    self._supervisor.process.pid,
+                    waited,
+                    ", and sends no messages" if self._supervisor.is_quiet else ", its disk is stalled" * was_stalled,
+                    self._open_request["directory"],
+                )
                 self._supervisor.process.kill()
                 return
             self._supervisor.process.wait(left)

@@ -11,7 +11,7 @@
                                                ◄──    ANSWER     ticket, what is there; nothing: not known
     FORGET     generation, scope or namespace  ──►
                                                ◄──    FORGOTTEN  why it could not be done; nothing if it was
-                                               ◄──    TROUBLES   counts by reason (JSON), whenever they change
+                                               ◄──    FAILURES   counts by reason (JSON), whenever they change
                                                ◄──    ALIVE      operations carried out until now; each second, if busy
     end of file                                ──►    it finishes what it has begun, and ends
 
@@ -68,7 +68,7 @@ class Kind(enum.IntEnum):
     REFUSED = 6
     RESULT = 7
     FORGOTTEN = 8
-    TROUBLES = 9
+    FAILURES = 9
     DISCARD = 10
     ALIVE = 11
     ASK = 12
@@ -90,7 +90,7 @@ class OpenedReply(NamedTuple):
     slabs: Slabs
     generation: int
     fallbacks: dict[str, int]
-    troubles: dict[str, int]
+    failures: dict[str, int]
     found: list[StoredChunk]
     others: list[int]
 
@@ -133,7 +133,7 @@ def frame(kind: Kind, body: bytes = b"") -> bytes:
 
 
 def pack_json(value: Any) -> bytes:
-    """The body of OPEN, REFUSED and TROUBLES."""
+    """The body of OPEN, REFUSED and FAILURES."""
     return json.dumps(value).encode()
 
 
@@ -222,8 +222,8 @@ def parse_alive(body: bytes) -> int:
 
 
 def parse_counts(body: bytes, known: Iterable[str]) -> dict[str, int]:
-    """The counts in TROUBLES, for exactly the `known` reasons."""
-    with checked("TROUBLES"):
+    """The counts in FAILURES, for exactly the `known` reasons."""
+    with checked("FAILURES"):
         return _counts(parse_json(body), known)
 
 
@@ -276,7 +276,7 @@ def pack_opened(opened: OpenedReply) -> bytes:
             "slabs": [slabs.slab_bytes, slabs.image_bytes, slabs.slabs],
             "generation": opened.generation,
             "fallbacks": opened.fallbacks,
-            "troubles": opened.troubles,
+            "failures": opened.failures,
             "others": len(opened.others),
         }
     )
@@ -304,7 +304,7 @@ def parse_opened(body: bytes, known: Iterable[str]) -> OpenedReply:
         except PlanError as error:
             raise WireError(str(error)) from None
         return OpenedReply(
-            slabs, _whole(about["generation"]), fallbacks, _counts(about["troubles"], known), found, others
+            slabs, _whole(about["generation"]), fallbacks, _counts(about["failures"], known), found, others
         )
 
 

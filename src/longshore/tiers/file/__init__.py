@@ -4,10 +4,10 @@ from longshore.tiers.file.directory import PendingReset
 from longshore.tiers.file.gds import DeviceMemory, GdsFileTier
 from longshore.tiers.file.io import RawIo, SystemIo
 from longshore.tiers.file.recovery import capacity_for, capacity_of
-from longshore.tiers.file.tier import TROUBLES, FileTier
+from longshore.tiers.file.tier import FAILURE_REASONS, FileTier
 
 __all__ = [
-    "TROUBLES",
+    "FAILURE_REASONS",
     "DeviceMemory",
     "FileTier",
     "GdsFileTier",

@@ -71,7 +71,8 @@ def recover(directory: Directory, segment: Segment, superblock: fmt.Superblock, 
     epoch, entries = load(directory, slabs.stride)
     if entries is None:
         if held:
-            _log.warning("%s: no usable index; recovering from the record headers of %d slabs", directory.path, held)
+            message = "%s: no usable index; recovering from the record headers of %d slabs, so this start is slower"
+            _log.warning(message, directory.path, held)
         entries = scan(segment, slabs)
     entries = entries.take(
         np.flatnonzero((entries["generation"] == superblock.generation) & fmt.fits_geometry(entries, slabs))

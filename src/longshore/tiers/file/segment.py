@@ -55,7 +55,8 @@ class Segment:
             return self._io.open_queue(self.fd, pieces, buffers) if self.direct else None
         except OSError as error:
             _log.warning(
-                "%s: no asynchronous I/O (%s); slower threads instead: on ext4 or xfs, check fs.aio-max-nr",
+                "%s: no asynchronous I/O (%s); falling back to a thread pool, which is slower: on ext4 or xfs, check "
+                "fs.aio-max-nr",
                 self._path,
                 error.strerror,
             )

@@ -69,12 +69,12 @@ class TierState(enum.Enum):
     OFF = "off"
 
 
-TROUBLES = (
+FAILURE_REASONS = (
     *(f"{op.value}_{status.value}" for op, status in _WRONG),
     *(state.value for state in (TierState.READ_ONLY, TierState.OFF)),
     "checkpoint",
 )
-"""Keys of `FileTier.troubles`."""
+"""Keys of `FileTier.failures`."""
 
 
 class Health:
@@ -95,7 +95,7 @@ class Health:
         return self.state is TierState.ON or (self.state is TierState.READ_ONLY and op is Op.READ)
 
     @property
-    def troubles(self) -> dict[str, int]:
+    def failures(self) -> dict[str, int]:
         """Number of failures by kind, and 0 or 1 for the states read-only and off."""
         wrong = {f"{op.value}_{status.value}": self._wrong[op, status] for op, status in _WRONG}
         return {**wrong, **{state.value: int(state is self.state) for state in (TierState.READ_ONLY, TierState.OFF)}}
@@ -227,9 +227,9 @@ class FileTier(Tier):
         return self._executor.ended
 
     @property
-    def troubles(self) -> dict[str, int]:
+    def failures(self) -> dict[str, int]:
         """Number of failures, by kind; every kind is present from the start."""
-        return {**self._health.troubles, "checkpoint": self._checkpointer.failures}
+        return {**self._health.failures, "checkpoint": self._checkpointer.failures}
 
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Queue `batch`. Raises `TierError` for a generation that `forget` was never called with."""

@@ -21,8 +21,8 @@ Statuses     of reads: `OK`; `LAPSED`, not there; `CORRUPT`, `SHORT`, `MISMATCH`
              `AWAY`, the breaker is open or the connection was lost; `IO_ERROR`, an error or nonsense was answered.
              of writes: `OK`, also for what was there; `NO_SPACE`, the store is full; `QUEUE_FULL`, beyond the daily
              budget; `DEADLINE`, `AWAY`, `IO_ERROR`; `CANCELLED`, of an earlier generation.
-Counts       `counts` by operation and status (`("read", "ok")`, `("probe", "present")`), `troubles` by reason
-             (`TROUBLES`), `bytes_written`, `ended`, `is_away`.
+Counts       `counts` by operation and status (`("read", "ok")`, `("probe", "present")`), `failures` by reason
+             (`FAILURE_REASONS`), `bytes_written`, `ended`, `is_away`.
 
 A store that cannot be reached raises nothing, also not when it is opened. Invalid URLs raise `ConfigError`. Passwords
 come from a file or from the environment, and stand in no message.
@@ -34,6 +34,6 @@ come from a file or from the environment, and stand in no message.
 """
 
 from longshore.tiers.remote.settings import RemoteSettings, parse_url
-from longshore.tiers.remote.tier import TROUBLES, RemoteTier
+from longshore.tiers.remote.tier import FAILURE_REASONS, RemoteTier
 
-__all__ = ["TROUBLES", "RemoteSettings", "RemoteTier", "parse_url"]
+__all__ = ["FAILURE_REASONS", "RemoteSettings", "RemoteTier", "parse_url"]

@@ -37,8 +37,8 @@ from longshore.tiers.remote.resp import RespStore
 from longshore.tiers.remote.settings import RemoteSettings, parse_url
 from longshore.tiers.remote.work import Image, Session, StoreClient, StoreError, WorkQueue
 
-TROUBLES = ("connection", "timeout", "refused", "broken", "breaker", "full", "budget")
-"""The reasons counted in `RemoteTier.troubles`.
+FAILURE_REASONS = ("connection", "timeout", "refused", "broken", "breaker", "full", "budget")
+"""The reasons counted in `RemoteTier.failures`.
 
 `connection`: it could not be made, or was lost. `timeout`: no answer by a deadline. `refused`: the server answered with
 an error, such as a wrong password. `broken`: what came was no reply. `breaker`: how often it has opened. `full`: writes
@@ -125,7 +125,7 @@ class RemoteTier(KeyedTier):
         self._clock = clock
         self._lock = threading.RLock()
         self._breaker = CircuitBreaker(failures)
-        self._troubles = dict.fromkeys(TROUBLES, 0)
+        self._failures = dict.fromkeys(FAILURE_REASONS, 0)
         self._budget = _Budget(self.settings.daily_writes, clock)
         self._bad: OrderedDict[bytes, None] = OrderedDict()
         self._said_at = -1.0
@@ -177,10 +177,10 @@ class RemoteTier(KeyedTier):
         return self._breaker.is_open
 
     @property
-    def troubles(self) -> Mapping[str, int]:
-        """Number of failures, by one of `TROUBLES`."""
+    def failures(self) -> Mapping[str, int]:
+        """Number of failures, by one of `FAILURE_REASONS`."""
         with self._lock:
-            return {**self._troubles, "breaker": self._breaker.opened}
+            return {**self._failures, "breaker": self._breaker.opened}
 
     @property
     def bytes_written(self) -> int:
@@ -203,25 +203,25 @@ class RemoteTier(KeyedTier):
         with self._lock:
             self._tickets += 1
             now = self._clock()
-            books = OpBatch(self._tickets, batch, deadline, now)
-            self._open[books.ticket] = books
+            state = OpBatch(self._tickets, batch, deadline, now)
+            self._open[state.ticket] = state
             limits = {Op.READ: self.settings.fetch_timeout, Op.WRITE: self.settings.write_timeout}
             waiting: dict[Op, list[Image]] = {op: [] for op in Op}
-            for index, (op, view) in enumerate(zip(books.ops, views, strict=True)):
+            for index, (op, view) in enumerate(zip(state.ops, views, strict=True)):
                 identity = Identity(self.namespace, op.key, op.length, self._rank)
                 until = min(deadline, now + limits[op.op])
-                image = Image(books, index, identity, view, until, op.generation)
+                image = Image(state, index, identity, view, until, op.generation)
                 status = self._ends_at_once(op, now, until)
                 if status is None:
                     waiting[op.op].append(image)
                 else:
                     self._count(op.op, status)
-                    books.end(index, status, now)
+                    state.end(index, status, now)
             for kind, images in waiting.items():
                 if images:
                     self._queues[kind].put(images)
-            self._settle(books)
-        return books.ticket
+            self._settle(state)
+        return state.ticket
 
     def poll(self) -> list[TierResult]:
         """Results since the last call; ends what is late."""
@@ -235,9 +235,9 @@ class RemoteTier(KeyedTier):
     def cancel(self, ticket: int) -> None:
         """End operations of `ticket` that have not begun."""
         with self._lock:
-            if (books := self._open.get(ticket)) is not None:
+            if (batch := self._open.get(ticket)) is not None:
                 for queue in self._queues.values():
-                    queue.cancel(books)
+                    queue.cancel(batch)
 
     def ask(self, keys: Sequence[Key], generation: int, deadline: float) -> int:
         """Ask which of `keys` the store has. The answer comes by `deadline` or the store's probe timeout.
@@ -328,7 +328,8 @@ class RemoteTier(KeyedTier):
                 self._answer(self._asked.popleft().ticket, None)
             self._probing.notify_all()
         settings = self.settings
-        self._join(max(settings.fetch_timeout, settings.write_timeout, settings.connect_timeout) + _GRACE)
+        patience = max(settings.fetch_timeout, settings.write_timeout, settings.connect_timeout) + _GRACE
+        self._join(patience)
         if any(thread.is_alive() for thread in self._threads):
             with self._lock:
                 for session in self._sessions:
@@ -337,7 +338,8 @@ class RemoteTier(KeyedTier):
         for queue in self._queues.values():
             queue.end_free(Status.TIER_OFF)
         if any(thread.is_alive() for thread in self._threads):
-            _log.error("%s: a thread is still blocked in I/O, and is left behind", settings)
+            message = "remote tier %s (%s): an I/O thread did not stop within %.0f s and keeps running"
+            _log.error(message, self.name, settings, patience + _GRACE)
 
     def _join(self, seconds: float) -> None:
         """Wait until all threads have ended, for at most `seconds`."""
@@ -381,13 +383,13 @@ class RemoteTier(KeyedTier):
         self.ended += 1
         self.counts[op.value, status.value] += 1
         if op is Op.WRITE and status is Status.NO_SPACE:
-            self._troubles["full"] += 1
+            self._failures["full"] += 1
             if self._paused(now := self._clock()) is None:
                 self._pause = now + _WRITE_PAUSE, status
 
-    def _settle(self, books: OpBatch) -> None:
-        if books.ended and self._open.pop(books.ticket, None) is not None:
-            self._results.append(books.result())
+    def _settle(self, batch: OpBatch) -> None:
+        if batch.ended and self._open.pop(batch.ticket, None) is not None:
+            self._results.append(batch.result())
             self._tell()
 
     def _answer(self, ticket: int, present: tuple[bool, ...] | None) -> None:
@@ -511,17 +513,16 @@ class RemoteTier(KeyedTier):
                 self._answer(asked.ticket, None)
                 self._failed(error)
 
-    @staticmethod
-    def _as_failure(error: Exception) -> StoreError:
+    def _as_failure(self, error: Exception) -> StoreError:
         if isinstance(error, StoreError):
             return error
-        _log.error("a thread of a remote store failed", exc_info=error)
+        _log.error("remote tier %s (%s): an I/O thread raised", self.name, self.settings, exc_info=error)
         return StoreError("broken", f"{type(error).__name__} in its client", Status.IO_ERROR)
 
     def _failed(self, error: StoreError, times: int = 1) -> None:
         """A connection, a request or a reply has failed."""
         with self._lock:
-            self._troubles[error.reason] += times
+            self._failures[error.reason] += times
             now = self._clock()
             if self._breaker.failed(now, times):
                 for queue in self._queues.values():
@@ -530,21 +531,25 @@ class RemoteTier(KeyedTier):
                     self._answer(self._asked.popleft().ticket, None)
                 self._probing.notify_all()
                 self._warn(
-                    now, "%s is away: %s; requests go on without it; try `longshore doctor`", self.settings, error
+                    now,
+                    "remote tier %s is unreachable: %s; it is skipped until a health check succeeds (run: longshore "
+                    "doctor %s)",
+                    *(self.name, error, self.settings),
                 )
 
     def _takes_no_writes(self, error: StoreError) -> None:
         """The store has answered that it takes no writes: a replica, a disk that fails. That says nothing of reads."""
         with self._lock:
-            self._troubles[error.reason] += 1
+            self._failures[error.reason] += 1
             now = self._clock()
             self._pause = now + _WRITE_PAUSE, error.status
-            self._warn(now, "%s takes no writes: %s; reads go on; try `longshore doctor`", self.settings, error)
+            message = "remote tier %s takes no writes: %s; reads go on (run: longshore doctor %s)"
+            self._warn(now, message, self.name, error, self.settings)
 
     def _checked(self, *, answers: bool) -> None:
         with self._lock:
             if self._breaker.checked(self._clock(), answers=answers):
-                _log.info("%s is back", self.settings)
+                _log.info("remote tier %s (%s) is reachable again", self.name, self.settings)
 
     def _is_bad(self, each: bytes) -> bool:
         with self._lock:
@@ -557,7 +562,7 @@ class RemoteTier(KeyedTier):
                 return status
             if self._budget.take(nbytes):
                 return None
-            self._troubles["budget"] += 1
+            self._failures["budget"] += 1
             return Status.QUEUE_FULL
 
     def _warn(self, now: float, message: str, *arguments: object) -> None:

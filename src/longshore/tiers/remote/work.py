@@ -26,7 +26,7 @@ from longshore.tiers.remote.format import Identity
 class StoreError(Exception):
     """A store cannot be used: the connection failed, a deadline passed, or a reply was no reply.
 
-    `reason` is for logs and counts, one of `longshore.tiers.remote.TROUBLES`.
+    `reason` is for logs and counts, one of `longshore.tiers.remote.FAILURE_REASONS`.
     """
 
     def __init__(self, reason: str, message: str, status: Status = Status.AWAY) -> None:
