@@ -156,8 +156,8 @@ class Loader:
     ) -> tuple[int, int, Addresses]:
         """Begin a job that reads `keys`, distinct chunks at the nodes `at`, ready in the warmest tier: a use, and hits.
 
-        The engine carries it out itself. Returns the job, their number, and the slots, which are not written before the job has ended. `is_first`: they
-        are of the first group.
+        The engine carries it out itself. Returns the job, their number, and the slots, which are not written before the
+        job has ended. `is_first`: they are of the first group.
         """
         store, nodes = self._store, at.tolist()
         taken = column(store.index.slot[0])[at]

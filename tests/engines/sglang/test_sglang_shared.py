@@ -137,7 +137,7 @@ def test_a_store_that_is_gone_makes_fewer_pages(shared: Callable[..., Rig], tmp_
     with look_up(None):
         assert other.exists(names(8, seed=3)) == 0
     assert len(other.set(names(8, seed=3), range(8))) == 8
-    assert sum(other.storage._stack.remote[0].troubles.values()) > 0  # type: ignore[attr-defined]
+    assert sum(other.storage._stack.remote[0].failures.values()) > 0  # type: ignore[attr-defined]
     assert one.get(KEYS, range(8)) == [True] * 8  # as it still has them beside SGLang's memory
     assert torch.equal(one.read(range(8)), held)
 
