@@ -395,7 +395,7 @@ def test_a_tier_host_that_dies_or_hangs_between_two_parts_fails_the_load(engine:
         os.kill(process, signal.SIGCONT)
         assert engine.failed
     else:  # a machine that was busy may find it running again
-        assert file.troubles["tier_host"] == 1
+        assert file.failures["tier_host"] == 1
     assert engine.wrong(request, arrived if engine.failed else CHUNKS) == 0
     engine.finish(request, RequestStatus.FINISHED_ABORTED)
     settled(engine)
