@@ -14,8 +14,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,11 +31,11 @@ from sequences_kit import (
     WINDOW,
     Asked,
     Calls,
-    DelayedReports,
     Job,
     Loading,
     SlowTier,
     Spare,
+    delayed_reports,
     holds,
     nowhere,
     write_block,
@@ -111,9 +111,7 @@ class Sequences(RuleBasedStateMachine):
         self.rig = Rig(world=world, groups=self.groups, blocks=BLOCKS, vllm=parallel, **extra)
         self.manager: Any = self.rig.manager
         self.manager._store.loop.close()  # calls alone make progress: a run can be repeated
-        self.skipped = 0.0
-        self.runtime = self.manager._runtime
-        began = time.monotonic()
+        self.skipped, self.runtime, began = 0.0, self.manager._runtime, time.monotonic()
         self.runtime.clock = lambda: began + self.skipped
         self.manager.observes_device_resets = True
         if streams:
@@ -345,9 +343,8 @@ class Sequences(RuleBasedStateMachine):
             SEEN["loads in parts"] += any(each.src_spec.left)
             self.loads[number].in_parts = any(each.src_spec.left)
             blocks = each.dst_spec.block_ids.tolist()
-            for tensors in self.views:
-                for view in tensors:
-                    view[blocks] = POISON
+            for view in chain(*self.views):
+                view[blocks] = POISON
             self._begin(number, each, is_store=False)
         for part in parts:
             what = "stores" if part.is_store else "loads"
@@ -369,10 +366,10 @@ class Sequences(RuleBasedStateMachine):
         if is_store:
             contents = [self.device[block] for block in transfer.src_spec.block_ids.tolist()]
             assert {key for key, _ in contents} == self.scheduler._jobs[number].keys
-            for key, salt in contents:
-                self.stored[key].add(salt)
             self.tickets[transfer.dst_spec.job] = number
             SEEN["stores in parts"] += any(transfer.dst_spec.left)
+            for key, salt in contents:
+                self.stored[key].add(salt)
         made = [Job(number, rank, transfer, is_store) for rank in range(len(self.rig.workers))]
         self.jobs = [*self.jobs, *made] if is_store else [*made, *self.jobs]
 
@@ -402,7 +399,7 @@ class Sequences(RuleBasedStateMachine):
             whole = worker._under_way.get(job.part.job)
             if whole is not None and how == "bad":
                 whole.blocks = nowhere(whole.blocks)
-            with self._reports_of(job.rank, is_late=how == "late"):
+            with delayed_reports(worker, self.late if how == "late" else None):
                 worker.go_on([job.part])
                 self._poll(job.rank)
             return
@@ -419,34 +416,16 @@ class Sequences(RuleBasedStateMachine):
             worker.reports.stored(destination.job, job.rank, [], slots)
             return
         self.copying.append(job)
-        if how == "part" and any(destination.left):  # which blocks are those of the first slots?
-            how = "late"
+        how = "late" if how == "part" and any(destination.left) else how  # its first blocks may have no slots
         half = len(blocks) // 2 if how == "part" else len(blocks)
-        for block in blocks[half:]:
-            for view in self.views[job.rank]:
-                view[block] = POISON
-        with self._reports_of(job.rank, is_late=how == "late", good=slots[:half] if how == "part" else slots) as kept:
+        for view in self.views[job.rank]:
+            view[blocks[half:]] = POISON
+        with delayed_reports(worker, self.late if how == "late" else None, slots[:half]) as kept:
             worker.submit_store(job.number, source, destination)
             self._poll(job.rank)
         for block in blocks[half:]:
             self._write(block, *self.device[block], ranks=[job.rank])
         assert sum(len(good) for _, _, good, _ in kept) == len(slots), "a copy has failed by itself"
-
-    @contextmanager
-    def _reports_of(self, rank: int, *, is_late: bool, good: Sequence[int] | None = None) -> Iterator[list[Spare]]:
-        """What a rank reports of stores meanwhile, which comes late, and says well of no other slots than `good`."""
-        worker = self.rig.workers[rank]
-        reports, kept = worker.reports, DelayedReports(worker.reports)
-        worker.reports = kept  # type: ignore[assignment]
-        yield kept.kept
-        worker.reports = reports
-        for ticket, at, well, bad in kept.kept:
-            failed = [] if good is None else [slot for slot in well if slot not in good]
-            said = (ticket, at, [slot for slot in well if slot not in failed], [*bad, *failed])
-            if is_late:
-                self.late.append(said)
-            else:
-                reports.stored(*said)
 
     def _poll(self, rank: int) -> None:
         """What a rank is copying is in place, or has failed."""
@@ -476,9 +455,8 @@ class Sequences(RuleBasedStateMachine):
             counts[job.number] += 1
         said = OffloadingWorkerMetadata(completed_jobs=dict(counts))
         self.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=said))
-        for job in told:
-            if not job.is_store:
-                self._loaded(job.number)
+        for job in [each for each in told if not each.is_store]:
+            self._loaded(job.number)
 
     def _loaded(self, number: int) -> None:
         load = self.loads[number]
@@ -615,11 +593,8 @@ class Sequences(RuleBasedStateMachine):
         assert not self.scheduler.has_pending_push_work()
         manager, cache = self.manager, self.rig.cache
         self.runtime.pump()
-        assert cache.held == 0
-        assert cache.jobs_in_flight == 0
+        assert (cache.held, cache.jobs_in_flight) == (0, 0)
         assert {state for pool in cache._store.pools for state in pool.state} <= {FREE, READY}
-        assert not manager._stores
-        assert not manager._stores.by_key
-        assert not manager._stale
-        assert not manager._requests
+        assert not manager._stores and not manager._stores.by_key
+        assert not manager._stale and not manager._requests
         assert not self.scheduler._req_status

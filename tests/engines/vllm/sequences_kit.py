@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,3 +200,22 @@ def holds(views: Sequence[Any], block: int, key: OffloadKey, salt: str) -> bool:
         for rank, tensors in enumerate(views)
         for layer, view in enumerate(tensors)
     )
+
+
+@contextmanager
+def delayed_reports(worker: Any, late: list[Spare] | None, good: Sequence[int] | None = None) -> Iterator[list[Spare]]:
+    """What `worker` reports of stores meanwhile: it comes afterwards, or is added to `late`.
+
+    It says well of no other slots than `good`.
+    """
+    reports, kept = worker.reports, DelayedReports(worker.reports)
+    worker.reports = kept
+    yield kept.kept
+    worker.reports = reports
+    for ticket, rank, well, bad in kept.kept:
+        failed = [] if good is None else [slot for slot in well if slot not in good]
+        said = (ticket, rank, [slot for slot in well if slot not in failed], [*bad, *failed])
+        if late is None:
+            reports.stored(*said)
+        else:
+            late.append(said)

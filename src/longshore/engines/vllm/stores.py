@@ -19,7 +19,7 @@ from itertools import compress
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from longshore.boundary import HOST, Key, Slots
-from longshore.cache import GroupKeys, Presence, StoreOrder, TieredCache, Until
+from longshore.cache import DropReason, GroupKeys, Presence, StoreOrder, TieredCache, Until
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.metrics import EventTranslator
 from longshore.engines.vllm.requests import (
@@ -48,7 +48,7 @@ class Stores:
     Attributes:
         by_key: Stores that vLLM will report, oldest first, by their first key: it reports all keys of one together.
         may_stream: Whether stores may have parts: the connector passes them to workers.
-        cut_off: How many chunks have found no slot before the workers ended their store.
+        cut_off: How many chunks have found no slot before the workers ended their store: dropped by back-pressure.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Stores:
         self._coming: set[Key] | None = None
         self.by_key: dict[OffloadKey, list[StoreUnderWay]] = {}
         self.may_stream = False
-        self.cut_off = 0
+        self.cut_off = self._counted = 0
 
     def __len__(self) -> int:
         """Stores that vLLM has not reported."""
@@ -213,6 +213,8 @@ class Stores:
         Host memory has so many `slots`. A store that gets none within the patience, or of which a part has failed, is
         ended: its other chunks are not stored.
         """
+        cache.counters.drops[HOST][DropReason.BACKPRESSURE] += self.cut_off - self._counted
+        self._counted = self.cut_off
         waiting = set[str]()
         for store in [each for each in self if each.rest]:
             self._coming = None
