@@ -14,7 +14,7 @@ import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
-from operator import attrgetter, eq
+from operator import eq
 from typing import Any
 
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext
@@ -316,13 +316,13 @@ class StoreUnderWay:
 
     @staticmethod
     def reported(stores: dict[OffloadKey, list[StoreUnderWay]], keys: Iterable[OffloadKey]) -> list[StoreUnderWay]:
-        """Those of the `stores`, by first key, whose keys vLLM reports as done; of those that share keys, the oldest.
+        """Those of the `stores`, by first key, whose keys vLLM reports as done, taken out of `stores`.
 
-        They are reported once, and taken out of `stores`.
+        Of those that share keys, one that has slots for all, and of these the oldest: vLLM does not say which it is.
         """
         left, done = set(keys), []
         candidates = [store for key in stores.keys() & left for store in stores[key]]
-        for store in sorted(candidates, key=attrgetter("number")):
+        for store in sorted(candidates, key=lambda store: (bool(store.rest), store.number)):
             first = store.keys[0]
             if first in left:
                 left.difference_update(store.keys)

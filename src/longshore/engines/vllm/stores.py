@@ -298,7 +298,8 @@ class Stores:
             # A store that is not known any more is from before weights changed: the reports of the ranks end it.
             if self._stores.pop(store.number, None) is not None:
                 self._coming = None
-                self.cut_off += sum(rest.left for rest in store.rest.values())
+                if store.rest:  # the workers go on with it, if the report was of another store
+                    self._cut(store)
                 left += [ticket for ticket in store.parts if not end(ticket)]
         return left
 
