@@ -287,7 +287,7 @@ def test_evictions_do_not_walk_past_what_cannot_go_again_and_again(kind: str) ->
         """Store a path; backups stay under way for ever."""
         offload = cache.store({0: GroupKeys(path, first)})[0]
         if offload.job is not None:
-            cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.accepted))], 0.0)
+            cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.positions))], 0.0)
 
     long = chunks("a" * 300)
     if kind == "one long path":

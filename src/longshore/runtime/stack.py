@@ -267,7 +267,7 @@ class Stack:
             device.reach(self.arena.in_one_piece)
         engine = TransferEngine(layout, device, self.host)
         with self.runtime.observe() as cache:
-            cache.wake(layout.num_blocks)
+            cache.replace_device(layout.num_blocks)
         self.runtime.add(engine)
         return replace(self, layout=layout, engine=engine)
 
