@@ -57,7 +57,9 @@ def test_what_a_tier_has_or_is_getting_is_not_written_again() -> None:
     assert [path_of(item.key) for item in second.transfer.items] == ["abc"]
     world.end(second)
     world.end(first)
-    assert world.call("store", {0: GroupKeys([key("a")])}, {0: (0,)})[0] == StoreOrder(None, kept=1, known=range(1))
+    assert world.call("store", {0: GroupKeys([key("a")])}, {0: (0,)})[0] == StoreOrder(
+        None, kept=1, known=range(1), later=range(0)
+    )
 
 
 def test_write_through_backs_up_what_is_ready() -> None:
