@@ -13,6 +13,7 @@ from longshore import config as module
 from longshore.cache import WritePolicy
 from longshore.config import Config, available_memory, format_bytes
 from longshore.errors import ConfigError
+from longshore.hints import RequestHints
 
 GIB = 1 << 30
 
@@ -291,6 +292,7 @@ def test_every_setting_stands_in_the_documentation() -> None:
     text = (Path(__file__).parents[1] / "docs" / "settings.md").read_text()
     for name, field in Config.model_fields.items():
         default = getattr(field.default, "value", field.default)
+        default = default.model_dump(exclude_defaults=True) if isinstance(default, RequestHints) else default
         shown = format_bytes(default).replace(".0 ", " ") if name.endswith("_size") and default else default
         line = f"| `{name}` | {'' if shown in (None, '', ()) else shown} | {field.description} |"
         assert line in text, f"expected in docs/settings.md: {line}"

@@ -184,11 +184,11 @@ def test_a_device_pool_is_not_replaced_while_jobs_use_it() -> None:
     with runtime.control() as cache:
         cache.store({0: GroupKeys(PATH[:1])}, {0: (0,)})
         with pytest.raises(CacheError, match="1 jobs in flight"):
-            cache.wake(8)
+            cache.replace_device(8)
     mover.end(Status.OK)
     runtime.pump()
     with runtime.control() as cache:
-        cache.wake(8)
+        cache.replace_device(8)
         with pytest.raises(CacheError, match=r"\[0, 8\)"):
             cache.store({0: GroupKeys(PATH)}, {0: (8, 9)})
 

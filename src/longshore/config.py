@@ -89,7 +89,7 @@ class Config(BaseModel):
     threshold: int = Field(
         2, ge=2, le=255, description="number of uses at which a selective write policy copies a block"
     )
-    prompt_only: bool = Field(False, description="offload blocks of prompts only, not of answers")
+    prompt_only: bool = Field(False, description="offload blocks of prompts only, not of generated tokens")
     priority_floor: int = Field(
         0, ge=0, le=HIGHEST_PRIORITY, description="lowest priority at which blocks are offloaded"
     )
@@ -109,7 +109,11 @@ class Config(BaseModel):
         10.0, gt=0, le=86_400, description="seconds after which a load is abandoned and its blocks are recomputed"
     )
     write_timeout: float = Field(
-        60.0, gt=0, le=86_400, description="seconds after which a write that has not started is dropped"
+        60.0,
+        gt=0,
+        le=86_400,
+        description="seconds after which a write that has not started is dropped; also the longest wait of "
+        "`PrefixStore` for copies, and for writes to files of a sleep or reset that drops host memory",
     )
     gate: bool = Field(
         True, description="recompute blocks when that is faster than reading them from a file; off: always load"
@@ -117,7 +121,12 @@ class Config(BaseModel):
     prefill_speed: float = Field(
         0.0, ge=0, allow_inf_nan=False, description="prompt tokens computed per second, for the gate; 0: measured"
     )
-    max_writes: int = Field(1024, ge=1, description="chunks in flight per write route")
+    max_writes: int = Field(
+        1024,
+        ge=1,
+        description="chunks in flight per write route; beyond it, offloads are dropped (counted as backpressure), and "
+        "copies to colder tiers wait",
+    )
     file_threads: int = Field(
         16, ge=1, le=256, description="threads of the file tier, with gds or without asynchronous I/O"
     )
@@ -137,7 +146,9 @@ class Config(BaseModel):
     )
     salt: str = Field("", description="part of every key; tenants with different salts never share blocks")
     events_path: Path | None = Field(None, description="event file for `longshore explain`; unset: no events")
-    events_size: ByteSize = Field(ByteSize(64 << 20), ge=1 << 16, description="bytes of events to keep, over two files")
+    events_size: ByteSize = Field(
+        ByteSize(64 << 20), ge=1 << 16, description="bytes of events to keep, total of the current and the rotated file"
+    )
     calibration: Path | None = Field(
         None, description="calibration file of a CUDA device; unset: one in the user's cache directory"
     )

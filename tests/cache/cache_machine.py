@@ -115,10 +115,6 @@ class Machine(RuleBasedStateMachine):
     def reset_some(self, kept: int) -> None:
         self.world.reset(tuple(self.world.sizes)[-kept:])
 
-    @rule(how=st.sampled_from(("sleep", "wake", "wake")))
-    def sleep_or_wake(self, how: str) -> None:
-        getattr(self.world, how)()
-
     @rule(tier=st.sampled_from((HOST, HOST, FILE, *COLDER)), slots=st.integers(0, 8), how=st.sampled_from(RESIZE))
     def resize(self, tier: str, slots: int, how: str) -> None:
         if tier in self.world.sizes:
@@ -210,7 +206,6 @@ class Machine(RuleBasedStateMachine):
         world = getattr(self, "world", None)
         if world is None or not world.sound:
             return
-        world.wake()
         world.drain()
         world.evict_all()
         assert replay(world.setup, world.calls) == world.answers, "the same calls gave another log"

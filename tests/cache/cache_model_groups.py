@@ -228,7 +228,7 @@ class Groups(Life):
     def load_by_host(self, keys: Sequence[Key], group: int) -> None:
         """The host reads chunks from the warmest tier, if all are ready there."""
         warm = all(self.is_readable(each) and self.is_ready(each, HOST) for each in keys)
-        if self.asleep or not keys or not warm:
+        if not keys or not warm:
             self.refused(CacheError, "load", {group: GroupKeys(keys)})
             return
         (loan,) = self.call("load", {group: GroupKeys(keys)}).parts

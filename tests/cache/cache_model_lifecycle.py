@@ -1,4 +1,4 @@
-"""The rest of what an engine can do to a `World`: sleep and wake, resize, copy inside the device, and listen.
+"""The rest of what an engine can do to a `World`: another device pool, resize, copy inside the device, and listen.
 
 What the events say is added up in `heard`, which must at any time be what the cache says it has.
 """
@@ -18,36 +18,19 @@ from longshore.errors import CacheError, CapacityError
 
 
 class Life(World):
-    """A world whose device sleeps, whose tiers grow and shrink, and that listens to the events."""
+    """A world whose device is replaced, whose tiers grow and shrink, and that listens to the events."""
 
     def __init__(self, setup: Setup) -> None:
-        self.asleep = False
         self.heard: set[tuple[Key, str]] = set()
         self.numbers = 0
         super().__init__(setup)
 
-    def sleep(self) -> None:
-        """The device's memory goes, as soon as nothing touches it."""
-        touching = any(DEVICE in job.transfer.route for job in self.jobs.values())
-        assert self.call("sleep") == (not touching)
-        self.asleep = True
-        if not touching:
-            for rank in self.movers.device:
-                rank[:] = [POISON] * len(rank)
-        self.settle()
-
-    def wake(self) -> None:
-        self.call("wake")
-        self.asleep = False
-        self.settle()
-
     def replace_device(self) -> None:
         """Another device pool takes the place of this one, unless jobs work on it."""
         if any(DEVICE in job.transfer.route for job in self.jobs.values()):
-            self.refused(CacheError, "wake", self.setup.device_blocks)
+            self.refused(CacheError, "replace_device", self.setup.device_blocks)
             return
-        self.call("wake", self.setup.device_blocks)
-        self.asleep = False
+        self.call("replace_device", self.setup.device_blocks)
         for rank in self.movers.device:
             rank[:] = [POISON] * len(rank)
         self.settle()

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cache_kit import Setup, above, chunks, parent, text_of
 from cache_model_base import Stage
@@ -52,9 +52,9 @@ class Storing(Stage):
         text = text_of(path, per_chunk) if self.setup.partial else None
         asked = GroupKeys(keys, first, text=text, prompt=prompt, retention=retention)
         offload = self.call("store", {0: asked}, {0: tuple(blocks)}, evicting=evicting)[0]
-        accepted = self.after_store(before, offload.accepted) if wanted else 0
+        accepted = self.after_store(before, offload.positions) if wanted else 0
         if not wanted:
-            assert (offload.job, offload.accepted) == (None, ())
+            assert (offload.job, list(offload.positions)) == (None, [])
         self.settle()
         if self.setup.partial and wanted:
             self.told.update(each for each in keys[first:] if not self.is_absent(each))
@@ -70,14 +70,14 @@ class Storing(Stage):
         mine = [blocks[(run[0] - first) * per_chunk : (run[-1] + 1 - first) * per_chunk] for run in runs]
         expected = (Section(0, run[0] * per_chunk, tuple(each)) for run, each in zip(runs, mine, strict=True))
         assert job.transfer.sections == tuple(expected)
-        assert tuple(item.destination for item in job.transfer.items) == tuple(p.slot for p in offload.accepted)
+        assert tuple(item.destination for item in job.transfer.items) == tuple(offload.slots)
         job.blocks = blocks
 
     def store_by_host(self, path: str, first: int) -> None:
         keys = chunks(path)
         before = self.before_store(keys, first)
         offload = self.call("store", {0: GroupKeys(keys, first)})[0]
-        self.after_store(before, offload.accepted)
+        self.after_store(before, offload.positions)
         self.note_host_store(keys, offload)
         self.settle()
 
@@ -92,7 +92,10 @@ class Storing(Stage):
         """The host moves what was accepted; the cache gives no command for it."""
         if offload.job is None:
             return
-        items = tuple(Item(keys[p.position], parent(keys[p.position]), None, p.slot, 0) for p in offload.accepted)
+        items = tuple(
+            Item(keys[at], parent(keys[at]), None, slot, 0)
+            for at, slot in zip(offload.positions, offload.slots, strict=True)
+        )
         write = Transfer(offload.job, Route(DEVICE, HOST), items, urgency=Urgency.WRITE)
         self.note_host_job(replace(write, generation=self.generation, ranks=self.setup.ranks))
 
@@ -182,10 +185,10 @@ class Storing(Stage):
         left = Counter({why: a - b for why, (a, b) in zip(reasons, pairwise(ends), strict=False) if a > b})
         return left, fresh[: ends[-1]]
 
-    def after_store(self, before: Storing.Before, accepted: Sequence[Any]) -> int:
+    def after_store(self, before: Storing.Before, accepted: Sequence[int]) -> int:
         """What was accepted is the leading part of what no tier had; the rest is counted, for the right reason."""
         count, fresh = len(accepted), len(before.fresh)
-        assert [p.position for p in accepted] == before.fresh[:count]
+        assert list(accepted) == before.fresh[:count]
         dropped = self.cache.counters.drops[HOST] - before.drops
         assert {why: dropped[why] for why in before.left} == before.left
         dropped -= before.left

@@ -21,11 +21,10 @@ from longshore.cache import PrefetchPolicy
 
 
 def upheave(world: Groups, dice: random.Random) -> None:
-    """Time passes, the device sleeps, and a tier changes its size."""
+    """Time passes, the device is replaced, and a tier changes its size."""
     world.tick(dice.choice((1.0, 4.0)))
     world.copy_inside(1)
-    world.sleep()
-    world.wake()
+    world.replace_device()
     world.resize(dice.choice((HOST, FILE, "third")), dice.randrange(3, 7), dice.random() < 0.5)
 
 

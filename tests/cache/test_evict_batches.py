@@ -117,7 +117,7 @@ def test_what_a_hold_keeps_counts_as_a_child_however_many_branches_go() -> None:
         0
     ]  # both branches go, and with them all that may: not `a`
     assert residents(cache) == {"a", "ab", "z", "zy", "zyx"}
-    assert len(offload.accepted) == 3
+    assert len(offload.positions) == 3
     cache.check_integrity()
 
 

@@ -265,19 +265,6 @@ def test_what_is_kept_alone_is_not_onboarded_as_a_path() -> None:
     cache.release(hold)
 
 
-def test_nothing_is_offered_or_lent_to_a_device_that_sleeps() -> None:
-    cache, keys = cache_of(2), keys_of("a", "b")
-    store(cache, keys[:1])
-    assert cache.sleep()
-    with pytest.raises(CacheError, match="the device is asleep"):
-        cache.store({0: GroupKeys(keys[1:])})
-    with pytest.raises(CacheError, match="the device is asleep"):
-        cache.load({0: GroupKeys(keys[:1])})
-    assert cache.sleep()
-    cache.wake()
-    assert cache.load({0: GroupKeys(keys[:1])}).parts[0].slots
-
-
 def test_chunk_reported_in_a_step_is_leased_despite_corrupt_parent() -> None:
     cache, keys = two_tiers(4), keys_of("a", "b")
     job = cache.store({1: GroupKeys(keys)})[1].job or 0

@@ -57,7 +57,9 @@ def test_what_a_tier_has_or_is_getting_is_not_written_again() -> None:
     assert [path_of(item.key) for item in second.transfer.items] == ["abc"]
     world.end(second)
     world.end(first)
-    assert world.call("store", {0: GroupKeys([key("a")])}, {0: (0,)})[0] == StoreOrder(None, kept=1, known=range(1))
+    assert world.call("store", {0: GroupKeys([key("a")])}, {0: (0,)})[0] == StoreOrder(
+        None, kept=1, known=range(1), later=range(0)
+    )
 
 
 def test_write_through_backs_up_what_is_ready() -> None:
@@ -287,7 +289,7 @@ def test_evictions_do_not_walk_past_what_cannot_go_again_and_again(kind: str) ->
         """Store a path; backups stay under way for ever."""
         offload = cache.store({0: GroupKeys(path, first)})[0]
         if offload.job is not None:
-            cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.accepted))], 0.0)
+            cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.positions))], 0.0)
 
     long = chunks("a" * 300)
     if kind == "one long path":

@@ -9,7 +9,7 @@ from cache_kit import LOAD, Setup, chunks, key, lookup, store
 from cache_model import World
 
 from longshore.boundary import FILE, HOST, Cancel, Key, Status, Transfer, TransferResult, Urgency
-from longshore.cache import CacheSettings, GroupKeys, Lease, MissReason, PrefetchPolicy, Run, TieredCache, TierSpec
+from longshore.cache import CacheSettings, Lease, MissReason, PrefetchPolicy, Run, TieredCache, TierSpec
 from longshore.cache.load import Prefetcher
 from longshore.errors import CacheError, LeaseError
 
@@ -88,25 +88,6 @@ def test_a_prefetch_that_fails_leaves_what_is_sound() -> None:
     assert world.where("ab") == {}
     with pytest.raises(LeaseError):
         world.cache.prefetch(Lease(99), 0.0)
-
-
-def test_asleep_nothing_touches_the_device_and_the_tiers_stay() -> None:
-    world = World(Setup(host=4, device_blocks=8)).stored("ab")
-    world.loading("ab")
-    world.store("x", 0, False)
-    assert not world.call("sleep")
-    assert sum(isinstance(c, Cancel) for c in world.call("take")) == 2
-    world.refused(CacheError, "store", {0: GroupKeys([key("y")])}, {0: (7,)})
-    other = world.lookup("a", 0, None)
-    world.refused(CacheError, "load", other, {0: (7,)})
-    world.settle_all()
-    assert world.call("sleep")
-    assert world.where("ab") == {HOST: "ready"}
-    world.call("wake")
-    world.load(other, 1, 0, 0)
-    world.settle_all()
-    assert world.cache.progress(other).outcome == (1, (HOST,))
-    world.drain()
 
 
 def called_off(world: World) -> list[int]:

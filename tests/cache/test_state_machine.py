@@ -94,11 +94,10 @@ class Tiers(Machine):
         """Two requests of a step look at paths that may overlap, and a store in the same step needs room."""
         self.world.lookup_each(*chunks(one))
         self.world.lookup_each(*chunks(other)[first:])
-        if not self.world.asleep:
-            self.world.store_by_host(new, 0)
+        self.world.store_by_host(new, 0)
         self.world.end_step()
 
-    @precondition(lambda self: not self.world.asleep and any(not m.has_load for m in self.world.holds.values()))
+    @precondition(lambda self: any(not m.has_load for m in self.world.holds.values()))
     @rule(
         pick=small,
         leave=st.sampled_from((0, 0, 1, 2)),
@@ -113,14 +112,13 @@ class Tiers(Machine):
         count, spare = max(1, len(self.world.holds[hold].keys) - leave), self.world.setup.per_chunk - 1
         self.world.load(hold, count, skip * spare, short * spare, timeout)
 
-    @precondition(lambda self: not self.world.asleep)
     @rule(path=long_paths, request=st.sampled_from(REQUESTS))
     def lookup_and_load(self, path: str, request: str | None) -> None:
         hold = self.world.lookup(path, 0, request)
         if hold is not None:
             self.world.load(hold, len(self.world.holds[hold].keys), 0, 0)
 
-    @precondition(lambda self: self.world.resident and not self.world.asleep)
+    @precondition(lambda self: self.world.resident)
     @rule(pick=st.integers(0, 15), skip=st.integers(0, 1))
     def come_back(self, pick: int, skip: int) -> None:
         """A prompt that some tier knows, or is about to."""
@@ -140,7 +138,6 @@ class Tiers(Machine):
 
     # writing
 
-    @precondition(lambda self: not self.world.asleep)
     @rule(
         path=paths,
         first=st.sampled_from((0, 0, 1, 2)),
@@ -153,13 +150,11 @@ class Tiers(Machine):
     ) -> None:
         self.world.store(path, min(first, len(path) - 1), evicting, retention, prompt)
 
-    @precondition(lambda self: not self.world.asleep)
     @rule(path=long_paths)
     def store_and_settle(self, path: str) -> None:
         self.world.store(path, 0, True)
         self.world.settle_all()
 
-    @precondition(lambda self: not self.world.asleep)
     @rule(path=paths, first=st.sampled_from((0, 0, 1)))
     def store_by_host(self, path: str, first: int) -> None:
         self.world.store_by_host(path, first)
@@ -169,7 +164,6 @@ class Tiers(Machine):
         if tier in self.world.sizes:
             self.world.discard(path, tier)
 
-    @precondition(lambda self: not self.world.asleep)
     @rule(count=st.integers(1, 3))
     def copy_inside(self, count: int) -> None:
         self.world.copy_inside(count)
@@ -181,13 +175,7 @@ class Tiers(Machine):
         path, twice = {0: GroupKeys(keys)}, {0: GroupKeys([keys[0], keys[0]])}
         size, per_chunk = world.setup.device_blocks, world.setup.per_chunk
         gone = self.gone[pick % len(self.gone)] if self.gone else Lease(10**9)
-        asleep = [
-            (CacheError, "load", (copies(Slot(DEVICE, 0, 0)), {0: (1,)}), {}),
-            (CacheError, "store", (path, {0: tuple(range(3 * per_chunk))}), {}),
-            (CacheError, "store", (path,), {}),
-        ]
         calls: list[tuple[type[CacheError], str, tuple[Any, ...], dict[str, Any]]] = [
-            *(asleep if world.asleep else ()),
             (CacheError, "load", (copies(Slot(HOST, 0, 0)), {0: (1,)}), {}),
             (CacheError, "load", (copies(), {0: ()}), {}),
             (CacheError, "load", (copies(Slot(DEVICE, 0, 0)), {0: (size,)}), {}),

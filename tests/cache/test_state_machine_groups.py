@@ -58,7 +58,6 @@ class Several(Machine):
     def lookup_groups(self, path: str, device: list[list[bool]], request: str | None) -> None:
         self.world.lookup_groups(path, device, request)
 
-    @precondition(lambda self: not self.world.asleep)
     @rule(path=prompts, device=has, by_layer=st.booleans(), timeout=st.sampled_from((None, 0.5)))
     def come_back(self, path: str, device: list[bool], by_layer: bool, timeout: float | None) -> None:
         """A prompt of which the device has a part in the first group alone."""
@@ -66,7 +65,7 @@ class Several(Machine):
         if hold is not None:
             self.world.load_groups(hold, by_layer, timeout)
 
-    @precondition(lambda self: not self.world.asleep and self.to_load())
+    @precondition(lambda self: self.to_load())
     @rule(pick=small)
     def load_groups(self, pick: int) -> None:
         holds = self.to_load()
@@ -86,13 +85,11 @@ class Several(Machine):
         group = self.known(group)
         self.world.lookup_each(*chunks(one, group))
         self.world.lookup_each(*chunks(other, group)[first:])
-        if not self.world.asleep:
-            self.store_by_host(new, group, 6)
+        self.store_by_host(new, group, 6)
         self.world.end_step()
 
     # blocks
 
-    @precondition(lambda self: not self.world.asleep)
     @rule(path=prompts, end=ends, first=st.sampled_from((0, 0, 1, 2)), evicting=st.booleans())
     def store(self, path: str, end: int, first: int, evicting: bool) -> None:
         """All groups have come so far."""
@@ -103,13 +100,11 @@ class Several(Machine):
             elif first < count:
                 self.world.store(path[:count], first, evicting)
 
-    @precondition(lambda self: not self.world.asleep)
     @rule(path=prompts)
     def store_and_settle(self, path: str) -> None:
         self.store(path, 6, 0, True)
         self.world.settle_all()
 
-    @precondition(lambda self: not self.world.asleep)
     @rule(path=prompts, group=st.integers(0, 2), end=ends)
     def store_by_host(self, path: str, group: int, end: int) -> None:
         if group and group < self.world.setup.groups:
@@ -129,10 +124,7 @@ class Several(Machine):
     def slide(self, path: str, group: int, end: int) -> None:
         """A window has moved on: of what it has slid past all are as ready as before."""
         slid = chunks(path[:end], self.known(group))
-        if self.world.asleep:
-            self.world.refused(CacheError, "store", {self.known(group): GroupKeys((), slid=slid)})
-        else:
-            self.world.call("store", {self.known(group): GroupKeys((), slid=slid)})
+        self.world.call("store", {self.known(group): GroupKeys((), slid=slid)})
         self.world.settle()
 
     def known(self, group: int) -> int:

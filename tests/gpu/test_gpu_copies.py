@@ -13,6 +13,7 @@ import torch
 from cuda_stand_in import AnyWay
 from jobs_kit import DevicePools, Hardware, compute_is_late, layer_by_layer, random_jobs, round_trip, side_by_side
 
+from longshore.testing import kernel_references
 from longshore.transfer.device.cuda import kernels
 from longshore.transfer.device.cuda.arguments import COLUMNS, KernelShape
 from longshore.transfer.device.cuda.calibration import QUICK, Always, all_registered
@@ -97,7 +98,8 @@ def test_a_kernel_does_what_its_reference_does(name: str, width: int, skew: int)
     memory = torch.randint(0, 256, (refs + 1, 64 * stride), dtype=torch.uint8)
     on_device = memory.cuda()
     results = []
-    for where, function in ((memory, getattr(kernels, f"{name}_reference")), (on_device, getattr(kernels, name))):
+    reference = getattr(kernel_references, f"{name}_reference")
+    for where, function in ((memory, reference), (on_device, getattr(kernels, name))):
         bases = [where[index].data_ptr() + skew for index in range(refs + 1)]
         lines = [(bases[ref], stride, width, ref * subs * stride, stride) for ref in range(refs)]
         table = torch.tensor(lines, dtype=torch.int64).reshape(refs * COLUMNS).to(where.device)

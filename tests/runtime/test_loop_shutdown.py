@@ -221,7 +221,7 @@ def test_records_of_other_scopes_are_logged_at_start(tmp_path: Path, caplog: pyt
         cache = TieredCache([TierSpec(HOST, 4, IMAGE), TierSpec(FILE, 8, IMAGE)], generation=file.generation)
         adopt_found(cache, file)
         said = [record.getMessage() for record in caplog.records if record.name == "longshore.runtime.stack"]
-        assert said[0] == f"file tier: recovered {found} block images, took {found} of them"
+        assert said[0] == f"file tier: recovered {found} of {found} block images"
         assert len(said) == 1 + told
         assert all("3 records belong to other models" in each and "longshore gc" in each for each in said[1:])
         assert len(cache.residents()) == found

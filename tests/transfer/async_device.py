@@ -26,8 +26,8 @@ from torch.utils import cpp_extension
 
 import environments
 from longshore.checksums import mix64
+from longshore.testing import kernel_references
 from longshore.tiers.arena import Arena
-from longshore.transfer.device.cuda import kernels
 from longshore.transfer.device.cuda.arguments import KernelShape
 from longshore.transfer.device.cuda.calibration import Always, all_registered
 from longshore.transfer.device.cuda.device import CudaDevice
@@ -250,13 +250,13 @@ class QueuedGpu(CudaAccelerator):
         self.prepared.append(shape)
 
     def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        self._launch(kernels.gather_reference, blocks, rows, table, shape)
+        self._launch(kernel_references.gather_reference, blocks, rows, table, shape)
 
     def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        self._launch(kernels.scatter_reference, blocks, rows, table, shape)
+        self._launch(kernel_references.scatter_reference, blocks, rows, table, shape)
 
     def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        self._launch(kernels.shift_reference, blocks, sources, table, shape)
+        self._launch(kernel_references.shift_reference, blocks, sources, table, shape)
 
     def wait(self) -> None:
         self.current_stream().synchronize()
@@ -275,11 +275,11 @@ class QueuedGpu(CudaAccelerator):
         def run() -> None:
             found = [_on_cpu(*place) for place in places]
             rows = torch.zeros(shape.chunks, dtype=torch.int64)
-            if kernel is kernels.shift_reference:
-                pages = [page for ids in found[:2] for page in kernels._pages(ids, rows, found[2], shape)]
+            if kernel is kernel_references.shift_reference:
+                pages = [page for ids in found[:2] for page in kernel_references.pages_of(ids, rows, found[2], shape)]
                 touched = [(page, width) for page, _, width in pages]
             else:
-                pages = kernels._pages(*found, shape)
+                pages = kernel_references.pages_of(*found, shape)
                 touched = [(place, width) for page, row, width in pages for place in (page, row)]
             for address, width in touched:
                 check_memory(device, address, width)

@@ -21,8 +21,8 @@ from device_kit import Lane
 
 from longshore.checksums import mix64
 from longshore.layout import KVLayout
+from longshore.testing import kernel_references
 from longshore.transfer.device.cuda import driver as ours
-from longshore.transfer.device.cuda import kernels
 from longshore.transfer.device.cuda.arguments import KernelShape
 from longshore.transfer.device.cuda.calibration import all_registered
 from longshore.transfer.device.cuda.device import CudaDevice
@@ -423,13 +423,13 @@ class StandInAccelerator(CudaAccelerator):
         self.prepared.add(kernels_for(shape))
 
     def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        self._later(kernels.gather_reference, blocks, rows, table, shape)
+        self._later(kernel_references.gather_reference, blocks, rows, table, shape)
 
     def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        self._later(kernels.scatter_reference, blocks, rows, table, shape)
+        self._later(kernel_references.scatter_reference, blocks, rows, table, shape)
 
     def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        self._later(kernels.shift_reference, blocks, sources, table, shape)
+        self._later(kernel_references.shift_reference, blocks, sources, table, shape)
 
     def wait(self) -> None:
         stream = cast(LazyStream, self.current_stream())

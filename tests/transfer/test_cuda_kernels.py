@@ -21,6 +21,7 @@ import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
 from longshore.checksums import FACTOR, STEP
+from longshore.testing import kernel_references
 from longshore.transfer.device.cuda import kernels as compiled
 from longshore.transfer.device.cuda.arguments import KernelShape
 
@@ -100,7 +101,7 @@ def aligned(array: np.ndarray[Any, Any]) -> int:
 def test_a_kernel_does_what_its_reference_does(interpreted: ModuleType, name: str, page: int, skew: int) -> None:
     case = Case(page, skew=skew)
     untouched = [*case.pools, case.rows]
-    expected = case.run(compiled, f"{name}_reference")
+    expected = case.run(kernel_references, f"{name}_reference")
     assert any((now != then).any() for now, then in zip(expected, untouched, strict=True))
     for got, wanted in zip(case.run(interpreted, name), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
@@ -111,7 +112,7 @@ def test_a_kernel_does_what_its_reference_does(interpreted: ModuleType, name: st
 def test_pages_that_move_in_part(interpreted: ModuleType, name: str, widths: tuple[int, int]) -> None:
     case = Case(64, skew=0, widths=widths)
     assert (case.shape.word, case.shape.tail) == (16, True)
-    expected = case.run(compiled, f"{name}_reference")
+    expected = case.run(kernel_references, f"{name}_reference")
     for got, wanted in zip(case.run(interpreted, name), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
 
@@ -119,7 +120,7 @@ def test_pages_that_move_in_part(interpreted: ModuleType, name: str, widths: tup
 def test_a_page_of_several_segments(interpreted: ModuleType) -> None:
     case = Case(3 * 8192 + 48, skew=0, chunks=2, subs=1)
     assert case.shape.segments > 1
-    expected = case.run(compiled, "gather_reference")
+    expected = case.run(kernel_references, "gather_reference")
     for got, wanted in zip(case.run(interpreted, "gather"), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.bench.harness import ByteTensor, Case, Seconds, chosen, compare, duration, loops_within, timed
-from longshore.boundary import HOST, Section
+from longshore.boundary import HOST, I64, Section
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer.pieces import PieceBuilder, Pieces
 from longshore.transfer.plan import plan_copy
@@ -28,7 +28,6 @@ from longshore.transfer.plan import plan_copy
 REFERENCE = "numpy, reference by reference"
 
 I32 = npt.NDArray[np.int32]
-I64 = npt.NDArray[np.int64]
 
 _PAGE_BYTES = 1024
 _SPARE = 4  # blocks and slots per block and slot of the transfer, so that they are scattered

@@ -465,26 +465,15 @@ class TieredCache:
         self._store.pools[at].give_last(others)
         return adopted
 
-    def sleep(self) -> bool:
-        """Prepare for device memory to be freed: cancel jobs that use it, and refuse new ones.
+    def replace_device(self, blocks: int) -> None:
+        """Another, empty device pool of `blocks` blocks takes the place of the one before.
 
-        Returns whether no job uses it any more. Until then the memory must stay; call this again after results were
-        applied. The tiers keep their chunks; use `reset` to remove them, too.
+        Raises `CacheError` while a job uses that one.
         """
-        self._device.asleep = True
-        return self._transfers.cancel_device_jobs()
-
-    def wake(self, blocks: int | None = None) -> None:
-        """Device memory was restored, empty: a pool of `blocks` blocks, or of as many as before.
-
-        Raises `CacheError` if `blocks` is given while a job uses the pool before it.
-        """
-        if blocks is not None:
-            routes = [job.transfer.route for job in self._transfers.jobs.values()]
-            if busy := sum(DEVICE in (route.source, route.destination) for route in routes):
-                raise CacheError(f"the device pool cannot be replaced: {busy} jobs in flight read or write its blocks")
-            self._device = DeviceBlocks(blocks)
-        self._device.asleep = False
+        routes = [job.transfer.route for job in self._transfers.jobs.values()]
+        if busy := sum(DEVICE in (route.source, route.destination) for route in routes):
+            raise CacheError(f"the device pool cannot be replaced: {busy} jobs in flight read or write its blocks")
+        self._device = DeviceBlocks(blocks)
 
     def resize(self, tier: str, slots: int, *, discard: bool = False) -> None:
         """Resize `tier` to `slots` slots (slabs, if images have several sizes); the caller adds or frees the memory.

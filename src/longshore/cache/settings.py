@@ -192,13 +192,9 @@ class DeviceBlocks:
         if count is not None and (not isinstance(count, int) or count < 0):
             raise CacheError(f"expected zero or more blocks of a device pool, got {count!r}")
         self._count = count
-        self.asleep = False
-        """Whether device memory was freed by `sleep`."""
 
     def check(self, blocks: Sequence[int]) -> None:
-        """Raise `CacheError` unless `blocks` are distinct blocks of the pool, and the device is awake."""
-        if self.asleep:
-            raise CacheError("the device is asleep: its memory was freed by `sleep`, call `wake` first")
+        """Raise `CacheError` unless `blocks` are distinct blocks of the pool."""
         if any(not issubclass(kind, int | np.integer) or kind is bool for kind in set(map(type, blocks))):
             raise CacheError(f"expected device blocks as integers, got {list(blocks)[:8]}")
         if len(set(blocks)) != len(blocks):

@@ -423,12 +423,6 @@ class Transfers:
         self.outbox.append(transfer)
         return job
 
-    def cancel_device_jobs(self) -> bool:
-        """Cancel jobs that read or write device memory; returns whether none is in flight."""
-        touching = [job for job, record in self.jobs.items() if DEVICE in record.transfer.route]
-        self.outbox += [Cancel(job) for job in touching]
-        return not touching
-
     def withdraw(self, job: int) -> None:
         """End a job that the engine carries out itself as cancelled. Raises `JobError` for any other job."""
         record = self.jobs.get(job)

@@ -169,13 +169,6 @@ class Outcome(NamedTuple):
     sources: tuple[str, ...]
 
 
-class Placement(NamedTuple):
-    """Position of an accepted chunk in the given keys, and its slot."""
-
-    position: int
-    slot: Slot
-
-
 class StoreOrder(NamedTuple):
     """Result of `store` for one group: the chunks at `positions` of the keys, in order, are written to `slots`.
 
@@ -193,11 +186,6 @@ class StoreOrder(NamedTuple):
     known: Sequence[int] = ()
     again: bool = False
     later: Sequence[int] = ()
-
-    @property
-    def accepted(self) -> tuple[Placement, ...]:
-        """Position and slot of each accepted chunk."""
-        return tuple(map(Placement, self.positions, self.slots))
 
 
 @dataclass(slots=True)

@@ -202,8 +202,8 @@ def vllm(
     block_tokens: BlockTokens = 512,
     sessions: Annotated[int, typer.Option(min=1, max=10**6, help="Number of interleaved conversations.")] = 20,
     prompt: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens of a first turn.")] = 512,
-    more: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens that each later turn adds.")] = 64,
-    answer: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens of each answer.")] = 16,
+    turn_tokens: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens that each later turn adds.")] = 64,
+    output_tokens: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens of each answer.")] = 16,
     host_size: Annotated[str, typer.Option(help="Host memory for blocks.")] = "1GiB",
     file_size: Annotated[str, typer.Option(help="Disk space for blocks.")] = "2GiB",
     directory: Annotated[
@@ -218,8 +218,8 @@ def vllm(
     plan = vllm_runs.SessionPlan(
         sessions=sessions,
         prompt=prompt,
-        more=more,
-        answer=answer,
+        more=turn_tokens,
+        answer=output_tokens,
         host_size=host_size,
         file_size=file_size,
         engine=vllm_runs.options_of(engine),
@@ -245,8 +245,8 @@ def sglang(
     model: Annotated[Path, typer.Option(help="The directory of a model.")],
     sessions: Annotated[int, typer.Option(min=1, max=10**6, help="Number of prompts, each of which returns.")] = 20,
     prompt: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens of a first turn.")] = 512,
-    more: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens that the second turn adds.")] = 64,
-    answer: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens of each answer.")] = 16,
+    turn_tokens: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens that the second turn adds.")] = 64,
+    output_tokens: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens of each answer.")] = 16,
     file_size: Annotated[str, typer.Option(help="Disk space for pages.")] = "2GiB",
     threshold: Annotated[int, typer.Option(min=1, help="SGLang's prefetch_threshold, in tokens.")] = 64,
     directory: Annotated[
@@ -267,8 +267,8 @@ def sglang(
     plan = sglang_runs.TurnPlan(
         sessions=sessions,
         prompt=prompt,
-        more=more,
-        answer=answer,
+        more=turn_tokens,
+        answer=output_tokens,
         file_size=file_size,
         threshold=threshold,
         flags=shlex.split(flags),

@@ -186,7 +186,7 @@ def gc(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """List the scopes in file tiers, and remove scopes that are no longer served.
+    """Delete cached blocks of models no longer in use (dry run without --yes).
 
     A scope is a model with its weights, layout and salt. The next process can use the space of removed records; a
     directory without other records is removed with its files. A directory that a live process has open is not changed.

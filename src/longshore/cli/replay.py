@@ -105,7 +105,7 @@ def replay(
     report: options.ReportDirectory = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show which hits the requests of a trace would have had in a cache.
+    """Simulate a request trace and report hit rates.
 
     With [bold]--model[/] and [bold]--host[/]: replay in virtual time, with the production control plane on a model of
     the machine. With [bold]--capacity-blocks[/] alone: policy experiment, where the hits of a request are its leading

@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import PAGE, align
+from longshore.boundary import I64, PAGE, align
 from longshore.errors import FreedLayoutError, LayoutError
 
 # Dtypes whose elements are smaller than a byte, or no bytes at all: element_size() and stride() do not tell
@@ -90,9 +90,6 @@ def byte_strides(tensor: DeviceTensor) -> tuple[int, ...]:
     """Bytes between neighbours, per axis."""
     size = tensor.element_size()
     return tuple(stride * size for stride in tensor.stride())
-
-
-I64 = npt.NDArray[np.int64]
 
 
 class FlatPages(NamedTuple):

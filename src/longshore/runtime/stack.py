@@ -267,7 +267,7 @@ class Stack:
             device.reach(self.arena.in_one_piece)
         engine = TransferEngine(layout, device, self.host)
         with self.runtime.observe() as cache:
-            cache.wake(layout.num_blocks)
+            cache.replace_device(layout.num_blocks)
         self.runtime.add(engine)
         return replace(self, layout=layout, engine=engine)
 
@@ -520,11 +520,8 @@ def close_runtime(runtime: Runtime, flush_timeout: float = 30.0) -> bool:
     with runtime.observe() as cache:
         colder = [tier.name for tier in cache.stats() if tier.name != HOST] + list(runtime.stores)
     reason = f"waited {flush_timeout:g} s" if runtime.fault is None else "the control plane has failed"
-    if colder:
-        message = "closed before all blocks were written to %s (%s); the others are misses after a restart"
-        _log.warning(message, " and ".join(colder), reason)
-    else:
-        _log.warning("closed while copies were in flight (%s)", reason)
+    what = f"before all blocks were written to {' and '.join(colder)}" if colder else "while copies were in flight"
+    _log.warning("closed %s (%s)%s", what, reason, "; the others are misses after a restart" if colder else "")
     return False
 
 
@@ -537,12 +534,8 @@ def adopt_found(cache: TieredCache, file: Tier) -> None:
     """Have `cache` adopt the records that a file tier recovered at start, and log their number."""
     found, others = file.recover(), file.others()
     adopted = cache.adopt(FILE, found, others)
-    _log.info(
-        "file tier: recovered %d of %d block images%s",
-        adopted,
-        len(found),
-        "; the others have another size than what their slab holds now, or than their prefix" * (adopted < len(found)),
-    )
+    why = "; the others have another size than what their slab holds now, or than their prefix"
+    _log.info("file tier: recovered %d of %d block images%s", adopted, len(found), why * (adopted < len(found)))
     if others:
         _log.warning(
             "file tier: %d records belong to other models, weights or settings; they are overwritten when no empty "

@@ -18,13 +18,10 @@ from contextvars import Context
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from longshore.boundary import HOST
+from longshore.boundary import HOST, I64
 from longshore.errors import FreedLayoutError
 from longshore.layout.model import U64, KVLayout, RefTable
-
-I64 = npt.NDArray[np.int64]
 
 
 class CopyPart(NamedTuple):
@@ -198,7 +195,7 @@ class BlockRuns(NamedTuple):
     size: int | None
 
 
-def runs_of(batch: CopyBatch, part: CopyPart, table: RefTable) -> BlockRuns | None:
+def block_runs(batch: CopyBatch, part: CopyPart, table: RefTable) -> BlockRuns | None:
     """The runs of `part`; `None` where they differ by reference, or span several."""
     chunks, subs = part.blocks.shape
     width = one_value(part.widths)
@@ -305,7 +302,7 @@ class PieceBuilder:
         low, high = len(room.size), 0  # pieces between which some may merge
         for part in batch.parts:
             table = layout.table(part.group, split=part.split)
-            runs = runs_of(batch, part, table) if any_order else None
+            runs = block_runs(batch, part, table) if any_order else None
             if runs is not None:
                 stop = start + runs.first.shape[1] * len(part.widths)
                 self._fill_by_reference(part, runs, table, start, stop)

@@ -23,10 +23,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from longshore.boundary import DEVICE, HOST, Item, Items, Section, Slabs, Slot, Slots, Transfer
+from longshore.boundary import DEVICE, HOST, I64, Item, Items, Section, Slabs, Slot, Slots, Transfer
 from longshore.errors import PlanError
 from longshore.layout.model import U64, KVLayout
-from longshore.transfer.pieces import I64, CopyBatch, CopyPart
+from longshore.transfer.pieces import CopyBatch, CopyPart
 
 
 class CopyPlan(NamedTuple):

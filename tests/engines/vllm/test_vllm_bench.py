@@ -127,7 +127,8 @@ def test_bench_sends_a_trace_to_both_engines_and_hits_tiers(tmp_path: Path, monk
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     model, trace = save("llama", tmp_path / "model"), conversations(tmp_path / "trace.jsonl", 6)
-    order = ["bench", "vllm", "--model", str(model), "--trace", str(trace), "--block-tokens", "32", "--answer", "8"]
+    order = ["bench", "vllm", "--model", str(model), "--trace", str(trace)]
+    order += ["--block-tokens", "32", "--output-tokens", "8"]
     order += ["--engine", json.dumps(ENGINE), "--host-size", "32MiB", "--file-size", "32MiB", "--dir", str(tmp_path)]
     done = CliRunner().invoke(app, [*order, "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output

@@ -119,12 +119,12 @@ class PrefixStore:
             raise
 
     @contextmanager
-    def _turn(self) -> Iterator[bool]:
+    def _exclusive(self) -> Iterator[bool]:
         """One call at a time, with tiers that are valid for the model as it is, unless they sleep: whether awake."""
         with self._lock:
             try:
                 if not self._is_asleep:
-                    self._look()
+                    self._reopen_if_model_changed()
                 yield not self._is_asleep
             except Exception:
                 fault = self._stack.runtime.fault
@@ -136,7 +136,7 @@ class PrefixStore:
                 self._interrupted = True
                 raise
 
-    def _look(self) -> None:
+    def _reopen_if_model_changed(self) -> None:
         """Reopen the tiers if the model has changed since they were opened: what they have is not valid for it.
 
         Nor is the state of what was interrupted.
@@ -157,7 +157,7 @@ class PrefixStore:
 
         Raises `CacheError` if `cache` has another batch size, or fewer tokens than `tokens`.
         """
-        with self._turn() as awake:
+        with self._exclusive() as awake:
             if not awake:
                 return 0
             return self._store(tokens, self._keys(tokens), cache)
@@ -193,7 +193,7 @@ class PrefixStore:
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
         """
         cache, done, turn = DynamicCache(), 0, None
-        with self._turn() as awake:
+        with self._exclusive() as awake:
             if not awake:
                 return cache, 0
             keys = self._keys(tokens)

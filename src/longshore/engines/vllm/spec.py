@@ -18,7 +18,6 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 
 from longshore.boundary import HOST, Section, Slabs, Slot, by_size
 from longshore.cache import WritePolicy
-from longshore.config import format_bytes
 from longshore.engines.kv_transfer import read, refuse
 from longshore.engines.vllm import contract
 from longshore.engines.vllm.manager import LongshoreManager
@@ -36,11 +35,11 @@ from longshore.engines.vllm.model import (
 from longshore.engines.vllm.rendezvous import EngineMemory, attach, find, publish, withdraw
 from longshore.engines.vllm.tiers import open_tiers, watch_sleeps
 from longshore.engines.vllm.worker import LongshoreWorker
-from longshore.errors import ConfigError, EngineError
+from longshore.errors import EngineError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.runtime.rank_reports import RankReports
 from longshore.runtime.selftest import copy_test
-from longshore.runtime.stack import open_arena, registrar_for
+from longshore.runtime.stack import check_size, open_arena, registrar_for
 from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
 from longshore.transfer.device import device_for
@@ -230,13 +229,9 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
     def _make_memory(self, layout: KVLayout) -> tuple[Arena, RankReports, EngineMemory]:
         """The arena, the table of the reports of the ranks, and what other processes need to attach to both."""
         self.settings.check_host()  # whatever is wrong with the file tier's directory does not stop the engine
+        check_size("host_size", self.settings.host_size, layout.image_bytes)
         sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
         slabs = Slabs.within(self.settings.host_size, sizes)
-        if not slabs.slabs:
-            raise ConfigError(
-                f"host_size is {format_bytes(self.settings.host_size)}, but one block image of this model needs "
-                f"{format_bytes(layout.image_bytes)}"
-            )
         arena = open_arena(self.settings, slabs.slabs, slabs.slab_bytes, registrar_for(layout.device))
         reports = RankReports.make(slabs.indices, self.config.parallel.world_size, layout.ranks)
         note = EngineMemory(

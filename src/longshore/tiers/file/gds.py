@@ -155,17 +155,17 @@ class GdsFileTier(FileTier):
         With `strict` no image goes through host memory: raises `TierError` if cuFile cannot be used, and images that it
         refuses later end as `Status.IO_ERROR`.
         """
-        self._gds: GdsPayload
+        self._gds: GdsImageIO
 
-        def open_payload(segment: Segment) -> GdsPayload:
-            self._gds = GdsPayload(memory, segment, load_cufile if library is None else lambda: library, strict=strict)
+        def open_images(segment: Segment) -> GdsImageIO:
+            self._gds = GdsImageIO(memory, segment, load_cufile if library is None else lambda: library, strict=strict)
             return self._gds
 
         super().__init__(
             directory,
             capacity=capacity,
             image_bytes=image_bytes,
-            arena=open_payload,
+            arena=open_images,
             scope=scope,
             threads=threads,
             io=io,
@@ -182,7 +182,7 @@ class GdsFileTier(FileTier):
         return {**super().fallbacks, **self._gds.fallbacks}
 
 
-class GdsPayload:
+class GdsImageIO:
     """Moves images by cuFile where that can be had, else through host memory."""
 
     blocks = True

@@ -118,7 +118,7 @@ def make_staging(image_bytes: int, records: int = 1) -> Staging:
     return Staging(headers, memory[records * PAGE :])
 
 
-class Payload(Protocol):
+class ImageIO(Protocol):
     """Moves images between the segment and the memory that the operations' offsets refer to."""
 
     @property
@@ -152,7 +152,7 @@ class Payload(Protocol):
         """Release all resources. Idempotent."""
 
 
-class HostPayload:
+class HostImageIO:
     """Images in `arena`. Each moves together with its header, without a copy if it is aligned."""
 
     blocks = False

@@ -48,7 +48,7 @@ from longshore.tiers.file.format import Entries
 from longshore.tiers.file.index import Checkpointer
 from longshore.tiers.file.io import IoCoroutine, IoQueue, RawIo, ThreadQueue
 from longshore.tiers.file.recovery import open_files, slabs_within
-from longshore.tiers.file.segment import FULL, HostPayload, Payload, Segment, Staging, make_staging
+from longshore.tiers.file.segment import FULL, HostImageIO, ImageIO, Segment, Staging, make_staging
 from longshore.tiers.file.verify import ExpectedRecord, Verifier
 
 PATIENCE = 8
@@ -148,7 +148,7 @@ class FileTier(Tier):
         *,
         capacity: int,
         image_bytes: int | Sequence[int],
-        arena: Arena | Callable[[Segment], Payload],
+        arena: Arena | Callable[[Segment], ImageIO],
         scope: bytes,
         threads: int = 16,
         io: RawIo | None = None,
@@ -158,7 +158,7 @@ class FileTier(Tier):
         Exception: a disk that fails after the superblock with the new geometry was written. The next start recovers
         the records that fit the new geometry.
 
-        `arena` is the memory of the images, or a function that opens a `Payload` for other memory. `scope` is the
+        `arena` is the memory of the images, or a function that opens a `ImageIO` for other memory. `scope` is the
         32-byte fingerprint under which bytes must have been written to be served. `threads` move images where the
         system has no asynchronous I/O, or where images are on a device. `io` replaces the system calls, for tests.
         `image_bytes` may be several sizes, by pool and ascending.
@@ -195,8 +195,8 @@ class FileTier(Tier):
                     "local ext4 or xfs",
                     directory,
                 )
-            self._payload = HostPayload(arena, self._segment) if isinstance(arena, Arena) else arena(self._segment)
-            resources.callback(self._payload.close)
+            self._images = HostImageIO(arena, self._segment) if isinstance(arena, Arena) else arena(self._segment)
+            resources.callback(self._images.close)
             self._checkpointer = Checkpointer(self._index, f"longshore-{self.name}-index")
             resources.callback(self._checkpointer.close)
             self._executor = self._start(threads)
@@ -209,7 +209,7 @@ class FileTier(Tier):
 
         `no_direct_io`: I/O through the page cache. `no_queue`: one piece per thread, instead of asynchronous I/O.
         """
-        return {"no_direct_io": int(not self.direct), "no_queue": int(self._aio is None and not self._payload.blocks)}
+        return {"no_direct_io": int(not self.direct), "no_queue": int(self._aio is None and not self._images.blocks)}
 
     @property
     def generation(self) -> int:
@@ -234,7 +234,7 @@ class FileTier(Tier):
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Queue `batch`. Raises `TierError` for a generation that `forget` was never called with."""
         self._check_open()
-        arena_bytes = self._payload.nbytes  # raises when that memory is gone
+        arena_bytes = self._images.nbytes  # raises when that memory is gone
         check_batch(batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
         newest = max((op.generation for op in batch), default=0)
         if newest > self._stored_generation:
@@ -244,7 +244,7 @@ class FileTier(Tier):
             # All at once, in one system call; `_write` invalidates what was inserted since, or what failed.
             with contextlib.suppress(OSError):
                 self._index.invalidate((op.slot, op.pool) for op in batch if op.op is Op.WRITE)
-        return self._executor.submit(batch, coalesce(batch, self._place, self._payload.can_coalesce), deadline)
+        return self._executor.submit(batch, coalesce(batch, self._place, self._images.can_coalesce), deadline)
 
     def poll(self) -> list[TierResult]:
         """Results since the last call. Records that they report as written are in the journal."""
@@ -377,7 +377,7 @@ class FileTier(Tier):
 
     def _start(self, threads: int) -> Executor:
         name = f"longshore-{self.name}"
-        if not self._payload.blocks:
+        if not self._images.blocks:
             self._aio = self._segment.open_queue(WINDOW_TASKS * TASK_RECORDS, 2 * TASK_RECORDS)
         tasks, depth = (threads, threads) if self._aio is None else (WINDOW_TASKS, math.inf)
         stagings = [make_staging(self.image_bytes[-1], TASK_RECORDS) for _ in range(tasks)]
@@ -453,7 +453,7 @@ class FileTier(Tier):
 
         ops = [op for op, _ in task]
         self._index.invalidate([(op.slot, op.pool) for op in ops])
-        statuses = yield from self._payload.write(ops, staging, list(map(self._place, ops)), seal)
+        statuses = yield from self._images.write(ops, staging, list(map(self._place, ops)), seal)
         self._index.insert([header for header, how in zip(headers, statuses, strict=True) if how is Status.OK])
         return statuses
 
@@ -465,7 +465,7 @@ class FileTier(Tier):
             return ExpectedRecord(op.key, self._scope, op.slot, op.pool, op.generation, op.length)
 
         verifier = Verifier(expected, self._payload_is_intact)
-        return (yield from self._payload.read(ops, staging, list(map(self._place, ops)), verifier))
+        return (yield from self._images.read(ops, staging, list(map(self._place, ops)), verifier))
 
     def _payload_is_intact(self, found: int, expected: int) -> bool:
         """Whether an image has the checksum that was written. Tests override this as a negative control."""

@@ -23,11 +23,11 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
-from longshore.boundary import HOST
+from longshore.boundary import HOST, I64
 from longshore.errors import FreedLayoutError
 from longshore.layout.model import KVLayout, PageRef
 from longshore.transfer.device.base import Copy, Device, DeviceEvent, Stream, copy_pieces
-from longshore.transfer.pieces import I64, CopyBatch, CopyPart, Pieces, host_addresses, merge
+from longshore.transfer.pieces import CopyBatch, CopyPart, Pieces, host_addresses, merge
 
 EVENTS = 128
 """Events that a device allocates at start."""

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longshore.boundary import HOST
+from longshore.boundary import HOST, I64
 from longshore.layout.model import U64, KVLayout
-from longshore.transfer.pieces import I64, CopyBatch, CopyPart
+from longshore.transfer.pieces import CopyBatch, CopyPart
 
 COLUMNS = 5
 """Columns of a kernel's table: base, stride, width, offset, step; int64, one row per reference."""

@@ -12,7 +12,7 @@ bytes, and the remainder of a page byte by byte. A program moves `PIECES` times 
 of several; few programs saturate the link, and more would take multiprocessors from the engine. Data is read once, so
 it is evicted first from the cache.
 
-Each kernel has a reference implementation with the same arguments, in plain torch for tensors in host memory.
+Each kernel has a reference with the same arguments, in plain torch: `longshore.testing.kernel_references`.
 
 `mix64` sums the 8-byte words of device memory, each mixed with its position. Each program adds `SPAN` mixed words to
 one sum; the order of additions does not matter. The CPU version and the last step are in `longshore.checksums`;
@@ -21,7 +21,6 @@ docs/file-format.md is the specification.
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ import triton
 import triton.language as tl
 
 from longshore import checksums
-from longshore.transfer.device.cuda.arguments import COLUMNS, KernelShape
+from longshore.transfer.device.cuda.arguments import KernelShape
 
 PROGRAMS = 16
 """Programs of a kernel, one per multiprocessor; about 12 saturate the link."""
@@ -172,34 +171,14 @@ def gather(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape:
     _launch(gather_kernel, (blocks, rows, table), shape)
 
 
-def gather_reference(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-    """As `gather`, page by page."""
-    for page, place, width in _pages(blocks, rows, table, shape):
-        _memory(place, width).copy_(_memory(page, width))
-
-
 def scatter(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
     """Rows into pages; arguments as for `gather`. No block may be named twice."""
     _launch(scatter_kernel, (blocks, rows, table), shape)
 
 
-def scatter_reference(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-    """As `scatter`, page by page."""
-    for page, place, width in _pages(blocks, rows, table, shape):
-        _memory(page, width).copy_(_memory(place, width))
-
-
 def shift(blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
     """Pages of `sources` into those of `blocks`, which are as many and none of them; arguments as for `gather`."""
     _launch(shift_kernel, (blocks, sources, table), shape)
-
-
-def shift_reference(blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-    """As `shift`, page by page."""
-    rows = torch.zeros(shape.chunks, dtype=torch.int64)
-    written, read = _pages(blocks, rows, table, shape), _pages(sources, rows, table, shape)
-    for (to, _, width), (at, _, _) in zip(written, read, strict=True):
-        _memory(to, width).copy_(_memory(at, width))
 
 
 def constants(shape: KernelShape) -> dict[str, Any]:
@@ -212,23 +191,6 @@ def _launch(kernel: Any, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor
     programs = max(1, min(PROGRAMS, triton.cdiv(total, shape.rows_at_once)))
     sizes = (total, shape.refs, shape.subs, shape.segments)
     kernel[(programs,)](*tensors, *sizes, **constants(shape), num_warps=_WARPS)
-
-
-def _pages(
-    blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape
-) -> list[tuple[int, int, int]]:
-    """Of each page its address, its place in its row, and how many bytes of it move."""
-    lines = table.view(shape.refs, COLUMNS).tolist()
-    return [
-        (base + block * stride, row + offset + sub * step, width)
-        for row, ids in zip(rows.tolist(), blocks.view(shape.chunks, shape.subs).tolist(), strict=True)
-        for base, stride, width, offset, step in lines
-        for sub, block in enumerate(ids)
-    ]
-
-
-def _memory(address: int, nbytes: int) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 SPAN = 4096
