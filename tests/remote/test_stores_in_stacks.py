@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from longshore.boundary import HOST, REMOTE
-from longshore.cache import GroupKeys, Run
+from longshore.cache import GroupKeys, Run, Until
 from longshore.config import Config
 from longshore.keys import Scope
 from longshore.layout import from_rows
@@ -24,6 +24,8 @@ from longshore.tiers.remote import RemoteTier
 from longshore.transfer import CpuDevice
 
 TOKENS, CHUNKS, PATIENCE = 16, 48, 60.0
+ROWS: list[torch.Tensor] = []
+"""The device blocks of each stack that a test has opened."""
 PATIENT = "connect_timeout=20s&probe_timeout=20s&fetch_timeout=20s&write_timeout=20s"
 
 
@@ -34,10 +36,12 @@ def keys_of(prompt: int) -> list[bytes]:
 @pytest.fixture
 def opened(server: LocalServer) -> Iterator[Callable[..., Stack]]:
     made: list[Stack] = []
+    ROWS.clear()
     salt = os.urandom(8).hex()
 
     def open_one(options: str = PATIENT, **settings: Any) -> Stack:
         rows = torch.randint(0, 256, (CHUNKS, 4 * 65536), dtype=torch.uint8, generator=torch.manual_seed(len(made)))
+        ROWS.append(rows)
         layout = from_rows(rows, pages_per_block=4, block_size=TOKENS)
         scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=TOKENS, salt=salt)
         url = f"valkey://127.0.0.1:{server.port}/2?{options}"
@@ -97,6 +101,36 @@ def test_a_store_is_used_when_it_is_quicker_than_computing(opened: Callable[...,
     else:
         assert got <= 0.1 * 10 * CHUNKS
         assert probes(reader) - before <= 0.1 * 10 * CHUNKS
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_what_is_behind_an_orphan_is_fetched(opened: Callable[..., Stack], first: int) -> None:
+    """Also what is before it, if the engine does not have that: by one call up to the orphan, by another one behind."""
+    store(opened(), 5)
+    reader, keys = opened(), keys_of(5)
+    with reader.runtime.control() as cache:
+        job = cache.store({0: GroupKeys(keys[:4], 2)}, {0: range(2, 4)})[0].job
+    assert job is not None and reader.runtime.wait_ended([job], PATIENCE)
+    path = GroupKeys(keys, first)
+    ROWS[1][:] = 0
+    with reader.runtime.control() as cache:
+        assert cache.lookup({0: path}, 0.0, until=Until.NOTHING).chunks == first  # the two, from their own parent on
+    names = {}
+    for part in [keys[:2]] * (not first) + [keys[4:]]:
+        sent = bring(reader.runtime, path, first * TOKENS, TOKENS, PATIENCE)
+        assert set(sent) >= set(part)
+        names.update(sent)
+    with reader.runtime.control() as cache:
+        found = cache.lookup({0: path}, reader.runtime.clock(), asks=())
+    assert found.chunks == CHUNKS - first
+    jobs: list[int] = []
+    sources = reader.load_path(found, path, range(CHUNKS - first), lambda job, _: jobs.append(job), origins=names)
+    assert sources[4 - first :] == [REMOTE] * (CHUNKS - 4)
+    assert reader.runtime.wait_ended(jobs, PATIENCE)
+    assert torch.equal(ROWS[1][4 - first : CHUNKS - first], ROWS[0][4:])
+    with reader.runtime.control() as cache:
+        cache.release(found.lease)
+        cache.check_integrity()
 
 
 def test_a_prompt_in_host_memory_waits_for_no_store(opened: Callable[..., Stack], server: LocalServer) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 from longshore.boundary import FILE, HOST
-from longshore.cache import GroupKeys
+from longshore.cache import GroupKeys, TieredCache, Until
 from longshore.config import Config
 from longshore.keys import Scope
 from longshore.layout import KVLayout, from_rows
@@ -124,6 +125,90 @@ def test_what_a_restart_finds(tmp_path: Path) -> None:
             assert cache.lookup({0: GroupKeys(KEYS)}, 0.0).chunks == 0
     with open_stack(config, layout, scope, device_for(layout)) as third, third.runtime.control() as cache:
         assert cache.lookup({0: GroupKeys(KEYS)}, 0.0).chunks == 0  # a reset outlives the process
+
+
+class WithoutParent:
+    """A file tier with a path of five chunks, opened again after the record of the second one was damaged."""
+
+    path: ClassVar = [hashlib.sha256(b"%d" % i).digest() for i in range(5)]
+
+    def __init__(self, directory: Path) -> None:
+        self.rows = torch.randint(0, 256, (BLOCKS, ROW), dtype=torch.uint8, generator=torch.manual_seed(1))
+        layout = from_rows(self.rows, pages_per_block=6, block_size=10)
+        config = Config.make(host_size="256KiB", file_path=directory, file_size="1MiB", background=False)
+        scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=10)
+        with open_stack(config, layout, scope, device_for(layout)) as self.stack:
+            self.put(self.path)
+            tier = self.cache.stats()[1]
+            begin = self.in_files[self.path[1]] * (tier.nbytes // tier.slots)
+        with (directory / "segment").open("r+b") as segment:
+            segment.seek(begin)
+            header = segment.read(4096)
+            assert self.path[1] in header
+            segment.seek(begin)
+            segment.write(bytes(each ^ 1 for each in header))
+        for name in ("index.0", "index.1", "journal.0", "journal.1"):  # else headers are not read before the images
+            (directory / name).write_bytes(bytes((directory / name).stat().st_size))
+        self.stack = open_stack(config, layout, scope, device_for(layout))
+        assert set(self.in_files) == {self.path[0], *self.path[2:]}
+
+    @property
+    def cache(self) -> TieredCache:
+        return self.stack.runtime._cache
+
+    @property
+    def in_files(self) -> dict[bytes, int]:
+        return {each.key: each.slot.index for each in self.cache.residents() if each.slot.tier == FILE}
+
+    def found(self, first: int) -> int:
+        return self.cache.lookup({0: GroupKeys(self.path, first)}, 0.0, until=Until.NOTHING).chunks
+
+    def put(self, keys: list[bytes]) -> list[bytes]:
+        """Store these, in host memory and files; which were not there."""
+        with self.stack.runtime.control() as cache:
+            order = cache.store({0: GroupKeys(keys)}, {0: range(len(keys))})[0]
+        assert order.job is not None
+        assert self.stack.runtime.wait_ended([order.job], 10)
+        assert self.stack.runtime.flush(10)
+        return [keys[position] for position in order.positions]
+
+
+@pytest.fixture
+def without_parent(tmp_path: Path) -> Iterator[WithoutParent]:
+    made = WithoutParent(tmp_path / "kv")
+    yield made
+    made.stack.close()
+
+
+def test_chunks_whose_parent_a_restart_does_not_find_are_whole_once_it_is_stored_again(
+    without_parent: WithoutParent,
+) -> None:
+    cache, runtime, rows = without_parent.cache, without_parent.stack.runtime, without_parent.rows
+    assert [without_parent.found(first) for first in range(5)] == [1, 0, 3, 2, 1]
+    with runtime.control():
+        found = cache.lookup({0: GroupKeys(without_parent.path, 2)}, runtime.clock())
+        assert found.lease is not None
+        cache.load(found.lease, {0: [10, 11, 12]})
+    assert runtime.wait_over(found.lease, 10).outcome == (3, (FILE,) * 3)
+    assert torch.equal(rows[10:13], rows[2:5])
+    written = cache.counters.routes["host->file"]
+    assert runtime.flush(10)
+    assert written.chunks == 0
+    assert without_parent.put(without_parent.path) == [without_parent.path[1]]
+    assert written.chunks == 1, "nothing but the parent is written again"
+    assert without_parent.found(0) == 5
+    cache.check_integrity()
+
+
+def test_chunks_whose_parent_a_restart_does_not_find_are_evicted_first(without_parent: WithoutParent) -> None:
+    tier, prompt = without_parent.cache.stats()[1], 0
+    room = tier.slots - tier.used
+    while room >= 0:  # the last chunk takes the slot of another
+        other = [hashlib.sha256(b"%d of %d" % (i, prompt)).digest() for i in range(min(8, room + 1))]
+        assert without_parent.put(other) == other
+        room, prompt = room - len(other), prompt + 1
+    gone = set(without_parent.path) - set(without_parent.in_files)
+    assert gone == {without_parent.path[1], without_parent.path[4]}, "of the orphans the last one goes first"
 
 
 def test_another_scope_finds_nothing(tmp_path: Path) -> None:

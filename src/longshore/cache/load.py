@@ -13,6 +13,7 @@ Where a prefetch that is waited for lacks clean room, it orders backups. Such pr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -167,8 +168,8 @@ class Loader:
         store.touch(nodes[::-1])
         slots, name = taken.tolist(), store.levels[0].name
         job = self._transfers.new_id()
-        sources = origins_of(keys, [name] * len(keys), origins)
-        store.counters.count_hits(sources, len(keys) if is_first else 0, self._transfers.settings.first_tokens)
+        hits = Counter(origins_of(keys, [name] * len(keys), origins)) if origins else {name: len(keys)}
+        store.counters.count_hits(hits, hits if is_first else {}, self._transfers.settings.first_tokens)
         self._transfers.order(job, keys, [None] * len(nodes), TierSlots(0, slots), None, command=False)
         return job, len(keys), Addresses(Slots(name, store.pools[0].pool_of(slots[0]), tuple(slots)))
 

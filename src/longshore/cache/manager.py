@@ -573,7 +573,8 @@ class TieredCache:
         self._count_misses(load, load.conclude(unfinished))
         hidden = self._store.log.hidden
         if load.outcome is not None and all(len(keys) != 1 or keys[0] != hidden for _, keys in load.asked):
-            self.counters.count_hits(load.outcome.sources, load.of_first, self.settings.first_tokens)
+            sources = load.outcome.sources
+            self.counters.count_hits(sources, sources[: load.of_first], self.settings.first_tokens)
         self._transfers.waits.close(load.wait)
 
     def _count_misses(self, load: Load, misses: Sequence[MissReason]) -> None:

@@ -198,6 +198,10 @@ class RouteTotals:
     seconds: float = 0.0
 
 
+Sources = Mapping[str, int] | Sequence[str]
+"""The tiers that chunks came from: of each, or how many of each tier."""
+
+
 @dataclass(slots=True)
 class Counters:
     """Counts since the start. Every known label is present from the start, at zero.
@@ -219,11 +223,10 @@ class Counters:
     routes: dict[str, RouteTotals] = field(default_factory=dict)
     probes: dict[str, Counter[Answer]] = field(default_factory=dict)
 
-    def count_hits(self, sources: Sequence[str], of_first: int, tokens: int) -> None:
-        """Count chunks that were loaded, by source; the first `of_first` are of the first group, of `tokens` each."""
-        self.hits.update(sources)
-        for tier, chunks in Counter(sources[:of_first] if tokens else ()).items():
-            self.hit_tokens[tier] += chunks * tokens
+    def count_hits(self, chunks: Sources, of_first: Sources, tokens: int) -> None:
+        """Count chunks that were loaded; `of_first` are those of the first group, of `tokens` tokens each."""
+        self.hits.update(chunks)
+        self.hit_tokens.update({tier: count * tokens for tier, count in Counter(of_first).items()})
 
     def check_origins(self, origins: Mapping[Key, str] | None) -> None:
         """Raise `CacheError` unless chunks are said to be from tiers of this cache."""

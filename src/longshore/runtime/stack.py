@@ -96,6 +96,7 @@ _ANSWER_SECONDS = 0.05
 
 _log = logging.getLogger(__name__)
 
+Origins = Mapping[Key, str] | None
 BlockUse = Callable[[int, Sequence[int]], None]
 """Called with a job, and the device blocks that it reads or writes until it has ended."""
 
@@ -133,7 +134,7 @@ class Stack:
         *,
         skip: int = 0,
         request: str | None = None,
-        origins: Mapping[Key, str] | None = None,
+        origins: Origins = None,
     ) -> list[str]:
         """Fill device `blocks` with the leading chunks of what `found` leases of `path`; the tier that each came from.
 
@@ -152,7 +153,7 @@ class Stack:
         tiers = [run.tier for run in runs for _ in range(run.chunks)][: -(-(skip + len(blocks)) // per_chunk)]
         size = self._part
         if len(tiers) - tiers.count(FILE if self.host is None else HOST) <= size:
-            return self._load(found.lease, blocks, skip, uses, origins)
+            return self._load(found.lease, blocks, skip, uses, origins, self.config.load_timeout)
         origins = {**dict(zip(path.names[path.first :], tiers, strict=False)), **(origins or {})}
         done, wanted, sources = 0, min(len(tiers), found.chunks), list[str]()
         while done < wanted and (left := deadline - runtime.clock()) > 0:
@@ -216,17 +217,11 @@ class Stack:
         return 1 if warmest is None else max(1, warmest.slabs.indices // 2)
 
     def _load(
-        self,
-        lease: Lease,
-        blocks: Sequence[int],
-        skip: int,
-        uses: BlockUse,
-        origins: Mapping[Key, str] | None,
-        timeout: float | None = None,
+        self, lease: Lease, blocks: Sequence[int], skip: int, uses: BlockUse, origins: Origins, timeout: float
     ) -> list[str]:
         """Load what `lease` keeps into `blocks`, within `timeout`, and wait for it; the tiers that it came from."""
         per_chunk, at = self.config.blocks_per_chunk, -skip
-        if timeout is not None and timeout <= 0:
+        if timeout <= 0:
             return []
         with self.runtime.control() as cache:
             for job in cache.load(lease, {0: blocks}, skip=skip, timeout=timeout, origins=origins).parts:

@@ -19,6 +19,8 @@ from transformers import DynamicCache
 from longshore.boundary import FILE
 from longshore.config import Config
 from longshore.engines.transformers import PrefixStore, Tiers, tiered
+from longshore.errors import HintError
+from longshore.hints import RequestHints
 from longshore.runtime.stack import Stack
 from longshore.runtime.tier_host import HostedFileTier
 from longshore.testing import Fault, FaultPlan, FaultyTier, Rule
@@ -67,6 +69,31 @@ def test_a_prefix_longer_than_host_memory_is_restored_whole(model: Any, tmp_path
             assert control.held == 0
             control.check_integrity()
             assert sum(control.counters.misses.values()) == 0
+
+
+def test_hints_say_what_of_a_prefix_is_stored_kept_and_loaded(model: Any, tmp_path: Path) -> None:
+    """Twelve chunks in host memory, of which a prefix has five; those of higher priority are kept in it."""
+    prompts = [long_tokens(5, seed) for seed in range(4)]
+    with PrefixStore(model, settings(tmp_path, backup="write_through"), block_size=16, window=8) as store:
+        first = prefill(model, prompts[0])
+        assert store.store_prefix(prompts[0], first, {"store": False}) == 0
+        assert store.restore_prefix(prompts[0])[1] == 0
+        keep = {"retention": [{"end": 3 * 16, "priority": 90}]}
+        for tokens in prompts:
+            assert store.store_prefix(tokens, prefill(model, tokens), keep if tokens is prompts[0] else None) == 5 * 16
+        tiers = {"load": ["host"]}
+        assert store.restore_prefix(prompts[0], RequestHints.parse(tiers))[1] == 3 * 16
+        assert store.restore_prefix(prompts[1], tiers)[1] < 5 * 16
+        assert store.restore_prefix(prompts[0], {"load": []})[1] == 0
+        restored, n = store.restore_prefix(prompts[0])
+        assert (n, bits(restored, n)) == (5 * 16, bits(first, n))
+        with pytest.raises(HintError, match="priority"):
+            store.store_prefix(prompts[0], first, {"retention": [{"priority": 101}]})
+        with store._stack.runtime.control() as control:
+            assert control.held == 0
+    with PrefixStore(model, settings(tmp_path, request_hints={"store": False}), block_size=16) as store:
+        assert store.store_prefix(prompts[0], first) == 0
+        assert store.store_prefix(prompts[0], first, {}) == 5 * 16
 
 
 class DyingTierHost(HostedFileTier):

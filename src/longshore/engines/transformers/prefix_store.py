@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -17,13 +17,14 @@ from typing import Any, Self
 import torch
 from transformers import DynamicCache
 
-from longshore.boundary import FILE, HOST
-from longshore.cache import Found, GroupKeys
+from longshore.boundary import FILE, HOST, REMOTE
+from longshore.cache import Found, GroupKeys, Retention
 from longshore.config import Config
 from longshore.engines.tensors import RowBlocks
 from longshore.engines.transformers.attach import kept_tiers, refuse
 from longshore.engines.transformers.scope import ModelScope
 from longshore.errors import CacheError, EngineError
+from longshore.hints import RequestHints
 from longshore.keys import chain
 from longshore.layout import from_rows
 from longshore.runtime.selftest import self_test
@@ -35,6 +36,9 @@ from longshore.transfer.device import device_for
 from longshore.transfer.device.base import Device
 
 _log = logging.getLogger(__name__)
+
+Hints = RequestHints | Mapping[str, Any] | None
+"""Hints of one call, or their fields: `longshore.hints` has these and their meaning."""
 
 
 class PrefixStore:
@@ -152,17 +156,22 @@ class PrefixStore:
             self._open()
             self._interrupted = False
 
-    def store_prefix(self, tokens: Sequence[int], cache: DynamicCache) -> int:
+    def store_prefix(self, tokens: Sequence[int], cache: DynamicCache, hints: Hints = None) -> int:
         """Keep the KV of the whole chunks of `tokens`, which `cache` holds; returns how many tokens are kept.
 
-        Raises `CacheError` if `cache` has another batch size, or fewer tokens than `tokens`.
+        Of `hints` the priorities of token ranges count, and `store`; without hints those of `Config.request_hints`.
+        Raises `CacheError` if `cache` has another batch size, or fewer tokens than `tokens`; `HintError` for hints that
+        cannot be read.
         """
+        said = self._hints(hints)
         with self._exclusive() as awake:
-            if not awake:
+            if not awake or not said.store:
                 return 0
-            return self._store(tokens, self._keys(tokens), cache)
+            return self._store(tokens, self._keys(tokens), cache, said.chunks(self._chunk * self._block_size))
 
-    def _store(self, tokens: Sequence[int], keys: Sequence[bytes], cache: DynamicCache) -> int:
+    def _store(
+        self, tokens: Sequence[int], keys: Sequence[bytes], cache: DynamicCache, retention: Sequence[Retention]
+    ) -> int:
         if not len(tokens):
             return 0
         self._check_states(cache)
@@ -180,27 +189,32 @@ class PrefixStore:
             self._stack.engine.begin_step(None)
             patience = self._config.write_timeout
             kept = self._stack.store_path(
-                GroupKeys(part, first), blocks, self._note_use, evicting=True, patience=patience
+                GroupKeys(part, first, retention=retention),
+                blocks,
+                self._note_use,
+                evicting=True,
+                patience=patience,
             )
             if kept < len(part):
                 break
         self._wait_idle()
         return kept * self._chunk * self._block_size
 
-    def restore_prefix(self, tokens: Sequence[int]) -> tuple[DynamicCache, int]:
+    def restore_prefix(self, tokens: Sequence[int], hints: Hints = None) -> tuple[DynamicCache, int]:
         """A cache with the longest known prefix of `tokens`, exact to the bit, and its length in tokens (maybe 0).
 
+        Of `hints` the tiers to `load` from count, and when the prefix is used again; else as for `store_prefix`.
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
         """
-        cache, done, turn = DynamicCache(), 0, None
+        cache, done, turn, said = DynamicCache(), 0, None, self._hints(hints)
         with self._exclusive() as awake:
-            if not awake:
+            if not awake or not said.load:
                 return cache, 0
-            keys = self._keys(tokens)
+            keys, asks = self._keys(tokens), REMOTE in said.load and bool(self._stack.remote)
             while done < len(keys):
-                arrived, turn = self._restore_path(cache, GroupKeys(keys, done), turn)
+                arrived, turn = self._restore_path(cache, GroupKeys(keys, done), turn, said, asks=asks)
                 done += arrived
-                if not (arrived and self._stack.remote):
+                if not (arrived and asks):
                     break
         return cache, done * self._chunk * self._block_size
 
@@ -257,16 +271,24 @@ class PrefixStore:
     def _keys(self, tokens: Sequence[int]) -> list[bytes]:
         return chain(self._stack.scope.root, tokens, self._chunk * self._block_size)
 
-    def _restore_path(self, cache: DynamicCache, path: GroupKeys, turn: int | None) -> tuple[int, int | None]:
+    def _hints(self, said: Hints) -> RequestHints:
+        if said is None:
+            return self._config.request_hints
+        return said if isinstance(said, RequestHints) else RequestHints.parse(said)
+
+    def _restore_path(
+        self, cache: DynamicCache, path: GroupKeys, turn: int | None, hints: RequestHints, *, asks: bool
+    ) -> tuple[int, int | None]:
         """Append what the tiers have of `path` to `cache`; how many chunks that is, and the turn of the restore."""
         runtime, chunk_tokens, done = self._stack.runtime, self._chunk * self._block_size, path.first
-        if self._stack.remote:
+        if asks:
             bring(runtime, path, path.first * chunk_tokens, chunk_tokens, self._config.load_timeout)
         with runtime.control() as control:
-            found = control.lookup({0: path}, runtime.clock(), turn=turn, asks=())
-        if found.lease is None:
-            return 0, found.turn
-        end = path.first + found.chunks
+            found = control.lookup({0: path}, runtime.clock(), turn=turn, returns=hints.returns, asks=())
+            if found.lease is None:
+                return 0, found.turn
+            ready = control.progress(found.lease).leading(HOST)
+        end = path.first + (found.chunks if FILE in hints.load else min(ready, found.chunks))
         try:
             while done < end:
                 part = GroupKeys(path.names[: min(end, done + self._blocks // self._chunk)], done)
