@@ -81,6 +81,9 @@ def test_what_ends_prompts_and_never_comes_back_goes_first_once_that_is_known() 
     assert sum(hits[-800:]) > 0.8 * 800
     ends = [node for node in tier.policy.order() if uses_of(tier.policy, node) == 0]
     assert len(ends) < 30
+    tier.use(10_000, leaf=True)
+    some = [tier.node[10_000], *(tier.node[5 * 599 + key] for key in range(1, 5))]
+    assert tier.policy.outrank(some, 1000).tolist() == [False, True, True, True, True]
 
 
 def test_what_left_comes_back_with_its_uses() -> None:

@@ -329,24 +329,30 @@ class RemoteTiers:
     def _send(self, at: int, keys: Sequence[Key]) -> None:
         """Queue a store of those of `keys` that the tier is not known to have, and that are not on their way."""
         tier, queue = self.tiers[at], self._queues[at]
-        fresh = self._admitted(tier, [key for key in keys if not tier.was_sent(key)])
+        fresh = self._admitted(at, [key for key in keys if not tier.was_sent(key)])
         taken = fresh[: max(0, self._transfers.settings.max_writes - len(queue))]
         queue.extend(taken)
         tier.mark_sent(taken)
         self._drop(tier, len(fresh) - len(taken), DropReason.BACKPRESSURE)
 
-    def _admitted(self, tier: RemoteKeys, keys: list[Key]) -> list[Key]:
-        """Those of `keys`, heads first, that promise no less than what the tier removes for them; counts the others."""
-        store, policy = self._store, self._store.policies[0]
+    def _admitted(self, at: int, keys: list[Key]) -> list[Key]:
+        """Those of `keys`, heads first, that promise no less than what the tier removes for them; counts the others.
+
+        Behind a chunk that is left out, or is not in the warmest tier, none is admitted.
+        """
+        tier, index, policy = self.tiers[at], self._store.index, self._store.policies[0]
         if tier.keeps is None or not keys or not (self._transfers.settings.admission and policy.refuses):
             return keys
-        nodes, refused, admitted = store.index.find(keys), set[int](), list[Key]()
+        nodes, left_out, admitted, refused = index.find(keys), set[int](), list[Key](), 0
         for key, node, enough in zip(keys, nodes, policy.outrank(nodes, tier.keeps).tolist(), strict=True):
-            if not node or (enough and store.index.parent[node] not in refused):
+            there = not node or index.is_ready(node, 0)
+            if there and (enough or not node) and index.parent[node] not in left_out:
                 admitted.append(key)
             else:
-                refused.add(node)
-        self._drop(tier, len(keys) - len(admitted), DropReason.ADMISSION)
+                left_out.add(node)
+                refused += there
+        if not self._late[at]:  # else the same chunks are offered until they are evicted
+            self._drop(tier, refused, DropReason.ADMISSION)
         return admitted
 
     def _leaving(self, arrived: int) -> list[Key]:
