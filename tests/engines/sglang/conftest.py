@@ -14,6 +14,13 @@ _is_installed = (
 collect_ignore_glob = [] if _is_installed else ["test_*"]
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+_MOST_SERVERS = ("test_sglang_ranks.py", "test_sglang_bench.py", "test_sglang_stores.py", "test_sglang_server.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose servers take longest go first: else the last process would run alone."""
+    items.sort(key=lambda item: item.path.name not in _MOST_SERVERS)
+
 
 if _is_installed:
     from sglang_kit import write_model

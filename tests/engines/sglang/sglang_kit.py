@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -172,6 +173,19 @@ class Server(SglangServer):
         where = os.pathsep.join([str(HERE / "on_cpu"), os.environ.get("PYTHONPATH", "")])
         variables = {**ON_CPU, "PYTHONPATH": where, "SGLANG_CPU_OMP_THREADS_BIND": cores, **(environment or {})}
         super().__init__(model, log, [*flags_on_cpu(tp, tokens), *flags, *extra], variables)
+
+    def ask_storage(self, tokens: Sequence[int], expected: Answer, served: int) -> Answer:
+        """Flush and ask until so many tokens come from storage, for a minute: files are written behind SGLang's back.
+
+        Every answer is as `expected`.
+        """
+        deadline = time.monotonic() + 60
+        while True:
+            self.flush()
+            answer = self.ask(tokens)
+            check(answer, expected)
+            if answer.storage == served or time.monotonic() > deadline:
+                return answer
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of its metrics of this name that have these labels."""

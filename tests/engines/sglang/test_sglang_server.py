@@ -87,10 +87,8 @@ def test_the_next_turn_of_a_conversation_continues_from_files(oracle: dict[int, 
     server.flush()
     answer = server.ask(longer)
     assert answer.storage >= SERVED
-    server.flush()
-    again = server.ask(longer)
-    assert again.storage == (len(longer) - 1) // PAGE * PAGE
-    check(again, answer)
+    whole = (len(longer) - 1) // PAGE * PAGE
+    assert server.ask_storage(longer, answer, whole).storage == whole
     # Half of it on the device, the rest in files only.
     server.flush()
     check(server.ask(prompt(1, TOKENS)), oracle[1])
@@ -163,8 +161,7 @@ def test_corrupt_records_are_computed(oracle: dict[int, Answer], server: Server,
     for seed in range(PROMPTS):
         check(server.ask(prompt(seed, TOKENS)), oracle[seed])
     assert server.metric("longshore_file_failures_total", reason="read_corrupt") > before
-    server.flush()
-    assert server.ask(prompt(0, TOKENS)).storage == SERVED  # as computed again
+    assert server.ask_storage(prompt(0, TOKENS), oracle[0], SERVED).storage == SERVED  # as computed again
 
 
 def test_a_disk_that_takes_no_more_costs_the_file_tier_alone(oracle: dict[int, Answer], server: Server) -> None:
@@ -208,10 +205,7 @@ def test_prompts_come_from_files_after_a_restart_and_not_for_other_weights(
         of_others = next_one.ask(prompt(0, TOKENS))
         assert (of_others.storage, of_others.cached) == (0, 0)
         assert of_others.tokens != oracle[0].tokens
-        next_one.flush()
-        again = next_one.ask(prompt(0, TOKENS))
-        check(again, of_others)
-        assert again.storage == SERVED  # of the new weights
+        assert next_one.ask_storage(prompt(0, TOKENS), of_others, SERVED).storage == SERVED  # of the new weights
         # The first weights again, from tensors: there is no telling that they are the same.
         tensors = list(load_file(models[0] / "model.safetensors").items())
         for path, body in (
@@ -220,10 +214,9 @@ def test_prompts_come_from_files_after_a_restart_and_not_for_other_weights(
             ("/end_weight_update", {}),
         ):
             assert next_one.post(path, body)["success"]
-        for storage in (0, SERVED):
-            answer = next_one.ask(prompt(0, TOKENS))
-            check(answer, oracle[0])
-            assert (answer.storage, answer.cached) == (storage, storage)
-            next_one.flush()
+        answer = next_one.ask(prompt(0, TOKENS))
+        check(answer, oracle[0])
+        assert (answer.storage, answer.cached) == (0, 0)
+        assert next_one.ask_storage(prompt(0, TOKENS), oracle[0], SERVED).storage == SERVED
         check_threads(next_one.text())
     shutil.rmtree(place / "tier")

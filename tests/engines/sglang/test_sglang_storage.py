@@ -198,21 +198,28 @@ def test_a_store_ends_when_the_ring_is_full_and_nothing_moves(rigs: Rigs, monkey
     assert rig.exists(names(60)) < 60
 
 
-def test_after_a_store_that_waited_in_vain_the_next_ones_do_not_wait(
-    rigs: Rigs, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("late", ["a store", "a read"])
+def test_after_a_call_that_waited_in_vain_the_next_ones_do_not_wait(
+    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
     """Until something has moved: a disk that hangs may do so for hours."""
     monkeypatch.setattr("longshore.engines.sglang.storage.RING_BYTES", 1)
-    rig = rigs(write_timeout=0.5, size="32MiB")
+    rig = rigs(write_timeout=0.5, load_timeout=0.5, size="32MiB")
     held = rig.store(KEYS, range(8))
     os.kill(rig.host_pid, signal.SIGSTOP)
     try:
-        rig.set(names(60, seed=1), range(60))
+        if late == "a store":
+            rig.set(names(60, seed=1), range(60))
+        else:
+            assert rig.set(names(8, seed=1), range(8)) == [True] * 8  # all of the ring
+            assert rig.get(KEYS, range(8)) == [False] * 8
         assert not rig.storage._stack.ring_mover._ring.free  # type: ignore[union-attr]
         rig.storage._no_wait_until *= 1000  # whatever the time
         jobs = dict(rig.storage._stack.ring_mover._jobs)  # type: ignore[union-attr]
         for seed in (2, 3):
             assert rig.set(names(60, seed), range(60)) == [False] * 60
+            assert rig.exists(KEYS) == 0
+            assert rig.get(KEYS, range(8)) == [False] * 8
         assert rig.storage._stack.ring_mover._jobs == jobs  # type: ignore[union-attr]
     finally:
         os.kill(rig.host_pid, signal.SIGCONT)

@@ -144,7 +144,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
     @contained(lambda self, names, before: 0, expected=(LongshoreError,))
     def _count(self, names: Sequence[str], before: Sequence[str] | None) -> int:
         keys = _digests(names)
-        if not keys or self._why_off:
+        if not keys or self._why_off or self._is_stuck():
             return 0
         stack, runtime = self._stack, self._runtime
         with runtime.control() as cache:
@@ -168,7 +168,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
     @contained(lambda self, names, indices: 0, expected=(LongshoreError,))
     def _load(self, names: Sequence[str], indices: torch.Tensor) -> int:
         keys = _digests(names)
-        if not keys or self._why_off:
+        if not keys or self._why_off or self._is_stuck():
             return 0
         pages, runtime, done = self._pages.pages(indices, len(keys)), self._runtime, 0
         with self._lock:
@@ -188,6 +188,8 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             done += arrived
             if not arrived or asked.path is None:
                 break
+        if self._ring is not None and runtime.clock() >= deadline:
+            self._no_wait_until = deadline + self.settings.load_timeout
         return 0 if self._why_off else done
 
     def _load_part(self, part: GroupKeys, pages: Sequence[int], turn: int | None) -> int:
@@ -207,25 +209,26 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     @contained(lambda self, before, names, indices: 0, expected=(LongshoreError,))
     def _store(self, before: Sequence[str] | None, names: Sequence[str], indices: torch.Tensor) -> int:
-        if self._why_off or not names:
+        if self._why_off or not names or self._is_stuck():
             return 0
         if before is None:
             raise EngineError(f"SGLang does not say what precedes a page: set {PREFIX_KEYS} in its extra configuration")
         pages, stack, jobs = self._pages.pages(indices, len(names)), self._stack, list[int]()
         path, clock, longest = _digests([*before, *names]), self._runtime.clock, self.settings.write_timeout
-        began = clock()
-        waits = began >= self._no_wait_until
-        if self._ring is not None and not (waits or self._ring.free):
-            return 0
-        patience = longest if waits and self._ring is None else 0.0
+        deadline = clock() + longest
+        patience = longest if self._ring is None and clock() >= self._no_wait_until else 0.0
         try:
             part = GroupKeys(path, len(before))
             kept = stack.store_path(part, pages, lambda job, blocks: jobs.append(job), patience=patience)
         finally:
             self._let_go(jobs)
-            if clock() - began >= longest:  # the disk may hang: else one call after the other would wait as long
-                self._no_wait_until = clock() + longest
+            if clock() >= deadline:
+                self._no_wait_until = deadline + longest
         return max(0, kept - len(before))
+
+    def _is_stuck(self) -> bool:
+        """Whether a call has waited in vain, and the ring has no room yet: else each one would, while a disk hangs."""
+        return self._ring is not None and not self._ring.free and self._runtime.clock() < self._no_wait_until
 
     def _note(self, asked: _LookedUp, keys: Sequence[Key]) -> None:
         """Keep what was looked up for each call that may load some of `keys`."""
