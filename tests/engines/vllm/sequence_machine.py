@@ -589,9 +589,9 @@ class Sequences(RuleBasedStateMachine):
             self.work(len(self.jobs), 0, "good")
             self.report_late(len(self.late))
             self.report(len(self.done), 0)
-            if step > 20 and not self.scheduler.has_pending_push_work():
+            if not (pending := self.scheduler.has_pending_push_work()) and step > 20:
                 break
-        assert not self.scheduler.has_pending_push_work()
+        assert not pending
         manager, cache = self.manager, self.rig.cache
         self.runtime.pump()
         assert (cache.held, cache.jobs_in_flight) == (0, 0)
