@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ collect_ignore_glob = [] if _is_installed else ["test_*"]
 
 if _is_installed:
     from engine_runs import Answers, Serve, Zygote, ask_oracle, run_engine
+    from streams_kit import Engine, engine_of
     from vllm_kit import Rig
 
     @pytest.fixture
@@ -40,3 +42,8 @@ if _is_installed:
     def oracles(serve: Serve) -> Callable[[str], Answers]:
         """By model, the answers of an engine that keeps everything."""
         return cache(partial(ask_oracle, serve))
+
+    @pytest.fixture
+    def engine(request: pytest.FixtureRequest, rigs: Callable[..., Rig], tmp_path: Path) -> Engine:
+        """Whose files have a prompt longer than host memory; of one KV cache group, or as many as asked for."""
+        return engine_of(getattr(request, "param", 1), rigs, tmp_path)

@@ -596,6 +596,5 @@ class Sequences(RuleBasedStateMachine):
         self.runtime.pump()
         assert (cache.held, cache.jobs_in_flight) == (0, 0)
         assert {state for pool in cache._store.pools for state in pool.state} <= {FREE, READY}
-        assert not manager._stores and not manager._stores.by_key
-        assert not manager._stale and not manager._requests
+        assert not (manager._stores or manager._stores.by_key or manager._stale or manager._requests)
         assert not self.scheduler._req_status

@@ -415,7 +415,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request.asked_keys, request.streams = list(asked), False
         now = self._runtime.clock()
         with self._runtime.control() as cache:
-            late = request.waiting_since is not None and now - request.waiting_since > self._patience
+            late = (waited := now - (request.waiting_since or now)) > self._patience
             brought = bool(request.leases) and all(cache.progress(lease).is_over for lease in request.leases)
             asks = {0: GroupKeys(request.ours(() if barred else request.asked_keys))}
             seen = cache.lookup(
@@ -436,7 +436,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             found = [Presence.ABSENT if each is Presence.COLDER else each for each in found]
         if self._fetches is not None and not late and Presence.ABSENT in found and asked is positions:
             found = self._fetches.look(request, positions, found, key)
-        coming = self._coming(request, positions, found, key, waits=not late)
+        coming = self._coming(request, positions, found, key, waits=2 * waited <= self._patience)  # then it is loaded
         stalled = self._store.file is not None and self._store.file.is_stalled
         if self.may_stream and Presence.COLDER in found and not late and not stalled:
             found = self._promised(request, asked, found, key)

@@ -78,6 +78,8 @@ class Stores:
         self.by_key: dict[OffloadKey, list[StoreUnderWay]] = {}
         self.may_stream = False
         self.cut_off = self._counted = 0
+        self._newest = self._submitted = 0
+        """The last store, and the last that the workers had been given when a step was planned."""
 
     def __len__(self) -> int:
         """Stores that vLLM has not reported."""
@@ -140,7 +142,7 @@ class Stores:
         left = tuple(store.rest[group].left if group in store.rest else 0 for group in range(len(self._groups)))
         if store.keys:
             self._coming = None
-            self._stores[store.number] = store
+            self._stores[store.number], self._newest = store, store.number
             self.by_key.setdefault(store.keys[0], []).append(store)
             store.parts += [first] if first.jobs else []
         return store.keys.copy(), SlotsSpec(store.number, tuple(runs), epoch, (), left if store.rest else ())
@@ -278,8 +280,10 @@ class Stores:
         self._new_parts.append(JobPart(store.number, None, is_store=True))
 
     def take(self) -> list[JobPart]:
-        """Parts that are sent to the workers in this step."""
-        parts, self._new_parts = self._new_parts, []
+        """Parts that are sent to the workers in this step; not of stores of this step, which vLLM submits in the next."""
+        parts = [part for part in self._new_parts if part.job <= self._submitted]
+        self._new_parts = [part for part in self._new_parts if part.job > self._submitted]
+        self._submitted = self._newest
         return parts
 
     def abandon(self) -> list[JobPart]:
