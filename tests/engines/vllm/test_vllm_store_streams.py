@@ -84,8 +84,7 @@ def test_only_what_is_worth_reading_is_waited_for(engine: Engine, monkeypatch: p
     engine.finish(engine.compute(CHUNKS, CHUNKS, first=1000))
     assert engine.manager._stores.coming
     request = engine.request(CHUNKS, first=1000)
-    engine.step()
-    assert engine.scheduler.get_num_new_matched_tokens(request, 0)[0] == HOST_CHUNKS * TOKENS
+    assert begin_when_known(engine, request) == HOST_CHUNKS
     engine.finish(request, RequestStatus.FINISHED_ABORTED)
     finish_stores(engine)
     settled(engine)
@@ -121,10 +120,20 @@ def test_a_store_ends_when_its_blocks_are_given_to_others(engine: Engine, steps:
     settled(engine)
 
 
+def nap(engine: Engine) -> None:
+    """Both ranks sleep, lose their blocks, and wake up, and the manager does not see it."""
+    for worker, tensors in zip(engine.rig.workers, engine.rig.tensors, strict=True):
+        worker.before_device_release()
+        for tensor in tensors:
+            tensor.fill_(0x55)
+        worker.after_device_restore()
+
+
 CUTS: dict[str, Callable[[Engine], Callable[[], None] | None]] = {
     "weights": lambda engine: engine.rig.workers[0].reports.weights_changed(0),
     "reset": lambda engine: engine.scheduler.reset_cache(),
     "sleep": lambda engine: engine.rig.workers[1].before_device_release(),
+    "nap": nap,
     "kill": lambda engine: kill_tier_host(engine, signal.SIGKILL),
     "hang": lambda engine: kill_tier_host(engine, signal.SIGSTOP),
     "fault": lambda engine: engine.manager._runtime.fail(RuntimeError("made by the test")),

@@ -210,15 +210,18 @@ class Stores:
             return None
 
     def proceed(self, cache: TieredCache, now: float, slots: int, epoch: tuple[int, int]) -> None:
-        """End parts that all ranks have copied, and give slots to chunks that have none yet, oldest first.
+        """End parts that all ranks have copied, and give slots to chunks that have none yet.
 
-        Host memory has so many `slots`. A store that gets none within the patience, or of which a part has failed, is
-        ended: its other chunks are not stored.
+        Requests that have got slots longest ago come first. Host memory has so many `slots`. A store that gets none
+        within the patience, or of which a part has failed, is ended: its other chunks are not stored.
         """
         cache.counters.drops[HOST][DropReason.BACKPRESSURE] += self.cut_off - self._counted
         self._counted = self.cut_off
-        waiting = set[str]()
-        for store in [each for each in self if each.rest]:
+        waiting, served = set[str](), dict[str, float]()
+        stores = [each for each in self if each.rest]
+        for store in stores:
+            served.setdefault(store.request.name, store.since)
+        for store in sorted(stores, key=lambda store: (served[store.request.name], store.number)):
             self._coming = None
             outcomes = {ticket.number: self.end(ticket, cache, now) for ticket in store.parts}
             store.parts = [ticket for ticket in store.parts if outcomes[ticket.number] is None]
@@ -252,17 +255,18 @@ class Stores:
         retention = store.request.hints.chunks(self._groups.tokens[group], 0)
         path = GroupKeys(rest.path[: first + run], first, retention=retention)
         order = self._order(cache, store, path, group, stream=True)
-        got = 0 if order is None else len(order.positions)
+        got, start = (0 if order is None else len(order.positions)), rest.done
         if order is not None and order.job is not None:
-            ticket = self._part(store, rest.theirs[rest.done : rest.done + got], (order.job, order.slots.of))
+            ticket = self._part(store, rest.theirs[start : start + got], (order.job, order.slots.of))
             runs, begins = [NO_SLOTS] * len(self._groups), [0] * len(self._groups)
-            runs[group], begins[group] = order.slots.of, rest.done
+            runs[group], begins[group] = order.slots.of, start
             spec = SlotsSpec(ticket.number, tuple(runs), epoch, tuple(begins))
             self._new_parts.append(JobPart(store.number, spec, is_store=True))
-            rest.done, store.since = rest.done + got, now
-        if got < run and (order is None or not order.later):  # the cache will not store the others
-            self.cut_off += rest.left - (0 if order is None else run - got)
-            rest.positions, store.has_gaps = rest.positions[: rest.done], True
+            rest.done, store.since = start + got, now
+        kept = got + (0 if order is None else len(order.later))
+        if kept < run:  # the cache will not store the others, of which it has counted those of this run
+            self.cut_off += len(rest.positions) - start - (0 if order is None else run)
+            rest.positions, store.has_gaps = rest.positions[: start + kept], True
         return got > 0
 
     def _part(self, store: StoreUnderWay, keys: Sequence[OffloadKey], job: tuple[int, Slots]) -> Ticket:
@@ -280,7 +284,7 @@ class Stores:
         self._new_parts.append(JobPart(store.number, None, is_store=True))
 
     def take(self) -> list[JobPart]:
-        """Parts that are sent to the workers in this step; not of stores of this step, which vLLM submits in the next."""
+        """Parts that are sent to the workers in this step: of stores from before it, which vLLM submits a step late."""
         parts = [part for part in self._new_parts if part.job <= self._submitted]
         self._new_parts = [part for part in self._new_parts if part.job > self._submitted]
         self._submitted = self._newest

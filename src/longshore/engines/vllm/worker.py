@@ -93,11 +93,12 @@ class JobPart(NamedTuple):
 class _JobUnderWay:
     """A job of vLLM's, by our number and its own: chunks that are not in place yet, and parts being copied.
 
-    `over`: parts that come later are refused.
+    `over`: parts that come later are refused; so are those of another `epoch`, as blocks may have been lost since.
     """
 
     number: int
     theirs: int
+    epoch: tuple[int, int]
     blocks: GPULoadStoreSpec
     left: int
     is_store: bool
@@ -176,7 +177,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
                 if job is not None:
                     job.over = True
                     self._end_if_over(job)
-            elif job is None or job.over:
+            elif job is None or job.over or job.epoch != spec.epoch:
                 self._report_failure(spec, is_store=is_store)
             else:
                 self._begin_part(job, spec)
@@ -270,7 +271,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
             self.reports.weights_changed(self._rank)
 
     def _first_part(self, theirs: int, blocks: GPULoadStoreSpec, spec: SlotsSpec, *, is_store: bool) -> _JobUnderWay:
-        job = _JobUnderWay(spec.job, theirs, blocks, sum(spec.left) + len(spec.indices), is_store)
+        job = _JobUnderWay(spec.job, theirs, spec.epoch, blocks, sum(spec.left) + len(spec.indices), is_store)
         self._under_way[job.number] = job
         return job
 
