@@ -42,7 +42,8 @@ def test_nothing_is_stored_of_a_request_whose_hints_cannot_be_read(rigs: Any, ca
     rig, keys = rigs(), keys_of(4)
     context = asking(rig, "odd", keys, kv_transfer_params={"longshore": {"stor": False}})
     assert rig.store(keys, range(1, 5), context) == []
-    assert "request odd: request hints: stor: Extra inputs are not permitted" in caplog.text
+    assert "request odd: invalid kv_transfer_params" in caplog.text
+    assert "stor: Extra inputs are not permitted" in caplog.text
 
 
 def test_hints_of_the_settings_are_those_of_requests_without(rigs: Any) -> None:
