@@ -52,6 +52,10 @@ class Several(Machine):
     def build(self, setup: Setup) -> None:
         self.begin(Groups(setup))
 
+    @rule()
+    def replace_device(self) -> None:
+        self.world.replace_device()
+
     # requests
 
     @rule(path=prompts, device=st.lists(has, min_size=3, max_size=3), request=st.sampled_from(REQUESTS))

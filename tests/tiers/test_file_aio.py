@@ -219,7 +219,9 @@ def test_a_tier_without_a_queue_does_what_others_do(
     harness = harness_of(slots=SLOTS)
     assert not calls.answers[NUMBERS.setup]
     assert harness.tier.fallbacks == {"no_direct_io": 0, "no_queue": 1}
-    assert [record.levelname for record in caplog.records if "threads instead" in record.message] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if "falling back to a thread pool" in record.message] == [
+        "WARNING"
+    ]
     assert store(harness, APART) == (Status.OK,) * 4
     assert load(harness, APART) == (Status.OK,) * 4
 

@@ -226,7 +226,7 @@ class GittinsModel(Model):
             self.stale = False
             if self.new >= max(64, self.slots // 16):
                 self.hit_rates.learn(self.spans, self.now)
-                self.hit_rates.fade(0.5 ** (self.new / (64 * self.slots)))
+                self.hit_rates.fade(0.5 ** (self.new / (64 * max(1, self.slots))))
                 self.new = 0
             order = self.hit_rates.order(self.spans.ages(self.now)).tolist()
             self.rank = {(self.spans.rows[each // PLAIN], each % PLAIN): place for place, each in enumerate(order)}

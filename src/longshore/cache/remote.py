@@ -321,7 +321,7 @@ class RemoteTiers:
     # ------------------------------------------------------------------ storing
 
     def offer(self, keys: Sequence[Key]) -> None:
-        """Chunks have come from the device, or were found by a request."""
+        """Chunks have come from the device."""
         for at, (seen, late) in enumerate(zip(self._seen, self._late, strict=True)):
             if not late:
                 self._send(at, keys if seen is None else keys[: seen.leading(keys)])
@@ -341,7 +341,7 @@ class RemoteTiers:
         Behind a chunk that is left out, or is not in the warmest tier, none is admitted.
         """
         tier, index, policy = self.tiers[at], self._store.index, self._store.policies[0]
-        if tier.keeps is None or not keys or not (self._transfers.settings.admission and policy.refuses):
+        if not keys or tier.keeps is None or not self._refuses(at):
             return keys
         nodes, left_out, admitted, refused = index.find(keys), set[int](), list[Key](), 0
         for key, node, enough in zip(keys, nodes, policy.outrank(nodes, tier.keeps).tolist(), strict=True):
@@ -355,6 +355,11 @@ class RemoteTiers:
             self._drop(tier, refused, DropReason.ADMISSION)
         return admitted
 
+    def _refuses(self, at: int) -> bool:
+        """Whether the tier may be refused chunks for what they promise, so that they are offered again when used."""
+        is_on = self._transfers.settings.admission and self._store.policies[0].refuses
+        return is_on and self.tiers[at].keeps is not None
+
     def _leaving(self, arrived: int) -> list[Key]:
         """What the warmest tier would evict for twice as many chunks as have `arrived`."""
         store = self._store
@@ -363,8 +368,9 @@ class RemoteTiers:
 
     def found(self, keys: Sequence[Key]) -> None:
         """Chunks of a path were found by a lookup, which counts for selective write policies."""
-        if any(seen is not None for seen in self._seen) or any(tier.keeps is not None for tier in self.tiers):
-            self.offer(keys)
+        for at, (seen, late) in enumerate(zip(self._seen, self._late, strict=True)):
+            if not late and (seen is not None or self._refuses(at)):
+                self._send(at, keys if seen is None else keys[: seen.leading(keys)])
 
     def proceed(self) -> None:
         """Process ended jobs, queue chunks that have arrived, and order stores within the limits."""

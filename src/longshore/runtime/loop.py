@@ -120,7 +120,7 @@ class Runtime:
         self._failures: dict[int, dict[Slot, Status]] = {}
         """Slots that were not filled, by job, until the result is applied to the cache."""
         self._closed = False
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self._unpollable: list[Mover] = []
         """Movers that could not be polled after a fault."""
         self._calls = CallLog(cache, self.fail)
@@ -165,7 +165,7 @@ class Runtime:
 
     def _check_process(self) -> None:
         """Raise `TierClosedError` in a process forked from the one of the movers' threads."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise TierClosedError("the tiers belong to the process that forked this one; open them in this one, too")
 
     @contextmanager
@@ -297,7 +297,7 @@ class Runtime:
         The lock is free while this waits, so that other threads can proceed. A forked process closes its copies
         of the tiers' files alone: all else is its parent's.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             for tier in self._tiers:
                 tier.close()
             return False

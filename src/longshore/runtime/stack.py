@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -512,6 +513,8 @@ def close_runtime(runtime: Runtime, flush_timeout: float = 30.0) -> bool:
     """Write back and close; returns whether all blocks were written, and logs it if they were not."""
     if runtime.close(flush_timeout):
         return True
+    if runtime.pid != os.getpid():  # a forked process: the lock may be held by a thread that it does not have
+        return False
     with runtime.observe() as cache:
         colder = [tier.name for tier in cache.stats() if tier.name != HOST] + list(runtime.stores)
     reason = f"waited {flush_timeout:g} s" if runtime.fault is None else "the control plane has failed"

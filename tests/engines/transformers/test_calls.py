@@ -311,7 +311,7 @@ def test_the_self_test_is_in_no_metric_and_no_event(registry: CollectorRegistry,
         assert tiers.stack is not None
         assert tiers.failure is None
         figures = [metric for metric in registry.collect() if re.search("hit_|moved_|failed_|written", metric.name)]
-        assert len(figures) == 4
+        assert len(figures) == 5
         found = {(sample.name, *sample.labels.values()): sample.value for each in figures for sample in each.samples}
     assert set(found.values()) == {0.0, found["longshore_events_written_total",]}
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "events").read_text().splitlines()]

@@ -112,6 +112,31 @@ class Engine:
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not reset")
 
+    def kill_rank(self, tokens: list[int], what: str) -> dict[str, Any]:
+        """Ask a prompt, and kill the second rank while it is stored, or loaded, in parts: the engine has to notice."""
+        engine, core, loads = (
+            self.llm.llm_engine,
+            self.llm.llm_engine.engine_core.engine_core,
+            self.manager._loads._loads,
+        )
+        is_midway = {
+            "store": lambda: bool(self.manager._stores.coming),
+            "load": lambda: any(load.rest for load in loads.values()),
+        }
+        engine.add_request("killed", {"prompt_token_ids": tokens}, self.sampling)
+        deadline = time.monotonic() + 60.0
+        while not is_midway[what]():
+            engine.step()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no {what} was seen in parts")
+        os.kill(core.model_executor.workers[1].proc.pid, signal.SIGKILL)
+        try:
+            while time.monotonic() < deadline:
+                engine.step()
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises
+            return {"died": type(error).__name__}
+        raise RuntimeError("the engine has not noticed that a rank died")
+
     def reset_tiers(self) -> None:
         """Forget what the tiers have, and the device."""
         if not self.llm.llm_engine.reset_prefix_cache(reset_connector=True):
@@ -133,7 +158,7 @@ class Engine:
 
     def settle(self) -> None:
         """Wait until all that was stored is safe in every tier; the engine steps meanwhile, as it does in a server."""
-        core, deadline = self.llm.llm_engine.engine_core.engine_core, time.monotonic() + 30.0
+        core, deadline = self.llm.llm_engine.engine_core.engine_core, time.monotonic() + 90.0
         while core.scheduler.connector.has_pending_push_work() and time.monotonic() < deadline:
             core.step_fn()
         self.manager._runtime.flush(30.0)

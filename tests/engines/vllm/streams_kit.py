@@ -124,7 +124,7 @@ class Engine:
 
     def compute(self, chunks: int, pieces: int, *, first: int = 1) -> Request:
         """Compute a prompt, so many chunks in a step; its stores, which have a minute to get slots, have not ended."""
-        self.manager._stores._patience = 60.0
+        self.manager._stores._write_timeout = 60.0
         request = self.request(chunks, first=first)
         blocks = self.blocks[request.request_id] = self._allocate(request, 0)
         self.fill(request, 0, 1)

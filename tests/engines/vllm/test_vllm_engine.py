@@ -124,7 +124,10 @@ def test_a_long_prompt_is_whole_again_after_its_store_was_cut_off(serve: Serve, 
     """By an abort, a tier host that dies, a reset of the tiers. What comes again at once waits for its store."""
     prompt = long_prompt()
     (cold,) = serve("llama", asked([prompt]), None, 160, options=CHUNKED).answers
-    ask, extra = ["ask", prompt], {**tiers(tmp_path / "tier"), "host_size": "576KiB", "load_timeout": 20.0}
+    ask, extra = (
+        ["ask", prompt],
+        {**tiers(tmp_path / "tier"), "host_size": "576KiB", "load_timeout": 120.0, "write_timeout": 10.0},
+    )
     whole = [ask, ["settle"], ["reset"], ask, ["reset"]]
     steps = [["abort", prompt, 4], ["reset"], ask, ["reset"], ask, ["reset"]]
     steps += [["reset_tiers"], ["kill_tier_host"], ask, ["revive_tier_host"], ["reset"], *whole]

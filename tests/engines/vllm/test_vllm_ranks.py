@@ -52,6 +52,23 @@ def test_two_ranks_load_a_prompt_longer_than_host_memory_whole(serve: Serve, tmp
     assert served.counters["held"] == served.counters["faults"] == 0
 
 
+@pytest.mark.parametrize("what", ["store", "load"])
+def test_a_rank_that_dies_within_a_long_prompt_costs_no_more_than_hits(serve: Serve, tmp_path: Path, what: str) -> None:
+    """Its engine ends; the next one on the same files computes what is not there, and then finds the prompt whole."""
+    prompt, extra = long_prompt(), {**tiers(tmp_path / "tier"), "host_size": "576KiB", "load_timeout": 120.0}
+    chunked = {**TWO, "options": {**TWO["options"], "max_num_batched_tokens": 1024}}
+    (cold,) = serve("llama", asked([prompt]), None, 160, **chunked).answers
+    whole = [["ask", prompt], ["settle"], ["reset"], ["ask", prompt]]
+    before = [] if what == "store" else [["ask", prompt], ["settle"], ["reset"]]
+    died = serve("llama", [*before, ["kill_rank", prompt, what]], extra, 160, connector=CONNECTOR, **chunked)
+    assert died.answers[-1]["died"]
+    served = serve("llama", whole, extra, 160, connector=CONNECTOR, **chunked)
+    assert [each["tokens"] for each in served.answers] == [cold["tokens"]] * 2
+    assert served.answers[-1]["cached"] == 28 * 32
+    assert served.answers[0]["cached"] == 28 * 32 or what == "store"
+    assert served.counters["held"] == served.counters["faults"] == 0
+
+
 def test_another_number_of_ranks_finds_nothing(serve: Serve, oracles: Any, tmp_path: Path) -> None:
     ask = asked(prompts())
     stored = serve("llama", [*ask[:1], ["settle"]], tiers(tmp_path / "tier"), 160, **TWO)

@@ -156,7 +156,7 @@ def test_a_store_that_something_cuts_off_ends(engine: Engine, what: str, monkeyp
         if what == "part":
             patch.setattr(engine.rig.workers[1], "_try", lambda part: False)
         undo = CUTS[what](engine) if what != "part" else None
-        engine.manager._stores._patience = 1.0
+        engine.manager._stores._write_timeout = 1.0
         for _ in range(3000):
             engine.step()
             time.sleep(0.001)
@@ -197,7 +197,7 @@ def test_a_store_that_lacks_a_block_has_no_parts(engine: Engine) -> None:
 
 def offered_together(engine: Engine, *firsts: int) -> list[Request]:
     """Prompts that begin with these tokens are computed, each in one piece, in one step."""
-    engine.manager._stores._patience = 60.0
+    engine.manager._stores._write_timeout = 60.0
     requests, new = [engine.request(CHUNKS, first=first) for first in firsts], []
     for each in requests:
         blocks = engine.blocks[each.request_id] = engine._allocate(each, 0)

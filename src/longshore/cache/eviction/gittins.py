@@ -514,7 +514,7 @@ class Gittins(EvictionPolicy):
     def _learn(self) -> None:
         """Update the hit-rate table with the uses since the last update."""
         self._hit_rates.learn(self._spans, self._now)
-        self._hit_rates.fade(0.5 ** (self._new / (_FADE * self.slots)))
+        self._hit_rates.fade(0.5 ** (self._new / (_FADE * max(1, self.slots))))
         self._new = 0
 
     def _rank_lists(self) -> None:

@@ -138,7 +138,14 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             )
         self._fetches = StoreFetches(self._runtime, self._groups) if store.stores else None
         self._stores = Stores(
-            self._groups, store.reports, self._validity, patience, self._events, self._image_bytes, self._ticket
+            self._groups,
+            store.reports,
+            self._validity,
+            patience,
+            self._events,
+            self._image_bytes,
+            store.write_timeout,
+            self._ticket,
         )
 
     # ------------------------------------------------------------------ loading

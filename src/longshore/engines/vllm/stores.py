@@ -59,9 +59,12 @@ class Stores:
         patience: float,
         events: EventTranslator | None,
         image_bytes: Sequence[int],
+        write_timeout: float,
         ticket: Callable[[], Ticket],
     ) -> None:
-        """`patience` is in seconds, `image_bytes` are those of each pool; `ticket` makes the ticket of a part.
+        """`patience` and `write_timeout` are in seconds: for how long a request offers again, and a store waits.
+
+        `image_bytes` are those of each pool; `ticket` makes the ticket of a part.
 
         The `events`, if there is one, learns vLLM's names of what is published.
         """
@@ -71,6 +74,7 @@ class Stores:
         self._patience = patience
         self._events = events
         self._image_bytes = image_bytes
+        self._write_timeout = write_timeout
         self._ticket = ticket
         self._stores: dict[int, StoreUnderWay] = {}
         self._new_parts: list[JobPart] = []
@@ -220,12 +224,12 @@ class Stores:
         waiting, served = set[str](), dict[str, float]()
         stores = [each for each in self if each.rest]
         for store in stores:
-            served.setdefault(store.request.name, store.since)
+            served[store.request.name] = max(store.since, served.get(store.request.name, 0.0))
         for store in sorted(stores, key=lambda store: (served[store.request.name], store.number)):
             self._coming = None
             outcomes = {ticket.number: self.end(ticket, cache, now) for ticket in store.parts}
             store.parts = [ticket for ticket in store.parts if outcomes[ticket.number] is None]
-            if False in outcomes.values() or now - store.since > self._patience:
+            if False in outcomes.values() or now - served[store.request.name] > self._write_timeout:
                 self._cut(store)
             elif store.request.name not in waiting:  # else it is behind what waits
                 for group, rest in list(store.rest.items()):

@@ -174,6 +174,7 @@ class SchedulerTiers:
         is_off: Whether there is no file tier because its directory could not be opened.
         windows: How many chunks the window of each group has; `None` for those that never slide.
         sleeps: What resets keep.
+        write_timeout: Seconds for which a store waits for slots.
     """
 
     runtime: Runtime
@@ -186,6 +187,7 @@ class SchedulerTiers:
     base_is_mixed: bool = False
     is_off: bool = False
     stores: tuple[HostedStore, ...] = ()
+    write_timeout: float = 60.0
 
     def close(self) -> None:
         """Write back chunks that a restart would lose, then release all resources. Idempotent."""
@@ -230,9 +232,8 @@ def open_tiers(
     windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))
     is_off = scope is not None and config.file_path is not None and file is None
     sleeps = SleepControl(runtime, reports, note.slabs, config)
-    return SchedulerTiers(
-        runtime, reports, arena, loop, file, windows, sleeps, note.model.base_is_mixed, is_off, stores
-    )
+    more = (note.model.base_is_mixed, is_off, stores, config.write_timeout)
+    return SchedulerTiers(runtime, reports, arena, loop, file, windows, sleeps, *more)
 
 
 def _open_stores(

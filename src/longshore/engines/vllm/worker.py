@@ -179,6 +179,9 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
                     self._end_if_over(job)
             elif job is None or job.over or job.epoch != spec.epoch:
                 self._report_failure(spec, is_store=is_store)
+                if job is not None and not job.over:
+                    job.over = True
+                    self._end_if_over(job)
             else:
                 self._begin_part(job, spec)
 
