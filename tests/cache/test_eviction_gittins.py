@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections import Counter
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longshore.boundary import HOST, Status, TransferResult
+from longshore.cache import GroupKeys, TieredCache, TierSpec
 from longshore.cache.columns import LISTS
 from longshore.cache.eviction import Gittins
 from longshore.cache.eviction.hit_rates import (
@@ -459,3 +462,19 @@ def test_what_left_comes_back_with_its_hint() -> None:
     keys = tier.names[some[:31]].tolist()
     assert {state >> HINT & 15 for _, _, state in tier.policy._ghosts.take_all(keys, forget=False)} == {ENDS}
     assert {tier.policy._ghosts.take_all([key], forget=False)[0][2] >> HINT & 15 for key in keys} == {ENDS}
+
+
+def test_a_tier_without_slots_goes_on() -> None:
+    """Host memory is given back while an engine sleeps, and may not come back."""
+    cache = TieredCache([TierSpec(HOST, 64, 1)])
+    for turn in range(200):
+        if turn == 100:
+            cache.resize(HOST, 0, discard=True)
+        keys = [hashlib.sha256(f"{turn} {at}".encode()).digest() for at in range(8)]
+        found = cache.lookup({0: GroupKeys(keys)}, 0.0)
+        order = cache.store({0: GroupKeys(keys)}, turn=found.turn)[0]
+        assert (order.job is None) == (turn >= 100)
+        if order.job is not None:
+            cache.apply([TransferResult(order.job, (Status.OK,) * len(order.positions), 8)], 0.0)
+        cache.end_step()
+    cache.check_integrity()
