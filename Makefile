@@ -59,15 +59,17 @@ vllm: $(VENV)/ready
 		$(SIDE_BY_SIDE) tests/engines/vllm/test_vllm_contract.py tests/engines/vllm/test_vllm_manager.py \
 		tests/engines/vllm/test_vllm_hints.py tests/engines/vllm/test_vllm_long_prompts.py \
 		tests/engines/vllm/test_vllm_scheduling.py tests/engines/vllm/test_vllm_scope.py \
-		tests/engines/vllm/test_vllm_shapes.py tests/engines/vllm/test_vllm_streams.py tests/engines/vllm/test_vllm_tier_host.py
+		tests/engines/vllm/test_vllm_shapes.py tests/engines/vllm/test_vllm_streams.py \
+		tests/engines/vllm/test_vllm_store_streams.py tests/engines/vllm/test_vllm_tier_host.py
 
 # The back end of SGLang, with real servers on the CPU, and a Valkey server, in an environment of its own (3.5 GB, kept
-# outside the checkout). A file's tests share servers, so they run in one process.
+# outside the checkout). A file's tests share servers, so they run in one process. .ci/run has time for those without servers.
+SGLANG_TESTS ?= tests/engines/sglang
 sglang: $(VENV)/ready
 	$(BIN)/python tests/environments.py sglang
 	$(BIN)/python tests/environments.py remote
 	PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests/engines/sglang/on_cpu:$(CURDIR)/.venvs/remote .venvs/sglang-0.5.23/bin/python -m pytest -q \
-		-p no:cacheprovider -n $(PROCESSES) --dist loadfile --no-loadscope-reorder tests/engines/sglang
+		-p no:cacheprovider -n $(PROCESSES) --dist loadfile --no-loadscope-reorder $(SGLANG_TESTS)
 
 # The contracts with the engines beside the newest release of each, whichever it is: what fails here is what an adapter has
 # to follow. Not in .ci/run, where a release would fail changes that have nothing to do with it.
