@@ -10,7 +10,7 @@ import pytest
 from vllm_kit import file_settings, keys_of
 
 from longshore.engines.vllm import manager as manager_module
-from longshore.engines.vllm.manager import Backoff
+from longshore.engines.vllm.connector import Backoff
 from longshore.engines.vllm.requests import ours
 
 

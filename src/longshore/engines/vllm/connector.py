@@ -6,11 +6,12 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "LongshoreConnector", "k
 
 The plain connector takes every load for a success. With this one the request is computed instead. And the gate (load or
 recompute) measures in steps how fast prompts are computed; without, set `prefill_speed`. Prompts
-longer than host memory are loaded in parts, which the metadata of steps tells workers of.
+longer than host memory are stored and loaded in parts, which the metadata of steps tells workers of.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -25,6 +26,30 @@ from longshore.engines.vllm.worker import LongshoreWorker
 
 _AHEAD = 2
 """Steps that are planned and have not ended, at most."""
+
+
+_COMPUTED_SECONDS = 0.5e-3
+"""A longer step has computed something, or slept."""
+
+_NAP_SECONDS = 0.2e-3
+
+
+class Backoff:
+    """A back-off: sleeps briefly in steps that follow one another at once while copies are in flight.
+
+    A step that finds nothing to compute returns at once. vLLM's own process then sleeps for a millisecond. An engine in
+    the process of its caller (VLLM_ENABLE_V1_MULTIPROCESSING=0) does not: its loop takes and releases the interpreter
+    lock so often that another thread may wait for it for hundreds of milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._last_step = -math.inf
+
+    def step_planned(self, is_awaited: Callable[[], bool]) -> None:
+        """A step was planned: sleep if it follows the last one at once while copies are in flight (`is_awaited`)."""
+        if time.monotonic() - self._last_step < _COMPUTED_SECONDS and is_awaited():
+            time.sleep(_NAP_SECONDS)
+        self._last_step = time.monotonic()
 
 
 class _Step(NamedTuple):

@@ -12,9 +12,7 @@ tiers of a request that needs more than host memory has room for: these are read
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count, takewhile
@@ -37,6 +35,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from longshore.boundary import DEVICE, FILE, HOST, Route, Slots, TransferResult
 from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, TieredCache, Until
 from longshore.engines.vllm.changes import BlockValidity
+from longshore.engines.vllm.connector import Backoff
 from longshore.engines.vllm.fetches import StoreFetches, load_limit, tiers_of
 from longshore.engines.vllm.loads import Loads
 from longshore.engines.vllm.metrics import EventTranslator, OffloadingMetrics
@@ -54,30 +53,6 @@ from longshore.engines.vllm.tiers import SchedulerTiers
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.hints import RequestHints
 from longshore.runtime.containment import contained
-
-_COMPUTED_SECONDS = 0.5e-3
-"""A longer step has computed something, or slept."""
-
-_NAP_SECONDS = 0.2e-3
-
-
-class Backoff:
-    """A back-off: sleeps briefly in steps that follow one another at once while copies are in flight.
-
-    A step that finds nothing to compute returns at once. vLLM's own process then sleeps for a millisecond. An engine in
-    the process of its caller (VLLM_ENABLE_V1_MULTIPROCESSING=0) does not: its loop takes and releases the interpreter
-    lock so often that another thread may wait for it for hundreds of milliseconds.
-    """
-
-    def __init__(self) -> None:
-        self._last_step = -math.inf
-
-    def step_planned(self, is_awaited: Callable[[], bool]) -> None:
-        """A step was planned: sleep if it follows the last one at once while copies are in flight (`is_awaited`)."""
-        if time.monotonic() - self._last_step < _COMPUTED_SECONDS and is_awaited():
-            time.sleep(_NAP_SECONDS)
-        self._last_step = time.monotonic()
-
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 _THERE = (Presence.READY, Presence.COLDER)
