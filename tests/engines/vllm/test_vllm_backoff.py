@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from vllm_kit import file_settings, keys_of
 
-from longshore.engines.vllm import manager as manager_module
+from longshore.engines.vllm import connector
 from longshore.engines.vllm.connector import Backoff
 from longshore.engines.vllm.requests import ours
 
@@ -36,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(manager_module, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
+    monkeypatch.setattr(connector, "time", SimpleNamespace(monotonic=clock.monotonic, sleep=clock.sleep))
     return clock
 
 
