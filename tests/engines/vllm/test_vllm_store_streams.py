@@ -276,3 +276,41 @@ def test_what_is_there_is_loaded_after_a_wait_in_vain(engine: Engine) -> None:
     engine.finish(request)
     finish_stores(engine)
     settled(engine)
+
+
+def test_stores_of_a_request_have_time_as_long_as_one_of_them_gets_slots(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later pieces of a prompt are queued behind the first one."""
+    monkeypatch.setattr(engine.manager._stores, "_next_part", lambda *_: False)
+    request = engine.compute(CHUNKS, 5, first=1000)
+    stores, now = list(engine.manager._stores), engine.manager._runtime.clock()
+    assert len([store for store in stores if store.rest]) > 2
+    for store in stores:
+        store.since = now - 100.0
+    stores[-1].since = now
+    engine.step()
+    assert engine.manager._stores.cut_off == 0
+    stores[-1].since = now - 100.0
+    engine.step()
+    assert engine.manager._stores.cut_off > 0
+    all_end(engine)
+    engine.finish(request)
+    all_end(engine)
+    settled(engine)
+
+
+@pytest.mark.parametrize("is_store", [True, False])
+def test_a_last_part_of_another_epoch_ends_its_job(engine: Engine, is_store: bool) -> None:
+    worker = engine.rig.workers[0]
+    first = SlotsSpec(900, (Slots("host", 0, (0, 1)),), (0, 0), left=(2,))
+    blocks = GPULoadStoreSpec([1, 2, 3, 4], group_sizes=[4], block_indices=[0])
+    if is_store:
+        worker.submit_store(7, blocks, first)
+    else:
+        worker.submit_load(7, first, blocks)
+    worker.engine.wait(list(worker._jobs))
+    assert not worker.get_finished()
+    worker.go_on([JobPart(900, SlotsSpec(901, (Slots("host", 0, (2, 3)),), (0, 2), (2,)), is_store)])
+    assert [each.job_id for each in worker.get_finished()] == [7]
+    assert worker.take_failed([7]) == (set() if is_store else {7})
