@@ -91,7 +91,8 @@ def test_a_prompt_longer_than_host_memory_is_served_under_chunked_prefill(serve:
     prompt = long_prompt()
     ask, extra = asked([prompt]), {**tiers(tmp_path / "tier"), "host_size": "576KiB"}
     cold = serve("llama", ask, None, 160, options=CHUNKED).answers[0]["tokens"]
-    steps = [["reset"], *ask, ["reset"], ["abort", prompt, 1], ["reset"], *ask, ["reset"], ["abort", prompt, 4]]
+    aborts = [["abort", prompt, 1], ["settle"]], [["abort", prompt, 4], ["settle"]]  # loads end before a reset
+    steps = [["reset"], *ask, ["reset"], *aborts[0], ["reset"], *ask, ["reset"], *aborts[1]]
     served = serve("llama", [*ask, *steps, ["reset"], *ask], extra, 160, options=CHUNKED)
     assert served.counters["image_bytes"] == [576 * 1024 // 12], "12 chunks of 28"
     assert [each["tokens"] for each in served.answers] == [cold] * 4
