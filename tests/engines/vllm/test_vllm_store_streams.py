@@ -63,32 +63,32 @@ def test_a_prompt_longer_than_host_memory_is_stored_whole(engine: Engine, pieces
 @pytest.mark.parametrize("how", ["in time", "late"])
 def test_a_lookup_waits_for_chunks_that_are_still_stored(engine: Engine, how: str) -> None:
     """Of a prompt that comes again before all of it has a slot; not for longer than `load_timeout`."""
+    resume = kill_tier_host(engine, signal.SIGSTOP)  # no room is made meanwhile
     engine.finish(engine.compute(CHUNKS, CHUNKS, first=1000))
-    assert engine.manager._stores.coming
+    assert len(engine.manager._stores.coming) == CHUNKS - HOST_CHUNKS
     request = engine.request(CHUNKS, first=1000)
     assert engine.scheduler.get_num_new_matched_tokens(request, 0)[0] is None, "it waits"
-    if how == "late":
-        engine.manager._stores.proceed = lambda *_: None  # type: ignore[method-assign]
+    if how == "in time":
+        resume()
     hit = begin_when_known(engine, request)
     assert hit == (CHUNKS if how == "in time" else HOST_CHUNKS)
     finish_load(engine, request)
     assert engine.wrong(request, hit) == 0
     engine.finish(request)
-    if how == "late":
-        del engine.manager._stores.proceed
+    resume()
+    finish_stores(engine)
     settled(engine)
 
 
 def test_only_what_is_worth_reading_is_waited_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.manager, "_patience", 600.0)
+    monkeypatch.setattr(manager_module, "load_limit", lambda *_: HOST_CHUNKS * TOKENS)
+    resume = kill_tier_host(engine, signal.SIGSTOP)
     engine.finish(engine.compute(CHUNKS, CHUNKS, first=1000))
-    assert engine.manager._stores.coming
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.manager._stores, "proceed", lambda *_: None)
-        there = CHUNKS - len(engine.manager._stores.coming)
-        monkeypatch.setattr(manager_module, "load_limit", lambda *_: there * TOKENS)
-        request = engine.request(CHUNKS, first=1000)
-        assert begin_when_known(engine, request) == there
+    assert len(engine.manager._stores.coming) == CHUNKS - HOST_CHUNKS
+    request = engine.request(CHUNKS, first=1000)
+    assert begin_when_known(engine, request) == HOST_CHUNKS
+    resume()
     engine.finish(request, RequestStatus.FINISHED_ABORTED)
     finish_stores(engine)
     settled(engine)
@@ -98,6 +98,7 @@ def test_only_what_is_worth_reading_is_waited_for(engine: Engine, monkeypatch: p
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_store_ends_when_its_blocks_are_given_to_others(engine: Engine, steps: int, ranks: tuple[int, ...]) -> None:
     """What has no slot by then is not stored; what is copied later would be another's bytes."""
+    resume = kill_tier_host(engine, signal.SIGSTOP)
     stored = engine.compute(CHUNKS, CHUNKS, first=1000)
     engine.finish(stored)
     for _ in range(steps):
@@ -112,6 +113,7 @@ def test_a_store_ends_when_its_blocks_are_given_to_others(engine: Engine, steps:
     engine.after_flush = lambda rank: engine.fill(other, rank)
     for rank in (0, 1):
         engine.take_in(rank)
+    resume()
     finish_stores(engine)
     assert engine.ended[job] == 2
     engine.finish(other, RequestStatus.FINISHED_ABORTED)
