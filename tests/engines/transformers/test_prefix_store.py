@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import linecache
 import os
+import signal
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -191,6 +193,27 @@ def test_a_forked_process_is_told_that_the_tiers_are_its_parents(model: Any) -> 
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
         found, tokens = store.restore_prefix(prompt)
         assert bits(found, tokens) == bits(cache, 48)
+
+
+def test_a_forked_process_closes_while_a_thread_of_its_parent_had_the_lock(model: Any) -> None:
+    with PrefixStore(model, Config.make(host_size="1MiB", fixed_weights=True), block_size=8) as store:
+        held, free = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with store._stack.runtime.observe():
+                held.set()
+                free.wait(60.0)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        assert held.wait(60.0)
+        child = os.fork()
+        if not child:
+            signal.alarm(20)  # ends it if it waits for the lock
+            os._exit(2 if store.close() is False else 0)
+        free.set()
+        holder.join()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
 
 
 @pytest.mark.parametrize("make", [list, tuple, torch.tensor], ids=["list", "tuple", "tensor"])

@@ -111,10 +111,8 @@ class Engine:
         """Compute a prompt a few chunks at a time, each of which is in files before the next."""
         for end in [*range(HOST_CHUNKS // 2, chunks, HOST_CHUNKS // 2), chunks]:
             request = self.request(end, first=first)
-            blocks = self._allocate(request, 0)
-            for rank, group, block, at in self._each(request, blocks):
-                for layer, tensor in enumerate(self.rig.tensors[rank][: group.layers]):
-                    tensor[block, : PAGE - 8] = self._content(request, group, at, rank, layer)
+            blocks = self.blocks[request.request_id] = self._allocate(request, 0)
+            self.fill(request, *range(len(self.rig.workers)))
             ids = tuple([block.block_id for block in mine] for mine in blocks)
             new = SimpleNamespace(req_id=request.request_id, block_ids=ids)
             self.step(new=[new], scheduled={request.request_id: request.num_tokens})

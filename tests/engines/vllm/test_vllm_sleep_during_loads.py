@@ -14,7 +14,7 @@ import pytest
 from streams_kit import CHUNKS, HOST_CHUNKS, Engine, finish_load, settled
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.request import Request, RequestStatus
-from vllm_kit import PAGE, Group, file_settings, keys_of
+from vllm_kit import Group, file_settings, keys_of
 
 from longshore.engines.vllm import tiers as tiers_module
 from longshore.runtime import stack
@@ -158,10 +158,8 @@ class Life:
     def compute(self) -> None:
         engine = self.engine
         request = engine.request(self.draw.choice([5, 12, CHUNKS]), first=self.draw.choice([1, 1000, 2000]))
-        blocks = engine._allocate(request, 0)
-        for rank, group, block, at in engine._each(request, blocks):
-            for layer, tensor in enumerate(engine.rig.tensors[rank][: group.layers]):
-                tensor[block, : PAGE - 8] = engine._content(request, group, at, rank, layer)
+        blocks = engine.blocks[request.request_id] = engine._allocate(request, 0)
+        engine.fill(request, *range(len(engine.rig.workers)))
         ids = tuple([block.block_id for block in mine] for mine in blocks)
         new = SimpleNamespace(req_id=request.request_id, block_ids=ids)
         engine.step(self.ranks, new=[new], scheduled={request.request_id: request.num_tokens})
