@@ -6,7 +6,7 @@ transformers   .venvs/transformers-VERSION for each VERSION that follows
 sglang         .venvs/sglang-0.5.23  a virtual environment with SGLang, what its CPU path imports, and what this project
                depends on (tests/engines/sglang/on_cpu stands in for what only a GPU's packages bring)
 triton         .venvs/triton-oldest
-remote         .venvs/remote: a Valkey server, and the clients that are measured beside ours
+remote         .venvs/remote: servers of Valkey and S3, and the clients that are measured beside ours
 newest         .venvs/vllm-newest and .venvs/sglang-newest: modules of the newest releases, to put before those above
 
 Everything is built once for a machine, in `$LONGSHORE_ENVIRONMENTS` or `~/.cache/longshore/environments`, under a
@@ -48,6 +48,7 @@ OF_SGLANG = (  # what its wheel asks for, without the packages of GPUs; `transfo
     *("transformers==5.19.0", "uvicorn>=0.51", "uvloop", "watchfiles", "xgrammar==0.2.7", "xxhash", "zstandard"),
 )
 TESTING = ("pytest", "pytest-xdist", "hypothesis")
+SECOND_S3 = "moto[server]>=5.2,<6"  # beside SeaweedFS, which `longshore bench remote` starts as well
 OLDEST_TRITON = "triton==3.3.0"  # as in pyproject.toml
 CUDA = {
     "12.8": ("nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cufile-cu12==1.13.1.3"),
@@ -81,7 +82,8 @@ def main() -> None:
             made = {f"{name}-newest": newest_modules(name, unpack) for name, unpack in ways.items()}
         case ["remote"]:
             extra = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["bench"]
-            made = {"remote": kept("remote", extra, lambda where: with_requirements(where, extra))}
+            servers = [*extra, SECOND_S3]
+            made = {"remote": kept("remote", servers, lambda where: with_requirements(where, servers))}
         case _:
             kinds = "vllm | sglang | transformers VERSION ... | triton | remote | newest"
             raise SystemExit(f"usage: python tests/environments.py {kinds}")

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -34,10 +34,14 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.base import BY_KEY, KEY_BYTES, Op, TierOp
 from longshore.tiers.file.io import SystemIo, file_system_of
 from longshore.tiers.remote import RemoteSettings, RemoteTier, parse_url
+from longshore.tiers.remote.bucket import expiry_days
 from longshore.tiers.remote.format import HEADER_BYTES, VERSION, version_of
 from longshore.tiers.remote.resp import RespSession, RespStore
 from longshore.tiers.remote.settings import PASSWORD_VARIABLE, USER_VARIABLE
 from longshore.tiers.remote.work import StoreError
+
+if TYPE_CHECKING:
+    from longshore.tiers.remote.s3 import S3Session
 
 PROBED = 512
 """Keys that one probe asks for."""
@@ -101,7 +105,7 @@ def check_store(
     """
     settings = parse_url(url)
     about = str(settings)
-    look = _directory if settings.is_directory else _server
+    look = _bucket if settings.is_s3 else _directory if settings.is_directory else _server
     connecting = 8 * max(settings.connect_timeout, _CALL_SECONDS)
     found = _by_deadline(about, lambda: look(settings, about), _CHECK_SECONDS + connecting)
     if all(each.level is not Severity.BROKEN for each in found) and write:
@@ -302,11 +306,51 @@ def _directory(settings: RemoteSettings, about: str) -> list[Diagnosis]:
     return [*found, *(Diagnosis(about, *each) for each in _of_versions(headers, others))]
 
 
+def _bucket(settings: RemoteSettings, about: str) -> list[Diagnosis]:
+    """Whether a bucket can be read, what removes our values from it, and which versions they have."""
+    try:
+        with _of_bucket(settings) as session:
+            session.check(math.inf)
+            headers, versions = session.headers(_SAMPLED)
+    except (StoreError, TierError) as error:
+        advice = "check endpoint, region and the bucket's name; a proxy named by HTTP_PROXY holds here as well"
+        what, _, said = str(error).partition(": ")
+        return [Diagnosis(about, Severity.BROKEN, what, said or advice)]
+    found = [Diagnosis(about, Severity.OK, "it answers, and the access key may read"), _lifecycle(settings, about)]
+    return [*found, *(Diagnosis(about, *each) for each in _of_versions(headers, Counter(set(versions) - {"ls1"})))]
+
+
+@contextlib.contextmanager
+def _of_bucket(settings: RemoteSettings) -> Iterator[S3Session]:
+    from longshore.tiers.remote.s3 import S3Session  # noqa: PLC0415 - its package is an extra
+
+    session = S3Session(settings, time.monotonic)
+    try:
+        yield session
+    finally:
+        session.close()
+
+
+def _lifecycle(settings: RemoteSettings, about: str) -> Diagnosis:
+    """Whether the bucket removes what we write."""
+    where = f"{settings.path}/ls1/".lstrip("/")
+    try:
+        days = expiry_days(settings)
+    except (StoreError, TierError) as error:
+        advice = f"allow s3:GetLifecycleConfiguration, or look yourself whether a rule expires objects under {where}"
+        return Diagnosis(about, Severity.WARNING, f"its lifecycle rules could not be read: {error}", advice)
+    if days is not None:
+        return Diagnosis(about, Severity.OK, f"a lifecycle rule removes our values after {days} days")
+    advice = f"add a rule that expires objects under {where}: aws s3api put-bucket-lifecycle-configuration"
+    return Diagnosis(about, Severity.WARNING, "no lifecycle rule removes our values: the bucket grows for ever", advice)
+
+
 class _Trial:
     """Images that are written, probed and read, as an engine would."""
 
     def __init__(self, settings: RemoteSettings, about: str, image_bytes: int, images: int) -> None:
-        self._settings = settings if settings.is_directory else replace(settings, ttl=_EXPIRY)
+        expires = not (settings.is_directory or settings.is_s3)
+        self._settings = replace(settings, ttl=_EXPIRY) if expires else settings
         self._about, self._images, self._size = about, images, image_bytes
         self._keys = [os.urandom(KEY_BYTES) for _ in range(max(PROBED, images))]
         self._done = threading.Event()
@@ -321,13 +365,26 @@ class _Trial:
         arena.array[:half] = np.random.default_rng().integers(0, 256, half, np.uint8)
         tier = RemoteTier(self._settings, arena=arena, image_bytes=self._size, namespace=namespace)
         tier.call_at_end(self._done.set)
+        found: list[Diagnosis] = []
         try:
-            return list(self._tried(tier, recompute))
+            found += self._tried(tier, recompute)
         finally:
             tier.close()
             arena.close()
-            if self._settings.is_directory:
-                shutil.rmtree(Path(self._settings.path, "ls1", namespace.hex()), ignore_errors=True)
+            found += self._removed(namespace)
+        return found
+
+    def _removed(self, namespace: bytes) -> Iterator[Diagnosis]:
+        """Remove what does not expire; what could not be."""
+        if self._settings.is_directory:
+            shutil.rmtree(Path(self._settings.path, "ls1", namespace.hex()), ignore_errors=True)
+        elif self._settings.is_s3:
+            try:
+                with _of_bucket(self._settings) as session:
+                    session.remove(namespace)
+            except StoreError as error:
+                what = f"the images of this check remain under ls1/{namespace.hex()}: {error}"
+                yield Diagnosis(self._about, Severity.WARNING, what, "allow s3:DeleteObject, or remove them yourself")
 
     def _tried(self, tier: RemoteTier, recompute: Recompute) -> Iterator[Diagnosis]:
         writes, write_seconds = self._move(tier, Op.WRITE)
@@ -375,6 +432,8 @@ class _Trial:
         named = ", ".join(f"{count} {status.value}" for status, count in statuses.items() if status is not Status.OK)
         what = f"{doing} {self._images} images of {format_bytes(self._size)}: {named}"
         advice = "read the server's log; ACL LIST shows whether the user may GET, SET and STRLEN ls1/*"
+        if self._settings.is_s3:
+            advice = "read the log above; the access key needs s3:GetObject, s3:PutObject and s3:ListBucket"
         if Status.NO_SPACE in statuses:
             advice = "the store is full: give it more room, and a policy that evicts"
         elif Status.QUEUE_FULL in statuses:

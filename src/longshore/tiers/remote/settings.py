@@ -4,10 +4,12 @@
     valkeys://host:6380/0?ca_file=/etc/ca.pem rediss://... is the same: TLS, and the certificate is verified
     unix:///run/valkey.sock?db=0
     file:///mnt/shared?daily_writes=500GiB    a directory that all replicas mount
+    s3://bucket/prefix?endpoint=http://h:9000 a bucket of S3; without `endpoint`, of AWS
 
 A password never stands in a URL, because URLs are logged: it is refused. It comes from the file that `password_file`
 names, or from the environment (`LONGSHORE_REMOTE_PASSWORD`), and is read at each connection, so that it can be changed
-while an engine runs. The user comes from the URL, `user` or `LONGSHORE_REMOTE_USER`.
+while an engine runs. The user comes from the URL, `user` or `LONGSHORE_REMOTE_USER`. For S3, they are the access key's
+ID and the secret key; without them, AWS's own variables hold (`longshore.tiers.remote.s3`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import re
 import ssl
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -31,12 +33,19 @@ PASSWORD_VARIABLE = "LONGSHORE_REMOTE_PASSWORD"  # noqa: S105 - the name of a va
 USER_VARIABLE = "LONGSHORE_REMOTE_USER"
 
 _PLAIN, _TLS = frozenset({"valkey", "redis"}), frozenset({"valkeys", "rediss"})
-_SCHEMES = (*sorted(_PLAIN | _TLS), "unix", "file")
+_SCHEMES = (*sorted(_PLAIN | _TLS), "unix", "file", "s3")
 _UNITS = {"ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)")
 _SIZE = TypeAdapter(ByteSize)
-_SECRETS = frozenset({"password", "passwd", "pass", "pwd", "auth", "token", "secret"})
+_SECRETS = frozenset(
+    {"password", "passwd", "pass", "pwd", "auth", "token", "secret", "secret_access_key", "session_token"}
+)
 _MOST_BYTES = 1 << 60
+_MOST_REQUESTS = 64
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PREFIX = re.compile(r"(?:[A-Za-z0-9_.-]+(?:/[A-Za-z0-9_.-]+)*)?")
+_ENDPOINT = re.compile(r"https?://[A-Za-z0-9_.\[\]:-]+")
+_REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +53,10 @@ class RemoteSettings:
     """One store. Times are in seconds, sizes in bytes; 0 for `ttl` and `daily_writes` means no limit.
 
     Attributes:
-        scheme: One of `valkey`, `valkeys`, `unix`, `file`.
-        host: Of a server reached over TCP.
+        scheme: One of `valkey`, `valkeys`, `unix`, `file`, `s3`.
+        host: Of a server reached over TCP; of S3, the bucket.
         port: Of that server.
-        path: Of a unix socket, or of the shared directory.
+        path: Of a unix socket, or of the shared directory; of S3, what precedes the addresses in the bucket.
         db: Number of the server's database.
         user: Name to authenticate with; empty: the server's default user.
         password_file: File whose first line is the password.
@@ -63,6 +72,9 @@ class RemoteSettings:
         fetch_timeout: Within which a fetch must have ended, from its submission; a caller's earlier deadline counts.
         write_timeout: The same for a write.
         in_flight: Bytes of values that may be under way on one connection. More than about 1 MiB is slower.
+        endpoint: URL of a server of S3; empty: AWS.
+        region: Of the bucket; empty: as AWS's variables say, else `us-east-1`.
+        requests: Of S3, the requests for values that may be under way in each direction.
     """
 
     scheme: str
@@ -70,7 +82,7 @@ class RemoteSettings:
     port: int = 6379
     path: str = ""
     db: int = 0
-    user: str = ""
+    user: str = field(default="", repr=False)
     password_file: str = ""
     ca_file: str = ""
     cert_file: str = ""
@@ -84,19 +96,32 @@ class RemoteSettings:
     fetch_timeout: float = 2.0
     write_timeout: float = 5.0
     in_flight: int = 1 << 19
+    endpoint: str = ""
+    region: str = ""
+    requests: int = 16
 
     @property
     def tls(self) -> bool:
         """Whether the connection is encrypted."""
-        return self.scheme == "valkeys"
+        return self.scheme == "valkeys" or (self.is_s3 and not self.endpoint.startswith("http://"))
 
     @property
     def is_directory(self) -> bool:
         """Whether the store is a directory."""
         return self.scheme == "file"
 
+    @property
+    def is_s3(self) -> bool:
+        """Whether the store is a bucket."""
+        return self.scheme == "s3"
+
     def __str__(self) -> str:
         """Where the store is, for logs; nothing secret is in it."""
+        if self.is_s3:
+            where = self.endpoint and f"?endpoint={self.endpoint}"
+            return (
+                f"s3://{self.host}{self.path and '/' + self.path}{where or (self.region and f'?region={self.region}')}"
+            )
         if self.path:
             return f"{self.scheme}://{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -162,8 +187,11 @@ _NUMBERS = {
     "daily_writes": "size",
     "in_flight": "size",
     "db": "number",
+    "requests": "number",
 }
-_TEXTS = ("user", "password_file", "ca_file", "cert_file", "key_file", "server_name")
+_TEXTS = ("user", "password_file", "ca_file", "cert_file", "key_file", "server_name", "endpoint", "region")
+_OF_S3 = frozenset({"endpoint", "region", "requests"})
+_NOT_OF_S3 = frozenset({"db", "cert_file", "key_file", "server_name", "in_flight"})
 _FILES = ("password_file", "ca_file", "cert_file", "key_file")
 _CHOICES = {"write": ("all", "second_use", "evict")}
 _OPTIONS = (*_NUMBERS, *_TEXTS, *_CHOICES)
@@ -198,24 +226,44 @@ def parse_url(url: str) -> RemoteSettings:
     options = _options(parts.query)
     if user:
         options["user"] = unquote(user)
-    if scheme in {"unix", "file"}:
-        if host or not parts.path.startswith("/"):
-            raise ConfigError(f"remote store: expected {scheme}:///PATH with an absolute path")
-        settings = RemoteSettings(scheme, path=unquote(parts.path), **{**_slower(scheme), **options})
-    else:
-        if not host:
-            raise ConfigError(f"remote store: expected {parts.scheme}://HOST:PORT/DB, got no host")
-        number = parts.path.strip("/")
-        if number:
-            options["db"] = _number("db", number)
-        settings = RemoteSettings(scheme, host, port or 6379, **options)
+    settings = _placed(scheme, host or "", port, parts.path, options)
     _check(settings, options)
     return settings
 
 
+def _placed(scheme: str, host: str, port: int | None, path: str, options: dict[str, Any]) -> RemoteSettings:
+    """The settings of what stands behind `scheme`."""
+    if scheme == "s3":
+        if not _BUCKET.fullmatch(host) or port is not None:
+            raise ConfigError(
+                "remote store: expected s3://BUCKET/PREFIX: the server stands in ?endpoint=http://HOST:PORT"
+            )
+        return RemoteSettings(scheme, host, path=_prefix(path), **{**_slower(scheme), **options})
+    if scheme in {"unix", "file"}:
+        if host or not path.startswith("/"):
+            raise ConfigError(f"remote store: expected {scheme}:///PATH with an absolute path")
+        return RemoteSettings(scheme, path=unquote(path), **{**_slower(scheme), **options})
+    if not host:
+        raise ConfigError(f"remote store: expected {scheme}://HOST:PORT/DB, got no host")
+    number = path.strip("/")
+    if number:
+        options["db"] = _number("db", number)
+    return RemoteSettings(scheme, host, port or 6379, **options)
+
+
 def _slower(scheme: str) -> dict[str, float]:
-    """Network file systems answer less quickly than a server in memory."""
+    """Network file systems and object stores answer less quickly than a server in memory."""
+    if scheme == "s3":
+        return {"connect_timeout": 1.0, "probe_timeout": 1.0, "fetch_timeout": 5.0, "write_timeout": 10.0}
     return {"probe_timeout": 0.5} if scheme == "file" else {}
+
+
+def _prefix(path: str) -> str:
+    """The path of a URL as the prefix of objects."""
+    prefix = unquote(path).strip("/")
+    if not _PREFIX.fullmatch(prefix):
+        raise ConfigError("remote store: expected a prefix of letters, digits and . _ - between single slashes")
+    return prefix
 
 
 def _options(query: str) -> dict[str, Any]:
@@ -240,7 +288,7 @@ def _options(query: str) -> dict[str, Any]:
 
 
 def _check(settings: RemoteSettings, options: Mapping[str, object]) -> None:
-    for name in ("connect_timeout", "probe_timeout", "fetch_timeout", "write_timeout", "in_flight"):
+    for name in ("connect_timeout", "probe_timeout", "fetch_timeout", "write_timeout", "in_flight", "requests"):
         if getattr(settings, name) <= 0:
             raise ConfigError(f"remote store: {name}: expected more than 0, got {getattr(settings, name)}")
     if 0 < settings.ttl < 1e-3:
@@ -252,7 +300,18 @@ def _check(settings: RemoteSettings, options: Mapping[str, object]) -> None:
         raise ConfigError("remote store: cert_file and key_file need each other")
     tls_only = {"ca_file", "cert_file", "key_file", "server_name"} & options.keys()
     if tls_only and not settings.tls:
-        raise ConfigError(f"remote store: {', '.join(sorted(tls_only))}: only for valkeys:// and rediss://")
+        raise ConfigError(f"remote store: {', '.join(sorted(tls_only))}: only for valkeys://, rediss:// and https")
+    if foreign := (_NOT_OF_S3 if settings.is_s3 else _OF_S3) & options.keys():
+        raise ConfigError(
+            f"remote store: {', '.join(sorted(foreign))}: {'not' if settings.is_s3 else 'only'} for s3://"
+        )
+    if settings.requests > _MOST_REQUESTS:
+        raise ConfigError(f"remote store: requests: expected at most {_MOST_REQUESTS}, got {settings.requests}")
+    if settings.endpoint and not _ENDPOINT.fullmatch(settings.endpoint):
+        shown = _shown(settings.endpoint, ", got ")
+        raise ConfigError(f"remote store: endpoint: expected a URL such as http://HOST:PORT, without a path{shown}")
+    if settings.region and not _REGION.fullmatch(settings.region):
+        raise ConfigError("remote store: region: expected a name such as us-east-1")
     server_only = {"db", "user", "password_file", "connect_timeout"} & options.keys()
     if server_only and settings.is_directory:
         raise ConfigError(f"remote store: {', '.join(sorted(server_only))}: not for file://")

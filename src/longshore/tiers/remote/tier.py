@@ -35,14 +35,19 @@ from longshore.tiers.remote.directory import DirectoryStore
 from longshore.tiers.remote.format import HEADER_BYTES, NO_RANK, Identity, Namespace, address
 from longshore.tiers.remote.resp import RespStore
 from longshore.tiers.remote.settings import RemoteSettings, parse_url
-from longshore.tiers.remote.work import Image, Session, StoreClient, StoreError, WorkQueue
+from longshore.tiers.remote.work import Budget, Image, Session, StoreClient, StoreError, WorkQueue
 
-FAILURE_REASONS = ("connection", "timeout", "refused", "broken", "breaker", "full", "budget")
+FAILURE_REASONS = (
+    *("connection", "timeout", "refused", "broken", "breaker", "full", "budget"),
+    *("denied", "clock", "throttled", "server"),
+)
 """The reasons counted in `RemoteTier.failures`.
 
 `connection`: it could not be made, or was lost. `timeout`: no answer by a deadline. `refused`: the server answered with
 an error, such as a wrong password. `broken`: what came was no reply. `breaker`: how often it has opened. `full`: writes
-that the store had no room for. `budget`: writes beyond `daily_writes`.
+that the store had no room for. `budget`: writes beyond `daily_writes`. Of S3: `denied`, wrong credentials or no
+permission; `clock`, this machine's differs from the server's; `throttled`, too many requests; `server`, a status of
+500 or more.
 """
 
 _BAD = 4096
@@ -55,12 +60,18 @@ _BAD_VALUES = frozenset({Status.CORRUPT, Status.MISMATCH, Status.SHORT})
 _ANSWERED = _BAD_VALUES | {Status.OK, Status.LAPSED, Status.NO_SPACE}
 """Statuses of operations that the store has answered."""
 
-_DAY, _HOUR = 86_400.0, 3600.0
 _GRACE = 1.0
 """Seconds beyond its last deadline that a thread is waited for when the tier is closed."""
 
 _SAYS_LITTLE = 10.0
 """Seconds between two warnings about one store."""
+
+_SAYS_ONCE = 3600.0
+"""The same for what only a person can change."""
+
+_OF_PEOPLE = frozenset({"denied", "clock"})
+_OF_WRITES = frozenset({"refused", "denied", "throttled"})
+"""Answers to a write which say nothing of reads."""
 
 _log = logging.getLogger(__name__)
 
@@ -126,9 +137,9 @@ class RemoteTier(KeyedTier):
         self._lock = threading.RLock()
         self._breaker = CircuitBreaker(failures)
         self._failures = dict.fromkeys(FAILURE_REASONS, 0)
-        self._budget = _Budget(self.settings.daily_writes, clock)
+        self._budget = Budget(self.settings.daily_writes, clock)
         self._bad: OrderedDict[bytes, None] = OrderedDict()
-        self._said_at = -1.0
+        self._said_at, self._said = -1.0, ""
         self._pause: tuple[float, Status] = -1.0, Status.NO_SPACE
         """Until when writes end at once, and how."""
         self._tickets = 0
@@ -144,13 +155,7 @@ class RemoteTier(KeyedTier):
         self._pid = os.getpid()
         self._at_end: Callable[[], None] | None = None
         self.ended = 0
-        largest = max(self.image_bytes)
-        if store is None:
-            if self.settings.is_directory:
-                store = DirectoryStore(self.settings, largest)
-            else:
-                store = RespStore(self.settings, clock, largest)
-        self._store = store
+        self._store = store = open_client(self.settings, clock, self.image_bytes) if store is None else store
         self._queues = {op: WorkQueue(op, self._lock, clock, self._image_ended) for op in Op}
         self._sessions: set[Session] = set()
         """Sessions that are open, of all threads."""
@@ -227,7 +232,7 @@ class RemoteTier(KeyedTier):
         """Results since the last call; ends what is late."""
         for queue in self._queues.values():
             if late := queue.expire():
-                self._failed(StoreError("timeout", "the file system does not answer"), late)
+                self._failed(StoreError("timeout", "the store does not answer"), late)
         with self._lock:
             results, self._results = self._results, []
         return results
@@ -425,7 +430,7 @@ class RemoteTier(KeyedTier):
                 except Exception as error:  # noqa: BLE001 - this thread serves all requests to come
                     session = self._close(session)
                     failure = self._as_failure(error)
-                    if is_writing and failure.reason == "refused":
+                    if is_writing and failure.reason in _OF_WRITES:
                         self._takes_no_writes(failure)
                     else:
                         self._failed(failure)
@@ -532,6 +537,7 @@ class RemoteTier(KeyedTier):
                 self._probing.notify_all()
                 self._warn(
                     now,
+                    error,
                     "remote tier %s is unreachable: %s; it is skipped until a health check succeeds (run: longshore "
                     "doctor %s)",
                     *(self.name, error, self.settings),
@@ -544,7 +550,7 @@ class RemoteTier(KeyedTier):
             now = self._clock()
             self._pause = now + _WRITE_PAUSE, error.status
             message = "remote tier %s takes no writes: %s; reads go on (run: longshore doctor %s)"
-            self._warn(now, message, self.name, error, self.settings)
+            self._warn(now, error, message, self.name, error, self.settings)
 
     def _checked(self, *, answers: bool) -> None:
         with self._lock:
@@ -565,9 +571,10 @@ class RemoteTier(KeyedTier):
             self._failures["budget"] += 1
             return Status.QUEUE_FULL
 
-    def _warn(self, now: float, message: str, *arguments: object) -> None:
-        if self._said_at < 0 or now - self._said_at >= _SAYS_LITTLE:
-            self._said_at = now
+    def _warn(self, now: float, error: StoreError, message: str, *arguments: object) -> None:
+        pause = _SAYS_ONCE if error.reason in _OF_PEOPLE and str(error) == self._said else _SAYS_LITTLE
+        if self._said_at < 0 or now - self._said_at >= pause:
+            self._said_at, self._said = now, str(error)
             _log.warning(message, *arguments)
 
     def _check_open(self) -> None:
@@ -575,24 +582,12 @@ class RemoteTier(KeyedTier):
             raise TierClosedError(f"{self.settings}: the {self.name} tier was closed")
 
 
-class _Budget:
-    """Bytes that may be sent: `daily` in a day, at most an hour's worth at once; 0: no limit."""
+def open_client(settings: RemoteSettings, clock: Callable[[], float], image_bytes: Sequence[int]) -> StoreClient:
+    """What connects to the store. Raises `TierError` if a package or certificates are missing."""
+    if settings.is_s3:
+        from longshore.tiers.remote.s3 import S3Store  # noqa: PLC0415 - its package is an extra
 
-    def __init__(self, daily: int, clock: Callable[[], float]) -> None:
-        self.spent = 0
-        self._rate = daily / _DAY
-        self._clock = clock
-        self._left = self._rate * _HOUR
-        self._now = clock()
-
-    def take(self, nbytes: int) -> bool:
-        """Whether `nbytes` may be sent; then they count."""
-        if self._rate:
-            now = self._clock()
-            self._left = min(self._left + (now - self._now) * self._rate, self._rate * _HOUR)
-            self._now = now
-            if nbytes > self._left:
-                return False
-            self._left -= nbytes
-        self.spent += nbytes
-        return True
+        return S3Store(settings, clock, min(image_bytes))
+    if settings.is_directory:
+        return DirectoryStore(settings, max(image_bytes))
+    return RespStore(settings, clock, max(image_bytes))

@@ -214,6 +214,32 @@ class WorkQueue:
         self._ended(image, status)
 
 
+_DAY, _HOUR = 86_400.0, 3600.0
+
+
+class Budget:
+    """Bytes that may be sent: `daily` in a day, at most an hour's worth at once; 0: no limit."""
+
+    def __init__(self, daily: int, clock: Callable[[], float]) -> None:
+        self.spent = 0
+        self._rate = daily / _DAY
+        self._clock = clock
+        self._left = self._rate * _HOUR
+        self._now = clock()
+
+    def take(self, nbytes: int) -> bool:
+        """Whether `nbytes` may be sent; then they count."""
+        if self._rate:
+            now = self._clock()
+            self._left = min(self._left + (now - self._now) * self._rate, self._rate * _HOUR)
+            self._now = now
+            if nbytes > self._left:
+                return False
+            self._left -= nbytes
+        self.spent += nbytes
+        return True
+
+
 Refusal = Callable[[int], Status | None]
 """Asked for each value before it is sent, with its bytes: how the write ends instead, or `None`."""
 
