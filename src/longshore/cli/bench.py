@@ -44,6 +44,7 @@ class StoreKind(enum.StrEnum):
 
     VALKEY = "valkey"
     REDIS = "redis"
+    S3 = "s3"
     DIR = "dir"
 
 

@@ -87,6 +87,7 @@ def send_signed(
         f"AWS4-HMAC-SHA256 Credential={key.name}/{scope}, SignedHeaders={names}, Signature={signature}"
     )
     context = ssl.create_default_context(cafile=settings.ca_file or None) if settings.tls else None
+    headers["content-type"] = "application/xml"
     where = f"{endpoint}/{settings.host}{path}" + (f"?{query}" if query else "")
     to_send = urllib.request.Request(where, body or None, headers, method=method)  # noqa: S310 - http or https
     try:

@@ -66,15 +66,10 @@ class S3Session:
     """One thread's requests. Methods raise `StoreError` where the server cannot be used."""
 
     def __init__(self, settings: RemoteSettings, clock: Callable[[], float]) -> None:
-        """Raises `StoreError` if credentials or certificates cannot be read."""
+        """Nothing is connected, and no access key read, before the first request."""
         self._settings = settings
         self._clock = clock
         self._clients: dict[float, Any] = {}
-        try:
-            self._key = key_pair(settings)
-            self._authorities = Path(settings.ca_file).read_bytes() if settings.ca_file else None
-        except (TierError, OSError) as error:
-            raise StoreError("denied", str(error)) from None
 
     def check(self, deadline: float) -> None:
         """Return if the bucket can be read: an object that is not there is asked for."""
@@ -143,40 +138,8 @@ class S3Session:
     def _client(self, seconds: float) -> Any:
         """What sends requests that end after `seconds`."""
         if seconds not in self._clients:
-            try:
-                self._clients[seconds] = self._make(seconds)
-            except (*_ERRORS, TypeError) as error:
-                raise _typed(error, self._settings) from None
+            self._clients[seconds] = make_client(self._settings, seconds)
         return self._clients[seconds]
-
-    def _make(self, seconds: float) -> Any:
-        settings, key = self._settings, self._key
-        config: dict[str, Any] = {"unsigned_payload": True}
-        if settings.region:
-            config["region"] = settings.region
-        if settings.endpoint:  # both: AWS's variables may have set the second one, which counts more
-            config |= {"endpoint": settings.endpoint, "aws_endpoint_url_s3": settings.endpoint}
-        more: dict[str, Any] = {}
-        if key is not None:
-            found = {"access_key_id": key.name, "secret_access_key": key.secret, "token": key.token, "expires_at": None}
-            more["credential_provider"] = lambda: found
-        elif settings.endpoint and not any(each in os.environ for each in _FROM_ELSEWHERE):
-            config["skip_signature"] = True
-        options: dict[str, Any] = {
-            "allow_http": not settings.tls,
-            "timeout": timedelta(seconds=seconds),
-            "connect_timeout": timedelta(seconds=settings.connect_timeout),
-        }
-        if self._authorities is not None:
-            options["root_certificate"] = self._authorities
-        return obstore.store.S3Store(
-            settings.host,
-            prefix=settings.path or None,
-            config=config,
-            client_options=options,
-            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=seconds)},
-            **more,
-        )
 
     async def _lengths(self, paths: Sequence[str], deadline: float) -> list[int]:
         client, found, left = self._client(self._settings.probe_timeout), [0] * len(paths), iter(enumerate(paths))
@@ -276,6 +239,41 @@ class S3Store:
     def connect(self) -> S3Session:
         """A session of one thread; it connects with its first request. Raises `StoreError`."""
         return S3Session(self._settings, self._clock)
+
+
+def make_client(settings: RemoteSettings, seconds: float) -> Any:
+    """A client of obstore, whose requests end after `seconds`. Raises `StoreError` if it cannot be made."""
+    try:
+        key = key_pair(settings)
+        authorities = Path(settings.ca_file).read_bytes() if settings.ca_file else None
+    except (TierError, OSError) as error:
+        raise StoreError("denied", str(error)) from None
+    config: dict[str, Any] = {"unsigned_payload": True}
+    if settings.region:
+        config["region"] = settings.region
+    if settings.endpoint:  # both: AWS's variables may have set the second one, which counts more
+        config |= {"endpoint": settings.endpoint, "aws_endpoint_url_s3": settings.endpoint}
+    more: dict[str, Any] = {}
+    if key is not None:
+        found = {"access_key_id": key.name, "secret_access_key": key.secret, "token": key.token, "expires_at": None}
+        more["credential_provider"] = lambda: found
+    elif settings.endpoint and not any(each in os.environ for each in _FROM_ELSEWHERE):
+        config["skip_signature"] = True
+    options: dict[str, Any] = {
+        "allow_http": not settings.tls,
+        "timeout": timedelta(seconds=seconds),
+        "connect_timeout": timedelta(seconds=settings.connect_timeout),
+    }
+    if authorities is not None:
+        options["root_certificate"] = authorities
+    retries = {"max_retries": 0, "retry_timeout": timedelta(seconds=seconds)}
+    prefix = settings.path or None
+    try:
+        return obstore.store.S3Store(
+            settings.host, prefix=prefix, config=config, client_options=options, retry_config=retries, **more
+        )
+    except (*_ERRORS, TypeError) as error:
+        raise _typed(error, settings) from None
 
 
 def _wrong(length: int, expected: int) -> Status:
