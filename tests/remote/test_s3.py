@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import obstore
 import pytest
-from remotes import IMAGE, PATIENT, ask, moved_among_faults, remote, until
+from remotes import IMAGE, PATIENT, ask, moved_among_faults, remote, self_signed, until
 
 from longshore.boundary import Status
 from longshore.testing import FaultyHttpProxy, HttpFault, TierHarness, TierTests, WireFault
@@ -181,6 +181,17 @@ def test_access_keys_come_from_our_variables_and_awss(
     assert harness.load(0, 1)[0] is Status.LAPSED
     assert harness.run(harness.op(Op.WRITE, 0, 1)) == (Status.IO_ERROR,)
     assert remote(harness).failures["denied"] == 1
+
+
+def test_tls_verifies_the_server(tmp_path: Path, opened: Callable[..., TierHarness]) -> None:
+    with LocalS3("seaweedfs", tmp_path / "server", self_signed(tmp_path)) as server:
+        good = opened(server.url(PATIENT))
+        good.store(0, 1)
+        good.assert_serves(0, 1)
+        assert ask(good, 1, 2) == (True, False)
+        unknown = opened(server.url(PATIENT).replace(f"&ca_file={tmp_path / 'cert.pem'}", ""))
+        assert unknown.run(unknown.op(Op.READ, 0, 1)) == (Status.AWAY,)
+        assert remote(unknown).failures["connection"] >= 1
 
 
 @pytest.mark.parametrize(

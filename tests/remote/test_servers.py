@@ -2,14 +2,13 @@
 
 import math
 import os
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from remotes import IMAGE, PATIENCE, PATIENT, ask, moved_among_faults, remote, until
+from remotes import IMAGE, PATIENCE, PATIENT, ask, moved_among_faults, remote, self_signed, until
 
 from longshore.boundary import Status
 from longshore.testing import FaultyProxy, TierHarness, TierTests, WireFault
@@ -142,10 +141,7 @@ def test_a_user_with_a_password(
 
 
 def test_tls_verifies_the_server(tmp_path: Path, opened: Callable[..., TierHarness]) -> None:
-    certificate, private = tmp_path / "cert.pem", tmp_path / "key.pem"
-    make = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost")
-    names = ("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(private), "-out", str(certificate))
-    subprocess.run([*make, *names], check=True, capture_output=True)
+    certificate, private = self_signed(tmp_path)
     port = free_port()
     files = {"tls_cert_file": str(certificate), "tls_key_file": str(private), "tls_ca_cert_file": str(certificate)}
     with LocalServer("redis", tmp_path / "server", tls_port=str(port), tls_auth_clients="no", **files):

@@ -155,12 +155,13 @@ class LocalS3(LocalProcess):
         port: On 127.0.0.1.
     """
 
-    def __init__(self, kind: str, directory: Path) -> None:
-        """Raises `TierError` where it is not installed."""
+    def __init__(self, kind: str, directory: Path, tls: tuple[Path, Path] | None = None) -> None:
+        """With `tls`, a certificate and its key, SeaweedFS speaks HTTPS. Raises `TierError` if it is not installed."""
         super().__init__(directory)
         self.port = free_port()
         self._kind = kind
         self._directory = directory
+        self._tls = tls
         if kind == "moto" and find_spec("moto") is None:
             raise TierError("no server of moto: pip install 'moto[server]'")
         self._ports = [f"-{name}={free_port()}" for name in _WEED_PORTS]
@@ -175,12 +176,16 @@ class LocalS3(LocalProcess):
     def url(self, options: str = "", *, user: str = "admin", bucket: str = "images/kv", port: int | None = None) -> str:
         """A store in its bucket, for `user`; through `port`, for a proxy."""
         key = f"user=AK{user}&password_file={self._directory / user}"
-        return f"s3://{bucket}?endpoint=http://127.0.0.1:{port or self.port}&{key}&{options}".rstrip("&")
+        scheme = "https" if self._tls else "http"
+        authority = f"&ca_file={self._tls[0]}" if self._tls else ""
+        return f"s3://{bucket}?endpoint={scheme}://127.0.0.1:{port or self.port}&{key}{authority}&{options}".rstrip("&")
 
     def _words(self) -> list[str]:
         if self._kind == "moto":
             return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
-        files = (f"-dir={self._directory / 'data'}", f"-s3.config={self._directory / 'users.json'}")
+        files: tuple[str, ...] = (f"-dir={self._directory / 'data'}", f"-s3.config={self._directory / 'users.json'}")
+        if self._tls:
+            files += (f"-s3.cert.file={self._tls[0]}", f"-s3.key.file={self._tls[1]}")
         return [_weed(), "server", *files, f"-s3.port={self.port}", *self._ports, *_WEED_OPTIONS]
 
     def _answers(self) -> bool:
