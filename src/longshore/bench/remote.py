@@ -71,7 +71,9 @@ def run(server: str, parent: Path, *, repeats: int = 9, only: Sequence[str] = ()
     scratch = Path(tempfile.mkdtemp(prefix="longshore-bench-", dir=parent))
     try:
         with contextlib.ExitStack() as undo:
-            running = None if server == "dir" else undo.enter_context(_server_of(server, scratch))
+            running = None if server == "dir" else _server_of(server, scratch)
+            if running is not None:
+                undo.enter_context(running)
             for size in SIZES:
                 kinds = [kind for kind in _BY_SIZE if f"{kind}/{size}" in names]
                 if kinds:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -109,7 +109,7 @@ class S3Session:
         client = self._client(self._settings.fetch_timeout)
         try:
             versions = [each.rpartition("/")[2] for each in client.list_with_delimiter()["common_prefixes"]]
-            page = next(iter(client.list("ls1", chunk_size=count)), [])
+            page: list[Any] = next(iter(client.list("ls1", chunk_size=count)), [])
             found = [bytes(client.get_range(each["path"], start=0, end=HEADER_BYTES)) for each in page if each["size"]]
         except _ERRORS as error:
             raise _typed(error, self._settings) from None
@@ -267,11 +267,9 @@ def make_client(settings: RemoteSettings, seconds: float) -> Any:
     if authorities is not None:
         options["root_certificate"] = authorities
     retries = {"max_retries": 0, "retry_timeout": timedelta(seconds=seconds)}
-    prefix = settings.path or None
+    prefix, kind = settings.path or None, cast(Any, obstore.store.S3Store)
     try:
-        return obstore.store.S3Store(
-            settings.host, prefix=prefix, config=config, client_options=options, retry_config=retries, **more
-        )
+        return kind(settings.host, prefix=prefix, config=config, client_options=options, retry_config=retries, **more)
     except (*_ERRORS, TypeError) as error:
         raise _typed(error, settings) from None
 
