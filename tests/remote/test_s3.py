@@ -335,6 +335,17 @@ def test_a_request_that_hangs_ends_at_its_deadline_and_never_writes_the_arena(
     assert remote(harness).failures["timeout"] == 1
 
 
+def test_a_request_that_outlives_its_image_is_one_failure(
+    proxied: FaultyHttpProxy, weed: LocalS3, opened: Callable[..., TierHarness]
+) -> None:
+    harness = opened(weed.url("connect_timeout=20s&fetch_timeout=3s", port=proxied.port), failures=NEVER)
+    proxied.plan = lambda name, number: WireFault.STALL
+    assert harness.run(harness.op(Op.READ, 0, 1), deadline=time.monotonic() + 2.0) == (Status.DEADLINE,)
+    harness.tier.close()  # waits for the request
+    assert proxied.fired[WireFault.STALL] == 1
+    assert remote(harness).failures["timeout"] == 1
+
+
 # A server that lies
 
 
