@@ -31,11 +31,11 @@ def doctor(
 ) -> None:
     """Check stores and this machine before an engine is started: what is wrong, and what to do about it.
 
-    Of each store: whether it can be reached and used with the given user and password; whether it evicts (maxmemory,
-    policy); how long a probe takes, and whether fetching is faster than computing the same tokens; values of other
-    format versions. Of this machine: memory, limits, /dev/shm, and the disk of the file tier (direct and asynchronous
-    I/O). For that, 16 images are written under a namespace of their own, and expire after a minute; a server that is
-    full evicts others for them.
+    Of each store: whether it can be reached and used with the given user and password; whether it evicts (maxmemory and
+    policy; the lifecycle rules of a bucket); how long a probe takes, and whether fetching is faster than computing the
+    same tokens; values of other format versions. Of this machine: memory, limits, /dev/shm, and the disk of the file
+    tier (direct and asynchronous I/O). For that, 16 images are written under a namespace of their own, and expire after
+    a minute, or are removed; a server that is full evicts others for them.
 
     longshore doctor valkey://cache:6379/0?ttl=24h
     longshore doctor --config longshore.toml --model qwen3-32b --prefill-rate 9000

@@ -73,7 +73,11 @@ class S3Session:
 
     def check(self, deadline: float) -> None:
         """Return if the bucket can be read: an object that is not there is asked for."""
-        self._named(_NOTHING, self._settings.connect_timeout + self._settings.probe_timeout)
+        try:
+            self._client(self._settings.connect_timeout + self._settings.probe_timeout).get(_NOTHING)
+        except _ERRORS as error:
+            if not _is_absent(error):
+                raise _typed(error, self._settings) from None
 
     def lengths(self, addresses: Sequence[bytes], deadline: float) -> list[int]:
         """The length of each value in bytes; 0 for one that is not there, or has expired."""
@@ -159,17 +163,9 @@ class S3Session:
         except TimeoutError:
             raise StoreError("timeout", "no answer in time", Status.DEADLINE) from None
         except _ERRORS as error:
-            self._named(paths[0], max(self._settings.connect_timeout, seconds) if seconds < math.inf else 1.0)
+            self.check(deadline)  # errors of HEAD have no text, those of GET do
             raise _typed(error, self._settings) from None
         return found
-
-    def _named(self, path: str, seconds: float) -> None:
-        """Raise what is wrong: errors of HEAD have no text, those of GET do. Nothing, if the server answers."""
-        try:
-            self._client(seconds).get(path)
-        except _ERRORS as error:
-            if not _is_absent(error):
-                raise _typed(error, self._settings) from None
 
     def _length_of(self, meta: Mapping[str, Any]) -> int:
         """How long a value is; 0 if it has expired."""
@@ -206,7 +202,7 @@ class S3Session:
             length = self._length_of(client.head(path))
         except _ERRORS as error:
             if not _is_absent(error):
-                self._named(path, self._settings.write_timeout)
+                self.check(image.deadline)
                 raise _typed(error, self._settings) from None
             length = 0
         if length == len(value) and not is_bad(image.address):

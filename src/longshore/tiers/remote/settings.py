@@ -260,7 +260,7 @@ def _slower(scheme: str) -> dict[str, float]:
 
 def _prefix(path: str) -> str:
     """The path of a URL as the prefix of objects."""
-    prefix = unquote(path).strip("/")
+    prefix = unquote(path).removeprefix("/").removesuffix("/")
     if not _PREFIX.fullmatch(prefix):
         raise ConfigError("remote store: expected a prefix of letters, digits and . _ - between single slashes")
     return prefix
