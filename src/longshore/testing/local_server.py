@@ -26,7 +26,7 @@ from longshore.tiers.remote import parse_url
 from longshore.tiers.remote.bucket import send_signed
 from longshore.tiers.remote.work import StoreError
 
-START_SECONDS = 20.0
+START_SECONDS = 90.0
 
 
 def binary_of(kind: str) -> str:
