@@ -144,14 +144,13 @@ def test_a_tier_that_is_opened_again_is_on(harness: TierHarness, io: FailingIo) 
     harness.store(0, 0)
 
 
-def test_failures_are_exported_under_both_names(harness: TierHarness) -> None:
+def test_failures_are_exported_by_reason(harness: TierHarness) -> None:
     runtime = Runtime(TieredCache([TierSpec(HOST, 4, 4096)], CacheSettings()), [])
     registry = CollectorRegistry()
     registry.register(LongshoreCollector(runtime, file=harness.tier))
     harness.assert_misses(0, 0)
     for reason, count in (("read_mismatch", 1), ("read_corrupt", 0), ("read_only", 0), ("off", 0)):
-        for name in ("longshore_file_failures_total", "longshore_file_troubles_total"):
-            assert registry.get_sample_value(name, {"reason": reason}) == count
+        assert registry.get_sample_value("longshore_file_failures_total", {"reason": reason}) == count
     runtime.close(1.0)
 
 

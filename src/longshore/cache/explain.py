@@ -23,7 +23,7 @@ class Verdict(enum.Enum):
     DEVICE = "device"  # the engine had it
     FOUND = "found"  # in a tier, and found by the lookup
     MISSED = "missed"  # found, but not loaded
-    BEHIND = "behind"  # in a tier, but behind a chunk that was missed
+    BEHIND = "after a miss"  # in a tier, but after a chunk that was missed
     IN_FLIGHT = "in flight"  # being written to its first tier
     FAILED = "failed"  # its last write or read failed
     EVICTED = "evicted"  # evicted
@@ -151,8 +151,8 @@ def _read(path: Path) -> list[Event]:
 
 
 def _miss(answer: list[Account], loaded: Event) -> None:
-    """Chunks that were found but not loaded: the first has a cause, the others are behind it."""
-    causes = dict.fromkeys(loaded.keys[loaded.length :], "behind") | dict.fromkeys(
+    """Chunks that were found but not loaded: the first has a cause, the others come after it."""
+    causes = dict.fromkeys(loaded.keys[loaded.length :], "after_miss") | dict.fromkeys(
         loaded.keys[loaded.length : loaded.length + 1], loaded.cause
     )
     for i, account in enumerate(answer):

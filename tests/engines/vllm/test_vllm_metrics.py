@@ -100,7 +100,7 @@ def test_misses_are_counted_once_by_their_reason(rigs: Any) -> None:
         assert [rig.manager.lookup(key, reader) for key in keys[1:3]] == [HIT, MISS]
         rig.end_step()
     assert total("longshore_miss_chunks", "absent") == 3  # the third, the fourth and the sixth
-    assert total("longshore_miss_chunks", "behind") == 1
+    assert total("longshore_miss_chunks", "after_miss") == 1
 
 
 def test_what_is_waited_for_in_vain_is_a_miss_by_deadline(rigs: Any) -> None:
@@ -113,7 +113,7 @@ def test_what_is_waited_for_in_vain_is_a_miss_by_deadline(rigs: Any) -> None:
     while rig.lookup(keys, reader) != [MISS] * 2:
         pass
     assert total("longshore_miss_chunks", "deadline") == 1
-    assert total("longshore_miss_chunks", "behind") == 1
+    assert total("longshore_miss_chunks", "after_miss") == 1
 
 
 def test_events_tell_what_each_tier_has_got_and_given_up(rigs: Any, tmp_path: Path) -> None:
