@@ -27,8 +27,8 @@ from prometheus_client.samples import Exemplar, Sample
 
 from longshore import __version__
 from longshore.cache import Counters, TierStats
-from longshore.monitoring.endpoint import Health, serve_metrics
-from longshore.monitoring.table import LOOKUP_SECONDS, METRICS, Histogram, Kind
+from longshore.monitoring.endpoint import HealthReport, serve_metrics
+from longshore.monitoring.table import LOOKUP_SECONDS, METRICS, Histogram, MetricKind
 from longshore.runtime import EventRecorder, Runtime
 from longshore.runtime.stack import Stack
 from longshore.tiers.arena import ArenaReport
@@ -61,18 +61,18 @@ class LongshoreCollector(Collector):
         self._file = file
         self._stores = stores
 
-    def health(self) -> Health:
+    def health(self) -> HealthReport:
         """Whether the tiers serve requests; if not as they should, why."""
         runtime = self._runtime
         if runtime.fault is not None:
-            return Health.disabled(f"the control plane failed: {type(runtime.fault).__name__}; see the log")
+            return HealthReport.disabled(f"the control plane failed: {type(runtime.fault).__name__}; see the log")
         if runtime.closed:
-            return Health.disabled("the tiers were closed")
+            return HealthReport.disabled("the tiers were closed")
         tiers = [tier for tier in (self._file, *self._stores) if tier is not None]
         reasons = [f"{tier.name}: {trouble}" for tier in tiers if (trouble := tier.trouble)]
         if self._events is not None and self._events.failure is not None:
             reasons.append("events: the event file cannot be written")
-        return Health.of(reasons)
+        return HealthReport.of(reasons)
 
     def collect(self) -> Iterable[Metric]:
         """All metric families, read under the runtime's lock; also after it was closed."""
@@ -133,10 +133,12 @@ class FollowingCollector(Collector):
         self._before: dict[str, Metric] = {}
         """Counters and histograms of closed stacks, by name."""
 
-    def health(self) -> Health:
+    def health(self) -> HealthReport:
         """That of the present stack."""
         with self._lock:
-            return Health.disabled("no tiers are open") if self._stack is None else _collector(self._stack).health()
+            return (
+                HealthReport.disabled("no tiers are open") if self._stack is None else _collector(self._stack).health()
+            )
 
     def follow(self, stack: Stack | None) -> None:
         """Export the metrics of `stack` from now on; `None`: counters keep their values."""
@@ -207,9 +209,9 @@ class MirroredMetrics:
         """The object of the metric `name` with these labels."""
         if name not in self._made:
             about = METRICS[name]
-            if about.kind is Kind.HISTOGRAM:
+            if about.kind is MetricKind.HISTOGRAM:
                 self._made[name] = MultiProcessHistogram(name, about.help, tuple(labels), buckets=about.buckets)
-            elif about.kind is Kind.COUNTER:
+            elif about.kind is MetricKind.COUNTER:
                 self._made[name] = Counter(name, about.help, tuple(labels))
             else:
                 self._made[name] = Gauge(name, about.help, tuple(labels), multiprocess_mode="livesum")
@@ -282,7 +284,7 @@ def _metric(name: str, values: Mapping[Any, float] | float) -> Metric:
     """The metric `name` with `values`: one for each label value, or tuple of them; a number where it has no labels."""
     about = METRICS[name]
     family: CounterMetricFamily | GaugeMetricFamily
-    kind = CounterMetricFamily if about.kind is Kind.COUNTER else GaugeMetricFamily
+    kind = CounterMetricFamily if about.kind is MetricKind.COUNTER else GaugeMetricFamily
     family = kind(name, about.help, labels=about.labels)
     for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
         family.add_metric(_label_values(key), value)

@@ -17,7 +17,7 @@ from grafana_foundation_sdk.models.prometheus import Dataquery
 from longshore.cache import DropReason, MissReason
 from longshore.cache.types import Answer
 from longshore.monitoring import board, page, rules
-from longshore.monitoring.table import METRICS, VALUES, Kind
+from longshore.monitoring.table import METRICS, VALUES, MetricKind
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("golden_metrics.txt")
@@ -26,7 +26,11 @@ NAME = re.compile(r"\blongshore_[a-z_]+")
 
 def exported() -> set[str]:
     """Every name that Prometheus sees."""
-    ends = {Kind.COUNTER: ("_total",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
+    ends = {
+        MetricKind.COUNTER: ("_total",),
+        MetricKind.GAUGE: ("",),
+        MetricKind.HISTOGRAM: ("_bucket", "_sum", "_count"),
+    }
     return {name + end for name, metric in METRICS.items() for end in ends[metric.kind]}
 
 

@@ -81,23 +81,31 @@ def explain(
     `scopes` are the keys of the same tokens under other scopes, by name of the scope, for chunks that were never stored
     under this one. Raises `TraceError` if there is no event of such a request.
     """
+    answers = explain_all(events, only=request, scopes=scopes)
+    if request not in answers:
+        raise TraceError(f"no event is about a request called {request!r}")
+    return answers[request]
+
+
+def explain_all(
+    events: Iterable[Event], *, only: str | None = None, scopes: Mapping[str, Sequence[Key]] | None = None
+) -> dict[str, list[Account]]:
+    """The same for every named request, or for `only` one, by name, in order of their first lookups."""
     histories: dict[Key, _History] = {}
-    answer: list[Account] | None = None
+    answers: dict[str, list[Account]] = {}
     for event in events:
         if event.kind is EventKind.REQUEST:
-            if event.request == request:
-                answer = [_account(event, i, histories, scopes or {}) for i in range(len(event.keys))]
+            if event.request is not None and only in (None, event.request):
+                answers[event.request] = [_account(event, i, histories, scopes or {}) for i in range(len(event.keys))]
         elif event.kind is EventKind.LOADED:
-            if event.request == request and answer is not None:
-                _miss(answer, event)
+            if event.request in answers:
+                _miss(answers[event.request], event)
         elif event.kind is EventKind.RESET:
             for history in histories.values():
                 history.apply(event)
         elif event.key is not None:
             histories.setdefault(event.key, _History()).apply(event)
-    if answer is None:
-        raise TraceError(f"no event is about a request called {request!r}")
-    return answer
+    return answers
 
 
 class Asked(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from longshore.monitoring.table import GROUPS, Kind, Metric
+from longshore.monitoring.table import GROUPS, Metric, MetricKind
 
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _WHERE = '{instance=~"$instance"}'
@@ -119,13 +119,13 @@ def _of_metric(name: str, metric: Metric, at: int, top: int) -> dict[str, Any]:
     """The panel of one metric of the table."""
     legend = " ".join(f"{{{{{label}}}}}" for label in metric.labels) or "{{instance}}"
     by = ", ".join(metric.labels or ("instance",))
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind is MetricKind.HISTOGRAM:
         rate = f"sum by ({', '.join(('le', *metric.labels))}) (rate({name}_bucket{_WHERE}[$__rate_interval]))"
         targets = [
             (f"histogram_quantile({quantile}, {rate})", f"p{quantile * 100:g} {legend}") for quantile in _QUANTILES
         ]
         unit = "s" if name.endswith("_seconds") else "bytes"
-    elif metric.kind is Kind.COUNTER:
+    elif metric.kind is MetricKind.COUNTER:
         targets = [(f"sum by ({by}) (rate({name}_total{_WHERE}[$__rate_interval]))", legend)]
         unit = "Bps" if name.endswith("_bytes") else "percentunit" if name.endswith("_seconds") else "cps"
     else:

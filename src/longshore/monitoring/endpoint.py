@@ -32,19 +32,19 @@ _SECONDS = 10.0
 """A connection that sends nothing for so long is closed."""
 
 
-class Health(NamedTuple):
+class HealthReport(NamedTuple):
     """Whether the tiers serve requests: `ready`, `degraded` or `disabled`, and why."""
 
     status: str
     reasons: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, reasons: Sequence[str]) -> Health:
+    def of(cls, reasons: Sequence[str]) -> HealthReport:
         """Ready, or degraded for `reasons`."""
         return cls("degraded" if reasons else "ready", tuple(reasons))
 
     @classmethod
-    def disabled(cls, reason: str) -> Health:
+    def disabled(cls, reason: str) -> HealthReport:
         """No tier serves."""
         return cls("disabled", (reason,))
 
@@ -55,7 +55,7 @@ class MetricsSource(Protocol):
     def collect(self) -> Iterable[Any]:
         """Metric families."""
 
-    def health(self) -> Health:
+    def health(self) -> HealthReport:
         """The health of the tiers."""
 
 

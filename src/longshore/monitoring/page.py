@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from longshore.monitoring.rules import RULES
-from longshore.monitoring.table import GROUPS, METRICS, VALUES, Kind, Metric
+from longshore.monitoring.table import GROUPS, METRICS, VALUES, Metric, MetricKind
 
 _HEAD = """# Metrics
 
@@ -86,7 +86,7 @@ def _groups() -> Iterator[str]:
         (
             (f"`{name}`", ", ".join(f"{bound:.12g}" for bound in each.buckets))
             for name, each in METRICS.items()
-            if each.kind is Kind.HISTOGRAM
+            if each.kind is MetricKind.HISTOGRAM
         ),
     )
 
@@ -107,7 +107,7 @@ def _alerts() -> Iterator[str]:
 
 
 def _exported(name: str, metric: Metric) -> str:
-    return f"{name}_total" if metric.kind is Kind.COUNTER else name
+    return f"{name}_total" if metric.kind is MetricKind.COUNTER else name
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:

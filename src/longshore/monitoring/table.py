@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-class Kind(enum.Enum):
+class MetricKind(enum.Enum):
     """The Prometheus type of a metric."""
 
     COUNTER = "counter"
@@ -38,7 +38,7 @@ class Metric(NamedTuple):
         group: Heading on the reference page, and row of the Grafana board.
     """
 
-    kind: Kind
+    kind: MetricKind
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
@@ -59,15 +59,15 @@ _SIZES = tuple(float(1 << power) for power in range(14, 33, 2))
 
 
 def _counter(help: str, *labels: str, vllm: bool = False) -> Metric:  # noqa: A002 - as prometheus_client names it
-    return Metric(Kind.COUNTER, help, labels, vllm=vllm)
+    return Metric(MetricKind.COUNTER, help, labels, vllm=vllm)
 
 
 def _gauge(help: str, *labels: str, vllm: bool = False) -> Metric:  # noqa: A002
-    return Metric(Kind.GAUGE, help, labels, vllm=vllm)
+    return Metric(MetricKind.GAUGE, help, labels, vllm=vllm)
 
 
 def _histogram(help: str, buckets: tuple[float, ...], *labels: str, vllm: bool = False) -> Metric:  # noqa: A002
-    return Metric(Kind.HISTOGRAM, help, labels, buckets, vllm)
+    return Metric(MetricKind.HISTOGRAM, help, labels, buckets, vllm)
 
 
 GROUPS: Mapping[str, Mapping[str, Metric]] = {

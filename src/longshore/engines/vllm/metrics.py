@@ -29,7 +29,7 @@ from longshore import __version__
 from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
 from longshore.cache import DropReason, Event, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
 from longshore.cache.types import Answer
-from longshore.monitoring.table import METRICS, QUEUE_SECONDS, Histogram, Kind, Metric
+from longshore.monitoring.table import METRICS, QUEUE_SECONDS, Histogram, Metric, MetricKind
 from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, HostedStore
 from longshore.tiers.remote import FAILURE_REASONS as OF_STORES
 
@@ -51,9 +51,9 @@ def definitions() -> dict[str, Any]:
 
 
 def _definition(about: Metric) -> Any:
-    if about.kind is Kind.HISTOGRAM:
+    if about.kind is MetricKind.HISTOGRAM:
         return OffloadingHistogramMetadata(about.help, about.labels, about.buckets)
-    kind = OffloadingCounterMetadata if about.kind is Kind.COUNTER else OffloadingGaugeMetadata
+    kind = OffloadingCounterMetadata if about.kind is MetricKind.COUNTER else OffloadingGaugeMetadata
     return kind(about.help, about.labels)
 
 
@@ -127,7 +127,7 @@ class OffloadingMetrics:
             for value in values:
                 stats.observe_histogram(name, value, labels)
         for (name, labels), value in changed:
-            if METRICS[name].kind is Kind.GAUGE:
+            if METRICS[name].kind is MetricKind.GAUGE:
                 stats.set_gauge(name, value, labels)
             else:
                 stats.increase_counter(name, value - self._reported.get((name, labels), 0), labels)
