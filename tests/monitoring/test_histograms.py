@@ -89,6 +89,7 @@ def test_a_load_is_timed_by_its_slowest_tier() -> None:
     watched = Watched()
     watched.store(0, 1)
     watched.runtime.flush(0.0)  # orders copies to the file tier
+    watched.runtime.pump()
     watched.end_all()
     with watched.runtime.control() as cache:
         assert cache.discard(path(0, 1)[1:], "host") == 1
