@@ -139,6 +139,8 @@ def test_what_happened_between_two_readings_is_shown(address: str, store: Prefix
     store.restore_prefix([1] * (3 * BLOCK))
     after = scrape(url, 60.0)
     found = summary(after, before)
+    asked = ("longshore_requests_total", frozenset[tuple[str, str]]())
+    assert after.samples[asked] - before.samples[asked] == 1
     assert found["misses"]["absent"] == 3
     assert found["hit_ratio"] == 0
     assert found["seconds"] == after.at - before.at
