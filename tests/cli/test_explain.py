@@ -101,6 +101,7 @@ def test_a_running_engine_is_explained(tmp_path: Path) -> None:
     with runtime.control() as cache:
         cache.store({0: GroupKeys([A])}, {0: (0,)})
     mover.end(Status.OK)
+    runtime.pump()
     with runtime.control() as cache:
         cache.lookup({0: GroupKeys([A, B])}, runtime.clock(), request="now", until=Until.NOTHING)
     recorder.pump()  # as its thread does, four times a second; nothing is closed

@@ -103,8 +103,9 @@ def test_events_that_cannot_be_written_degrade_the_health(tmp_path: Path) -> Non
         assert health(server) == (200, "degraded", ["events: the event file cannot be written"])
 
 
-def test_a_slow_scraper_holds_up_no_other() -> None:
+def test_a_slow_scraper_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, _ = make()
+    monkeypatch.setattr("longshore.monitoring.endpoint._Quiet.timeout", 600.0)
     with serve_metrics(LongshoreCollector(runtime), "127.0.0.1:0") as server:
         host, _, port = server.address.rpartition(":")
         with socket.create_connection((host, int(port))) as slow:

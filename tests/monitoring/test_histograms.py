@@ -139,6 +139,20 @@ def test_the_age_of_evicted_chunks_is_observed(alone: bool) -> None:
     assert ages.total == pytest.approx(30.0 * sum(ages.counts))
 
 
+def test_the_age_of_chunks_with_a_copy_below_is_observed() -> None:
+    watched = Watched()
+    watched.store(0, 1, 2, 3)
+    watched.runtime.flush(0.0)
+    watched.runtime.pump()
+    watched.end_all()
+    watched.now += 30.0
+    watched.store(4, 5, 6, 7)
+    gone = watched.value("longshore_demoted_chunks_total", tier="host")
+    assert gone == watched.value("longshore_evicted_age_seconds_count", tier="host") == 4
+    assert watched.value("longshore_evicted_age_seconds_sum", tier="host") == 4 * 30.0
+    assert watched.value("longshore_evicted_age_seconds_count", tier="file") == 0
+
+
 def test_chunks_of_an_earlier_process_have_no_age() -> None:
     cache = TieredCache([TierSpec("host", 2, IMAGE)])
     cache.adopt("host", [(0, path(0)[0], None), (1, path(1)[0], None)])
