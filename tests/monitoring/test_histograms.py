@@ -122,14 +122,14 @@ def test_a_load_that_brings_nothing_is_not_timed() -> None:
     assert watched.value("longshore_load_seconds_count", tier="host") == 0
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_the_age_of_evicted_chunks_is_observed(alone: bool) -> None:
-    cache = TieredCache([TierSpec("host", 4, IMAGE)])
+@pytest.mark.parametrize(("alone", "slots"), [(True, 4), (False, 4), (False, 40)])
+def test_the_age_of_evicted_chunks_is_observed(alone: bool, slots: int) -> None:
+    cache = TieredCache([TierSpec("host", slots, IMAGE)])
     now = 1000.0
-    for first, age in ((0, 0.0), (4, 30.0)):  # the second path takes the room of the first one
+    for first, age in ((0, 0.0), (slots, 30.0)):  # the second path takes the room of the first one
         now += age
         cache.apply((), now)
-        keys = path(*range(first, first + 4))
+        keys = path(*range(first, first + slots))
         for part in [keys] if not alone else [[key] for key in keys]:
             cache.store({0: GroupKeys(part)}, {0: tuple(range(len(part)))}, evicting=True)
             transfers = [each for each in cache.take() if isinstance(each, Transfer)]

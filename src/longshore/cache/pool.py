@@ -191,6 +191,11 @@ class SlotPool:
         """The slots `at` were filled at `now`, in seconds."""
         column(self.written)[at] = min(int(now * _TICKS), _LAST_TICK)
 
+    def age(self, index: int, now: float) -> float | None:
+        """Seconds since a slot was filled; `None` if this process has not filled it."""
+        written = self.written[index]
+        return max(now - written / _TICKS, 0.0) if written else None
+
     def ages(self, at: npt.NDArray[np.int32], now: float) -> npt.NDArray[np.float64]:
         """Seconds since the slots `at` were filled, without those that this process has not filled."""
         written = column(self.written)[at]

@@ -39,6 +39,9 @@ from longshore.monitoring.table import EVICTED_AGE_SECONDS
 _NOWHERE = 255
 """No tier has this number."""
 
+_FEW = 16
+"""Ages of more chunks than these are observed as an array."""
+
 
 @dataclass(slots=True)
 class Level:
@@ -531,15 +534,20 @@ class Store:
 
     def observe_ages(self, tier: int, slots: npt.NDArray[np.int32]) -> None:
         """The copies in these slots are being evicted: record their ages."""
-        ages = self.pools[tier].ages(slots, self.log.now)
-        self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name].observe_all(ages)
+        histogram = self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name]
+        if len(slots) > _FEW:
+            histogram.observe_all(self.pools[tier].ages(slots, self.log.now))
+            return
+        for slot in slots.tolist():  # faster for so few
+            if (age := self.pools[tier].age(slot, self.log.now)) is not None:
+                histogram.observe(age)
 
     def detach(self, node: int, tier: int, *, cause: str) -> None:
         """Remove a copy from all structures, and free its slot."""
         index, pool = self.index, self.pools[tier]
         slot, parent = index.slot[tier][node], index.parent[node]
-        if cause == EVICTED:
-            self.observe_ages(tier, numbers((slot,)))
+        if cause == EVICTED and (age := pool.age(slot, self.log.now)) is not None:
+            self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name].observe(age)
         if self.log.on:
             self.log_loss(node, tier, cause)
         if pool.state[slot] == READY:
