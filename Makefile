@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
 .PHONY: demo test lint types tests contract vllm sglang newest newest-ready newest-vllm newest-sglang abi remote gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-carry bench-file \
-	eviction orders soak cache-soak crash race-mutants cache-mutants house clean
+	eviction orders soak cache-soak crash race-mutants cache-mutants monitoring monitoring-files house clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -97,6 +97,17 @@ remote: $(VENV)/ready
 	@command -v redis-server >/dev/null || { apt-get update && apt-get install -y --no-install-recommends redis-server; }
 	$(BIN)/python tests/environments.py remote
 	LONGSHORE_SERVERS=1 PYTHONPATH=.venvs/remote $(BIN)/pytest -q -p no:cacheprovider tests/tiers/remote tests/remote
+
+# Alert rules with Prometheus and promtool from the system, which are installed if they are missing.
+monitoring: $(VENV)/ready
+	@command -v promtool >/dev/null || { apt-get update && apt-get install -y --no-install-recommends prometheus; }
+	LONGSHORE_PROMETHEUS=1 $(BIN)/pytest -q -p no:cacheprovider tests/monitoring
+
+# What is made from the table of metrics: the reference page, the Grafana board, the alert rules.
+monitoring-files: $(VENV)/ready
+	$(BIN)/longshore metrics page > docs/metrics.md
+	$(BIN)/longshore metrics board > deploy/grafana-board.json
+	$(BIN)/longshore metrics rules > deploy/prometheus-rules.yml
 
 # Tests and figures of an NVIDIA GPU; each part fails where torch sees none, and ends within ten minutes. On a machine
 # that can fetch nothing, with torch, triton and numpy: run `make gpu-carry` where packages can be fetched, take the

@@ -46,8 +46,8 @@ INSTEAD = {
 }
 """Commands that are not run, and what is checked of their arguments."""
 
-NOT_RUN = ("longshore bench vllm --model DIR [", "longshore bench sglang --model DIR")
-"""A synopsis; `tests/engines/vllm/test_vllm_bench.py` runs the command."""
+NOT_RUN = ("longshore bench vllm --model DIR [", "longshore bench sglang --model DIR", "longshore top http")
+"""A synopsis; `tests/engines/vllm/test_vllm_bench.py` and `tests/monitoring/test_top.py` run the commands."""
 
 
 def snippets(language: str) -> Iterator[Any]:

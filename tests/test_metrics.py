@@ -10,7 +10,8 @@ from longshore.boundary import Route, Slabs, Status
 from longshore.cache import CacheSettings, DropReason, GroupKeys, MissReason, TieredCache, TierSpec, Until
 from longshore.errors import CacheError
 from longshore.layout import from_rows
-from longshore.metrics import COUNTERS, GAUGES, LongshoreCollector
+from longshore.metrics import LongshoreCollector
+from longshore.monitoring.table import METRICS
 from longshore.runtime import BlockGuard, Runtime
 from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback
 from longshore.tiers.host import HostTier
@@ -51,9 +52,9 @@ def test_every_label_is_exported_at_zero() -> None:
         for name in ("moved_bytes", "moving_seconds", "failed_chunks"):
             assert found.get_sample_value(f"longshore_{name}_total", {"route": route}) == 0
     assert found.get_sample_value("longshore_capacity_bytes", {"tier": "file"}) == 8 * IMAGE_BYTES
-    assert found.get_sample_value("longshore_holds") == 0
+    assert found.get_sample_value("longshore_leases") == 0
     assert found.get_sample_value("longshore_jobs_in_flight") == 0
-    for name in ("guard_waits", "guard_wait_seconds", "late_blocks", "recomputed_chunks"):
+    for name in ("block_reuse_waits", "block_reuse_wait_seconds", "block_reuse_timeouts", "recomputed_chunks"):
         assert found.get_sample_value(f"longshore_{name}_total") == 0
 
 
@@ -77,7 +78,7 @@ def test_metrics_are_the_counters_of_the_control_plane() -> None:
     assert found.get_sample_value("longshore_moved_bytes_total", {"route": "device->host"}) == IMAGE_BYTES
     assert found.get_sample_value("longshore_failed_chunks_total", {"route": "device->host"}) == 1
     assert found.get_sample_value("longshore_used_bytes", {"tier": "host"}) == IMAGE_BYTES
-    assert found.get_sample_value("longshore_holds") == 1
+    assert found.get_sample_value("longshore_leases") == 1
     labels = {"tier": "host", "reason": "write_failed"}
     assert found.get_sample_value("longshore_dropped_chunks_total", labels) == 1
 
@@ -92,9 +93,9 @@ def test_waits_for_device_blocks_and_late_blocks_are_counted() -> None:
     assert job is not None
     guard.add(job, (0, 1))
     assert guard.settle([0, 1, 2]) == [2]
-    assert found.get_sample_value("longshore_guard_waits_total") == 1
-    assert (found.get_sample_value("longshore_guard_wait_seconds_total") or 0) >= 1
-    assert found.get_sample_value("longshore_late_blocks_total") == 2
+    assert found.get_sample_value("longshore_block_reuse_waits_total") == 1
+    assert (found.get_sample_value("longshore_block_reuse_wait_seconds_total") or 0) >= 1
+    assert found.get_sample_value("longshore_block_reuse_timeouts_total") == 2
 
 
 def test_each_metric_is_described_and_exported_once() -> None:
@@ -103,7 +104,7 @@ def test_each_metric_is_described_and_exported_once() -> None:
     names = [family.name for family in LongshoreCollector(make()[0], host, engine).collect()]
     engine.close()
     assert len(names) == len(set(names))
-    assert set(names) <= COUNTERS.keys() | GAUGES.keys()
+    assert set(names) <= METRICS.keys()
 
 
 def test_a_scrape_starts_no_transfer_and_works_after_close() -> None:
@@ -150,7 +151,7 @@ def test_queues_and_device_fallbacks_of_an_engine_are_exported() -> None:
     engine = TransferEngine(from_rows(torch.zeros(4, 8), pages_per_block=2, block_size=4), Slow(), host)
     found = CollectorRegistry()
     found.register(LongshoreCollector(make()[0], engine=engine))
-    assert found.get_sample_value("longshore_queued_transfers", {"into": "host", "urgency": "write"}) == 0
+    assert found.get_sample_value("longshore_queued_transfers", {"destination": "host", "class": "write"}) == 0
     assert found.get_sample_value("longshore_refused_transfers_total") == 0
     assert found.get_sample_value("longshore_device_fallbacks_total", {"reason": "new_event"}) == 3
     engine.close()
@@ -160,7 +161,7 @@ def test_queues_and_device_fallbacks_of_an_engine_are_exported() -> None:
 def test_probed_chunks_are_counted_by_answer() -> None:
     cache = TieredCache([TierSpec("host", 4, IMAGE_BYTES)], remote=["store"])
     runtime = Runtime(cache, [])
-    found, labels = registry(runtime), {"tier": "store", "answer": "none"}
+    found, labels = registry(runtime), {"tier": "store", "answer": "no_answer"}
     assert found.get_sample_value("longshore_probed_chunks_total", labels) == 0
     with runtime.control() as control:
         control.lookup({0: GroupKeys(PATH)}, 0.0)  # nobody is there to ask

@@ -262,8 +262,10 @@ class Status(enum.Enum):
     DEADLINE = "deadline"  # not begun or not completed in time
     CANCELLED = "cancelled"  # cancelled by the requester
     TIER_OFF = "tier_off"  # the tier is closed or disabled
-    AWAY = "away"  # no tier host runs, its disk is stalled, or a store's breaker is open; the source is still valid
-    LAPSED = "lapsed"  # a remote tier does not have the chunk
+    AWAY = (
+        "unavailable"  # no tier host runs, its disk is stalled, or a store's breaker is open; the source is still valid
+    )
+    LAPSED = "expired"  # a remote tier does not have the chunk
     QUEUE_FULL = "queue_full"  # a bounded queue was full; nothing was started
 
     @property

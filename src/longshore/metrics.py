@@ -1,28 +1,34 @@
-"""Metrics: the name, help text and labels of each, and Prometheus collectors that read them when they are scraped.
+"""Prometheus collectors, which read values when they are scraped. `longshore.monitoring.table` lists the metrics.
 
 Every label value is exported from the start, at zero, so that a tier without hits is visible.
 
     REGISTRY.register(LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file))
     REGISTRY.register(tiers.collector)    under transformers, where each call may open a new stack
 
+    serve_metrics(tiers.collector, "0.0.0.0:9464")    the same without a registry, with /health (monitoring.endpoint)
     MirroredMetrics(collector, labels).update()    under SGLang, which exports what processes write into files
 
-vLLM exports those of `VLLM_COUNTERS` and `VLLM_GAUGES` in its own `/metrics`.
+vLLM exports what the table marks for it in its own `/metrics`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from itertools import accumulate
+from typing import Any, ClassVar
 
 from prometheus_client import Counter, Gauge
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import Histogram as MultiProcessHistogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
+from prometheus_client.samples import Exemplar, Sample
 
+from longshore import __version__
 from longshore.cache import Counters, TierStats
+from longshore.monitoring.endpoint import HealthReport, serve_metrics
+from longshore.monitoring.table import LOOKUP_SECONDS, METRICS, Histogram, MetricKind
 from longshore.runtime import EventRecorder, Runtime
 from longshore.runtime.stack import Stack
 from longshore.tiers.arena import ArenaReport
@@ -30,99 +36,10 @@ from longshore.tiers.base import Tier
 from longshore.tiers.host import HostTier
 from longshore.transfer import TransferEngine, TransferStats
 
+__all__ = ["FollowingCollector", "LongshoreCollector", "MirroredMetrics", "serve_metrics"]
 
-class Description(NamedTuple):
-    """Help text and label names of a metric."""
-
-    help: str
-    labels: tuple[str, ...] = ()
-
-
-COUNTERS: Mapping[str, Description] = {
-    "longshore_requests": Description("Requests looked up by an engine, each counted once"),
-    "longshore_lookup_attempts": Description("Lookups of requests, including repeated lookups while a request waits"),
-    "longshore_hit_chunks": Description("Chunks loaded, by the tier they were read from", ("tier",)),
-    "longshore_hit_tokens": Description(
-        "Tokens of the chunks loaded, of the first KV cache group, by the tier they were read from", ("tier",)
-    ),
-    "longshore_miss_chunks": Description("Chunks looked up and not loaded, by reason", ("reason",)),
-    "longshore_probed_chunks": Description("Chunks looked up in remote tiers, by answer", ("tier", "answer")),
-    "longshore_recomputed_chunks": Description("Chunks found, but recomputed because that is faster"),
-    "longshore_evicted_chunks": Description("Chunks evicted from a tier", ("tier",)),
-    "longshore_demoted_chunks": Description("Chunks evicted from a tier while a colder tier had a copy", ("tier",)),
-    "longshore_lost_chunks": Description("Chunks in a tier that could not be read, or were damaged", ("tier",)),
-    "longshore_dropped_chunks": Description("Chunks offered to a tier and not stored, by reason", ("tier", "reason")),
-    "longshore_moved_bytes": Description("Bytes transferred", ("route",)),
-    "longshore_moving_seconds": Description("Seconds spent transferring", ("route",)),
-    "longshore_failed_chunks": Description("Chunks whose transfer failed", ("route",)),
-    "longshore_refused_transfers": Description("Transfers refused because a queue was full"),
-    "longshore_device_fallbacks": Description(
-        "Copies of the device that used a slower fallback, by reason", ("reason",)
-    ),
-    "longshore_guard_waits": Description(
-        "Times that the engine waited for copies of device blocks before reusing them"
-    ),
-    "longshore_guard_wait_seconds": Description("Seconds that the engine waited for copies of device blocks"),
-    "longshore_late_blocks": Description("Device blocks whose copies did not end in time"),
-    "longshore_arena_fallbacks": Description("Fallbacks of the host arena, by reason", ("reason",)),
-    "longshore_file_fallbacks": Description(
-        "Operations of the file tier that used a slower fallback, by reason", ("reason",)
-    ),
-    "longshore_file_failures": Description("Failures in the file tier, by reason", ("reason",)),
-    "longshore_file_troubles": Description("The former name of longshore_file_failures", ("reason",)),
-    "longshore_store_failures": Description("Failures of a store that replicas share, by reason", ("tier", "reason")),
-    "longshore_store_troubles": Description("The former name of longshore_store_failures", ("tier", "reason")),
-    "longshore_control_plane_faults": Description("Failures of the control plane; the first one disables all tiers"),
-    "longshore_weight_changes": Description(
-        "Times that the weights of a rank changed in the running engine, which discards all blocks"
-    ),
-    "longshore_events_written": Description("Events written to the event file"),
-    "longshore_events_missed": Description("Events missing from the event file"),
-}
-"""Every counter; Prometheus appends `_total` to the name."""
-
-GAUGES: Mapping[str, Description] = {
-    "longshore_used_bytes": Description("Bytes used in a tier, including transfers in flight", ("tier",)),
-    "longshore_capacity_bytes": Description("Size of a tier in bytes", ("tier",)),
-    "longshore_holds": Description("Leases that have not been released"),
-    "longshore_jobs_in_flight": Description("Transfer jobs in flight"),
-    "longshore_queued_transfers": Description("Transfers waiting in a queue", ("into", "urgency")),
-    "longshore_arena_bytes": Description("Bytes of the host arena"),
-    "longshore_arena_huge_bytes": Description("Bytes of the host arena on huge pages, at start"),
-    "longshore_arena_registered_bytes": Description("Bytes of the host arena registered with the device"),
-    "longshore_arena_registered_pieces": Description("Registered pieces of the host arena"),
-    "longshore_arena_numa_bound": Description("Whether the host arena is bound to a NUMA node"),
-    "longshore_arena_shared": Description("Whether other processes can attach to the host arena"),
-    "longshore_events_off": Description("Whether event recording has stopped because the file could not be written"),
-}
-"""Every gauge."""
-
-VLLM_COUNTERS = {
-    name: COUNTERS[name]
-    for name in (
-        "longshore_hit_chunks",
-        "longshore_hit_tokens",
-        "longshore_miss_chunks",
-        "longshore_control_plane_faults",
-        "longshore_recomputed_chunks",
-        "longshore_weight_changes",
-        "longshore_evicted_chunks",
-        "longshore_lost_chunks",
-        "longshore_dropped_chunks",
-        "longshore_moved_bytes",
-        "longshore_moving_seconds",
-        "longshore_failed_chunks",
-        "longshore_file_failures",
-        "longshore_file_troubles",
-        "longshore_store_failures",
-        "longshore_store_troubles",
-        "longshore_probed_chunks",
-    )
-}
-"""Counters in vLLM's own `/metrics`."""
-
-VLLM_GAUGES = {name: GAUGES[name] for name in ("longshore_used_bytes", "longshore_capacity_bytes")}
-"""Gauges in vLLM's own `/metrics`."""
+_EXAMPLE_LENGTH = 100
+"""Characters of a request's name in an exemplar: OpenMetrics allows 128, with the label's name."""
 
 
 class LongshoreCollector(Collector):
@@ -144,24 +61,46 @@ class LongshoreCollector(Collector):
         self._file = file
         self._stores = stores
 
+    def health(self) -> HealthReport:
+        """Whether the tiers serve requests; if not as they should, why."""
+        runtime = self._runtime
+        if runtime.fault is not None:
+            return HealthReport.disabled(f"the control plane failed: {type(runtime.fault).__name__}; see the log")
+        if runtime.closed:
+            return HealthReport.disabled("the tiers were closed")
+        tiers = [tier for tier in (self._file, *self._stores) if tier is not None]
+        reasons = [f"{tier.name}: {trouble}" for tier in tiers if (trouble := tier.trouble)]
+        if self._events is not None and self._events.failure is not None:
+            reasons.append("events: the event file cannot be written")
+        return HealthReport.of(reasons)
+
     def collect(self) -> Iterable[Metric]:
         """All metric families, read under the runtime's lock; also after it was closed."""
         runtime = self._runtime
         with runtime.observe() as cache:
             metrics = [*_of_cache(cache.counters), *_of_tiers(cache.stats())]
             metrics += [
-                _metric("longshore_holds", cache.held),
+                _metric("longshore_leases", cache.held),
                 _metric("longshore_jobs_in_flight", cache.jobs_in_flight),
+                _histograms(LOOKUP_SECONDS, {(): runtime.asked.seconds}),
             ]
+            tiers = [tier.name for tier in cache.stats()]
         asked, guarded, gate = runtime.asked, runtime.guarded, runtime.gate
         metrics += [
             _metric("longshore_control_plane_faults", runtime.faults),
             _metric("longshore_requests", asked.requests),
             _metric("longshore_lookup_attempts", asked.attempts),
-            _metric("longshore_guard_waits", guarded.waits),
-            _metric("longshore_guard_wait_seconds", guarded.seconds),
-            _metric("longshore_late_blocks", guarded.late),
+            _metric("longshore_block_reuse_waits", guarded.waits),
+            _metric("longshore_block_reuse_wait_seconds", guarded.seconds),
+            _metric("longshore_block_reuse_timeouts", guarded.late),
             _metric("longshore_recomputed_chunks", gate.refused if gate is not None else 0),
+        ]
+        others = {tier.name: not tier.trouble for tier in (self._file, *self._stores) if tier is not None}
+        works = runtime.fault is None and not runtime.closed
+        available = {name: float(works and others.get(name, True)) for name in dict.fromkeys((*tiers, *others))}
+        metrics += [
+            _metric("longshore_tier_available", available),
+            _metric("longshore_build_info", {__version__: 1}),
         ]
         if self._host is not None:
             metrics += _of_arena(self._host.report)
@@ -171,10 +110,18 @@ class LongshoreCollector(Collector):
             metrics += _of_events(self._events)
         if self._file is not None:
             metrics.append(_metric("longshore_file_fallbacks", self._file.fallbacks))
-            metrics += [_metric(f"longshore_file_{name}", self._file.failures) for name in ("failures", "troubles")]
+            metrics.append(_metric("longshore_file_failures", self._file.failures))
         failures = _by_two({store.name: store.failures for store in self._stores})
-        metrics += [_metric(f"longshore_store_{name}", failures) for name in ("failures", "troubles")]
-        return metrics
+        return [*metrics, _metric("longshore_store_failures", failures)]
+
+    def histograms(self) -> Iterator[tuple[str, tuple[str, ...], Histogram]]:
+        """Every histogram: its name, its label values, and itself. To be read within `Runtime.observe`."""
+        with self._runtime.observe() as cache:
+            yield from cache.counters.each_histogram()
+            yield LOOKUP_SECONDS, (), self._runtime.asked.seconds
+
+
+_CUMULATIVE = ("counter", "histogram")
 
 
 class FollowingCollector(Collector):
@@ -184,7 +131,14 @@ class FollowingCollector(Collector):
         self._lock = threading.Lock()
         self._stack: Stack | None = None
         self._before: dict[str, Metric] = {}
-        """Counters of closed stacks, by name."""
+        """Counters and histograms of closed stacks, by name."""
+
+    def health(self) -> HealthReport:
+        """That of the present stack."""
+        with self._lock:
+            return (
+                HealthReport.disabled("no tiers are open") if self._stack is None else _collector(self._stack).health()
+            )
 
     def follow(self, stack: Stack | None) -> None:
         """Export the metrics of `stack` from now on; `None`: counters keep their values."""
@@ -195,7 +149,7 @@ class FollowingCollector(Collector):
             ended = [] if stack is not None and stack.runtime is old.runtime else _of_stack(old)
             if not ended and stack is not None and stack.engine is not old.engine:
                 ended = _of_engine(old.engine.stats())  # its tiers live on under another device cache
-            self._before = {metric.name: metric for metric in self._add(ended) if metric.type == "counter"}
+            self._before = {metric.name: metric for metric in self._add(ended) if metric.type in _CUMULATIVE}
 
     def collect(self) -> Iterable[Metric]:
         """All metric families."""
@@ -223,42 +177,53 @@ class MirroredMetrics:
     In that mode a process writes each value into a file, and another one answers scrapes: collectors are never asked.
     """
 
-    _made: ClassVar[dict[str, Counter | Gauge]] = {}
+    _made: ClassVar[dict[str, Counter | Gauge | MultiProcessHistogram]] = {}
     """By name; a name can be registered once in a process."""
 
-    def __init__(self, collector: Collector, labels: Mapping[str, str]) -> None:
+    def __init__(self, collector: LongshoreCollector, labels: Mapping[str, str]) -> None:
         """`labels` are added to those of each metric."""
         self._collector = collector
         self._labels = dict(labels)
         self._before: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+        for _, _, histogram in collector.histograms():
+            histogram.keep_recent()
 
     def update(self) -> None:
         """Write the current values."""
         for metric in self._collector.collect():
-            for sample in metric.samples:
+            for sample in metric.samples if metric.type != "histogram" else ():
                 labels = {**sample.labels, **self._labels}
-                made = self._made.get(metric.name) or self._make(metric, tuple(labels))
-                child = made.labels(**labels)
+                child = self._made_for(metric.name, labels)
                 if isinstance(child, Gauge):
                     child.set(sample.value)
-                else:
+                elif isinstance(child, Counter):
                     before = self._before.get(_labelled(sample), 0.0)
                     self._before[_labelled(sample)] = sample.value
                     child.inc(max(0.0, sample.value - before))
+        for name, values, histogram in self._collector.histograms():
+            child = self._made_for(name, {**dict(zip(METRICS[name].labels, values, strict=True)), **self._labels})
+            for value in histogram.take_recent():
+                child.observe(value)
 
-    def _make(self, metric: Metric, labels: Sequence[str]) -> Counter | Gauge:
-        name, text = metric.name, metric.documentation
-        made = (
-            Counter(name, text, labels)
-            if metric.type == "counter"
-            else Gauge(name, text, labels, multiprocess_mode="livesum")
-        )
-        self._made[name] = made
-        return made
+    def _made_for(self, name: str, labels: Mapping[str, str]) -> Any:
+        """The object of the metric `name` with these labels."""
+        if name not in self._made:
+            about = METRICS[name]
+            if about.kind is MetricKind.HISTOGRAM:
+                self._made[name] = MultiProcessHistogram(name, about.help, tuple(labels), buckets=about.buckets)
+            elif about.kind is MetricKind.COUNTER:
+                self._made[name] = Counter(name, about.help, tuple(labels))
+            else:
+                self._made[name] = Gauge(name, about.help, tuple(labels), multiprocess_mode="livesum")
+        return self._made[name].labels(**labels)
+
+
+def _collector(stack: Stack) -> LongshoreCollector:
+    return LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file, stack.remote)
 
 
 def _of_stack(stack: Stack) -> Iterable[Metric]:
-    return LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file, stack.remote).collect()
+    return _collector(stack).collect()
 
 
 def _labelled(sample: Sample) -> tuple[str, frozenset[tuple[str, str]]]:
@@ -278,6 +243,8 @@ def _of_cache(counters: Counters) -> Iterable[Metric]:
     yield _metric("longshore_moved_bytes", {route: totals.bytes for route, totals in routes.items()})
     yield _metric("longshore_moving_seconds", {route: totals.seconds for route, totals in routes.items()})
     yield _metric("longshore_failed_chunks", {route: totals.failed for route, totals in routes.items()})
+    for name, by_label in counters.histograms.items():
+        yield _histograms(name, by_label)
 
 
 def _of_tiers(tiers: Iterable[TierStats]) -> Iterable[Metric]:
@@ -315,11 +282,32 @@ def _by_two(values: Mapping[Any, Mapping[Any, float]]) -> dict[tuple[Any, Any], 
 
 def _metric(name: str, values: Mapping[Any, float] | float) -> Metric:
     """The metric `name` with `values`: one for each label value, or tuple of them; a number where it has no labels."""
-    about = COUNTERS.get(name) or GAUGES[name]
+    about = METRICS[name]
     family: CounterMetricFamily | GaugeMetricFamily
-    kind = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+    kind = CounterMetricFamily if about.kind is MetricKind.COUNTER else GaugeMetricFamily
     family = kind(name, about.help, labels=about.labels)
     for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
-        labels = key if type(key) is tuple else (key,)
-        family.add_metric([str(each.value) if isinstance(each, Enum) else str(each) for each in labels], value)
+        family.add_metric(_label_values(key), value)
     return family
+
+
+def _histograms(name: str, values: Mapping[Any, Histogram]) -> Metric:
+    """The histogram `name`, one for each label value, with the last request of each bucket as its exemplar."""
+    about = METRICS[name]
+    family = HistogramMetricFamily(name, about.help, labels=about.labels)
+    bounds = [*(repr(bound) for bound in about.buckets), "+Inf"]
+    for key, histogram in values.items():
+        buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+        for bound, count, example in zip(bounds, accumulate(histogram.counts), histogram.examples, strict=True):
+            if example is None:
+                buckets.append((bound, count))
+            else:
+                name_of, value = example
+                buckets.append((bound, count, Exemplar({"request": name_of[:_EXAMPLE_LENGTH]}, value)))
+        family.add_metric(_label_values(key), buckets, histogram.total)
+    return family
+
+
+def _label_values(key: Any) -> list[str]:
+    labels = key if type(key) is tuple else (key,)
+    return [str(each.value) if isinstance(each, Enum) else str(each) for each in labels]

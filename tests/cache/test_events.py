@@ -188,7 +188,7 @@ def test_what_was_found_and_did_not_arrive_has_its_reason() -> None:
     assert [(a.verdict, a.cause) for a in explain(loaded, "r")] == [
         (Verdict.DEVICE, ""),
         (Verdict.MISSED, "deadline"),
-        (Verdict.MISSED, "behind"),
+        (Verdict.MISSED, "after_miss"),
         (Verdict.NEVER_SEEN, ""),
     ]
     assert (loaded[-1].kind, loaded[-1].keys, loaded[-1].length) == (EventKind.LOADED, tuple(chunks("abc")[1:]), 0)

@@ -54,7 +54,7 @@ def test_what_is_on_its_way_into_its_first_tier_is_a_miss() -> None:
     world.store("ab", 0, False)
     world.end(world.on("device->host")[1])  # the child arrives before its parent
     assert world.lookup("abc", 0, None) is None
-    assert misses(world) == {"in_flight": 1, "behind": 1, "absent": 1}
+    assert misses(world) == {"in_flight": 1, "after_miss": 1, "absent": 1}
 
 
 def test_peek_sees_every_state_and_protects_what_is_ready() -> None:
@@ -144,7 +144,7 @@ def test_as_much_is_loaded_as_there_is_room_for() -> None:
 def test_a_chunk_with_a_slot_behind_one_without_room_is_behind_it() -> None:
     world = World(Setup(host=1, file=1, found=((0, key("a"), None),), backup="write_through")).stored("ab")
     load(world, "ab")
-    assert misses(world) == {"no_room": 1, "behind": 1}
+    assert misses(world) == {"no_room": 1, "after_miss": 1}
 
 
 def test_what_is_loaded_does_not_evict_itself() -> None:
@@ -327,7 +327,7 @@ def test_what_arrived_behind_a_miss_is_counted_as_behind() -> None:
     world.end(world.on("file->host")[0])
     world.end(world.on("host->device")[0], Status.OK, Status.TIER_OFF, Status.OK)
     assert world.cache.progress(hold).outcome == (1, (FILE,))
-    assert misses(world) == {**before, "tier_off": 1, "behind": 1}
+    assert misses(world) == {**before, "tier_off": 1, "after_miss": 1}
 
 
 @pytest.mark.parametrize("status", [status for status in Status if status is not Status.OK])

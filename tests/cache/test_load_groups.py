@@ -174,9 +174,9 @@ def test_each_group_of_a_load_that_fails_is_accounted_for() -> None:
     events = cache.events()
     assert [(a.verdict, a.cause) for a in explain(events, "r/0")] == [
         (Verdict.MISSED, "deadline"),
-        *[(Verdict.MISSED, "behind")] * 7,
+        *[(Verdict.MISSED, "after_miss")] * 7,
     ]
-    assert {(a.verdict, a.cause) for a in explain(events, "r/2")} == {(Verdict.MISSED, "behind")}
+    assert {(a.verdict, a.cause) for a in explain(events, "r/2")} == {(Verdict.MISSED, "after_miss")}
 
 
 FAILURES = [Status.OK, Status.IO_ERROR, Status.CORRUPT, Status.CANCELLED, Status.DEADLINE]

@@ -11,8 +11,11 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from event_file import write_events
-from longshore.cache import Event, EventKind
+from longshore.boundary import Route, Status
+from longshore.cache import CacheSettings, Event, EventKind, GroupKeys, TieredCache, TierSpec, Until
 from longshore.cli.app import app
+from longshore.runtime import EventRecorder, Runtime
+from scripted import Scripted
 
 LONGSHORE = Path(sys.executable).with_name("longshore")
 A, B = bytes([1]) * 32, bytes([2]) * 32
@@ -69,3 +72,48 @@ def test_columns_are_whole_where_the_table_is_piped(tmp_path: Path) -> None:
 def test_a_request_that_nobody_made_is_an_error(tmp_path: Path) -> None:
     record(tmp_path / "events")
     assert CliRunner().invoke(app, ["explain", str(tmp_path / "events"), "--request", "x"]).exit_code != 0
+
+
+def test_outcomes_are_chosen_of_one_request_or_of_all(tmp_path: Path) -> None:
+    record(tmp_path / "events")
+    write_events(tmp_path / "events", [Event(4, EventKind.REQUEST, 4.0, request="s", keys=(B, A))])
+
+    def chosen(*options: str) -> list[tuple[str | None, int, str]]:
+        done = CliRunner().invoke(app, ["explain", str(tmp_path / "events"), *options, "--json"])
+        assert done.exit_code == 0, done.output
+        chunks = json.loads(done.stdout)["chunks"]
+        return [(each.get("request"), each["position"], each["verdict"]) for each in chunks]
+
+    assert chosen("--verdict", "evicted") == [("r", 0, "evicted"), ("s", 1, "evicted")]
+    assert chosen("--verdict", "evicted", "--request", "s") == [(None, 1, "evicted")]
+    assert len(chosen("--verdict", "evicted", "--verdict", "never seen")) == 4
+    assert chosen("--verdict", "device") == []
+    command = ["explain", str(tmp_path / "events"), "--verdict"]
+    told = CliRunner().invoke(app, [*command, "evicted"], env={"COLUMNS": "160"})
+    assert [line.split()[:2] for line in told.stdout.splitlines()[1:]] == [["r", "0"], ["s", "1"]]
+    assert CliRunner().invoke(app, [*command, "gone"]).exit_code == 2
+
+
+def test_a_running_engine_is_explained(tmp_path: Path) -> None:
+    path, mover = tmp_path / "events", Scripted(Route("device", "host"))
+    runtime = Runtime(TieredCache([TierSpec("host", 4, 4096)], CacheSettings(events=64)), [mover])
+    recorder = EventRecorder(runtime, path, 1 << 20, start=False)
+    with runtime.control() as cache:
+        cache.store({0: GroupKeys([A])}, {0: (0,)})
+    mover.end(Status.OK)
+    runtime.pump()
+    with runtime.control() as cache:
+        cache.lookup({0: GroupKeys([A, B])}, runtime.clock(), request="now", until=Until.NOTHING)
+    recorder.pump()  # as its thread does, four times a second; nothing is closed
+    plain = CliRunner().invoke(app, ["explain", str(path), "--request", "now", "--json"])
+    assert [chunk["verdict"] for chunk in json.loads(plain.stdout)["chunks"]] == ["found", "never seen"]
+    recorder.close()
+    runtime.close(0.0)
+
+
+def test_a_pipe_gets_every_row(tmp_path: Path) -> None:
+    keys = tuple(bytes([at // 256, at % 256]) * 16 for at in range(3000))
+    write_events(tmp_path / "events", [Event(1, EventKind.REQUEST, 3.0, request="long", keys=keys)])
+    command = [LONGSHORE, "explain", tmp_path / "events", "--request", "long"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == [str(at) for at in range(3000)]

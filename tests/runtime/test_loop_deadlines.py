@@ -89,7 +89,7 @@ def test_item_never_submitted_does_not_end_as_deadline(rig: Rig) -> None:
     rig.now += 6.0
     rig.device.end(Status.CANCELLED)
     assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
-    assert rig.misses() == {"deadline": 1, "corrupt": 1, "behind": 1}
+    assert rig.misses() == {"deadline": 1, "corrupt": 1, "after_miss": 1}
 
 
 def test_writes_use_the_write_timeout(rig: Rig) -> None:

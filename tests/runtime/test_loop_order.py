@@ -65,7 +65,7 @@ def test_failed_upstream_items_and_items_behind_them_are_not_copied(
     assert copying.sections[0].blocks == left
     rig.device.end()
     assert rig.runtime.wait_over(hold, 0.0).outcome.chunks == 1
-    assert rig.misses() == {"corrupt": 1, "behind": 1}
+    assert rig.misses() == {"corrupt": 1, "after_miss": 1}
     rig.check_idle()
 
 
@@ -83,7 +83,7 @@ def test_failed_item_of_a_group_is_counted_and_others_behind() -> None:
     rig.runtime.pump()
     rig.device.end()
     assert rig.runtime.wait_over(found.lease, 0.0).outcome == (0, ())
-    assert rig.misses() == {"corrupt": 1, "behind": 4}
+    assert rig.misses() == {"corrupt": 1, "after_miss": 4}
     rig.check_idle()
 
 
@@ -93,7 +93,7 @@ def test_failed_first_upstream_item_ends_the_dependent_transfer(rig: Rig) -> Non
     rig.files.end(Status.IO_ERROR, Status.OK)
     assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
     assert rig.device.submitted == []
-    assert rig.misses() == {"io_error": 1, "behind": 1}
+    assert rig.misses() == {"io_error": 1, "after_miss": 1}
     rig.check_idle()
 
 

@@ -144,15 +144,32 @@ def test_a_tier_that_is_opened_again_is_on(harness: TierHarness, io: FailingIo) 
     harness.store(0, 0)
 
 
-def test_failures_are_exported_under_both_names(harness: TierHarness) -> None:
+def test_failures_are_exported_by_reason(harness: TierHarness) -> None:
     runtime = Runtime(TieredCache([TierSpec(HOST, 4, 4096)], CacheSettings()), [])
     registry = CollectorRegistry()
     registry.register(LongshoreCollector(runtime, file=harness.tier))
     harness.assert_misses(0, 0)
     for reason, count in (("read_mismatch", 1), ("read_corrupt", 0), ("read_only", 0), ("off", 0)):
-        for name in ("longshore_file_failures_total", "longshore_file_troubles_total"):
-            assert registry.get_sample_value(name, {"reason": reason}) == count
+        assert registry.get_sample_value("longshore_file_failures_total", {"reason": reason}) == count
     runtime.close(1.0)
+
+
+def test_a_disk_that_fails_degrades_the_health(io: FailingIo, harness: TierHarness) -> None:
+    collector = LongshoreCollector(Runtime(TieredCache([TierSpec(HOST, 4, 4096)]), []), file=harness.tier)
+    registry = CollectorRegistry()
+    registry.register(collector)
+    harness.store(0, 0)
+    assert collector.health() == ("ready", ())
+    io.writes = errno.EIO
+    for _ in range(PATIENCE):
+        harness.run(harness.op(Op.WRITE, 1, 1))
+    assert tier(harness).failures["read_only"] == 1  # the fault fired
+    assert collector.health() == ("degraded", ("file: read-only after repeated write errors",))
+    assert registry.get_sample_value("longshore_tier_available", {"tier": "file"}) == 0
+    io.reads = errno.EIO
+    for _ in range(PATIENCE):
+        harness.run(harness.op(Op.READ, 0, 0))
+    assert collector.health() == ("degraded", ("file: disabled after repeated I/O errors",))
 
 
 def test_every_failure_reason_is_reported_from_the_start(harness: TierHarness) -> None:

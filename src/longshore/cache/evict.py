@@ -343,6 +343,7 @@ class Evictor:
         store, index = self._store, self._store.index
         slots = column(index.slot[tier])[at]
         self._log(nodes, tier)
+        store.observe_ages(tier, slots)
         store.counters.demotions[store.levels[tier].name] += len(nodes)
         store.policies[tier].remove_victims(nodes, index.key[at].tolist())
         index.drop_copies(at, tier)
@@ -355,6 +356,7 @@ class Evictor:
         at = np.array(nodes, np.int32)
         keys, slots = index.key[at].tolist(), column(index.slot[tier])[at]
         self._log(nodes, tier)
+        store.observe_ages(tier, slots)
         policy.remove_victims(nodes, keys)
         parents = index.drop_leaves(at, keys, tier)
         store.pools[tier].free_all(slots)

@@ -23,7 +23,7 @@ class Verdict(enum.Enum):
     DEVICE = "device"  # the engine had it
     FOUND = "found"  # in a tier, and found by the lookup
     MISSED = "missed"  # found, but not loaded
-    BEHIND = "behind"  # in a tier, but behind a chunk that was missed
+    BEHIND = "after a miss"  # in a tier, but after a chunk that was missed
     IN_FLIGHT = "in flight"  # being written to its first tier
     FAILED = "failed"  # its last write or read failed
     EVICTED = "evicted"  # evicted
@@ -81,23 +81,31 @@ def explain(
     `scopes` are the keys of the same tokens under other scopes, by name of the scope, for chunks that were never stored
     under this one. Raises `TraceError` if there is no event of such a request.
     """
+    answers = explain_all(events, only=request, scopes=scopes)
+    if request not in answers:
+        raise TraceError(f"no event is about a request called {request!r}")
+    return answers[request]
+
+
+def explain_all(
+    events: Iterable[Event], *, only: str | None = None, scopes: Mapping[str, Sequence[Key]] | None = None
+) -> dict[str, list[Account]]:
+    """The same for every named request, or for `only` one, by name, in order of their first lookups."""
     histories: dict[Key, _History] = {}
-    answer: list[Account] | None = None
+    answers: dict[str, list[Account]] = {}
     for event in events:
         if event.kind is EventKind.REQUEST:
-            if event.request == request:
-                answer = [_account(event, i, histories, scopes or {}) for i in range(len(event.keys))]
+            if event.request is not None and only in (None, event.request):
+                answers[event.request] = [_account(event, i, histories, scopes or {}) for i in range(len(event.keys))]
         elif event.kind is EventKind.LOADED:
-            if event.request == request and answer is not None:
-                _miss(answer, event)
+            if event.request in answers:
+                _miss(answers[event.request], event)
         elif event.kind is EventKind.RESET:
             for history in histories.values():
                 history.apply(event)
         elif event.key is not None:
             histories.setdefault(event.key, _History()).apply(event)
-    if answer is None:
-        raise TraceError(f"no event is about a request called {request!r}")
-    return answer
+    return answers
 
 
 class Asked(NamedTuple):
@@ -151,8 +159,8 @@ def _read(path: Path) -> list[Event]:
 
 
 def _miss(answer: list[Account], loaded: Event) -> None:
-    """Chunks that were found but not loaded: the first has a cause, the others are behind it."""
-    causes = dict.fromkeys(loaded.keys[loaded.length :], "behind") | dict.fromkeys(
+    """Chunks that were found but not loaded: the first has a cause, the others come after it."""
+    causes = dict.fromkeys(loaded.keys[loaded.length :], "after_miss") | dict.fromkeys(
         loaded.keys[loaded.length : loaded.length + 1], loaded.cause
     )
     for i, account in enumerate(answer):

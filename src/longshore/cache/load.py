@@ -141,7 +141,7 @@ class Loader:
 
     def _begin(self, timeout: float, *, is_whole: bool = False) -> tuple[Load, Wait]:
         """A new load, and the wait for it."""
-        load = Load(self._transfers.new_id(), is_whole=is_whole)
+        load = Load(self._transfers.new_id(), began=self._transfers.now, is_whole=is_whole)
         wait = Wait(load.wait, self._transfers.now + timeout, load, patient=True)
         self._transfers.waits.begin(wait)
         return load, wait

@@ -46,6 +46,7 @@ from longshore.cache.types import (
     origins_of,
 )
 from longshore.errors import CacheError
+from longshore.monitoring.table import LOAD_SECONDS
 
 
 class TieredCache:
@@ -575,6 +576,10 @@ class TieredCache:
         if load.outcome is not None and all(len(keys) != 1 or keys[0] != hidden for _, keys in load.asked):
             sources = load.outcome.sources
             self.counters.count_hits(sources, sources[: load.of_first], self.settings.first_tokens)
+            if sources:
+                by_tier = self.counters.histograms[LOAD_SECONDS]
+                slowest = next(tier for tier in reversed(by_tier) if tier in sources)
+                by_tier[slowest].observe(self._transfers.now - load.began, load.asked[0][0] if load.asked else None)
         self._transfers.waits.close(load.wait)
 
     def _count_misses(self, load: Load, misses: Sequence[MissReason]) -> None:

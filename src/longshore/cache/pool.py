@@ -69,13 +69,17 @@ def step(state: int, to: int) -> int:
     return to
 
 
+_TICKS, _LAST_TICK = 16, 2**31 - 1
+"""Times of slots: parts of a second, in 31 bits, which last for four years."""
+
+
 class SlotPool:
     """Slots of one image size, indexed from zero; the lowest free index is allocated first at start.
 
     `slab_pool.SlabPool` has slots of several sizes. The parameters `pool` are for these; here they are 0.
     """
 
-    __slots__ = ("_free", "capacity", "fault", "freed", "node", "readers", "slabs", "state", "writer")
+    __slots__ = ("_free", "capacity", "fault", "freed", "node", "readers", "slabs", "state", "writer", "written")
 
     def __init__(self, slots: int | Slabs) -> None:
         """`slots`: slabs of one slot each, or their number if the image size does not matter."""
@@ -92,6 +96,8 @@ class SlotPool:
         """The node of the chunk in each slot; 0 for none."""
         self.readers = zeros(capacity)
         """Number of jobs that read each slot."""
+        self.written = zeros(capacity)
+        """When each slot was filled, in `_TICKS` of a second; 0 if it was not by this process."""
         self.writer: dict[int, int] = {}
         """The job that fills a slot."""
         self.fault: dict[int, Status] = {}
@@ -151,6 +157,7 @@ class SlotPool:
             raise CacheError(f"expected free, distinct slots below {self.capacity}, got {bad or indices}")
         self._claim(indices, pools)
         self.move_all(indices, FREE, READY)
+        column(self.written)[numbers(indices)] = 0
 
     def check_slots(self, indices: Sequence[int]) -> None:
         """Raise `CacheError` unless these are indices of slots."""
@@ -176,8 +183,24 @@ class SlotPool:
         self.state = self.state[:capacity] + bytearray(more)
         self.node = self.node[:capacity] + zeros(more)
         self.readers = self.readers[:capacity] + zeros(more)
+        self.written = self.written[:capacity] + zeros(more)
         self._resize(slabs)
         self.slabs, self.capacity = resized, capacity
+
+    def mark_written(self, at: npt.NDArray[np.int32], now: float) -> None:
+        """The slots `at` were filled at `now`, in seconds."""
+        column(self.written)[at] = min(int(now * _TICKS), _LAST_TICK)
+
+    def age(self, index: int, now: float) -> float | None:
+        """Seconds since a slot was filled; `None` if this process has not filled it."""
+        written = self.written[index]
+        return max(now - written / _TICKS, 0.0) if written else None
+
+    def ages(self, at: npt.NDArray[np.int32], now: float) -> npt.NDArray[np.float64]:
+        """Seconds since the slots `at` were filled, without those that this process has not filled."""
+        written = column(self.written)[at]
+        ages: npt.NDArray[np.float64] = np.maximum(now - written[written > 0] / _TICKS, 0.0)
+        return ages
 
     def move(self, index: int, to: int) -> None:
         """Change the state of a slot; raises `StateError` for an edge that the table does not have."""

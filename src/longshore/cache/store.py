@@ -34,9 +34,13 @@ from longshore.cache.pool import DRAINING, FILLING, FREE, READY, SlotPool
 from longshore.cache.priorities import Priorities, WindowMarks
 from longshore.cache.types import Counters, MissReason, Run
 from longshore.errors import CacheError
+from longshore.monitoring.table import EVICTED_AGE_SECONDS
 
 _NOWHERE = 255
 """No tier has this number."""
+
+_FEW = 16
+"""Ages of more chunks than these are observed as an array."""
 
 
 @dataclass(slots=True)
@@ -241,6 +245,7 @@ class Store:
         draining = marks(pool.state)[at] == DRAINING
         wanted = at[~draining]
         pool.move_all(wanted, FILLING, READY)
+        pool.mark_written(wanted, self.log.now)
         attached = self.mark_ready(column(pool.node)[wanted].tolist(), tier)
         for slot in at[draining].tolist():
             self._free_drained(tier, slot)
@@ -527,10 +532,22 @@ class Store:
         if self.backlog.update(node):
             self._reconsider(node)
 
+    def observe_ages(self, tier: int, slots: npt.NDArray[np.int32]) -> None:
+        """The copies in these slots are being evicted: record their ages."""
+        histogram = self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name]
+        if len(slots) > _FEW:
+            histogram.observe_all(self.pools[tier].ages(slots, self.log.now))
+            return
+        for slot in slots.tolist():  # faster for so few
+            if (age := self.pools[tier].age(slot, self.log.now)) is not None:
+                histogram.observe(age)
+
     def detach(self, node: int, tier: int, *, cause: str) -> None:
         """Remove a copy from all structures, and free its slot."""
         index, pool = self.index, self.pools[tier]
         slot, parent = index.slot[tier][node], index.parent[node]
+        if cause == EVICTED and (age := pool.age(slot, self.log.now)) is not None:
+            self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name].observe(age)
         if self.log.on:
             self.log_loss(node, tier, cause)
         if pool.state[slot] == READY:

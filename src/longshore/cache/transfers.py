@@ -47,6 +47,7 @@ from longshore.cache.settings import CacheSettings
 from longshore.cache.store import Pin, Store
 from longshore.cache.types import DropReason, MissReason, Outcome, RouteTotals
 from longshore.errors import CacheError, JobError
+from longshore.monitoring.table import QUEUE_SECONDS, TRANSFER_SIZE_BYTES, Histogram
 
 
 class Load:
@@ -54,11 +55,13 @@ class Load:
 
     `asked` are the requested keys, by name of request, the first `of_first` of the first group; `sources` the tiers
     that they are read from, or were brought up from; `cut` the reasons for which the last were not ordered; `wait` is
-    the number of the wait for it. One that `is_whole` has arrived when all chunks have; any other up to the first gap.
+    the number of the wait for it, since `began`. One that `is_whole` has arrived when all chunks have; any other up to
+    the first gap.
     """
 
-    def __init__(self, wait: int = 0, *, is_whole: bool = False) -> None:
+    def __init__(self, wait: int = 0, *, began: float = 0.0, is_whole: bool = False) -> None:
         self.wait = wait
+        self.began = began
         self.is_whole = is_whole
         self.asked: Sequence[tuple[str | None, Sequence[Key]]] = ()
         self.of_first, self.sources = 0, list[str]()
@@ -592,3 +595,6 @@ class Transfers:
         totals.failed += len(result.statuses) - arrived
         totals.bytes += result.bytes
         totals.seconds += result.seconds
+        histograms = self.store.counters.histograms
+        for name, value in ((QUEUE_SECONDS, result.queued_seconds), (TRANSFER_SIZE_BYTES, result.bytes)):
+            (histograms[name].get(route) or histograms[name].setdefault(route, Histogram(name))).observe(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,6 +15,13 @@ from longshore.cache.index import Residency
 from longshore.cache.partial import Partial
 from longshore.cache.pool import State
 from longshore.errors import CacheError
+from longshore.monitoring.table import (
+    EVICTED_AGE_SECONDS,
+    LOAD_SECONDS,
+    QUEUE_SECONDS,
+    TRANSFER_SIZE_BYTES,
+    Histogram,
+)
 
 
 class MissReason(enum.Enum):
@@ -24,7 +31,7 @@ class MissReason(enum.Enum):
     REMOTE = "remote"  # only a remote tier is known to have it; it was not prefetched
     IN_FLIGHT = "in_flight"  # being written to its first tier
     NO_ROOM = "no_room"  # the host tier had no room to read it into
-    BEHIND = "behind"  # in a tier, but behind a chunk that missed
+    BEHIND = "after_miss"  # in a tier, but behind a chunk that missed
     CORRUPT = "corrupt"  # its checksum did not match
     MISMATCH = "mismatch"  # the slot had a valid record of another key, scope or generation
     SHORT = "short"  # its record was shorter than the image
@@ -33,8 +40,8 @@ class MissReason(enum.Enum):
     DEADLINE = "deadline"  # the load timed out, before it began or while it ran
     CANCELLED = "cancelled"  # the request or a reset cancelled the load
     TIER_OFF = "tier_off"  # the tier was closed or disabled
-    AWAY = "away"  # no tier host ran, its disk was stalled, or a store's breaker was open
-    LAPSED = "lapsed"  # a remote tier did not have it any more
+    AWAY = "unavailable"  # no tier host ran, its disk was stalled, or a store's breaker was open
+    LAPSED = "expired"  # a remote tier did not have it any more
     QUEUE_FULL = "queue_full"  # a bounded queue was full
 
     @classmethod
@@ -48,13 +55,13 @@ class DropReason(enum.Enum):
 
     NO_ROOM = "no_room"  # nothing in the tier can be evicted, or has fewer expected hits
     BACKPRESSURE = "backpressure"  # too many writes are in flight
-    ORPHAN = "orphan"  # no tier has the chunk before it, and no slot was free
+    ORPHAN = "no_parent"  # no tier has the chunk before it, and no slot was free
     WRITE_FAILED = "write_failed"  # the copy was attempted and did not succeed
-    SELDOM = "seldom"  # offered less often than the threshold of the write policy
-    ANSWER = "answer"  # part of the answer, with the setting `prompt_only`
+    SELDOM = "below_threshold"  # offered less often than the threshold of the write policy
+    ANSWER = "generated"  # part of the answer, with the setting `prompt_only`
     PRIORITY = "priority"  # of a priority below `priority_floor`
     ADMISSION = "admission"  # fewer expected hits than the chunk to evict for it
-    BUDGET = "budget"  # more bytes per second than the write rule allows
+    BUDGET = "rate_limit"  # more bytes per second than the write rule allows
     TIER_OFF = "tier_off"  # the tier is disabled or read-only
 
 
@@ -63,8 +70,8 @@ class Answer(enum.Enum):
 
     PRESENT = "present"
     ABSENT = "absent"
-    NONE = "none"  # no answer before the timeout, or not from all ranks
-    UNASKED = "unasked"  # not asked: too many probes are in flight
+    NONE = "no_answer"  # no answer before the timeout, or not from all ranks
+    UNASKED = "not_sent"  # not asked: too many probes are in flight
 
 
 class Run(NamedTuple):
@@ -210,7 +217,8 @@ class Counters:
     told; `misses` chunks requested and not loaded: an adapter that looks up each chunk by itself adds them, because it
     alone knows what its engine asks for; `drops` chunks not stored, by destination tier; `evictions` copies evicted, by
     tier; `demotions` those of which a colder tier kept a copy; `lost` copies removed because their bytes, or those of
-    an ancestor, were invalid; `probes` keys that remote tiers were asked for.
+    an ancestor, were invalid; `probes` keys that remote tiers were asked for; `histograms` are
+    distributions, by name of the metric and by its label, a tier or a route.
     """
 
     hits: Counter[str]
@@ -222,6 +230,7 @@ class Counters:
     lost: Counter[str]
     routes: dict[str, RouteTotals] = field(default_factory=dict)
     probes: dict[str, Counter[Answer]] = field(default_factory=dict)
+    histograms: dict[str, dict[str, Histogram]] = field(default_factory=dict)
 
     def count_hits(self, chunks: Sources, of_first: Sources, tokens: int) -> None:
         """Count chunks that were loaded; `of_first` are those of the first group, of `tokens` tokens each."""
@@ -232,6 +241,12 @@ class Counters:
         """Raise `CacheError` unless chunks are said to be from tiers of this cache."""
         if unknown := set((origins or {}).values()).difference(self.hits):
             raise CacheError(f"origins: expected tiers of {list(self.hits)}, got {sorted(unknown)}")
+
+    def each_histogram(self) -> Iterator[tuple[str, tuple[str, ...], Histogram]]:
+        """Every histogram: its name, its label values, and itself."""
+        for name, by_label in self.histograms.items():
+            for label, histogram in by_label.items():
+                yield name, (label,), histogram
 
     def copy(self) -> Counters:
         """A copy, to compute differences."""
@@ -250,6 +265,15 @@ class Counters:
             lost=Counter(dict.fromkeys(tiers, 0)),
             routes={route: RouteTotals() for route in routes},
             probes={tier: Counter(dict.fromkeys(Answer, 0)) for tier in remote},
+            histograms={
+                name: {label: Histogram(name) for label in labels}
+                for name, labels in (
+                    (LOAD_SECONDS, (*tiers, *remote)),
+                    (QUEUE_SECONDS, routes),
+                    (TRANSFER_SIZE_BYTES, routes),
+                    (EVICTED_AGE_SECONDS, tiers),
+                )
+            },
         )
 
 

@@ -11,6 +11,7 @@ from longshore.cli.bench import bench
 from longshore.cli.demo import demo
 from longshore.cli.doctor import doctor
 from longshore.cli.files import explain, fsck, gc, inspect
+from longshore.cli.monitoring import metrics, top
 from longshore.cli.output import run
 from longshore.cli.plan import plan
 from longshore.cli.replay import replay
@@ -31,6 +32,8 @@ app.command()(explain)
 app.command()(fsck)
 app.command()(inspect)
 app.command()(gc)
+app.command()(top)
+app.command()(metrics)
 app.command()(replay)
 app.command()(plan)
 app.command()(vllm_config)

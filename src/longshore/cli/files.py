@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from longshore.cache.explain import Account, Asked, read_events, requests
+from longshore.cache.explain import Account, Asked, Verdict, explain_all, read_events, requests
 from longshore.cache.explain import explain as account_for
 from longshore.cli.options import Json
 from longshore.cli.output import console, table, write_json
@@ -289,15 +289,29 @@ _ASKED = ("request", "at", "chunks", "on the device", "found below")
 def explain(
     events: Annotated[Path, typer.Argument(help="Event file, as set by events_path.")],
     request: Annotated[str | None, typer.Option(help="Request to explain; default: list all requests.")] = None,
+    verdict: Annotated[
+        list[Verdict] | None,
+        typer.Option(help="Only chunks with this outcome; repeatable. Without --request: of all requests."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show where each block of a request came from, or why it was a miss."""
+    """Show where each block of a request came from, or why it was a miss.
+
+    The engine may be running or have ended. What happened in the last quarter of a second may not be in the file yet.
+    """
     recorded = read_events(events)
-    if request is None:
+    if request is None and not verdict:
         _print("requests", {}, _ASKED, [_asked(each) for each in requests(recorded)], as_json=as_json)
         return
-    accounts = [_account(each) for each in account_for(recorded, request)]
-    _print("chunks", {"request": request}, _ACCOUNT, accounts, as_json=as_json)
+    found = explain_all(recorded) if request is None else {request: account_for(recorded, request)}
+    rows = [
+        ({"request": name} if request is None else {}) | _account(each)
+        for name, accounts in found.items()
+        for each in accounts
+        if not verdict or each.verdict in verdict
+    ]
+    columns = ("request", *_ACCOUNT) if request is None else _ACCOUNT
+    _print("chunks", {"request": request} if request else {}, columns, rows, as_json=as_json)
 
 
 def _print(

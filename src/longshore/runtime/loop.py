@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from longshore.boundary import (
     Cancel,
@@ -39,6 +39,7 @@ from longshore.boundary import (
 )
 from longshore.cache import Gate, Lease, Progress, TieredCache
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
+from longshore.monitoring.table import LOOKUP_SECONDS, Histogram
 from longshore.runtime.containment import CallLog, log_fault
 from longshore.tiers.base import Tier
 
@@ -83,6 +84,7 @@ class LookupCounters:
 
     requests: int = 0
     attempts: int = 0
+    seconds: Histogram = field(default_factory=lambda: Histogram(LOOKUP_SECONDS))
 
 
 class Runtime:
@@ -114,12 +116,11 @@ class Runtime:
         self._probers = {prober.asks: prober for prober in probers}
         self.stores = tuple(self._probers)
         """Names of the remote tiers that can be asked."""
-        self._probing: dict[int, tuple[Probe, float]] = {}
-        """Probes in flight, and when they were ordered."""
-        self._results: list[Result] = []
+        self._probing = dict[int, tuple[Probe, float]]()  # probes in flight, and when they were ordered
+        self._results = list[Result]()
         self._failures: dict[int, dict[Slot, Status]] = {}
         """Slots that were not filled, by job, until the result is applied to the cache."""
-        self._closed = False
+        self.closed = False
         self.pid = os.getpid()
         self._unpollable: list[Mover] = []
         """Movers that could not be polled after a fault."""
@@ -152,7 +153,7 @@ class Runtime:
         """Exclusive access to the cache; its commands are submitted when the block ends."""
         self._check_process()
         with self._lock:
-            if self._closed:
+            if self.closed:
                 raise TierClosedError("the runtime was closed")
             with self._typed_faults():
                 self._cache.apply((), self.clock())
@@ -301,9 +302,9 @@ class Runtime:
             for tier in self._tiers:
                 tier.close()
             return False
-        flushed = self._closed or self.flush(flush_timeout)
+        flushed = self.closed or self.flush(flush_timeout)
         with self._lock:
-            self._closed = True
+            self.closed = True
             for job in list(self._waiting):
                 self._end_waiting(job, Status.TIER_OFF)
             for probe in list(self._probing):

@@ -154,6 +154,21 @@ class Tier(ABC):
         return {}
 
     @property
+    def is_away(self) -> bool:
+        """Whether operations end as `Status.AWAY` at present."""
+        return False
+
+    @property
+    def trouble(self) -> str:
+        """Why the tier serves no reads, or takes no writes, at present; empty if it does."""
+        found = self.failures
+        if found.get("off"):
+            return "disabled after repeated I/O errors"
+        if self.is_away:
+            return "unavailable: its process or disk does not respond, or its circuit breaker is open"
+        return "read-only after repeated write errors" if found.get("read_only") else ""
+
+    @property
     def generation(self) -> int:
         """The generation that the next process should start in."""
         return 0

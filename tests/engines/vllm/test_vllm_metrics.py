@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadKey
+from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingHistogramMetadata, OffloadKey
 from vllm_kit import TOKENS, Rig, file_settings, keys_of
 
 from longshore.engines.vllm import LongshoreSpec
 from longshore.engines.vllm.metrics import zero
 from longshore.engines.vllm.requests import ours
+from longshore.monitoring.table import METRICS
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 IMAGE = 4096
@@ -51,14 +52,33 @@ def lose_host(rig: Rig, keys: list[OffloadKey]) -> None:
 def test_every_metric_label_is_declared_and_starts_at_zero(rigs: Any) -> None:
     definitions = LongshoreSpec.build_metric_definitions({})
     first = rigs().manager.get_stats().data
-    assert set(first["data"]) == set(definitions) == set(zero().data["data"])
+    counted = {name for name, each in definitions.items() if not isinstance(each, OffloadingHistogramMetadata)}
+    assert set(first["data"]) == counted == set(zero().data["data"])
     for name, values in first["data"].items():
         assert values, name
         assert all(len(labels) == len(definitions[name].labelnames) for labels in values)
-        assert not any(zero().data["data"][name].values()), name
+        assert name == "longshore_build_info" or not any(zero().data["data"][name].values()), name
     for tier in ("host", "file"):
         assert first["data"]["longshore_hit_chunks"][(tier,)] == 0
     assert first["data"]["longshore_miss_chunks"][("corrupt",)] == 0
+
+
+def test_each_observation_is_told_once(rigs: Any, tmp_path: Path) -> None:
+    rig, keys = rigs(**file_settings(tmp_path)), keys_of(2)
+    rig.store(keys, [1, 2], rig.request("writer", keys))
+    assert rig.manager._runtime.flush(10.0)
+    told = rig.manager.get_stats().data["data"]
+    assert told["longshore_transfer_size_bytes"][("host->file",)] == [2 * IMAGE]
+    assert told["longshore_transfer_size_bytes"][("device->host",)] == [2 * IMAGE]
+    (waited,) = told["longshore_transfer_queue_seconds"][("host->file",)]
+    assert waited >= 0
+    assert ("device->host",) not in told["longshore_transfer_queue_seconds"]  # vLLM moves these bytes
+    assert rig.manager.get_stats() is None
+    rig.lookup(keys, rig.request("reader", keys))
+    (spent, *_) = rig.manager.get_stats().data["data"]["longshore_lookup_seconds"][()]
+    assert spent > 0
+    definition = LongshoreSpec.build_metric_definitions({})["longshore_lookup_seconds"]
+    assert definition.buckets == METRICS["longshore_lookup_seconds"].buckets
 
 
 def test_what_has_not_changed_is_not_told_again(rigs: Any) -> None:
@@ -100,7 +120,7 @@ def test_misses_are_counted_once_by_their_reason(rigs: Any) -> None:
         assert [rig.manager.lookup(key, reader) for key in keys[1:3]] == [HIT, MISS]
         rig.end_step()
     assert total("longshore_miss_chunks", "absent") == 3  # the third, the fourth and the sixth
-    assert total("longshore_miss_chunks", "behind") == 1
+    assert total("longshore_miss_chunks", "after_miss") == 1
 
 
 def test_what_is_waited_for_in_vain_is_a_miss_by_deadline(rigs: Any) -> None:
@@ -113,7 +133,7 @@ def test_what_is_waited_for_in_vain_is_a_miss_by_deadline(rigs: Any) -> None:
     while rig.lookup(keys, reader) != [MISS] * 2:
         pass
     assert total("longshore_miss_chunks", "deadline") == 1
-    assert total("longshore_miss_chunks", "behind") == 1
+    assert total("longshore_miss_chunks", "after_miss") == 1
 
 
 def test_events_tell_what_each_tier_has_got_and_given_up(rigs: Any, tmp_path: Path) -> None:

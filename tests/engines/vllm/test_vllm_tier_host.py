@@ -316,5 +316,5 @@ def test_what_went_wrong_is_told_to_vllm(rig: HostedRig) -> None:
     told = totals.data["data"]
     assert told["longshore_file_failures"]["tier_host",] == 1
     assert told["longshore_failed_chunks"]["file->host",] == 4
-    assert told["longshore_miss_chunks"]["away",] == 1
-    assert told["longshore_miss_chunks"]["behind",] == 3
+    assert told["longshore_miss_chunks"]["unavailable",] == 1
+    assert told["longshore_miss_chunks"]["after_miss",] == 3

@@ -148,7 +148,8 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             return 0
         stack, runtime = self._stack, self._runtime
         with runtime.control() as cache:
-            found = cache.lookup({0: GroupKeys(keys, UNTOLD)}, runtime.clock(), asks=())
+            with runtime.asked.seconds.timed():
+                found = cache.lookup({0: GroupKeys(keys, UNTOLD)}, runtime.clock(), asks=())
             path = _whole_path(cache, keys, found.before, runtime.clock()) if stack.remote else None
         runtime.asked.requests += 1
         runtime.asked.attempts += 1

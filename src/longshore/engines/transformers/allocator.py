@@ -369,7 +369,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             sent = bring(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, patience)
             lookup.fetched_from.update(sent)
         now, name = stack.runtime.clock(), lookup.request
-        with stack.runtime.control() as cache:
+        with stack.runtime.control() as cache, stack.runtime.asked.seconds.timed():
             found = cache.lookup(
                 {0: lookup.path},
                 now,

@@ -27,6 +27,7 @@ from longshore.errors import CacheError, EngineError
 from longshore.hints import RequestHints
 from longshore.keys import chain
 from longshore.layout import from_rows
+from longshore.metrics import FollowingCollector
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import open_stack
 from longshore.runtime.stores import bring
@@ -55,6 +56,9 @@ class PrefixStore:
         window: Device blocks that copies pass through.
         open_file: Makes the file tier, with the arguments of `FileTier`.
 
+    Attributes:
+        collector: Metrics for Prometheus, to be registered once, or given to `longshore.metrics.serve_metrics`.
+
     Raises:
         EngineError: The model cannot be served.
         ConfigError, TierError: The tiers cannot be opened.
@@ -82,6 +86,7 @@ class PrefixStore:
         self._lock = threading.RLock()
         """Of the window, through which the prefix of one call passes at a time."""
         self._is_asleep = False
+        self.collector = FollowingCollector()
         self._interrupted = False
         """Whether a call was left amid its copies, as by KeyboardInterrupt: the window may still be written."""
         self._open()
@@ -92,6 +97,7 @@ class PrefixStore:
         self._stack = open_stack(
             self._config, self._layout, self._scopes.of(self._layout), device, open_file=self._open_file
         )
+        self.collector.follow(self._stack)
         self._test()
 
     def _take_window(self) -> Device:
@@ -254,6 +260,7 @@ class PrefixStore:
                 self._stack.wake()
                 device = self._take_window()
                 self._stack = self._stack.bind(self._layout, device)
+                self.collector.follow(self._stack)
                 self._test(files=False)
             self._is_asleep = False
 
@@ -283,8 +290,11 @@ class PrefixStore:
         runtime, chunk_tokens, done = self._stack.runtime, self._chunk * self._block_size, path.first
         if asks:
             bring(runtime, path, path.first * chunk_tokens, chunk_tokens, self._config.load_timeout)
+        runtime.asked.requests += turn is None
+        runtime.asked.attempts += 1
         with runtime.control() as control:
-            found = control.lookup({0: path}, runtime.clock(), turn=turn, returns=hints.returns, asks=())
+            with runtime.asked.seconds.timed():
+                found = control.lookup({0: path}, runtime.clock(), turn=turn, returns=hints.returns, asks=())
             if found.lease is None:
                 return 0, found.turn
             ready = control.progress(found.lease).leading(HOST)

@@ -52,6 +52,7 @@ from longshore.engines.vllm.stores import NO_SLOTS, Stores
 from longshore.engines.vllm.tiers import SchedulerTiers
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.hints import RequestHints
+from longshore.monitoring.table import LOOKUP_SECONDS
 from longshore.runtime.containment import contained
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -101,9 +102,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Whether loads may have parts: the connector passes them to workers, and failed loads are recomputed."""
         self._backoff = Backoff()
         self._closed = False
-        self._metrics = OffloadingMetrics(store.file, store.stores, is_off=store.is_off)
         self._events = EventTranslator() if announces else None
         with self._runtime.observe() as cache:
+            histograms = [*cache.counters.each_histogram(), (LOOKUP_SECONDS, (), self._runtime.asked.seconds)]
+            self._metrics = OffloadingMetrics(store.file, store.stores, histograms=histograms, is_off=store.is_off)
             self._image_bytes = [size.image_bytes for size in cache.stats()[0].sizes]
             self._host_slots = cache.stats()[0].slots
             self._groups = ChunkGroups(
@@ -400,9 +402,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             late = (waited := now - (request.waiting_since or now)) > self._patience
             brought = bool(request.leases) and all(cache.progress(lease).is_over for lease in request.leases)
             asks = {0: GroupKeys(request.ours(() if barred else request.asked_keys))}
-            seen = cache.lookup(
-                asks, now, until=Until.STEP, each=True, turn=request.turn, returns=request.hints.returns
-            )
+            with self._runtime.asked.seconds.timed():
+                seen = cache.lookup(
+                    asks, now, until=Until.STEP, each=True, turn=request.turn, returns=request.hints.returns
+                )
             request.residency, request.turn = seen.residency[0], seen.turn
         self._asked.append(request)
         if barred:

@@ -21,13 +21,15 @@ from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
     OffloadingEvent,
     OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
     OffloadKey,
 )
 
+from longshore import __version__
 from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
 from longshore.cache import DropReason, Event, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
 from longshore.cache.types import Answer
-from longshore.metrics import VLLM_COUNTERS, VLLM_GAUGES
+from longshore.monitoring.table import METRICS, QUEUE_SECONDS, Histogram, Metric, MetricKind
 from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, HostedStore
 from longshore.tiers.remote import FAILURE_REASONS as OF_STORES
 
@@ -45,17 +47,31 @@ _Sample = tuple[str, tuple[str, ...]]
 
 def definitions() -> dict[str, Any]:
     """The definitions of all metrics, which vLLM needs before the first value."""
-    counters = {name: OffloadingCounterMetadata(*about) for name, about in VLLM_COUNTERS.items()}
-    return {**counters, **{name: OffloadingGaugeMetadata(*about) for name, about in VLLM_GAUGES.items()}}
+    return {name: _definition(about) for name, about in METRICS.items() if about.vllm}
+
+
+def _definition(about: Metric) -> Any:
+    if about.kind is MetricKind.HISTOGRAM:
+        return OffloadingHistogramMetadata(about.help, about.labels, about.buckets)
+    kind = OffloadingCounterMetadata if about.kind is MetricKind.COUNTER else OffloadingGaugeMetadata
+    return kind(about.help, about.labels)
 
 
 class OffloadingMetrics:
     """What vLLM was last told of the counters of one cache and its tiers, and why its requests miss chunks."""
 
     def __init__(
-        self, file: HostedFileTier | None = None, stores: Sequence[HostedStore] = (), *, is_off: bool = False
+        self,
+        file: HostedFileTier | None = None,
+        stores: Sequence[HostedStore] = (),
+        *,
+        histograms: Iterable[tuple[str, tuple[str, ...], Histogram]] = (),
+        is_off: bool = False,
     ) -> None:
-        """`is_off` says that there is no `file` tier because its directory could not be opened."""
+        """`is_off` says that there is no `file` tier because its directory could not be opened.
+
+        `histograms` are those of the control plane: name, label values, and the histogram.
+        """
         self._file = file
         self._stores = stores
         names = [store.name for store in stores]
@@ -63,6 +79,9 @@ class OffloadingMetrics:
         self._routes = (*_ROUTES, *(route for name in names for route in (f"{HOST}->{name}", f"{name}->{HOST}")))
         self._no_file = {**_QUIET, "off": int(is_off)}
         self._reported: dict[_Sample, float] = {}
+        self._histograms = [each for each in histograms if METRICS[each[0]].vllm and not _is_of_device(*each[:2])]
+        for _, _, histogram in self._histograms:
+            histogram.keep_recent()
 
     def reasons(
         self, found: Sequence[Presence], *, late: bool, brought: bool, stalled: bool
@@ -100,11 +119,15 @@ class OffloadingMetrics:
         new["longshore_weight_changes", ()] = weights
         new["longshore_control_plane_faults", ()] = faults
         changed = [(sample, value) for sample, value in new.items() if self._reported.get(sample) != value]
-        if not changed:
+        observed = [(name, labels, each.take_recent()) for name, labels, each in self._histograms]
+        if not changed and not any(values for _, _, values in observed):
             return None
         stats = OffloadingConnectorStats()
+        for name, labels, values in observed:
+            for value in values:
+                stats.observe_histogram(name, value, labels)
         for (name, labels), value in changed:
-            if name in VLLM_GAUGES:
+            if METRICS[name].kind is MetricKind.GAUGE:
                 stats.set_gauge(name, value, labels)
             else:
                 stats.increase_counter(name, value - self._reported.get((name, labels), 0), labels)
@@ -113,6 +136,7 @@ class OffloadingMetrics:
 
     def _samples(self, cache: TieredCache) -> Iterator[tuple[_Sample, float]]:
         counters, sizes = cache.counters, {stats.name: stats for stats in cache.stats()}
+        yield ("longshore_build_info", (__version__,)), 1
         for tier in self._tiers:
             at = (tier,)
             yield ("longshore_hit_chunks", at), counters.hits[tier]
@@ -129,11 +153,9 @@ class OffloadingMetrics:
             yield ("longshore_miss_chunks", (missed.value,)), count
         for failure, times in (self._no_file if self._file is None else self._file.failures).items():
             yield ("longshore_file_failures", (failure,)), times
-            yield ("longshore_file_troubles", (failure,)), times
         for name, failures in {store.name: store.failures for store in self._stores}.items() or _NO_STORES.items():
             for failure, times in failures.items():
                 yield ("longshore_store_failures", (name, failure)), times
-                yield ("longshore_store_troubles", (name, failure)), times
             answers = counters.probes.get(name) or Counter[Answer]()
             for answer in Answer:
                 yield ("longshore_probed_chunks", (name, answer.value)), answers[answer]
@@ -142,6 +164,11 @@ class OffloadingMetrics:
             yield ("longshore_moved_bytes", (route,)), totals.bytes
             yield ("longshore_moving_seconds", (route,)), totals.seconds
             yield ("longshore_failed_chunks", (route,)), totals.failed
+
+
+def _is_of_device(name: str, labels: Sequence[str]) -> bool:
+    """Whether vLLM moves the bytes of this route by itself, so that only it knows how long they were queued."""
+    return name == QUEUE_SECONDS and DEVICE in labels[0].split("->")
 
 
 def zero() -> OffloadingConnectorStats:

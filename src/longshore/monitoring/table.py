@@ -1,0 +1,275 @@
+"""The table of metrics: exporter, reference page, Grafana board and alert rules are made from it.
+
+Names do not change between releases without a line in CHANGELOG.md. This module imports nothing of Longshore, so that
+the control plane can keep `Histogram`s, too.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+
+class MetricKind(enum.Enum):
+    """The Prometheus type of a metric."""
+
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Metric(NamedTuple):
+    """One metric.
+
+    Attributes:
+        kind: Its type.
+        help: Help text.
+        labels: Label names.
+        buckets: Upper bounds of the buckets of a histogram, without infinity.
+        vllm: Whether vLLM's own `/metrics` has it.
+        group: Heading on the reference page, and row of the Grafana board.
+    """
+
+    kind: MetricKind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    vllm: bool = False
+    group: str = ""
+
+
+LOAD_SECONDS = "longshore_load_seconds"
+LOOKUP_SECONDS = "longshore_lookup_seconds"
+EVICTED_AGE_SECONDS = "longshore_evicted_age_seconds"
+QUEUE_SECONDS = "longshore_transfer_queue_seconds"
+TRANSFER_SIZE_BYTES = "longshore_transfer_size_bytes"
+
+_LATENCIES = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_SHORT = (0.000005, 0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.25)
+_AGES = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 43200.0, 86400.0, 604800.0)
+_SIZES = tuple(float(1 << power) for power in range(14, 33, 2))
+
+
+def _counter(help: str, *labels: str, vllm: bool = False) -> Metric:  # noqa: A002 - as prometheus_client names it
+    return Metric(MetricKind.COUNTER, help, labels, vllm=vllm)
+
+
+def _gauge(help: str, *labels: str, vllm: bool = False) -> Metric:  # noqa: A002
+    return Metric(MetricKind.GAUGE, help, labels, vllm=vllm)
+
+
+def _histogram(help: str, buckets: tuple[float, ...], *labels: str, vllm: bool = False) -> Metric:  # noqa: A002
+    return Metric(MetricKind.HISTOGRAM, help, labels, buckets, vllm)
+
+
+GROUPS: Mapping[str, Mapping[str, Metric]] = {
+    "Hits and misses": {
+        "longshore_requests": _counter("Requests looked up by an engine, each counted once"),
+        "longshore_lookup_attempts": _counter("Lookups of requests, including repeated ones while a request waits"),
+        "longshore_hit_chunks": _counter("Chunks loaded, by the tier they were read from", "tier", vllm=True),
+        "longshore_hit_tokens": _counter(
+            "Tokens of the chunks loaded, of the first KV cache group, by the tier they were read from",
+            "tier",
+            vllm=True,
+        ),
+        "longshore_miss_chunks": _counter("Chunks looked up and not loaded, by reason", "reason", vllm=True),
+        "longshore_recomputed_chunks": _counter("Chunks found, but recomputed because that is faster", vllm=True),
+        "longshore_probed_chunks": _counter(
+            "Chunks that remote stores were asked for, by answer", "tier", "answer", vllm=True
+        ),
+    },
+    "Latency": {
+        LOAD_SECONDS: _histogram(
+            "Seconds from the order of a load until its chunks are on the device, by the slowest tier that it read",
+            _LATENCIES,
+            "tier",
+        ),
+        LOOKUP_SECONDS: _histogram("Seconds that a lookup of a request took in the control plane", _SHORT, vllm=True),
+        QUEUE_SECONDS: _histogram(
+            "Seconds between the submission of a transfer and its first byte", _LATENCIES, "route", vllm=True
+        ),
+        TRANSFER_SIZE_BYTES: _histogram("Bytes of one transfer", _SIZES, "route", vllm=True),
+        "longshore_block_reuse_waits": _counter(
+            "Times that the engine waited for copies of device blocks before it reused them"
+        ),
+        "longshore_block_reuse_wait_seconds": _counter("Seconds that the engine waited for copies of device blocks"),
+        "longshore_block_reuse_timeouts": _counter("Device blocks that were not reused, as copies did not end in time"),
+    },
+    "Transfers": {
+        "longshore_moved_bytes": _counter("Bytes transferred", "route", vllm=True),
+        "longshore_moving_seconds": _counter("Seconds spent transferring", "route", vllm=True),
+        "longshore_failed_chunks": _counter("Chunks whose transfer failed", "route", vllm=True),
+        "longshore_refused_transfers": _counter("Transfers refused because a queue was full"),
+        "longshore_jobs_in_flight": _gauge("Transfer jobs in flight"),
+        "longshore_queued_transfers": _gauge("Transfers waiting in a queue", "destination", "class"),
+        "longshore_device_fallbacks": _counter("Copies of the device that used a slower fallback, by reason", "reason"),
+    },
+    "Tiers": {
+        "longshore_used_bytes": _gauge("Bytes used in a tier, including transfers in flight", "tier", vllm=True),
+        "longshore_capacity_bytes": _gauge("Size of a tier in bytes", "tier", vllm=True),
+        "longshore_tier_available": _gauge("1 if a tier serves reads and writes, else 0", "tier"),
+        "longshore_leases": _gauge("Lookups whose chunks are kept from eviction until they are released"),
+        "longshore_evicted_chunks": _counter("Chunks evicted from a tier", "tier", vllm=True),
+        "longshore_demoted_chunks": _counter("Chunks evicted from a tier while a colder tier had a copy", "tier"),
+        EVICTED_AGE_SECONDS: _histogram(
+            "Age of chunks at their eviction, since they were written to the tier by this process",
+            _AGES,
+            "tier",
+            vllm=True,
+        ),
+        "longshore_dropped_chunks": _counter(
+            "Chunks offered to a tier and not stored, by reason", "tier", "reason", vllm=True
+        ),
+        "longshore_lost_chunks": _counter(
+            "Chunks in a tier that could not be read, or were damaged", "tier", vllm=True
+        ),
+    },
+    "Failures": {
+        "longshore_control_plane_faults": _counter(
+            "Failures of the control plane; the first one disables all tiers", vllm=True
+        ),
+        "longshore_file_failures": _counter("Failures in the file tier, by reason", "reason", vllm=True),
+        "longshore_file_fallbacks": _counter(
+            "Operations of the file tier that used a slower fallback, by reason", "reason"
+        ),
+        "longshore_store_failures": _counter(
+            "Failures of a store that replicas share, by reason", "tier", "reason", vllm=True
+        ),
+        "longshore_weight_changes": _counter(
+            "Times that the weights of a rank changed in the running engine, which discards all blocks", vllm=True
+        ),
+    },
+    "Process": {
+        "longshore_build_info": _gauge("1, with the version of Longshore as a label", "version", vllm=True),
+        "longshore_arena_bytes": _gauge("Bytes of the host arena, the memory of the host tier"),
+        "longshore_arena_huge_bytes": _gauge("Bytes of the host arena on huge pages, at start"),
+        "longshore_arena_registered_bytes": _gauge("Bytes of the host arena registered with the device (pinned)"),
+        "longshore_arena_registered_pieces": _gauge("Registered pieces of the host arena"),
+        "longshore_arena_numa_bound": _gauge("Whether the host arena is bound to a NUMA node"),
+        "longshore_arena_shared": _gauge("Whether other processes can attach to the host arena"),
+        "longshore_arena_fallbacks": _counter("Fallbacks of the host arena, by reason", "reason"),
+        "longshore_events_written": _counter("Events written to the event file"),
+        "longshore_events_missed": _counter("Events missing from the event file"),
+        "longshore_events_off": _gauge("Whether event recording has stopped because the file could not be written"),
+    },
+}
+"""The metrics by group. Prometheus appends `_total` to the name of a counter."""
+
+METRICS: Mapping[str, Metric] = {
+    name: metric._replace(group=group) for group, metrics in GROUPS.items() for name, metric in metrics.items()
+}
+"""Every metric, by name."""
+
+VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
+    ("longshore_miss_chunks", "reason"): {
+        "absent": "no tier has it",
+        "remote": "only a remote store is known to have it, and it was not fetched",
+        "in_flight": "being written to its first tier",
+        "no_room": "host memory had no room to read it into",
+        "after_miss": "in a tier, but after a chunk of the same prompt that missed",
+        "corrupt": "its checksum did not match",
+        "mismatch": "its slot has a valid record of another key, scope or generation",
+        "short": "its record was shorter than the image",
+        "io_error": "reading it failed in the operating system or the device",
+        "no_space": "a medium was full",
+        "deadline": "the load timed out (`load_timeout`)",
+        "cancelled": "the request or a reset cancelled the load",
+        "tier_off": "the tier was closed or disabled",
+        "unavailable": "no tier host ran, its disk was stalled, or the circuit breaker of a store was open",
+        "expired": "a remote store did not have it any more",
+        "queue_full": "a bounded queue was full",
+    },
+    ("longshore_dropped_chunks", "reason"): {
+        "no_room": "nothing in the tier can be evicted for it, or what can has more expected hits",
+        "backpressure": "too many writes are in flight (`max_writes`), or no slot became free in time",
+        "no_parent": "no tier has the chunk before it, and no slot was free",
+        "write_failed": "the copy was attempted and did not succeed",
+        "below_threshold": "used less often than `threshold`",
+        "generated": "part of the answer, with the setting `prompt_only`",
+        "priority": "of a priority below `priority_floor`",
+        "admission": "fewer expected hits than the chunk to evict for it (`admission`)",
+        "rate_limit": "more bytes than `file_daily_writes` allows",
+        "tier_off": "the tier is disabled or read-only",
+    },
+    ("longshore_probed_chunks", "answer"): {
+        "present": "the store has it",
+        "absent": "the store lacks it",
+        "no_answer": "no answer before the timeout, or not from all ranks",
+        "not_sent": "not asked: too many questions are in flight",
+    },
+}
+"""What the values of labels mean, where they are reasons."""
+
+
+class Histogram:
+    """Counts of observations by bucket. Not thread-safe: its owner's lock guards it.
+
+    Attributes:
+        bounds: Upper bounds of the buckets, ascending; one more bucket is above the last.
+        counts: Observations in each bucket, not cumulative.
+        total: Sum of the observations.
+        examples: Name of the last request in each bucket and its value, for exemplars; `None` where there was none.
+        recent: The last observations, for engines that take each one by itself; `None` if they are not kept.
+    """
+
+    __slots__ = ("bounds", "counts", "examples", "recent", "total")
+
+    def __init__(self, name: str) -> None:
+        """`name` is that of a histogram of the table."""
+        self.bounds = METRICS[name].buckets
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+        self.examples: list[tuple[str, float] | None] = [None] * len(self.counts)
+        self.recent: deque[float] | None = None
+
+    def observe(self, value: float, request: str | None = None) -> None:
+        """Count one observation, made for `request`."""
+        at = bisect_left(self.bounds, value)
+        self.counts[at] += 1
+        self.total += value
+        if request is not None:
+            self.examples[at] = request, value
+        if self.recent is not None:
+            self.recent.append(value)
+
+    def observe_all(self, values: npt.NDArray[np.float64]) -> None:
+        """Count several observations, shape `(n,)`."""
+        found = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
+        for at in np.flatnonzero(found).tolist():
+            self.counts[at] += int(found[at])
+        self.total += float(values.sum())
+        if self.recent is not None:
+            self.recent.extend(values.tolist())
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Observe the seconds that the block takes."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.observe(time.perf_counter() - began)
+
+    def keep_recent(self, most: int = 4096) -> None:
+        """Keep the last `most` observations until `take_recent`."""
+        self.recent = deque(self.recent or (), maxlen=most)
+
+    def take_recent(self) -> list[float]:
+        """The observations since the last call, without those that were too many to keep."""
+        found = list(self.recent or ())
+        if self.recent is not None:
+            self.recent.clear()
+        return found
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Histogram) and (self.counts, self.total) == (other.counts, other.total)
+
+    __hash__ = None  # type: ignore[assignment]
