@@ -192,7 +192,7 @@ class FollowingCollector(Collector):
             old, self._stack = self._stack, stack
             if old is None:
                 return
-            ended = [] if stack is not None and stack.runtime is old.runtime else _of_stack(old)
+            ended = [] if stack is not None and stack.runtime is old.runtime else of_stack(old)
             if not ended and stack is not None and stack.engine is not old.engine:
                 ended = _of_engine(old.engine.stats())  # its tiers live on under another device cache
             self._before = {metric.name: metric for metric in self._add(ended) if metric.type == "counter"}
@@ -200,7 +200,7 @@ class FollowingCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """All metric families."""
         with self._lock:
-            return self._add([] if self._stack is None else _of_stack(self._stack))
+            return self._add([] if self._stack is None else of_stack(self._stack))
 
     def _add(self, metrics: Iterable[Metric]) -> list[Metric]:
         """`metrics`, with what was before added to counters; and those of which only that is there."""
@@ -257,7 +257,8 @@ class MirroredMetrics:
         return made
 
 
-def _of_stack(stack: Stack) -> Iterable[Metric]:
+def of_stack(stack: Stack) -> Iterable[Metric]:
+    """The metrics of one stack."""
     return LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file, stack.remote).collect()
 
 
