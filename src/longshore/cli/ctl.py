@@ -127,6 +127,10 @@ def _render(command: Command, answer: Mapping[str, Any]) -> None:
     elif command is Command.UNPIN:
         console.print(f"{answer['unpinned']:,} chunks are not pinned any more")
     else:
-        console.print(
-            "dropped: " + ", ".join(f"{count:,} chunks in {tier}" for tier, count in answer["dropped"].items())
-        )
+        console.print(f"dropped: {_counted(answer['dropped'])}")
+        if any(answer["left"].values()):
+            console.print(f"left, as requests or copies in flight use them: {_counted(answer['left'])}")
+
+
+def _counted(chunks: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} chunks in {tier}" for tier, count in chunks.items())
