@@ -376,10 +376,18 @@ def test_another_user_is_refused_even_where_modes_allow(opened: Opened, path: Pa
     for each in (path, path.parent, *path.parents):
         if each.name.startswith(("pytest-", "test_", "own", "one")):
             each.chmod(0o777)
-    script = (
-        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); "
-        "print(s.recv(1000).decode(), end=''); print(repr(s.recv(10)))"
-    )
+    script = """
+import os, socket, sys
+os.setuid(65534)
+client = socket.socket(socket.AF_UNIX)
+client.connect(sys.argv[1])
+print(client.recv(1000).decode(), end="")
+try:
+    client.sendall(b'{"command": "stats"}' + bytes([10]))
+    print(client.recv(10))
+except OSError:
+    print(b"")
+"""
     done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
     first, rest = done.stdout.splitlines()
     assert "expected the engine's user, 0, got 65534" in json.loads(first)["message"]

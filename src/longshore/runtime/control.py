@@ -108,7 +108,7 @@ class ControlledEngine:
 
 
 @dataclass(slots=True)
-class _Pin:
+class _PinnedPrompt:
     runtime: Runtime
     lease: Lease
     keys: list[Key]
@@ -119,7 +119,7 @@ class Commands:
 
     def __init__(self, engine: ControlledEngine) -> None:
         self._engine = engine
-        self._pins: list[_Pin] = []
+        self._pins: list[_PinnedPrompt] = []
         self._known: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "lookup": self._lookup,
             "pin": self._pin,
@@ -207,7 +207,7 @@ class Commands:
                     f"{wanted} with these {len(there)}; unpin others, or make the tier larger"
                 )
             self._release(replaced, cache)
-            self._pins = [*kept, _Pin(runtime, found.lease, there)]
+            self._pins = [*kept, _PinnedPrompt(runtime, found.lease, there)]
         return {"chunks": len(keys), "pinned": len(there)}
 
     def _unpin(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +248,7 @@ class Commands:
         return {"pid": os.getpid(), "pinned_chunks": pinned, "metrics": metrics}
 
     @staticmethod
-    def _release(pins: Iterable[_Pin], cache: TieredCache) -> None:
+    def _release(pins: Iterable[_PinnedPrompt], cache: TieredCache) -> None:
         for pin in pins:
             cache.release(pin.lease)
 
