@@ -317,6 +317,7 @@ def test_a_killed_engine_leaves_a_socket_that_the_next_one_takes(
 
 def test_a_stopped_engine_is_an_error_after_the_timeout(process: subprocess.Popen[str], path: Path) -> None:
     process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     with pytest.raises(CommandError, match=r"no answer within 0\.2 s: the engine is stopped or very busy"):
         ask(path, {"command": "clear"}, 0.2)
     process.send_signal(signal.SIGCONT)
@@ -325,6 +326,7 @@ def test_a_stopped_engine_is_an_error_after_the_timeout(process: subprocess.Pope
 
 def test_an_engine_that_dies_amid_a_command_is_an_error(process: subprocess.Popen[str], path: Path) -> None:
     process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(ask, path, {"command": "stats"}, PATIENCE)
         while not _has_unread(path):
