@@ -149,6 +149,9 @@ class Config(BaseModel):
     events_size: ByteSize = Field(
         ByteSize(64 << 20), ge=1 << 16, description="bytes of events to keep, total of the current and the rotated file"
     )
+    control: str = Field(
+        "", description="name or path of a socket for `longshore ctl`, of this user alone; unset: no commands"
+    )
     calibration: Path | None = Field(
         None, description="calibration file of a CUDA device; unset: one in the user's cache directory"
     )

@@ -86,6 +86,10 @@ class IntegrityError(CacheError):
     """The cache's data structures disagree: a bug in Longshore. The cache must not be used further."""
 
 
+class PinLimitError(CacheError):
+    """More chunks than may be pinned; says how many that is."""
+
+
 class JobError(CacheError):
     """A result for a job that is not in flight, or a second one from the same rank."""
 
@@ -136,3 +140,7 @@ class EngineError(LongshoreError):
 
 class ContractError(EngineError):
     """Engine internals that an adapter relies on have changed; names them."""
+
+
+class CommandError(LongshoreError):
+    """A command to a running engine that it cannot read or carry out, or an engine that does not answer."""

@@ -120,6 +120,11 @@ class Machine(RuleBasedStateMachine):
         if tier in self.world.sizes:
             self.world.resize(tier, slots, how == "discard")
 
+    @rule(tier=st.sampled_from((HOST, HOST, FILE, *COLDER)), most=st.integers(0, 8))
+    def evict(self, tier: str, most: int) -> None:
+        if tier in self.world.sizes:
+            self.world.evict(tier, most)
+
     @precondition(lambda self: self.world.resident)
     @rule(pick=small, spare=st.integers(0, 1), settle=st.booleans())
     def compact(self, pick: int, spare: int, settle: bool) -> None:

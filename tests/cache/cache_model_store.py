@@ -225,6 +225,12 @@ class Storing(Stage):
         assert all(each in keys for each, where in gone if where == tier)
         return int(removed)
 
+    def evict(self, tier: str, most: int) -> None:
+        before = set(self.resident)
+        removed = self.call("evict", tier, most)
+        self.settle()
+        assert removed == sum(where == tier for _, where in before - set(self.resident)) <= most
+
     def room_for(self, path: Sequence[Key]) -> int:
         """Host slots that chunks behind `path` can count on: with one tier, all that nothing needs."""
         if self.setup.file is not None:

@@ -112,6 +112,30 @@ $ REPLAY --file 1KiB
 2 --file 1KiB: expected at least 64.0 MiB, one block
 $ REPLAY --remote 0
 2 --remote: expected a size above zero, such as 64GiB, got '0'
+$ REPLAY --remote 4TiB:
+2 --remote: expected SIZE, SIZE:BANDWIDTH or SIZE:BANDWIDTH:ROUNDTRIP, such as 4TiB:3GB/s:1ms, got '4TiB:'
+$ REPLAY --remote 4TiB:3GB/s:1ms:7
+2 --remote: expected SIZE, SIZE:BANDWIDTH or SIZE:BANDWIDTH:ROUNDTRIP, such as 4TiB:3GB/s:1ms, got '4TiB:3GB/s:1ms:7'
+$ REPLAY --remote ''
+2 --remote: expected SIZE, SIZE:BANDWIDTH or SIZE:BANDWIDTH:ROUNDTRIP, such as 4TiB:3GB/s:1ms, got ''
+$ REPLAY --remote 4TiB:fast
+2 --remote: expected a rate such as 50GB/s or 25Gbit/s, got 'fast'
+$ REPLAY --remote 4TiB:3
+2 --remote: expected a unit, got '3'; did you mean 3GB/s?
+$ REPLAY --remote 4TiB:3GB/s:5
+2 --remote: expected a time such as 500ms or 2s, got '5'
+$ REPLAY --remote 4XB:3GB/s
+2 --remote: a size is*
+$ REPLAY --remote 4TiB:3GB/s --remote-read 2GB/s
+2 --remote-read 2GB/s contradicts 3GB/s in --remote 4TiB:3GB/s: remove one of them
+$ REPLAY --replicas 0
+2 Invalid value for '--replicas': *; see longshore replay --help
+$ REPLAY --route prefix
+2 --route prefix has no effect without --replicas of at least 2
+$ REPLAY --replicas 2 --route nearest
+2 Invalid value for '--route': *; see longshore replay --help
+$ replay trace.jsonl --capacity-blocks 5 --replicas 2
+2 --capacity-blocks simulates no time: remove --replicas
 $ REPLAY --engines 0
 2 Invalid value for '--engines': *; see longshore replay --help
 $ REPLAY --engines 99999

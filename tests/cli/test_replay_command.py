@@ -233,6 +233,29 @@ def test_a_remote_store_can_be_described() -> None:
         assert word in table
 
 
+def test_replicas_that_share_a_store_are_compared_with_others() -> None:
+    tiered = ("--model", "llama-3.1-8b", "--host", "4GiB", "--replicas", "3")
+    shared = facts(EXCERPT, *tiered, "--remote", "1TiB:3GB/s:1ms")
+    alone = facts(EXCERPT, *tiered)
+    without = shared["without_store"]
+    assert isinstance(without, dict)
+    assert without == {key: alone[key] for key in ("hit_ratio", "ttft_s")}
+    assert float(str(alone["hit_ratio"])) < float(str(shared["hit_ratio"])) <= float(str(shared["one_cache_hit_ratio"]))
+    assert (alone["without_store"], alone["network"], shared["replicas"]) == (None, None, 3)
+    network = shared["network"]
+    assert isinstance(network, dict)
+    assert all(each["bytes"] > 0 < each["share_of_bandwidth"] < 1 for each in network.values())
+    written = facts(EXCERPT, *tiered, "--remote", "1TiB", "--remote-read", "3GB/s", "--remote-write", "3GB/s",
+                    "--remote-delay", "1ms")  # fmt: skip
+    assert written == shared
+    sticky = facts(EXCERPT, *tiered, "--route", "prefix")
+    assert float(str(sticky["hit_ratio"])) > float(str(alone["hit_ratio"]))
+    table = run(EXCERPT, *tiered, "--remote", "1TiB:3GB/s:1ms")
+    for word in ("replicas", "hits, one cache", "hits, no store", "of the store's bandwidth"):
+        assert word in table
+    assert "replicas" not in facts(EXCERPT, *TIMED)
+
+
 def test_the_help_names_every_policy_and_an_unknown_one_gets_the_nearest() -> None:
     text = " ".join(CliRunner().invoke(app, ["replay", "--help"], terminal_width=200).output.split())
     for name in POLICIES | REFERENCES:

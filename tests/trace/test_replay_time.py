@@ -26,8 +26,9 @@ from longshore.trace.machine import (
     with_bench,
     with_changes,
 )
-from longshore.trace.replay import Loss, TieredReplay
+from longshore.trace.replay import TieredReplay
 from longshore.trace.result import Replayed
+from longshore.trace.tally import Loss
 
 BLOCK = 512
 TIMING = Timing(geometry_of("llama-3.1-8b"), PROFILES["h100"])
@@ -46,7 +47,7 @@ def serve(
     tiers = {"host": host * IMAGE} | ({"file": file * IMAGE} if file else {})
     replay = TieredReplay(TIMING, BLOCK, tiers, DEFAULT_POLICY, engines=engines, gated=gated)
     assert list(replay.run(requests)) == requests
-    replay.cache.check_integrity()
+    replay.replicas[0].cache.check_integrity()
     return replay
 
 

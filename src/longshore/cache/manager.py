@@ -409,6 +409,13 @@ class TieredCache:
         """Remove copies of a path in `tier` that are not leased, read or needed by descendants; returns how many."""
         return self._transfers.evictor.discard(list(keys), self._tier(tier))
 
+    def evict(self, tier: str, most: int) -> int:
+        """Evict at most `most` copies from `tier` that nothing leases, reads or descends from; returns how many."""
+        at, evictor, left = self._tier(tier), self._transfers.evictor, max(0, most)
+        for pool in range(len(self._store.pools[at].slabs.image_bytes)):
+            left -= evictor.evict(at, left, pool, spare_dirty=False)
+        return max(0, most) - left
+
     def flush(self) -> bool:
         """Order backups of all chunks that only the host tier has; returns whether no job is in flight."""
         self._offloader.clean(all_of_host=True)

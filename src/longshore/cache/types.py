@@ -6,7 +6,7 @@ import enum
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
 
 from longshore.boundary import Addresses, Key, Slot, Slots, Status
@@ -251,6 +251,18 @@ class Counters:
     def copy(self) -> Counters:
         """A copy, to compute differences."""
         return deepcopy(self)
+
+    def add(self, other: Counters) -> None:
+        """Add the counts of another cache with the same tiers."""
+        for name in ("hits", "hit_tokens", "misses", "evictions", "demotions", "lost"):
+            getattr(self, name).update(getattr(other, name))
+        for tier, drops in other.drops.items():
+            self.drops[tier].update(drops)
+        for tier, answers in other.probes.items():
+            self.probes[tier].update(answers)
+        for route, more in other.routes.items():
+            total = self.routes[route]
+            self.routes[route] = RouteTotals(*(a + b for a, b in zip(astuple(total), astuple(more), strict=True)))
 
     @classmethod
     def zero(cls, tiers: tuple[str, ...], routes: tuple[str, ...], remote: tuple[str, ...] = ()) -> Counters:

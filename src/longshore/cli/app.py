@@ -8,6 +8,7 @@ import typer
 
 from longshore import __version__
 from longshore.cli.bench import bench
+from longshore.cli.ctl import ctl
 from longshore.cli.demo import demo
 from longshore.cli.doctor import doctor
 from longshore.cli.files import explain, fsck, gc, inspect
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(doctor)
+app.command()(ctl)
 app.command()(explain)
 app.command()(fsck)
 app.command()(inspect)

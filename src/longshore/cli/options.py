@@ -79,6 +79,25 @@ def seconds_of(text: str, option: str) -> float:
     raise ConfigError(f"{option}: expected a time such as 500ms or 2s, got {text[:80]!r}")
 
 
+def store_of(text: str, option: str) -> tuple[str, str | None, str | None]:
+    """Size, rate and delay of a store such as `4TiB:3GB/s:1ms`, of which only the size must be there.
+
+    Raises `ConfigError`. The size is checked by `size_of`.
+    """
+    size, *others = parts = [part.strip() for part in text.split(":")]
+    if len(parts) > 3 or not all(parts):
+        raise ConfigError(
+            f"{option}: expected SIZE, SIZE:BANDWIDTH or SIZE:BANDWIDTH:ROUNDTRIP, such as 4TiB:3GB/s:1ms, "
+            f"got {text[:80]!r}"
+        )
+    rate, delay = [*others, None, None][:2]
+    if rate is not None:
+        rate_of(rate, option)
+    if delay is not None:
+        seconds_of(delay, option)
+    return size, rate, delay
+
+
 def counts_of(text: str, option: str, least: int) -> list[int]:
     """Comma-separated whole numbers of at least `least`, such as `10000,1000000`; raises `ConfigError`."""
     parts = [part.strip() for part in text.split(",")]

@@ -26,8 +26,8 @@ from longshore.report import REASONS, RUNS, SOURCES, Curve, Page, curves, stacke
 from longshore.trace.analysis import BYTES_PER_REFERENCE, Paths, optimal_hits
 from longshore.trace.experiment import CacheReplay, Experiment, Hits, policy_named
 from longshore.trace.parsing import TraceRequest
-from longshore.trace.replay import MOST_BLOCKS, ReplayTally, TieredReplay
-from longshore.trace.result import Replayed, Row, bytes_to, overload, ratio
+from longshore.trace.replay import MOST_BLOCKS, Routing, TieredReplay
+from longshore.trace.result import Replayed, Row, Sharing, bytes_to, overload, ratio
 
 
 class ControlPath(StrEnum):
@@ -51,7 +51,27 @@ def replay(
         str | None, typer.Option(help="Disk space for blocks, for example 1TiB; default: no file tier.")
     ] = None,
     remote: Annotated[
-        str | None, typer.Option(help="Size of a remote store, for example 10TiB; default: none.")
+        str | None,
+        typer.Option(
+            help="A remote store that all replicas share: its size, and optionally its bandwidth in each direction and "
+            "its round trip, for example 10TiB or 4TiB:3GB/s:1ms; default: none."
+        ),
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1000,
+            help="Number of replicas, each with --host, --file and --engines of its own; default: 1. With several, the "
+            "same trace is also replayed without the store, and the hits of one cache of the same total are computed.",
+        ),
+    ] = None,
+    route: Annotated[
+        Routing | None,
+        typer.Option(
+            help="How requests are dealt to replicas. round-robin (default): in turn. prefix: to the replica that was "
+            "last dealt at least half of the prompt as a prefix, else to the one with the fewest requests."
+        ),
     ] = None,
     capacity_blocks: Annotated[
         int | None,
@@ -114,6 +134,11 @@ def replay(
 
     [dim]longshore replay trace.jsonl --model llama-3.1-8b --host 64GiB --file 1TiB[/]
 
+    With [bold]--replicas[/]: does a store that replicas share pay? Hits of the replicas' own tiers, of the store, and
+    of one cache of the same total; TTFT with and without the store; bytes over the network.
+
+    [dim]longshore replay trace.jsonl --model llama-3.1-8b --host 64GiB --replicas 8 --remote 4TiB:3GB/s:1ms[/]
+
     [dim]longshore replay trace.jsonl --capacity-blocks 18000 --policy lru[/]
     """
     console = console_on(stderr=True)
@@ -125,7 +150,7 @@ def replay(
         given |= {"--report": report, "--bench": bench, "--link": link, "--file-read": file_read}
         given |= {"--file-write": file_write, "--remote-read": remote_read, "--remote-write": remote_write}
         given |= {"--remote-delay": remote_delay, "--prefill-rate": prefill_rate}
-        given |= {"--engines": None if engines == 1 else engines}
+        given |= {"--engines": None if engines == 1 else engines, "--replicas": replicas, "--route": route}
         if wrong := [option for option, value in given.items() if value is not None]:
             raise ConfigError(f"--capacity-blocks simulates no time: remove {', '.join(wrong)}")
         options.check_memory(
@@ -142,37 +167,73 @@ def replay(
     else:
         if host is None:
             raise ConfigError("expected --host and --model, or --capacity-blocks; see longshore replay --help")
+        remote, remote_read, remote_write, remote_delay = _store(remote, remote_read, remote_write, remote_delay)
+        if route is not None and (replicas or 1) < 2:
+            raise ConfigError(f"--route {route.value} has no effect without --replicas of at least 2")
         rates = {"link": link, "file_read": file_read, "file_write": file_write}
         rates |= {"remote_read": remote_read, "remote_write": remote_write}
         timing = options.timing_of(model, profile, bench, rates, prefill_rate, remote_delay)
         sizes = {"host": host, "file": file, "remote": remote}
-        for option, value in {"read": remote_read, "write": remote_write, "delay": remote_delay}.items():
-            if value is not None and remote is None:
-                raise ConfigError(f"--remote-{option} {value} has no effect without --remote")
         image = block_tokens * timing.geometry.kv_bytes_per_token
         tiers = {tier: options.size_of(text, f"--{tier}", image) for tier, text in sizes.items() if text is not None}
         name, kind = policy_named(policy)
         largest = max(tiers, key=tiers.__getitem__)
         options.check_memory(
-            options.SLOT_BYTES * sum(nbytes // image for nbytes in tiers.values() if nbytes // image <= MOST_BLOCKS),
+            options.SLOT_BYTES
+            * sum(
+                (nbytes // image) * (1 if tier == REMOTE else replicas or 1)
+                for tier, nbytes in tiers.items()
+                if nbytes // image <= MOST_BLOCKS
+            ),
             f"--{largest}",
             sizes[largest],
             tiers[largest],
             "MiB",
         )
 
-        def made(count: int, admission: bool = True) -> TieredReplay:
-            return TieredReplay(timing, block_tokens, tiers, kind, engines=count, gated=gate, admission=admission)
+        def made(count: int, admission: bool = True, store: bool = True) -> TieredReplay:
+            return TieredReplay(
+                timing,
+                block_tokens,
+                {tier: nbytes for tier, nbytes in tiers.items() if store or tier != REMOTE},
+                kind,
+                engines=count,
+                gated=gate,
+                admission=admission,
+                replicas=replicas or 1,
+                routing=route or Routing.ROUND_ROBIN,
+            )
 
         run = made(engines)
         with options.trace_at(trace) as path, console.status("reading") as status:
             requests = options.Trace(path, form, block_tokens, bad_lines, limit, console)
-            facts, rows = _replay(run, made, requests, name, _RequestedBlocks(optimum, console), report, status)
+            one_cache = Experiment(kind, run.slots) if len(run.replicas) > 1 else None
+            facts, rows = _replay(
+                run, made, requests, name, _RequestedBlocks(optimum, console), report, status, one_cache
+            )
     if as_json:
         options.print_overload(facts, console)
         write_json(facts)
     else:
         _render(rows, facts)
+
+
+def _store(
+    remote: str | None, read: str | None, write: str | None, delay: str | None
+) -> tuple[str | None, str | None, str | None, str | None]:
+    """Size, bandwidths and delay of the store, from `--remote` and the options of its parts; raises `ConfigError`."""
+    given = {"--remote-read": read, "--remote-write": write, "--remote-delay": delay}
+    if remote is None:
+        for option, value in given.items():
+            if value is not None:
+                (options.seconds_of if value is delay else options.rate_of)(value, option)
+                raise ConfigError(f"{option} {value} has no effect without --remote")
+        return None, None, None, None
+    size, rate, trip = options.store_of(remote, "--remote")
+    for (option, value), part in zip(given.items(), (rate, rate, trip), strict=True):
+        if value is not None and part is not None:
+            raise ConfigError(f"{option} {value} contradicts {part} in --remote {remote[:80]}: remove one of them")
+    return size, read or rate, write or rate, delay or trip
 
 
 def _check_file_blocks(blocks: int | None, through: ControlPath | None) -> None:
@@ -259,33 +320,44 @@ def _served(
 
 def _replay(
     run: TieredReplay,
-    made: Callable[[int, bool], TieredReplay],
+    made: Callable[..., TieredReplay],
     requests: options.Trace,
     policy: str,
     blocks: _RequestedBlocks,
     report: Path | None,
     status: Status,
+    one_cache: Experiment | None,
 ) -> tuple[dict[str, object], list[Row]]:
-    def again(engines: int) -> ReplayTally:
-        other = made(engines, True)
-        for _ in other.run(_progress(requests, status, f" with {engines} engines")):
+    def other(how: str, engines: int = run.engines, **changes: bool) -> TieredReplay:
+        other = made(engines, **changes)
+        for _ in other.run(_progress(requests, status, how)):
             pass
-        return other.tally
+        return other
 
     def unfiltered() -> dict[str, int] | None:
         """Bytes written to files and a store in a replay without admission; `None` if no block was refused."""
         if not any(drops[DropReason.ADMISSION] for tier, drops in run.counters.drops.items() if tier != HOST):
             return None
-        other = made(run.engines, False)
-        for _ in other.run(_progress(requests, status, " without admission")):
-            pass
-        return {tier: bytes_to(tier, other) for tier in (FILE, REMOTE)}
+        every = other(" without admission", admission=False)
+        return {tier: bytes_to(tier, every) for tier in (FILE, REMOTE)}
 
     for request in run.run(_progress(requests, status)):
-        blocks.add(request.hash_ids[: request.input_length // run.block_tokens])
-    too_much = overload(run.tally, run.engines, again)
+        path = request.hash_ids[: request.input_length // run.block_tokens]
+        blocks.add(path)
+        if one_cache is not None:
+            one_cache.serve(path, request.timestamp_ms / 1000, request.returns)
+    too_much = overload(
+        run.tally,
+        run.engines,
+        lambda engines: other(f" with {engines} engines", engines).tally,
+        replicas=len(run.replicas),
+    )
     best = blocks.optimal(run.slots)
-    found = Replayed(run, policy, blocks.unique, best, too_much, requests.assumption, unfiltered())
+    sharing = None
+    if one_cache is not None:
+        alone = None if run.remote is None else other(" without the store", store=False)
+        sharing = Sharing(one_cache.totals().hits, alone)
+    found = Replayed(run, policy, blocks.unique, best, too_much, requests.assumption, unfiltered(), sharing)
     if report is not None:
         write_report(found, report)
     return found.as_json(), found.rows()

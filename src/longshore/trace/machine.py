@@ -17,7 +17,8 @@ profile has the speeds of a machine and their source; each of them can be replac
 
 A probe of a remote store takes its delay only. There are no bytes, threads or clocks: the replay asks for the next end,
 and continues at that time. `RemoteStore` is a store behind the network: a bounded number of images by key, which the
-cache asks by `Probe`, and which may drop images. Other machines that share it are not modelled.
+cache asks by `Probe`, and which may drop images. The movers of all replicas that share a store share its bandwidth, in
+each direction: one transfer after the other. Its round trips overlap with the transfers of others.
 """
 
 from __future__ import annotations
@@ -141,14 +142,23 @@ def _of_config(path: Path, config: Mapping[str, Any]) -> Geometry:
 
 
 class RemoteStore:
-    """A store of `slots` images, empty at the start, with LRU eviction."""
+    """A store of `slots` images that replicas share, empty at the start, which evicts the least recently used image.
+
+    Attributes:
+        evictions: Number of evicted images.
+        free_at: When each route to or from it has moved all that was begun, whichever replica began it.
+        busy: Seconds that each of these routes was busy.
+        blocks: Images moved on each of these routes. One that the store has already is not sent again.
+    """
 
     def __init__(self, slots: int) -> None:
         if slots < 1:
             raise TraceError(f"{REMOTE}: expected room for at least one block, got {slots}")
         self.slots = slots
         self.evictions = 0
-        """Number of evicted images."""
+        self.free_at: dict[Route, float] = {}
+        self.busy: dict[Route, float] = {Route(HOST, REMOTE): 0.0, Route(REMOTE, HOST): 0.0}
+        self.blocks: dict[Route, int] = dict.fromkeys(self.busy, 0)
         self._keys: OrderedDict[Key, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -156,8 +166,12 @@ class RemoteStore:
         return len(self._keys)
 
     def probe(self, keys: Iterable[Key]) -> tuple[bool, ...]:
-        """Which of `keys` the store has; does not count as a use."""
-        return tuple(key in self._keys for key in keys)
+        """Which of `keys` the store has; counts as a use, as in Valkey (STRLEN)."""
+        return tuple(self._use(key) for key in keys)
+
+    def moved(self, route: Route, keys: Iterable[Key]) -> int:
+        """How many images of `keys` a transfer on `route` moves."""
+        return sum((key in self._keys) == (route.source == REMOTE) for key in keys)
 
     def read(self, keys: Iterable[Key]) -> tuple[Status, ...]:
         """Read `keys`; those in the store are used in this order."""
@@ -406,7 +420,12 @@ class VirtualMovers:
 
     def wait(self, source: str, destination: str, now: float) -> float:
         """Seconds that a transfer submitted now would wait."""
-        return max(0.0, self._free_at.get(Route(source, destination), 0.0) - now)
+        route = Route(source, destination)
+        return max(0.0, self._queue(route).get(route, 0.0) - now)
+
+    def _queue(self, route: Route) -> dict[Route, float]:
+        """When the transfers begun on each route will have ended: of this machine, or of all that share the store."""
+        return self._free_at if self._remote is None or REMOTE not in route else self._remote.free_at
 
     def _cancel(self, job: int) -> None:
         """What has not begun need not begin: it ends when its turn comes."""
@@ -427,16 +446,23 @@ class VirtualMovers:
     def _begin(self, transfer: Transfer, now: float) -> None:
         del self._missing[transfer.job]
         route, seconds, status = transfer.route, 0.0, Status.OK
-        start = max(now, self._free_at.get(route, 0.0))
+        free_at = self._queue(route)
+        start = max(now, free_at.get(route, 0.0))
         if transfer.job in self._cancelled:
             status, start = Status.CANCELLED, now
         elif start > transfer.deadline:
             status, start = Status.DEADLINE, max(now, transfer.deadline)
         nbytes = len(transfer.items) * self._image_bytes if status is Status.OK else 0
         if nbytes:
-            seconds = self._paces[route].seconds(nbytes)
-            self._free_at[route] = start + seconds
-            self.busy[route] = self.busy.get(route, 0.0) + seconds
+            seconds = busy = self._paces[route].seconds(nbytes)
+            if self._remote is not None and REMOTE in route:
+                moved = self._remote.moved(route, (item.key for item in transfer.items))
+                busy = moved * self._image_bytes / self._paces[route].rate
+                seconds = self._paces[route].fixed + busy
+                self._remote.blocks[route] += moved
+                self._remote.busy[route] += busy
+            free_at[route] = start + busy
+            self.busy[route] = self.busy.get(route, 0.0) + busy
             self.queued[route] = self.queued.get(route, 0.0) + start - now
         statuses = (status,) * len(transfer.items)
         self._results[transfer.job] = TransferResult(transfer.job, statuses, nbytes, seconds, start - now)

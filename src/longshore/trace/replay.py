@@ -8,6 +8,9 @@
 prefills are modelled (`longshore.trace.machine`), and so is the engine, which computes one prompt at a time. Decoding
 takes no time, answers are not stored, and the device keeps nothing: hits in the tiers are in addition to those in the
 engine's own prefix cache.
+
+Replicas have a cache and tiers of their own, engines that compute, and one store that they share; what happens in any
+of them happens in the order of its time.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +35,7 @@ from longshore.boundary import (
     Probe,
     ProbeResult,
     Result,
-    Status,
+    Route,
     Transfer,
     TransferResult,
 )
@@ -56,6 +58,7 @@ from longshore.config import format_bytes
 from longshore.errors import IntegrityError, TraceError
 from longshore.trace.machine import RemoteStore, Timing, VirtualMovers
 from longshore.trace.parsing import TraceRequest
+from longshore.trace.tally import Loss, Losses, ReplayTally
 
 _ROOT = xxh3_128_digest(b"longshore replay 2")
 
@@ -63,80 +66,6 @@ MOST_BLOCKS = 1 << 28
 """Largest number of blocks of a tier, because each slot takes memory even if it is never filled."""
 
 _TIERS = (HOST, FILE, REMOTE)
-
-
-class Loss(enum.Enum):
-    """Why a block was computed. Closed: each complete block of a prompt was loaded, or has one of these causes."""
-
-    FIRST_USE = "first_use"  # no request has asked for it before
-    LAST_TOKEN = "last_token"  # noqa: S105 - the last token of a prompt is always computed, and this block ends with it
-    PENDING = "pending"  # asked for before, and not in host memory yet
-    BACKPRESSURE = "backpressure"  # not stored: what was to make way had not been copied down yet
-    NOT_STORED = "not_stored"  # not stored, for other reasons
-    FORGOTTEN = "forgotten"  # evicted from host memory before a colder tier had a copy
-    EVICTED = "evicted"  # evicted from the coldest tier that had it
-    NOT_LOADED = "not_loaded"  # found, but no room for it, or not in time
-    CHOICE = "computed_by_choice"  # found, but faster to compute than to load
-
-
-class _Losses:
-    """What has become of each block that was asked for, by what movers report and by what the cache takes.
-
-    About 100 bytes for each different block.
-    """
-
-    def __init__(self, coldest: str) -> None:
-        self.counts = Counter[Loss]()
-        self._coldest = coldest
-        self._cause: dict[int, Loss] = {}
-        """The cause that counts if the block is asked for and not there; by the first 8 bytes of its key."""
-
-    def miss(self, keys: Sequence[Key], usable: int) -> None:
-        """A request looked for `keys`, of which the first `usable` may be loaded, and found none of them."""
-        for at, key in enumerate(keys):
-            name = int.from_bytes(key[:8])
-            cause = self._cause.get(name, Loss.FIRST_USE)
-            if cause is Loss.FIRST_USE:
-                self._cause[name] = Loss.PENDING
-            elif at >= usable:
-                cause = Loss.LAST_TOKEN
-            self.counts[cause] += 1
-
-    def arrived(self, transfer: Transfer, result: TransferResult) -> None:
-        """Copies have come into a tier."""
-        tier = transfer.route.destination
-        if tier == DEVICE or transfer.route.source not in (DEVICE, HOST):
-            return
-        cause = Loss.FORGOTTEN if tier == HOST and self._coldest != HOST else Loss.EVICTED
-        for item, status in zip(transfer.items, result.statuses, strict=True):
-            if status is Status.OK:
-                self._cause[int.from_bytes(item.key[:8])] = cause
-
-    def refused(self, keys: Sequence[Key], cause: Loss) -> None:
-        """Host memory did not take `keys`."""
-        self._cause.update(dict.fromkeys((int.from_bytes(key[:8]) for key in keys), cause))
-
-
-@dataclass(slots=True)
-class ReplayTally:
-    """Counters of a replay. Blocks are the complete blocks of prompts; times are in seconds, one per request."""
-
-    requests: int = 0
-    block_refs: int = 0
-    prompt_tokens: int = 0
-    hits: Counter[str] = field(default_factory=Counter)
-    computed_by_choice: int = 0
-    computing: float = 0.0
-    recomputing: float = 0.0
-    ttft: array[float] = field(default_factory=lambda: array("d"))
-    recompute: array[float] = field(default_factory=lambda: array("d"))
-    first: float = 0.0
-    last: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """From the first arrival to the last."""
-        return self.last - self.first
 
 
 @dataclass(slots=True)
@@ -188,21 +117,58 @@ class _Working:
         self.started = 0
 
 
+class Routing(enum.StrEnum):
+    """How requests are dealt to replicas."""
+
+    ROUND_ROBIN = "round-robin"
+    PREFIX = "prefix"
+
+
+class Router:
+    """Deals requests to replicas.
+
+    By prefix, a request goes to the replica that has last been dealt the longest part of it, if that is at least half
+    of it, and else to the replica with the fewest requests so far: a session stays where it began.
+
+    Attributes:
+        dealt: Requests that each replica was dealt.
+        routing: How.
+    """
+
+    def __init__(self, replicas: int, routing: Routing) -> None:
+        self.dealt = [0] * replicas
+        self.routing = routing
+        self._last: dict[int, int] = {}
+
+    def deal(self, path: Sequence[int]) -> int:
+        """The replica that serves a request of these blocks."""
+        at = sum(self.dealt) % len(self.dealt)
+        if self.routing is Routing.PREFIX and len(self.dealt) > 1:
+            known = next((n for n in range(len(path), 0, -1) if path[n - 1] in self._last), 0)
+            at = self._last[path[known - 1]] if known and 2 * known >= len(path) else self.dealt.index(min(self.dealt))
+            self._last.update(dict.fromkeys(path, at))
+        self.dealt[at] += 1
+        return at
+
+
 class TieredReplay:
-    """One cache shared by `engines` engines, with tiers of given sizes.
+    """Replicas that each have a cache shared by `engines` engines, with tiers of given sizes, and share one store.
 
     Args:
         timing: Timing of the model on its machine.
         block_tokens: Tokens per block of the trace; one block is one chunk.
-        tiers: Bytes of `host`, and optionally of `file` and of a `remote` store, in this order.
+        tiers: Bytes of `host`, and optionally of `file`, both of each replica, and of a `remote` store that the
+            replicas share, in this order.
         policy: Eviction policy of host memory and files; a remote store evicts its least recently used blocks.
-        engines: Number of prompts computed at a time.
+        engines: Number of prompts that a replica computes at a time.
         gated: Whether the gate decides between loading and computing; without it, all blocks found are loaded.
         admission: Whether the file tier, once full, refuses blocks that promise fewer hits than those they replace.
+        replicas: Number of replicas.
+        routing: How requests are dealt to them.
 
     Raises:
-        TraceError: A tier is smaller than a block or larger than `MOST_BLOCKS`; no host memory, engine or token per
-            block.
+        TraceError: A tier is smaller than a block or larger than `MOST_BLOCKS`; no host memory, replica, engine or
+            token per block.
     """
 
     def __init__(
@@ -215,11 +181,14 @@ class TieredReplay:
         engines: int = 1,
         gated: bool = True,
         admission: bool = True,
+        replicas: int = 1,
+        routing: Routing = Routing.ROUND_ROBIN,
     ) -> None:
-        names = list(tiers)
-        if engines < 1 or block_tokens < 1 or HOST not in names or names != [n for n in _TIERS if n in names]:
+        names, least = list(tiers), min(engines, replicas, block_tokens)
+        if least < 1 or HOST not in names or names != [n for n in _TIERS if n in names]:
             raise TraceError(
-                f"expected at least one engine, one token per block and host memory, got {engines}, {block_tokens}"
+                f"expected at least one engine, one replica, one token per block and host memory, got {engines}, "
+                f"{replicas}, {block_tokens}"
             )
         image = block_tokens * timing.geometry.kv_bytes_per_token
         for name, nbytes in tiers.items():
@@ -230,37 +199,47 @@ class TieredReplay:
                     f"{name}: expected at most {format_bytes(image * MOST_BLOCKS)}, {MOST_BLOCKS:,} blocks of "
                     f"{format_bytes(image)}, got {format_bytes(nbytes)}"
                 )
-        slots = {name: nbytes // image for name, nbytes in tiers.items()}
-        self.slots = sum(slots.values())
-        self.remote = RemoteStore(slots.pop(REMOTE)) if REMOTE in slots else None
+        self.capacity = {name: nbytes // image for name, nbytes in tiers.items()}
+        """Blocks of each tier: of one replica, or of the store."""
+        self.remote = RemoteStore(self.capacity[REMOTE]) if REMOTE in names else None
         self.tally = ReplayTally()
-        self._losses = _Losses(names[-1])
-        specs = [TierSpec(name, count, image, policy) for name, count in slots.items()]
-        self.cache = TieredCache(
-            specs, CacheSettings(admission=admission), remote=[REMOTE] if self.remote is not None else []
-        )
-        self.movers = VirtualMovers(timing, image, self.remote)
+        self.router = Router(replicas, routing)
+        asked: set[int] | None = set() if replicas > 1 else None
         self.image_bytes = image
         self.timing, self.block_tokens, self.engines = timing, block_tokens, engines
-        self._gate = Gate(names, block_tokens, image) if gated else None
-        self._sources = [name for name in names if name != HOST]
-        self._working = _Working(engines)
-        self._waiting: deque[_Visit] = deque()
-        self._awaited: dict[int, list[_Visit]] = {}
-        self._loading: list[_Visit] = []
-        self._admitted, self._most = 0, 2 * engines
-        self._without = [0.0] * engines
+        self.replicas = tuple(
+            Replica(self, policy, Losses(names[-1], self.tally.losses, asked), gated=gated, admission=admission)
+            for _ in range(replicas)
+        )
         self._now = 0.0
+
+    @property
+    def slots(self) -> int:
+        """Blocks of all tiers of all replicas together."""
+        shared = self.capacity.get(REMOTE, 0)
+        return len(self.replicas) * (sum(self.capacity.values()) - shared) + shared
 
     @property
     def losses(self) -> dict[Loss, int]:
         """Blocks computed, by cause: with those loaded, all that were asked for."""
-        return {cause: self._losses.counts[cause] for cause in Loss}
+        return {cause: self.tally.losses[cause] for cause in Loss}
 
     @property
     def counters(self) -> Counters:
-        """Those of the control plane."""
-        return self.cache.counters
+        """Those of the control planes, added up."""
+        total = self.replicas[0].cache.counters.copy()
+        for replica in self.replicas[1:]:
+            total.add(replica.cache.counters)
+        return total
+
+    @property
+    def routes(self) -> dict[Route, tuple[float, float]]:
+        """Seconds that each route was busy, and that transfers waited for it, of all replicas together."""
+        busy, queued = Counter[Route](), Counter[Route]()
+        for replica in self.replicas:
+            busy.update(replica.movers.busy)
+            queued.update(replica.movers.queued)
+        return {route: (busy[route], queued[route]) for route in sorted(busy)}
 
     def run(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
         """Serve `requests`, in order of arrival; yields each at its arrival, and ends when all have been served.
@@ -276,31 +255,69 @@ class TieredReplay:
                 )
             arrival = max(self._now, request.timestamp_ms / 1000)
             self._advance(arrival)
-            self._arrive(_Visit(request, arrival), blocks)
+            self._now = arrival
+            self.replicas[self.router.deal(request.hash_ids[:blocks])].arrive(request, arrival, blocks)
             yield request
         self._advance(math.inf)
-        if left := len(self._loading) + len(self._waiting):
+        if left := sum(replica.left for replica in self.replicas):
             raise IntegrityError(f"{left} requests of the replay were never completed: please report this")
+
+    def _advance(self, until: float) -> None:
+        """Let everything happen that ends at `until` or before, of all replicas in the order of time."""
+        while True:
+            replica = min(self.replicas, key=Replica.next_end)
+            end = replica.next_end()
+            if end > until or end == math.inf:
+                break
+            self._now = end
+            replica.step()
+
+
+class Replica:
+    """One machine of a replay: a cache, its movers, and engines. Counts in the tally of its replay."""
+
+    def __init__(
+        self, replay: TieredReplay, policy: type[EvictionPolicy], losses: Losses, *, gated: bool, admission: bool
+    ) -> None:
+        self.timing, self.block_tokens, engines = replay.timing, replay.block_tokens, replay.engines
+        image, self.tally, self.remote = replay.image_bytes, replay.tally, replay.remote
+        names = list(replay.capacity)
+        specs = [TierSpec(name, count, image, policy) for name, count in replay.capacity.items() if name != REMOTE]
+        self.cache = TieredCache(
+            specs, CacheSettings(admission=admission), remote=[REMOTE] if self.remote is not None else []
+        )
+        self.movers = VirtualMovers(self.timing, image, self.remote)
+        self._losses = losses
+        self._gate = Gate(names, self.block_tokens, image) if gated else None
+        self._sources = [name for name in names if name != HOST]
+        self._working = _Working(engines)
+        self._waiting: deque[_Visit] = deque()
+        self._awaited: dict[int, list[_Visit]] = {}
+        self._loading: list[_Visit] = []
+        self._admitted, self._most = 0, 2 * engines
+        self._without = [0.0] * engines
+        self._now = 0.0
+
+    @property
+    def left(self) -> int:
+        """Requests that have not been completed."""
+        return len(self._loading) + len(self._waiting)
 
     # ------------------------------------------------------------------ time
 
-    def _advance(self, until: float) -> None:
-        """Let everything happen that ends at `until` or before."""
-        working = self._working
-        while True:
-            end = self.movers.next_end
-            computed = working.under_way[0][0] if working.under_way else None
-            if end is not None and end <= until and (computed is None or end <= computed):
-                self._now = end
-                self._ended(*self.movers.pop())
-            elif computed is not None and computed <= until:
-                self._now = computed
-                _, _, visit, seconds = heapq.heappop(working.under_way)
-                self._computed(visit, seconds)
-            else:
-                break
-        if until < math.inf:
-            self._now = until
+    def next_end(self) -> float:
+        """When the next transfer, probe or prefill ends; infinite if none is in flight."""
+        working, end = self._working.under_way, self.movers.next_end
+        return min(working[0][0] if working else math.inf, math.inf if end is None else end)
+
+    def step(self) -> None:
+        """Let the next end happen: a transfer's before a prefill's."""
+        self._now = self.next_end()
+        if self.movers.next_end == self._now:
+            self._ended(*self.movers.pop())
+        else:
+            _, _, visit, seconds = heapq.heappop(self._working.under_way)
+            self._computed(visit, seconds)
 
     def _submit(self) -> None:
         if commands := self.cache.take():
@@ -335,8 +352,9 @@ class TieredReplay:
 
     # ------------------------------------------------------------------ the way of a request
 
-    def _arrive(self, visit: _Visit, blocks: int) -> None:
-        tally, request = self.tally, visit.request
+    def arrive(self, request: TraceRequest, arrival: float, blocks: int) -> None:
+        """A request with so many whole blocks arrives, now."""
+        self._now, visit, tally = arrival, _Visit(request, arrival), self.tally
         tally.first = visit.arrival if not tally.requests else tally.first
         tally.last = visit.arrival
         visit.number = tally.requests
@@ -483,10 +501,10 @@ class TieredReplay:
         first = visit.matched
         if first < len(visit.keys):
             path, blocks = {0: GroupKeys(visit.keys, first)}, {0: range(len(visit.keys) - first)}
-            held = self.counters.drops[HOST][DropReason.BACKPRESSURE]
+            held = self.cache.counters.drops[HOST][DropReason.BACKPRESSURE]
             order = self.cache.store(path, blocks, turn=visit.turn)[0]
             had = {*order.positions, *order.known}
-            busy = self.counters.drops[HOST][DropReason.BACKPRESSURE] > held
+            busy = self.cache.counters.drops[HOST][DropReason.BACKPRESSURE] > held
             lacking = [visit.keys[at] for at in range(first, len(visit.keys)) if at not in had]
             self._losses.refused(lacking, Loss.BACKPRESSURE if busy else Loss.NOT_STORED)
         self._losses.counts[Loss.NOT_LOADED] += visit.wanted - visit.loaded

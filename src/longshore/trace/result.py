@@ -15,7 +15,8 @@ from longshore.boundary import DEVICE, FILE, REMOTE
 from longshore.cache import DropReason, MissReason
 from longshore.config import format_bytes
 from longshore.report.page import share
-from longshore.trace.replay import ReplayTally, TieredReplay
+from longshore.trace.replay import Routing, TieredReplay
+from longshore.trace.tally import ReplayTally
 
 _DAY = 86_400.0
 
@@ -31,6 +32,18 @@ Row = tuple[str, str, str]
 """Name, value, note."""
 
 
+class Sharing(NamedTuple):
+    """What the replicas of a replay are compared with.
+
+    Attributes:
+        one_cache: Hits of one cache with the blocks of all tiers of all replicas, without time.
+        alone: The same replicas without their store; `None` if they have none.
+    """
+
+    one_cache: int
+    alone: TieredReplay | None
+
+
 @dataclass(frozen=True, slots=True)
 class Replayed:
     """The figures of a finished replay.
@@ -43,6 +56,7 @@ class Replayed:
         overload: Set if the engines were overloaded.
         unfiltered: Bytes written to files and to a remote store if no block is refused; `None` where none was.
         assumption: Assumptions about the trace as text, if any.
+        sharing: Set if there are several replicas.
     """
 
     replay: TieredReplay
@@ -52,6 +66,7 @@ class Replayed:
     overload: Overload | None = None
     assumption: str = ""
     unfiltered: Mapping[str, int] | None = None
+    sharing: Sharing | None = None
 
     @property
     def hits(self) -> dict[str, int]:
@@ -60,11 +75,8 @@ class Replayed:
 
     @property
     def slots(self) -> dict[str, int]:
-        """Capacity of each tier in blocks, warmest first."""
-        replay = self.replay
-        return {stats.name: stats.slots for stats in replay.cache.stats()} | (
-            {} if replay.remote is None else {REMOTE: replay.remote.slots}
-        )
+        """Capacity of each tier in blocks, warmest first; of each replica, or of the store."""
+        return self.replay.capacity
 
     @property
     def evictions(self) -> dict[str, dict[str, int]]:
@@ -106,9 +118,21 @@ class Replayed:
     @property
     def routes(self) -> dict[str, dict[str, float]]:
         """Seconds that each route was busy, and that transfers waited for it."""
-        movers = self.replay.movers
+        routes = self.replay.routes
+        return {str(route): {"moving": busy, "waiting": waited} for route, (busy, waited) in routes.items()}
+
+    @property
+    def network(self) -> dict[str, dict[str, float]] | None:
+        """Bytes moved from and to the remote store, and the share of its bandwidth; `None` without one."""
+        remote, replay = self.replay.remote, self.replay
+        if remote is None:
+            return None
         return {
-            str(route): {"moving": busy, "waiting": movers.queued[route]} for route, busy in sorted(movers.busy.items())
+            str(route): {
+                "bytes": blocks * replay.image_bytes,
+                "share_of_bandwidth": ratio(remote.busy[route], replay.tally.seconds),
+            }
+            for route, blocks in remote.blocks.items()
         }
 
     def write_bytes_per_day(self, tier: str, *, admission: bool = True) -> float:
@@ -118,7 +142,8 @@ class Replayed:
 
     def drive_writes(self, bytes_per_day: float) -> float:
         """How often this fills the file tier."""
-        return ratio(bytes_per_day, self.slots.get(FILE, 0) * self.replay.image_bytes)
+        replay = self.replay
+        return ratio(bytes_per_day, len(replay.replicas) * self.slots.get(FILE, 0) * replay.image_bytes)
 
     @property
     def losses(self) -> dict[str, int]:
@@ -173,17 +198,54 @@ class Replayed:
             "computed_by_choice": tally.computed_by_choice,
             "losses": self.losses,
             "bytes_per_hit": self.bytes_per_hit,
-            "engine_busy": ratio(tally.computing, tally.seconds * replay.engines),
-            "engine_busy_recompute": ratio(tally.recomputing, tally.seconds * replay.engines),
+            "engine_busy": ratio(tally.computing, self._engine_seconds),
+            "engine_busy_recompute": ratio(tally.recomputing, self._engine_seconds),
+            "network": self.network,
             "route_busy_s": {route: seconds["moving"] for route, seconds in self.routes.items()},
             "route_queued_s": {route: seconds["waiting"] for route, seconds in self.routes.items()},
             "overload": None if self.overload is None else self.overload.as_json(),
             "assumptions": self.assumptions,
+            **self._sharing_json(),
+        }
+
+    @property
+    def _engine_seconds(self) -> float:
+        return self.replay.tally.seconds * self.replay.engines * len(self.replay.replicas)
+
+    def _sharing_json(self) -> dict[str, object]:
+        if self.sharing is None:
+            return {}
+        alone = None if self.sharing.alone is None else Replayed(self.sharing.alone, self.policy, self.unique, None)
+        return {
+            "replicas": len(self.replay.replicas),
+            "route": self.replay.router.routing.value,
+            "requests_by_replica": self.replay.router.dealt,
+            "one_cache_hit_ratio": ratio(self.sharing.one_cache, self.replay.tally.block_refs),
+            "without_store": alone and {"hit_ratio": alone.hit_ratio, "ttft_s": alone.ttft},
         }
 
     def rows(self) -> list[Row]:
         """Rows of a table."""
-        return [*self._cache_rows(), *self._time_rows(), *self._traffic_rows()]
+        return [*self._cache_rows(), *self._sharing_rows(), *self._time_rows(), *self._traffic_rows()]
+
+    def _sharing_rows(self) -> list[Row]:
+        if self.sharing is None:
+            return []
+        replay, dealt = self.replay, self.replay.router.dealt
+        how = "in turn" if replay.router.routing is Routing.ROUND_ROBIN else "by the longest prefix"
+        rows = [
+            ("replicas", f"{len(dealt):,}", f"requests dealt {how}: {min(dealt):,} to {max(dealt):,} each"),
+            (
+                "hits, one cache",
+                share(self.sharing.one_cache, replay.tally.block_refs),
+                f"one cache of {replay.slots:,} blocks, as many as all have together, without time",
+            ),
+        ]
+        if self.sharing.alone is not None:
+            alone = Replayed(self.sharing.alone, self.policy, self.unique, None)
+            note = f"TTFT p50 {alone.ttft['p50']:.3f} s, p95 {alone.ttft['p95']:.3f} s"
+            rows.append(("hits, no store", share(alone.hit_ratio, 1), note))
+        return rows
 
     def _cache_rows(self) -> list[Row]:
         replay, tally = self.replay, self.replay.tally
@@ -195,7 +257,8 @@ class Replayed:
             ("policy", self.policy, ""),
         ]
         for tier, slots in self.slots.items():
-            note = f"of all block references; capacity {slots:,} blocks"
+            each_has = " in each replica" if self.sharing is not None and tier != REMOTE else ""
+            note = f"of all block references; capacity {slots:,} blocks{each_has}"
             rows.append((f"hits, {tier}", share(found[tier], tally.block_refs), note))
         tokens = share(sum(found.values()) * replay.block_tokens, tally.prompt_tokens)
         rows.append(("hits, total", share(self.hit_ratio, 1), f"{tokens} of all prompt tokens"))
@@ -205,12 +268,12 @@ class Replayed:
         return rows
 
     def _time_rows(self) -> list[Row]:
-        replay, tally, ttft = self.replay, self.replay.tally, self.ttft
+        tally, ttft = self.replay.tally, self.ttft
         rows = [
             (f"TTFT {name}", f"{ttft[name]:.3f} s", f"{ttft[f'recompute_{name}']:.3f} s without tiers")
             for name in ("p50", "p95")
         ]
-        room = tally.seconds * replay.engines
+        room = self._engine_seconds
         busy = f"of their time; {share(tally.recomputing, room)} without tiers"
         rows.append(("engines busy", share(tally.computing, room), busy))
         note = "blocks found, but faster to compute than to load"
@@ -240,8 +303,11 @@ class Replayed:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in _counted(drops).items())
             rows.append((f"not taken, {tier}", reasons or "none", "blocks, by reason"))
         for route, seconds in self.routes.items():
-            note = f"busy; transfers waited {seconds['waiting']:,.1f} s in total"
-            rows.append((route, share(seconds["moving"], replay.tally.seconds), note))
+            note, network = f"busy; transfers waited {seconds['waiting']:,.1f} s in total", self.network or {}
+            if route in network:
+                note = f"of the store's bandwidth, {format_bytes(network[route]['bytes'])}; {note.partition('; ')[2]}"
+            machines = 1 if route in network else len(replay.replicas)
+            rows.append((route, share(seconds["moving"], replay.tally.seconds * machines), note))
         return rows
 
 
@@ -259,6 +325,7 @@ class Overload(NamedTuple):
         enough: Number of engines that suffices, by a replay, or by the average if `ttft_p95` is `None`.
         ttft_p95: Seconds to the first token with that number.
         missed: The target exceeded, which more engines do not meet either.
+        replicas: Machines that each have so many engines.
     """
 
     engines: int
@@ -266,11 +333,13 @@ class Overload(NamedTuple):
     enough: int
     ttft_p95: float | None
     missed: float | None = None
+    replicas: int = 1
 
     @property
     def words(self) -> str:
         """The overload as text."""
         many = "1 engine" if self.engines == 1 else f"{self.engines:,} engines"
+        many += f" in each of {self.replicas:,} replicas" if self.replicas > 1 else ""
         words = "would suffice" if self.missed is None else "would keep up"
         found = "" if self.ttft_p95 is None else f"; in a replay with them, TTFT p95 is {brief(self.ttft_p95)}"
         if self.missed is not None:
@@ -295,16 +364,19 @@ def overload(
     *,
     tiers: bool = True,
     target: float = math.inf,
+    replicas: int = 1,
 ) -> Overload | None:
-    """The overload of a replay with `engines`, if any; `again` replays the trace with another number of engines.
+    """The overload of a replay with `engines` in each of its `replicas`, if any.
+
+    `again` replays the trace with another number of engines.
 
     A number of engines is sufficient if they keep up and, if possible for any number, meet `target` seconds for the
     95th percentile of the time to first token. Without `tiers`, the engines compute everything.
     """
 
     def load(tally: ReplayTally) -> float:
-        """Engines that are always busy."""
-        return ratio(tally.computing if tiers else tally.recomputing, tally.seconds)
+        """Engines of a replica that are always busy."""
+        return ratio(tally.computing if tiers else tally.recomputing, tally.seconds * replicas)
 
     if load(tally) <= engines:
         return None
@@ -323,8 +395,8 @@ def overload(
         enough, p95 = count, now
     busy = load(tally) / engines
     if not enough:
-        return Overload(engines, busy, count, None)
-    return Overload(engines, busy, enough, p95, target if p95 > target else None)
+        return Overload(engines, busy, count, None, replicas=replicas)
+    return Overload(engines, busy, enough, p95, target if p95 > target else None, replicas)
 
 
 def brief(seconds: float) -> str:

@@ -27,8 +27,9 @@ from longshore.boundary import FILE, HOST
 from longshore.errors import TraceError
 from longshore.trace.analysis import Paths, stack_distances
 from longshore.trace.machine import Timing
-from longshore.trace.replay import MOST_BLOCKS, ReplayTally, TieredReplay
+from longshore.trace.replay import MOST_BLOCKS, TieredReplay
 from longshore.trace.result import Overload, Replayed, overload, ratio
+from longshore.trace.tally import ReplayTally
 
 GIB = 1 << 30
 _AT_ONCE = 4096

@@ -190,6 +190,37 @@ class Engine:
         if not runtime._wait(lambda: self.file._is_open, 60.0):
             raise RuntimeError("there is no other tier host")
 
+    def ctl(self, command: str, tokens: list[int] | None = None) -> dict[str, Any]:
+        """Send the engine a command over its socket."""
+        from longshore.runtime.control import ask
+
+        request = {"command": command} | ({} if tokens is None else {"tokens": tokens})
+        return ask(self.manager.control.path, request, 60.0)
+
+    def ctl_while_asking(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
+        """Answer prompts while another thread pins, looks up and clears, again and again."""
+        over, rounds = threading.Event(), [0]
+
+        def commands() -> None:
+            while not over.is_set() or not rounds[0]:
+                for command in ("pin", "lookup", "unpin"):
+                    self.ctl(command, prompts[0])
+                self.ctl("stats")
+                self.ctl("clear")
+                rounds[0] += 1
+
+        thread = threading.Thread(target=commands)
+        thread.start()
+        try:
+            answers = []
+            for _ in range(3):
+                answers = self.ask_together(prompts)
+                self.reset()
+        finally:
+            over.set()
+            thread.join()
+        return answers
+
     def learn_that_files_are_slow(self) -> None:
         """The gate has seen that a MiB takes a quarter of an hour to read, and next to no time onto the device."""
         from longshore.boundary import DEVICE, FILE, HOST, Route, Status, TransferResult

@@ -28,6 +28,7 @@ INSTEAD = {
     "reset_keep": "flush_cache of SGLang leaves storage as it is",
     "sleep_keep": "SGLang does not tell a storage back end that it sleeps",
     "calibration": "nothing is copied to or from a GPU",
+    "control": "commands are served under vLLM and by PrefixStore",
 }
 """Settings without effect under SGLang, and the alternative to each."""
 

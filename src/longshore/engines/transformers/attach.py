@@ -21,7 +21,7 @@ from longshore.engines.transformers.contract import informed_allocators, replace
 from longshore.engines.transformers.oracle import block_digests
 from longshore.engines.transformers.requests import PromptRecord
 from longshore.engines.transformers.scope import ModelScope
-from longshore.errors import CacheError, EngineError, HintError, LongshoreError, SelfTestError, TierError
+from longshore.errors import CacheError, ConfigError, EngineError, HintError, LongshoreError, SelfTestError, TierError
 from longshore.hints import RequestHints
 from longshore.layout import from_rows
 from longshore.metrics import FollowingCollector
@@ -88,6 +88,8 @@ class Tiers:
     """
 
     def __init__(self, model: Any, config: Config, open_file: Callable[..., Tier] = FileTier) -> None:
+        if config.control:
+            raise ConfigError("control has no effect with tiered(): commands are served by PrefixStore and under vLLM")
         self.model = model
         self._open_file = open_file
         self.config = config

@@ -28,6 +28,7 @@ from longshore.hints import RequestHints
 from longshore.keys import chain
 from longshore.layout import from_rows
 from longshore.metrics import FollowingCollector
+from longshore.runtime.control import ControlledEngine, ControlServer
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import open_stack
 from longshore.runtime.stores import bring
@@ -90,6 +91,14 @@ class PrefixStore:
         self._interrupted = False
         """Whether a call was left amid its copies, as by KeyboardInterrupt: the window may still be written."""
         self._open()
+        self._control: ControlServer | None = None
+        if config.control:
+            engine = ControlledEngine(lambda: self._stack.runtime, self._keys, self.collector.collect)
+            try:
+                self._control = ControlServer(config.control, engine)
+            except EngineError:
+                self._stack.close()
+                raise
 
     def _open(self) -> None:
         """Take the window, and open the tiers under the scope of the model as it is."""
@@ -266,6 +275,8 @@ class PrefixStore:
 
     def close(self) -> bool:
         """Write back what a restart would lose, and close the tiers; returns whether all was written. Idempotent."""
+        if self._control is not None:
+            self._control.close()
         with self._lock:
             return self._stack.close()
 

@@ -54,6 +54,7 @@ from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.hints import RequestHints
 from longshore.monitoring.table import LOOKUP_SECONDS
 from longshore.runtime.containment import contained
+from longshore.runtime.control import ControlServer
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 _THERE = (Presence.READY, Presence.COLDER)
@@ -102,6 +103,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Whether loads may have parts: the connector passes them to workers, and failed loads are recomputed."""
         self._backoff = Backoff()
         self._closed = False
+        self.control: ControlServer | None = None
         self._events = EventTranslator() if announces else None
         with self._runtime.observe() as cache:
             histograms = [*cache.counters.each_histogram(), (LOOKUP_SECONDS, (), self._runtime.asked.seconds)]
@@ -356,6 +358,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._closed:
             return
         self._closed = True
+        if self.control is not None:
+            self.control.close()
         self._withdraw(self._tickets)
         self._store.close()
 

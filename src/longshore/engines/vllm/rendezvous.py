@@ -13,8 +13,6 @@ import contextlib
 import hashlib
 import json
 import os
-import stat
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,6 +21,7 @@ from pathlib import Path
 from longshore.boundary import Slabs
 from longshore.engines.vllm.model import ModelIdentity
 from longshore.errors import EngineError
+from longshore.runtime.control import user_directory
 from longshore.runtime.rank_reports import RankReports
 from longshore.tiers.arena import Arena
 
@@ -75,15 +74,7 @@ class EngineMemory:
 
 def rendezvous_path(engine: str) -> Path:
     """Where the note of an engine lies. The directory belongs to this user alone, or `EngineError`."""
-    directory = Path(tempfile.gettempdir()) / f"longshore-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):  # whatever is there
-        directory.mkdir(mode=0o700)
-    status = directory.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise EngineError(
-            f"{directory} is not a directory of this user alone: expected an own directory of mode 0700; remove it"
-        )
-    return directory / f"{hashlib.sha256(engine.encode()).hexdigest()[:24]}.json"
+    return user_directory() / f"{hashlib.sha256(engine.encode()).hexdigest()[:24]}.json"
 
 
 def publish(engine: str, note: EngineMemory) -> None:

@@ -20,6 +20,7 @@ from longshore.boundary import HOST, Section, Slabs, Slot, by_size
 from longshore.cache import WritePolicy
 from longshore.engines.kv_transfer import read, refuse
 from longshore.engines.vllm import contract
+from longshore.engines.vllm.commands import serve_commands
 from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.metrics import EVENTS_LIMIT, definitions
 from longshore.engines.vllm.model import (
@@ -162,9 +163,16 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         finally:
             withdraw(self.config.engine_id)
         numbers = [group.group_id for group in self.config.groups]
-        return LongshoreManager(
+        manager = LongshoreManager(
             store, numbers, self.settings.load_timeout, announces=announces, hints=self.settings.request_hints
         )
+        if self.settings.control:
+            try:
+                serve_commands(manager, store, self.config, self.settings.control, note.model.hashing)
+            except EngineError:
+                manager.shutdown()
+                raise
+        return manager
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,474 @@
+"""Commands to a running engine: `lookup`, `pin`, `unpin`, `clear`, `stats`, over a unix socket of the engine's process.
+
+    longshore ctl ──► socket, of its owner alone ──► thread ──► Runtime.control ──► TieredCache
+
+    request   {"command": "lookup", "tokens": [1, 2, ...]}\\n           or "keys": ["00ff...", ...], in hexadecimal
+    answer    {"ok": {...}}\\n    or    {"error": "PinLimitError", "message": "..."}\\n
+
+One thread serves all clients, one command after the other. It takes the runtime's lock as any other caller does, and
+holds it for as long as one call of the cache takes. Whatever a client sends or leaves out is its own affair: it gets an
+error, or its connection is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import selectors
+import socket
+import stat
+import struct
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longshore.boundary import Key
+from longshore.cache import GroupKeys, Lease, Presence, TieredCache, Until
+from longshore.errors import CommandError, EngineError, LongshoreError, PinLimitError
+from longshore.runtime.loop import Runtime
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+_log = logging.getLogger(__name__)
+
+MOST_BYTES = 2 << 20
+"""Of a request: some 300,000 token ids, which take the interpreter about 20 ms to read."""
+
+PIN_SHARE = 0.25
+"""Of the slots of the warmest tier."""
+
+_AT_ONCE = 1024
+"""Chunks that `clear` evicts before it lets others have the cache."""
+
+_MOST_CLIENTS, _BACKLOG = 16, 128
+_IDLE_SECONDS, _NAP = 30.0, 0.01
+_PATH_BYTES = 107
+_KEY_BYTES = 32
+_MOST_TOKEN = 2**32 - 1
+
+
+def user_directory() -> Path:
+    """The directory of this user's sockets and notes. It belongs to this user alone, or `EngineError`."""
+    directory = Path(tempfile.gettempdir()) / f"longshore-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):  # whatever is there
+        directory.mkdir(mode=0o700)
+    _check_private(directory)
+    return directory
+
+
+def _check_private(directory: Path) -> None:
+    try:
+        status = directory.lstat()
+    except OSError as error:
+        raise EngineError(f"{directory}: {error.strerror}; make it a directory of mode 0700") from error
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise EngineError(
+            f"{directory} is not a directory of this user alone: expected an own directory of mode 0700; remove it"
+        )
+
+
+def socket_path(name: str) -> Path:
+    """Where the engine `name` listens: an absolute path, or a name in the user's directory. Raises `EngineError`."""
+    path = Path(name)
+    if not path.is_absolute():
+        if not name or "/" in name or name.startswith("."):
+            raise EngineError(f"control: expected a name without slashes, or an absolute path, got {name!r}")
+        path = user_directory() / f"{name}.ctl"
+    if len(os.fsencode(path)) > _PATH_BYTES - 12:  # with the process's number behind it
+        raise EngineError(f"control: {path} is too long for a socket: expected at most {_PATH_BYTES - 12} bytes")
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class ControlledEngine:
+    """What commands need of an engine.
+
+    Attributes:
+        runtime: Its runtime at present.
+        keys: The keys of the whole chunks of a prompt of these token ids.
+        metrics: Its metrics.
+        groups: Number of KV cache groups.
+    """
+
+    runtime: Callable[[], Runtime]
+    keys: Callable[[Sequence[int]], list[Key]]
+    metrics: Callable[[], Iterable[Metric]]
+    groups: int = 1
+
+
+@dataclass(slots=True)
+class _PinnedPrompt:
+    runtime: Runtime
+    lease: Lease
+    keys: list[Key]
+
+
+class Commands:
+    """Carries out the commands of one engine, one at a time."""
+
+    def __init__(self, engine: ControlledEngine) -> None:
+        self._engine = engine
+        self._pins: list[_PinnedPrompt] = []
+        self._known: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "lookup": self._lookup,
+            "pin": self._pin,
+            "unpin": self._unpin,
+            "clear": self._clear,
+            "stats": self._stats,
+        }
+
+    def answer(self, line: bytearray) -> dict[str, Any]:
+        """The answer to a request. Raises nothing."""
+        try:
+            return {"ok": self._carry_out(line)}
+        except LongshoreError as error:
+            return {"error": type(error).__name__, "message": str(error)}
+        except Exception as error:  # noqa: BLE001 - the thread goes on
+            _log.exception("a command failed; the engine goes on")
+            return {"error": type(error).__name__, "message": "the command failed, see the engine's log"}
+
+    def _carry_out(self, line: bytearray) -> dict[str, Any]:
+        try:
+            request = json.loads(line)
+        except (ValueError, RecursionError):
+            raise CommandError("expected a JSON object in one line") from None
+        command = request.get("command") if isinstance(request, dict) else None
+        if not isinstance(command, str) or command not in self._known:
+            raise CommandError(f"expected a command of {', '.join(self._known)}, got {str(command)[:40]!r}")
+        if extra := set(request) - {"command", "tokens", "keys"}:
+            raise CommandError(f"expected tokens or keys, got {str(sorted(extra)[0])[:40]!r}, too")
+        current = self._engine.runtime()
+        self._pins = [pin for pin in self._pins if pin.runtime is current]  # others went with their tiers
+        return self._known[command](request)
+
+    def _keys(self, request: dict[str, Any]) -> list[Key]:
+        """The keys that a request names; raises `CommandError`."""
+        if self._engine.groups != 1:
+            raise CommandError(f"this engine has {self._engine.groups} KV cache groups; expected one for this command")
+        if ("tokens" in request) == ("keys" in request):
+            raise CommandError("expected either tokens, the token ids of a prompt, or keys, those of its chunks")
+        given = request["tokens"] if "tokens" in request else request["keys"]
+        if not isinstance(given, list):
+            raise CommandError("expected a list of token ids or of keys")
+        if "tokens" in request:
+            if not all(type(each) is int and 0 <= each <= _MOST_TOKEN for each in given):
+                raise CommandError(f"tokens: expected whole numbers from 0 to {_MOST_TOKEN}")
+            keys = self._engine.keys(given)
+        else:
+            try:
+                keys = [bytes.fromhex(each) for each in given]
+            except (TypeError, ValueError):
+                raise CommandError("keys: expected hexadecimal text") from None
+            if any(len(key) != _KEY_BYTES for key in keys) or len(set(keys)) < len(keys):
+                raise CommandError(f"keys: expected different keys of {_KEY_BYTES} bytes, 64 hexadecimal digits each")
+        if not keys:
+            raise CommandError("expected a prompt of at least one whole chunk")
+        return keys
+
+    def _lookup(self, request: dict[str, Any]) -> dict[str, Any]:
+        keys, runtime = self._keys(request), self._engine.runtime()
+        with runtime.control() as cache:
+            found = cache.lookup({0: GroupKeys(keys)}, runtime.clock(), until=Until.NOTHING, each=True)
+            names = [tier.name for tier in cache.stats()]
+        stores = found.remote_sources.get(0) or [""] * len(keys)
+        colder = names[1] if len(names) == 2 else "colder"
+        place = {Presence.READY: names[0], Presence.COLDER: colder, Presence.IN_FLIGHT: "in flight"}
+        where = [place.get(each, store) for each, store in zip(found.residency[0].presences, stores, strict=True)]
+        leading = list(takewhile(bool, where))
+        runs = [{"tier": tier, "chunks": sum(1 for _ in same)} for tier, same in groupby(leading)]
+        return {"chunks": len(keys), "leading": len(leading), "runs": runs}
+
+    def _pin(self, request: dict[str, Any]) -> dict[str, Any]:
+        keys, runtime = self._keys(request), self._engine.runtime()
+        with runtime.control() as cache:
+            found = cache.lookup({0: GroupKeys(keys)}, runtime.clock(), count=False, asks=())
+            if found.lease is None:
+                return {"chunks": len(keys), "pinned": 0}
+            there = keys[: found.chunks]
+            replaced = [pin for pin in self._pins if pin.keys == there[: len(pin.keys)]]
+            kept = [pin for pin in self._pins if pin not in replaced]
+            most = int(PIN_SHARE * cache.stats()[0].slots)
+            wanted = len({*there, *(key for pin in kept for key in pin.keys)})
+            if wanted > most:
+                cache.release(found.lease)
+                raise PinLimitError(
+                    f"expected at most {most} pinned chunks, {PIN_SHARE:.0%} of the tier {cache.stats()[0].name}, got "
+                    f"{wanted} with these {len(there)}; unpin others, or make the tier larger"
+                )
+            self._release(replaced, cache)
+            self._pins = [*kept, _PinnedPrompt(runtime, found.lease, there)]
+        return {"chunks": len(keys), "pinned": len(there)}
+
+    def _unpin(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Without tokens and keys, all; else those that are the beginning of this prompt."""
+        keys = self._keys(request) if {"tokens", "keys"} & request.keys() else None
+        gone = [pin for pin in self._pins if keys is None or pin.keys == keys[: len(pin.keys)]]
+        if gone:
+            with self._engine.runtime().control() as cache:
+                self._release(gone, cache)
+        self._pins = [pin for pin in self._pins if pin not in gone]
+        return {"unpinned": sum(len(pin.keys) for pin in gone)}
+
+    def _clear(self, request: dict[str, Any]) -> dict[str, Any]:
+        if len(request) > 1:
+            raise CommandError("clear: expected neither tokens nor keys: it drops everything")
+        self._unpin({})
+        runtime, dropped = self._engine.runtime(), dict[str, int]()
+        with runtime.control() as cache:
+            tiers = [tier.name for tier in cache.stats()]
+        for tier in tiers:
+            more = True
+            while more:
+                with runtime.control() as cache:
+                    more = bool(count := cache.evict(tier, _AT_ONCE))
+                    dropped[tier] = dropped.get(tier, 0) + count
+        with runtime.observe() as cache:
+            return {"dropped": dropped, "left": {tier.name: tier.used for tier in cache.stats()}}
+
+    def _stats(self, request: dict[str, Any]) -> dict[str, Any]:
+        if len(request) > 1:
+            raise CommandError("stats: expected neither tokens nor keys")
+        metrics: dict[str, list[dict[str, Any]]] = {}
+        for metric in self._engine.metrics():
+            for sample in metric.samples:
+                values = metrics.setdefault(sample.name, [])
+                values.append({"labels": dict(sample.labels), "value": sample.value})
+        pinned = len({key for pin in self._pins for key in pin.keys})
+        return {"pid": os.getpid(), "pinned_chunks": pinned, "metrics": metrics}
+
+    @staticmethod
+    def _release(pins: Iterable[_PinnedPrompt], cache: TieredCache) -> None:
+        for pin in pins:
+            cache.release(pin.lease)
+
+
+@dataclass(slots=True)
+class _Client:
+    connection: socket.socket
+    since: float
+    received: bytearray = field(default_factory=bytearray)
+
+
+class ControlServer:
+    """The socket of an engine, and the thread that serves it.
+
+    Attributes:
+        path: The socket. If a living engine has the one of this name, the number of the process is added.
+    """
+
+    def __init__(self, name: str, engine: ControlledEngine) -> None:
+        """Raises `EngineError` if the socket cannot be made, or its directory is not of this user alone."""
+        path = socket_path(name)
+        _check_private(path.parent)
+        self._commands = Commands(engine)
+        self._clients: dict[int, _Client] = {}
+        self._closed = False
+        self._undo = contextlib.ExitStack()
+        try:
+            self.path = self._take(path)
+            self._listener = self._undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._listener.setblocking(False)
+            self.path.unlink(missing_ok=True)  # of an engine that was killed: the lock says that it is gone
+            self._listener.bind(str(self.path))
+            self._undo.callback(self.path.unlink, missing_ok=True)
+            self.path.chmod(0o600)
+            self._listener.listen(_BACKLOG)
+            ours, theirs = socket.socketpair()
+            self._wake, self._woken = self._undo.enter_context(ours), self._undo.enter_context(theirs)
+        except OSError as error:
+            self._undo.close()
+            raise EngineError(f"control: {path}: {error.strerror or error}") from error
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        _servers.add(self)
+        self._thread = threading.Thread(target=self._run, name="longshore-control", daemon=True)
+        self._thread.start()
+        _log.info("commands are served: longshore ctl %s", self.path)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Remove the socket, and end the thread, which finishes the command that it is at. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            _servers.discard(self)
+            with contextlib.suppress(OSError):
+                self._wake.send(b"\0")
+            self._thread.join(timeout)
+            self._undo.close()
+
+    def forget(self) -> None:
+        """Close the copies of the files that a fork has got: all of it is the parent's."""
+        self._closed = True
+        for each in (
+            self._listener,
+            self._wake,
+            self._woken,
+            *(client.connection for client in self._clients.values()),
+        ):
+            with contextlib.suppress(OSError):
+                os.close(each.detach())
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+        self._selector.close()
+        self._undo.pop_all()
+
+    def _take(self, path: Path) -> Path:
+        """Lock the name `path`, or one of this process's own if a living engine has that."""
+        for each in (path, path.with_stem(f"{path.stem}-{os.getpid()}")):
+            self._lock = os.open(f"{each}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(self._lock)
+                _log.warning("control: a living engine has %s; this one adds its process number", each)
+            else:
+                self._undo.callback(os.close, self._lock)
+                return each
+        raise EngineError(f"control: {path} is in use by other engines; choose another name")
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                for key, _ in self._selector.select(_IDLE_SECONDS / 4 if self._clients else None):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fd in self._clients:
+                        self._serve(self._clients[key.fd])
+                late = time.monotonic() - _IDLE_SECONDS
+                for client in [each for each in self._clients.values() if each.since < late]:
+                    self._drop(client)
+            except Exception:  # noqa: BLE001 - whatever it was, others are served
+                _log.exception("control: a client could not be served; the engine goes on")
+                for client in list(self._clients.values()):
+                    self._drop(client)
+        for client in list(self._clients.values()):
+            self._drop(client)
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        connection.setblocking(False)
+        client = _Client(connection, time.monotonic())
+        self._clients[connection.fileno()] = client
+        self._selector.register(connection, selectors.EVENT_READ)
+        _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.geteuid():
+            self._refuse(client, f"expected the engine's user, {os.geteuid()}, got {user}")
+        elif len(self._clients) > _MOST_CLIENTS:
+            self._refuse(client, f"expected at most {_MOST_CLIENTS} clients at a time; try again")
+
+    def _serve(self, client: _Client) -> None:
+        """Read what a client has sent, and carry out what is complete."""
+        try:
+            more = client.connection.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            more = b""
+        client.received += more
+        while b"\n" in client.received:
+            line, _, client.received = client.received.partition(b"\n")
+            client.since = time.monotonic()
+            if not self._send(client, self._commands.answer(line)):
+                return
+        if not more:
+            self._drop(client)
+        elif len(client.received) > MOST_BYTES:
+            self._refuse(client, f"expected a request of at most {MOST_BYTES} bytes")
+
+    def _send(self, client: _Client, answer: dict[str, Any]) -> bool:
+        """Send an answer; a client that does not read is dropped."""
+        data = json.dumps(answer).encode() + b"\n"
+        client.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, len(data) + 4096)
+        try:
+            if client.connection.send(data) == len(data):
+                return True
+        except OSError:
+            pass
+        self._drop(client)
+        return False
+
+    def _refuse(self, client: _Client, reason: str) -> None:
+        if self._send(client, {"error": CommandError.__name__, "message": reason}):
+            self._drop(client)
+
+    def _drop(self, client: _Client) -> None:
+        self._clients.pop(client.connection.fileno(), None)
+        with contextlib.suppress(KeyError, ValueError, OSError):
+            self._selector.unregister(client.connection)
+        client.connection.close()
+
+
+_servers: weakref.WeakSet[ControlServer] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for server in list(_servers):
+        server.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def ask(path: Path, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+    """Send a command to the engine that listens at `path`; its answer.
+
+    Raises `CommandError`, or the engine's own error as one, which says what it was; never waits longer than `timeout`
+    seconds for each step.
+    """
+    deadline = time.monotonic() + timeout
+    answer = bytearray()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout)
+            while (failed := connection.connect_ex(str(path))) == errno.EAGAIN:  # as many clients as can wait
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(_NAP)
+            if failed:
+                raise OSError(failed, os.strerror(failed))
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            while not answer.endswith(b"\n"):
+                connection.settimeout(max(1e-3, deadline - time.monotonic()))
+                more = connection.recv(1 << 16)
+                if not more:
+                    raise CommandError(
+                        f"{path}: the engine closed the connection: it ended, or is closing; see its log"
+                    )
+                answer += more
+    except FileNotFoundError:
+        running = sorted(each.stem for each in path.parent.glob("*.ctl"))
+        raise CommandError(
+            f"{path}: no such socket. Engines with one: {', '.join(running) or 'none'}; an engine has one if its "
+            "setting control names it"
+        ) from None
+    except ConnectionRefusedError:
+        raise CommandError(f"{path}: nobody listens: the engine was killed. Start it again") from None
+    except TimeoutError:
+        raise CommandError(
+            f"{path}: no answer within {timeout:g} s: the engine is stopped or very busy. Whether the command will be "
+            "carried out is not known"
+        ) from None
+    except OSError as error:
+        raise CommandError(f"{path}: {error.strerror or error}") from None
+    try:
+        found = json.loads(answer)
+        if "error" in found:
+            raise CommandError(f"{found['error']}: {found['message']}")
+        return dict(found["ok"])
+    except (ValueError, KeyError, TypeError):
+        raise CommandError(f"{path}: expected an answer of Longshore, got {bytes(answer[:40])!r}") from None

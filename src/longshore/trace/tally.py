@@ -1,0 +1,95 @@
+"""What a replay counts: times and hits of requests, and why blocks were computed."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from longshore.boundary import DEVICE, HOST, Key, Status, Transfer, TransferResult
+
+
+class Loss(enum.Enum):
+    """Why a block was computed. Closed: each complete block of a prompt was loaded, or has one of these causes."""
+
+    FIRST_USE = "first_use"  # no request has asked for it before
+    LAST_TOKEN = "last_token"  # noqa: S105 - the last token of a prompt is always computed, and this block ends with it
+    OTHER_REPLICA = "other_replica"  # only other replicas were asked for it before, and no shared store had it
+    PENDING = "pending"  # asked for before, and not in host memory yet
+    BACKPRESSURE = "backpressure"  # not stored: what was to make way had not been copied down yet
+    NOT_STORED = "not_stored"  # not stored, for other reasons
+    FORGOTTEN = "forgotten"  # evicted from host memory before a colder tier had a copy
+    EVICTED = "evicted"  # evicted from the coldest tier that had it
+    NOT_LOADED = "not_loaded"  # found, but no room for it, or not in time
+    CHOICE = "computed_by_choice"  # found, but faster to compute than to load
+
+
+class Losses:
+    """What has become of each block that a replica was asked for, by what movers report and by what its cache takes.
+
+    About 100 bytes for each different block. Replicas share `counts`, and the set of all blocks `asked` for, which one
+    replica alone has no use for.
+    """
+
+    def __init__(self, coldest: str, counts: Counter[Loss], asked: set[int] | None = None) -> None:
+        self.counts = counts
+        self._coldest, self._asked = coldest, asked
+        self._cause: dict[int, Loss] = {}
+        """The cause that counts if the block is asked for and not there; by the first 8 bytes of its key."""
+
+    def miss(self, keys: Sequence[Key], usable: int) -> None:
+        """A request looked for `keys`, of which the first `usable` may be loaded, and found none of them."""
+        for at, key in enumerate(keys):
+            name = int.from_bytes(key[:8])
+            cause = self._cause.get(name)
+            if cause is None:
+                self._cause[name] = Loss.PENDING
+                cause = Loss.FIRST_USE
+                if self._asked is not None:
+                    cause = Loss.OTHER_REPLICA if name in self._asked else cause
+                    self._asked.add(name)
+            elif at >= usable:
+                cause = Loss.LAST_TOKEN
+            self.counts[cause] += 1
+
+    def arrived(self, transfer: Transfer, result: TransferResult) -> None:
+        """Copies have come into a tier."""
+        tier = transfer.route.destination
+        if tier == DEVICE or transfer.route.source not in (DEVICE, HOST):
+            return
+        cause = Loss.FORGOTTEN if tier == HOST and self._coldest != HOST else Loss.EVICTED
+        for item, status in zip(transfer.items, result.statuses, strict=True):
+            if status is Status.OK:
+                self._cause[int.from_bytes(item.key[:8])] = cause
+
+    def refused(self, keys: Sequence[Key], cause: Loss) -> None:
+        """Host memory did not take `keys`."""
+        self._cause.update(dict.fromkeys((int.from_bytes(key[:8]) for key in keys), cause))
+
+
+@dataclass(slots=True)
+class ReplayTally:
+    """Counters of a replay, of all replicas together.
+
+    Blocks are the complete blocks of prompts; times are in seconds, one per request.
+    """
+
+    requests: int = 0
+    block_refs: int = 0
+    prompt_tokens: int = 0
+    hits: Counter[str] = field(default_factory=Counter)
+    computed_by_choice: int = 0
+    computing: float = 0.0
+    recomputing: float = 0.0
+    ttft: array[float] = field(default_factory=lambda: array("d"))
+    recompute: array[float] = field(default_factory=lambda: array("d"))
+    first: float = 0.0
+    last: float = 0.0
+    losses: Counter[Loss] = field(default_factory=Counter)
+
+    @property
+    def seconds(self) -> float:
+        """From the first arrival to the last."""
+        return self.last - self.first

@@ -1,0 +1,157 @@
+"""`longshore ctl` with a running `PrefixStore`: every command, what it prints, and how it says no."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from typer.testing import CliRunner
+
+from longshore.cli.app import app
+from longshore.config import Config
+from longshore.engines.transformers import PrefixStore, tiered
+from longshore.errors import CommandError, ConfigError, EngineError
+
+TOKENS = list(range(100, 164))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    return AutoModelForCausalLM.from_config(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2)).eval()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    tmp_path.chmod(0o700)
+    files = {"file_path": tmp_path / "kv", "file_size": "4MiB"}
+    return Config.make(host_size="1MiB", control=str(tmp_path / "one.ctl"), backup="write_through", **files)
+
+
+@pytest.fixture
+def store(model: Any, config: Config) -> Iterator[PrefixStore]:
+    with torch.no_grad(), PrefixStore(model, config, block_size=16) as opened:
+        past = model(torch.tensor([TOKENS]), past_key_values=DynamicCache(), use_cache=True).past_key_values
+        assert opened.store_prefix(TOKENS, past) == 64
+        yield opened
+
+
+def run(config: Config, *arguments: str, given: str | None = None) -> str:
+    done = CliRunner().invoke(app, ["ctl", config.control, *arguments], input=given, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_each_command_of_a_running_store(store: PrefixStore, config: Config, tmp_path: Path) -> None:
+    ids = ",".join(map(str, [*TOKENS, *range(16)]))
+    assert run(config, "lookup", "--tokens", ids).split() == ["tier", "leading", "chunks", "host", "4", "none", "1"]
+    said = json.loads(run(config, "lookup", "--tokens", ids, "--json"))
+    assert said == {"chunks": 5, "leading": 4, "runs": [{"tier": "host", "chunks": 4}]}
+    (tmp_path / "ids").write_text(json.dumps(TOKENS))
+    assert run(config, "pin", "--tokens", f"@{tmp_path / 'ids'}") == "4 of 4 chunks are pinned\n"
+    assert json.loads(run(config, "stats"))["pinned_chunks"] == 4
+    assert (
+        run(config, "unpin", "--tokens", "@-", given="\n".join(map(str, TOKENS)))
+        == "4 chunks are not pinned any more\n"
+    )
+    keys = ",".join(key.hex() for key in store._keys(TOKENS))
+    assert json.loads(run(config, "lookup", "--keys", keys, "--json"))["leading"] == 4
+    assert store._stack.runtime.flush(60.0)
+    assert run(config, "clear") == "dropped: 4 chunks in host, 4 chunks in file\n"
+    assert store.restore_prefix(TOKENS)[1] == 0
+
+
+def test_commands_go_on_through_sleep_and_other_weights(store: PrefixStore, config: Config, model: Any) -> None:
+    ids = ("--tokens", ",".join(map(str, TOKENS)), "--json")
+    assert json.loads(run(config, "pin", *ids))["pinned"] == 4
+    store.sleep(keep=("file",))
+    assert json.loads(run(config, "lookup", *ids))["runs"] == [{"tier": "file", "chunks": 4}]
+    run(config, "stats")
+    store.wake()
+    assert store.restore_prefix(TOKENS)[1] == 64
+    run(config, "unpin")
+    assert json.loads(run(config, "pin", *ids))["pinned"] == 4
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    try:
+        assert store.restore_prefix(TOKENS)[1] == 0  # the tiers were opened again
+        assert json.loads(run(config, "unpin", "--json")) == {"unpinned": 0}
+        assert json.loads(run(config, "lookup", *ids))["leading"] == 0
+    finally:
+        with torch.no_grad():
+            model.model.norm.weight.div_(1.5)
+
+
+def test_clear_between_the_steps_of_a_restore_gives_no_wrong_byte(
+    store: PrefixStore, config: Config, model: Any
+) -> None:
+    with torch.no_grad():
+        past = model(torch.tensor([TOKENS]), past_key_values=DynamicCache(), use_cache=True).past_key_values
+    over = threading.Event()
+
+    def clear() -> None:
+        while not over.is_set():
+            run(config, "clear")
+
+    thread = threading.Thread(target=clear)
+    thread.start()
+    try:
+        for _ in range(20):
+            store.store_prefix(TOKENS, past)
+            restored, count = store.restore_prefix(TOKENS)
+            for mine, theirs in zip(restored.layers, past.layers, strict=False) if count else ():
+                assert torch.equal(mine.keys, theirs.keys[:, :, :count])
+    finally:
+        over.set()
+        thread.join()
+    assert store._stack.runtime.fault is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("lookup",), "lookup needs a prompt: add --tokens or --keys"),
+        (("pin",), "pin needs a prompt"),
+        (("clear", "--tokens", "1"), "clear concerns no prompt: remove --tokens"),
+        (("stats", "--keys", "00"), "stats concerns no prompt: remove --keys"),
+        (("lookup", "--tokens", "1", "--keys", "00"), "got both"),
+        (("lookup", "--tokens", "one"), "whole numbers such as 1,2,3, got 'one'"),
+        (("lookup", "--tokens", "[1, 2.5]"), "got '2.5'"),
+        (("lookup", "--tokens", "[1, 2"), "expected a JSON list"),
+        (("lookup", "--tokens", "@nowhere/at/all"), "No such file"),
+        (("lookup", "--tokens", ",".join(["4294967295"] * 250_000)), "expected at most 2097152 bytes"),
+        (("stats", "--timeout", "0"), "positive number of seconds"),
+        (("stats", "--timeout", "nan"), "positive number of seconds"),
+    ],
+)
+def test_a_call_that_makes_no_sense_is_refused(tmp_path: Path, arguments: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        run(Config.make(control=str(tmp_path / "none.ctl")), *arguments)
+
+
+def test_an_engine_that_is_not_there_is_named_with_those_that_are(store: PrefixStore, config: Config) -> None:
+    other = Config.make(control=config.control.replace("one.ctl", "two.ctl"))
+    with pytest.raises(CommandError, match=r"two\.ctl: no such socket\. Engines with one: one; .* setting control"):
+        run(other, "stats")
+    with pytest.raises(CommandError, match="one whole chunk"):
+        run(config, "lookup", "--tokens", "1,2,3")
+
+
+def test_a_socket_that_cannot_be_made_leaves_nothing_open(model: Any, tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    config = Config.make(host_size="1MiB", file_path=tmp_path / "kv", file_size="1MiB", control=str(tmp_path / "x.ctl"))
+    with pytest.raises(EngineError, match="mode 0700"):
+        PrefixStore(model, config, block_size=16)
+    PrefixStore(model, Config.make(**{**config.model_dump(), "control": ""}), block_size=16).close()
+
+
+def test_tiered_refuses_a_setting_that_it_does_not_serve(model: Any) -> None:
+    with pytest.raises(ConfigError, match="control has no effect with"), tiered(model, Config.make(control="one")):
+        pass
