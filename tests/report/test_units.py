@@ -1,6 +1,6 @@
 """Quantities as people read them."""
 
-from longshore.report.page import milliseconds, share, times
+from longshore.report.units import milliseconds, share, times
 
 
 def test_times_and_shares() -> None:

@@ -38,7 +38,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from longshore.bench.harness import Case, Seconds, chosen, compare, duration, medians, rate, timed
+from longshore.bench.harness import SEED, Case, Seconds, chosen, compare, duration, medians, rate, timed
 from longshore.boundary import Status
 from longshore.checksums import digest
 from longshore.config import parse_size
@@ -258,7 +258,7 @@ class RemoteImages:
         self.image_bytes = image_bytes
         self.nbytes = IMAGES * image_bytes
         self.arena = Arena(2 * self.nbytes)
-        self.arena.array[: self.nbytes] = np.random.default_rng(0).integers(0, 256, self.nbytes, np.uint8)
+        self.arena.array[: self.nbytes] = np.random.default_rng(SEED).integers(0, 256, self.nbytes, np.uint8)
         self.keys = [hashlib.sha256(b"%d" % index).digest() for index in range(PROBED)]
 
     def written(self, index: int) -> memoryview:

@@ -26,10 +26,13 @@ from longshore.cli.output import table
 from longshore.config import format_bytes
 from longshore.report import RUNS, Page, Points, TierSeries, levels, paired_points, stacked_bars
 from longshore.report import SOURCES as SOURCE_COLOURS
-from longshore.report.page import milliseconds, share, times
+from longshore.report.units import milliseconds, share, times
 
 SOURCES = ("device", "host", "file", "computed")
 """Sources of a prompt's tokens, warmest first."""
+
+SEED = 0
+"""Of the random weights and prompts."""
 
 RESTORING = ("host", "file")
 """The tiers that blocks are restored from."""
@@ -361,12 +364,8 @@ TIERS = ("device", "host", "file")
 MIB = 1024 * 1024
 
 
-def write_report(result: DemoResult, directory: Path) -> Path:
-    """Write `index.html` into `directory` and return its path.
-
-    Raises:
-        ReportError: Plotly is missing, or the directory cannot be written.
-    """
+def demo_page(result: DemoResult) -> Page:
+    """The page of the demo. Raises `ReportError` if Plotly is missing."""
     page = Page(
         "A KV cache larger than the device cache",
         f"{len(result.tiered.requests)} prompts of a chat service, served three times: with a host and a file tier "
@@ -380,7 +379,7 @@ def write_report(result: DemoResult, directory: Path) -> Path:
     page.figure("Time to first token by request", _ttft_caption(result), _ttft_figure(result))
     page.figure("Bytes used by tier", _OCCUPANCY_CAPTION, _occupancy_figure(result))
     _tables(page, result)
-    return page.write(directory / "index.html")
+    return page
 
 
 _SOURCES_CAPTION = (
