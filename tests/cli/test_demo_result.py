@@ -17,8 +17,8 @@ from longshore.cli.demo_report import (
     RequestRecord,
     RouteTotal,
     RunRecord,
+    demo_page,
     render,
-    write_report,
 )
 
 NAN = math.nan
@@ -193,7 +193,7 @@ def test_verdict_warns_of_equality_that_shows_nothing() -> None:
 
 
 def test_report_is_written_and_holds_the_facts(tmp_path: Path) -> None:
-    path = write_report(result(request(0, 10.0), request(1, 30.0, returning=False)), tmp_path / "new")
+    path = demo_page(result(request(0, 10.0), request(1, 30.0, returning=False))).write(tmp_path / "new" / "index.html")
     assert path == tmp_path / "new" / "index.html"
     source = path.read_text(encoding="utf-8")
     assert source.count('class="plot"') == 3
@@ -203,18 +203,18 @@ def test_report_is_written_and_holds_the_facts(tmp_path: Path) -> None:
     assert "<td>host capacity</td><td>4.0 MiB</td>" in source
 
 
-def test_report_of_nothing_is_still_a_page(tmp_path: Path) -> None:
+def test_report_of_nothing_is_still_a_page() -> None:
     tiered, resident, recompute = (
         RunRecord(name, (), (), {}, {}, {}, 0.0) for name in ("tiered", "resident", "recompute")
     )
     empty = DemoResult({}, tiered, resident, recompute, {})
-    source = write_report(empty, tmp_path).read_text(encoding="utf-8")
+    source = demo_page(empty).html()
     assert "\u2717 Not equal" in source
 
 
-def test_figures_of_the_report_show_the_requests(tmp_path: Path) -> None:
+def test_figures_of_the_report_show_the_requests() -> None:
     found = result(request(0, 10.0), request(1, 30.0, returning=False))
-    source = write_report(found, tmp_path).read_text(encoding="utf-8")
+    source = demo_page(found).html()
     blobs = [
         part.split(">", 1)[1].split("</script>")[0] for part in source.split('<script type="application/json"')[1:]
     ]

@@ -108,8 +108,8 @@ def plan_page(found: Plan, words: Sequence[str], hits: HitCurves, image: int) ->
                 "Life of the drives",
                 ("drives", "warranty covers", "written after", f"for {WARRANTY_YEARS} years"),
                 drive_life(choice),
-                f"With {amount(choice)}, {quantity(choice.file_write_bytes_per_day / 1e12)} TB are written per day at the "
-                f"rate of the trace, {quantity(choice.drive_writes_per_day)} drive writes per day (DWPD).",
+                f"{quantity(choice.file_write_bytes_per_day / 1e12)} TB are written per day at the rate of the trace, "
+                f"{quantity(choice.drive_writes_per_day)} drive writes per day (DWPD).",
             )
         show_requests(page, found.tally, [HOST, FILE], found.engines)
     size = choice.host_bytes + choice.file_bytes

@@ -82,7 +82,7 @@ def show_requests(page: Page, tally: ReplayTally, tiers: list[str], engines: int
     time = _Timeline(tally, engines)
     page.figure(
         "Hits over time, by tier",
-        f"Share of the blocks of prompts, by the tier they were loaded from and by time of arrival, {time.width} a bar. "
+        f"Share of blocks, by the tier they were loaded from and by the prompt's time of arrival, {time.width} a bar. "
         "What is missing to 100 % was computed.",
         stacked_bars(
             time.middles.tolist(),

@@ -11,12 +11,14 @@ needs no driver and no package of Python; the page's own security policy keeps i
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import re
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,6 +40,15 @@ _FLAGS: Final = (
     "--disable-background-networking", "--disable-component-update", "--disable-extensions", "--mute-audio",
     "--remote-debugging-pipe",
 )  # fmt: skip
+
+
+_START: Final = """
+import os, sys
+for theirs, number in zip(sys.argv[1:3], (3, 4)):
+    os.dup2(int(theirs), number)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""Starts the browser, which reads from descriptor 3 and writes to 4."""
 
 
 def find_browser() -> str | None:
@@ -65,12 +76,12 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory(prefix="longshore-browser-", ignore_cleanup_errors=True)
         ours_in, theirs_out = os.pipe()
         theirs_in, ours_out = os.pipe()
-        # It reads from descriptor 3 and writes to 4: a shell puts them there.
-        script = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
+        theirs = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 10) for each in (theirs_in, theirs_out)]
+        command = [program, *_FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"]
         try:
             self._process = subprocess.Popen(
-                ["/bin/sh", "-c", script, program, *_FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"],
-                pass_fds=(theirs_in, theirs_out),
+                [sys.executable, "-I", "-S", "-c", _START, *map(str, theirs), *command],
+                pass_fds=theirs,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -82,8 +93,8 @@ class Browser:
             self._profile.cleanup()
             raise ReportError(f"cannot start {program}: {error.strerror or error}") from error
         finally:
-            os.close(theirs_in)
-            os.close(theirs_out)
+            for each in (theirs_in, theirs_out, *theirs):
+                os.close(each)
         self._in, self._out = ours_in, ours_out
         self._rest = b""
         self._number = 0

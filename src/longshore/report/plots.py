@@ -325,7 +325,7 @@ def _mark(figure: Any, level: float, points: Points) -> None:
     figure.add_hline(y=level, line={"color": points.colour.light, "width": 1.3, "dash": "dot"}, layer="below")
     figure.add_annotation(
         text=f"p50 {quantity(level)}",
-        font={"color": points.colour.light, "size": 13},
+        font={"size": 13},
         xref="x domain",
         x=1,
         xanchor="left",
