@@ -154,7 +154,7 @@ def shown(found: DemoResult) -> str:
 def test_table_shows_the_facts() -> None:
     text = shown(result(request(0, 10.0), request(1, 30.0), request(2, 500.0, returning=False)))
     assert "the 2 returning prompts (of 3)" in text
-    assert "p50 80.0 ms 20.0 ms 4.0\u00d7" in text
+    assert "p50 80.0 ms 20.0 ms 4.00\u00d7" in text
     assert "p95 116 ms 29.0 ms 4.0\u00d7" in text
     assert "host 48 16.0 % 7" in text
     assert "file 24 8.0 % 0" in text
@@ -200,7 +200,7 @@ def test_report_is_written_and_holds_the_facts(tmp_path: Path) -> None:
     assert "host-&gt;device" in source
     assert "Llama &lt;b&gt;" in source
     assert "\u2713 Bit-exact" in source
-    assert "<td>host capacity</td><td>4.0 MiB</td>" in source
+    assert "<td>host capacity</td><td>4.0\u00a0MiB</td>" in source
 
 
 def test_report_of_nothing_is_still_a_page() -> None:

@@ -57,7 +57,7 @@ def test_json_and_a_page(tmp_path: Path) -> None:
     assert found["kv_bytes_per_token"] == 131_072
     assert found["prices"]["currency"] == "EUR"
     assert found["target"] == 0.6
-    page = (tmp_path / "page" / "index.html").read_text()
+    page = (tmp_path / "page" / "index.html").read_text().replace("\u00a0", " ")
     for words in (
         "Time to first token by cost",
         "EUR",
@@ -118,7 +118,7 @@ def test_overload_is_a_banner_of_the_plan_and_its_page(tmp_path: Path) -> None:
     overload = json.loads(done.stdout)["overload"]
     assert f"--engines {overload['enough']} would keep up" in overload["words"]
     assert overload["words"] in done.stderr
-    assert overload["words"] in (tmp_path / "page" / "index.html").read_text()
+    assert overload["words"] in (tmp_path / "page" / "index.html").read_text().replace("\u00a0", " ")
     assert run(*slow).startswith(f"Overload. {overload['words']}\n")
     assert json.loads(run(*slow, "--engines", str(overload["enough"]), "--json"))["overload"] is None
 

@@ -90,7 +90,7 @@ def test_a_replay_in_virtual_time(tmp_path: Path) -> None:
     assert isinstance(evictions, dict)
     assert evictions["host"]["demoted"] > 0
     assert set(evictions["file"]) == {"demoted", "forgotten", "unusable"}
-    page = (tmp_path / "page" / "index.html").read_text()
+    page = (tmp_path / "page" / "index.html").read_text().replace("\u00a0", " ")
     for figure in (
         "Time to first token",
         "Hits over time, by tier",
@@ -152,7 +152,7 @@ def test_overload_is_a_banner_with_engines_that_a_replay_found_enough(tmp_path: 
     assert overload["busy"] > 1
     assert f"--engines {overload['enough']} would suffice" in overload["words"]
     assert overload["words"] in done.stderr
-    assert overload["words"] in (tmp_path / "page" / "index.html").read_text()
+    assert overload["words"] in (tmp_path / "page" / "index.html").read_text().replace("\u00a0", " ")
     assert run(*slow).startswith(f"Overload. {overload['words']}\n")
     enough = facts(*slow, "--engines", str(overload["enough"]))
     assert enough["overload"] is None

@@ -222,7 +222,7 @@ def test_paired_points_tell_the_emphasised_from_the_rest() -> None:
     assert series["old, rest"] == ([1], [20])
     assert series["new, rest"] == ([1], [2])
     assert series[None] == ([0, 0, None, 2, 2, None], [10, 1, None, 30, 3, None])
-    assert [note["text"] for note in figure["layout"]["annotations"]] == ["p50 20"]
+    assert [note["text"] for note in figure["layout"]["annotations"]] == ["p50 20.0"]
 
 
 def test_a_limit_far_above_the_scale_is_said_instead_of_drawn() -> None:

@@ -47,7 +47,9 @@ def test_json_and_text_say_how_they_were_made(name: str) -> None:
 
 def test_a_page_says_how_it_was_made(tmp_path: Path) -> None:
     longshore_says(*REPORTS["replay"], "--report", str(tmp_path / "page"))
-    footer = (tmp_path / "page" / "index.html").read_text().split("<footer>")[1].split("</footer>")[0]
+    footer = (
+        (tmp_path / "page" / "index.html").read_text().replace("\u00a0", " ").split("<footer>")[1].split("</footer>")[0]
+    )
     for words in (f"longshore {longshore.__version__}, 20", "cores", "--host 4GiB --report", "no random numbers"):
         assert words in footer
 

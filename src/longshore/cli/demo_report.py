@@ -26,7 +26,7 @@ from longshore.cli.output import table
 from longshore.config import format_bytes
 from longshore.report import RUNS, Page, Points, TierSeries, levels, paired_points, stacked_bars
 from longshore.report import SOURCES as SOURCE_COLOURS
-from longshore.report.units import milliseconds, share, times
+from longshore.report.units import milliseconds, quantity, seconds, share, times
 
 SOURCES = ("device", "host", "file", "computed")
 """Sources of a prompt's tokens, warmest first."""
@@ -347,7 +347,7 @@ def _tokens(result: DemoResult) -> Table:
 def _routes(result: DemoResult) -> Table:
     rows = _figures("bytes", "GB/s")
     for name, total in result.tiered.routes.items():
-        rows.add_row(name, format_bytes(total.bytes), f"{total.gbps:.2f}" if total.bytes else "\u2013")
+        rows.add_row(name, format_bytes(total.bytes), quantity(total.gbps) if total.bytes else "\u2013")
     return rows
 
 
@@ -485,7 +485,7 @@ def _tables(page: Page, result: DemoResult) -> None:
         "Bytes transferred",
         ("route", "bytes", "time", "GB/s"),
         [
-            (name, format_bytes(total.bytes), milliseconds(1000 * total.seconds), f"{total.gbps:.2f}")
+            (name, format_bytes(total.bytes), milliseconds(1000 * total.seconds), quantity(total.gbps))
             for name, total in result.tiered.routes.items()
         ],
         "Payload of the tiered run by route. The rate is over the time spent transferring, without waiting.",
@@ -513,7 +513,7 @@ def _runs(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
             milliseconds(run.ttft(50)),
             milliseconds(run.ttft(95)),
             f"{run.tokens_from('computed'):,}",
-            f"{run.seconds:.1f} s",
+            seconds(run.seconds),
         )
         for run in (result.tiered, result.recompute, result.resident)
     ]

@@ -219,7 +219,7 @@ class _Timeline:
         edges = np.arange(self._count + 1) * self._step
         times = np.concatenate([edges, arrived, np.minimum(arrived + waited, edges[-1])])
         changes = np.concatenate([np.zeros(len(edges), int), np.repeat([1, -1], len(arrived))])
-        order = np.lexsort((-changes, times))
+        order = np.lexsort((changes, times))
         times, waiting = times[order], np.cumsum(changes[order])
         starts = np.searchsorted(times, edges)
         area = np.concatenate([[0.0], np.cumsum(np.diff(times) * waiting[:-1])])

@@ -563,7 +563,7 @@ def hit_curves(paths: Paths, tell: Callable[[int, int], None], *, points: int = 
 
     LRU is exact, from stack distances; the other policies and the optimum are run at each size.
     """
-    served = min(len(paths), int(np.searchsorted(paths.starts, _MOST_REFERENCES, side="right")))
+    served = min(len(paths), int(np.searchsorted(paths.starts, _MOST_REFERENCES, side="right")) - 1)
     some = paths if served == len(paths) else Paths(paths[at] for at in range(served))
     distances = np.sort(stack_distances(some))
     sizes = sorted({*np.geomspace(max(1, some.unique / 100), max(1, some.unique), points).round().astype(int).tolist()})
