@@ -155,7 +155,7 @@ def test_table_shows_the_facts() -> None:
     text = shown(result(request(0, 10.0), request(1, 30.0), request(2, 500.0, returning=False)))
     assert "the 2 returning prompts (of 3)" in text
     assert "p50 80.0 ms 20.0 ms 4.00\u00d7" in text
-    assert "p95 116 ms 29.0 ms 4.0\u00d7" in text
+    assert "p95 116 ms 29.0 ms 4.00\u00d7" in text
     assert "host 48 16.0 % 7" in text
     assert "file 24 8.0 % 0" in text
     assert "host->device 2.8 GiB 6.00" in text
@@ -230,3 +230,12 @@ def test_figures_of_the_report_show_the_requests() -> None:
     assert points["tiered, first request"] == [30.0]
     assert {t["name"]: t["y"] for t in occupancy["data"]} == {"device": [1, 1], "host": [2, 0], "file": [3, 0]}
     assert occupancy["data"][0]["x"] == [0.5, 1.5]
+
+
+def test_reasons_without_a_miss_are_not_listed() -> None:
+    found = result(request(0, 10.0))
+    assert "absent" in shown(found)
+    assert "corrupt" not in shown(found)
+    assert "<td>corrupt</td>" not in demo_page(found).html()
+    none = dataclasses.replace(found, tiered=dataclasses.replace(found.tiered, misses={"corrupt": 0}))
+    assert "none 0" in shown(none)

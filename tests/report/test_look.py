@@ -20,7 +20,7 @@ import pytest
 
 from longshore.errors import ReportError
 from longshore.report import RUNS, SOURCES, Curve, Page, Points, TierSeries, curves, levels, paired_points, stacked_bars
-from longshore.report.browser import Browser, View, export_figures, find_browser
+from longshore.report.browser import Browser, PageView, export_figures, find_browser
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason="no Chromium here: `make look` installs it")
 
@@ -102,7 +102,7 @@ def parts_page() -> Page:
     return page
 
 
-def check(view: View, name: str) -> None:
+def check(view: PageView, name: str) -> None:
     """Look at a page at each width and in each scheme; leaves pictures in LONGSHORE_LOOK_AT, if that is set."""
     papers = set()
     for width, dark in LOOKS:

@@ -21,7 +21,7 @@ REPORTS = {
     "replay": ("replay", EXCERPT, *MODEL, "--host", "4GiB"),
     "plan": ("plan", EXCERPT, *MODEL, "--replays", "1"),
     "experiment": ("replay", EXCERPT, "--capacity-blocks", "50", "--limit", "20"),
-    "bench": ("bench", "plan", "--repeats", "1", "--case", "plan/1024/1"),
+    "bench": ("bench", "plan", "--repeats", "1", "--case", "plan/8-refs"),
 }
 
 

@@ -354,8 +354,9 @@ def _routes(result: DemoResult) -> Table:
 def _misses(result: DemoResult) -> Table:
     rows = _figures("count")
     for reason, count in result.tiered.misses.items():
-        rows.add_row(reason, f"{count:,}")
-    if not result.tiered.misses:
+        if count:
+            rows.add_row(reason, f"{count:,}")
+    if not any(result.tiered.misses.values()):
         rows.add_row("none", "0")
     return rows
 
@@ -493,7 +494,7 @@ def _tables(page: Page, result: DemoResult) -> None:
     page.table(
         "Misses",
         ("reason", "count"),
-        [(reason, f"{count:,}") for reason, count in result.tiered.misses.items()] or [("none", "0")],
+        [(reason, f"{count:,}") for reason, count in result.tiered.misses.items() if count] or [("none", "0")],
         "Blocks that no tier could serve, by reason. A miss costs time, but never changes a token.",
     )
     page.table(

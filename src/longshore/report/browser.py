@@ -119,11 +119,11 @@ class Browser:
             self._process.wait()
         self._profile.cleanup()
 
-    def open(self, path: Path, *, width: int, height: int = 900, dark: bool = False) -> View:
+    def open(self, path: Path, *, width: int, height: int = 900, dark: bool = False) -> PageView:
         """The page at `path` in a viewport of `width` x `height` CSS pixels."""
         target = self.call("Target.createTarget", {"url": "about:blank"})["targetId"]
         session = self.call("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
-        view = View(self, session)
+        view = PageView(self, session)
         for domain in ("Page", "Runtime", "Log"):
             view.call(f"{domain}.enable")
         view.look(width, height=height, dark=dark)
@@ -211,7 +211,7 @@ _IMAGE: Final = """(async () => {
 })()"""
 
 
-class View:
+class PageView:
     """An open page."""
 
     def __init__(self, browser: Browser, session: str) -> None:

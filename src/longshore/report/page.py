@@ -235,7 +235,7 @@ footer p { margin: 0 0 3px; max-width: none; }
 @media (max-width: 640px) {
   body { padding: 24px 16px 40px; }
   h1 { font-size: 25px; }
-  .verdict { display: block; }
+  .verdict, .verdict b { display: block; }
   table { font-size: 14px; }
   th, td { padding-right: 12px; overflow-wrap: break-word; }
   td:first-child { white-space: normal; }
