@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
 .PHONY: demo test lint types tests contract vllm sglang newest newest-ready newest-vllm newest-sglang abi remote gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-carry bench-file \
-	eviction orders soak cache-soak crash race-mutants cache-mutants monitoring monitoring-files house clean
+	eviction look orders soak cache-soak crash race-mutants cache-mutants monitoring monitoring-files house clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -164,6 +164,14 @@ REQUESTS ?= 2500
 eviction: $(VENV)/ready
 	$(BIN)/python benchmarks/eviction.py --requests $(REQUESTS) \
 		$(foreach trace,$(if $(TRACES),$(wildcard $(TRACES)/*.jsonl)),--trace $(trace))
+
+# The pages of replay, plan and demo in Chromium, which is installed if it is missing: at 1280 and 390 pixels, in light and
+# in dark; the pictures are left in LOOK_AT.
+LOOK_AT ?= build/look
+look: $(VENV)/ready
+	@command -v chromium >/dev/null || { \
+		apt-get update && apt-get install -y --no-install-recommends chromium fonts-dejavu-core; }
+	LONGSHORE_LOOK=1 LONGSHORE_LOOK_AT=$(LOOK_AT) $(BIN)/pytest -q -p no:cacheprovider tests/report/test_look.py
 
 # The ordering code on the simulated device: every order of small stories, many larger ones by chance.
 orders: $(VENV)/ready

@@ -17,8 +17,8 @@ from longshore.cli.demo_report import (
     RequestRecord,
     RouteTotal,
     RunRecord,
+    demo_page,
     render,
-    write_report,
 )
 
 NAN = math.nan
@@ -154,8 +154,8 @@ def shown(found: DemoResult) -> str:
 def test_table_shows_the_facts() -> None:
     text = shown(result(request(0, 10.0), request(1, 30.0), request(2, 500.0, returning=False)))
     assert "the 2 returning prompts (of 3)" in text
-    assert "p50 80.0 ms 20.0 ms 4.0\u00d7" in text
-    assert "p95 116 ms 29.0 ms 4.0\u00d7" in text
+    assert "p50 80.0 ms 20.0 ms 4.00\u00d7" in text
+    assert "p95 116 ms 29.0 ms 4.00\u00d7" in text
     assert "host 48 16.0 % 7" in text
     assert "file 24 8.0 % 0" in text
     assert "host->device 2.8 GiB 6.00" in text
@@ -193,28 +193,28 @@ def test_verdict_warns_of_equality_that_shows_nothing() -> None:
 
 
 def test_report_is_written_and_holds_the_facts(tmp_path: Path) -> None:
-    path = write_report(result(request(0, 10.0), request(1, 30.0, returning=False)), tmp_path / "new")
+    path = demo_page(result(request(0, 10.0), request(1, 30.0, returning=False))).write(tmp_path / "new" / "index.html")
     assert path == tmp_path / "new" / "index.html"
     source = path.read_text(encoding="utf-8")
     assert source.count('class="plot"') == 3
     assert "host-&gt;device" in source
     assert "Llama &lt;b&gt;" in source
     assert "\u2713 Bit-exact" in source
-    assert "<td>host capacity</td><td>4.0 MiB</td>" in source
+    assert "<td>host capacity</td><td>4.0\u00a0MiB</td>" in source
 
 
-def test_report_of_nothing_is_still_a_page(tmp_path: Path) -> None:
+def test_report_of_nothing_is_still_a_page() -> None:
     tiered, resident, recompute = (
         RunRecord(name, (), (), {}, {}, {}, 0.0) for name in ("tiered", "resident", "recompute")
     )
     empty = DemoResult({}, tiered, resident, recompute, {})
-    source = write_report(empty, tmp_path).read_text(encoding="utf-8")
+    source = demo_page(empty).html()
     assert "\u2717 Not equal" in source
 
 
-def test_figures_of_the_report_show_the_requests(tmp_path: Path) -> None:
+def test_figures_of_the_report_show_the_requests() -> None:
     found = result(request(0, 10.0), request(1, 30.0, returning=False))
-    source = write_report(found, tmp_path).read_text(encoding="utf-8")
+    source = demo_page(found).html()
     blobs = [
         part.split(">", 1)[1].split("</script>")[0] for part in source.split('<script type="application/json"')[1:]
     ]
@@ -230,3 +230,12 @@ def test_figures_of_the_report_show_the_requests(tmp_path: Path) -> None:
     assert points["tiered, first request"] == [30.0]
     assert {t["name"]: t["y"] for t in occupancy["data"]} == {"device": [1, 1], "host": [2, 0], "file": [3, 0]}
     assert occupancy["data"][0]["x"] == [0.5, 1.5]
+
+
+def test_reasons_without_a_miss_are_not_listed() -> None:
+    found = result(request(0, 10.0))
+    assert "absent" in shown(found)
+    assert "corrupt" not in shown(found)
+    assert "<td>corrupt</td>" not in demo_page(found).html()
+    none = dataclasses.replace(found, tiered=dataclasses.replace(found.tiered, misses={"corrupt": 0}))
+    assert "none 0" in shown(none)

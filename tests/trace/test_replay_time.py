@@ -139,7 +139,7 @@ def test_memory_grows_with_the_blocks_and_not_with_the_requests() -> None:
 
     peak(200)
     more, few = peak(4400), peak(2400)  # by then, what remembers a bounded number of things is full
-    assert more - few < 40 * 2000  # the times of 2,000 requests, 16 bytes each, and room to grow
+    assert more - few < 64 * 2000  # times and hits of 2,000 requests, 44 bytes each, and room to grow
 
 
 @pytest.mark.parametrize("tiers", [{}, {"host": 1}, {"file": 10 * IMAGE}, {"host": 10 * IMAGE, "file": 1}])

@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from longshore.bench.harness import has_vllm
+from longshore.bench.harness import SEED, has_vllm
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.columns import LISTS
@@ -272,7 +272,7 @@ LONGEST = 8192
 class PromptSet:
     """Prompts with shared prefixes and `blocks` distinct keys, the same for all sides."""
 
-    def __init__(self, blocks: int, seed: int = 0) -> None:
+    def __init__(self, blocks: int, seed: int = SEED) -> None:
         self._dice = random.Random(seed)  # noqa: S311 - keys to measure with, not to keep
         self.blocks = blocks
         self.prompts: list[list[Key]] = []

@@ -23,6 +23,9 @@ from longshore.errors import BenchError
 
 _RAM_DISKS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
+SEED = 0
+"""Of the random numbers of all benchmarks."""
+
 
 def has_vllm() -> bool:
     """Whether vLLM is installed; a directory of that name does not count."""

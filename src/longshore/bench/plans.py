@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from longshore.bench.harness import ByteTensor, Case, Seconds, chosen, compare, duration, loops_within, timed
+from longshore.bench.harness import SEED, ByteTensor, Case, Seconds, chosen, compare, duration, loops_within, timed
 from longshore.boundary import HOST, I64, Section
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer.pieces import PieceBuilder, Pieces
@@ -82,7 +82,7 @@ class Work:
     host_address: int
 
     @classmethod
-    def of(cls, shape: TransferShape, seed: int = 0) -> Work:
+    def of(cls, shape: TransferShape, seed: int = SEED) -> Work:
         """Scattered blocks and slots; the last chunk is partial where the blocks do not fill it."""
         chooser = random.Random(seed)  # noqa: S311 - no secret
         num_blocks = shape.blocks * _SPARE

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from longshore.bench.harness import SEED
 from longshore.boundary import Status
 from longshore.errors import BenchError
 from longshore.testing.local_server import LocalS3, LocalServer
@@ -46,7 +47,7 @@ class RemoteImages:
         self.image_bytes = image_bytes
         self.nbytes = IMAGES * image_bytes
         self.arena = Arena(2 * self.nbytes)
-        self.arena.array[: self.nbytes] = np.random.default_rng(0).integers(0, 256, self.nbytes, np.uint8)
+        self.arena.array[: self.nbytes] = np.random.default_rng(SEED).integers(0, 256, self.nbytes, np.uint8)
         self.keys = [hashlib.sha256(b"%d" % index).digest() for index in range(PROBED)]
 
     def written(self, index: int) -> memoryview:

@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from longshore.bench.harness import Case, Report, check_disk, machine_facts
+from longshore.bench.harness import SEED, Case, Report, check_disk, machine_facts
 from longshore.cli.options import BlockTokens, Json, check_memory, check_room, counts_of, existing, size_of
 from longshore.cli.output import console as console_on
-from longshore.cli.output import table, write_json
+from longshore.cli.output import print_provenance, provenance, table, write_json
 from longshore.config import Config
 from longshore.errors import BenchError, EngineError
 
@@ -302,9 +302,10 @@ def _report_progress(
             interrupted = True
     report = Report({**machine_facts(), **marks()}, tuple(taken))
     if as_json:
-        write_json(report.as_json())
+        write_json({**report.as_json(), "provenance": provenance(SEED)})
     else:
         _render(report, console_on())
+        print_provenance(provenance(SEED))
     if interrupted:
         console.print("interrupted: the results are incomplete")
         raise typer.Exit(130)

@@ -13,9 +13,9 @@ from typing import Annotated
 
 import typer
 
-from longshore.cli.demo_report import DemoOptions, render, write_report
-from longshore.cli.options import ReportDirectory, existing, settings_of
-from longshore.cli.output import check_report, write_json
+from longshore.cli.demo_report import SEED, DemoOptions, demo_page, render
+from longshore.cli.options import PngDirectory, ReportDirectory, SvgDirectory, existing, settings_of
+from longshore.cli.output import ReportOutputs, print_provenance, provenance, write_json
 from longshore.cli.output import console as console_on
 from longshore.errors import ConfigError, EngineError
 
@@ -93,6 +93,8 @@ def demo(
         ),
     ] = False,
     report: ReportDirectory = None,
+    svg: SvgDirectory = None,
+    png: PngDirectory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Serve a multi-turn workload three times and compare the results.
@@ -106,8 +108,7 @@ def demo(
         from longshore.cli.demo_runs import run_demo  # noqa: PLC0415 - torch is slow to import
     except ImportError as error:
         raise EngineError(f"{error}; the demo needs: pip install 'longshore[transformers]'") from error
-    if report is not None:
-        check_report(report)
+    outputs = ReportOutputs.checked(report, svg, png)
     options = DemoOptions(
         model=model,
         device=device.value,
@@ -126,12 +127,14 @@ def demo(
     console = console_on(stderr=True)
     with _scratch(existing("--dir", directory or Path.cwd())) as scratch:
         result = run_demo(options, scratch, console)
+    about = provenance(SEED)
     if as_json:
-        write_json(result.as_json())
+        write_json({**result.as_json(), "provenance": about})
     else:
         render(result, console_on())
-    if report is not None:
-        console.print(f"report: {write_report(result, report)}")
+        print_provenance(about)
+    if outputs is not None:
+        outputs.write(demo_page(result), about, console)
     proves = sum(result.tiered.restored_blocks.values()) and (result.fetched_bytes or not remote)
     if not result.bit_exact or not proves:
         raise typer.Exit(1)  # a run that restores no block proves nothing

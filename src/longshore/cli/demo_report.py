@@ -26,10 +26,13 @@ from longshore.cli.output import table
 from longshore.config import format_bytes
 from longshore.report import RUNS, Page, Points, TierSeries, levels, paired_points, stacked_bars
 from longshore.report import SOURCES as SOURCE_COLOURS
-from longshore.report.page import milliseconds, share, times
+from longshore.report.units import milliseconds, quantity, seconds, share, times
 
 SOURCES = ("device", "host", "file", "computed")
 """Sources of a prompt's tokens, warmest first."""
+
+SEED = 0
+"""Of the random weights and prompts."""
 
 RESTORING = ("host", "file")
 """The tiers that blocks are restored from."""
@@ -344,15 +347,16 @@ def _tokens(result: DemoResult) -> Table:
 def _routes(result: DemoResult) -> Table:
     rows = _figures("bytes", "GB/s")
     for name, total in result.tiered.routes.items():
-        rows.add_row(name, format_bytes(total.bytes), f"{total.gbps:.2f}" if total.bytes else "\u2013")
+        rows.add_row(name, format_bytes(total.bytes), quantity(total.gbps) if total.bytes else "\u2013")
     return rows
 
 
 def _misses(result: DemoResult) -> Table:
     rows = _figures("count")
     for reason, count in result.tiered.misses.items():
-        rows.add_row(reason, f"{count:,}")
-    if not result.tiered.misses:
+        if count:
+            rows.add_row(reason, f"{count:,}")
+    if not any(result.tiered.misses.values()):
         rows.add_row("none", "0")
     return rows
 
@@ -361,12 +365,8 @@ TIERS = ("device", "host", "file")
 MIB = 1024 * 1024
 
 
-def write_report(result: DemoResult, directory: Path) -> Path:
-    """Write `index.html` into `directory` and return its path.
-
-    Raises:
-        ReportError: Plotly is missing, or the directory cannot be written.
-    """
+def demo_page(result: DemoResult) -> Page:
+    """The page of the demo. Raises `ReportError` if Plotly is missing."""
     page = Page(
         "A KV cache larger than the device cache",
         f"{len(result.tiered.requests)} prompts of a chat service, served three times: with a host and a file tier "
@@ -380,7 +380,7 @@ def write_report(result: DemoResult, directory: Path) -> Path:
     page.figure("Time to first token by request", _ttft_caption(result), _ttft_figure(result))
     page.figure("Bytes used by tier", _OCCUPANCY_CAPTION, _occupancy_figure(result))
     _tables(page, result)
-    return page.write(directory / "index.html")
+    return page
 
 
 _SOURCES_CAPTION = (
@@ -486,7 +486,7 @@ def _tables(page: Page, result: DemoResult) -> None:
         "Bytes transferred",
         ("route", "bytes", "time", "GB/s"),
         [
-            (name, format_bytes(total.bytes), milliseconds(1000 * total.seconds), f"{total.gbps:.2f}")
+            (name, format_bytes(total.bytes), milliseconds(1000 * total.seconds), quantity(total.gbps))
             for name, total in result.tiered.routes.items()
         ],
         "Payload of the tiered run by route. The rate is over the time spent transferring, without waiting.",
@@ -494,7 +494,7 @@ def _tables(page: Page, result: DemoResult) -> None:
     page.table(
         "Misses",
         ("reason", "count"),
-        [(reason, f"{count:,}") for reason, count in result.tiered.misses.items()] or [("none", "0")],
+        [(reason, f"{count:,}") for reason, count in result.tiered.misses.items() if count] or [("none", "0")],
         "Blocks that no tier could serve, by reason. A miss costs time, but never changes a token.",
     )
     page.table(
@@ -514,7 +514,7 @@ def _runs(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
             milliseconds(run.ttft(50)),
             milliseconds(run.ttft(95)),
             f"{run.tokens_from('computed'):,}",
-            f"{run.seconds:.1f} s",
+            seconds(run.seconds),
         )
         for run in (result.tiered, result.recompute, result.resident)
     ]

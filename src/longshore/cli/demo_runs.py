@@ -22,7 +22,15 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from longshore.boundary import align
 from longshore.cache import Counters
-from longshore.cli.demo_report import DemoOptions, DemoResult, OccupancySample, RequestRecord, RouteTotal, RunRecord
+from longshore.cli.demo_report import (
+    SEED,
+    DemoOptions,
+    DemoResult,
+    OccupancySample,
+    RequestRecord,
+    RouteTotal,
+    RunRecord,
+)
 from longshore.cli.options import check_memory
 from longshore.config import Config, format_bytes, read_toml
 from longshore.engines.transformers import RequestBlocks, Tiers, recording, refuse, replaying, tiered
@@ -59,7 +67,7 @@ def _dtype(choice: str, device: str) -> torch.dtype:
 
 def _build(options: DemoOptions, dtype: torch.dtype) -> Any:
     """A Llama with random weights, which do not change the time of a step."""
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     config = transformers.LlamaConfig(  # type: ignore[call-arg]  # takes any attribute
         vocab_size=8192,
         hidden_size=options.width,

@@ -212,6 +212,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 ReportDirectory = Annotated[
     Path | None, typer.Option("--report", help="Write an HTML page with plots into this directory.")
 ]
+SvgDirectory = Annotated[
+    Path | None,
+    typer.Option("--svg", help="Write each figure of the page into this directory as an SVG; needs Chromium."),
+]
+PngDirectory = Annotated[Path | None, typer.Option("--png", help="The same as PNGs of twice the size.")]
 
 SLOT_BYTES = 80
 """Memory per block of a replay tier's capacity, in bytes."""

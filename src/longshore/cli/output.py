@@ -14,12 +14,16 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import sys
+import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +31,12 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from longshore import __version__
+from longshore.bench.harness import machine_facts
+from longshore.config import format_bytes
 from longshore.errors import ConfigError, DeviceError, EngineError, LongshoreError, ReportError, SelfTestError
-from longshore.report import plotly_javascript
+from longshore.report import Page, plotly_javascript
+from longshore.report.browser import check_browser, export_figures
 
 _WIDE = 10_000
 _PADDING = re.compile(r" +(?=\n)")
@@ -52,6 +60,31 @@ def write_json(content: object) -> None:
     print(json.dumps(content))
 
 
+def provenance(seed: int | None = None) -> dict[str, object]:
+    """Version, command, machine, date and seed of a report made now; without a `seed`, it has no random numbers."""
+    facts = machine_facts()
+    memory = format_bytes(float(str(facts["memory"])))
+    return {
+        "version": __version__,
+        "command": shlex.join(["longshore", *sys.argv[1:]]),
+        "machine": f"{facts['cpu']}, {facts['cores']} cores, {memory} of memory, Linux {facts['kernel']}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seed": seed,
+    }
+
+
+def provenance_lines(about: Mapping[str, object]) -> list[str]:
+    """`provenance` as text."""
+    seed = "no random numbers" if about["seed"] is None else f"seed {about['seed']}"
+    return [f"longshore {about['version']}, {about['date']}, {seed}", str(about["machine"]), str(about["command"])]
+
+
+def print_provenance(about: Mapping[str, object]) -> None:
+    """The lines of `provenance` below a report on standard output."""
+    for line in provenance_lines(about):
+        console().print(line, style="dim", markup=False, soft_wrap=True)
+
+
 def table(*columns: str, right: Container[str] = (), no_wrap: bool = True) -> Table:
     """An empty table; the columns in `right` are aligned to the right."""
     found = Table(header_style="dim", box=None, pad_edge=False, padding=(0, 3, 0, 0))
@@ -60,16 +93,47 @@ def table(*columns: str, right: Container[str] = (), no_wrap: bool = True) -> Ta
     return found
 
 
-def check_report(directory: Path) -> None:
-    """Raise an error, before anything is measured, if no report can be written into `directory`."""
+@dataclass(frozen=True, slots=True)
+class ReportOutputs:
+    """Where the page of a report is to be written, and the images of its figures; `None`: nowhere."""
+
+    page: Path | None
+    svg: Path | None
+    png: Path | None
+
+    @classmethod
+    def checked(cls, page: Path | None, svg: Path | None, png: Path | None) -> ReportOutputs | None:
+        """The directories; `None` of none. Raises an error, before anything is measured, if one cannot be used."""
+        found = {"--report": page, "--svg": svg, "--png": png}
+        for option, directory in found.items():
+            if directory is not None:
+                _check_directory(directory, option)
+        if svg is not None or png is not None:
+            check_browser()
+        return cls(page, svg, png) if any(found.values()) else None
+
+    def write(self, page: Page, about: Mapping[str, object], console: Console) -> None:
+        """Write the page and the images, and print their paths on `console`. Raises `ReportError`."""
+        page.made(provenance_lines(about))
+        with tempfile.TemporaryDirectory(prefix="longshore-report-") as scratch:
+            path = page.write((self.page or Path(scratch)) / "index.html")
+            if self.page is not None:
+                console.print(f"report: {path}", soft_wrap=True)
+            images = {kind: folder for kind, folder in (("svg", self.svg), ("png", self.png)) if folder is not None}
+            for made in export_figures(path, page.figures, page.provenance, images):
+                console.print(f"figure: {made}", soft_wrap=True)
+
+
+def _check_directory(directory: Path, option: str) -> None:
+    """Raise an error if no report can be written into `directory`."""
     plotly_javascript()
     made = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--report {directory}: {getattr(error, 'strerror', None) or error}") from error
+        raise ConfigError(f"{option} {directory}: {getattr(error, 'strerror', None) or error}") from error
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(f"--report {directory}: not writable for this user")
+        raise ConfigError(f"{option} {directory}: not writable for this user")
     for path in made:  # it is created again with the page
         path.rmdir()
 

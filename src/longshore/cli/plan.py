@@ -12,20 +12,19 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from longshore.cli import options
-from longshore.cli.output import check_report, table, write_json
+from longshore.cli.output import ReportOutputs, print_provenance, provenance, table, write_json
 from longshore.cli.output import console as console_on
+from longshore.cli.plan_report import COLUMNS, DRIVE_CLASSES, amount, cost, plan_page, rows, sizes_words
 from longshore.config import available_memory
-from longshore.report import RUNS, SOURCES, Curve, Page, curves
-from longshore.trace.experiment import policy_named
+from longshore.report.units import quantity, seconds, share
+from longshore.trace.experiment import hit_curves, policy_named
 from longshore.trace.machine import Timing
 from longshore.trace.replay import TieredReplay
-from longshore.trace.result import brief
-from longshore.trace.sizing import LARGEST_DRIVE, WARRANTY_YEARS, Arrivals, Choice, Plan, Prices
+from longshore.trace.sizing import WARRANTY_YEARS, Arrivals, Choice, Plan, Prices
 from longshore.trace.sizing import plan as plan_for
 
 _ADVANCE = 50
-_READ_INTENSIVE, _MIXED_USE = 1, 3
-"""Drive writes per day (DWPD) that the warranty of read-intensive and of mixed-use drives covers."""
+_READ_INTENSIVE, _MIXED_USE = DRIVE_CLASSES.values()
 
 
 def plan(
@@ -51,6 +50,8 @@ def plan(
     engines: options.Engines = 1,
     replays: Annotated[int, typer.Option(min=1, help="Maximum number of sizes to replay.")] = 16,
     report: options.ReportDirectory = None,
+    svg: options.SvgDirectory = None,
+    png: options.PngDirectory = None,
     as_json: options.Json = False,
 ) -> None:
     """Recommend how much DRAM and which NVMe drives to buy for a trace.
@@ -62,8 +63,7 @@ def plan(
     [dim]longshore plan trace.jsonl --model llama-3.1-8b --ttft-p95 500ms --prices prices.toml[/]
     """
     console = console_on(stderr=True)
-    if report is not None:
-        check_report(report)
+    outputs = ReportOutputs.checked(report, svg, png)
     target = options.seconds_of(ttft_p95, "--ttft-p95")
     rates = {"link": link, "file_read": file_read, "file_write": file_write}
     timing = options.timing_of(model, profile, bench, rates, prefill_rate)
@@ -100,15 +100,20 @@ def plan(
     arguments += [text for each in bench or () for text in ("--bench", str(each))]
     command = replay_command(found, [str(trace), "--model", str(model), *arguments])
     words = (*recommendation(found, command), *assumptions(found, timing, engines, requests.assumption))
-    if report is not None:
-        console.print(f"report: {write_report(found, words, report)}")
+    about = provenance()
+    if outputs is not None:
+        with console.status("hit ratio by capacity"):
+            hits = hit_curves(arrivals.paths, lambda at, of: None)
+        page = plan_page(found, words, hits, block_tokens * timing.geometry.kv_bytes_per_token)
+        outputs.write(page, about, console)
     facts = found.as_json()
     if as_json:
         options.print_overload(facts, console)
         more = {"kv_bytes_per_token": timing.geometry.kv_bytes_per_token, "assumed_timestamps": requests.assumed}
-        write_json({**facts, **more, "replay": command, "words": list(words)})
+        write_json({**facts, **more, "replay": command, "words": list(words), "provenance": about})
     else:
         _render(found, words)
+        print_provenance(about)
 
 
 def _replay(
@@ -117,7 +122,7 @@ def _replay(
     """The same replay as by `longshore replay`."""
     tiers = {"host": host} | ({"file": file} if file else {})
     run = TieredReplay(timing, block_tokens, tiers, policy_named(None)[1], engines=engines)
-    task = progress.add_task(_sizes(host, file), total=requests.requests)
+    task = progress.add_task(sizes_words(host, file), total=requests.requests)
     for count, _ in enumerate(run.run(requests)):
         if count % _ADVANCE == 0:
             progress.update(task, completed=count)
@@ -138,29 +143,29 @@ def replay_command(found: Plan, arguments: Sequence[str]) -> list[str]:
 def recommendation(found: Plan, command: Sequence[str]) -> tuple[str, ...]:
     """The recommendation as text."""
     nothing, best, knee = found.choices[0], found.frontier[-1], found.knee
-    against = "more than the engines can compute" if nothing.busy > 1 else f"{brief(nothing.ttft_p95)}"
+    against = "more than the engines can compute" if nothing.busy > 1 else f"{seconds(nothing.ttft_p95)}"
     lines = [] if found.overload is None else [f"Overload. {found.overload.words}"]
     if found.recommended is None:
         way = f"with {amount(best)}" if best != nothing else "without tiers, because too few blocks are used again"
         lines.append(
-            f"No size meets a TTFT p95 of {brief(found.target)}, {len(found.choices) - 1} replayed: the best "
-            f"reaches {brief(best.ttft_p95)}, {way}. More engines, faster ones, or shorter prompts "
+            f"No size meets a TTFT p95 of {seconds(found.target)}, {len(found.choices) - 1} replayed: the best "
+            f"reaches {seconds(best.ttft_p95)}, {way}. More engines, faster ones, or shorter prompts "
             "are needed."
         )
     elif found.recommended == nothing:
-        lines.append(f"Nothing needs to be bought: without tiers, TTFT p95 is {brief(nothing.ttft_p95)} already.")
+        lines.append(f"Nothing needs to be bought: without tiers, TTFT p95 is {seconds(nothing.ttft_p95)} already.")
     else:
         choice = found.recommended
         lines.append(
-            f"Buy {amount(choice)}: {cost(found, choice)}. In its replay, TTFT p95 is {brief(choice.ttft_p95)}, "
+            f"Buy {amount(choice)}: {cost(found, choice)}. In its replay, TTFT p95 is {seconds(choice.ttft_p95)}, "
             f"against {against} without tiers; "
-            f"{100 * choice.hit_ratio:.1f} % of the blocks are hits."
+            f"{share(choice.hit_ratio, 1)} of the blocks are hits."
         )
         lines += [endurance(choice)] if choice.file_write_bytes_per_day else []
     if nothing not in (best, knee):
         lines.append(
-            f"The knee is at {amount(knee)} ({cost(found, knee)}, {brief(knee.ttft_p95)}): beyond it, larger sizes "
-            f"improve little. The fastest size replayed is {amount(best)}, with {brief(best.ttft_p95)}."
+            f"The knee is at {amount(knee)} ({cost(found, knee)}, {seconds(knee.ttft_p95)}): beyond it, larger sizes "
+            f"improve little. The fastest size replayed is {amount(best)}, with {seconds(best.ttft_p95)}."
         )
     if command:
         lines.append(f"To reproduce: {shlex.join(['longshore', *command])}")
@@ -180,8 +185,9 @@ def endurance(choice: Choice) -> str:
     else:
         kind = f"read-intensive drives ({_READ_INTENSIVE} DWPD) suffice"
     return (
-        f"Endurance: {daily / 1e12:.3g} TB written per day at the rate of the trace, {writes:.2g} drive writes per day "
-        f"(DWPD), {daily * 365 * WARRANTY_YEARS / 1e15:.3g} PB over a warranty of {WARRANTY_YEARS} years: {kind}."
+        f"Endurance: {quantity(daily / 1e12)} TB written per day at the rate of the trace, {quantity(writes)} drive "
+        f"writes per day (DWPD), {quantity(daily * 365 * WARRANTY_YEARS / 1e15)} PB over a warranty of "
+        f"{WARRANTY_YEARS} years: {kind}."
     )
 
 
@@ -201,49 +207,6 @@ def assumptions(found: Plan, timing: Timing, engines: int, assumed: str = "") ->
     )
 
 
-def amount(choice: Choice) -> str:
-    """Both sizes as text."""
-    return _sizes(choice.host_bytes, choice.file_bytes)
-
-
-def _sizes(host: int, file: int) -> str:
-    if not host:
-        return "nothing"
-    return f"{host >> 30} GiB of DRAM" + (f" and {drives(file)} of NVMe" if file else "")
-
-
-def drives(file: int) -> str:
-    """Drives with `file` bytes in total: `3.84 TB`, `2 x 15.36 TB`."""
-    count, each = max(1, file // LARGEST_DRIVE), min(file, LARGEST_DRIVE)
-    return f"{each / 1e12:.4g} TB" if count == 1 else f"{count} x {each / 1e12:.4g} TB"
-
-
-def cost(found: Plan, choice: Choice) -> str:
-    """Its cost with the currency."""
-    return f"{choice.cost:,.0f} {found.prices.currency}"
-
-
-COLUMNS = ("DRAM", "NVMe", "cost", "hits", "TTFT p50", "TTFT p95", "DWPD", "")
-
-
-def rows(found: Plan) -> list[tuple[str, ...]]:
-    """Rows of the table of replayed sizes: sizes, cost, hits, TTFT, drive writes per day, and a mark."""
-    names = {found.knee: "knee"} | ({found.recommended: "recommended"} if found.recommended else {})
-    return [
-        (
-            f"{each.host_bytes >> 30} GiB" if each.host_bytes else "-",
-            drives(each.file_bytes) if each.file_bytes else "-",
-            f"{each.cost:,.0f}",
-            f"{100 * each.hit_ratio:.1f} %",
-            f"{each.ttft_p50:.3f} s",
-            f"{each.ttft_p95:.3f} s",
-            f"{each.drive_writes_per_day:.2f}" if each.file_bytes else "-",
-            names.get(each, ""),
-        )
-        for each in found.choices
-    ]
-
-
 def _render(found: Plan, words: Sequence[str]) -> None:
     console = console_on()
     sizes = table(*COLUMNS, right=COLUMNS[:-1])
@@ -256,67 +219,3 @@ def _render(found: Plan, words: Sequence[str]) -> None:
     for line in words:
         if not line.startswith("Overload"):
             console.print(line, markup=False, style="dim" if line.startswith("Assumed") else None)
-
-
-_GIB = 1 << 30
-
-
-def write_report(found: Plan, words: Sequence[str], directory: Path) -> Path:
-    """Write `index.html` into `directory` and return its path. Raises `ReportError` if that cannot be done."""
-    page = Page(
-        "DRAM and NVMe sizing",
-        f"{found.requests:,} requests, {found.unique_blocks:,} unique blocks; target for "
-        f"TTFT p95: {found.target:.3g} s.",
-        footer="Made by longshore plan. Times are those of a model of the machine, with the assumptions below.",
-    )
-    if found.overload is not None:
-        page.verdict(False, found.overload.words, word="Overload")
-    first, *others = (line for line in words if not line.startswith(("Overload", "Assumed")))
-    page.verdict(found.recommended is not None, first, word="Recommended" if found.recommended else "Out of reach")
-    page.text("Results", *others)
-    page.figure(
-        "Time to first token by cost",
-        "Each point is the fastest size replayed for its cost. Where the line is flat, larger sizes improve little.",
-        curves(
-            [
-                Curve(
-                    name,
-                    [each.cost for each in found.frontier],
-                    [value(each) for each in found.frontier],
-                    RUNS[colour],
-                    [f"{amount(each)}: {value(each):.3f} s, {cost(found, each)}" for each in found.frontier],
-                )
-                for name, colour, value in (("TTFT p95", "recompute", _p95), ("TTFT p50", "tiered", _p50))
-            ],
-            x_title=f"cost, {found.prices.currency}",
-            y_title="time to first token, s",
-        ),
-    )
-    page.figure(
-        "Hit ratio by capacity of one tier",
-        "Share of blocks that LRU with tails first hits, for every capacity; exact, from stack distances.",
-        curves(
-            [
-                Curve(
-                    "hit ratio",
-                    [count / _GIB for count, _ in found.curve],
-                    [100 * ratio for _, ratio in found.curve],
-                    SOURCES["host"],
-                )
-            ],
-            x_title="capacity, GiB",
-            y_title="blocks hit, %",
-            logarithmic=True,
-        ),
-    )
-    page.table("Sizes replayed", COLUMNS, rows(found), "By cost.")
-    page.text("Assumptions", *(line.removeprefix("Assumed: ") for line in words if line.startswith("Assumed: ")))
-    return page.write(directory / "index.html")
-
-
-def _p50(choice: Choice) -> float:
-    return choice.ttft_p50
-
-
-def _p95(choice: Choice) -> float:
-    return choice.ttft_p95

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from enum import StrEnum
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.status import Status
@@ -19,12 +17,12 @@ from longshore.cache import DropReason
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cli import options
-from longshore.cli.output import check_report, write_json
+from longshore.cli.output import ReportOutputs, print_provenance, provenance, write_json
 from longshore.cli.output import console as console_on
+from longshore.cli.replay_report import replay_page
 from longshore.errors import ConfigError, EngineError
-from longshore.report import REASONS, RUNS, SOURCES, Curve, Page, curves, stacked_bars
 from longshore.trace.analysis import BYTES_PER_REFERENCE, Paths, optimal_hits
-from longshore.trace.experiment import CacheReplay, Experiment, Hits, policy_named
+from longshore.trace.experiment import CacheReplay, Experiment, HitCurves, Hits, hit_curves, policy_named
 from longshore.trace.parsing import TraceRequest
 from longshore.trace.replay import MOST_BLOCKS, Routing, TieredReplay
 from longshore.trace.result import Replayed, Row, Sharing, bytes_to, overload, ratio
@@ -123,6 +121,8 @@ def replay(
         bool, typer.Option(help="Compute the optimal hit ratio (Belady); takes 9 bytes of memory per block reference.")
     ] = True,
     report: options.ReportDirectory = None,
+    svg: options.SvgDirectory = None,
+    png: options.PngDirectory = None,
     as_json: options.Json = False,
 ) -> None:
     """Simulate a request trace and report hit rates.
@@ -142,12 +142,12 @@ def replay(
     [dim]longshore replay trace.jsonl --capacity-blocks 18000 --policy lru[/]
     """
     console = console_on(stderr=True)
-    if report is not None:
-        check_report(report)
+    outputs = ReportOutputs.checked(report, svg, png)
     _check_file_blocks(file_blocks, through)
     if capacity_blocks is not None:
         given: dict[str, object] = {"--model": model, "--host": host, "--file": file, "--remote": remote}
-        given |= {"--report": report, "--bench": bench, "--link": link, "--file-read": file_read}
+        given |= {"--report": report, "--svg": svg, "--png": png}
+        given |= {"--bench": bench, "--link": link, "--file-read": file_read}
         given |= {"--file-write": file_write, "--remote-read": remote_read, "--remote-write": remote_write}
         given |= {"--remote-delay": remote_delay, "--prefill-rate": prefill_rate}
         given |= {"--engines": None if engines == 1 else engines, "--replicas": replicas, "--route": route}
@@ -209,13 +209,14 @@ def replay(
             requests = options.Trace(path, form, block_tokens, bad_lines, limit, console)
             one_cache = Experiment(kind, run.slots) if len(run.replicas) > 1 else None
             facts, rows = _replay(
-                run, made, requests, name, _RequestedBlocks(optimum, console), report, status, one_cache
+                run, made, requests, name, _RequestedBlocks(optimum, console), outputs, status, one_cache
             )
     if as_json:
         options.print_overload(facts, console)
-        write_json(facts)
+        write_json({**facts, "provenance": provenance()})
     else:
         _render(rows, facts)
+        print_provenance(provenance())
 
 
 def _store(
@@ -324,7 +325,7 @@ def _replay(
     requests: options.Trace,
     policy: str,
     blocks: _RequestedBlocks,
-    report: Path | None,
+    outputs: ReportOutputs | None,
     status: Status,
     one_cache: Experiment | None,
 ) -> tuple[dict[str, object], list[Row]]:
@@ -358,8 +359,9 @@ def _replay(
         alone = None if run.remote is None else other(" without the store", store=False)
         sharing = Sharing(one_cache.totals().hits, alone)
     found = Replayed(run, policy, blocks.unique, best, too_much, requests.assumption, unfiltered(), sharing)
-    if report is not None:
-        write_report(found, report)
+    if outputs is not None:
+        hits = blocks.hit_curves(lambda at, of: status.update(f"hit ratio by capacity, {at} of {of}"))
+        outputs.write(replay_page(found, hits), provenance(), blocks.console)
     return found.as_json(), found.rows()
 
 
@@ -372,7 +374,7 @@ class _RequestedBlocks:
     def __init__(self, optimum: bool, console: Console) -> None:
         self._paths = Paths() if optimum else None
         self._seen: set[int] = set()
-        self._console, self._told = console, False
+        self.console, self._told = console, False
 
     def add(self, path: tuple[int, ...]) -> None:
         """Add the blocks of one request."""
@@ -382,7 +384,7 @@ class _RequestedBlocks:
         self._paths.add(path)
         if not self._told and self._paths.references > _MUCH:
             self._told = True
-            self._console.print(
+            self.console.print(
                 f"More than {_MUCH:,} block references. Computing the optimal hit ratio takes {BYTES_PER_REFERENCE} "
                 "bytes of memory for each; --no-optimum skips it.",
                 style="yellow",
@@ -396,6 +398,10 @@ class _RequestedBlocks:
     def optimal(self, slots: int) -> int | None:
         """The maximum hits of `slots` slots; `None` without the optimum."""
         return None if self._paths is None else optimal_hits(self._paths, slots)
+
+    def hit_curves(self, tell: Callable[[int, int], None]) -> HitCurves | None:
+        """Hit ratios by capacity; `None` without the optimum. `tell` is called before each size."""
+        return None if self._paths is None else hit_curves(self._paths, tell)
 
 
 def _progress(requests: Iterable[TraceRequest], status: Status, how: str = "") -> Iterator[TraceRequest]:
@@ -419,68 +425,3 @@ def _render(rows: Iterable[Row], facts: dict[str, object]) -> None:
     assumptions = facts.get("assumptions")
     for each in assumptions if isinstance(assumptions, list) else ():
         console.print(f"assumed: {each}", style="dim", markup=False)
-
-
-_POINTS = 200
-
-
-def write_report(found: Replayed, directory: Path) -> Path:
-    """Write `index.html` into `directory` and return its path. Raises `ReportError` if that cannot be done."""
-    ttft = found.ttft
-    page = Page(
-        "Replay of a trace",
-        f"{found.replay.tally.requests:,} requests through the control plane, in virtual time.",
-        footer="Made by longshore replay. Times are those of a model of the machine, described below.",
-    )
-    if found.overload is not None:
-        page.verdict(False, found.overload.words, word="Overload")
-    page.facts(
-        [
-            ("Blocks hit", f"{100 * found.hit_ratio:.1f} %", "of all complete blocks of prompts"),
-            ("TTFT p50", f"{ttft['p50']:.2f} s", f"{ttft['recompute_p50']:.2f} s without tiers"),
-            ("TTFT p95", f"{ttft['p95']:.2f} s", f"{ttft['recompute_p95']:.2f} s without tiers"),
-        ]
-    )
-    caption = "Share of requests with a first token by that time. Further left is better."
-    page.figure("Time to first token", caption, _ttft(found))
-    hits = {tier: [100 * count / max(1, found.replay.tally.block_refs)] for tier, count in found.hits.items()}
-    page.figure(
-        "Hits by tier",
-        "Share of all blocks of prompts, by the tier they were loaded from.",
-        stacked_bars(["all requests"], hits, SOURCES, x_title="", y_title="blocks, %"),
-    )
-    page.figure(
-        "Evictions",
-        "A colder tier has a copy of demoted blocks, no tier of forgotten ones; unusable blocks could not be read.",
-        _by(found.evictions, y_title="blocks"),
-    )
-    page.figure(
-        "Routes",
-        "Seconds that each route was busy, and seconds that transfers waited for it, in total.",
-        _by(found.routes, y_title="seconds"),
-    )
-    page.table("Results", ("", "", ""), found.rows())
-    page.text("Assumptions", *found.assumptions)
-    return page.write(directory / "index.html")
-
-
-def _by(rows: Mapping[str, Mapping[str, float]], *, y_title: str) -> Any:
-    """A stacked bar for each row."""
-    names = dict.fromkeys(name for row in rows.values() for name in row)
-    parts = {name: [row.get(name, 0) for row in rows.values()] for name in names}
-    return stacked_bars(list(rows), parts, REASONS, x_title="", y_title=y_title)
-
-
-def _ttft(found: Replayed) -> Any:
-    shares, tally = np.linspace(0, 100, _POINTS), found.replay.tally
-    runs = (("tiered", tally.ttft), ("recompute", tally.recompute))
-    return curves(
-        [
-            Curve(name, np.percentile(np.frombuffer(values, np.float64), shares).tolist(), shares.tolist(), RUNS[name])
-            for name, values in runs
-            if len(values)
-        ],
-        x_title="time to first token, s",
-        y_title="requests, %",
-        logarithmic=True,
-    )

@@ -4,9 +4,10 @@
     page.facts([("label", "value", "note")])
     page.figure("Title", "What to see in it", figure)
     page.table("Title", ("column", ...), rows)
+    page.made(["longshore 0.1.0", ...])
     page.write(path)
 
-All arguments are text and are escaped.
+All arguments are text and are escaped. Quantities have one format: `quantity`, `seconds`, `share`, `times`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +34,7 @@ from longshore.report.plots import (
     Figure,
     plotly_javascript,
 )
+from longshore.report.units import escape
 
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
@@ -52,7 +53,22 @@ class Page:
         self._subtitle = subtitle
         self._footer = footer
         self._parts: list[tuple[str, str]] = []
-        self._figures = 0
+        self._figures: list[tuple[str, str]] = []
+        self._made: list[str] = []
+
+    @property
+    def figures(self) -> list[tuple[str, str]]:
+        """The id and the title of each figure."""
+        return list(self._figures)
+
+    def made(self, lines: Iterable[str]) -> None:
+        """How the page was made: version, command, machine, date, seed; for its end, and for images of its figures."""
+        self._made = list(lines)
+
+    @property
+    def provenance(self) -> list[str]:
+        """The lines of `made`."""
+        return list(self._made)
 
     def facts(self, facts: Iterable[tuple[str, str, str]]) -> None:
         """Headline tiles: label, value, note (which may be empty)."""
@@ -81,8 +97,8 @@ class Page:
         content = figure.to_json()
         if content is None:
             raise ReportError(f"figure {title!r}: expected JSON with data and layout")
-        self._figures += 1
-        name = f"figure-{self._figures}"
+        name = f"figure-{len(self._figures) + 1}"
+        self._figures.append((name, title))
         height = int(json.loads(content).get("layout", {}).get("height", 400))
         data = content.replace("<", "\\u003c")  # a script element ends at the first "</script"
         self._add(
@@ -93,12 +109,12 @@ class Page:
         )
 
     def table(self, title: str, header: Sequence[str], rows: Iterable[Sequence[Cell]], caption: str = "") -> None:
-        """A table; columns whose cells all begin with a digit are right-aligned; an empty header is omitted."""
+        """A table; columns of numbers, and of dashes, are right-aligned; an empty header is omitted."""
         cells = [[str(cell) for cell in row] for row in rows]
         for row in cells:
             if len(row) != len(header):
                 raise ReportError(f"table {title!r}: expected {len(header)} cells in a row, got {len(row)}")
-        numeric = [bool(cells) and all(row[i][:1].isdigit() for row in cells) for i in range(len(header))]
+        numeric = [_is_numeric([row[i] for row in cells]) for i in range(len(header))]
         head = "".join(_cell("th", text, right) for text, right in zip(header, numeric, strict=True))
         head = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
         body = "".join(
@@ -116,6 +132,7 @@ class Page:
         """The whole page."""
         drawing = f"<script>{plotly_javascript()}</script>\n<script>{script()}</script>\n" if self._figures else ""
         silent = "<noscript><p>The figures on this page are drawn by JavaScript.</p></noscript>\n" if drawing else ""
+        made = "".join(f"<p>{escape(line)}</p>" for line in self._made)
         subtitle = f"<p>{escape(self._subtitle)}</p>" if self._subtitle else ""
         body = "\n".join(_group(kind, parts) for kind, parts in itertools.groupby(self._parts, lambda part: part[0]))
         return (
@@ -124,7 +141,7 @@ class Page:
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f"<title>{escape(self._title)}</title>\n<style>\n{style_sheet()}</style>\n</head>\n<body>\n"
             f"<header><h1>{escape(self._title)}</h1>{subtitle}</header>\n<main>\n{silent}{body}\n</main>\n"
-            f"<footer>{escape(self._footer)}</footer>\n{drawing}</body>\n</html>\n"
+            f"<footer><p>{escape(self._footer)}</p>{made}</footer>\n{drawing}</body>\n</html>\n"
         )
 
     def write(self, path: Path) -> Path:
@@ -132,27 +149,37 @@ class Page:
 
         Raises `ReportError`; an existing page is then unchanged.
         """
-        content = self.html()
-        half = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                half.write_text(content, encoding="utf-8")
-                half.replace(path)
-            finally:
-                half.unlink(missing_ok=True)
-        except OSError as error:
-            raise ReportError(f"cannot write report {path}: {error.strerror or error}") from error
+        write_whole(path, self.html().encode(), "report")
         return path
 
     def _add(self, kind: str, markup: str) -> None:
         self._parts.append((kind, markup))
 
 
+def write_whole(path: Path, data: bytes, what: str) -> None:
+    """Write `data` to `path` atomically, creating its directory; `ReportError` names `what` could not be written."""
+    half = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            half.write_bytes(data)
+            half.replace(path)
+        finally:
+            half.unlink(missing_ok=True)
+    except OSError as error:
+        raise ReportError(f"cannot write {what} {path}: {error.strerror or error}") from error
+
+
 def _group(kind: str, parts: Iterable[tuple[str, str]]) -> str:
     """Adjacent parts of one kind; tables are side by side if there is room."""
     markup = "\n".join(part for _, part in parts)
     return f'<div class="tables">{markup}</div>' if kind == "table" else markup
+
+
+def _is_numeric(column: Sequence[str]) -> bool:
+    """Whether all cells begin with a digit, or with a sign and a digit, or are a dash; not all a dash."""
+    dashes = ("-", "\u2013")
+    return all(cell in dashes or cell.lstrip("-< ")[:1].isdigit() for cell in column) and not {*column} <= {*dashes}
 
 
 def _cell(tag: str, text: str, right: bool) -> str:
@@ -176,7 +203,7 @@ body { margin: 0 auto; max-width: 1120px; padding: 40px 32px 56px; color: var(--
        -webkit-text-size-adjust: 100%; }
 h1 { margin: 0; font-size: 30px; line-height: 1.2; font-weight: 650; letter-spacing: -0.015em; text-wrap: balance; }
 h2 { margin: 0 0 4px; font-size: 19px; line-height: 1.3; font-weight: 620; letter-spacing: -0.005em; }
-p { margin: 0 0 12px; max-width: 74ch; }
+p { margin: 0 0 12px; max-width: 74ch; overflow-wrap: anywhere; }
 header p { margin: 10px 0 0; color: var(--muted); font-size: 17px; }
 section { margin-top: 44px; }
 figure { margin: 0; }
@@ -204,7 +231,15 @@ th.number, td.number { text-align: right; white-space: nowrap; }
 th:last-child, td:last-child { padding-right: 0; }
 footer { margin-top: 52px; padding-top: 14px; border-top: 1px solid var(--rule); color: var(--muted);
          font-size: 13.5px; }
-@media (max-width: 640px) { body { padding: 24px 16px 40px; } h1 { font-size: 25px; } }
+footer p { margin: 0 0 3px; max-width: none; }
+@media (max-width: 640px) {
+  body { padding: 24px 16px 40px; }
+  h1 { font-size: 25px; }
+  .verdict, .verdict b { display: block; }
+  table { font-size: 14px; }
+  th, td { padding-right: 12px; overflow-wrap: break-word; }
+  td:first-child { white-space: normal; }
+}
 @media print {
   @page { size: A4; margin: 14mm; }
   html { color-scheme: light; }
@@ -278,22 +313,3 @@ def script() -> str:
         "dark": {name: colour.dark for name, colour in _VARIABLES.items()},
     }
     return _SCRIPT.replace("THEME", json.dumps(theme))
-
-
-def milliseconds(value: float | None) -> str:
-    """`"4.2 ms"`, `"431 ms"`; a dash for nothing measured."""
-    if value is None:
-        return "\u2013"
-    return f"{value:,.0f} ms" if value >= 100 else f"{value:.1f} ms"
-
-
-def share(part: float, whole: float) -> str:
-    """`"37.5 %"`; a dash of nothing."""
-    return f"{100 * part / whole:.1f} %" if whole else "\u2013"
-
-
-def times(numerator: float | None, denominator: float | None) -> str:
-    """How many times, to one decimal; a dash where either is missing."""
-    if numerator is None or not denominator:
-        return "\u2013"
-    return f"{numerator / denominator:.1f}\u00d7"

@@ -8,11 +8,13 @@ with any colour vision can distinguish, and differ in lightness too.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from longshore.errors import ReportError
+from longshore.report.units import quantity
 
 
 class Colour(NamedTuple):
@@ -86,13 +88,21 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One line of a `curves` figure; with `texts`, one per point, its points are marked, and show their text."""
+    """One line of a `curves` figure; with `texts`, one per point, its points are marked, and show their text.
+
+    `dash` is a style of Plotly's, such as `dot`, or empty for points without a line; `symbol` is that of the points;
+    `shape` is `linear`, or that of steps.
+    """
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     colour: Colour
     texts: Sequence[str] = ()
+    dash: str = "solid"
+    symbol: str = "circle"
+    size: int = 7
+    shape: str = "linear"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +116,14 @@ class TierSeries:
 
 
 def stacked_bars(
-    x: Sequence[int] | Sequence[str],
+    x: Sequence[float] | Sequence[str],
     parts: Mapping[str, Sequence[float]],
     colours: Mapping[str, Colour],
     *,
     x_title: str,
     y_title: str,
 ) -> Any:
-    """A bar per x, which is a position or a name, made of `parts` from the bottom up."""
+    """A bar per x, which is a position, a time or a name, made of `parts` from the bottom up."""
     figure = _figure(x_title=x_title, y_title=y_title, height=400)
     for name, values in parts.items():
         _same_length(name, values, x)
@@ -122,7 +132,7 @@ def stacked_bars(
             y=list(values),
             name=name,
             marker={"color": colours[name].light, "line": {"width": 0}},
-            hovertemplate="%{y:,}",
+            hovertemplate="%{y:,.3~g}" if isinstance(next(iter(values), 0), float) else "%{y:,}",
         )
     figure.update_layout(barmode="stack", bargap=0.18, legend_traceorder="normal")
     _span(figure, [at for at in x if isinstance(at, int)])
@@ -180,8 +190,15 @@ def paired_points(
     return figure
 
 
-def curves(lines: Sequence[Curve], *, x_title: str, y_title: str, logarithmic: bool = False) -> Any:
-    """Lines over a common axis, which may be `logarithmic`."""
+def curves(
+    lines: Sequence[Curve],
+    *,
+    x_title: str,
+    y_title: str,
+    logarithmic: bool = False,
+    bands: Sequence[tuple[float, float]] = (),
+) -> Any:
+    """Lines over a common axis, which may be `logarithmic`; `bands` are shaded ranges of it."""
     figure = _figure(x_title=x_title, y_title=y_title, height=400)
     for line in lines:
         _same_length(line.name, line.y, line.x)
@@ -191,14 +208,26 @@ def curves(lines: Sequence[Curve], *, x_title: str, y_title: str, logarithmic: b
             x=list(line.x),
             y=list(line.y),
             name=line.name,
-            mode="lines+markers" if line.texts else "lines",
-            line={"color": line.colour.light, "width": 2},
+            mode="+".join(("lines",) * bool(line.dash) + ("markers",) * bool(line.texts)),
+            line={"color": line.colour.light, "width": 2, "dash": line.dash or "solid", "shape": line.shape},
+            marker={"symbol": line.symbol, "size": line.size, "color": line.colour.light},
             text=list(line.texts) or None,
-            hovertemplate="%{text}" if line.texts else "%{y:,.2f}",
+            hovertemplate="%{text}" if line.texts else "%{y:,.3~g}",
         )
+    for start, end in bands:
+        shade = RUNS["recompute"].wash().light
+        figure.add_vrect(x0=start, x1=end, fillcolor=shade, opacity=0.45, line_width=0, layer="below")
     if logarithmic:
-        figure.update_xaxes(type="log")
+        ticks = _log_ticks([x for line in lines for x in line.x if x > 0])
+        figure.update_xaxes(type="log", tickvals=ticks, ticktext=[f"{tick:,.10g}" for tick in ticks])
     return figure
+
+
+def _log_ticks(values: Sequence[float]) -> list[float]:
+    """Powers of ten over the range of `values`; over two decades or less, also twice and five times each."""
+    low, high = (math.log10(each(values, default=1.0)) for each in (min, max))
+    steps = (1, 2, 5) if high - low <= 2 else (1,)
+    return [float(f"{step}e{power}") for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
 
 
 def levels(x: Sequence[float], rows: Sequence[TierSeries], *, x_title: str, unit: str) -> Any:
@@ -295,8 +324,8 @@ def _mark(figure: Any, level: float, points: Points) -> None:
     """A dotted line across at `level`, with its figure in the right margin."""
     figure.add_hline(y=level, line={"color": points.colour.light, "width": 1.3, "dash": "dot"}, layer="below")
     figure.add_annotation(
-        text=f"p50 {level:,.0f}",
-        font={"color": points.colour.light, "size": 13},
+        text=f"p50 {quantity(level)}",
+        font={"size": 13},
         xref="x domain",
         x=1,
         xanchor="left",

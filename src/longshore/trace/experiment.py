@@ -26,7 +26,7 @@ Policies are those of the cache, and published ones for comparison, simple rathe
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import ClassVar
@@ -41,6 +41,7 @@ from longshore.cache.eviction import DEFAULT_POLICY, LRU, POLICIES, EvictionPoli
 from longshore.cache.eviction.base import Names
 from longshore.cache.eviction.hit_rates import Returns
 from longshore.errors import CacheError, IntegrityError, TraceError
+from longshore.trace.analysis import Paths, optimal_hits, stack_distances
 from longshore.trace.parsing import unknown_name
 from longshore.trace.replay import keys_of
 
@@ -534,3 +535,47 @@ class CacheReplay:
             if not self._part:
                 break
         return any_were
+
+
+@dataclass(frozen=True, slots=True)
+class HitCurves:
+    """Hit ratios of one tier by its capacity.
+
+    Attributes:
+        sizes: Capacities in blocks, ascending.
+        ratios: Hits per block reference at each of them: `optimum`, `gittins`, `arc`, `lru`.
+        requests: Requests that were served.
+        of: Requests of the trace.
+    """
+
+    sizes: tuple[int, ...]
+    ratios: dict[str, list[float]]
+    requests: int
+    of: int
+
+
+_MOST_REFERENCES = 500_000
+"""Block references of a trace that hit ratios by capacity are computed for."""
+
+
+def hit_curves(paths: Paths, tell: Callable[[int, int], None], *, points: int = 9) -> HitCurves:
+    """Hit ratios by capacity, from 1 % of the blocks to all; before each size, `tell` gets its number, of how many.
+
+    LRU is exact, from stack distances; the other policies and the optimum are run at each size.
+    """
+    served = min(len(paths), int(np.searchsorted(paths.starts, _MOST_REFERENCES, side="right")) - 1)
+    some = paths if served == len(paths) else Paths(paths[at] for at in range(served))
+    distances = np.sort(stack_distances(some))
+    sizes = sorted({*np.geomspace(max(1, some.unique / 100), max(1, some.unique), points).round().astype(int).tolist()})
+    ratios: dict[str, list[float]] = {"optimum": [], "gittins": [], "arc": [], "lru": []}
+    refs = max(1, some.references)
+    for number, size in enumerate(sizes):
+        tell(number + 1, len(sizes))
+        ratios["optimum"].append(optimal_hits(some, size) / refs)
+        ratios["lru"].append(int(np.searchsorted(distances, size, side="right")) / refs)
+        for name in ("gittins", "arc"):
+            run = Experiment(POLICIES[name], size)
+            for path in some:
+                run.serve(path)
+            ratios[name].append(run.totals().ratio)
+    return HitCurves(tuple(sizes), ratios, served, len(paths))

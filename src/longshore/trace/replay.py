@@ -355,19 +355,13 @@ class Replica:
     def arrive(self, request: TraceRequest, arrival: float, blocks: int) -> None:
         """A request with so many whole blocks arrives, now."""
         self._now, visit, tally = arrival, _Visit(request, arrival), self.tally
-        tally.first = visit.arrival if not tally.requests else tally.first
-        tally.last = visit.arrival
-        visit.number = tally.requests
-        tally.requests += 1
-        tally.block_refs += blocks
         tally.prompt_tokens += request.input_length
         free = heapq.heappop(self._without)
         seconds = self.timing.prefill(0, request.input_length)
-        done = max(free, visit.arrival) + seconds
+        done = max(free, arrival) + seconds
         tally.recomputing += seconds
         heapq.heappush(self._without, done)
-        tally.recompute.append(done - visit.arrival)
-        tally.ttft.append(0.0)
+        visit.number = tally.arrive(arrival, blocks, done - arrival)
         self._waiting.append(visit)
         self._admit()
 
@@ -472,7 +466,7 @@ class Replica:
         self._loading.remove(visit)
         for part, outcome in zip(parts, outcomes, strict=True):
             visit.loaded += outcome.chunks
-            self.tally.hits.update([REMOTE] * outcome.chunks if part.fetched else outcome.sources)
+            self.tally.load(visit.number, {REMOTE: outcome.chunks} if part.fetched else Counter(outcome.sources))
             if outcome.chunks < part.ordered:
                 break
         self._ready(visit)
@@ -489,6 +483,7 @@ class Replica:
             seconds = self.timing.prefill(context, visit.request.input_length - context)
             working.idle -= 1
             working.started += 1
+            self.tally.waited[visit.number] = self._now - visit.arrival
             heapq.heappush(working.under_way, (self._now + seconds, working.started, visit, seconds))
 
     def _computed(self, visit: _Visit, seconds: float) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from longshore.boundary import DEVICE, FILE, REMOTE
 from longshore.cache import DropReason, MissReason
 from longshore.config import format_bytes
-from longshore.report.page import share
+from longshore.report.units import quantity, seconds, share
 from longshore.trace.replay import Routing, TieredReplay
 from longshore.trace.tally import ReplayTally
 
@@ -27,6 +27,9 @@ _MORE, _BETTER = 1.25, 0.99
 """Factor of engines for the next try, and the relative improvement required."""
 
 MOST_ENGINES = 10_000
+
+_ZERO = frozenset({"0", "0 B", "0.0 %"})
+"""Values of rows of which the table gives the names alone."""
 
 Row = tuple[str, str, str]
 """Name, value, note."""
@@ -225,8 +228,11 @@ class Replayed:
         }
 
     def rows(self) -> list[Row]:
-        """Rows of a table."""
-        return [*self._cache_rows(), *self._sharing_rows(), *self._time_rows(), *self._traffic_rows()]
+        """Rows of a table; of times and traffic, those with nothing are one row."""
+        rows = [*self._time_rows(), *self._traffic_rows()]
+        zero = ", ".join(name for name, value, _ in rows if value in _ZERO)
+        shown = [row for row in rows if row[1] not in _ZERO]
+        return [*self._cache_rows(), *self._sharing_rows(), *shown, *([("zero", "", zero)] if zero else [])]
 
     def _sharing_rows(self) -> list[Row]:
         if self.sharing is None:
@@ -243,7 +249,7 @@ class Replayed:
         ]
         if self.sharing.alone is not None:
             alone = Replayed(self.sharing.alone, self.policy, self.unique, None)
-            note = f"TTFT p50 {alone.ttft['p50']:.3f} s, p95 {alone.ttft['p95']:.3f} s"
+            note = f"TTFT p50 {seconds(alone.ttft['p50'])}, p95 {seconds(alone.ttft['p95'])}"
             rows.append(("hits, no store", share(alone.hit_ratio, 1), note))
         return rows
 
@@ -270,7 +276,7 @@ class Replayed:
     def _time_rows(self) -> list[Row]:
         tally, ttft = self.replay.tally, self.ttft
         rows = [
-            (f"TTFT {name}", f"{ttft[name]:.3f} s", f"{ttft[f'recompute_{name}']:.3f} s without tiers")
+            (f"TTFT {name}", seconds(ttft[name]), f"{seconds(ttft[f'recompute_{name}'])} without tiers")
             for name in ("p50", "p95")
         ]
         room = self._engine_seconds
@@ -286,8 +292,8 @@ class Replayed:
         rows = [("file writes", format_bytes(files), "per day, at the rate of the trace")]
         if FILE in self.slots:
             without = self.write_bytes_per_day(FILE, admission=False)
-            note = f"of the file tier; {self.drive_writes(without):.3g} if it refused no block"
-            rows.append(("drive writes per day", f"{self.drive_writes(files):.3g}", note))
+            note = f"of the file tier; {quantity(self.drive_writes(without))} if it refused no block"
+            rows.append(("drive writes per day", quantity(self.drive_writes(files)), note))
         if REMOTE in self.slots:
             note = f"per day; {format_bytes(self.write_bytes_per_day(REMOTE, admission=False))} if no block is refused"
             rows.append(("store writes", format_bytes(self.write_bytes_per_day(REMOTE)), note))
@@ -298,16 +304,17 @@ class Replayed:
             rows.append(("moved per hit", moved, f"blocks have {format_bytes(replay.image_bytes)}"))
         for tier, gone in self.evictions.items():
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in gone.items() if count)
-            rows.append((f"left {tier}", reasons or "none", "blocks; a colder tier still has demoted ones"))
+            note = "blocks; a colder tier still has demoted ones" if gone["demoted"] else "blocks, by reason"
+            rows.append((f"left {tier}", reasons or "0", note))
         for tier, drops in replay.counters.drops.items():
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in _counted(drops).items())
-            rows.append((f"not taken, {tier}", reasons or "none", "blocks, by reason"))
-        for route, seconds in self.routes.items():
-            note, network = f"busy; transfers waited {seconds['waiting']:,.1f} s in total", self.network or {}
+            rows.append((f"not taken, {tier}", reasons or "0", "blocks, by reason"))
+        for route, times in self.routes.items():
+            note, network = f"busy; transfers waited {seconds(times['waiting'])} in total", self.network or {}
             if route in network:
                 note = f"of the store's bandwidth, {format_bytes(network[route]['bytes'])}; {note.partition('; ')[2]}"
             machines = 1 if route in network else len(replay.replicas)
-            rows.append((route, share(seconds["moving"], replay.tally.seconds * machines), note))
+            rows.append((route, share(times["moving"], replay.tally.seconds * machines), note))
         return rows
 
 
@@ -341,9 +348,9 @@ class Overload(NamedTuple):
         many = "1 engine" if self.engines == 1 else f"{self.engines:,} engines"
         many += f" in each of {self.replicas:,} replicas" if self.replicas > 1 else ""
         words = "would suffice" if self.missed is None else "would keep up"
-        found = "" if self.ttft_p95 is None else f"; in a replay with them, TTFT p95 is {brief(self.ttft_p95)}"
+        found = "" if self.ttft_p95 is None else f"; in a replay with them, TTFT p95 is {seconds(self.ttft_p95)}"
         if self.missed is not None:
-            found += f", and {brief(self.missed)} needs faster engines, not more of them"
+            found += f", and {seconds(self.missed)} needs faster engines, not more of them"
         enough = f"--engines {self.enough} {words}{found}"
         if self.enough > MOST_ENGINES:
             enough = f"{self.enough:,} such engines would be needed; no more than {MOST_ENGINES:,} can be replayed"
@@ -397,11 +404,6 @@ def overload(
     if not enough:
         return Overload(engines, busy, count, None, replicas=replicas)
     return Overload(engines, busy, enough, p95, target if p95 > target else None, replicas)
-
-
-def brief(seconds: float) -> str:
-    """Seconds with a unit, in three digits or as a whole number."""
-    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
 def ratio(part: float, whole: float) -> float:

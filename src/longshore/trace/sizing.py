@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -238,6 +238,8 @@ class Plan:
         knee: The choice after which additional cost improves little.
         recommended: The cheapest choice that meets the target; `None` if none does.
         overload: Set if the engines are overloaded with the recommended choice, or else with the best one.
+        engines: Number of engines.
+        tally: Of the replay of the recommended choice, or else of the best one; `None` if that has no tiers.
     """
 
     requests: int
@@ -252,10 +254,13 @@ class Plan:
     recommended: Choice | None
     prices: Prices
     overload: Overload | None
+    engines: int = 1
+    tally: ReplayTally | None = None
 
     def as_json(self) -> dict[str, object]:
         """What `--json` prints."""
-        plain = asdict(self)
+        plain = asdict(replace(self, tally=None))
+        del plain["tally"]
         plain["curve"] = [{"bytes": count, "hit_ratio": ratio} for count, ratio in self.curve]
         plain["overload"] = None if self.overload is None else self.overload.as_json()
         if self.recommended is not None:
@@ -315,6 +320,8 @@ def plan(
         recommended=recommended,
         prices=prices,
         overload=search.overload(chosen),
+        engines=engines,
+        tally=search.tallies.get(chosen.size),
     )
 
 
@@ -325,7 +332,7 @@ class _Search:
         self.choices: dict[Size, Choice] = {}
         self._replay, self._prices, self._target = replay, prices, target
         self._engines, self._left = engines, replays
-        self._tallies: dict[Size, ReplayTally] = {}
+        self.tallies: dict[Size, ReplayTally] = {}
 
     def run(self, frontier: Sequence[Estimate], sizes: Sizes) -> None:
         """Replay the best estimate, costlier sizes until one meets the target, cheaper neighbours, then the rest."""
@@ -345,12 +352,12 @@ class _Search:
 
     def overload(self, choice: Choice) -> Overload | None:
         """Whether the engines are overloaded with `choice`."""
-        size = choice.size if choice.host_bytes else next(iter(self._tallies))
+        size = choice.size if choice.host_bytes else next(iter(self.tallies))
 
         def again(engines: int) -> ReplayTally:
             return self._replay(*size, engines).tally
 
-        return overload(self._tallies[size], self._engines, again, tiers=choice.host_bytes > 0, target=self._target)
+        return overload(self.tallies[size], self._engines, again, tiers=choice.host_bytes > 0, target=self._target)
 
     def _is_too_much(self, size: Size) -> bool:
         """Whether the engines are overloaded with this size, so that it misses the target."""
@@ -383,8 +390,8 @@ class _Search:
     def _take(self, size: Size, run: TieredReplay) -> None:
         found = Replayed(run, "", 0, None)
         ttft, room = found.ttft, run.tally.seconds * run.engines
-        self._tallies[size] = run.tally
-        if len(self._tallies) == 1:
+        self.tallies[size] = run.tally
+        if len(self.tallies) == 1:
             p50, p95 = ttft["recompute_p50"], ttft["recompute_p95"]
             self.choices[0, 0] = Choice(0, 0, 0.0, 0.0, 0.0, p50, p95, ratio(run.tally.recomputing, room))
         self.choices[size] = Choice(

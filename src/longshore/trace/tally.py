@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from longshore.boundary import DEVICE, HOST, Key, Status, Transfer, TransferResult
@@ -73,7 +73,15 @@ class Losses:
 class ReplayTally:
     """Counters of a replay, of all replicas together.
 
-    Blocks are the complete blocks of prompts; times are in seconds, one per request.
+    Blocks are the complete blocks of prompts; times are in seconds.
+
+    Attributes:
+        arrivals: When each request arrived, in the time of the trace.
+        waited: By request, from its arrival until an engine began to compute it.
+        blocks: By request, its complete blocks.
+        loaded: By tier, the blocks loaded for each request.
+        ttft: By request, with tiers.
+        recompute: By request, if everything is computed.
     """
 
     requests: int = 0
@@ -88,8 +96,35 @@ class ReplayTally:
     first: float = 0.0
     last: float = 0.0
     losses: Counter[Loss] = field(default_factory=Counter)
+    arrivals: array[float] = field(default_factory=lambda: array("d"))
+    waited: array[float] = field(default_factory=lambda: array("d"))
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    loaded: dict[str, array[int]] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
         """From the first arrival to the last."""
         return self.last - self.first
+
+    def arrive(self, seconds: float, blocks: int, recompute: float) -> int:
+        """A request arrives, with so many blocks, whose first token would take `recompute` seconds; its number."""
+        self.first = self.first if self.requests else seconds
+        self.last = seconds
+        self.requests += 1
+        self.block_refs += blocks
+        self.arrivals.append(seconds)
+        self.blocks.append(blocks)
+        self.recompute.append(recompute)
+        for times in (self.ttft, self.waited):
+            times.append(0.0)
+        for counts in self.loaded.values():
+            counts.append(0)
+        return self.requests - 1
+
+    def load(self, number: int, sources: Mapping[str, int]) -> None:
+        """Blocks have been loaded for a request, so many from each tier."""
+        self.hits.update(sources)
+        for tier, count in sources.items():
+            if tier not in self.loaded:
+                self.loaded[tier] = array("i", bytes(4 * self.requests))
+            self.loaded[tier][number] += count
