@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
 .PHONY: demo test lint types tests contract vllm sglang newest newest-ready newest-vllm newest-sglang abi remote gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-carry bench-file \
-	eviction orders soak cache-soak crash race-mutants cache-mutants house clean
+	eviction orders soak cache-soak crash race-mutants cache-mutants commands docs house clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -199,6 +199,15 @@ cache-mutants: $(VENV)/ready
 # Figures of the source tree: files and hops of one request, import cycles, repeated class names, lines.
 house: $(VENV)/ready
 	$(BIN)/python benchmarks/house.py
+
+# docs/commands.md, from the help of the commands.
+commands: $(VENV)/ready
+	PYTHONPATH=src $(BIN)/python tests/commands_page.py > docs/commands.md
+
+# The site in build/site; a link or an anchor that does not exist is an error.
+docs: $(VENV)/ready
+	$(BIN)/python tests/environments.py docs
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=.venvs/docs $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) .venvs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -7,6 +7,7 @@ sglang         .venvs/sglang-0.5.23  a virtual environment with SGLang, what its
                depends on (tests/engines/sglang/on_cpu stands in for what only a GPU's packages bring)
 triton         .venvs/triton-oldest
 remote         .venvs/remote: a Valkey server, and the clients that are measured beside ours
+docs           .venvs/docs: MkDocs and its theme
 newest         .venvs/vllm-newest and .venvs/sglang-newest: modules of the newest releases, to put before those above
 
 Everything is built once for a machine, in `$LONGSHORE_ENVIRONMENTS` or `~/.cache/longshore/environments`, under a
@@ -80,10 +81,11 @@ def main() -> None:
             ways = {"vllm": unpack_modules, "sglang": modules}
             made = {f"{name}-newest": newest_modules(name, unpack) for name, unpack in ways.items()}
         case ["remote"]:
-            extra = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["bench"]
-            made = {"remote": kept("remote", extra, lambda where: with_requirements(where, extra))}
+            made = {"remote": with_extra("remote", "bench")}
+        case ["docs"]:
+            made = {"docs": with_extra("docs", "docs")}
         case _:
-            kinds = "vllm | sglang | transformers VERSION ... | triton | remote | newest"
+            kinds = "vllm | sglang | transformers VERSION ... | triton | remote | docs | newest"
             raise SystemExit(f"usage: python tests/environments.py {kinds}")
     for name, where in made.items():
         link(PROJECT / ".venvs" / name, where)
@@ -93,6 +95,12 @@ def dependencies() -> list[str]:
     """What this project depends on."""
     wanted: list[str] = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["dependencies"]
     return wanted
+
+
+def with_extra(name: str, extra: str) -> Path:
+    """The modules of one of this project's extras, with what they require."""
+    packages = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+    return kept(name, packages, lambda where: with_requirements(where, packages))
 
 
 def kept(name: str, specification: object, build: Callable[[Path], None]) -> Path:

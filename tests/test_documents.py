@@ -31,6 +31,7 @@ SIZES = {
     'host_size="64GiB"': 'host_size="8MiB"',
     'host_size="8GiB"': 'host_size="8MiB"',
     'file_size="1TiB"': 'file_size="64MiB"',
+    "host_size=64GiB": "host_size=8MiB",
     "/nvme/longshore": "{scratch}/kv",
     "/var/log/longshore/events": "{scratch}/events",
     "MODEL": "model",
