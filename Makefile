@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
 .PHONY: demo test lint types tests contract vllm sglang newest newest-ready newest-vllm newest-sglang abi remote gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-carry bench-file \
-	eviction orders soak cache-soak crash race-mutants cache-mutants commands docs house clean
+	eviction orders soak cache-soak crash race-mutants cache-mutants house clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -201,6 +201,7 @@ house: $(VENV)/ready
 	$(BIN)/python benchmarks/house.py
 
 # docs/commands.md, from the help of the commands.
+.PHONY: commands docs
 commands: $(VENV)/ready
 	PYTHONPATH=src $(BIN)/python tests/commands_page.py > docs/commands.md
 

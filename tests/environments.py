@@ -77,13 +77,15 @@ def main() -> None:
             made = {
                 "triton-oldest": kept("triton-oldest", [OLDEST_TRITON], lambda where: modules(where, OLDEST_TRITON))
             }
+        case ["docs"]:
+            site = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
+            made = {"docs": kept("docs", site, lambda where: with_requirements(where, site))}
         case ["newest"]:
             ways = {"vllm": unpack_modules, "sglang": modules}
             made = {f"{name}-newest": newest_modules(name, unpack) for name, unpack in ways.items()}
         case ["remote"]:
-            made = {"remote": with_extra("remote", "bench")}
-        case ["docs"]:
-            made = {"docs": with_extra("docs", "docs")}
+            extra = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["bench"]
+            made = {"remote": kept("remote", extra, lambda where: with_requirements(where, extra))}
         case _:
             kinds = "vllm | sglang | transformers VERSION ... | triton | remote | docs | newest"
             raise SystemExit(f"usage: python tests/environments.py {kinds}")
@@ -95,12 +97,6 @@ def dependencies() -> list[str]:
     """What this project depends on."""
     wanted: list[str] = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["dependencies"]
     return wanted
-
-
-def with_extra(name: str, extra: str) -> Path:
-    """The modules of one of this project's extras, with what they require."""
-    packages = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
-    return kept(name, packages, lambda where: with_requirements(where, packages))
 
 
 def kept(name: str, specification: object, build: Callable[[Path], None]) -> Path:
