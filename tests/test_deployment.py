@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from environments import SERVED, TORCH
+import environments
 from longshore.config import Config
 from longshore.doctor import _SAMPLES
 from longshore.engines.kv_transfer import read
@@ -127,14 +127,22 @@ def _instructions() -> list[tuple[str, str]]:
     return [(line.partition(" ")[0], line.partition(" ")[2]) for line in lines]
 
 
-def test_the_image_is_built_from_pinned_versions_that_are_tested() -> None:
+def test_the_base_of_the_image_is_pinned_and_has_a_python_that_is_served() -> None:
     (base,) = (rest for word, rest in _instructions() if word == "FROM")
     found = re.fullmatch(r"python:(3\.\d+)\.\d+-slim-\w+", base)
     assert found
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"Programming Language :: Python :: {found[1]}" in project["classifiers"]
-    runs = " ".join(rest for word, rest in _instructions() if word == "RUN")
-    assert SERVED in runs.split() and TORCH in runs.split()
+
+
+def test_vllm_is_installed_as_in_its_tests_where_commands_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = (found[1] for _, rest in _instructions() if (found := re.search(r'python -c "(.*)"$', rest)))
+    made: list[tuple[Path, list[str]]] = []
+    monkeypatch.setattr(environments, "make_environment", lambda where, more: made.append((where, more)))
+    exec(code, {})  # noqa: S102 - our own file
+    ((where, more),) = made
+    assert more == environments.dependencies()
+    assert f"PATH={where}/bin:$PATH" in [rest for word, rest in _instructions() if word == "ENV"]
 
 
 def test_the_image_copies_what_exists_and_all_that_a_build_needs() -> None:
