@@ -219,5 +219,15 @@ cache-mutants: $(VENV)/ready
 house: $(VENV)/ready
 	$(BIN)/python benchmarks/house.py
 
+# docs/commands.md, from the help of the commands.
+.PHONY: commands docs
+commands: $(VENV)/ready
+	PYTHONPATH=src $(BIN)/python tests/commands_page.py > docs/commands.md
+
+# The site in build/site; a link or an anchor that does not exist is an error.
+docs: $(VENV)/ready
+	$(BIN)/python tests/environments.py docs
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=.venvs/docs $(BIN)/python -m mkdocs build --strict
+
 clean:
 	rm -rf $(VENV) .venvs build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

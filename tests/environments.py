@@ -7,6 +7,7 @@ sglang         .venvs/sglang-0.5.23  a virtual environment with SGLang, what its
                depends on (tests/engines/sglang/on_cpu stands in for what only a GPU's packages bring)
 triton         .venvs/triton-oldest
 remote         .venvs/remote: servers of Valkey and S3, and the clients that are measured beside ours
+docs           .venvs/docs: MkDocs and its theme
 newest         .venvs/vllm-newest and .venvs/sglang-newest: modules of the newest releases, to put before those above
 
 Everything is built once for a machine, in `$LONGSHORE_ENVIRONMENTS` or `~/.cache/longshore/environments`, under a
@@ -77,6 +78,9 @@ def main() -> None:
             made = {
                 "triton-oldest": kept("triton-oldest", [OLDEST_TRITON], lambda where: modules(where, OLDEST_TRITON))
             }
+        case ["docs"]:
+            site = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["docs"]
+            made = {"docs": kept("docs", site, lambda where: with_requirements(where, site))}
         case ["newest"]:
             ways = {"vllm": unpack_modules, "sglang": modules}
             made = {f"{name}-newest": newest_modules(name, unpack) for name, unpack in ways.items()}
@@ -85,7 +89,7 @@ def main() -> None:
             servers = [*extra, SECOND_S3]
             made = {"remote": kept("remote", servers, lambda where: with_requirements(where, servers))}
         case _:
-            kinds = "vllm | sglang | transformers VERSION ... | triton | remote | newest"
+            kinds = "vllm | sglang | transformers VERSION ... | triton | remote | docs | newest"
             raise SystemExit(f"usage: python tests/environments.py {kinds}")
     for name, where in made.items():
         link(PROJECT / ".venvs" / name, where)

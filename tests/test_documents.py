@@ -31,6 +31,7 @@ SIZES = {
     'host_size="64GiB"': 'host_size="8MiB"',
     'host_size="8GiB"': 'host_size="8MiB"',
     'file_size="1TiB"': 'file_size="64MiB"',
+    "host_size=64GiB": "host_size=8MiB",
     "/nvme/longshore": "{scratch}/kv",
     "/var/log/longshore/events": "{scratch}/events",
     "MODEL": "model",
@@ -41,7 +42,7 @@ INSTEAD = {
     "vllm": 'test "$1 $3" = "serve --kv-transfer-config" && python -c "import json, sys; json.loads(sys.argv[1])" "$4"',
     "sglang": 'test "$1 $2" = "serve --model-path" && for last; do :; done && '
     'python -c "import json, sys; json.loads(sys.argv[1])" "$last"',
-    "pip": 'test "$*" = "install longshore"',
+    "pip": 'test "$*" = "install ."',
     "make": 'command make -n -C "$ROOT" "$@" > /dev/null',
 }
 """Commands that are not run, and what is checked of their arguments."""
