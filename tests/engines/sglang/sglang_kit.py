@@ -66,6 +66,32 @@ def write_window_model(path: Path) -> Path:
     return path
 
 
+def write_hybrid_model(path: Path) -> Path:
+    """A Mellum of four layers with random weights, for whose windows of 64 tokens SGLang has pools of their own."""
+    import torch
+    from transformers import MellumConfig, MellumForCausalLM
+
+    torch.manual_seed(0)
+    config = MellumConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=64,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        mlp_layer_types=["dense"] * 4,
+        max_position_embeddings=2048,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    _save(MellumForCausalLM(config), path)
+    return path
+
+
 def _save(model: Any, path: Path) -> None:
     """In bfloat16, with weights so large that what is computed depends on all of the prompt."""
     import torch

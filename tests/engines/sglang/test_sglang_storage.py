@@ -95,7 +95,7 @@ def test_a_corrupt_record_ends_the_run(rigs: Rigs) -> None:
     assert rig.get(KEYS, range(8)) == [True] * 3 + [False] * 5
     assert torch.equal(rig.read(range(3)), held[:3])
     assert rig.exists(KEYS) == 3
-    assert rig.storage._stack.file.failures["read_corrupt"] == 1  # type: ignore[union-attr]
+    assert rig.storage._kv.stack.file.failures["read_corrupt"] == 1  # type: ignore[union-attr]
 
 
 def test_a_dead_tier_host_makes_fewer_pages(rigs: Rigs) -> None:
@@ -111,7 +111,7 @@ def test_a_dead_tier_host_makes_fewer_pages(rigs: Rigs) -> None:
     while not any(rig.get(KEYS, range(8))):  # until the next one is there
         time.sleep(0.05)
     assert torch.equal(rig.read(range(8)), held)
-    assert rig.storage._stack.file.failures["tier_host"] == 1  # type: ignore[union-attr]
+    assert rig.storage._kv.stack.file.failures["tier_host"] == 1  # type: ignore[union-attr]
 
 
 @pytest.fixture
@@ -136,10 +136,10 @@ def test_a_read_that_ends_after_its_call_writes_no_page(rigs: Rigs, monkeypatch:
         assert rig.get(KEYS, range(8)) == [False] * 8
         other = rig.fill(range(8), seed=77)
     while not held_back:
-        held_back += poll(rig.storage._stack.file)  # type: ignore[arg-type]
+        held_back += poll(rig.storage._kv.stack.file)  # type: ignore[arg-type]
     assert held_back[0].statuses == (Status.OK,) * 8
     monkeypatch.setattr(HostedFileTier, "poll", lambda tier: [*poll(tier), *(held_back.pop() for _ in list(held_back))])
-    runtime = rig.storage._stack.runtime
+    runtime = rig.storage._kv.stack.runtime
     assert runtime.wait_idle(30)
     assert runtime._cache.counters.routes["file->device"].failed == 8
     assert torch.equal(rig.read(range(8)), other)
@@ -151,7 +151,7 @@ def test_a_call_waits_for_a_copy_that_has_begun(rigs: Rigs, slow_copies: Callabl
     slow_copies()
     assert rig.get(KEYS, range(8)) == [False] * 8
     other = rig.fill(range(8), seed=77)
-    assert rig.storage._stack.runtime.wait_idle(30)
+    assert rig.storage._kv.stack.runtime.wait_idle(30)
     assert torch.equal(rig.read(range(8)), other)
 
 
@@ -179,22 +179,22 @@ def test_a_stopped_tier_host_holds_no_call_up(rigs: Rigs) -> None:
         assert rig.get(KEYS, range(8)) == [False] * 8
     finally:
         os.kill(rig.host_pid, signal.SIGCONT)
-    assert rig.storage._stack.runtime.wait_idle(30)
+    assert rig.storage._kv.stack.runtime.wait_idle(30)
     assert rig.get(KEYS, range(8)) == [True] * 8
     assert torch.equal(rig.read(range(8)), held)
 
 
 def test_a_store_ends_when_the_ring_is_full_and_nothing_moves(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longshore.engines.sglang.storage.RING_BYTES", 1)
+    monkeypatch.setattr("longshore.engines.sglang.tiers.RING_BYTES", 1)
     rig = rigs(write_timeout=0.5, size="32MiB")
     os.kill(rig.host_pid, signal.SIGSTOP)
     try:
         rig.fill(range(60), seed=1)
         assert len(rig.set(names(60), range(60))) == 60
-        assert rig.storage._stack.ring_mover._ring.free < 8  # type: ignore[union-attr]
+        assert rig.storage._kv.stack.ring_mover._ring.free < 8  # type: ignore[union-attr]
     finally:
         os.kill(rig.host_pid, signal.SIGCONT)
-    assert rig.storage._stack.runtime.wait_idle(30)
+    assert rig.storage._kv.stack.runtime.wait_idle(30)
     assert rig.exists(names(60)) < 60
 
 
@@ -203,7 +203,7 @@ def test_after_a_call_that_waited_in_vain_the_next_ones_do_not_wait(
     rigs: Rigs, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
     """Until something has moved: a disk that hangs may do so for hours."""
-    monkeypatch.setattr("longshore.engines.sglang.storage.RING_BYTES", 1)
+    monkeypatch.setattr("longshore.engines.sglang.tiers.RING_BYTES", 1)
     rig = rigs(write_timeout=0.5, load_timeout=0.5, size="32MiB")
     held = rig.store(KEYS, range(8))
     os.kill(rig.host_pid, signal.SIGSTOP)
@@ -213,17 +213,17 @@ def test_after_a_call_that_waited_in_vain_the_next_ones_do_not_wait(
         else:
             assert rig.set(names(8, seed=1), range(8)) == [True] * 8  # all of the ring
             assert rig.get(KEYS, range(8)) == [False] * 8
-        assert not rig.storage._stack.ring_mover._ring.free  # type: ignore[union-attr]
-        rig.storage._no_wait_until *= 1000  # whatever the time
-        jobs = dict(rig.storage._stack.ring_mover._jobs)  # type: ignore[union-attr]
+        assert not rig.storage._kv.stack.ring_mover._ring.free  # type: ignore[union-attr]
+        rig.storage._kv.no_wait_until *= 1000  # whatever the time
+        jobs = dict(rig.storage._kv.stack.ring_mover._jobs)  # type: ignore[union-attr]
         for seed in (2, 3):
             assert rig.set(names(60, seed), range(60)) == [False] * 60
             assert rig.exists(KEYS) == 0
             assert rig.get(KEYS, range(8)) == [False] * 8
-        assert rig.storage._stack.ring_mover._jobs == jobs  # type: ignore[union-attr]
+        assert rig.storage._kv.stack.ring_mover._jobs == jobs  # type: ignore[union-attr]
     finally:
         os.kill(rig.host_pid, signal.SIGCONT)
-    assert rig.storage._stack.runtime.wait_idle(30)
+    assert rig.storage._kv.stack.runtime.wait_idle(30)
     rig.store(names(8, seed=4), range(8))
     assert rig.exists(names(8, seed=4)) == 8
     assert rig.get(KEYS, range(8)) == [True] * 8
@@ -294,7 +294,7 @@ def test_without_a_rank_in_the_address_wrong_bytes_come_back(
 
 
 def scopes(rig: Rig) -> bytes:
-    return rig.storage._stack.scope.root
+    return rig.storage._kv.stack.scope.root
 
 
 def test_any_changed_byte_of_the_weights_is_another_scope(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_a_close_ends_calls_in_flight_and_later_ones_find_nothing(rigs: Rigs) ->
     said: list[list[bool]] = []
     thread = threading.Thread(target=lambda: said.append(rig.get(KEYS, range(8))))
     thread.start()
-    while not rig.storage._stack.ring_mover._filing:  # type: ignore[union-attr]
+    while not rig.storage._kv.stack.ring_mover._filing:  # type: ignore[union-attr]
         time.sleep(0.01)
     closer = threading.Thread(target=rig.close)
     closer.start()
@@ -414,7 +414,7 @@ def test_threads_of_sglang_store_and_read_at_once(rigs: Rigs) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    with rig.storage._stack.runtime.control() as cache:
+    with rig.storage._kv.stack.runtime.control() as cache:
         cache.check_integrity()
         assert cache.held == 0
 
@@ -461,7 +461,6 @@ def test_keys_that_are_none_make_no_pages_and_no_exception(rigs: Rigs, caplog: p
 
 def test_other_pools_and_settings_are_refused(rigs: Rigs, model: Path, tmp_path: Path) -> None:
     rig = rigs()
-    rig.storage.register_mem_host_pool_v2(rig.pool, PoolName.KV)
     with pytest.raises(EngineError, match="mamba"):
         rig.storage.register_mem_host_pool_v2(rig.pool, PoolName.MAMBA)
     for setting in ("host_size", "blocks_per_chunk", "offload"):

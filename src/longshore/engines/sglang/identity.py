@@ -70,11 +70,13 @@ def check_pool(pool: Any) -> None:
         raise EngineError("host memory that several pools share (enable_unified_memory) is not served")
 
 
-def scope_of(storage: Any, told: dict[str, Any], layout: KVLayout, salt: str, memo: Path | None) -> Scope:
+def scope_of(
+    storage: Any, told: dict[str, Any], layout: KVLayout, salt: str, memo: Path | None, pool: str = ""
+) -> Scope:
     """What must be equal for two servers' pages under equal keys to be equal.
 
-    `memo`, if there is one, has the digests of weight files that were hashed before. Raises `EngineError` where weights
-    cannot be told apart, or the model is not served.
+    `memo`, if there is one, has the digests of weight files that were hashed before. `pool` names a host pool beside
+    that of the keys and values. Raises `EngineError` where weights cannot be told apart, or the model is not served.
     """
     import sglang  # noqa: PLC0415
     from sglang.srt.configs.model_config import ModelConfig  # noqa: PLC0415
@@ -90,7 +92,7 @@ def scope_of(storage: Any, told: dict[str, Any], layout: KVLayout, salt: str, me
         dtype=str(model.dtype),
         layout=layout.fingerprint,
         block_size=layout.groups[0].block_size,
-        group=f"rank {storage.tp_rank} of {storage.tp_size}",
+        group=f"rank {storage.tp_rank} of {storage.tp_size}" + (pool and f", pool {pool}"),
         attention=f"SGLang {sglang.__version__}, torch {torch.__version__}, {told['device']}",
         salt=salt,
         hash_algorithm="SGLang's SHA-256 of a page's tokens, chained",
