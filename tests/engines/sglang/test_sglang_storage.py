@@ -424,7 +424,8 @@ def test_threads_of_sglang_store_and_read_at_once(rigs: Rigs) -> None:
     [
         ({"dp_size": 2}, {}, "dp_size=2"),
         ({"speculative_algorithm": "EAGLE"}, {}, "speculative_algorithm"),
-        ({"enable_lora": True}, {}, "enable_lora"),
+        ({"enable_lora": True}, {}, "enable_lora needs the setting salt"),
+        ({"uno_lora_path": "/adapter"}, {}, "uno_lora_path"),
         ({"load_format": "dummy"}, {}, "load_format"),
         ({"disaggregation_mode": "prefill"}, {}, "disaggregation_mode"),
         ({"hicache_host_memory_mode": "buffer_only"}, {}, "hicache_host_memory_mode"),

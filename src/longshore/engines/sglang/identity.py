@@ -53,9 +53,14 @@ def refuse(storage: Any, told: dict[str, Any]) -> None:
         raise EngineError("one copy for all ranks (MLA) is not served with several of them: expected tp_size=1")
     if storage.should_split_heads:
         raise EngineError("tp_lcm_size is not served: remove it from the extra configuration")
-    for key, served in (("speculative_algorithm", None), ("enable_lora", False), ("enable_hisparse", False)):
-        if told.get(key) not in (served, None, False):
+    for key in ("speculative_algorithm", "uno_lora_path", "enable_hisparse"):
+        if told.get(key):
             raise EngineError(f"{key} is not served, got {told[key]!r}")
+    if told.get("enable_lora") and not storage.extra_config.get("salt"):
+        raise EngineError(
+            "enable_lora needs the setting salt: SGLang's keys have an adapter's name and path, and not its bytes. "
+            "Set it to a text that changes whenever an adapter does"
+        )
     if told.get("hicache_host_memory_mode", "cache") != "cache":
         raise EngineError(f"hicache_host_memory_mode is {told['hicache_host_memory_mode']!r}: expected 'cache'")
     if told["disaggregation_mode"] != "null":
