@@ -46,6 +46,7 @@ if _is_installed:
             made.append(Rig(model, tmp_path / under, **named))  # type: ignore[arg-type]
             return made[-1]
 
+        make.made = made  # type: ignore[attr-defined]
         yield make
         for rig in made:
             rig.close()

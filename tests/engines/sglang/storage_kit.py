@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +62,14 @@ def look_up(last: str | None) -> Iterator[None]:
     """As during SGLang's look-up of pages behind the page with this key, or from the first page on."""
     with storage._look_up(None, SimpleNamespace(last_hash=last)):
         yield
+
+
+def eventually(call: Callable[[], object], expected: object) -> None:
+    """Call until it says what is expected, for a minute at most: a busy machine exceeds any short timeout of a rig."""
+    deadline = time.monotonic() + 60
+    while (got := call()) != expected:
+        assert time.monotonic() < deadline, f"expected {expected}, got {got}"
+        time.sleep(0.05)
 
 
 class Rig:

@@ -33,7 +33,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tier(place: Path) -> dict[str, object]:
-    return {"file_path": str(place / "tier"), "file_size": "64MiB", "load_timeout": 5}
+    return {"file_path": str(place / "tier"), "file_size": "64MiB", "load_timeout": 20}
 
 
 @pytest.fixture(scope="module")

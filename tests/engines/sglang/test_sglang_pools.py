@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-from storage_kit import Rig, indices, names
+from storage_kit import Rig, eventually, indices, names
 
 from longshore.engines.sglang.storage import restorable
 from longshore.errors import EngineError
@@ -118,9 +118,11 @@ def test_a_lost_page_of_a_window_ends_its_run(rigs: Rigs) -> None:
 
 
 def test_a_stopped_tier_host_of_windows_holds_no_call_up(rigs: Rigs) -> None:
-    rig = rigs(windows=32, load_timeout=0.5, write_timeout=0.5)
+    rig = rigs(windows=32)
     rig.store(KEYS, range(12))
     held = store_windows(rig, KEYS[8:], [0, 1, 2, 3], seed=2)
+    rig.close()
+    rig = rigs(windows=32, load_timeout=0.5)
     pid = rig.storage._tiers["swa"].stack.file._supervisor.process.pid  # type: ignore[union-attr]
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -130,7 +132,7 @@ def test_a_stopped_tier_host_of_windows_holds_no_call_up(rigs: Rigs) -> None:
         os.kill(pid, signal.SIGCONT)
     assert rig.storage._tiers["swa"].runtime.wait_idle(30)
     assert torch.equal(rig.read([4, 5, 6, 7], rig.windows), other)  # nothing came late
-    assert rig.storage.batch_get_v2([windows(KEYS[8:], [4, 5, 6, 7])]) == {"swa": [True] * 4}
+    eventually(lambda: rig.storage.batch_get_v2([windows(KEYS[8:], [4, 5, 6, 7])]), {"swa": [True] * 4})
     assert torch.equal(rig.read([4, 5, 6, 7], rig.windows), held)
     with rig.storage._tiers["swa"].runtime.control() as cache:
         cache.check_integrity()

@@ -37,7 +37,7 @@ def models(place: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def server(place: Path, models: tuple[Path, Path]) -> Iterator[Server]:
-    tier = {"file_path": str(place / "tier"), "file_size": "64MiB", "load_timeout": 5}
+    tier = {"file_path": str(place / "tier"), "file_size": "64MiB", "load_timeout": 20}
     with Server(models[0], place / "log", tier=tier) as running:
         yield running
 
@@ -146,6 +146,7 @@ def test_aborted_requests_leave_a_server_that_serves(oracle: dict[int, Answer], 
     with ThreadPoolExecutor() as threads:
         asked = [threads.submit(server.ask, prompt(70 + each, TOKENS), 400) for each in range(3)]
         while not server.metric("sglang:num_running_reqs"):
+            assert not any(each.done() for each in asked)
             time.sleep(0.05)
         server.post("/abort_request", {"abort_all": True}, parse=False)
         ended = [each.result() for each in asked]
@@ -190,6 +191,7 @@ def test_prompts_come_from_files_after_a_restart_and_not_for_other_weights(
     with ThreadPoolExecutor() as threads:  # it ends with work in flight
         asked = threads.submit(server.ask, prompt(90, TOKENS), 500)
         while not server.metric("sglang:num_running_reqs"):
+            assert not asked.done()
             time.sleep(0.05)
         server.close()
         with contextlib.suppress(Exception):

@@ -110,7 +110,7 @@ def test_a_store_is_not_asked_for_pages_of_which_it_is_not_known_what_is_before_
 
 def test_pages_that_were_offered_are_read_without_asking_the_gate_again(shared: Callable[..., Rig]) -> None:
     """It counts them as ordered since the look-up: they would seem to wait behind themselves."""
-    one, seconds = shared(), 1.0
+    one, seconds = shared(), 10.0
     other = shared(prefill_speed=40 * PAGE / (1.3 * seconds))  # computing all takes little longer than fetching it
     gate, now = other.storage._kv.runtime.gate, other.storage._kv.runtime.clock()
     assert gate is not None
