@@ -138,6 +138,7 @@ def test_metrics_of_ours_are_on_the_servers_page(oracle: dict[int, Answer], serv
     found = re.findall(r"^longshore_(hit|miss)_chunks_total{(.*)} ([0-9.]+)$", server.metrics(), re.MULTILINE)
     hits = sum(float(count) for kind, labels, count in found if kind == "hit" and 'tier="file"' in labels)
     assert hits >= SERVED / PAGE
+    assert server.metric("longshore_hit_tokens_total", tier="file", pool="kv") == hits * PAGE
     assert all('tp_rank="0"' in labels for _, labels, _ in found)
     assert server.metric("longshore_file_failures_total", reason="tier_host") >= 1
 

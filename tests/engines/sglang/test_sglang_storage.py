@@ -16,7 +16,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang_kit import write_model
 from sglang_on_cpu import leave_rank_out
-from storage_kit import Rig, eventually, indices, names
+from storage_kit import PAGE, Rig, eventually, indices, names
 
 from longshore.boundary import Status
 from longshore.engines.sglang import identity
@@ -42,6 +42,8 @@ def test_pages_come_back_as_they_went(rigs: Rigs, layout: str) -> None:
     assert rig.exists([*KEYS, *names(1, seed=7)]) == 8
     assert rig.get(KEYS, [40, 3, 22, 50, 51, 52, 9, 1]) == [True] * 8
     assert torch.equal(rig.read([40, 3, 22, 50, 51, 52, 9, 1]), held)
+    with rig.storage._kv.runtime.observe() as cache:
+        assert cache.counters.hit_tokens["file"] == 8 * PAGE
 
 
 def test_pages_come_back_after_a_restart(rigs: Rigs) -> None:
