@@ -91,10 +91,11 @@ class SglangServer:
         """What it has logged so far."""
         return self.log.read_text(errors="replace")
 
-    def ask(self, tokens: Sequence[int], new: int = 8) -> ServerAnswer:
-        """Complete a prompt greedily with `new` tokens."""
+    def ask(self, tokens: Sequence[int], new: int = 8, **more: object) -> ServerAnswer:
+        """Complete a prompt greedily with `new` tokens. `more` goes into the request."""
         sampling = {"temperature": 0, "max_new_tokens": new, "ignore_eos": True}
         body = {"input_ids": list(tokens), "sampling_params": sampling, "return_logprob": True, "stream": True}
+        body |= more
         begun, ttft, last = time.perf_counter(), 0.0, dict[str, Any]()
         answer = list[int]()
         with self._request("/generate", body) as response:

@@ -14,7 +14,14 @@ _is_installed = (
 collect_ignore_glob = [] if _is_installed else ["test_*"]
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-_MOST_SERVERS = ("test_sglang_ranks.py", "test_sglang_bench.py", "test_sglang_stores.py", "test_sglang_server.py")
+_MOST_SERVERS = (
+    "test_sglang_models.py",
+    "test_sglang_lora.py",
+    "test_sglang_ranks.py",
+    "test_sglang_bench.py",
+    "test_sglang_stores.py",
+    "test_sglang_server.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,6 +46,7 @@ if _is_installed:
             made.append(Rig(model, tmp_path / under, **named))  # type: ignore[arg-type]
             return made[-1]
 
+        make.made = made  # type: ignore[attr-defined]
         yield make
         for rig in made:
             rig.close()

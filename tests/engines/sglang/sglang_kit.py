@@ -41,6 +41,28 @@ def write_model(path: Path, seed: int = 0) -> Path:
     return path
 
 
+def write_adapter(path: Path, seed: int) -> Path:
+    """A LoRA adapter of `write_model`'s attention with random weights."""
+    import json
+
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    path.mkdir(exist_ok=True)
+    sizes = {"q_proj": (128, 128), "v_proj": (128, 64)}
+    tensors = {}
+    for layer in range(3):
+        for name, (into, out) in sizes.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{at}.lora_A.weight"] = torch.randn(8, into, dtype=torch.bfloat16)
+            tensors[f"{at}.lora_B.weight"] = torch.randn(out, 8, dtype=torch.bfloat16)
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": [*sizes], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
 def write_window_model(path: Path) -> Path:
     """A Gemma 3 of two layers with random weights, of which the first has a sliding window."""
     import torch
@@ -63,6 +85,32 @@ def write_window_model(path: Path) -> Path:
         eos_token_id=2,
     )
     _save(Gemma3ForCausalLM(config), path)
+    return path
+
+
+def write_hybrid_model(path: Path) -> Path:
+    """A Mellum of four layers with random weights, for whose windows of 64 tokens SGLang has pools of their own."""
+    import torch
+    from transformers import MellumConfig, MellumForCausalLM
+
+    torch.manual_seed(0)
+    config = MellumConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=64,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        mlp_layer_types=["dense"] * 4,
+        max_position_embeddings=2048,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    _save(MellumForCausalLM(config), path)
     return path
 
 
@@ -174,7 +222,7 @@ class Server(SglangServer):
         variables = {**ON_CPU, "PYTHONPATH": where, "SGLANG_CPU_OMP_THREADS_BIND": cores, **(environment or {})}
         super().__init__(model, log, [*flags_on_cpu(tp, tokens), *flags, *extra], variables)
 
-    def ask_storage(self, tokens: Sequence[int], expected: Answer, served: int) -> Answer:
+    def ask_storage(self, tokens: Sequence[int], expected: Answer, served: int, **more: object) -> Answer:
         """Flush and ask until so many tokens come from storage, for a minute: files are written behind SGLang's back.
 
         Every answer is as `expected`.
@@ -182,7 +230,7 @@ class Server(SglangServer):
         deadline = time.monotonic() + 60
         while True:
             self.flush()
-            answer = self.ask(tokens)
+            answer = self.ask(tokens, **more)
             check(answer, expected)
             if answer.storage == served or time.monotonic() > deadline:
                 return answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from typing import Any
 
 import sglang_on_cpu
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolName
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -64,11 +64,20 @@ def look_up(last: str | None) -> Iterator[None]:
         yield
 
 
+def eventually(call: Callable[[], object], expected: object) -> None:
+    """Call until it says what is expected, for a minute at most: a busy machine exceeds any short timeout of a rig."""
+    deadline = time.monotonic() + 60
+    while (got := call()) != expected:
+        assert time.monotonic() < deadline, f"expected {expected}, got {got}"
+        time.sleep(0.05)
+
+
 class Rig:
     """A back end of one rank, and its host pool.
 
     Attributes:
         pool: SGLang's.
+        windows: SGLang's host pool of sliding windows, with as many pages as are asked for.
         storage: Ours.
     """
 
@@ -83,6 +92,8 @@ class Rig:
         size: str | None = "16MiB",
         told: dict[str, Any] | None = None,
         metrics: bool = False,
+        windows: int = 0,
+        beside: Mapping[PoolName, int] | None = None,
         **settings: object,
     ) -> None:
         ours = {"file_path": str(directory), "file_size": size, **settings}
@@ -116,24 +127,32 @@ class Rig:
         self.pool = make_pool(layout)
         self.storage = LongshoreStorage(config, {})
         self.storage.register_mem_pool_host(self.pool)
+        self.storage.register_mem_host_pool_v2(self.pool, PoolName.KV)
+        beside = {**({PoolName.SWA: windows} if windows else {}), **(beside or {})}
+        others = {name: make_pool(pages=pages) for name, pages in beside.items()}
+        self.windows = others.get(PoolName.SWA)
+        for name, pool in others.items():
+            self.storage.register_mem_host_pool_v2(pool, name)
+        self.storage.on_host_pools_registered()
 
     @property
     def host_pid(self) -> int:
         """The process of its tier host."""
-        process = self.storage._stack.file._supervisor.process  # type: ignore[union-attr]
+        process = self.storage._kv.stack.file._supervisor.process  # type: ignore[union-attr]
         return int(process.pid)
 
-    def fill(self, pages: Sequence[int], seed: int) -> torch.Tensor:
-        """Write bytes into pages; returns what they have then."""
+    def fill(self, pages: Sequence[int], seed: int, pool: Any = None) -> torch.Tensor:
+        """Write bytes into pages, by default of `self.pool`; returns what they have then."""
         torch.manual_seed(seed)
+        pool = pool or self.pool
         for page in pages:
-            flat = self.pool.get_data_page(page * PAGE, flat=True)
-            self.pool.set_from_flat_data_page(page * PAGE, torch.randn(flat.shape).to(flat.dtype))
-        return self.read(pages)
+            flat = pool.get_data_page(page * PAGE, flat=True)
+            pool.set_from_flat_data_page(page * PAGE, torch.randn(flat.shape).to(flat.dtype))
+        return self.read(pages, pool)
 
-    def read(self, pages: Sequence[int]) -> torch.Tensor:
+    def read(self, pages: Sequence[int], pool: Any = None) -> torch.Tensor:
         """Bytes of pages, as SGLang sees them."""
-        return torch.stack([self.pool.get_data_page(page * PAGE, flat=True).clone() for page in pages])
+        return torch.stack([(pool or self.pool).get_data_page(page * PAGE, flat=True).clone() for page in pages])
 
     def set(self, keys: Sequence[str], pages: Sequence[int], before: Sequence[str] | None = ()) -> list[bool]:
         told = HiCacheStorageExtraInfo(prefix_keys=None if before is None else list(before))

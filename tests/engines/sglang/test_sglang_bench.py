@@ -23,10 +23,18 @@ def test_returning_prompts_are_restored_beside_sglang_alone_and_with_its_own_fil
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE / "on_cpu"), os.environ.get("PYTHONPATH", "")]))
     command = ["bench", "sglang", "--model", str(tmp_path / "model"), "--dir", str(tmp_path), "--json"]
-    sizes = {"sessions": 4, "prompt": 200, "more": 20, "answer": 8, "file-size": "64MiB", "threshold": PAGE}
+    sizes = {
+        "sessions": 4,
+        "prompt": 200,
+        "turn-tokens": 20,
+        "output-tokens": 8,
+        "file-size": "64MiB",
+        "threshold": PAGE,
+    }
     command += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     command += ["--flags", " ".join(flags_on_cpu()), "--of-cache", " ".join(HICACHE_ON_CPU)]
     result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
     cases = {case["name"]: case for case in json.loads(result.stdout)["cases"]}
     times = [f"ttft-returning/{share}/{side}" for share in ("p50", "p95") for side in ("alone", "file")]
     assert set(cases) == {"zero-reuse/alone", "zero-reuse/file", *times, "restored", "restored/share"}

@@ -37,7 +37,7 @@ def models(place: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def server(place: Path, models: tuple[Path, Path]) -> Iterator[Server]:
-    tier = {"file_path": str(place / "tier"), "file_size": "64MiB", "load_timeout": 5}
+    tier = {"file_path": str(place / "tier"), "file_size": "64MiB", "load_timeout": 20}
     with Server(models[0], place / "log", tier=tier) as running:
         yield running
 
@@ -138,6 +138,7 @@ def test_metrics_of_ours_are_on_the_servers_page(oracle: dict[int, Answer], serv
     found = re.findall(r"^longshore_(hit|miss)_chunks_total{(.*)} ([0-9.]+)$", server.metrics(), re.MULTILINE)
     hits = sum(float(count) for kind, labels, count in found if kind == "hit" and 'tier="file"' in labels)
     assert hits >= SERVED / PAGE
+    assert server.metric("longshore_hit_tokens_total", tier="file", pool="kv") == hits * PAGE
     assert all('tp_rank="0"' in labels for _, labels, _ in found)
     assert server.metric("longshore_file_failures_total", reason="tier_host") >= 1
 
@@ -146,6 +147,7 @@ def test_aborted_requests_leave_a_server_that_serves(oracle: dict[int, Answer], 
     with ThreadPoolExecutor() as threads:
         asked = [threads.submit(server.ask, prompt(70 + each, TOKENS), 400) for each in range(3)]
         while not server.metric("sglang:num_running_reqs"):
+            assert not any(each.done() for each in asked)
             time.sleep(0.05)
         server.post("/abort_request", {"abort_all": True}, parse=False)
         ended = [each.result() for each in asked]
@@ -190,6 +192,7 @@ def test_prompts_come_from_files_after_a_restart_and_not_for_other_weights(
     with ThreadPoolExecutor() as threads:  # it ends with work in flight
         asked = threads.submit(server.ask, prompt(90, TOKENS), 500)
         while not server.metric("sglang:num_running_reqs"):
+            assert not asked.done()
             time.sleep(0.05)
         server.close()
         with contextlib.suppress(Exception):

@@ -53,7 +53,7 @@ def test_servers_share_pages_by_a_store(shared: Callable[..., Rig], tmp_path: Pa
         assert other.exists(longer[9:]) == 51
     assert other.get(longer[9:], range(9, 60)) == [True] * 51
     assert torch.equal(other.read(range(60)), held)
-    with other.storage._stack.runtime.control() as cache:
+    with other.storage._kv.stack.runtime.control() as cache:
         cache.check_integrity()
 
 
@@ -81,7 +81,7 @@ def test_pages_of_a_store_pass_through_little_memory_on_their_way_to_files(
 ) -> None:
     one = shared()
     other = shared(size="16MiB", host_size="256KiB", file_path=str(tmp_path / "other"))
-    assert other.storage._stack.host.slabs.indices < 30  # type: ignore[union-attr]
+    assert other.storage._kv.stack.host.slabs.indices < 30  # type: ignore[union-attr]
     held = one.store(names(60), range(60))
     with look_up(None):
         found = other.exists(names(60))
@@ -110,11 +110,11 @@ def test_a_store_is_not_asked_for_pages_of_which_it_is_not_known_what_is_before_
 
 def test_pages_that_were_offered_are_read_without_asking_the_gate_again(shared: Callable[..., Rig]) -> None:
     """It counts them as ordered since the look-up: they would seem to wait behind themselves."""
-    one, seconds = shared(), 1.0
+    one, seconds = shared(), 10.0
     other = shared(prefill_speed=40 * PAGE / (1.3 * seconds))  # computing all takes little longer than fetching it
-    gate, now = other.storage._runtime.gate, other.storage._runtime.clock()
+    gate, now = other.storage._kv.runtime.gate, other.storage._kv.runtime.clock()
     assert gate is not None
-    size = 40 * other.storage._pages.layout.image_bytes
+    size = 40 * other.storage._kv.pages.layout.image_bytes
     for _ in range(3):
         gate.observe_load(HOST, size, 1e-6, 0.0, now)
         gate.observe_load(REMOTE, size, seconds, 0.0, now - 50)
@@ -122,7 +122,7 @@ def test_pages_that_were_offered_are_read_without_asking_the_gate_again(shared: 
     with look_up(None):
         assert other.exists(names(40)) == 40
     run = [Run(REMOTE, 40)]
-    assert gate.worth_loading(0, run, other.storage._runtime.clock()) < 40  # what it would say now
+    assert gate.worth_loading(0, run, other.storage._kv.runtime.clock()) < 40  # what it would say now
     assert other.get(names(40), range(40)) == [True] * 40
     assert torch.equal(other.read(range(40)), held)
 
@@ -137,7 +137,7 @@ def test_a_store_that_is_gone_makes_fewer_pages(shared: Callable[..., Rig], tmp_
     with look_up(None):
         assert other.exists(names(8, seed=3)) == 0
     assert len(other.set(names(8, seed=3), range(8))) == 8
-    assert sum(other.storage._stack.remote[0].failures.values()) > 0  # type: ignore[attr-defined]
+    assert sum(other.storage._kv.stack.remote[0].failures.values()) > 0  # type: ignore[attr-defined]
     assert one.get(KEYS, range(8)) == [True] * 8  # as it still has them beside SGLang's memory
     assert torch.equal(one.read(range(8)), held)
 

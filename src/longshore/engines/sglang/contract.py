@@ -29,6 +29,10 @@ _PARAMETERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "HiCacheStorage.batch_exists": ("self", "keys", "extra_info"),
         "HiCacheStorage.batch_get_v1": ("self", "keys", "host_indices", "extra_info"),
         "HiCacheStorage.batch_set_v1": ("self", "keys", "host_indices", "extra_info"),
+        "HiCacheStorage.on_host_pools_registered": ("self",),
+        "HiCacheStorage.batch_exists_v2": ("self", "keys", "pool_transfers", "extra_info"),
+        "HiCacheStorage.batch_get_v2": ("self", "transfers", "extra_info"),
+        "HiCacheStorage.batch_set_v2": ("self", "transfers", "extra_info"),
         "HiCacheStorage.clear": ("self",),
         "HiCacheStorage.get_stats": ("self",),
     },
@@ -48,6 +52,8 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
         *("dp_rank", "enable_storage_metrics", "extra_config"),
     ),
     "HiCacheStorageExtraInfo": ("prefix_keys",),
+    "PoolTransfer": ("name", "host_indices", "keys", "hit_policy"),
+    "PoolTransferResult": ("kv_hit_pages", "extra_pool_hit_pages", "restorable_prefix_pages"),
 }
 
 

@@ -102,6 +102,20 @@ def read(extra: Mapping[str, Any], replica: str, replicas: int) -> Config:
     return Config.make(**ours)
 
 
+def of_pool(config: Config, name: str, share: float) -> Config:
+    """`config` for one of several host pools: its share of the files, in a directory of its own if it has a `name`."""
+    if not name and share == 1:
+        return config
+    if config.file_path is None:
+        raise ConfigError("expected file_path and file_size for a model with several host pools")
+    update: dict[str, object] = {"file_size": int(config.file_size * share)}
+    if name:
+        update["file_path"] = config.file_path.with_name(f"{config.file_path.name}-{name}")
+        if config.events_path is not None:
+            update["events_path"] = config.events_path.with_name(f"{config.events_path.name}.{name}")
+    return config.model_copy(update=update)
+
+
 def server_flags(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[str]:
     """Flags of `python -m sglang.launch_server` that turn on its hierarchical cache with this back end.
 

@@ -53,9 +53,14 @@ def refuse(storage: Any, told: dict[str, Any]) -> None:
         raise EngineError("one copy for all ranks (MLA) is not served with several of them: expected tp_size=1")
     if storage.should_split_heads:
         raise EngineError("tp_lcm_size is not served: remove it from the extra configuration")
-    for key, served in (("speculative_algorithm", None), ("enable_lora", False), ("enable_hisparse", False)):
-        if told.get(key) not in (served, None, False):
+    for key in ("speculative_algorithm", "uno_lora_path", "enable_hisparse"):
+        if told.get(key):
             raise EngineError(f"{key} is not served, got {told[key]!r}")
+    if told.get("enable_lora") and not storage.extra_config.get("salt"):
+        raise EngineError(
+            "enable_lora needs the setting salt: SGLang's keys have an adapter's name and path, and not its bytes. "
+            "Set it to a text that changes whenever an adapter does"
+        )
     if told.get("hicache_host_memory_mode", "cache") != "cache":
         raise EngineError(f"hicache_host_memory_mode is {told['hicache_host_memory_mode']!r}: expected 'cache'")
     if told["disaggregation_mode"] != "null":
@@ -70,11 +75,13 @@ def check_pool(pool: Any) -> None:
         raise EngineError("host memory that several pools share (enable_unified_memory) is not served")
 
 
-def scope_of(storage: Any, told: dict[str, Any], layout: KVLayout, salt: str, memo: Path | None) -> Scope:
+def scope_of(
+    storage: Any, told: dict[str, Any], layout: KVLayout, salt: str, memo: Path | None, pool: str = ""
+) -> Scope:
     """What must be equal for two servers' pages under equal keys to be equal.
 
-    `memo`, if there is one, has the digests of weight files that were hashed before. Raises `EngineError` where weights
-    cannot be told apart, or the model is not served.
+    `memo`, if there is one, has the digests of weight files that were hashed before. `pool` names a host pool beside
+    that of the keys and values. Raises `EngineError` where weights cannot be told apart, or the model is not served.
     """
     import sglang  # noqa: PLC0415
     from sglang.srt.configs.model_config import ModelConfig  # noqa: PLC0415
@@ -90,7 +97,7 @@ def scope_of(storage: Any, told: dict[str, Any], layout: KVLayout, salt: str, me
         dtype=str(model.dtype),
         layout=layout.fingerprint,
         block_size=layout.groups[0].block_size,
-        group=f"rank {storage.tp_rank} of {storage.tp_size}",
+        group=f"rank {storage.tp_rank} of {storage.tp_size}" + (pool and f", pool {pool}"),
         attention=f"SGLang {sglang.__version__}, torch {torch.__version__}, {told['device']}",
         salt=salt,
         hash_algorithm="SGLang's SHA-256 of a page's tokens, chained",

@@ -58,6 +58,8 @@ class HostPages:
         Raises `EngineError` unless they are whole pages of the pool.
         """
         size = self.page_size
+        if not isinstance(indices, torch.Tensor):
+            raise EngineError(f"expected the positions of {count} pages of {size} tokens, got {indices!r:.200}")
         whole = indices.detach().cpu().numpy().reshape(-1)
         if len(whole) != count * size:
             raise EngineError(f"expected the positions of {count} pages of {size} tokens, got {len(whole)}")

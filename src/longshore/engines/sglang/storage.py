@@ -21,43 +21,49 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import STORAGE_BATCH_SIZE, HiCacheStorage, PoolName
+from sglang.srt.mem_cache.hicache_storage import (
+    STORAGE_BATCH_SIZE,
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
 
 from longshore.boundary import Key
-from longshore.cache import UNTOLD, Found, GroupKeys, TieredCache, Until, WritePolicy
+from longshore.cache import UNTOLD, Found, GroupKeys, TieredCache, Until
 from longshore.config import Config
 from longshore.engines.sglang import contract, identity
-from longshore.engines.sglang.flags import PREFIX_KEYS, read
+from longshore.engines.sglang.flags import PREFIX_KEYS, of_pool, read
 from longshore.engines.sglang.pool import HostPages
+from longshore.engines.sglang.tiers import PoolTiers, digests
 from longshore.engines.weight_files import MEMO
 from longshore.errors import EngineError, LongshoreError
-from longshore.keys import Scope
-from longshore.layout import KVLayout
 from longshore.metrics import LongshoreCollector, MirroredMetrics
 from longshore.runtime.containment import contained
 from longshore.runtime.loop import Runtime
-from longshore.runtime.ring_mover import ImageRing
-from longshore.runtime.selftest import self_test
-from longshore.runtime.stack import RING_BYTES, Stack, open_stack
+from longshore.runtime.stack import Stack
 from longshore.runtime.stores import bring, offered
-from longshore.runtime.tier_host import HostedFileTier, HostedStore
-from longshore.tiers.arena import Arena, ArenaSettings
-from longshore.transfer.device import CpuDevice
 
 _log = logging.getLogger(__name__)
 
-_LEAST_RING = 8  # pages
+_SERVED = frozenset({PoolName.SWA})
+"""Host pools that are served beside that of the keys and values: sliding windows."""
+
 _ASKED, _OF_CALL = 1 << 20, 64
 """Keys of look-ups that are kept until their pages are loaded, 75 bytes each at most; a call counts as so many more."""
 
 _UNTOLD = "untold"
 _before: ContextVar[str | None] = ContextVar("before", default=_UNTOLD)
 """SGLang's key of the page before those that are asked for; `None` at the beginning of a prompt."""
+
+_NOT_OPEN: Any = SimpleNamespace(fault=EngineError("the tiers are not open"))
 
 _open = weakref.WeakSet["LongshoreStorage"]()
 
@@ -87,43 +93,65 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         self._storage_config = storage_config
         self._asked: OrderedDict[Key, _LookedUp] = OrderedDict()
         self._shares = 0
-        self._no_wait_until = 0.0
         self._lock = threading.Lock()
-        self._why_off = ""
+        self._why_off = "not open yet"
         self._has_changed = False
+        self._pools: dict[str, tuple[Any, HostPages]] = {}
+        self._tiers: dict[str, PoolTiers] = {}
+        self._kv: PoolTiers
         self._opened = contextlib.ExitStack()
-        self._metrics: MirroredMetrics | None = None
+        self._metrics: Sequence[MirroredMetrics] = ()
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Open the tiers for the pages of SGLang's host memory, and test them. Raises `LongshoreError`."""
+        """Take the host pool of the keys and values. Raises `EngineError` if its pages cannot be served."""
         super().register_mem_pool_host(mem_pool_host)
-        identity.check_pool(mem_pool_host)
-        self._pages = HostPages(mem_pool_host)
-        layout, config = self._pages.layout, self.settings
-        memo = None if config.file_path is None else config.file_path.parent / MEMO
-        scope = identity.scope_of(self._storage_config, self._told, layout, config.salt, memo)
-        with contextlib.ExitStack() as undo:
-            self._stack, self._ring = _open_tiers(config, layout, scope, undo)
-            self._test(mem_pool_host)
-            if self._storage_config.enable_storage_metrics:
-                stack, rank = self._stack, {"tp_rank": str(self._storage_config.tp_rank)}
-                collector = LongshoreCollector(
-                    stack.runtime, stack.host, stack.engine, stack.events, stack.file, stack.remote
-                )
-                self._metrics = MirroredMetrics(collector, rank)
-            _watch()
-            self._opened = undo.pop_all()
-        _open.add(self)
-        _log.info("%s, scope %s", layout, scope.root.hex()[:12])
+        self._add_pool(PoolName.KV, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Raises `EngineError` for a pool beside that of the keys and values: models with several are not served."""
-        if host_pool_name != PoolName.KV:
+        """Take a host pool beside it. Raises `EngineError` for one that is not served, and closes the tiers."""
+        if host_pool_name == PoolName.KV:
+            return
+        try:
+            if host_pool_name not in _SERVED:
+                raise EngineError(f"models with a host pool {host_pool_name!s} beside their KV cache are not served")
+            if self.settings.remote:
+                raise EngineError(
+                    f"remote is not served for models with a host pool {host_pool_name!s} beside their KV cache: "
+                    "remove it, or set --disable-hybrid-swa-memory"
+                )
+            if self._tiers:
+                raise EngineError(f"expected the host pool {host_pool_name!s} before the tiers were opened")
+            self._add_pool(host_pool_name, host_pool)
+        except LongshoreError:
             self.close()
-            advice = ": set --disable-hybrid-swa-memory" if host_pool_name == PoolName.SWA else ""
-            raise EngineError(
-                f"models with a host pool {host_pool_name!s} beside their KV cache are not served{advice}"
-            )
+            raise
+
+    def on_host_pools_registered(self) -> None:
+        """Open the tiers of each pool, and test them. Raises `LongshoreError`, with nothing left open."""
+        told, rank = self._storage_config, self._storage_config.tp_rank
+        memo = None if self.settings.file_path is None else self.settings.file_path.parent / MEMO
+        sizes = {name: pages.layout.num_blocks * pages.layout.image_bytes for name, (_, pages) in self._pools.items()}
+        with contextlib.ExitStack() as undo:
+            tiers = {}
+            for name, (pool, pages) in self._pools.items():
+                beside = "" if name == PoolName.KV else str(name)
+                config = of_pool(self.settings, beside, sizes[name] / sum(sizes.values()))
+                scope = identity.scope_of(told, self._told, pages.layout, config.salt, memo, beside)
+                tiers[name] = PoolTiers(pages, config, scope, undo)
+                tiers[name].test(pool)
+            if told.enable_storage_metrics:
+                self._metrics = [
+                    MirroredMetrics(_collector(of.stack), {"tp_rank": str(rank), "pool": str(name)})
+                    for name, of in tiers.items()
+                ]
+            _watch()
+            self._opened = undo.pop_all()
+        self._tiers, self._kv, self._why_off = tiers, tiers[PoolName.KV], ""
+        _open.add(self)
+
+    def _add_pool(self, name: Any, pool: Any) -> None:
+        identity.check_pool(pool)
+        self._pools[name] = (pool, HostPages(pool))
 
     # ------------------------------------------------------------------ pages, from SGLang's threads
 
@@ -141,12 +169,50 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         kept = self._store(getattr(extra_info, "prefix_keys", None), keys, host_indices)
         return [True] * kept + [False] * (len(keys) - kept)
 
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """At which of `keys` a prompt can be continued: pages before it, and what each other pool needs there."""
+        count = self._count(keys, getattr(extra_info, "prefix_keys", None))
+        others, there = list(pool_transfers or ()), dict[str, Sequence[bool]]()
+        for other in others if count else ():
+            tiers = self._beside(other.name)
+            there[other.name] = [False] * count if tiers is None else tiers.present(keys[:count])
+        return restorable(count, others, there)
+
+    def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Read the pages of other pools; whether each is there, of which a leading run is, by pool."""
+        result = {}
+        for transfer in transfers:
+            tiers, keys = self._beside(transfer.name), transfer.keys or []
+            found = 0 if tiers is None else tiers.load(keys, transfer.host_indices)
+            found = 0 if self._why_off else found  # weights have changed meanwhile
+            result[transfer.name] = [True] * found + [False] * (len(keys) - found)
+        return result
+
+    def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        """Store the pages of other pools; whether each was taken, or is stored, by pool."""
+        result = {}
+        for transfer in transfers:
+            tiers, keys = self._beside(transfer.name), transfer.keys or []
+            no = [False] * len(keys)
+            result[transfer.name] = no if tiers is None else tiers.store(keys, transfer.host_indices)
+        return result
+
+    def _beside(self, pool: str) -> PoolTiers | None:
+        """The tiers of a pool, unless nothing is stored or read now."""
+        if self._why_off:
+            return None
+        if pool not in self._tiers:
+            _log.error("expected a host pool of %s, got %s; its pages are misses", list(map(str, self._tiers)), pool)
+        return self._tiers.get(pool)
+
     @contained(lambda self, names, before: 0, expected=(LongshoreError,))
     def _count(self, names: Sequence[str], before: Sequence[str] | None) -> int:
-        keys = _digests(names)
-        if not keys or self._why_off or self._is_stuck():
+        keys = digests(names)
+        if not keys or self._why_off or self._kv.is_stuck():
             return 0
-        stack, runtime = self._stack, self._runtime
+        stack, runtime = self._kv.stack, self._runtime
         with runtime.control() as cache:
             with runtime.asked.seconds.timed():
                 found = cache.lookup({0: GroupKeys(keys, UNTOLD)}, runtime.clock(), asks=())
@@ -157,21 +223,21 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         count = 0
         if found.lease is not None:
             try:
-                count = runtime.worth_loading(found.lease, len(before or ()) * self._pages.page_size)
+                count = runtime.worth_loading(found.lease, len(before or ()) * self._kv.pages.page_size)
             finally:
                 with runtime.control() as cache:
                     cache.release(found.lease)
         if path is None or count < found.chunks:
             return count
-        size = self._pages.page_size
+        size = self._kv.pages.page_size
         return count + offered(runtime, path, path.first * size, size, self.settings.load_timeout)
 
     @contained(lambda self, names, indices: 0, expected=(LongshoreError,))
     def _load(self, names: Sequence[str], indices: torch.Tensor) -> int:
-        keys = _digests(names)
-        if not keys or self._why_off or self._is_stuck():
+        keys = digests(names)
+        if not keys or self._why_off or self._kv.is_stuck():
             return 0
-        pages, runtime, done = self._pages.pages(indices, len(keys)), self._runtime, 0
+        pages, runtime, done = self._kv.pages.pages(indices, len(keys)), self._runtime, 0
         with self._lock:
             asked = self._asked.get(keys[0], _LookedUp())
         deadline = runtime.clock() + self.settings.load_timeout
@@ -183,14 +249,14 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             else:
                 first = asked.path.first
                 path = [*asked.path.names[:first], *keys]  # of another prompt the look-up may be, which begins alike
-                part, size = GroupKeys(path, first + done), self._pages.page_size
+                part, size = GroupKeys(path, first + done), self._kv.pages.page_size
                 bring(runtime, part, part.first * size, size, left, is_agreed=True)  # by `offered`
             arrived = self._load_part(part, pages[done:], asked.turn)
             done += arrived
             if not arrived or asked.path is None:
                 break
-        if self._ring is not None and runtime.clock() >= deadline:
-            self._no_wait_until = deadline + self.settings.load_timeout
+        if self._kv.ring is not None and runtime.clock() >= deadline:
+            self._kv.no_wait_until = deadline + self.settings.load_timeout
         return 0 if self._why_off else done
 
     def _load_part(self, part: GroupKeys, pages: Sequence[int], turn: int | None) -> int:
@@ -202,34 +268,30 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             return 0
         try:
             mine = pages[: found.chunks]
-            return len(self._stack.load_path(found, part, mine, lambda job, blocks: jobs.append(job)))
+            return len(self._kv.stack.load_path(found, part, mine, lambda job, blocks: jobs.append(job)))
         finally:
             with contextlib.suppress(LongshoreError), runtime.control() as cache:
                 cache.release(found.lease)
-            self._let_go(jobs)
+            self._kv.let_go(jobs)
 
     @contained(lambda self, before, names, indices: 0, expected=(LongshoreError,))
     def _store(self, before: Sequence[str] | None, names: Sequence[str], indices: torch.Tensor) -> int:
-        if self._why_off or not names or self._is_stuck():
+        if self._why_off or not names or self._kv.is_stuck():
             return 0
         if before is None:
             raise EngineError(f"SGLang does not say what precedes a page: set {PREFIX_KEYS} in its extra configuration")
-        pages, stack, jobs = self._pages.pages(indices, len(names)), self._stack, list[int]()
-        path, clock, longest = _digests([*before, *names]), self._runtime.clock, self.settings.write_timeout
+        pages, stack, jobs = self._kv.pages.pages(indices, len(names)), self._kv.stack, list[int]()
+        path, clock, longest = digests([*before, *names]), self._runtime.clock, self.settings.write_timeout
         deadline = clock() + longest
-        patience = longest if self._ring is None and clock() >= self._no_wait_until else 0.0
+        patience = longest if self._kv.ring is None and clock() >= self._kv.no_wait_until else 0.0
         try:
             part = GroupKeys(path, len(before))
             kept = stack.store_path(part, pages, lambda job, blocks: jobs.append(job), patience=patience)
         finally:
-            self._let_go(jobs)
+            self._kv.let_go(jobs)
             if clock() >= deadline:
-                self._no_wait_until = deadline + longest
+                self._kv.no_wait_until = deadline + longest
         return max(0, kept - len(before))
-
-    def _is_stuck(self) -> bool:
-        """Whether a call has waited in vain, and the ring has no room yet: else each one would, while a disk hangs."""
-        return self._ring is not None and not self._ring.free and self._runtime.clock() < self._no_wait_until
 
     def _note(self, asked: _LookedUp, keys: Sequence[Key]) -> None:
         """Keep what was looked up for each call that may load some of `keys`."""
@@ -243,32 +305,19 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             while self._shares > _ASKED and len(self._asked) > len(batches):
                 self._shares -= self._asked.popitem(last=False)[1].share
 
-    def _let_go(self, jobs: Sequence[int]) -> None:
-        """Wait until no copy touches the pages of `jobs`: jobs have deadlines, and a copy that has begun is short."""
-        mover, patience, begun = self._stack.ring_mover, self.settings.write_timeout, self._runtime.clock()
-        while not (
-            self._runtime.wait_ended(jobs, patience)
-            if mover is None
-            else self._runtime.wait_for_blocks(jobs, mover.touches_blocks, patience)
-        ):
-            _log.error(
-                "copies of jobs %s have not ended after %.0f s; the call waits on, because SGLang uses their pages "
-                "again when it returns. If this repeats, restart the server",
-                list(jobs),
-                self._runtime.clock() - begun,
-            )
-
     # ------------------------------------------------------------------ the rest
 
     @contained(lambda self: None, expected=(LongshoreError,))
     def clear(self) -> None:
         """Forget all pages in files, also after a restart."""
-        with self._runtime.control() as cache:
-            cache.reset()
+        for tiers in self._tiers.values():
+            with tiers.runtime.control() as cache:
+                cache.reset()
 
     def flush(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds until all pages that were taken are in files; returns whether they are."""
-        return self._runtime.flush(timeout)
+        done = [tiers.runtime.flush(timeout) for tiers in self._tiers.values()]
+        return all(done)
 
     def close(self) -> None:
         """Write what was taken, and close the tiers. Idempotent."""
@@ -278,8 +327,8 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
     @contained(lambda self: None, expected=(LongshoreError,))
     def get_stats(self) -> None:
         """Write our metrics, which have names of their own, for SGLang's `/metrics`. SGLang asks now and then."""
-        if self._metrics is not None:
-            self._metrics.update()
+        for each in self._metrics:
+            each.update()
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         """Nothing: pages are read by `batch_get_v1`."""
@@ -304,7 +353,8 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     @property
     def _runtime(self) -> Runtime:
-        return self._stack.runtime
+        """Of the keys and values; where the tiers could not be opened, one that has failed."""
+        return self._kv.runtime if self._tiers else _NOT_OPEN
 
     def weights_change(self) -> None:
         """Weights are about to change: nothing is found or stored until SGLang has flushed its caches."""
@@ -319,8 +369,9 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
     def caches_flushed(self) -> None:
         """Device and host memory of SGLang are empty. After a change of weights: begin another namespace."""
         if self._has_changed:
-            with self._runtime.control() as cache:
-                cache.reset(weights=True)
+            for tiers in self._tiers.values():
+                with tiers.runtime.control() as cache:
+                    cache.reset(weights=True)
             with self._lock:
                 self._asked.clear()
                 self._shares = 0
@@ -336,24 +387,31 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         if not HybridCacheController.parse_storage_backend_extra_config(extra)[4]:
             raise EngineError(f"expected {PREFIX_KEYS} to be true in --hicache-storage-backend-extra-config")
 
-    def _test(self, pool: Any) -> None:
-        """A page goes into a file and back; one that SGLang does not use."""
-        indices = pool.alloc(self._pages.page_size)
-        if indices is None:
-            _log.info("self-test skipped, because host memory has no free page")
-            return
-        try:
-            self_test(self._stack, self._pages, self._pages.pages(indices, 1))
-        finally:
-            pool.free(indices)
+
+def restorable(count: int, others: Sequence[PoolTransfer], there: Mapping[str, Sequence[bool]]) -> PoolTransferResult:
+    """At which of `count` leading pages all pools can be continued; `there` says which of these pages others have.
+
+    A pool of which all pages are needed has a leading run; one of which the last are needed, as many as its transfer
+    has keys before that page.
+    """
+    hits, ends = ({PoolName.KV: count} if count else {}), list(range(1, count + 1))
+    for other in others:
+        here = there.get(other.name, [False] * count)
+        if other.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+            last = max(1, len(other.keys or ()))
+            good = [end for end in range(1, count + 1) if all(here[max(0, end - last) : end])]
+        elif other.hit_policy == PoolHitPolicy.ALL_PAGES:
+            good = [end for end in range(1, count + 1) if all(here[:end])]
+        else:
+            continue  # another form of the same pages, which decides nothing
+        if good:
+            hits[other.name] = good[-1]
+        ends = sorted(set(ends).intersection(good))
+    return PoolTransferResult(ends[-1] if ends else 0, hits, ends)
 
 
-def _digests(keys: Sequence[str]) -> list[Key]:
-    """SGLang's keys, hexadecimal, as bytes. Raises `EngineError` for others."""
-    try:
-        return [bytes.fromhex(key) for key in keys]
-    except (TypeError, ValueError) as error:
-        raise EngineError(f"expected keys of pages in hexadecimal, got {keys!r:.200}: {error}") from error
+def _collector(stack: Stack) -> LongshoreCollector:
+    return LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file, stack.remote)
 
 
 def _look(cache: TieredCache, keys: Sequence[Key], now: float) -> Found:
@@ -367,47 +425,12 @@ def _whole_path(cache: TieredCache, keys: Sequence[Key], before: Sequence[Key], 
     if not before and last is not None:
         if last is _UNTOLD:
             return None
-        key = _digests([last])
+        key = digests([last])
         found = _look(cache, key, now)
         if not found.chunks:
             return None
         before = [*found.before, *key]
     return GroupKeys([*before, *keys], len(before))
-
-
-def _open_tiers(
-    config: Config, layout: KVLayout, scope: Scope, undo: contextlib.ExitStack
-) -> tuple[Stack, ImageRing | None]:
-    """The tiers behind SGLang's host memory; `undo` closes them. Stores need slots of a host tier: there is no ring."""
-    ring = None
-    if config.remote:
-        policies = {"backup": config.offload, "offload": WritePolicy.THROUGH}
-        config = config.model_copy(update={"host_shared": True, **policies})
-    else:
-        images = max(RING_BYTES // layout.image_bytes, _LEAST_RING)
-        memory = Arena(images * layout.image_bytes, ArenaSettings(numa_node=None, shared=True))
-        undo.callback(memory.close)
-        ring = ImageRing(memory, layout.image_bytes)
-    stack = open_stack(
-        config,
-        layout,
-        scope,
-        CpuDevice(),
-        open_file=functools.partial(HostedFileTier, fixed_weights=True),
-        open_gds=_open_behind_ring,
-        open_store=_open_store,
-        ring=ring,
-    )
-    undo.callback(stack.close)
-    return stack, ring
-
-
-def _open_behind_ring(directory: Any, *, memory: Arena, **named: Any) -> HostedFileTier:
-    return HostedFileTier(directory, arena=memory, fixed_weights=True, **named)
-
-
-def _open_store(url: str, name: str, *, scope: bytes, **named: Any) -> HostedStore:
-    return HostedStore(url, name=name, namespace=scope, fixed_weights=True, **named)
 
 
 def _watch() -> None:

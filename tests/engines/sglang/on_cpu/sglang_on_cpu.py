@@ -93,12 +93,24 @@ def leave_rank_out() -> None:
     identity.scope_of = without  # type: ignore[assignment]
 
 
-def _unpinned(method: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
-    """`method` of a host pool, without page-locked memory."""
+def _not_page_locked(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`function`, which makes a tensor, in memory that is not page-locked."""
 
-    def call(pool: Any) -> torch.Tensor:
-        pool.pin_memory = False
-        return method(pool)
+    def call(*arguments: Any, pin_memory: bool = False, **named: Any) -> torch.Tensor:
+        return function(*arguments, **named)
+
+    return call
+
+
+def _in_its_own_pool(method: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`method` of SGLang's attention in torch, which looks for pages of windows at their places in the other pool."""
+
+    def call(
+        backend: Any, query: Any, output: Any, k_cache: Any, v_cache: Any, table: Any, *more: Any, **named: Any
+    ) -> Any:
+        if backend.use_sliding_window_kv_pool and named.get("sliding_window_size") is not None:
+            table = backend.token_to_kv_pool.translate_loc_from_full_to_swa(table).to(table.dtype).clamp(min=0)
+        return method(backend, query, output, k_cache, v_cache, table, *more, **named)
 
     return call
 
@@ -109,11 +121,16 @@ def register() -> None:
         leave_rank_out()
     torch.cpu.Event, torch.cpu.Stream = Event, Stream  # type: ignore[misc]
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
+    torch.tensor, torch.zeros = _not_page_locked(torch.tensor), _not_page_locked(torch.zeros)
+    torch.empty = _not_page_locked(torch.empty)
+    torch.Tensor.pin_memory = lambda self, device=None: self  # type: ignore[method-assign]
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.pool_host import base, common, mha, mla
 
+    for name in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        setattr(TorchNativeAttnBackend, name, _in_its_own_pool(getattr(TorchNativeAttnBackend, name)))
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # 10 GiB that it wants left over
     common._cuda_host_register = lambda *arguments, **named: None
-    mha.MHATokenToKVPoolHost.get_dummy_flat_data_page = _unpinned(mha.MHATokenToKVPoolHost.get_dummy_flat_data_page)
     for function in (
         transfer_kv_direct,
         transfer_kv_per_layer_direct_pf_lf,

@@ -1,0 +1,190 @@
+"""The tiers behind one of SGLang's host pools.
+
+    SGLang's host memory ◄──copies──► ring in shared memory ◄──tier host──► files
+                                      with stores: a host tier of `host_size` ◄──tier hosts──► files, stores
+
+A model with sliding windows has a host pool for them beside that of the keys and values. Each pool has pages of its
+own size and number, so each has a control plane, a ring and a tier host of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from longshore.boundary import Key
+from longshore.cache import CacheGroup, GroupKeys, Lease, Presence, Until, WritePolicy
+from longshore.config import Config
+from longshore.engines.sglang.pool import HostPages
+from longshore.errors import EngineError, LongshoreError
+from longshore.keys import Scope
+from longshore.runtime.containment import contained
+from longshore.runtime.loop import Runtime
+from longshore.runtime.ring_mover import ImageRing
+from longshore.runtime.selftest import self_test
+from longshore.runtime.stack import RING_BYTES, Stack, open_stack
+from longshore.runtime.tier_host import HostedFileTier, HostedStore
+from longshore.tiers.arena import Arena, ArenaSettings
+from longshore.transfer.device import CpuDevice
+
+_log = logging.getLogger(__name__)
+
+_LEAST_RING = 8  # pages
+
+
+class PoolTiers:
+    """The tiers behind one host pool, and what calls that block need of them.
+
+    Attributes:
+        pages: The pages of the pool.
+        stack: The tiers.
+        ring: What images pass through; `None` with stores.
+        settings: Those of the tiers.
+        no_wait_until: Time until which no call waits for room in the ring.
+    """
+
+    def __init__(self, pages: HostPages, config: Config, scope: Scope, undo: contextlib.ExitStack) -> None:
+        """Open the tiers; `undo` closes them. Stores need slots of a host tier: there is no ring with them.
+
+        Raises `LongshoreError`.
+        """
+        self.pages, self.settings = pages, config
+        self.no_wait_until = 0.0
+        self.ring: ImageRing | None = None
+        layout = pages.layout
+        if config.remote:
+            policies = {"backup": config.offload, "offload": WritePolicy.THROUGH}
+            config = config.model_copy(update={"host_shared": True, **policies})
+        else:
+            images = max(RING_BYTES // layout.image_bytes, _LEAST_RING)
+            memory = Arena(images * layout.image_bytes, ArenaSettings(numa_node=None, shared=True))
+            undo.callback(memory.close)
+            self.ring = ImageRing(memory, layout.image_bytes)
+        self.stack: Stack = open_stack(
+            config,
+            layout,
+            scope,
+            CpuDevice(),
+            open_file=functools.partial(HostedFileTier, fixed_weights=True),
+            open_gds=_open_behind_ring,
+            open_store=_open_store,
+            groups=[CacheGroup(block_size=pages.page_size)],
+            ring=self.ring,
+        )
+        undo.callback(self.stack.close)
+        self.runtime: Runtime = self.stack.runtime
+        self._runtime = self.runtime
+        _log.info("%s, scope %s", layout, scope.root.hex()[:12])
+
+    def test(self, pool: Any) -> None:
+        """Write a page that SGLang does not use into a file, and read it. Raises `SelfTestError`."""
+        indices = pool.alloc(self.pages.page_size)
+        if indices is None:
+            _log.info("self-test skipped, because host memory has no free page")
+            return
+        try:
+            self_test(self.stack, self.pages, self.pages.pages(indices, 1))
+        finally:
+            pool.free(indices)
+
+    def is_stuck(self) -> bool:
+        """Whether a call has waited in vain, and the ring has no room yet: else each one would, while a disk hangs."""
+        return self.ring is not None and not self.ring.free and self.runtime.clock() < self.no_wait_until
+
+    def let_go(self, jobs: Sequence[int]) -> None:
+        """Wait until no copy touches the pages of `jobs`: jobs have deadlines, and a copy that has begun is short."""
+        mover, patience, begun = self.stack.ring_mover, self.settings.write_timeout, self.runtime.clock()
+        while not (
+            self.runtime.wait_ended(jobs, patience)
+            if mover is None
+            else self.runtime.wait_for_blocks(jobs, mover.touches_blocks, patience)
+        ):
+            _log.error(
+                "copies of jobs %s have not ended after %.0f s; the call waits on, because SGLang uses their pages "
+                "again when it returns. If this repeats, restart the server",
+                list(jobs),
+                self.runtime.clock() - begun,
+            )
+
+    # ------------------------------------------------------------------ pages that stand alone, each a path of its own
+
+    @contained(lambda self, names: [False] * len(names), expected=(LongshoreError,))
+    def present(self, names: Sequence[str]) -> list[bool]:
+        """Whether each page of these keys of SGLang's is stored, whatever is before it."""
+        if self.is_stuck():
+            return [False] * len(names)
+        with self.runtime.control() as cache:
+            asked = {0: GroupKeys(digests(names))}
+            here = cache.lookup(asked, self.runtime.clock(), until=Until.NOTHING, each=True).residency[0]
+        return [each in (Presence.READY, Presence.COLDER) for each in here.presences]
+
+    @contained(lambda self, names, indices: 0, expected=(LongshoreError,))
+    def load(self, names: Sequence[str], indices: torch.Tensor) -> int:
+        """Fill the pages at `indices`; how many, from the first one on, have arrived within `load_timeout`."""
+        pages, runtime, timeout = self.pages.pages(indices, len(names)), self.runtime, self.settings.load_timeout
+        if self.is_stuck():
+            return 0
+        leases, jobs, turn, done = list[Lease](), list[int](), None, 0
+        deadline = runtime.clock() + timeout
+        try:
+            with runtime.control() as cache:
+                for key, page in zip(digests(names), pages, strict=True):
+                    found = cache.lookup({0: GroupKeys([key])}, runtime.clock(), asks=(), turn=turn)
+                    turn = found.turn
+                    if found.lease is None:
+                        break
+                    leases.append(found.lease)
+                    order = cache.load(found.lease, {0: [page]}, timeout=timeout)
+                    jobs += [part.job for part in order.parts]
+            for lease in leases:
+                outcome = runtime.wait_over(lease).outcome
+                if outcome is None or not outcome.chunks:
+                    break
+                done += 1
+        finally:
+            with contextlib.suppress(LongshoreError), runtime.control() as cache:
+                for lease in leases:
+                    cache.release(lease)
+            self.let_go(jobs)
+            if runtime.clock() >= deadline:
+                self.no_wait_until = deadline + timeout
+        return done
+
+    @contained(lambda self, names, indices: [False] * len(names), expected=(LongshoreError,))
+    def store(self, names: Sequence[str], indices: torch.Tensor) -> list[bool]:
+        """Store the pages at `indices`; whether each was taken, or is stored."""
+        pages, longest = self.pages.pages(indices, len(names)), self.settings.write_timeout
+        if self.is_stuck():
+            return [False] * len(names)
+        jobs, deadline = list[int](), self.runtime.clock() + longest
+        try:
+            kept = [
+                self.stack.store_path(GroupKeys([key]), [page], lambda job, blocks: jobs.append(job))
+                for key, page in zip(digests(names), pages, strict=True)
+            ]
+        finally:
+            self.let_go(jobs)
+            if self.runtime.clock() >= deadline:
+                self.no_wait_until = deadline + longest
+        return [bool(count) for count in kept]
+
+
+def digests(keys: Sequence[str]) -> list[Key]:
+    """SGLang's keys, hexadecimal, as bytes. Raises `EngineError` for others."""
+    try:
+        return [bytes.fromhex(key) for key in keys]
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"expected keys of pages in hexadecimal, got {keys!r:.200}: {error}") from error
+
+
+def _open_behind_ring(directory: Any, *, memory: Arena, **named: Any) -> HostedFileTier:
+    return HostedFileTier(directory, arena=memory, fixed_weights=True, **named)
+
+
+def _open_store(url: str, name: str, *, scope: bytes, **named: Any) -> HostedStore:
+    return HostedStore(url, name=name, namespace=scope, fixed_weights=True, **named)

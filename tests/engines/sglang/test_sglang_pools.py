@@ -1,0 +1,181 @@
+"""Host pools beside that of the keys and values, as SGLang's threads call for them, without a server."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from storage_kit import Rig, eventually, indices, names
+
+from longshore.engines.sglang.storage import restorable
+from longshore.errors import EngineError
+
+Rigs = Callable[..., Rig]
+KEYS = names(12)
+LAST = 4
+"""Pages of a window."""
+
+
+def windows(
+    keys: list[str], pages: list[int] | None = None, policy: PoolHitPolicy = PoolHitPolicy.TRAILING_PAGES
+) -> PoolTransfer:
+    return PoolTransfer(PoolName.SWA, None if pages is None else indices(pages), keys=keys, hit_policy=policy)
+
+
+@pytest.fixture
+def rig(rigs: Rigs) -> Rig:
+    return rigs(windows=32)
+
+
+def ends(rig: Rig, keys: list[str]) -> list[int]:
+    """At which pages of `keys` a prompt can be continued."""
+    found = rig.storage.batch_exists_v2(keys, [windows(keys[-LAST:])])
+    assert found.kv_hit_pages == max(found.restorable_prefix_pages or [0])
+    return list(found.restorable_prefix_pages or [])
+
+
+def store_windows(rig: Rig, keys: list[str], pages: list[int], seed: int) -> torch.Tensor:
+    held = rig.fill(pages, seed, rig.windows)
+    assert rig.storage.batch_set_v2([windows(keys, pages)]) == {"swa": [True] * len(keys)}
+    assert rig.storage.flush(30)
+    return held
+
+
+def test_windows_come_back_as_they_went_also_after_a_restart(rigs: Rigs) -> None:
+    rig = rigs(windows=32)
+    whole = rig.store(KEYS, range(12))
+    held = store_windows(rig, KEYS[8:], [3, 1, 30, 9], seed=2)
+    rig.close()
+    rig = rigs(windows=32)
+    assert ends(rig, KEYS) == [12]
+    rig.fill(range(32), 99, rig.windows)
+    assert rig.get(KEYS, range(12)) == [True] * 12
+    assert rig.storage.batch_get_v2([windows(KEYS[8:], [5, 6, 7, 8])]) == {"swa": [True] * 4}
+    assert torch.equal(rig.read([5, 6, 7, 8], rig.windows), held)
+    assert torch.equal(rig.read(range(12)), whole)
+
+
+def test_a_prompt_is_continued_only_where_its_window_is_stored(rig: Rig) -> None:
+    rig.store(KEYS, range(12))
+    assert ends(rig, KEYS) == []
+    store_windows(rig, KEYS[2:6], [0, 1, 2, 3], seed=2)
+    assert ends(rig, KEYS) == [6]
+    store_windows(rig, KEYS[6:7], [4], seed=3)
+    assert ends(rig, KEYS) == [6, 7]
+    assert ends(rig, KEYS[2:]) == [1, 2, 3, 4, 5]  # the device has what is before
+    assert ends(rig, [*KEYS[:6], *names(1, seed=9)]) == [6]
+
+
+def test_windows_without_keys_and_values_are_of_no_use(rig: Rig) -> None:
+    store_windows(rig, KEYS[8:], [0, 1, 2, 3], seed=2)
+    assert ends(rig, KEYS) == []
+    rig.store(KEYS[:10], range(10))
+    assert ends(rig, KEYS) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "there", "last", "expected"),
+    [
+        (PoolHitPolicy.ALL_PAGES, "111011", 1, [1, 2, 3]),
+        (PoolHitPolicy.ALL_PAGES, "011111", 1, []),
+        (PoolHitPolicy.TRAILING_PAGES, "010111", 1, [2, 4, 5, 6]),
+        (PoolHitPolicy.TRAILING_PAGES, "010111", 2, [5, 6]),
+        (PoolHitPolicy.TRAILING_PAGES, "110111", 9, [1, 2]),
+        (PoolHitPolicy.BLOCK_GROUPS, "000000", 1, [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_where_all_pools_can_be_continued(policy: PoolHitPolicy, there: str, last: int, expected: list[int]) -> None:
+    other = windows(KEYS[:last], policy=policy)
+    found = restorable(6, [other], {PoolName.SWA: [each == "1" for each in there]})
+    assert found.restorable_prefix_pages == expected
+    assert found.kv_hit_pages == max(expected, default=0)
+
+
+def test_a_lost_page_of_a_window_ends_its_run(rigs: Rigs) -> None:
+    rig = rigs(windows=32)
+    rig.store(KEYS, range(12))
+    held = store_windows(rig, KEYS[8:], [0, 1, 2, 3], seed=2)
+    rig.close()
+    rig = rigs(windows=32)
+    path = Path(rig.storage._tiers["swa"].settings.file_path or "") / "segment"
+    page = bytes(held[2].flatten().view(torch.uint8).tolist())
+    data = path.read_bytes()
+    at = data.find(page[: len(page) // 2])
+    assert at > 0
+    with path.open("r+b") as file:
+        file.seek(at + 100)
+        file.write(bytes([data[at + 100] ^ 1]))
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert rig.storage.batch_get_v2([windows(KEYS[8:], [4, 5, 6, 7])]) == {"swa": [True, True, False, False]}
+    assert torch.equal(rig.read([4, 5], rig.windows), held[:2])
+    assert ends(rig, KEYS) == []
+
+
+def test_a_stopped_tier_host_of_windows_holds_no_call_up(rigs: Rigs) -> None:
+    rig = rigs(windows=32)
+    rig.store(KEYS, range(12))
+    held = store_windows(rig, KEYS[8:], [0, 1, 2, 3], seed=2)
+    rig.close()
+    rig = rigs(windows=32, load_timeout=0.5)
+    pid = rig.storage._tiers["swa"].stack.file._supervisor.process.pid  # type: ignore[union-attr]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert rig.storage.batch_get_v2([windows(KEYS[8:], [4, 5, 6, 7])]) == {"swa": [False] * 4}
+        other = rig.fill([4, 5, 6, 7], 77, rig.windows)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert rig.storage._tiers["swa"].runtime.wait_idle(30)
+    assert torch.equal(rig.read([4, 5, 6, 7], rig.windows), other)  # nothing came late
+    eventually(lambda: rig.storage.batch_get_v2([windows(KEYS[8:], [4, 5, 6, 7])]), {"swa": [True] * 4})
+    assert torch.equal(rig.read([4, 5, 6, 7], rig.windows), held)
+    with rig.storage._tiers["swa"].runtime.control() as cache:
+        cache.check_integrity()
+        assert cache.held == 0
+
+
+def test_changed_weights_and_clear_concern_windows_too(rig: Rig) -> None:
+    rig.store(KEYS, range(12))
+    store_windows(rig, KEYS[8:], [0, 1, 2, 3], seed=2)
+    rig.storage.weights_change()
+    assert rig.storage.batch_get_v2([windows(KEYS[8:], [4, 5, 6, 7])]) == {"swa": [False] * 4}
+    assert rig.storage.batch_set_v2([windows(KEYS[8:], [4, 5, 6, 7])]) == {"swa": [False] * 4}
+    rig.storage.caches_flushed()
+    assert rig.storage.batch_get_v2([windows(KEYS[8:], [4, 5, 6, 7])]) == {"swa": [False] * 4}
+    rig.store(KEYS, range(12))
+    store_windows(rig, KEYS[8:], [0, 1, 2, 3], seed=2)
+    assert ends(rig, KEYS) == [12]
+    rig.storage.clear()
+    assert rig.storage.batch_get_v2([windows(KEYS[8:], [4, 5, 6, 7])]) == {"swa": [False] * 4}
+
+
+def test_calls_that_are_none_raise_nothing(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    for bad in (windows(KEYS[:2], [1]), windows(["no digits"], [1]), windows(KEYS[:1], [32])):
+        assert rig.storage.batch_set_v2([bad]) == {"swa": [False] * len(bad.keys)}
+        assert rig.storage.batch_get_v2([bad]) == {"swa": [False] * len(bad.keys)}
+    other = PoolTransfer(PoolName.MAMBA, indices([1]), keys=KEYS[:1])
+    assert rig.storage.batch_get_v2([other]) == {"mamba": [False]}
+    assert caplog.text.count("EngineError") >= 7
+
+
+def test_pools_share_the_files_by_their_size(rig: Rig) -> None:
+    sizes = {name: tiers.settings.file_size for name, tiers in rig.storage._tiers.items()}
+    assert sizes["kv"] == 2 * sizes["swa"] == (16 << 20) * 2 // 3  # of 64 and of 32 pages
+    scopes = {tiers.stack.scope.root for tiers in rig.storage._tiers.values()}
+    assert len(scopes) == 2
+
+
+def test_other_pools_and_stores_beside_windows_are_refused(rigs: Rigs, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="mamba"):
+        rigs(under="a", beside={PoolName.MAMBA: 8})
+    with pytest.raises(EngineError, match="remote is not served for models with a host pool swa"):
+        rigs(under="b", windows=8, remote=tmp_path.as_uri(), host_size="4MiB")
+    rig = rigs(under="c", windows=8)
+    with pytest.raises(EngineError, match="before the tiers were opened"):
+        rig.storage.register_mem_host_pool_v2(rig.windows, PoolName.SWA)
+    assert rig.exists(KEYS) == 0
