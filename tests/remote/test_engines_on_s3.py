@@ -19,7 +19,7 @@ from longshore.cli.app import app
 from longshore.config import Config
 from longshore.engines.transformers import PrefixStore
 from longshore.errors import ConfigError, TierError
-from longshore.runtime.tier_host import HostedStore
+from longshore.runtime.tier_host import HostedRemoteTier
 from longshore.testing import TierHarness
 from longshore.testing.local_server import LocalS3
 from longshore.testing.tier_harness import span
@@ -74,7 +74,7 @@ def test_a_prefix_outlives_its_engine_and_the_server(tmp_path: Path) -> None:
 def hosted(url: str) -> TierHarness:
     arena, namespace = Arena(PLACES * span(IMAGE), ArenaSettings(shared=True)), os.urandom(32)
     return TierHarness(
-        lambda: HostedStore(url, name="remote", image_bytes=IMAGE, arena=arena, namespace=namespace),
+        lambda: HostedRemoteTier(url, name="remote", image_bytes=IMAGE, arena=arena, namespace=namespace),
         arena,
         by_key=True,
     )
@@ -83,7 +83,7 @@ def hosted(url: str) -> TierHarness:
 def test_a_tier_host_moves_the_bytes(weed: LocalS3) -> None:
     harness = hosted(weed.url(PATIENT))
     tier = harness.tier
-    assert isinstance(tier, HostedStore)
+    assert isinstance(tier, HostedRemoteTier)
     for number in range(8):
         harness.store(0, number)
     for number in range(8):

@@ -48,8 +48,8 @@ from longshore.errors import EngineError, LongshoreError
 from longshore.metrics import LongshoreCollector, MirroredMetrics
 from longshore.runtime.containment import contained
 from longshore.runtime.loop import Runtime
+from longshore.runtime.remote_fetch import bring, offered
 from longshore.runtime.stack import Stack
-from longshore.runtime.stores import bring, offered
 
 _log = logging.getLogger(__name__)
 
@@ -69,12 +69,12 @@ _open = weakref.WeakSet["LongshoreStorage"]()
 
 
 class _LookedUp(NamedTuple):
-    """What was looked up: the turn, and the pages with those before them, if these are known.
+    """What was looked up: the tick, and the pages with those before them, if these are known.
 
     Its `share` of `_ASKED` counts what it has of a path together with other batches.
     """
 
-    turn: int | None = None
+    tick: int | None = None
     path: GroupKeys | None = None
     share: int = 0
 
@@ -219,7 +219,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             path = _whole_path(cache, keys, found.before, runtime.clock()) if stack.remote else None
         runtime.asked.requests += 1
         runtime.asked.attempts += 1
-        self._note(_LookedUp(found.turn, path), keys)
+        self._note(_LookedUp(found.tick, path), keys)
         count = 0
         if found.lease is not None:
             try:
@@ -251,7 +251,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
                 path = [*asked.path.names[:first], *keys]  # of another prompt the look-up may be, which begins alike
                 part, size = GroupKeys(path, first + done), self._kv.pages.page_size
                 bring(runtime, part, part.first * size, size, left, is_agreed=True)  # by `offered`
-            arrived = self._load_part(part, pages[done:], asked.turn)
+            arrived = self._load_part(part, pages[done:], asked.tick)
             done += arrived
             if not arrived or asked.path is None:
                 break
@@ -259,11 +259,11 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             self._kv.no_wait_until = deadline + self.settings.load_timeout
         return 0 if self._why_off else done
 
-    def _load_part(self, part: GroupKeys, pages: Sequence[int], turn: int | None) -> int:
+    def _load_part(self, part: GroupKeys, pages: Sequence[int], tick: int | None) -> int:
         """Fill `pages` with what leads of `part` and our tiers have; how many that are."""
         jobs, runtime = list[int](), self._runtime
         with runtime.control() as cache:
-            found = cache.lookup({0: part}, runtime.clock(), asks=(), turn=turn, count=False)
+            found = cache.lookup({0: part}, runtime.clock(), asks=(), tick=tick, count=False)
         if found.lease is None:
             return 0
         try:
@@ -301,7 +301,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             for at in batches:
                 path = asked.path and asked.path._replace(first=asked.path.first + at)
                 self._shares += share - self._asked.pop(keys[at], _LookedUp()).share
-                self._asked[keys[at]] = _LookedUp(asked.turn, path, share)
+                self._asked[keys[at]] = _LookedUp(asked.tick, path, share)
             while self._shares > _ASKED and len(self._asked) > len(batches):
                 self._shares -= self._asked.popitem(last=False)[1].share
 

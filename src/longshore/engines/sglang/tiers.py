@@ -28,7 +28,7 @@ from longshore.runtime.loop import Runtime
 from longshore.runtime.ring_mover import ImageRing
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import RING_BYTES, Stack, open_stack
-from longshore.runtime.tier_host import HostedFileTier, HostedStore
+from longshore.runtime.tier_host import HostedFileTier, HostedRemoteTier
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.transfer.device import CpuDevice
 
@@ -129,13 +129,13 @@ class PoolTiers:
         pages, runtime, timeout = self.pages.pages(indices, len(names)), self.runtime, self.settings.load_timeout
         if self.is_stuck():
             return 0
-        leases, jobs, turn, done = list[Lease](), list[int](), None, 0
+        leases, jobs, tick, done = list[Lease](), list[int](), None, 0
         deadline = runtime.clock() + timeout
         try:
             with runtime.control() as cache:
                 for key, page in zip(digests(names), pages, strict=True):
-                    found = cache.lookup({0: GroupKeys([key])}, runtime.clock(), asks=(), turn=turn)
-                    turn = found.turn
+                    found = cache.lookup({0: GroupKeys([key])}, runtime.clock(), asks=(), tick=tick)
+                    tick = found.tick
                     if found.lease is None:
                         break
                     leases.append(found.lease)
@@ -186,5 +186,5 @@ def _open_behind_ring(directory: Any, *, memory: Arena, **named: Any) -> HostedF
     return HostedFileTier(directory, arena=memory, fixed_weights=True, **named)
 
 
-def _open_store(url: str, name: str, *, scope: bytes, **named: Any) -> HostedStore:
-    return HostedStore(url, name=name, namespace=scope, fixed_weights=True, **named)
+def _open_store(url: str, name: str, *, scope: bytes, **named: Any) -> HostedRemoteTier:
+    return HostedRemoteTier(url, name=name, namespace=scope, fixed_weights=True, **named)

@@ -36,7 +36,7 @@ from longshore.boundary import DEVICE, FILE, HOST, Route, Slots, TransferResult
 from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, TieredCache, Until
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.connector import Backoff
-from longshore.engines.vllm.fetches import StoreFetches, load_limit, tiers_of
+from longshore.engines.vllm.fetches import RemoteFetches, load_limit, tiers_of
 from longshore.engines.vllm.loads import Loads
 from longshore.engines.vllm.metrics import EventTranslator, OffloadingMetrics
 from longshore.engines.vllm.requests import (
@@ -48,7 +48,7 @@ from longshore.engines.vllm.requests import (
     known_keys,
     residency,
 )
-from longshore.engines.vllm.stores import NO_SLOTS, Stores
+from longshore.engines.vllm.stores import NO_SLOTS, StoreJobs
 from longshore.engines.vllm.tiers import SchedulerTiers
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.hints import RequestHints
@@ -82,7 +82,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         requests that have none.
         """
         self._hints = hints
-        self._store = store
+        self._tiers = store
         self._runtime = store.runtime
         self._patience = patience
         self._requests: dict[str, RequestState] = {}
@@ -115,8 +115,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 [cache.settings.group(index)[1] for index in range(len(groups))],
                 store.windows,
             )
-        self._fetches = StoreFetches(self._runtime, self._groups) if store.stores else None
-        self._stores = Stores(
+        self._fetches = RemoteFetches(self._runtime, self._groups) if store.stores else None
+        self._stores = StoreJobs(
             self._groups,
             store.reports,
             self._validity,
@@ -169,7 +169,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         origins = dict(zip(request.ours(request.origins), request.origins.values(), strict=True))
         with self._runtime.control() as cache:
             epoch = self._validity.epoch
-            spec = self._loads.begin(cache, name, request.turn, paths, epoch, origins, streams=request.streams)
+            spec = self._loads.begin(cache, name, request.tick, paths, epoch, origins, streams=request.streams)
             self._release(request, cache)
         request.waiting_since = None
         return spec
@@ -247,7 +247,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step was planned: prefetch the chunks that were asked for and are in a colder tier."""
         self._look_for_new_weights()
-        self._store.sleeps.restore_host_memory()
+        self._tiers.sleeps.restore_host_memory()
         for name in self._requests.keys() & context.preempted_req_ids:
             self._requests[name].stale = -1  # its blocks are computed again
         with self._runtime.control() as cache:
@@ -273,8 +273,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """vLLM reset its caches: clear the tiers, except those that the settings keep."""
         self._look_for_new_weights()
         workers = sum(len(ticket.jobs) for ticket in self._tickets)
-        self._forget_all(keep=self._store.sleeps.kept(workers))
-        self._store.sleeps.give_back(idle=not workers)
+        self._forget_all(keep=self._tiers.sleeps.kept(workers))
+        self._tiers.sleeps.give_back(idle=not workers)
         self._stores.by_key.clear()  # no store from before is reported
         self._fenced = {ticket.number for ticket, _ in self._stale}
         for request in self._requests.values():
@@ -361,7 +361,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self.control is not None:
             self.control.close()
         self._withdraw(self._tickets)
-        self._store.close()
+        self._tiers.close()
 
     # ------------------------------------------------------------------ inside
 
@@ -396,10 +396,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         asked = positions if key in positions else {key: 0}
         if not self._asked:  # the first in this step: what follows from answers is not taken back
             self._look_for_new_weights()
-            self._store.sleeps.restore_host_memory()
+            self._tiers.sleeps.restore_host_memory()
         self._validity.used()
         barred = request.load_failed or not self._validity.knows(request) or not request.hints.load
-        barred |= self._store.reports.is_asleep() or not self._store.sleeps.has_memory
+        barred |= self._tiers.reports.is_asleep() or not self._tiers.sleeps.has_memory
         request.asked_keys, request.streams = list(asked), False
         now = self._runtime.clock()
         with self._runtime.control() as cache:
@@ -408,9 +408,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             asks = {0: GroupKeys(request.ours(() if barred else request.asked_keys))}
             with self._runtime.asked.seconds.timed():
                 seen = cache.lookup(
-                    asks, now, until=Until.STEP, each=True, turn=request.turn, returns=request.hints.returns
+                    asks, now, until=Until.STEP, each=True, tick=request.tick, returns=request.hints.returns
                 )
-            request.residency, request.turn = seen.residency[0], seen.turn
+            request.residency, request.tick = seen.residency[0], seen.tick
         self._asked.append(request)
         if barred:
             request.answers = dict.fromkeys(asked, MISS)
@@ -426,7 +426,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._fetches is not None and not late and Presence.ABSENT in found and asked is positions:
             found = self._fetches.look(request, positions, found, key)
         coming = self._coming(request, positions, found, key, waits=2 * waited <= self._patience)  # then it is loaded
-        stalled = self._store.file is not None and self._store.file.is_stalled
+        stalled = self._tiers.file is not None and self._tiers.file.is_stalled
         if self.may_stream and Presence.COLDER in found and not late and not stalled:
             found = self._promised(request, asked, found, key)
         found = [Presence.IN_FLIGHT if at in coming else each for at, each in enumerate(found)] if coming else found
@@ -530,7 +530,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         there = [key for key, presence in found if presence in _THERE]
         for group, mine in self._groups.split(there):
             chunks = {group: GroupKeys(request.ours(mine))}
-            lease = cache.lookup(chunks, now, each=True, request=request.name, turn=request.turn).lease
+            lease = cache.lookup(chunks, now, each=True, request=request.name, tick=request.tick).lease
             if lease is not None:
                 cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
                 request.leases.append(lease)
@@ -561,7 +561,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """End a ticket from before a reset if no worker uses its slots any more; returns whether it did."""
         if is_store:
             return self._end_store(ticket, cache)
-        over = self._store.reports.has_loaded(ticket.number)
+        over = self._tiers.reports.has_loaded(ticket.number)
         if over:
             self._end_load(ticket, cache)
         return over

@@ -30,7 +30,7 @@ from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
 from longshore.cache import DropReason, Event, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
 from longshore.cache.types import Answer
 from longshore.monitoring.table import METRICS, QUEUE_SECONDS, Histogram, Metric, MetricKind
-from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, HostedStore
+from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, HostedRemoteTier
 from longshore.tiers.remote import FAILURE_REASONS as OF_STORES
 
 _TIERS = (HOST, FILE)
@@ -63,7 +63,7 @@ class OffloadingMetrics:
     def __init__(
         self,
         file: HostedFileTier | None = None,
-        stores: Sequence[HostedStore] = (),
+        stores: Sequence[HostedRemoteTier] = (),
         *,
         histograms: Iterable[tuple[str, tuple[str, ...], Histogram]] = (),
         is_off: bool = False,
