@@ -41,7 +41,7 @@ INSTEAD = {
     "vllm": 'test "$1 $3" = "serve --kv-transfer-config" && python -c "import json, sys; json.loads(sys.argv[1])" "$4"',
     "sglang": 'test "$1 $2" = "serve --model-path" && for last; do :; done && '
     'python -c "import json, sys; json.loads(sys.argv[1])" "$last"',
-    "pip": 'test "$*" = "install longshore"',
+    "pip": 'test "$*" = "install ."',
     "make": 'command make -n -C "$ROOT" "$@" > /dev/null',
 }
 """Commands that are not run, and what is checked of their arguments."""

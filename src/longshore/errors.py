@@ -136,3 +136,8 @@ class EngineError(LongshoreError):
 
 class ContractError(EngineError):
     """Engine internals that an adapter relies on have changed; names them."""
+
+
+def with_extra(extra: str) -> str:
+    """The command that installs Longshore with an extra from a clone: no package index has it yet."""
+    return f"in a clone of Longshore, pip install '.[{extra}]'"

@@ -214,7 +214,7 @@ class Storm:
             if self.draw.random() < 0.6:
                 self.cache.load(found.lease, {0: range(found.chunks)})
         if self.draw.random() < 0.5:
-            self.note_host_store(self.cache.store({0: GroupKeys(keys, found.chunks)}, turn=found.turn)[0])
+            self.note_host_store(self.cache.store({0: GroupKeys(keys, found.chunks)}, tick=found.tick)[0])
 
     def seen(self, keys: list[Key]) -> Sequence[Presence]:
         """Where each of `keys` is, which stays so until the step ends."""
@@ -299,7 +299,7 @@ class Storm:
 
     def end(self) -> None:
         """All jobs end well, and a flush does: what can be read from the first chunk on is safe, or was refused."""
-        cache, store = self.cache, self.cache._store
+        cache, store = self.cache, self.cache._state
         for lease in self.holds:
             cache.release(lease)
         self.holds.clear()

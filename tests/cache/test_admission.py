@@ -38,7 +38,7 @@ class Tiers:
             self.move()
         if found.chunks < len(keys):
             left = range(found.chunks, len(keys))
-            cache.store({0: GroupKeys(keys, found.chunks)}, {0: left}, turn=found.turn)
+            cache.store({0: GroupKeys(keys, found.chunks)}, {0: left}, tick=found.tick)
             self.move()
         if found.lease is not None:
             cache.release(found.lease)
@@ -97,8 +97,8 @@ def test_a_policy_that_does_not_know_what_chunks_promise_refuses_none(policy: ty
 
 def test_a_tier_that_is_not_full_refuses_nothing() -> None:
     tiers = Tiers(64, 400)
-    for turn in range(40):
-        tiers.serve(range(10 * turn, 10 * turn + 8))
+    for tick in range(40):
+        tiers.serve(range(10 * tick, 10 * tick + 8))
     tiers.flush()
     assert (tiers.refused, tiers.written) == (0, 40 * 8)
 
@@ -106,8 +106,8 @@ def test_a_tier_that_is_not_full_refuses_nothing() -> None:
 def popular(**how: object) -> Tiers:
     """A file tier full of chunks that are used in each second request, for long."""
     tiers = Tiers(16, 32, backup=WritePolicy.THROUGH, **how)  # type: ignore[arg-type]
-    for turn in range(600):
-        tiers.serve(range(100 * (turn % 3), 100 * (turn % 3) + 10))
+    for tick in range(600):
+        tiers.serve(range(100 * (tick % 3), 100 * (tick % 3) + 10))
     assert tiers.serve(range(100, 110)) == 10
     return tiers
 
@@ -131,7 +131,7 @@ def test_what_follows_a_refused_chunk_is_refused_with_it_and_a_flush_ends() -> N
     tiers.serve(range(900, 910))
     assert (tiers.written - before, tiers.refused - refused) == (2, 8), "two had room"
     tiers.serve(range(900, 914))  # longer
-    assert tiers.cache._store.backlog.counts == [0, 0], "nothing waits for what was refused"
+    assert tiers.cache._state.backlog.counts == [0, 0], "nothing waits for what was refused"
     tiers.flush()
     assert not set(keys_of(range(900, 914))[4:]) & tiers.in_file()
     tiers.cache.check_integrity()
@@ -146,8 +146,8 @@ def test_refused_chunks_are_evicted_in_batches(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Evictor, "_evict_few", count)
     tiers, first = Tiers(1000, 1000, backup=WritePolicy.THROUGH), 0
-    for turn in range(70):
-        keys = keys_of(range(first, first := first + (8 << turn % 7)))
+    for tick in range(70):
+        keys = keys_of(range(first, first := first + (8 << tick % 7)))
         tiers.cache.store({0: GroupKeys(keys)}, {0: range(len(keys))})
         tiers.move()
     assert tiers.refused > 40
@@ -160,8 +160,8 @@ def test_an_orphan_changes_nothing_about_what_is_refused() -> None:
     tiers = Tiers(16, 32, backup=WritePolicy.THROUGH)
     tiers.cache.store({0: GroupKeys(keys_of(range(5000, 5002)), 1)}, {0: range(1)})
     tiers.move()
-    for turn in range(600):
-        tiers.serve(range(100 * (turn % 3), 100 * (turn % 3) + 10))
+    for tick in range(600):
+        tiers.serve(range(100 * (tick % 3), 100 * (tick % 3) + 10))
     before = tiers.refused
     tiers.serve(range(900, 904))
     assert tiers.refused - before >= 2  # two had room
@@ -188,14 +188,14 @@ def test_an_orphan_that_lands_behind_a_refused_chunk_is_refused_with_it() -> Non
     assert {keys[5]: HOST}.items() <= {each.key: each.slot.tier for each in tiers.cache.residents()}.items()
     tiers.cache.store({0: GroupKeys(keys[:5], 4)}, {0: range(1)})
     tiers.move()
-    index = tiers.cache._store.index
+    index = tiers.cache._state.index
     assert index.get(keys[5]) and not index.orphans
-    assert tiers.cache._store.backlog.counts == [0, 0]
+    assert tiers.cache._state.backlog.counts == [0, 0]
 
 
 def test_what_the_third_tier_refuses_takes_along_nothing_that_may_go_to_the_second() -> None:
     cache = TieredCache([TierSpec(name, 8) for name in (HOST, FILE, "third")], CacheSettings(backup=WritePolicy.BACK))
-    keys, store = keys_of(range(3)), cache._store
+    keys, store = keys_of(range(3)), cache._state
     cache.store({0: GroupKeys(keys)}, {0: range(3)})
 
     def move() -> None:

@@ -45,13 +45,13 @@ class Tier:
         self.policy.grow(LISTS + nodes)
         self.slots, self.names = slots, names
         self.node: dict[int, int] = {}
-        self.turn = 0
+        self.tick = 0
         self.free = list(range(LISTS, LISTS + nodes))
 
     def use(self, key: int, *, leaf: bool = False) -> bool:
         """A request for one chunk; whether it was a hit."""
-        self.turn += 1
-        self.policy.begin(self.turn, 1, self.node.get(key, 0), [key.to_bytes(32, "little")])
+        self.tick += 1
+        self.policy.begin(self.tick, 1, self.node.get(key, 0), [key.to_bytes(32, "little")])
         if key in self.node:
             self.policy.touch([self.node[key]])
             return True
@@ -123,10 +123,10 @@ def test_told_together_or_one_by_one_is_the_same(steps: list[tuple[str, int, int
     together.insert(nodes, leaf=True)
     for i, node in enumerate(nodes):
         single.insert([node], leaf=i == 0)
-    for turn, (verb, start, count) in enumerate(9 * steps):  # long enough for the clock to go on
+    for tick, (verb, start, count) in enumerate(9 * steps):  # long enough for the clock to go on
         some = nodes[start : start + count]
         for policy in (single, together):
-            policy.begin(turn - turn % 3, count)
+            policy.begin(tick - tick % 3, count)
         if verb == "use":
             together.touch(some)
             for node in some:
@@ -151,16 +151,16 @@ def test_long_paths_are_told_in_whole_arrays_to_the_same_end(most: int) -> None:
     for policy in (single, together):
         policy.grow(LISTS + 2000)
     out, inside = list(range(LISTS, LISTS + 2000)), list[int]()
-    for turn in range(60):
+    for tick in range(60):
         for policy in (single, together):
-            policy.begin(turn + 1, 100)
+            policy.begin(tick + 1, 100)
         new = [out.pop(dice.randrange(len(out))) for _ in range(min(dice.randint(1, most), 1500 - len(inside)))]
         together.insert(new)
         for i, node in enumerate(new):
             single.insert([node], continues=i > 0)
         inside += new
         used = dice.sample(inside, min(most, len(inside)))
-        if turn % 2:
+        if tick % 2:
             assert list(single.order()) == list(together.order())
             used = [node for node in together.order() if node in set(used)]  # neighbours
         together.touch(used)
@@ -193,8 +193,8 @@ def test_what_is_released_among_older_ones_does_not_grow_older_with_them() -> No
     policy.insert([older])  # with which the clock goes on
     policy.insert([younger])
     policy.hold(younger)
-    for turn in range(1, 14):
-        policy.begin(turn, 64)
+    for tick in range(1, 14):
+        policy.begin(tick, 64)
         policy.touch([*others[:63], others[0]])
         policy.release([younger])
         policy.check_integrity()
@@ -211,8 +211,8 @@ def test_whatever_happens_each_node_is_in_the_list_of_its_kind_and_age(steps: li
     names = np.array([i.to_bytes(32, "little") for i in range(LISTS + 200)], object)
     policy = Gittins(150, names)
     policy.grow(LISTS + 200)
-    for turn, (verb, start, count) in enumerate(3 * steps):
-        policy.begin(max(0, turn - turn % 7 * (turn % 2)), count)
+    for tick, (verb, start, count) in enumerate(3 * steps):
+        policy.begin(max(0, tick - tick % 7 * (tick % 2)), count)
         some = [LISTS + (start + i) % 200 for i in range(count)]
         inside = [node for node in some if node in policy]
         if verb == "use":
@@ -257,8 +257,8 @@ def test_a_request_that_goes_on_counts_no_use_twice(count: int) -> None:
     tier.names[nodes] = [node.to_bytes(32, "little") for node in nodes]
     policy.begin(1, count)
     policy.insert(nodes)
-    for turn in (2, 3, 2, 2, 3, 2):  # the requests of two turns, by turns
-        policy.begin(turn, count, nodes[0])
+    for tick in (2, 3, 2, 2, 3, 2):  # two requests, in alternation
+        policy.begin(tick, count, nodes[0])
         policy.touch(nodes)
         policy.check_integrity()
     assert [uses_of(policy, node) for node in nodes] == [3] * count
@@ -270,8 +270,8 @@ def test_what_follows_on_a_known_chunk_is_taken_for_as_much_used() -> None:
     for together in (False, True):
         policy = Gittins(64, names)
         policy.grow(LISTS + 64)
-        for turn in range(1, 5):
-            policy.begin(turn, 2)
+        for tick in range(1, 5):
+            policy.begin(tick, 2)
             if LISTS in policy:
                 policy.touch([LISTS])
             else:
@@ -288,9 +288,9 @@ def test_what_follows_on_a_known_chunk_is_taken_for_as_much_used() -> None:
 
 def test_a_host_that_tells_of_no_requests_takes_no_memory_for_that() -> None:
     tier = Tier(8)
-    for turn in range(20_000):
-        tier.policy.insert([LISTS + turn % 64])
-        tier.policy.remove(LISTS + turn % 64)
+    for tick in range(20_000):
+        tier.policy.insert([LISTS + tick % 64])
+        tier.policy.remove(LISTS + tick % 64)
     assert len(tier.policy._hit_rates.events) < 20_000
 
 
@@ -355,11 +355,11 @@ def test_ages_of_a_long_life_do_not_overflow() -> None:
 class Path:
     """A path of new chunks for a full tier: `admitted` of them get room, made by letting others go."""
 
-    def __init__(self, tier: Tier, turn: int, count: int) -> None:
+    def __init__(self, tier: Tier, tick: int, count: int) -> None:
         self.nodes = list(range(LISTS + 1000, LISTS + 1000 + count))
         self.tier, self.free = tier, 0
         keys = tier.names[self.nodes].tolist()
-        tier.policy.begin(turn, count, 0, keys)
+        tier.policy.begin(tick, count, 0, keys)
         self.admitted = tier.policy.admit(keys, self.make_room)[0]
         known = tier.policy._ghosts.take_all(keys, forget=False)
         self.remembered = sum(count for count, _, state in known if state)
@@ -385,8 +385,8 @@ def full(count: int) -> Tier:
 
 def test_new_chunks_that_promise_less_than_what_is_in_are_let_pass_but_one() -> None:
     tier = full(200)
-    for turn in range(2, 400):
-        tier.policy.begin(turn, 200, LISTS)
+    for tick in range(2, 400):
+        tier.policy.begin(tick, 200, LISTS)
         tier.policy.touch(list(range(LISTS, LISTS + 200))[::-1])
     path = Path(tier, 400, 150)
     assert path.admitted == 1
@@ -406,10 +406,10 @@ def test_new_chunks_take_the_place_of_what_promises_no_more() -> None:
 def test_chunks_that_are_not_admitted_advance_the_policy_as_uses_do() -> None:
     """How soon spans end, counts are halved and hit rates are learned anew must not depend on what is admitted."""
     tier = full(200)
-    for turn in range(2, 400):
-        tier.policy.begin(turn, 200, LISTS)
+    for tick in range(2, 400):
+        tier.policy.begin(tick, 200, LISTS)
         tier.policy.touch(list(range(LISTS, LISTS + 200))[::-1])
-    rows = [tier.policy._spans.row(turn) for turn in (398, 399)]
+    rows = [tier.policy._spans.row(tick) for tick in (398, 399)]
     assert rows[0] != rows[1]  # each of these requests has ended a span
     assert Path(tier, 400, 150).admitted == 1
     tier.policy.begin(401, 1)
@@ -425,12 +425,12 @@ def visits(requests: int, hint_of: Callable[[int, int], int]) -> int:
     `hint_of` says the number of the hint of a session, and of its first or second request.
     """
     tier, hits = Experiment(Gittins, 60), 0
-    tier._returns = SimpleNamespace(begin=lambda turn, now, said: said)  # type: ignore[assignment]
-    for turn in range(requests):
-        path = range(4 * turn, 4 * turn + 4)
-        tier.serve(path, 0.0, hint_of(turn, 0))  # type: ignore[arg-type]
-        if turn >= 40 and turn % 2:
-            hits += tier.serve(range(4 * (turn - 40), 4 * (turn - 40) + 4), 0.0, hint_of(turn - 40, 1))  # type: ignore[arg-type]
+    tier._returns = SimpleNamespace(begin=lambda tick, now, said: said)  # type: ignore[assignment]
+    for tick in range(requests):
+        path = range(4 * tick, 4 * tick + 4)
+        tier.serve(path, 0.0, hint_of(tick, 0))  # type: ignore[arg-type]
+        if tick >= 40 and tick % 2:
+            hits += tier.serve(range(4 * (tick - 40), 4 * (tick - 40) + 4), 0.0, hint_of(tick - 40, 1))  # type: ignore[arg-type]
     return hits
 
 
@@ -440,14 +440,14 @@ def test_hints_that_hold_are_worth_hits_and_wrong_ones_cost_none() -> None:
 
     def wrong(part: float) -> Callable[[int, int], int]:
         flipped = [dice.random() < part for _ in range(3000)]
-        return lambda turn, nth: ENDS if nth or (turn % 2 == 0) != flipped[turn] else BACK + 2
+        return lambda tick, nth: ENDS if nth or (tick % 2 == 0) != flipped[tick] else BACK + 2
 
-    without, right = visits(3000, lambda turn, nth: 0), visits(3000, wrong(0.0))
+    without, right = visits(3000, lambda tick, nth: 0), visits(3000, wrong(0.0))
     assert right > 1.5 * without
     assert visits(3000, wrong(0.3)) >= without
     assert visits(3000, wrong(0.5)) >= 0.97 * without  # which say nothing
     assert visits(3000, wrong(1.0)) > 1.5 * without  # always wrong is as good as always right
-    assert visits(3000, lambda turn, nth: CLASS + (nth or 1 - turn % 2)) > 1.5 * without  # as good, once learned
+    assert visits(3000, lambda tick, nth: CLASS + (nth or 1 - tick % 2)) > 1.5 * without  # as good, once learned
 
 
 def test_what_left_comes_back_with_its_hint() -> None:
@@ -467,13 +467,13 @@ def test_what_left_comes_back_with_its_hint() -> None:
 def test_a_tier_without_slots_goes_on() -> None:
     """Host memory is given back while an engine sleeps, and may not come back."""
     cache = TieredCache([TierSpec(HOST, 64, 1)])
-    for turn in range(200):
-        if turn == 100:
+    for tick in range(200):
+        if tick == 100:
             cache.resize(HOST, 0, discard=True)
-        keys = [hashlib.sha256(f"{turn} {at}".encode()).digest() for at in range(8)]
+        keys = [hashlib.sha256(f"{tick} {at}".encode()).digest() for at in range(8)]
         found = cache.lookup({0: GroupKeys(keys)}, 0.0)
-        order = cache.store({0: GroupKeys(keys)}, turn=found.turn)[0]
-        assert (order.job is None) == (turn >= 100)
+        order = cache.store({0: GroupKeys(keys)}, tick=found.tick)[0]
+        assert (order.job is None) == (tick >= 100)
         if order.job is not None:
             cache.apply([TransferResult(order.job, (Status.OK,) * len(order.positions), 8)], 0.0)
         cache.end_step()

@@ -171,7 +171,7 @@ def test_many_that_leave_or_come_back_together_are_as_many_one_by_one(limit: int
 
 def test_classes_are_learned_apart_and_bounded_in_number() -> None:
     returns = Returns()
-    numbers = [returns.begin(turn, float(turn), Return(of=f"class {turn % 9}")) for turn in range(1, 40)]
+    numbers = [returns.begin(tick, float(tick), Return(of=f"class {tick % 9}")) for tick in range(1, 40)]
     assert len(set(numbers[:9])) == HINTS - CLASS
     assert numbers[:9] == numbers[9:18]
     assert max(numbers) == HINTS - 1
@@ -180,13 +180,13 @@ def test_classes_are_learned_apart_and_bounded_in_number() -> None:
 def test_times_are_requests_at_the_rate_of_the_last_ones() -> None:
     returns = Returns()
     assert returns.begin(1, 0.0, Return(seconds=5.0)) == 0  # no rate is known
-    for turn in range(2, 400):
-        returns.begin(turn, turn / 10, None)
+    for tick in range(2, 400):
+        returns.begin(tick, tick / 10, None)
     assert returns.begin(400, 40.0, Return(seconds=0.3)) == BACK
     assert returns.begin(401, 40.1, Return(seconds=5.0)) == BACK + 2  # 50 requests
     assert returns.begin(402, 40.2, Return(seconds=1e9)) == CLASS - 1
     assert (returns.of(401), returns.of(399)) == (BACK + 2, 0)
-    for turn in range(403, 403 + 5000):
-        returns.begin(turn, 41.0, Return(ends=True))
+    for tick in range(403, 403 + 5000):
+        returns.begin(tick, 41.0, Return(ends=True))
     assert returns.of(401) == 0  # it is long ago
     assert returns.of(5402) == ENDS

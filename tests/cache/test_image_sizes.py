@@ -425,7 +425,7 @@ def test_a_quarter_is_kept_safe_of_images_of_the_largest_size_too() -> None:
 def test_slots_of_any_two_sizes_are_not_of_one() -> None:
     cache = TieredCache([TierSpec(HOST, Slabs(12, (3, 4, 12), 4))], CacheSettings(pools=(0, 1, 2)))
     slots = [store(cache, [key(str(group))], [0], group=group).slots[0].index for group in range(3)]
-    is_of_one_pool = cache._store.is_of_one_pool
+    is_of_one_pool = cache._state.is_of_one_pool
     assert [is_of_one_pool(0, each) for each in (slots, slots[:2], slots[1:], slots[:1], [])] == [
         *(False, False, False),
         *(True, True),

@@ -375,15 +375,15 @@ def test_remote_tiers_get_it_once_it_is_none() -> None:
 
 def test_the_first_orphan_is_used_by_the_request_that_it_came_with() -> None:
     cache = made(policy="gittins")
-    for turn in range(5):
-        put(cache, chunks("xy")[: turn % 2 + 1])
+    for tick in range(5):
+        put(cache, chunks("xy")[: tick % 2 + 1])
         cache.lookup({0: GroupKeys(chunks("xy"))}, 0.0, until=Until.STEP)
     asked = cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, returns=Return(ends=True))
     put(cache, PATH, 2)
-    policy, node = cache._store.policies[0], cache._store.index.get(PATH[3])
+    policy, node = cache._state.policies[0], cache._state.index.get(PATH[3])
     assert isinstance(policy, PartitionedByPriority)
     orphans = policy.part(policy.wanted(node))
     assert isinstance(orphans, Gittins)
     assert node in orphans
-    assert orphans._used[node] == asked.turn == 6
+    assert orphans._used[node] == asked.tick == 6
     assert orphans._hint > 0

@@ -174,8 +174,8 @@ WRONG_LOOKUPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a first for all groups": ({0: GroupKeys(keys("a"), 1), 1: GroupKeys(keys("b"))}, {}),
     "a first of single chunks": ({0: GroupKeys(keys("a"), 1)}, {"each": True}),
     "until a word": ({0: GroupKeys(keys("a"))}, {"until": "nothing"}),
-    "a turn that was not drawn": ({0: GroupKeys(keys("a"))}, {"turn": 99}),
-    "a turn that is a word": ({0: GroupKeys(keys("a"))}, {"turn": "x"}),
+    "a tick that was not drawn": ({0: GroupKeys(keys("a"))}, {"tick": 99}),
+    "a tick that is a word": ({0: GroupKeys(keys("a"))}, {"tick": "x"}),
 }
 
 

@@ -259,7 +259,7 @@ def test_a_backup_that_failed_is_tried_again_when_its_chunk_is_used() -> None:
 def test_what_is_behind_a_backup_that_is_no_more_waits_again() -> None:
     world = store(World(Setup(host=8, file=4, backup="write_through")), "ab", "abc")
     world.deliver(world.on("host->file")[0], 0, [Status.OK])
-    books = world.cache._store
+    books = world.cache._state
     books.backlog.choose = lambda tier, wanted: []  # type: ignore[method-assign]
     world.apply(world.results[:])
     assert (world.where("ab"), world.where("abc")) == ({HOST: "ready", FILE: "ready"}, {HOST: "ready"})

@@ -192,7 +192,7 @@ def test_nothing_is_kept_unless_the_settings_ask_for_it() -> None:
     cache = grouped(FULL)
     store(cache, path(ABC), range(3), text=Text(ABC, ROOT))
     settle(cache)
-    books = cache._store.partials
+    books = cache._state.partials
     assert (books.nbytes, books.on) == (0, False)
     with pytest.raises(CacheError, match="expected groups as well"):
         CacheSettings(partial=True)
@@ -202,7 +202,7 @@ def test_tokens_cost_four_bytes_each() -> None:
     """And 16 for each chunk in columns; what follows whom is in a dictionary, counted by its entries."""
     cache = stored(host=1000)
     nodes = 1000 + LISTS
-    assert cache._store.partials.nbytes == nodes * (4 * 4 + 8 + 4 + 4)
+    assert cache._state.partials.nbytes == nodes * (4 * 4 + 8 + 4 + 4)
 
 
 def test_texts_that_cannot_be_are_refused() -> None:

@@ -242,7 +242,7 @@ def test_times_that_were_said_anew_are_not_kept() -> None:
     cache = build(4)
     for _ in range(200):
         put(cache, "ab", Retention(0, None, 90, 1e6))
-    assert len(cache._store.priorities._due) < 100
+    assert len(cache._state.priorities._due) < 100
     put(cache, "ab", Retention(0, None, 90, 1.0))
     cache.apply((), 2.0)
     put(cache, "cdef")

@@ -67,7 +67,7 @@ def first_to_go(found: list[str], adrift: set[str]) -> list[str]:
 
 
 def order_of(cache: TieredCache, tier: int) -> list[str]:
-    store = cache._store
+    store = cache._state
     return [path_of(store.index.key[node]) for node in store.policies[tier].order()]
 
 
@@ -153,7 +153,7 @@ def test_images_of_several_sizes_are_taken_in_each_into_its_order(data: st.DataO
     last_used = list(dict.fromkeys(slots[path] // SLABS.stride for path in reversed(expected)))[::-1]
     by_age = {pool: [slots[path] // SLABS.stride for path in pools[pool]] for pool in (SMALL, LARGE)}
     for pool, other in ((SMALL, LARGE), (LARGE, SMALL)):
-        ages = [slab for slab, _ in cache._store.pools[1].slabs_of_others(other)]  # type: ignore[attr-defined]
+        ages = [slab for slab, _ in cache._state.pools[1].slabs_of_others(other)]  # type: ignore[attr-defined]
         assert ages == [slab for slab in last_used if slab in by_age[pool]]
 
 
@@ -167,7 +167,7 @@ def test_many_chunks_go_in_the_order_in_which_they_were_found(policy: str, lengt
     oldest_first = list(range(count))[::-1]
     assert cache.adopt(FILE, ((each, keys[each], parents[each]) for each in oldest_first)) == count
     cache.check_integrity()
-    store = cache._store
+    store = cache._state
     assert [store.index.slot[1][node] for node in store.policies[1].order()] == oldest_first
     assert lookup(cache, keys[-length:], 0.0).chunks == length
 

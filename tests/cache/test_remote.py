@@ -109,7 +109,7 @@ def test_what_is_not_known_is_asked_for_and_not_waited_for() -> None:
     desk.now = 3.0
     found = desk.lookup("abc")
     (probe,) = desk.probes
-    assert found == Found(probes=(probe.probe,), turn=1)
+    assert found == Found(probes=(probe.probe,), tick=1)
     assert (probe.tier, probe.keys, probe.deadline, probe.ranks) == (STORE, tuple(chunks("abc")), 3.5, 1)
     assert not desk.cache.progress(probe.probe).is_over
     assert desk.lookup("abcd").probes == (probe.probe, desk.probes[1].probe)  # only "abcd" is asked for anew
@@ -127,7 +127,7 @@ def test_single_chunks_are_asked_for_without_a_request() -> None:
     quiet = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, each=True)
     assert (quiet.probes, quiet.remote_sources) == ((), {0: ["", "", ""]})
     found = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, each=True, asks=[STORE])
-    assert (found.turn, found.lease, len(found.probes)) == (None, None, 1)
+    assert (found.tick, found.lease, len(found.probes)) == (None, None, 1)
     desk.look()
     desk.answer("ab")
     found = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, each=True, asks=[STORE])

@@ -55,12 +55,12 @@ def test_overlapping_lookups_in_a_step_leave_the_order_whole(
     settings = CacheSettings(groups=(CacheGroup(block_size=4, window=1 << 40 if alone else None),))
     cache = TieredCache([TierSpec(HOST, size, IMAGE_BYTES, policy)], settings)
     keys = [i.to_bytes(32, "big") for i in range(size)]
-    turn = lookup(cache, keys, 0.0).turn
-    job = store(cache, keys, turn=turn).job
+    tick = lookup(cache, keys, 0.0).tick
+    job = store(cache, keys, tick=tick).job
     cache.apply([TransferResult(job, (Status.OK,) * size)], 0.0)
     for _ in range(3):
-        residency(cache, keys, Until.STEP, turn=turn)
-        residency(cache, keys[5 : size - 5], Until.STEP, turn=turn)
+        residency(cache, keys, Until.STEP, tick=tick)
+        residency(cache, keys[5 : size - 5], Until.STEP, tick=tick)
         assert cache.held == size, "a chunk that two lookups have found is protected once"
         assert store(cache, [b"new".ljust(32)]).job is None  # it needs room, and all is protected
         cache.end_step()

@@ -157,7 +157,7 @@ class Prompts:
                     cache.load(found.lease, {0: range(found.chunks)})
             prompts.append([*prompt[: found.chunks], *names(step, int(3 * 40 ** dice.random()))])
             new = len(prompts[-1]) - found.chunks
-            cache.store({0: GroupKeys(prompts[-1], found.chunks)}, {0: range(new)}, turn=found.turn)
+            cache.store({0: GroupKeys(prompts[-1], found.chunks)}, {0: range(new)}, tick=found.tick)
             self.move()
             while leases and (len(leases) > 3 or dice.random() < 0.7):
                 cache.release(leases.pop(dice.randrange(len(leases))))

@@ -17,8 +17,8 @@ from longshore.cache import GroupKeys, Run, Until
 from longshore.config import Config
 from longshore.keys import Scope
 from longshore.layout import from_rows
+from longshore.runtime.remote_fetch import bring, fetch, patience
 from longshore.runtime.stack import Stack, open_stack
-from longshore.runtime.stores import bring, fetch, patience
 from longshore.testing.local_server import LocalServer
 from longshore.tiers.remote import RemoteTier
 from longshore.transfer import CpuDevice

@@ -15,7 +15,7 @@ from tier_host_kit import program
 
 from longshore.boundary import Status
 from longshore.errors import ConfigError, TierError
-from longshore.runtime.tier_host import HostedStore
+from longshore.runtime.tier_host import HostedRemoteTier
 from longshore.runtime.tier_host import supervisor as watch
 from longshore.runtime.tier_host.supervisor import PROGRAM
 from longshore.runtime.tier_host.wire import Kind, pack_answer
@@ -30,7 +30,7 @@ PATIENT = "probe_timeout=20s&fetch_timeout=20s&write_timeout=20s"
 
 
 class StoreHarness(TierHarness):
-    tier: HostedStore
+    tier: HostedRemoteTier
 
     @property
     def pid(self) -> int:
@@ -70,7 +70,7 @@ def opener(tmp_path: Path) -> Iterator[Opener]:
         arena = Arena(32 * span(IMAGE), ArenaSettings(shared=True, huge_pages=False))
         about = {"name": "remote", "image_bytes": IMAGE, "arena": arena, "namespace": bytes(32), **options}
         harness = StoreHarness(
-            lambda: HostedStore(url or f"file://{tmp_path}?{PATIENT}", **about),  # type: ignore[arg-type]
+            lambda: HostedRemoteTier(url or f"file://{tmp_path}?{PATIENT}", **about),  # type: ignore[arg-type]
             arena,
             by_key=True,
         )
@@ -92,7 +92,7 @@ class TestHostedStore(TierTests):
     def open_tier(self, arena: Arena, directory: Path) -> Tier:
         directory.mkdir(exist_ok=True)
         url, name = f"file://{directory}?{PATIENT}", bytes(32)
-        return HostedStore(url, name="remote", image_bytes=self.image_bytes, arena=arena, namespace=name)
+        return HostedRemoteTier(url, name="remote", image_bytes=self.image_bytes, arena=arena, namespace=name)
 
 
 def test_what_is_stored_is_probed_and_read_by_another_engine(opener: Opener) -> None:

@@ -50,7 +50,7 @@ def test_fault_is_logged_once_and_its_call_log_replays(
         job = cache.store({0: GroupKeys(keys)})[0].job
         assert job is not None
         cache.apply([TransferResult(job, (Status.OK,) * 8)], 0.0)
-        policy = cache._store.policies[0]
+        policy = cache._state.policies[0]
         policy._linked.after[next(iter(policy.order()))] = 1  # type: ignore[attr-defined]
         policy._place[:] = bytes(len(policy._place))  # type: ignore[attr-defined]
     for _ in range(2):

@@ -176,5 +176,5 @@ def test_random_prompts_of_both_groups_never_get_a_wrong_byte(tmp_path: Path, fi
 def test_every_tier_evicts_by_the_policy_of_the_settings(eviction: str, tmp_path: Path) -> None:
     machine = Machine(tmp_path, eviction=eviction)
     with machine.stack, machine.stack.runtime.observe() as cache:
-        of_sizes = [policy.part(pool) for policy in cache._store.policies for pool in (0, 1)]
+        of_sizes = [policy.part(pool) for policy in cache._state.policies for pool in (0, 1)]
         assert [type(policy) for policy in of_sizes] == [POLICIES[eviction]] * 4

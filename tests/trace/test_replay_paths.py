@@ -82,4 +82,4 @@ def test_a_return_that_cannot_be_is_refused_before_anything_changed() -> None:
     for said in (Return(ends=True, seconds=1.0), Return(seconds=-1.0), Return(seconds=math.nan), Return(of=3), "ends"):
         with pytest.raises(CacheError, match=r"Return|again"):
             cache.lookup({0: GroupKeys([b"k" * 32])}, 0.0, returns=said)  # type: ignore[arg-type]
-    assert cache.lookup({0: GroupKeys([b"k" * 32])}, 0.0).turn == 1
+    assert cache.lookup({0: GroupKeys([b"k" * 32])}, 0.0).tick == 1

@@ -42,7 +42,7 @@ from longshore.bench.harness import Case, Seconds, chosen, compare, duration, me
 from longshore.boundary import Status
 from longshore.checksums import digest
 from longshore.config import parse_size
-from longshore.errors import BenchError
+from longshore.errors import BenchError, with_extra
 from longshore.testing.local_server import LocalServer
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import BY_KEY, Op, TierOp
@@ -158,7 +158,7 @@ def _moved(
         yield Case(f"{kind}-cpu/{size}", used[0], "s/GB", plain.name, used[1], used[1] / used[0])
     if f"{kind}-clients" in kinds:
         if len(sides) == 2:
-            raise BenchError("no client to compare with: pip install 'longshore[bench]'")
+            raise BenchError(f"no client to compare with: {with_extra('bench')}")
         best = min(range(2, len(sides)), key=lambda index: taken[index])
         yield rate(f"{kind}-clients/{size}", Seconds(taken[0], taken[best]), sides[best].name, images.nbytes)
 

@@ -3,8 +3,8 @@
     policy.next_victims(n)  ──► victims, coldest first ──► may_go? ──► yes: removed; its parent may be the next victim
                                                      └──────► no: held by the policy until its state changes
 
-A held copy is not examined again until its state may have changed (`Store.reconsider`), so the cost of an eviction does
-not grow with the number of copies that cannot be evicted.
+A held copy is not examined again until its state may have changed (`CacheState.reconsider`), so the cost of an eviction
+does not grow with the number of copies that cannot be evicted.
 
 Victims are examined in batches, as arrays, with the same result and order as one by one:
 
@@ -38,7 +38,7 @@ from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.nodes import ORPHANS
 from longshore.cache.pool import DRAINING, READY
 from longshore.cache.slab_pool import SlabPool
-from longshore.cache.store import Store
+from longshore.cache.state import CacheState
 from longshore.errors import CapacityError, IntegrityError
 
 Mask = npt.NDArray[np.bool_]
@@ -60,17 +60,17 @@ _EVICTED_WITH_SLAB = 64
 
 
 class Evictor:
-    """Makes room in the tiers of one `Store`."""
+    """Makes room in the tiers of one `CacheState`."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, state: CacheState) -> None:
+        self._state = state
         self._passed_over: list[list[deque[int]]] = []
         """Dirty chunks that an eviction passed over, by tier and pool, coldest first; some were cleaned, or used."""
         self.clear()
 
     def clear(self) -> None:
-        """The store was cleared: remove the chunks that were passed over."""
-        self._passed_over = [[deque() for _ in pool.slabs.images] for pool in self._store.pools]
+        """The cache was cleared: remove the chunks that were passed over."""
+        self._passed_over = [[deque() for _ in pool.slabs.images] for pool in self._state.pools]
 
     # ------------------------------------------------------------------ room
 
@@ -79,7 +79,7 @@ class Evictor:
 
         With `ahead`, a few more are freed than asked for.
         """
-        slots = self._store.pools[tier]
+        slots = self._state.pools[tier]
         missing = count - slots.room(pool)
         if missing <= 0:
             return count
@@ -92,19 +92,19 @@ class Evictor:
 
     def room_for(self, tier: int, nodes: Sequence[int], *, spare_dirty: bool) -> int:
         """Make room for copies of `nodes`, of any pools, in `tier`; returns for how many leading ones."""
-        slots = self._store.pools[tier]
+        slots = self._state.pools[tier]
         if not isinstance(slots, SlabPool):
             return self.make_room(tier, len(nodes), 0, spare_dirty=spare_dirty)
-        pools = [self._store.index.pool_of(node) for node in nodes]
+        pools = [self._state.index.pool_of(node) for node in nodes]
         self._reclaim_slabs(tier, slots, Counter(pools), spare_dirty=spare_dirty)
         return slots.leading(pools)
 
     def discard(self, keys: Sequence[Key], tier: int) -> int:
         """Remove copies of `keys` that are not leased, read or needed by descendants; returns how many."""
-        count, nodes = 0, [self._store.index.get(key) for key in keys]
+        count, nodes = 0, [self._state.index.get(key) for key in keys]
         for node in reversed(nodes):
-            if node and self._store.index.is_ready(node, tier) and self.may_go(node, tier):
-                self._store.detach(node, tier, cause="discarded")
+            if node and self._state.index.is_ready(node, tier) and self.may_go(node, tier):
+                self._state.detach(node, tier, cause="discarded")
                 count += 1
         return count
 
@@ -113,7 +113,7 @@ class Evictor:
 
         Raises `CapacityError`, with nothing changed, if a chunk in a slot above cannot be removed.
         """
-        pool, index = self._store.pools[tier], self._store.index
+        pool, index = self._state.pools[tier], self._state.index
         first = max(0, slots) * pool.slabs.stride
         above = [node for node in pool.node[first:] if node] if discard else []
         going = set(above)
@@ -122,12 +122,12 @@ class Evictor:
         if slots < 0 or DRAINING in pool.state[first:]:
             pool.resize(slots)  # raises the error
         for node in sorted(above, key=lambda node: -index.depth[node]):
-            self._store.detach(node, tier, cause="discarded")
+            self._state.detach(node, tier, cause="discarded")
         pool.resize(slots)
         index.resize()
-        self._store.fit()
-        self._store.changes += 1
-        for each, policy in zip(self._store.pools, self._store.policies, strict=True):
+        self._state.fit()
+        self._state.changes += 1
+        for each, policy in zip(self._state.pools, self._state.policies, strict=True):
             policy.resize(each.capacity, index.key)
 
     # ------------------------------------------------------------------ in policy order
@@ -137,10 +137,10 @@ class Evictor:
 
         With `spare_dirty`, copies without a backup are not evicted.
         """
-        store = self._store
+        state = self._state
         gone = 0 if spare_dirty else self._evict_passed_over(tier, count, pool)
         gone += self._evict(tier, count - gone, pool, spare_dirty=spare_dirty)
-        store.counters.evictions[store.levels[tier].name] += gone
+        state.counters.evictions[state.levels[tier].name] += gone
         return gone
 
     def may_go(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
@@ -148,14 +148,14 @@ class Evictor:
 
         `going` are nodes whose copies in the same tier are evicted first.
         """
-        store, index = self._store, self._store.index
-        if not index.is_ready(node, tier) or store.pools[tier].readers[index.slot[tier][node]]:
+        state, index = self._state, self._state.index
+        if not index.is_ready(node, tier) or state.pools[tier].readers[index.slot[tier][node]]:
             return False
         if self._stays_warm(node, tier):
             return False
         above = index.other_coldest_tier(node, tier)
         last = above < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
-        if last and (above >= 0 or store.is_kept(node)):
+        if last and (above >= 0 or state.is_kept(node)):
             return False
         if above >= tier or not index.reach[above + 1][node]:
             return True
@@ -165,17 +165,17 @@ class Evictor:
         )
 
     def _stays_warm(self, node: int, tier: int) -> bool:
-        return tier == 0 and (bool(self._store.seen[node]) or node in self._store.kept_in_host)
+        return tier == 0 and (bool(self._state.seen[node]) or node in self._state.kept_in_host)
 
     def _evict(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
         """Evict in policy order: in batches where possible, else one by one."""
-        policy, gone, several = self._store.order(tier, pool), 0, min(count, _AT_FIRST)
+        policy, gone, several = self._state.order(tier, pool), 0, min(count, _AT_FIRST)
         rounds = _ROUNDS * len(policy) + _AT_LEAST
         while gone < count and (nodes := policy.next_victims(several)):
             rounds -= 1
             if rounds < 0:
                 raise IntegrityError(f"the eviction policy of tier {tier} names the same victims repeatedly")
-            if spare_dirty and (passed := self._store.backlog.leading_sole(nodes, tier)):
+            if spare_dirty and (passed := self._state.backlog.leading_sole(nodes, tier)):
                 self._remember(nodes[:passed], tier, pool)
                 policy.hold_victims(nodes[:passed])
                 several = max(2 * passed, _AT_LEAST)
@@ -191,13 +191,13 @@ class Evictor:
 
     def _evict_few(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
         """Evict at most `count` of the next victims, one by one; returns how many."""
-        policy, gone = self._store.order(tier, pool), 0
+        policy, gone = self._state.order(tier, pool), 0
         for _ in range(count):
             node = policy.victim()
             if not node:
                 break
             if self.may_go(node, tier) and not self._pass_over(node, tier, pool, spare_dirty=spare_dirty):
-                self._store.detach(node, tier, cause=EVICTED)
+                self._state.detach(node, tier, cause=EVICTED)
                 gone += 1
             else:
                 policy.hold(node)
@@ -206,7 +206,7 @@ class Evictor:
     def _remember(self, nodes: Sequence[int], tier: int, pool: int) -> None:
         """Record dirty chunks that were passed over."""
         queue = self._passed_over[tier][pool]
-        if len(queue) > 2 * len(self._store.policies[tier]) + 64:
+        if len(queue) > 2 * len(self._state.policies[tier]) + 64:
             kept = dict.fromkeys(each for each in queue if self._is_passed_over(each, tier, pool))
             queue = self._passed_over[tier][pool] = deque(kept)
         queue.extend(nodes)
@@ -220,16 +220,16 @@ class Evictor:
             # What came back to a warmer tier meanwhile is spared: its children there may be about to follow it down.
             may = self._is_passed_over(node, tier, pool) and not self._is_warmer(node, tier)
             if may and self.may_go(node, tier):
-                self._store.detach(node, tier, cause=EVICTED)
+                self._state.detach(node, tier, cause=EVICTED)
                 gone += 1
         return gone
 
     def is_spared(self, node: int, tier: int, *, spare_dirty: bool) -> bool:
         """Whether to keep a copy without a backup: with `spare_dirty`, or if a warmer tier would write it again."""
-        return self._is_warmer(node, tier) or (spare_dirty and self._store.backlog.is_dirty(node, tier))
+        return self._is_warmer(node, tier) or (spare_dirty and self._state.backlog.is_dirty(node, tier))
 
     def _is_warmer(self, node: int, tier: int) -> bool:
-        return 0 <= self._store.index.other_coldest_tier(node, tier) < tier
+        return 0 <= self._state.index.other_coldest_tier(node, tier) < tier
 
     def _pass_over(self, node: int, tier: int, pool: int, *, spare_dirty: bool) -> bool:
         """Whether `node` is spared; records it if it is dirty."""
@@ -240,7 +240,7 @@ class Evictor:
         return True
 
     def _is_passed_over(self, node: int, tier: int, pool: int) -> bool:
-        return self._store.backlog.is_dirty(node, tier) and self._store.order(tier, pool).is_held(node)
+        return self._state.backlog.is_dirty(node, tier) and self._state.order(tier, pool).is_held(node)
 
     # ------------------------------------------------------------------ in batches
 
@@ -257,7 +257,7 @@ class Evictor:
         kept = 0
         if not sole[0]:
             kept = leading(~safe & ~sole)
-        elif alone := leading(sole & self._store.backlog.are_clean(at)):
+        elif alone := leading(sole & self._state.backlog.are_clean(at)):
             going, kept = self._leaves(nodes[:alone], at[:alone], tier, policy, most)
             if going:
                 self._drop_leaves(going, tier)
@@ -268,14 +268,14 @@ class Evictor:
 
     def _kinds(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
         """Which of the nodes `at` are safe, and which have their only copy in `tier`; bool, of the same shape."""
-        store, index = self._store, self._store.index
+        state, index = self._state, self._state.index
         ready, colder, others = (np.zeros(len(at), bool) for _ in range(3))
         for other in index.tiers:
             if other != tier:
                 slots = column(index.slot[other])[at]
                 there = slots >= 0
                 others |= there
-                ready[there] |= marks(store.pools[other].state)[slots[there]] == READY
+                ready[there] |= marks(state.pools[other].state)[slots[there]] == READY
                 if other > tier:
                     colder |= there
         if not np.count_nonzero(others):
@@ -284,12 +284,12 @@ class Evictor:
 
     def _idle(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
         """Which copies are not being read, nor kept in the warmest tier by a prefetch or a lookup of this step."""
-        store = self._store
-        idle: Mask = column(store.pools[tier].readers)[column(store.index.slot[tier])[at]] == 0
+        state = self._state
+        idle: Mask = column(state.pools[tier].readers)[column(state.index.slot[tier])[at]] == 0
         if not tier:
-            idle &= marks(store.seen)[at] == 0
-            if store.kept_in_host:
-                idle &= [node not in store.kept_in_host for node in at.tolist()]
+            idle &= marks(state.seen)[at] == 0
+            if state.kept_in_host:
+                idle &= [node not in state.kept_in_host for node in at.tolist()]
         return idle
 
     def _leaves(
@@ -300,7 +300,7 @@ class Evictor:
 
         A node can be evicted if it has no child, or only the victim before it.
         """
-        index = self._store.index
+        index = self._state.index
         parents, below = column(index.parent)[at], column(index.reach[0])[at]
         behind = np.zeros(len(at), bool)
         np.equal(parents[:-1], at[1:], out=behind[1:])
@@ -319,7 +319,7 @@ class Evictor:
 
         Ends where a node becomes evictable whose place in the order is unknown; one that is dirty may go next.
         """
-        parent, reach, is_held = self._store.index.parent, self._store.index.reach[0], policy.is_held
+        parent, reach, is_held = self._state.index.parent, self._state.index.reach[0], policy.is_held
         going: list[int] = []
         left: dict[int, int] = {}
         """The number of children left, of nodes that lose some."""
@@ -334,38 +334,38 @@ class Evictor:
             chain = self._held_chain(above, tier, policy, left, most - len(going))
             follow = policy.victims_after(nodes[top], chain)
             going += chain[:follow]
-            if len(going) >= most or follow < len(chain) or tier < self._store.last:
+            if len(going) >= most or follow < len(chain) or tier < self._state.last:
                 return going[:most]
         return [*going, *nodes[begin:]][:most]
 
     def _drop_copies(self, nodes: Sequence[int], at: npt.NDArray[np.int32], tier: int) -> None:
         """Evict safe copies, of which a colder tier keeps another."""
-        store, index = self._store, self._store.index
+        state, index = self._state, self._state.index
         slots = column(index.slot[tier])[at]
         self._log(nodes, tier)
-        store.counters.demotions[store.levels[tier].name] += len(nodes)
-        store.policies[tier].remove_victims(nodes, index.key[at].tolist())
+        state.counters.demotions[state.levels[tier].name] += len(nodes)
+        state.policies[tier].remove_victims(nodes, index.key[at].tolist())
         index.drop_copies(at, tier)
-        store.pools[tier].free_all(slots)
-        store.reconsider(at[::-1], apart_from=tier)
+        state.pools[tier].free_all(slots)
+        state.reconsider(at[::-1], apart_from=tier)
 
     def _drop_leaves(self, nodes: Sequence[int], tier: int) -> None:
         """Evict sole copies, which are clean."""
-        store, index, policy = self._store, self._store.index, self._store.policies[tier]
+        state, index, policy = self._state, self._state.index, self._state.policies[tier]
         at = np.array(nodes, np.int32)
         keys, slots = index.key[at].tolist(), column(index.slot[tier])[at]
         self._log(nodes, tier)
         policy.remove_victims(nodes, keys)
         parents = index.drop_leaves(at, keys, tier)
-        store.pools[tier].free_all(slots)
-        store.backlog.forget_all(nodes)
-        store.forget(nodes)
+        state.pools[tier].free_all(slots)
+        state.backlog.forget_all(nodes)
+        state.forget(nodes)
         freed = [parent for parent in parents if parent > ORPHANS and not index.reach[0][parent]]
         for parent in freed:
             if index.is_ready(parent, tier) and policy.is_held(parent):
                 policy.release(self._held_chain(parent, tier, policy, {}, len(policy))[::-1])
-        if store.last and freed:
-            store.reconsider(np.array(freed, np.int32), apart_from=tier if tier == store.last else -1)
+        if state.last and freed:
+            state.reconsider(np.array(freed, np.int32), apart_from=tier if tier == state.last else -1)
 
     def _held_chain(self, node: int, tier: int, policy: EvictionPolicy, left: dict[int, int], most: int) -> list[int]:
         """The held `node`, which has no children left, and the ancestors that can be evicted right after it; at most
@@ -373,7 +373,7 @@ class Evictor:
 
         `left` is the number of children that nodes will have left, of those that lose some; it is updated.
         """
-        parent, reach, is_held = self._store.index.parent, self._store.index.reach[0], policy.is_held
+        parent, reach, is_held = self._state.index.parent, self._state.index.reach[0], policy.is_held
         if most < 1 or not self._free(np.array((node,), np.int32), tier)[0]:  # as when a warmer tier has the whole path
             return []
         chain: list[int] = []
@@ -390,23 +390,23 @@ class Evictor:
     def _free(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
         """Which ready copies of the nodes `at` in `tier` have no other copy, reader, lease or lookup of this step, and
         are not to be copied down."""
-        store, index = self._store, self._store.index
+        state, index = self._state, self._state.index
         free = self._idle(at, tier)
         if tier:
-            free &= marks(store.seen)[at] == 0
-        if tier < store.last:
-            free &= store.backlog.are_clean(at)
+            free &= marks(state.seen)[at] == 0
+        if tier < state.last:
+            free &= state.backlog.are_clean(at)
         for other in index.tiers:
             if other != tier:
                 free &= column(index.slot[other])[at] < 0
-        if store.pins:
-            free &= [node not in store.pins for node in at.tolist()]
+        if state.pins:
+            free &= [node not in state.pins for node in at.tolist()]
         return free
 
     def _log(self, nodes: Sequence[int], tier: int) -> None:
-        if self._store.log.on:
+        if self._state.log.on:
             for node in nodes:
-                self._store.log_loss(node, tier, EVICTED)
+                self._state.log_loss(node, tier, EVICTED)
 
     # ------------------------------------------------------------------ slabs
 
@@ -426,19 +426,19 @@ class Evictor:
 
     def _reclaim_one(self, tier: int, slots: SlabPool, pool: int, before: float, *, spare_dirty: bool) -> bool:
         """Reclaim a slab of another size that was last used before `before`; returns whether there was one."""
-        store = self._store
+        state = self._state
         going: list[int] = []
         for slab, used in islice(slots.slabs_of_others(pool), _SLABS_EXAMINED):
             if used >= before or (going := self._goes_with(tier, slots, slab, spare_dirty=spare_dirty)):
                 break
-        for node in sorted(going, key=lambda node: -store.index.depth[node]):
-            store.detach(node, tier, cause=EVICTED)
-        store.counters.evictions[store.levels[tier].name] += len(going)
+        for node in sorted(going, key=lambda node: -state.index.depth[node]):
+            state.detach(node, tier, cause=EVICTED)
+        state.counters.evictions[state.levels[tier].name] += len(going)
         return bool(going)
 
     def _goes_with(self, tier: int, slots: SlabPool, slab: int, *, spare_dirty: bool) -> list[int]:
         """All nodes to evict to empty `slab`; none if it cannot be emptied."""
-        index = self._store.index
+        index = self._state.index
         inside = slots.contents(slab)
         if any(slots.state[slot] != READY for slot in inside):
             return []

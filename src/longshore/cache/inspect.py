@@ -1,22 +1,22 @@
-"""Read-only views of a `Store`: residents, occupancy, and `check_integrity`."""
+"""Read-only views of a `CacheState`: residents, occupancy, and `check_integrity`."""
 
 from __future__ import annotations
 
 from longshore.cache.columns import column
 from longshore.cache.pool import STATES
-from longshore.cache.store import Store
+from longshore.cache.state import CacheState
 from longshore.cache.types import Resident, SizeStats, TierStats
 from longshore.errors import CacheError
 
 
-def residents(store: Store) -> list[Resident]:
+def residents(state: CacheState) -> list[Resident]:
     """Every chunk that is ready or being filled, once for each tier that it is in."""
-    index, nodes = store.index, list(store.index)
+    index, nodes = state.index, list(state.index)
     return [
         Resident(
             index.key[node],
             before,
-            store.slot(tier, slot),
+            state.slot(tier, slot),
             STATES[index.pools[tier].state[slot]],
         )
         for node, before in zip(nodes, index.before(nodes), strict=True)
@@ -25,7 +25,7 @@ def residents(store: Store) -> list[Resident]:
     ]
 
 
-def stats(store: Store) -> tuple[TierStats, ...]:
+def stats(state: CacheState) -> tuple[TierStats, ...]:
     """Occupancy per tier, warmest first."""
     return tuple(
         TierStats(
@@ -37,16 +37,16 @@ def stats(store: Store) -> tuple[TierStats, ...]:
             pool.used_bytes,
             tuple(SizeStats(size, *pool.used_by(each)) for each, size in enumerate(pool.slabs.image_bytes)),
         )
-        for level, pool, policy in zip(store.levels, store.pools, store.policies, strict=True)
+        for level, pool, policy in zip(state.levels, state.pools, state.policies, strict=True)
     )
 
 
-def check_integrity(store: Store) -> None:
+def check_integrity(state: CacheState) -> None:
     """Check all data structures; raises `CacheError` where two of them are inconsistent."""
-    index, nodes = store.index, store.index.entered()
-    for book in (index, store.backlog, store.partials):
+    index, nodes = state.index, state.index.entered()
+    for book in (index, state.backlog, state.partials):
         book.check_integrity()
-    for tier, (level, pool, policy) in enumerate(zip(store.levels, store.pools, store.policies, strict=True)):
+    for tier, (level, pool, policy) in enumerate(zip(state.levels, state.pools, state.policies, strict=True)):
         pool.check_integrity()
         policy.check_integrity()
         live = nodes[column(index.slot[tier])[nodes] >= 0]
@@ -55,6 +55,6 @@ def check_integrity(store: Store) -> None:
         ready = live[index.are_ready(live, tier)]
         if len(policy) != len(ready) or not policy.resident(index.size)[ready].all():
             raise CacheError(f"{level.name}: the eviction policy has {len(policy)} of {len(ready)} ready chunks")
-    for node, pins in store.pins.items():
+    for node, pins in state.pins.items():
         if index.key[node] is None or not pins or any(pin.node != node for pin in pins):
             raise CacheError(f"node {node} is pinned, but was removed")

@@ -62,7 +62,7 @@ class Loader:
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
-        self._store = transfers.store
+        self._state = transfers.state
 
     def load(
         self,
@@ -83,19 +83,19 @@ class Loader:
         leased chunks that end at the node `tail`, unless that is `ROOT`. Of the last block only `tokens` are loaded.
         The load ends after `timeout` seconds.
         """
-        store = self._store
+        state = self._state
         load, wait = self._begin(timeout)
-        path = store.index.path(tail, held)[held - len(keys) :][::-1] if tail else store.index.readable(keys)
+        path = state.index.path(tail, held)[held - len(keys) :][::-1] if tail else state.index.readable(keys)
         tiers, slots, warm = self._pin(path)
         cold = [i for i, tier in enumerate(tiers) if tier]
-        store.log.by = keys[cold[0]] if cold else None
+        state.log.by = keys[cold[0]] if cold else None
         room = self._make_room([path[i] for i in cold])
         if room < len(cold):
             cut = cold[room]
             self._cut(load, tiers[cut:], slots[cut:])
             path, tiers, slots = path[:cut], tiers[:cut], slots[:cut]
-        load.cut += [store.miss(key) for key in keys[len(path) + len(load.cut) :]]
-        above = store.index.before(path[:1])[0] if path else None
+        load.cut += [state.miss(key) for key in keys[len(path) + len(load.cut) :]]
+        above = state.index.before(path[:1])[0] if path else None
         for start, end in _batches(warm, len(path)):
             here = slice(start, end)
             parents = [above, *keys[start : end - 1]]
@@ -123,18 +123,18 @@ class Loader:
         `nodes` are their nodes, fewer if some were removed. Then, or if the host tier has no room for all reads,
         nothing is loaded.
         """
-        store = self._store
+        state = self._state
         load, wait = self._begin(timeout, is_whole=True)
         if len(nodes) < len(keys):
-            load.cut = [store.miss(key) for key in keys]
+            load.cut = [state.miss(key) for key in keys]
             return load
         tiers, slots, warm = self._pin(nodes)
         cold = [i for i, tier in enumerate(tiers) if tier]
-        store.log.by = keys[cold[0]] if cold else None
+        state.log.by = keys[cold[0]] if cold else None
         if self._make_room([nodes[i] for i in cold]) < len(cold):
             self._cut(load, tiers, slots)
             return load
-        parents = store.index.before(nodes)
+        parents = state.index.before(nodes)
         batch = Batch(nodes, keys, parents, tiers, slots, warm=warm == len(nodes))
         self._order_batch(load, wait, batch, tuple(sections), by_layer=by_layer)
         return load
@@ -150,7 +150,7 @@ class Loader:
         self,
         keys: Sequence[Key],
         at: npt.NDArray[np.int32],
-        turn: int | None,
+        tick: int | None,
         origins: Mapping[Key, str] | None,
         *,
         is_first: bool,
@@ -160,25 +160,25 @@ class Loader:
         The engine carries it out itself. Returns the job, their number, and the slots, which are not written before the
         job has ended. `is_first`: they are of the first group.
         """
-        store, nodes = self._store, at.tolist()
-        taken = column(store.index.slot[0])[at]
-        column(store.pools[0].readers)[taken] += 1
-        store.windows.serve(nodes)
-        store.serve(turn)
-        store.touch(nodes[::-1])
-        slots, name = taken.tolist(), store.levels[0].name
+        state, nodes = self._state, at.tolist()
+        taken = column(state.index.slot[0])[at]
+        column(state.pools[0].readers)[taken] += 1
+        state.windows.serve(nodes)
+        state.serve(tick)
+        state.touch(nodes[::-1])
+        slots, name = taken.tolist(), state.levels[0].name
         job = self._transfers.new_id()
         hits = Counter(origins_of(keys, [name] * len(keys), origins)) if origins else {name: len(keys)}
-        store.counters.count_hits(hits, hits if is_first else {}, self._transfers.settings.first_tokens)
+        state.counters.count_hits(hits, hits if is_first else {}, self._transfers.settings.first_tokens)
         self._transfers.order(job, keys, [None] * len(nodes), TierSlots(0, slots), None, command=False)
-        return job, len(keys), Addresses(Slots(name, store.pools[0].pool_of(slots[0]), tuple(slots)))
+        return job, len(keys), Addresses(Slots(name, state.pools[0].pool_of(slots[0]), tuple(slots)))
 
     def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:
         """Add a reader to the copy that each reachable node is read from.
 
         Returns tiers and slots, and the number of leading chunks that are ready in the host tier.
         """
-        index, pools = self._store.index, self._store.pools
+        index, pools = self._state.index, self._state.pools
         at = column(index.slot[0])[np.array(path, np.int32)]
         absent = (at < 0).nonzero()[0].tolist()
         column(pools[0].readers)[at[at >= 0]] += 1
@@ -199,7 +199,7 @@ class Loader:
         """There is no room for the first of these copies: none of them is loaded."""
         load.cut = [MissReason.NO_ROOM if tier else MissReason.BEHIND for tier in tiers]
         for tier in sorted(set(tiers)):
-            self._store.end_reads(tier, [slot for slot, other in zip(slots, tiers, strict=True) if other == tier])
+            self._state.end_reads(tier, [slot for slot, other in zip(slots, tiers, strict=True) if other == tier])
 
     def _order_batch(
         self,
@@ -212,12 +212,12 @@ class Loader:
         tokens: int | None = None,
     ) -> None:
         """Order one batch into the device blocks of `sections`."""
-        names = [level.name for level in self._store.levels]
+        names = [level.name for level in self._state.levels]
         warm = list(batch.slots)
         if batch.warm:
             load.sources += [names[0]] * len(warm)
         else:
-            load.sources += [names[self._store.index.warmest_ready(node)] for node in batch.nodes]
+            load.sources += [names[self._state.index.warmest_ready(node)] for node in batch.nodes]
             for tier in sorted({tier for tier in batch.tiers if tier}):
                 self._order_read(batch, tier, warm)
         load.parts.append(
@@ -240,9 +240,9 @@ class Loader:
         """Order the reads of a batch from a colder `tier` into the host tier; stores their slots there in `warm`."""
         job = self._transfers.new_id()
         chosen = [i for i, each in enumerate(batch.tiers) if each == tier]
-        for i, slot in zip(chosen, self._store.place_copies([batch.nodes[i] for i in chosen], 0, job), strict=True):
+        for i, slot in zip(chosen, self._state.place_copies([batch.nodes[i] for i in chosen], 0, job), strict=True):
             warm[i] = slot
-            self._store.pools[0].readers[slot] += 1
+            self._state.pools[0].readers[slot] += 1
         self._transfers.order(
             job,
             [batch.keys[i] for i in chosen],
@@ -257,7 +257,7 @@ class Prefetcher:
 
     def __init__(self, transfers: Transfers, offloader: Offloader, leases: Leases) -> None:
         self._transfers = transfers
-        self._store = transfers.store
+        self._state = transfers.state
         self._offloader = offloader
         self._leases = leases
         self.queue: dict[int, tuple[LeaseRecord, Wait]] = {}
@@ -265,7 +265,7 @@ class Prefetcher:
         self._is_new = False
         """Whether the queue has changed since the last `proceed`."""
         self._seen = 0
-        """`Store.changes` at the start of the last `proceed`, so that its own changes cause another one."""
+        """`CacheState.changes` at the start of the last `proceed`, so that its own changes cause another one."""
 
     def check(self, policy: PrefetchPolicy | None, timeout: float | None) -> tuple[PrefetchPolicy, float]:
         """The policy, and its seconds. Raises `CacheError` for an invalid timeout, or one with another policy."""
@@ -289,7 +289,7 @@ class Prefetcher:
             self.cancel(former)
         if patient and (wait.lacks or wait.jobs):
             if not any(before.lacks for _, before in self.queue.values()):
-                self._store.keep_in_host(self._store.kept_in_host.union(self._path(record)))
+                self._state.keep_in_host(self._state.kept_in_host.union(self._path(record)))
             self.queue[wait.number] = record, wait
             self._is_new = True
             self.proceed()
@@ -303,28 +303,28 @@ class Prefetcher:
             self.proceed()
 
     def clear(self) -> None:
-        """The store was cleared."""
+        """The cache was cleared."""
         self.queue.clear()
 
     def proceed(self) -> None:
         """Order reads of queued prefetches for which room was made; end waits for which no room can be made.
 
-        Does nothing unless the queue or the store has changed. The chunks in the warmest tier of the first prefetch
+        Does nothing unless the queue or the cache has changed. The chunks in the warmest tier of the first prefetch
         that lacks room, and of those before it, are not evicted.
         """
         for number in [number for number, (_, wait) in self.queue.items() if self._transfers.now >= wait.deadline]:
             del self.queue[number]
             self._is_new = True
-        store, is_new = self._store, self._is_new
-        if not is_new and self._seen == store.changes:
+        state, is_new = self._state, self._is_new
+        if not is_new and self._seen == state.changes:
             return
-        self._is_new, self._seen = False, store.changes
-        kept, before = set[int]() if is_new else store.kept_in_host, set[str | None]()
+        self._is_new, self._seen = False, state.changes
+        kept, before = set[int]() if is_new else state.kept_in_host, set[str | None]()
         for record, wait in self.queue.values():
             if is_new or wait.lacks:
                 kept = kept.union(self._path(record))
             if wait.lacks:
-                store.keep_in_host(kept)
+                state.keep_in_host(kept)
                 self._order(record, wait)
                 others = len(self._transfers.jobs) > len(wait.jobs) or not before <= {record.request}
                 wait.lacks &= others or self._leases.protects
@@ -332,55 +332,55 @@ class Prefetcher:
             if wait.lacks:
                 break
             before.add(record.request)
-        if kept or store.kept_in_host:
-            store.keep_in_host(kept)
+        if kept or state.kept_in_host:
+            state.keep_in_host(kept)
 
     def is_waiting(self, record: LeaseRecord) -> bool:
         """Whether the request of `record` has to wait for more chunks in the warmest tier."""
-        wait, index = record.prefetch, self._store.index
+        wait, index = record.prefetch, self._state.index
         if wait is None or not wait.patient or not (wait.jobs or (wait.lacks and wait.number in self.queue)):
             return False
         return bool(wait.jobs) or not all(index.is_ready(node, 0) for node in record.nodes(index))
 
     def _path(self, record: LeaseRecord) -> list[int]:
         """The nodes of the leased chunks, at most as many as fit in the warmest tier."""
-        return record.nodes(self._store.index)[: self._store.total_room(0)]
+        return record.nodes(self._state.index)[: self._state.total_room(0)]
 
     def _order(self, record: LeaseRecord, wait: Wait, *, waits_its_turn: bool = False) -> None:
         """Join reads in flight, and order reads from colder tiers as far as there is clean room.
 
         The wait `lacks` room for the others if more may be made, or, with `waits_its_turn`, for all of them.
         """
-        store, transfers, path = self._store, self._transfers, self._path(record)
-        store.serve(record.turn)
-        keys = [store.index.key[node] for node in path]
-        transfers.join(wait, [slot for node in path if (slot := store.index.slot[0][node]) >= 0])
-        cold = [i for i, node in enumerate(path) if store.index.slot[0][node] < 0]
+        state, transfers, path = self._state, self._transfers, self._path(record)
+        state.serve(record.tick)
+        keys = [state.index.key[node] for node in path]
+        transfers.join(wait, [slot for node in path if (slot := state.index.slot[0][node]) >= 0])
+        cold = [i for i, node in enumerate(path) if state.index.slot[0][node] < 0]
         wait.lacks = waits_its_turn and bool(cold)
         if wait.lacks or not cold:
             transfers.waits.begin(wait)
             return
-        store.log.by = keys[cold[0]]
-        warm = store.kept_in_host
-        store.keep_in_host(warm.union(path))
+        state.log.by = keys[cold[0]]
+        warm = state.kept_in_host
+        state.keep_in_host(warm.union(path))
         room = self._offloader.clean_room([path[i] for i in cold], cleans=wait.patient)
-        store.keep_in_host(warm & store.kept_in_host)
+        state.keep_in_host(warm & state.kept_in_host)
         wait.lacks, cold = wait.patient and room < len(cold), cold[:room]
         for start in range(0, len(cold), LOAD_BATCH):
             chosen = cold[start : start + LOAD_BATCH]
             nodes, mine = [path[i] for i in chosen], [keys[i] for i in chosen]
-            above = store.index.before(nodes)
-            for tier in sorted({store.index.warmest_ready(node) for node in nodes}):
+            above = state.index.before(nodes)
+            for tier in sorted({state.index.warmest_ready(node) for node in nodes}):
                 transfers.waits.join(wait, [self._read(tier, nodes, mine, above)])
         transfers.waits.begin(wait)
 
     def _read(self, tier: int, nodes: Sequence[int], keys: Sequence[Key], above: Sequence[Key | None]) -> Job:
         """Order the reads of those `nodes` whose warmest copy is in `tier`."""
-        store, job = self._store, self._transfers.new_id()
-        ours = [i for i, node in enumerate(nodes) if store.index.warmest_ready(node) == tier]
-        sources = [store.index.slot[tier][nodes[i]] for i in ours]
+        state, job = self._state, self._transfers.new_id()
+        ours = [i for i, node in enumerate(nodes) if state.index.warmest_ready(node) == tier]
+        sources = [state.index.slot[tier][nodes[i]] for i in ours]
         for slot in sources:
-            store.pools[tier].readers[slot] += 1
-        slots = store.place_copies([nodes[i] for i in ours], 0, job)
+            state.pools[tier].readers[slot] += 1
+        slots = state.place_copies([nodes[i] for i in ours], 0, job)
         sides = TierSlots(tier, sources), TierSlots(0, slots)
         return self._transfers.order(job, [keys[i] for i in ours], [above[i] for i in ours], *sides, prefetch=True)

@@ -27,7 +27,7 @@ from longshore.cache.groups import UNTOLD, GroupKeys, GroupSearch, Need, check_d
 from longshore.cache.index import At, Residency, nodes_of
 from longshore.cache.nodes import ROOT
 from longshore.cache.remote import RemoteTiers
-from longshore.cache.store import Pin, Store
+from longshore.cache.state import CacheState, Pin
 from longshore.cache.transfers import LeasedChunks, Transfers
 from longshore.cache.transfers import LeaseRecord as Record
 from longshore.cache.types import Found, Lease, MissReason, Until
@@ -35,17 +35,17 @@ from longshore.errors import CacheError, LeaseError
 
 
 class Leases:
-    """The leases on one `Store`, by number."""
+    """The leases on one `CacheState`, by number."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, state: CacheState) -> None:
+        self._state = state
         self._records: dict[int, Record] = {}
         self._step = array("i")
         """Nodes protected in this step, each once; some may have been removed since."""
 
     def __len__(self) -> int:
         """Number of leases not released, and of chunks protected until the end of the step."""
-        return len(self._records) + int(np.count_nonzero(marks(self._store.seen)[np.unique(column(self._step))]))
+        return len(self._records) + int(np.count_nonzero(marks(self._state.seen)[np.unique(column(self._step))]))
 
     def __iter__(self) -> Iterator[Record]:
         return iter(self._records.values())
@@ -54,7 +54,7 @@ class Leases:
         self, identity: int, parts: Sequence[LeasedChunks], request: str | None, *, is_multi_group: bool = False
     ) -> Lease:
         """A new lease on `parts`, whose nodes are pinned."""
-        self._records[identity] = Record(parts, request, self._store.served, is_multi_group=is_multi_group)
+        self._records[identity] = Record(parts, request, self._state.served, is_multi_group=is_multi_group)
         return Lease(identity)
 
     def get(self, lease: Lease) -> Record:
@@ -76,16 +76,16 @@ class Leases:
     def drop(self, lease: Lease) -> None:
         """Remove `lease`, and record a use of its chunks by its request."""
         record = self._records.pop(lease.id)
-        self._store.serve(record.turn)
+        self._state.serve(record.tick)
         for part in record.parts:
             nodes = [node for pin in part.pins if (node := pin.node)]
             if part.alone:
-                self._store.windows.serve(nodes)
+                self._state.windows.serve(nodes)
             elif nodes:
-                nodes = self._store.index.path(nodes[0], part.positions[-1] - part.positions[0] + 1)
-            self._store.touch(nodes if not part.alone else nodes[::-1])
+                nodes = self._state.index.path(nodes[0], part.positions[-1] - part.positions[0] + 1)
+            self._state.touch(nodes if not part.alone else nodes[::-1])
             for pin in part.pins:
-                self._store.unpin(pin)
+                self._state.unpin(pin)
 
     def of(self, request: str) -> list[Lease]:
         """The leases of `request`."""
@@ -93,7 +93,7 @@ class Leases:
 
     def protect(self, at: npt.NDArray[np.int32]) -> None:
         """Protect the nodes `at` from eviction until `end_step`, those in the warmest tier in that tier."""
-        seen = marks(self._store.seen)
+        seen = marks(self._state.seen)
         fresh = once(at[seen[at] == 0])
         seen[fresh] = 1
         self._step.frombytes(fresh.tobytes())
@@ -104,25 +104,25 @@ class Leases:
         return bool(self._step)
 
     def forget_step(self) -> None:
-        """The store was cleared: nothing is protected any more."""
+        """The cache was cleared: nothing is protected any more."""
         self._step = array("i")
 
     def end_step(self) -> None:
         """The step has ended: remove all protections."""
         if self._step:
             at, self._step = column(self._step), array("i")
-            marks(self._store.seen)[at] = 0
-            self._store.reconsider(at)
-        self._store.invalidate_quarantined()
+            marks(self._state.seen)[at] = 0
+            self._state.reconsider(at)
+        self._state.invalidate_quarantined()
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless all pins are those of leases, and all marks those of protected nodes."""
         held = [pin for record in self for part in record.parts for pin in part.pins]
         ours = {pin for pin in held if pin.node}
-        theirs = {pin for pins in self._store.pins.values() for pin in pins}
+        theirs = {pin for pins in self._state.pins.values() for pin in pins}
         if ours != theirs:
-            raise CacheError(f"the store has {len(theirs)} pins, the leases {len(ours)}")
-        seen = set(np.flatnonzero(marks(self._store.seen)).tolist())
+            raise CacheError(f"the cache has {len(theirs)} pins, the leases {len(ours)}")
+        seen = set(np.flatnonzero(marks(self._state.seen)).tolist())
         if not seen <= set(self._step):
             raise CacheError(f"{len(seen)} nodes are marked as protected, expected {len(set(self._step))}")
 
@@ -142,7 +142,7 @@ class Lookups:
         self, transfers: Transfers, leases: Leases, remote: RemoteTiers, advance: Callable[[float], None]
     ) -> None:
         self._transfers = transfers
-        self._store = transfers.store
+        self._state = transfers.state
         self._leases = leases
         self._remote = remote
         self._advance = advance
@@ -156,14 +156,14 @@ class Lookups:
         now: float,
         until: Until,
         request: str | None,
-        turn: int | None,
+        tick: int | None,
         said: Return | None,
         *,
         count: bool,
         asks: bool,
     ) -> Found:
         """`TieredCache.lookup` of one `path` of `group`; `asks`: remote tiers, for what is missing."""
-        keys, start, text, index = path.names, path.first, path.text, self._store.index
+        keys, start, text, index = path.names, path.first, path.text, self._state.index
         before: Sequence[Key] = ()
         if start == UNTOLD and keys:
             before = index.path_to(keys[0])[:-1]
@@ -182,17 +182,17 @@ class Lookups:
             index.check_link(keys, position)
         # Remote tiers are asked for each key behind these, so their order is checked; else a bisection suffices.
         known = end + len(index.follow(keys, end)) if self._remote.tiers else index.known_prefix(keys, end)
-        partial = None if text is None else self._store.partials.closest(keys, end, text, size)
+        partial = None if text is None else self._state.partials.closest(keys, end, text, size)
         self._advance(now)
-        turn = self._serve(turn, keys, until, end, said=said)
+        tick = self._serve(tick, keys, until, end, said=said)
         remote, probes = 0, tuple[int, ...]()
         if self._remote.tiers:
             remote, probes = self._remote.look(keys, known, asks=asks)
         if count:
-            self._store.count_misses(keys, end, known, remote)
-            if self._store.log.on:
+            self._state.count_misses(keys, end, known, remote)
+            if self._state.log.on:
                 asked, found = tuple(keys), end - start
-                self._store.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
+                self._state.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
         leased = keys[start:end] if partial is None or partial.device else [*keys[start:end], partial.key]
         lease = None
         if until is Until.STEP:
@@ -200,10 +200,10 @@ class Lookups:
         elif leased and until is Until.RELEASE:
             if self._remote.tiers:
                 self._remote.found(keys[start:end])
-            pins = (self._store.pin(index.get(leased[-1])),)
+            pins = (self._state.pin(index.get(leased[-1])),)
             held = LeasedChunks(leased, range(start, start + len(leased)), pins, group)
             lease = self._leases.take(self._transfers.new_id(), (held,), request)
-        return Found(lease, end - start, partial=partial, remote=remote, probes=probes, turn=turn, before=before)
+        return Found(lease, end - start, partial=partial, remote=remote, probes=probes, tick=tick, before=before)
 
     def chunks(
         self,
@@ -211,7 +211,7 @@ class Lookups:
         now: float,
         until: Until,
         request: str | None,
-        turn: int | None,
+        tick: int | None,
         said: Return | None,
         *,
         asks: Collection[str] = (),
@@ -220,7 +220,7 @@ class Lookups:
         if any(path.first or path.device is not None for path in paths.values()):
             raise CacheError("expected no `first` and no `device` in a lookup with `each`")
         found = {group: self._residency(path.keys) for group, path in paths.items()}
-        index, parts = self._store.index, list[tuple[int, Residency, list[int]]]()
+        index, parts = self._state.index, list[tuple[int, Residency, list[int]]]()
         if until is Until.RELEASE:
             for group, here in found.items():
                 there = np.flatnonzero(index.are_reachable(here.at)).tolist()
@@ -231,21 +231,21 @@ class Lookups:
             probes = self._remote.ask([key for here in found.values() for key in here.keys], asks) if asks else ()
             theirs = found if self._remote.tiers else {}
             sources = {group: self._remote.sources(here.keys) for group, here in theirs.items()}
-            return Found(probes=probes, turn=turn, residency=found, remote_sources=sources)
-        if turn is None:
+            return Found(probes=probes, tick=tick, residency=found, remote_sources=sources)
+        if tick is None:
             asked = [key for here in found.values() for key in here.keys]
             head = next((here.at for here in found.values()), np.zeros(0, np.int32))
-            turn = self._store.begin(asked, leading(head != ROOT), said)
-        self._store.serve(turn)
+            tick = self._state.begin(asked, leading(head != ROOT), said)
+        self._state.serve(tick)
         if until is Until.STEP:
             for here in found.values():
                 self._leases.protect(here.at[index.are_reachable(here.at)])
-            return Found(turn=turn, residency=found)
+            return Found(tick=tick, residency=found)
         held = [
             LeasedChunks(
                 [here.keys[position] for position in there],
                 there,
-                [self._store.pin(node) for node in here.at[there].tolist()],
+                [self._state.pin(node) for node in here.at[there].tolist()],
                 group,
                 alone=True,
             )
@@ -253,27 +253,27 @@ class Lookups:
             if there
         ]
         lease = self._leases.take(self._transfers.new_id(), held, request) if held else None
-        return Found(lease, sum(len(part.keys) for part in held), turn=turn, residency=found)
+        return Found(lease, sum(len(part.keys) for part in held), tick=tick, residency=found)
 
     def fetch_path(self, group: int, path: GroupKeys, now: float, longest: float) -> tuple[int, ...]:
         """Read chunks behind the ready prefix of one path from remote tiers that have them; as `fetch`."""
         keys, start = path.names, path.first
         check_first(keys, start)
-        pool, index = self._transfers.settings.pool_of(group), self._store.index
+        pool, index = self._transfers.settings.pool_of(group), self._state.index
         if self._transfers.settings.stands_alone(group):
             nodes = index.find_alone(keys[start:])
-            self._store.check_pool(nodes, pool)
+            self._state.check_pool(nodes, pool)
             self._advance(now)
             return self._remote.fetch_alone(keys[start:], nodes, pool, self._transfers.now + longest)
         end = index.reachable_prefix(keys, start)
         nodes = index.follow(keys, end)
-        self._store.check_pool([*nodes[:1], index.get(keys[end - 1]) if end else 0], pool)
+        self._state.check_pool([*nodes[:1], index.get(keys[end - 1]) if end else 0], pool)
         self._advance(now)
         return self._remote.fetch(keys, end, nodes, pool, self._transfers.now + longest)
 
     def warm(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], At]:
         """Keys and nodes of chunks of `group`. Raises `CacheError` unless all are ready in the warmest tier."""
-        index = self._store.index
+        index = self._state.index
         mine, at = nodes_of(index, keys)
         if not len(at):
             raise CacheError(f"expected chunks of group {group}, got none")
@@ -294,7 +294,7 @@ class Lookups:
         now: float,
         until: Until,
         request: str | None,
-        turn: int | None,
+        tick: int | None,
         said: Return | None,
         *,
         count: bool,
@@ -304,8 +304,8 @@ class Lookups:
         wanted = self._of_all_groups(paths)
         plan = self._checked_plan(wanted)
         self._advance(now)
-        turn = self._serve(turn, [key for path in wanted for key in path.names], until, said=said)
-        return self._found(plan, wanted, request, turn, until, count=count, asks=asks)
+        tick = self._serve(tick, [key for path in wanted for key in path.names], until, said=said)
+        return self._found(plan, wanted, request, tick, until, count=count, asks=asks)
 
     def _checked_plan(self, wanted: Sequence[GroupKeys]) -> MultiGroupPrefix:
         """The longest prefix that all groups serve. Raises `CacheError` for invalid keys, also behind it."""
@@ -316,20 +316,20 @@ class Lookups:
 
     def _check_all(self, wanted: Sequence[GroupKeys]) -> None:
         """Raise `CacheError` unless all keys are valid, whatever the prefix."""
-        index, keys = self._store.index, list[Key]()
+        index, keys = self._state.index, list[Key]()
         for group, path in enumerate(self._paths(wanted)):
             keys += path.keys
             ready = 0 if path.group.alone else index.reachable_prefix(path.keys, 0)
             nodes = index.find_alone(path.keys) if path.group.alone else index.follow(path.keys, ready)
             head = [index.get(path.keys[ready - 1])] if ready else []
-            self._store.check_pool([*head, *nodes], self._transfers.settings.pool_of(group))
+            self._state.check_pool([*head, *nodes], self._transfers.settings.pool_of(group))
         check_distinct(keys)
 
     def _paths(self, wanted: Sequence[GroupKeys], *, with_remote: bool = False) -> list[GroupSearch]:
-        store, settings = self._store, self._transfers.settings
+        state, settings = self._state, self._transfers.settings
         has = self._remote.has if with_remote else None
         return [
-            GroupSearch(store.index, store.partials, *settings.group(group), each, has_remote=has)
+            GroupSearch(state.index, state.partials, *settings.group(group), each, has_remote=has)
             for group, each in enumerate(wanted)
         ]
 
@@ -347,7 +347,7 @@ class Lookups:
         plan: MultiGroupPrefix,
         wanted: Sequence[GroupKeys],
         request: str | None,
-        turn: int | None,
+        tick: int | None,
         until: Until,
         *,
         count: bool,
@@ -368,13 +368,13 @@ class Lookups:
         lease = None
         if until is Until.STEP:
             for _, path, need in needed:
-                self._leases.protect(numbers(self._store.index.find(self._leased(path, need)[0])))
+                self._leases.protect(numbers(self._state.index.find(self._leased(path, need)[0])))
         elif until is Until.RELEASE and needed:
             parts = [self._hold(*each) for each in needed]
             lease = self._leases.take(self._transfers.new_id(), parts, request, is_multi_group=True)
         more = self._could_be(wanted).tokens if self._remote.tiers else 0
         remote = max(0, more - tokens)
-        return Found(lease, tokens=tokens, needs=needs, remote=remote, probes=probes, turn=turn)
+        return Found(lease, tokens=tokens, needs=needs, remote=remote, probes=probes, tick=tick)
 
     def fetch(self, paths: Mapping[int, GroupKeys], now: float, longest: float) -> tuple[int, ...]:
         """Read from remote tiers what the longest prefix needs and no own tier has, for at most `longest` seconds;
@@ -385,10 +385,10 @@ class Lookups:
         wanted = self._of_all_groups(paths)
         self._check_all(wanted)
         self._advance(now)
-        store, plan, jobs = self._store, self._could_be(wanted), dict[int, None]()
-        pins = [store.pin(node) for node in self._needed(plan)]
+        state, plan, jobs = self._state, self._could_be(wanted), dict[int, None]()
+        pins = [state.pin(node) for node in self._needed(plan)]
         for group, (path, need) in enumerate(zip(plan.paths, plan.needs, strict=True)):
-            index, pool = store.index, self._transfers.settings.pool_of(group)
+            index, pool = state.index, self._transfers.settings.pool_of(group)
             if path.group.alone:
                 lacking = [path.keys[at] for at in need.load]
                 found = self._remote.fetch_alone(
@@ -400,12 +400,12 @@ class Lookups:
                 found = self._remote.fetch(keys, end, index.follow(keys, end), pool, self._transfers.now + longest)
             jobs.update(dict.fromkeys(found))
         for pin in pins:
-            store.unpin(pin)
+            state.unpin(pin)
         return tuple(jobs)
 
     def _needed(self, plan: MultiGroupPrefix) -> list[int]:
         """The nodes to pin for the prefix of `plan`: of a path only the last one, which keeps its ancestors."""
-        index, nodes = self._store.index, list[int]()
+        index, nodes = self._state.index, list[int]()
         for path, need in zip(plan.paths, plan.needs, strict=True):
             if path.group.alone:
                 nodes += index.find_alone([path.keys[at] for at in need.load])
@@ -431,7 +431,7 @@ class Lookups:
 
     def _check(self, plan: MultiGroupPrefix) -> None:
         """Raise `CacheError` for invalid keys among the chunks to load, before anything has changed."""
-        index, (paths, _, needs) = self._store.index, plan
+        index, (paths, _, needs) = self._state.index, plan
         for path, need in zip(paths, needs, strict=True):
             if path.group.alone:
                 index.find_alone([path.keys[at] for at in need.load])
@@ -453,68 +453,68 @@ class Lookups:
         return keys, positions
 
     def _hold(self, group: int, path: GroupSearch, need: Need) -> LeasedChunks:
-        store, (keys, positions) = self._store, self._leased(path, need)
+        state, (keys, positions) = self._state, self._leased(path, need)
         blocks = len(need.load) * self._transfers.settings.blocks_per_chunk
         if need.partial and not need.partial.device:
             blocks += -(-need.partial.tokens // path.group.block_size)
         pinned = keys if path.group.alone else keys[-1:]
-        pins: list[Pin] = [store.pin(store.index.get(key)) for key in pinned]
+        pins: list[Pin] = [state.pin(state.index.get(key)) for key in pinned]
         return LeasedChunks(keys, positions, pins, group, alone=path.group.alone, blocks=blocks)
 
     def _note(self, request: str | None, path: GroupSearch, need: Need, *, count: bool, asks: bool) -> tuple[int, ...]:
         """With `asks`, probe remote tiers for missing chunks; with `count`, count misses and the request."""
-        store, misses = self._store, list[MissReason]()
+        state, misses = self._state, list[MissReason]()
         if path.group.alone:
             theirs = self._remote.tiers
             probes = self._remote.ask(path.unserved(need.end)) if theirs and asks else ()
             for key in path.keys[max(need.end, path.last_window) :]:
-                reason = store.miss(key)
+                reason = state.miss(key)
                 is_remote = theirs and reason is MissReason.ABSENT and self._remote.has(key)
                 misses.append(MissReason.REMOTE if is_remote else reason)
-            store.counters.misses.update(misses if count else ())
+            state.counters.misses.update(misses if count else ())
         else:
-            known = store.index.known_prefix(path.keys, need.end)
+            known = state.index.known_prefix(path.keys, need.end)
             remote, probes = self._remote.look(path.keys, known, asks=asks) if self._remote.tiers else (0, ())
             if count:
-                store.count_misses(path.keys, need.end, known, remote)
-        if count and store.log.on:
+                state.count_misses(path.keys, need.end, known, remote)
+        if count and state.log.on:
             asked: tuple[Key, ...] = tuple(path.keys[need.first :])
-            store.log.record(EventKind.REQUEST, request=request, keys=asked, length=need.end - need.first)
+            state.log.record(EventKind.REQUEST, request=request, keys=asked, length=need.end - need.first)
         return probes
 
     # ------------------------------------------------------------------ inside
 
     def _serve(
         self,
-        turn: int | None,
+        tick: int | None,
         keys: Sequence[Key],
         until: Until,
         known: int | None = None,
         *,
         said: Return | None,
     ) -> int | None:
-        """Set the request that the following uses are counted for: that of `turn`, or a new one for `keys`."""
-        if turn is None and until is not Until.NOTHING:
+        """Set the request that the following uses are counted for: that of `tick`, or a new one for `keys`."""
+        if tick is None and until is not Until.NOTHING:
             if known is None:
-                known = leading(nodes_of(self._store.index, keys)[1] != ROOT)
-            turn = self._store.begin(keys, known, said)
+                known = leading(nodes_of(self._state.index, keys)[1] != ROOT)
+            tick = self._state.begin(keys, known, said)
         if until is not Until.NOTHING:
-            self._store.serve(turn)
-        return turn
+            self._state.serve(tick)
+        return tick
 
     def _residency(self, keys: Sequence[Key] | Residency) -> Residency:
         if isinstance(keys, Residency):
             keys = keys.keys
-        return Residency.take(self._store.index, self._store.pools[0], keys)
+        return Residency.take(self._state.index, self._state.pools[0], keys)
 
     def _check_chunks(self, group: int, at: At) -> None:
         """Raise `CacheError` unless the nodes `at` are distinct, and of `group`."""
         if has_duplicates(at):
             raise CacheError(f"expected {len(at)} distinct chunks, got {len(np.unique(at))}")
         if self._transfers.settings.stands_alone(group):
-            self._store.index.check_alone(at)
-        self._store.check_pool(
-            at.tolist() if self._store.several_sizes else (), self._transfers.settings.pool_of(group)
+            self._state.index.check_alone(at)
+        self._state.check_pool(
+            at.tolist() if self._state.several_sizes else (), self._transfers.settings.pool_of(group)
         )
 
     def _of_all_groups(self, paths: Mapping[int, GroupKeys]) -> list[GroupKeys]:

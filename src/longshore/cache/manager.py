@@ -5,7 +5,7 @@
     take() ─► commands              apply(results) ◄─           the only input and output
 
 Sans I/O: no torch, threads, clock or randomness. The same calls give the same log. Every method validates its arguments
-before it changes anything. `store` holds the state of the tiers, `transfers` the jobs in flight; `lookups`, `load`
+before it changes anything. `state` holds the state of the tiers, `transfers` the jobs in flight; `lookups`, `load`
 (with prefetches), `offload` and `remote` decide what is done.
 """
 
@@ -28,7 +28,7 @@ from longshore.cache.recovery import Chunk, Recovered, adopt
 from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_time, seconds
 from longshore.cache.settings import check as check_retention
-from longshore.cache.store import Level, Store
+from longshore.cache.state import CacheState, Level
 from longshore.cache.transfers import Load, Transfers
 from longshore.cache.types import (
     Counters,
@@ -81,13 +81,13 @@ class TieredCache:
             raise CacheError(f"expected image sizes for the pools {self.settings.pools}, got {sorted(sizes)} sizes")
         thresholds = [rule.threshold if rule.selective else 0 for rule in rules[1 : len(names)]]
         events, width = self.settings.events, self.settings.token_width
-        self._store = Store(levels, self.counters, thresholds=thresholds, events=events, token_width=width)
-        self._store.log.hidden = self.settings.self_test_key
-        self._transfers = Transfers(self._store, self.settings, generation)
+        self._state = CacheState(levels, self.counters, thresholds=thresholds, events=events, token_width=width)
+        self._state.log.hidden = self.settings.self_test_key
+        self._transfers = Transfers(self._state, self.settings, generation)
         self._loader = Loader(self._transfers)
         self._offloader = Offloader(self._transfers, rules[: len(names)], is_only=len(names) == 1 and not theirs)
         self._remote = RemoteTiers(self._transfers, theirs, rules[len(names) :])
-        self._leases = Leases(self._store)
+        self._leases = Leases(self._state)
         self._prefetcher = Prefetcher(self._transfers, self._offloader, self._leases)
         self._lookups = Lookups(self._transfers, self._leases, self._remote, self._advance)
         self._device = DeviceBlocks(self.settings.device_blocks)
@@ -118,7 +118,7 @@ class TieredCache:
         each: bool = False,
         asks: Collection[str] | None = None,
         request: str | None = None,
-        turn: int | None = None,
+        tick: int | None = None,
         returns: Return | None = None,
         count: bool = True,
     ) -> Found:
@@ -140,13 +140,13 @@ class TieredCache:
             asks: Remote tiers to ask for chunks that they are not known to have or lack: by name, only with `each` and
                 until nothing; `()` for none. If `None`, a lookup of paths asks all, unless it keeps nothing.
             request: Name of the request, for events and `release`.
-            turn: The turn that an earlier lookup of this request returned, so that its uses of a chunk count once.
+            tick: The tick that an earlier lookup of this request returned, so that its uses of a chunk count once.
             returns: Hint about when its chunks are used again, with the first lookup of a request.
             count: Count misses, and record the request as an event. An engine that looks up a waiting request
                 repeatedly does so once.
         """
         check_time(now)
-        self._store.check_turn(turn)
+        self._state.check_tick(tick)
         check_paths(paths)
         check_return(returns)
         if not isinstance(until, Until):
@@ -154,12 +154,12 @@ class TieredCache:
         if asks and (not each or until is not Until.NOTHING):
             raise CacheError("`asks` needs `each`, and `until` nothing: other lookups ask all tiers, or none")
         if each:
-            return self._lookups.chunks(paths, now, until, request, turn, returns, asks=asks or ())
+            return self._lookups.chunks(paths, now, until, request, tick, returns, asks=asks or ())
         by_itself = asks is None and until is not Until.NOTHING
         if len(paths) == 1 and next(iter(paths.values())).device is None:
             ((group, path),) = paths.items()
-            return self._lookups.path(group, path, now, until, request, turn, returns, count=count, asks=by_itself)
-        return self._lookups.groups(paths, now, until, request, turn, returns, count=count, asks=by_itself)
+            return self._lookups.path(group, path, now, until, request, tick, returns, count=count, asks=by_itself)
+        return self._lookups.groups(paths, now, until, request, tick, returns, count=count, asks=by_itself)
 
     def prefetch(
         self,
@@ -206,7 +206,7 @@ class TieredCache:
         tokens: int | None = None,
         by_layer: bool = False,
         timeout: float | None = None,
-        turn: int | None = None,
+        tick: int | None = None,
         origins: Mapping[Key, str] | None = None,
     ) -> LoadOrder:
         """Load chunks onto the device, by group, as far as the host tier has room now. A lease serves one load.
@@ -226,7 +226,7 @@ class TieredCache:
                 layers have arrived.
             timeout: Seconds until the load ends with the chunks that have arrived, at the next `apply`;
                 `settings.load_timeout` if `None`.
-            turn: Turn of the request, for chunks without a lease.
+            tick: Tick of the request, for chunks without a lease.
             origins: The tiers that chunks were brought up from for this request before, by key. They are hits of these
                 tiers; others are hits of the tier that they are read from.
 
@@ -247,11 +247,11 @@ class TieredCache:
             if blocks is not None or any(path.first for path in paths.values()):
                 raise CacheError("expected no `blocks` and no `first` with chunks that the engine reads itself")
             self._device.check(())
-            self._store.check_turn(turn)
+            self._state.check_tick(tick)
             warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
             self._remote.found([key for keys, _ in warm for key in keys])
             lend, pairs = self._loader.lease_slots, zip(paths, warm, strict=True)
-            parts = tuple(Part(*lend(*found, turn, origins, is_first=not group)) for group, found in pairs)
+            parts = tuple(Part(*lend(*found, tick, origins, is_first=not group)) for group, found in pairs)
             return LoadOrder(sum(part.chunks for part in parts), parts)
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
@@ -262,8 +262,8 @@ class TieredCache:
             sections = self._lookups.sections(record, mine)
             for each in mine:
                 self._device.check(each)
-            self._store.serve(record.turn)
-            nodes, keys = record.nodes(self._store.index), record.keys
+            self._state.serve(record.tick)
+            nodes, keys = record.nodes(self._state.index), record.keys
             record.load = self._loader.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
             name, load = record.request, record.load
             load.asked = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
@@ -277,9 +277,9 @@ class TieredCache:
                 f"expected blocks of {held} chunks of {per_chunk} blocks, got {len(into)} with skip={skip}"
             )
         self._device.check(into)
-        self._store.check_pool([part.pins[0].node], self.settings.pool_of(group))
+        self._state.check_pool([part.pins[0].node], self.settings.pool_of(group))
         self.settings.check_tokens(tokens, group)
-        self._store.serve(record.turn)
+        self._state.serve(record.tick)
         record.load = self._loader.load(
             part.keys[:chunks],
             into,
@@ -318,7 +318,7 @@ class TieredCache:
             return Progress(record.load.outcome is not None, record.load.outcome)
         if self._prefetcher.is_waiting(record):
             return Progress(is_over=False)
-        return Progress(is_over=True, runs=self._store.runs(record.nodes(self._store.index)))
+        return Progress(is_over=True, runs=self._state.runs(record.nodes(self._state.index)))
 
     def release(self, what: Lease | str | int) -> int:
         """Release a lease, all leases of a request, or a job that the engine carries out itself; returns how many.
@@ -350,7 +350,7 @@ class TieredCache:
         evicting: bool = False,
         patient: bool = False,
         stream: bool = False,
-        turn: int | None = None,
+        tick: int | None = None,
     ) -> dict[int, StoreOrder]:
         """Store chunks from `first` on of each path that are complete on the device, or about to be evicted.
 
@@ -364,9 +364,9 @@ class TieredCache:
             evicting: Whether the blocks are about to be evicted: the write policy decides which chunks are stored when.
             patient: While room for all chunks of a path is being made, store none yet (`StoreOrder.again`).
             stream: Do not drop chunks for which room is being made: they can be given again (`StoreOrder.later`).
-            turn: Turn of the request; `None` for that of the last request that began.
+            tick: Tick of the request; `None` for that of the last request that began.
         """
-        self._store.check_turn(turn)
+        self._state.check_tick(tick)
         check_paths(paths)
         blocks = None if blocks is None else check_blocks(blocks, paths)
         for group, path in paths.items():
@@ -374,7 +374,7 @@ class TieredCache:
             check_first(path.names, path.first)
             if path.slid and not self.settings.stands_alone(group):
                 raise CacheError(f"expected `slid` only for groups with a window, got it for group {group}")
-            self._store.index.find_alone(path.slid)
+            self._state.index.find_alone(path.slid)
             mine = () if blocks is None else blocks.get(group, ())
             expected = 0 if blocks is None else (len(path.names) - path.first) * self.settings.blocks_per_chunk
             if len(mine) != expected:
@@ -398,10 +398,10 @@ class TieredCache:
                 evicting=evicting or blocks is None,
                 patient=patient,
                 stream=stream,
-                turn=turn,
+                tick=tick,
             )
             if path.slid and not orders[group].again:
-                self._store.windows.slide([node for node in self._store.index.find_alone(path.slid) if node])
+                self._state.windows.slide([node for node in self._state.index.find_alone(path.slid) if node])
         return orders
 
     def discard(self, keys: Iterable[Key], tier: str) -> int:
@@ -418,7 +418,7 @@ class TieredCache:
     def take(self) -> list[Command]:
         """Commands since the last call, in order, each exactly once."""
         commands, self._transfers.outbox = self._transfers.outbox, []
-        for level in self._store.levels:
+        for level in self._state.levels:
             if level.pool.freed and (slots := level.pool.take_freed()):
                 commands.append(Discard(level.name, slots))
         return commands
@@ -458,11 +458,11 @@ class TieredCache:
         two chunks in one slot, or with one key.
         """
         at, chunks = self._tier(tier), list(found)
-        self._store.pools[at].check_slots(others)
+        self._state.pools[at].check_slots(others)
         named = set(map(len, chunks)) <= {4}  # fast for chunks from a tier, which may be half a million
         whole = cast("list[Chunk]", chunks) if named else [Recovered(*each) for each in chunks]
-        adopted = adopt(self._store, at, whole)
-        self._store.pools[at].give_last(others)
+        adopted = adopt(self._state, at, whole)
+        self._state.pools[at].give_last(others)
         return adopted
 
     def replace_device(self, blocks: int) -> None:
@@ -495,7 +495,7 @@ class TieredCache:
 
         Raises `CacheError` if `keep` are not the coldest tiers, or with both `keep` and `weights`.
         """
-        names = tuple(level.name for level in self._store.levels)
+        names = tuple(level.name for level in self._state.levels)
         first = len(names) - len(keep)
         if tuple(keep) != names[first:] or (keep and weights):
             raise CacheError(
@@ -518,11 +518,11 @@ class TieredCache:
 
     def stats(self) -> tuple[TierStats, ...]:
         """Occupancy per tier, warmest first."""
-        return inspect.stats(self._store)
+        return inspect.stats(self._state)
 
     def residents(self) -> list[Resident]:
         """Every chunk that is ready or being filled, once for each tier that it is in."""
-        return inspect.residents(self._store)
+        return inspect.residents(self._state)
 
     def events(self, limit: int | None = None) -> list[Event]:
         """Events since the last call, in order, at most `limit`; the others are returned by the next call.
@@ -531,11 +531,11 @@ class TieredCache:
         """
         if limit is not None and limit < 1:
             raise CacheError(f"limit: expected at least 1 event, got {limit}")
-        return self._store.log.pull(limit)
+        return self._state.log.pull(limit)
 
     def check_integrity(self) -> None:
         """Check all data structures; raises `CacheError` where two of them are inconsistent."""
-        inspect.check_integrity(self._store)
+        inspect.check_integrity(self._state)
         self._transfers.check_integrity()
         self._leases.check_integrity()
         self._remote.check_integrity()
@@ -543,9 +543,9 @@ class TieredCache:
     # ------------------------------------------------------------------ inside
 
     def _advance(self, now: float) -> None:
-        self._transfers.now = self._store.log.now = max(self._transfers.now, now)
-        if self._store.priorities.used:
-            self._store.priorities.expire(self._transfers.now)
+        self._transfers.now = self._state.log.now = max(self._transfers.now, now)
+        if self._state.priorities.used:
+            self._state.priorities.expire(self._transfers.now)
         for wait in self._transfers.waits.due(self._transfers.now) if self._transfers.waits.open else ():
             if wait.load is not None and wait.load.outcome is None:
                 self._transfers.cancel_load(wait.load)
@@ -564,14 +564,14 @@ class TieredCache:
         """Order prefetches that have waited for room, then backups."""
         if self._prefetcher.queue:
             self._prefetcher.proceed()
-        if self._store.index.called or any(self._store.backlog.counts):
+        if self._state.index.called or any(self._state.backlog.counts):
             self._offloader.clean()
         if self._remote.tiers:
             self._remote.proceed()
 
     def _conclude(self, load: Load, unfinished: MissReason) -> None:
         self._count_misses(load, load.conclude(unfinished))
-        hidden = self._store.log.hidden
+        hidden = self._state.log.hidden
         if load.outcome is not None and all(len(keys) != 1 or keys[0] != hidden for _, keys in load.asked):
             sources = load.outcome.sources
             self.counters.count_hits(sources, sources[: load.of_first], self.settings.first_tokens)
@@ -579,11 +579,11 @@ class TieredCache:
 
     def _count_misses(self, load: Load, misses: Sequence[MissReason]) -> None:
         self.counters.misses.update(misses)
-        if self._store.log.on and load.outcome is not None:
-            self._store.log.loaded(load.asked, load.outcome.chunks, misses)
+        if self._state.log.on and load.outcome is not None:
+            self._state.log.loaded(load.asked, load.outcome.chunks, misses)
 
     def _tier(self, name: str) -> int:
-        for tier, level in enumerate(self._store.levels):
+        for tier, level in enumerate(self._state.levels):
             if level.name == name:
                 return tier
-        raise CacheError(f"expected a tier of {[level.name for level in self._store.levels]}, got {name!r}")
+        raise CacheError(f"expected a tier of {[level.name for level in self._state.levels]}, got {name!r}")

@@ -43,10 +43,10 @@ class Offloader:
     def __init__(self, transfers: Transfers, rules: Sequence[WriteRule], *, is_only: bool) -> None:
         """`is_only`: there is one tier, so a chunk that it does not store is in no tier."""
         self._transfers = transfers
-        self._store = transfers.store
+        self._state = transfers.state
         self._rules = rules
-        self._uses_admission = is_only and not transfers.store.several_sizes
-        self._reserves = [0.0] * transfers.store.last
+        self._uses_admission = is_only and not transfers.state.several_sizes
+        self._reserves = [0.0] * transfers.state.last
         """Number of slots of each tier to keep free or backed up, where bursts need more than the write rule says."""
         self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]
         self._admission_filter = (
@@ -67,7 +67,7 @@ class Offloader:
         evicting: bool,
         patient: bool = False,
         stream: bool = False,
-        turn: int | None = None,
+        tick: int | None = None,
     ) -> StoreOrder:
         """Order the offload of chunks of a path that are in no tier. `nodes` is the result of `check`.
 
@@ -75,19 +75,19 @@ class Offloader:
         """
         if not self.wants(evicting=evicting):
             return StoreOrder(None)
-        store, settings, keys, first, retention = (
-            self._store,
+        state, settings, keys, first, retention = (
+            self._state,
             self._transfers.settings,
             path.names,
             path.first,
             path.retention,
         )
-        text, prompt, size = path.text if store.partials.on else None, path.prompt, 0
+        text, prompt, size = path.text if state.partials.on else None, path.prompt, 0
         if text is not None:
             size = settings.group(group)[1]
             text = text.checked(len(keys) * size)
         alone = settings.stands_alone(group)
-        store.serve(turn)
+        state.serve(tick)
         end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
         if alone:
             offload = self._offload_alone(
@@ -95,33 +95,33 @@ class Offloader:
             )
         else:
             answer = keys[max(end, first + len(nodes)) :]
-            self._transfers.drop(0, store.index.find(answer).count(ROOT), DropReason.ANSWER)
+            self._transfers.drop(0, state.index.find(answer).count(ROOT), DropReason.ANSWER)
             nodes = nodes[: max(0, end - first)]
             offload = self._offload(keys[:end], first, nodes, blocks, retention, group, patient=patient, stream=stream)
         if text is not None:
-            store.partials.learn(keys, first, text, size)
+            state.partials.learn(keys, first, text, size)
         return offload
 
     def check(self, path: GroupKeys, group: int) -> list[int]:
         """The nodes of the chunks of `path` in the index. Raises `CacheError` for invalid keys or text."""
         keys, first, settings = path.names, path.first, self._transfers.settings
-        if path.text is not None and self._store.partials.on:
+        if path.text is not None and self._state.partials.on:
             path.text.checked(len(keys) * settings.group(group)[1])
         known = self._known_alone if settings.stands_alone(group) else self._follow
         return known(keys, first, group)
 
     def _follow(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
         """The nodes of the leading chunks of `keys[first:]`, of `group`, that are in the index."""
-        pool, index = self._transfers.settings.pool_of(group), self._store.index
+        pool, index = self._transfers.settings.pool_of(group), self._state.index
         path = index.follow(keys, first)
-        self._store.check_pool([*path[:1], index.get(keys[first - 1]) if first else ROOT], pool)
+        self._state.check_pool([*path[:1], index.get(keys[first - 1]) if first else ROOT], pool)
         return path
 
     def _known_alone(self, keys: Sequence[Key], first: int, group: int) -> list[int]:
         """The nodes of `keys`, which stand alone, from the first on that the chunk at `first` needs; `ROOT` if none."""
         kind, size = self._transfers.settings.group(group)
-        nodes = self._store.index.find_alone(keys[kind.first_needed(first * size, size) :])
-        self._store.check_pool(nodes, self._transfers.settings.pool_of(group))
+        nodes = self._state.index.find_alone(keys[kind.first_needed(first * size, size) :])
+        self._state.check_pool(nodes, self._transfers.settings.pool_of(group))
         return nodes
 
     def _offload(
@@ -137,7 +137,7 @@ class Offloader:
         stream: bool = False,
     ) -> StoreOrder:
         """`store` for chunks that need their ancestors. `path` are the nodes of chunks in the index."""
-        store, index, known = self._store, self._store.index, first + len(path)
+        state, index, known = self._state, self._state.index, first + len(path)
         parent = index.get(keys[known - 1]) if known else ROOT
         there: Sequence[int] = range(first, known)
         lacking: Sequence[int] = range(known, len(keys))
@@ -147,11 +147,11 @@ class Offloader:
             there = [at for at, node in enumerate(nodes, first) if node]
             lacking = [at for at, node in enumerate(nodes, first) if not node]
             path, fresh = list(filter(None, nodes)), [keys[at] for at in lacking]
-        store.touch(path[::-1])
+        state.touch(path[::-1])
         if retention:
-            store.priorities.apply(path, there, retention, self._transfers.now)
+            state.priorities.apply(path, there, retention, self._transfers.now)
         fresh = fresh[: self._worth(fresh, lacking, retention)]
-        store.log.by = keys[lacking[0]] if lacking else None
+        state.log.by = keys[lacking[0]] if lacking else None
         pool = self._transfers.settings.pool_of(group)
         patient, stream = (each and self._admission_filter is None for each in (patient, stream))
         orphan = known > 0 and index.is_orphan(parent)
@@ -169,15 +169,15 @@ class Offloader:
         for start, end in runs_of(accepted):
             run = keys[accepted[start] : accepted[end - 1] + 1]
             parents += [keys[accepted[start] - 1] if accepted[start] else None, *run[:-1]]
-            slots += store.place(run, parents[start], job, pool)
+            slots += state.place(run, parents[start], job, pool)
         if retention:
-            nodes = [store.pools[0].node[slot] for slot in slots]
-            store.priorities.apply(nodes, accepted, retention, self._transfers.now)
+            nodes = [state.pools[0].node[slot] for slot in slots]
+            state.priorities.apply(nodes, accepted, retention, self._transfers.now)
         sections = () if blocks is None else self._sections(group, accepted, first, blocks)
         self._transfers.order(
             job, fresh[:count], parents, None, TierSlots(0, slots), sections=sections, command=blocks is not None
         )
-        addresses = Addresses(Slots(store.levels[0].name, pool, tuple(slots)))
+        addresses = Addresses(Slots(state.levels[0].name, pool, tuple(slots)))
         return StoreOrder(job, accepted, addresses, kept, there, later=later)
 
     def _offload_alone(
@@ -196,34 +196,34 @@ class Offloader:
 
         `nodes` are the nodes of the last chunks. Chunks in the last window get room first, and are evicted last.
         """
-        store, kind, size = self._store, *self._transfers.settings.group(group)
+        state, kind, size = self._state, *self._transfers.settings.group(group)
         in_window, pool = kind.first_needed(len(keys) * size, size), self._transfers.settings.pool_of(group)
         at = np.zeros(len(keys), np.int32)
         at[len(keys) - len(nodes) :] = numbers(nodes)
         known = np.flatnonzero(at).tolist()
         fresh = (first + np.flatnonzero(at[first:] == ROOT)).tolist()
         window = at[known[bisect_left(known, in_window) :]].tolist()
-        store.touch(window[::-1])
-        store.windows.enter(window)
+        state.touch(window[::-1])
+        state.windows.enter(window)
         self._retain(at, known, retention)
         wanted = self._worth_alone(keys, fresh, prompt, retention)
-        store.log.by = keys[wanted[-1]] if wanted else None
-        pins = [store.pin(node) for node in window]
+        state.log.by = keys[wanted[-1]] if wanted else None
+        pins = [state.pin(node) for node in window]
         admitted, waiting = self._admit(len(wanted), (), pool, patient=patient)
         for pin in pins:
-            store.unpin(pin)
+            state.unpin(pin)
         if waiting:
             return StoreOrder(None, again=True)
         wanted = wanted[len(wanted) - admitted :]
         job, slots = self._order_alone(keys, wanted, first, blocks, group)
-        known = [position for position in known if store.index.key[at[position]] == keys[position]]
-        at[wanted] = column(store.pools[0].node)[numbers(slots)]
+        known = [position for position in known if state.index.key[at[position]] == keys[position]]
+        at[wanted] = column(state.pools[0].node)[numbers(slots)]
         self._retain(at, wanted, retention)
         there = numbers([*known, *wanted])
-        store.windows.slide(at[there[there < in_window]].tolist())
+        state.windows.slide(at[there[there < in_window]].tolist())
         had = np.zeros(len(keys), bool)
         had[there] = True
-        addresses = Addresses(Slots(store.levels[0].name, pool, tuple(slots)))
+        addresses = Addresses(Slots(state.levels[0].name, pool, tuple(slots)))
         lead, before = first + leading(had[first:]), tuple(known[bisect_left(known, first) :])
         return StoreOrder(job, tuple(wanted), addresses, lead, before)
 
@@ -234,7 +234,7 @@ class Offloader:
         if not wanted:
             return None, []
         job, mine = self._transfers.new_id(), list(map(keys.__getitem__, wanted))
-        slots = self._store.place_alone(mine, job, self._transfers.settings.pool_of(group))
+        slots = self._state.place_alone(mine, job, self._transfers.settings.pool_of(group))
         sections = () if blocks is None else self._sections(group, wanted, first, blocks)
         self._transfers.order(
             job, mine, [None] * len(mine), None, TierSlots(0, slots), sections=sections, command=blocks is not None
@@ -244,7 +244,7 @@ class Offloader:
     def _retain(self, at: npt.NDArray[np.int32], positions: Sequence[int], retention: Sequence[Retention]) -> None:
         """Apply `retention` to the chunks at `positions`; `at` are the nodes of the path."""
         if retention and len(positions):
-            self._store.priorities.apply(at[numbers(positions)], positions, retention, self._transfers.now)
+            self._state.priorities.apply(at[numbers(positions)], positions, retention, self._transfers.now)
 
     def _sections(self, group: int, positions: Sequence[int], first: int, blocks: Sequence[int]) -> tuple[Section, ...]:
         """The device blocks of the chunks at `positions`. `blocks` begin with those of the chunk at `first`."""
@@ -277,7 +277,7 @@ class Offloader:
         With `cleans`, backups of as many chunks as lack room are ordered.
         """
         room = self._transfers.evictor.room_for(0, nodes, spare_dirty=True)
-        if cleans and room < len(nodes) and self._store.last:
+        if cleans and room < len(nodes) and self._state.last:
             self._clean(0, len(nodes) - room)
             room = self._transfers.evictor.room_for(
                 0, nodes, spare_dirty=True
@@ -286,55 +286,55 @@ class Offloader:
 
     def clean(self, *, all_of_host: bool = False) -> None:
         """Order backups until as many chunks are clean as the write rules say, or all of the host tier."""
-        dirty = self._store.backlog.counts
-        for tier in reversed(range(self._store.last)):
+        dirty = self._state.backlog.counts
+        for tier in reversed(range(self._state.last)):
             if dirty[tier]:
                 self._clean(tier, dirty[0] if all_of_host and not tier else 0)
-        for node in sorted(self._store.index.called):
-            chain, tier = self._store.backlog.chain(node)
+        for node in sorted(self._state.index.called):
+            chain, tier = self._state.backlog.chain(node)
             self._write(chain[: max(0, self._transfers.settings.max_writes - self._transfers.writing[tier + 1])], tier)
 
     def _clean(self, tier: int, at_least: int) -> None:
         """Order backups from `tier` to the one below, of `at_least` chunks with those in flight, if possible."""
-        store, below = self._store, tier + 1
-        slots, writing = store.total_room(tier), self._transfers.writing[below]
+        state, below = self._state, tier + 1
+        slots, writing = state.total_room(tier), self._transfers.writing[below]
         target = self._clean_target(tier, slots)
-        wanted = max(target - (slots - store.backlog.counts[tier]), at_least - writing)
+        wanted = max(target - (slots - state.backlog.counts[tier]), at_least - writing)
         if wanted > 0 and target < slots:
             wanted += slots // _AHEAD
         most = min(wanted, self._transfers.settings.max_writes - writing)
-        self._write(store.backlog.choose(tier, most) if most > 0 else [], tier)
+        self._write(state.backlog.choose(tier, most) if most > 0 else [], tier)
 
     def _write(self, chosen: list[int], tier: int) -> None:
         """Order backups of `chosen`, parents first, from `tier` to the one below, as far as that takes them."""
-        store, below = self._store, tier + 1
+        state, below = self._state, tier + 1
         if not chosen:
             return
-        by = store.log.by
-        store.log.by = store.index.key[chosen[0]]
-        pools: dict[int, list[int]] = {} if store.several_sizes else {0: chosen}
-        for node in chosen if store.several_sizes else ():
-            pools.setdefault(store.index.pool_of(node), []).append(node)
+        by = state.log.by
+        state.log.by = state.index.key[chosen[0]]
+        pools: dict[int, list[int]] = {} if state.several_sizes else {0: chosen}
+        for node in chosen if state.several_sizes else ():
+            pools.setdefault(state.index.pool_of(node), []).append(node)
         for pool, nodes in pools.items():
             # The ancestors of chosen chunks are in this tier, too, or are needed below: none is evicted for them.
-            nbytes, allowed = store.pools[below].slabs.image_bytes[pool], self._allowed(below, nodes, pool)
+            nbytes, allowed = state.pools[below].slabs.image_bytes[pool], self._allowed(below, nodes, pool)
             chosen = self._admitted(below, allowed, pool)
             self._budgets[below].spend(len(chosen) * nbytes)
             self._copy_down(chosen, tier)
-        store.log.by = by
+        state.log.by = by
 
     def _allowed(self, tier: int, nodes: list[int], pool: int) -> list[int]:
         """Those of `nodes`, of one size, that may be written to `tier`; the others are retried after their next use."""
         if tier in self._transfers.refusing:
             granted, reason = 0, DropReason.TIER_OFF
         else:
-            nbytes = self._store.pools[tier].slabs.image_bytes[pool]
+            nbytes = self._state.pools[tier].slabs.image_bytes[pool]
             granted, reason = self._budgets[tier].allows(self._transfers.now, len(nodes), nbytes), DropReason.BUDGET
         if granted == len(nodes):
             return nodes
         self._transfers.drop(tier, len(nodes) - granted, reason)
         for node in nodes[granted:]:
-            self._store.backup_failed(node)
+            self._state.backup_failed(node)
         return nodes[:granted]
 
     def _admitted(self, tier: int, nodes: Sequence[int], pool: int) -> list[int]:
@@ -343,11 +343,11 @@ class Offloader:
         If the tier is full, chunks with fewer expected hits than the chunks to evict for them are refused, with their
         descendants. They are retried after their next use.
         """
-        store, parent = self._store, self._store.index.parent
-        policy = store.order(tier, pool)
-        if not (self._transfers.settings.admission and policy.refuses) or store.pools[tier].room(pool) >= len(nodes):
+        state, parent = self._state, self._state.index.parent
+        policy = state.order(tier, pool)
+        if not (self._transfers.settings.admission and policy.refuses) or state.pools[tier].room(pool) >= len(nodes):
             return list(nodes[: self._room(tier, len(nodes), pool)])
-        if tier < store.last:
+        if tier < state.last:
             self._clean(tier, len(nodes))
         chosen, left_out, refused = list[int](), set[int](), list[int]()
 
@@ -358,24 +358,24 @@ class Offloader:
         for start, end in pairwise([*starts, len(nodes)]):
             path, taken, least = nodes[start:end], 0, 0
             if parent[path[0]] not in left_out:
-                keys = [store.index.key[node] for node in path]
+                keys = [state.index.key[node] for node in path]
                 taken, least = policy.admit(keys, make_room, copies=True)
             chosen += path[:taken]
             refused += path[taken : taken + min(least, 1)]
             left_out.update(path[taken:])
         if refused:
-            self._transfers.drop(tier, store.refuse(refused), DropReason.ADMISSION)
+            self._transfers.drop(tier, state.refuse(refused), DropReason.ADMISSION)
         return chosen
 
     def _copy_down(self, chosen: Sequence[int], tier: int) -> None:
         """Order one job that copies `chosen` from `tier` to the one below, which has room."""
         if not chosen:
             return
-        store, index, job = self._store, self._store.index, self._transfers.new_id()
+        state, index, job = self._state, self._state.index, self._transfers.new_id()
         sources = [index.slot[tier][node] for node in chosen]
         for slot in sources:
-            store.pools[tier].readers[slot] += 1
-        copies = store.place_copies(chosen, tier + 1, job)
+            state.pools[tier].readers[slot] += 1
+        copies = state.place_copies(chosen, tier + 1, job)
         keys = [index.key[node] for node in chosen]
         parents = [index.key[index.parent[node]] for node in chosen]
         self._transfers.order(job, keys, parents, TierSlots(tier, sources), TierSlots(tier + 1, copies))
@@ -400,27 +400,27 @@ class Offloader:
         If the call is `patient` and room is being made for all of them, or for as many as the tier has slots, nothing
         is counted and there is room for none. For those that a `stream` waits for, nothing is counted.
         """
-        store = self._store
+        state = self._state
         if not wanted:
             return 0, 0
-        patient, stream = (each and not orphan and bool(store.last) for each in (patient, stream))
-        nbytes, pins = store.pools[0].slabs.image_bytes[pool], [store.pin(node) for node in needed if node]
-        once = min(wanted, store.total_room(0))
+        patient, stream = (each and not orphan and bool(state.last) for each in (patient, stream))
+        nbytes, pins = state.pools[0].slabs.image_bytes[pool], [state.pin(node) for node in needed if node]
+        once = min(wanted, state.total_room(0))
         again = patient and self._room(0, once, pool, observes=False) < once and self._may_get_room(0)
         granted = 0 if again else self._budgets[0].allows(self._transfers.now, wanted, nbytes)
         allowed = min(granted, max(0, self._transfers.settings.max_writes - self._transfers.writing[0]))
         if orphan:
-            room = min(allowed, store.pools[0].room(pool))
-        elif self._uses_admission and path and allowed > store.pools[0].room(pool):
+            room = min(allowed, state.pools[0].room(pool))
+        elif self._uses_admission and path and allowed > state.pools[0].room(pool):
 
             def make_room(most: int) -> int:
                 return self._transfers.evictor.make_room(0, most, pool, spare_dirty=False)
 
-            room = store.policies[0].admit(path[:allowed], make_room)[0]
+            room = state.policies[0].admit(path[:allowed], make_room)[0]
         else:
             room = self._room(0, allowed, pool, waits=patient or stream) if allowed else 0
         for pin in pins:
-            store.unpin(pin)
+            state.unpin(pin)
         if again:
             return 0, wanted
         waiting = granted - room if stream and (room or self._may_get_room(0)) else 0
@@ -454,11 +454,11 @@ class Offloader:
         A caller that `waits` for room drops no chunk if it is short, so the reserve does not grow. Without `observes`,
         the call does not change the reserve.
         """
-        store = self._store
+        state = self._state
         room = self._transfers.evictor.make_room(tier, count, pool, spare_dirty=True, ahead=ahead)
-        if observes and not self._transfers.settings.stores_wait and tier < store.last and not (waits and room < count):
+        if observes and not self._transfers.settings.stores_wait and tier < state.last and not (waits and room < count):
             self._observe_room(tier, count, room)
-        if room < count and tier < store.last:
+        if room < count and tier < state.last:
             self._clean(tier, count - room)
             room = self._transfers.evictor.make_room(
                 tier, count, pool, spare_dirty=self._is_copying_down(tier), ahead=ahead
@@ -480,14 +480,14 @@ class Offloader:
         if found >= wanted:
             self._reserves[tier] = max(0.0, self._reserves[tier] - wanted / _FORGET)
         else:
-            slots = self._store.total_room(tier)
+            slots = self._state.total_room(tier)
             grown = max(self._clean_target(tier, slots), self._reserves[tier]) + (wanted - found) / 2
             self._reserves[tier] = max(0.0, min(slots - 1, grown))
 
     def _may_get_room(self, tier: int) -> bool:
         """Whether backups from `tier` are in flight, or slots are being filled that may be backed up when ready."""
-        return self._is_copying_down(tier) or (tier < self._store.last and bool(self._store.pools[tier].writer))
+        return self._is_copying_down(tier) or (tier < self._state.last and bool(self._state.pools[tier].writer))
 
     def _is_copying_down(self, tier: int) -> bool:
         """Whether backups that may clean chunks of `tier` are in flight, to any colder tier."""
-        return any(self._transfers.writing[below] for below in range(tier + 1, self._store.last + 1))
+        return any(self._transfers.writing[below] for below in range(tier + 1, self._state.last + 1))

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.nodes import ORPHANS, ROOT
-from longshore.cache.store import Store
+from longshore.cache.state import CacheState
 from longshore.errors import CacheError
 
 _Numbers = npt.NDArray[np.int64]
@@ -46,24 +46,24 @@ class Recovered(NamedTuple):
     pool: int = 0
 
 
-def adopt(store: Store, tier: int, found: Sequence[Chunk]) -> int:
+def adopt(state: CacheState, tier: int, found: Sequence[Chunk]) -> int:
     """Recover chunks found in slots of `tier`, oldest first; returns how many.
 
     Raises `CacheError`, with nothing changed, for two chunks in one slot, two of one key, or a chunk that is in the
     index with another parent.
     """
     slots, pools = (_numbers(map(itemgetter(field), found)) for field in (0, 3))
-    if store.several_sizes:
-        last = _of_the_last_size(slots // store.pools[tier].slabs.stride, pools)
+    if state.several_sizes:
+        last = _of_the_last_size(slots // state.pools[tier].slabs.stride, pools)
         found, slots, pools = list(compress(found, last)), slots[last], pools[last]
-    known = _numbers(store.index.find([key for _, key, _, _ in found]))
-    before, above = _parents(store, tier, found, pools, known)
+    known = _numbers(state.index.find([key for _, key, _, _ in found]))
+    before, above = _parents(state, tier, found, pools, known)
     rows = _newest_first(before)
     shared = rows[known[rows] > 0]
-    _check(store, tier, [found[row] for row in shared.tolist()])
-    store.pools[tier].claim(slots[rows[::-1]].tolist(), pools[rows[::-1]].tolist())  # the newest last
-    nodes = _enter(store, tier, rows, found, slots, known, before, above)
-    _insert(store, tier, nodes, known[shared].tolist())
+    _check(state, tier, [found[row] for row in shared.tolist()])
+    state.pools[tier].claim(slots[rows[::-1]].tolist(), pools[rows[::-1]].tolist())  # the newest last
+    nodes = _enter(state, tier, rows, found, slots, known, before, above)
+    _insert(state, tier, nodes, known[shared].tolist())
     return len(nodes)
 
 
@@ -85,13 +85,13 @@ def _of_the_last_size(slabs: _Numbers, pools: _Numbers) -> npt.NDArray[np.bool_]
 
 
 def _parents(
-    store: Store, tier: int, found: Sequence[Chunk], pools: _Numbers, known: _Numbers
+    state: CacheState, tier: int, found: Sequence[Chunk], pools: _Numbers, known: _Numbers
 ) -> tuple[_Numbers, npt.NDArray[np.int32]]:
     """The position in `found` of the parent of each chunk, or `_TOP` or `_LOST`; and its node if it is in the index.
 
     The node is `ORPHANS` for orphans. A chunk with a parent of another size is lost.
     """
-    index, count = store.index, len(found)
+    index, count = state.index, len(found)
     places: dict[Key | None, int] = dict(zip(map(itemgetter(1), found), range(count), strict=True))
     if len(places) < count:
         raise CacheError(f"expected {count} chunks with distinct keys, got {len(places)}")
@@ -129,18 +129,18 @@ def _newest_first(before: _Numbers) -> _Numbers:
     return reached[np.lexsort((depth[reached], -newest[reached]))]
 
 
-def _check(store: Store, tier: int, known: Sequence[Chunk]) -> None:
+def _check(state: CacheState, tier: int, known: Sequence[Chunk]) -> None:
     """Raise `CacheError` where the index has another parent than the chunk found, or a copy in the tier."""
-    index = store.index
+    index = state.index
     for _, key, parent, pool in known:
         node = index.get(key)
-        store.check_pool([node], pool)
+        state.check_pool([node], pool)
         if index.slot[tier][node] >= 0 or index.before((node,))[0] != parent:
             raise CacheError(f"chunk {key.hex()[:12]} is in the index already, in tier {tier} or with another parent")
 
 
 def _enter(
-    store: Store,
+    state: CacheState,
     tier: int,
     rows: _Numbers,
     found: Sequence[Chunk],
@@ -150,7 +150,7 @@ def _enter(
     above: npt.NDArray[np.int32],
 ) -> list[int]:
     """Nodes of the chunks at `rows`, parents first, each with its copy."""
-    index, new = store.index, rows[known[rows] == 0]
+    index, new = state.index, rows[known[rows] == 0]
     for row in rows[known[rows] > 0].tolist():
         node = int(known[row])
         index.add_copy(node, tier, int(slots[row]))
@@ -165,18 +165,18 @@ def _enter(
         index.wait(int(nodes[row]), cast("Key", found[row][2]))
     adopted: list[int] = nodes[rows].tolist()
     if index.orphans and (adrift := [node for node in adopted if index.depth[node] < 0]):
-        store.priorities.mark_orphans(adrift)
+        state.priorities.mark_orphans(adrift)
     return adopted
 
 
-def _insert(store: Store, tier: int, nodes: list[int], known: Sequence[int]) -> None:
+def _insert(state: CacheState, tier: int, nodes: list[int], known: Sequence[int]) -> None:
     """Enter the copies of `nodes`, the newest first, in policies and backlog; other tiers have `known`."""
-    if store.log.on:
-        store.log_arrivals(nodes, tier)
-    store.policies[tier].insert(nodes[::-1])
-    store.windows.mark_ready(nodes, tier)
-    if store.last:
+    if state.log.on:
+        state.log_arrivals(nodes, tier)
+    state.policies[tier].insert(nodes[::-1])
+    state.windows.mark_ready(nodes, tier)
+    if state.last:
         # A chunk that only the coldest tier has is not dirty, and no other chunk waits for it.
-        store.update_backlog(known if tier == store.last else nodes[::-1], tier)
-        store.reconsider(np.array(known, np.int32), apart_from=tier)
-    store.attach_orphans(nodes)
+        state.update_backlog(known if tier == state.last else nodes[::-1], tier)
+        state.reconsider(np.array(known, np.int32), apart_from=tier)
+    state.attach_orphans(nodes)

@@ -37,7 +37,7 @@ class RemoteKeys:
         """Whether the tier has a key, and until when the answer is valid."""
         self._sent: dict[Key, int] = {}
         """Keys that were stored or are queued, so that they are not stored again unless found missing. With each, the
-        turn at which it was stored or read last; 0 while it is queued."""
+        tick at which it was stored or read last; 0 while it is queued."""
         self.keeps: int | None = None
         """For how many requests the tier keeps what is stored, by its answers; `None` until it has lost a chunk."""
         self._asked: dict[Key, int] = {}
@@ -57,7 +57,7 @@ class RemoteKeys:
         settings, unknown = self._transfers.settings, [key for key in keys if self.has(key) is None]
         new = [key for key in dict.fromkeys(unknown) if key not in self._asked]
         room = max(0, settings.max_probes - len(self._asked))
-        self._transfers.store.counters.probes[self.name][Answer.UNASKED] += len(new) - len(new[:room])
+        self._transfers.state.counters.probes[self.name][Answer.UNASKED] += len(new) - len(new[:room])
         if asked := tuple(new[:room]):
             number, deadline = self._transfers.new_id(), self._transfers.now + settings.probe_timeout
             probe = Probe(number, self.name, asked, deadline, self._transfers.generation, settings.ranks)
@@ -100,7 +100,7 @@ class RemoteKeys:
         """`key` was stored in the tier, or read from it."""
         self.learn(key, present=True)
         if key in self._sent:
-            self._sent[key] = self._transfers.store.turn
+            self._sent[key] = self._transfers.state.tick
 
     def was_sent(self, key: Key) -> bool:
         """Whether `key` need not be stored: it is present, or was stored before."""
@@ -140,7 +140,7 @@ class RemoteKeys:
         since = self._sent.get(key)
         if not since:
             return
-        age = self._transfers.store.turn - since
+        age = self._transfers.state.tick - since
         if not present:
             self.keeps = age if self.keeps is None else min(self.keeps, age)
         elif self.keeps is not None:
@@ -149,7 +149,7 @@ class RemoteKeys:
     def _end(self, asked: _ProbeInFlight) -> None:
         if asked.probe.generation != self._transfers.generation:
             return
-        counts = self._transfers.store.counters.probes[self.name]
+        counts = self._transfers.state.counters.probes[self.name]
         for key, present in zip(asked.probe.keys, asked.present, strict=True):
             del self._asked[key]
             if asked.answered:
@@ -189,7 +189,7 @@ class RemoteTiers:
 
     def __init__(self, transfers: Transfers, tiers: Sequence[str], rules: Sequence[WriteRule]) -> None:
         self._transfers = transfers
-        self._store = transfers.store
+        self._state = transfers.state
         self.tiers = [RemoteKeys(name, transfers) for name in tiers]
         """Callers skip all other methods if there is none."""
         self._seen = [
@@ -211,10 +211,10 @@ class RemoteTiers:
 
         With `asks`, keys behind these without a valid answer are probed.
         """
-        if end and not self._store.index.get(keys[end - 1]):
+        if end and not self._state.index.get(keys[end - 1]):
             return 0, ()  # the chunk before is in no own tier, so these would not be reachable
         known = 0
-        while end + known < len(keys) and self.has(keys[end + known]) and not self._store.index.get(keys[end + known]):
+        while end + known < len(keys) and self.has(keys[end + known]) and not self._state.index.get(keys[end + known]):
             known += 1
         return known, self.ask(keys[end + known :]) if asks else ()
 
@@ -261,37 +261,37 @@ class RemoteTiers:
         `path` are the nodes of chunks behind these that are in flight already. Returns all jobs, also of these. No
         dirty chunk is evicted for it.
         """
-        store, writer = self._store, self._store.pools[0].writer
+        state, writer = self._state, self._state.pools[0].writer
         begin = end + len(path)
         known, _ = self.look(keys, begin)
-        jobs = dict.fromkeys(writer[slot] for node in path if (slot := store.index.slot[0][node]) in writer)
+        jobs = dict.fromkeys(writer[slot] for node in path if (slot := state.index.slot[0][node]) in writer)
         before, wanted = keys[begin - 1] if begin else None, keys[begin : begin + known]
-        pin = store.pin(store.index.get(before)) if before is not None and wanted else None
-        store.log.by = wanted[0] if wanted else None
+        pin = state.pin(state.index.get(before)) if before is not None and wanted else None
+        state.log.by = wanted[0] if wanted else None
         wanted = wanted[: self._transfers.evictor.make_room(0, len(wanted), pool, spare_dirty=True)]
         if pin is not None:
-            store.unpin(pin)
+            state.unpin(pin)
         for tier, batch in self._batches(wanted):
             job, above = self._transfers.new_id(), [before, *batch[:-1]]
-            jobs[self._fetch(tier, job, batch, above, store.place(batch, before, job, pool), deadline)] = None
+            jobs[self._fetch(tier, job, batch, above, state.place(batch, before, job, pool), deadline)] = None
             before = batch[-1]
         return tuple(jobs)
 
     def fetch_alone(self, keys: Sequence[Key], nodes: Sequence[int], pool: int, deadline: float) -> tuple[int, ...]:
         """`fetch` for `keys` that stand alone, with these `nodes`. The last ones get room first."""
-        store, writer = self._store, self._store.pools[0].writer
+        state, writer = self._state, self._state.pools[0].writer
         absent = [key for key, node in zip(keys, nodes, strict=True) if not node]
         self.ask([key for key in absent if not self.has(key)])
         wanted = [key for key in absent if self.has(key)]
-        jobs = dict.fromkeys(writer[slot] for node in nodes if node and (slot := store.index.slot[0][node]) in writer)
-        pins = [store.pin(node) for node in nodes if node]
-        store.log.by = wanted[-1] if wanted else None
+        jobs = dict.fromkeys(writer[slot] for node in nodes if node and (slot := state.index.slot[0][node]) in writer)
+        pins = [state.pin(node) for node in nodes if node]
+        state.log.by = wanted[-1] if wanted else None
         wanted = wanted[len(wanted) - self._transfers.evictor.make_room(0, len(wanted), pool, spare_dirty=True) :]
         for pin in pins:
-            store.unpin(pin)
+            state.unpin(pin)
         for tier, batch in self._batches(wanted):
             job = self._transfers.new_id()
-            slots = store.place_alone(batch, job, pool)
+            slots = state.place_alone(batch, job, pool)
             jobs[self._fetch(tier, job, batch, [None] * len(batch), slots, deadline)] = None
         return tuple(jobs)
 
@@ -340,7 +340,7 @@ class RemoteTiers:
 
         Behind a chunk that is left out, or is not in the warmest tier, none is admitted.
         """
-        tier, index, policy = self.tiers[at], self._store.index, self._store.policies[0]
+        tier, index, policy = self.tiers[at], self._state.index, self._state.policies[0]
         if not keys or tier.keeps is None or not self._refuses(at):
             return keys
         nodes, left_out, admitted, refused = index.find(keys), set[int](), list[Key](), 0
@@ -357,14 +357,14 @@ class RemoteTiers:
 
     def _refuses(self, at: int) -> bool:
         """Whether the tier may be refused chunks for what they promise, so that they are offered again when used."""
-        is_on = self._transfers.settings.admission and self._store.policies[0].refuses
+        is_on = self._transfers.settings.admission and self._state.policies[0].refuses
         return is_on and self.tiers[at].keeps is not None
 
     def _leaving(self, arrived: int) -> list[Key]:
         """What the warmest tier would evict for twice as many chunks as have `arrived`."""
-        store = self._store
-        lacking = min(2 * arrived - store.pools[0].room(), _MOST_AHEAD)
-        return [store.index.key[node] for node in store.policies[0].next_victims(lacking)] if lacking > 0 else []
+        state = self._state
+        lacking = min(2 * arrived - state.pools[0].room(), _MOST_AHEAD)
+        return [state.index.key[node] for node in state.policies[0].next_victims(lacking)] if lacking > 0 else []
 
     def found(self, keys: Sequence[Key]) -> None:
         """Chunks of a path were found by a lookup, which counts for selective write policies."""
@@ -380,7 +380,7 @@ class RemoteTiers:
             for at in [at for at, late in enumerate(self._late) if late]:
                 self._send(at, self._leaving(len(arrived)))
             arrived.clear()
-        limit = min(self._transfers.settings.max_writes, max(1, self._store.pools[0].capacity // _SHARE))
+        limit = min(self._transfers.settings.max_writes, max(1, self._state.pools[0].capacity // _SHARE))
         for tier, queue in zip(self.tiers, self._queues, strict=True):
             count = min(len(queue), limit - self._transfers.writing[tier.name])
             if count > 0:
@@ -388,7 +388,7 @@ class RemoteTiers:
 
     def _store_some(self, tier: RemoteKeys, keys: Sequence[Key]) -> None:
         """Order a store of those of `keys` that are in the warmest tier, and not known to be in the remote one."""
-        index, pool = self._store.index, self._store.pools[0]
+        index, pool = self._state.index, self._state.pools[0]
         # A chunk that was found missing may have been queued twice.
         wanted = [key for key in dict.fromkeys(keys) if not tier.has(key)]
         nodes = [node for node in index.find(wanted) if index.depth[node] >= 0 and index.is_ready(node, 0)]
@@ -409,7 +409,7 @@ class RemoteTiers:
         self._in_flight[job] = tier, record
 
     def _drop(self, tier: RemoteKeys, count: int, reason: DropReason) -> None:
-        self._store.counters.drops[tier.name][reason] += count
+        self._state.counters.drops[tier.name][reason] += count
 
     # ------------------------------------------------------------------ results
 
@@ -423,13 +423,13 @@ class RemoteTiers:
             for item, status in zip(record.transfer.items, record.statuses, strict=True):
                 if status is Status.OK:
                     tier.arrived(item.key)
-                    self._store.counters.misses[MissReason.BEHIND] += missed and item.parent is not None
+                    self._state.counters.misses[MissReason.BEHIND] += missed and item.parent is not None
                 elif storing:
                     tier.forget(item.key)
                     self._drop(tier, 1, DropReason.WRITE_FAILED)
                 else:
                     tier.forget(item.key)
-                    self._store.counters.misses[MissReason.of(status)] += 1
+                    self._state.counters.misses[MissReason.of(status)] += 1
                     missed = True
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Transfers in flight, and the changes to the store when they end.
+"""Transfers in flight, and the changes to the cache when they end.
 
 A job has ended when every rank has reported it. An item has succeeded if it did on all ranks (invariant 1).
 
@@ -44,7 +44,7 @@ from longshore.cache.events import EventKind
 from longshore.cache.evict import Evictor
 from longshore.cache.index import Index
 from longshore.cache.settings import CacheSettings
-from longshore.cache.store import Pin, Store
+from longshore.cache.state import CacheState, Pin
 from longshore.cache.types import DropReason, MissReason, Outcome, RouteTotals
 from longshore.errors import CacheError, JobError
 
@@ -147,12 +147,12 @@ class LeasedChunks:
 class LeaseRecord:
     """What the control plane knows of a lease: the leased chunks, of one or several groups, its load and prefetch."""
 
-    __slots__ = ("is_multi_group", "load", "parts", "prefetch", "request", "turn")
+    __slots__ = ("is_multi_group", "load", "parts", "prefetch", "request", "tick")
 
-    def __init__(self, parts: Sequence[LeasedChunks], request: str | None, turn: int, *, is_multi_group: bool) -> None:
+    def __init__(self, parts: Sequence[LeasedChunks], request: str | None, tick: int, *, is_multi_group: bool) -> None:
         self.parts = parts
         self.request = request
-        self.turn = turn
+        self.tick = tick
         self.is_multi_group = is_multi_group
         self.load: Load | None = None
         self.prefetch: Wait | None = None
@@ -178,10 +178,10 @@ class Job:
     """One transfer in flight between two sides, of which one may be the device (`None`).
 
     It is `commanded` unless the engine moves the bytes itself. `waiting` are the ranks that have not reported, `waits`
-    the waits of requests for its destination, by number; `turn` is the turn of the request that ordered it.
+    the waits of requests for its destination, by number; `tick` is the tick of the request that ordered it.
     """
 
-    __slots__ = ("commanded", "destination", "load", "source", "statuses", "transfer", "turn", "waiting", "waits")
+    __slots__ = ("commanded", "destination", "load", "source", "statuses", "tick", "transfer", "waiting", "waits")
 
     def __init__(
         self,
@@ -191,14 +191,14 @@ class Job:
         load: Load | None = None,
         *,
         commanded: bool = True,
-        turn: int = 0,
+        tick: int = 0,
     ) -> None:
         self.transfer = transfer
         self.source = source
         self.destination = destination
         self.load = load
         self.commanded = commanded
-        self.turn = turn
+        self.tick = tick
         self.waiting = set(range(transfer.ranks))
         self.statuses = [Status.OK] * len(transfer.items)
         self.waits: dict[int, Wait] = {}
@@ -316,11 +316,11 @@ class Waits:
 
 
 class Transfers:
-    """Jobs in flight over one `Store`, and the queue of commands."""
+    """Jobs in flight over one `CacheState`, and the queue of commands."""
 
-    def __init__(self, store: Store, settings: CacheSettings, generation: int) -> None:
-        self.store = store
-        self.evictor = Evictor(store)
+    def __init__(self, state: CacheState, settings: CacheSettings, generation: int) -> None:
+        self.state = state
+        self.evictor = Evictor(state)
         self.settings = settings
         self.generation = generation
         self.jobs: dict[int, Job] = {}
@@ -329,7 +329,7 @@ class Transfers:
         self.now = 0.0
         self._last_id = 0
         self._valid = (1 << settings.blocks_per_chunk) - 1
-        self.writing: dict[int | str, int] = dict.fromkeys(range(len(store.levels)), 0)
+        self.writing: dict[int | str, int] = dict.fromkeys(range(len(state.levels)), 0)
         """Chunks being written to each tier from a warmer one; remote tiers by name."""
         self.offloaded: list[Key] | None = None
         """Chunks that have arrived from the device, to be stored in remote tiers; `None` if there are none."""
@@ -347,7 +347,7 @@ class Transfers:
 
     def join(self, wait: Wait, slots: Sequence[int]) -> tuple[int, ...]:
         """Have `wait` wait for the jobs that fill these slots of the warmest tier; returns the jobs."""
-        writer = self.store.pools[0].writer
+        writer = self.state.pools[0].writer
         jobs = tuple(dict.fromkeys(writer[slot] for slot in slots if slot in writer)) if writer else ()
         self.waits.join(wait, [self.jobs[job] for job in jobs])
         return jobs
@@ -364,7 +364,7 @@ class Transfers:
 
     def drop(self, tier: int, count: int, reason: DropReason) -> None:
         """Count chunks that `tier` did not store."""
-        self.store.counters.drops[self.store.levels[tier].name][reason] += count
+        self.state.counters.drops[self.state.levels[tier].name][reason] += count
 
     def forget(self, first: int, *, weights: bool) -> None:
         """Remove all chunks that are not ready in tier `first` or a colder one. Jobs in flight have no effect any more.
@@ -373,11 +373,11 @@ class Transfers:
         """
         self.waits.clear()
         self.outbox += [Cancel(job) for job in self.jobs]
-        if first < len(self.store.levels):
-            self.store.reset_warmer(first)
+        if first < len(self.state.levels):
+            self.state.reset_warmer(first)
             return
         self.generation += 1
-        self.store.clear()
+        self.state.clear()
         self.evictor.clear()
         self.outbox.append(Forget(self.generation, weights))
 
@@ -433,7 +433,7 @@ class Transfers:
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless the readers and the writer of every slot are those of the jobs in flight."""
-        pools = self.store.pools
+        pools = self.state.pools
         readers = [np.zeros(pool.capacity, np.int32) for pool in pools]
         writers: list[dict[int, int]] = [{} for _ in pools]
         for number, job in self.jobs.items():
@@ -492,9 +492,9 @@ class Transfers:
         )
         if writing:
             self.writing[remote if destination is None else destination.tier] += len(keys)
-        record = self.jobs[job] = Job(transfer, source, destination, load, commanded=command, turn=self.store.served)
-        if destination is not None and self.store.log.on:
-            self.store.log.record(EventKind.ORDERED, keys, tier=self._name(destination.tier))
+        record = self.jobs[job] = Job(transfer, source, destination, load, commanded=command, tick=self.state.served)
+        if destination is not None and self.state.log.on:
+            self.state.log.record(EventKind.ORDERED, keys, tier=self._name(destination.tier))
         if command:
             self.outbox.append(transfer)
         return record
@@ -508,31 +508,31 @@ class Transfers:
     ) -> Sequence[Item]:
         """The items, in columns if all slots of a side are in one pool."""
         sides = [side for side in (source, destination) if side is not None]
-        store = self.store
-        if all(store.is_of_one_pool(*side) for side in sides):
+        state = self.state
+        if all(state.is_of_one_pool(*side) for side in sides):
             return Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination), self._valid)
         begins, ends = (
-            [None] * len(keys) if side is None else self.store.addresses(*side) for side in (source, destination)
+            [None] * len(keys) if side is None else self.state.addresses(*side) for side in (source, destination)
         )
         rows = zip(keys, parents, begins, ends, strict=True)
         return tuple(Item(key, above, begin, end, self._valid) for key, above, begin, end in rows)
 
     def _name(self, tier: int | None, elsewhere: str = "") -> str:
-        return elsewhere or DEVICE if tier is None else self.store.levels[tier].name
+        return elsewhere or DEVICE if tier is None else self.state.levels[tier].name
 
     def _slots(self, side: TierSlots | None) -> Slots | None:
         if side is None:
             return None
         tier, slots = side
-        return Slots(self._name(tier), self.store.pools[tier].pool_of(slots[0]) if slots else 0, tuple(slots))
+        return Slots(self._name(tier), self.state.pools[tier].pool_of(slots[0]) if slots else 0, tuple(slots))
 
     def _finish(self, job: Job) -> None:
         """All ranks have reported: apply failures, then sources, then arrivals, so that no arrival is unreachable."""
-        store, statuses = self.store, job.statuses
-        store.changes += 1
+        state, statuses = self.state, job.statuses
+        state.changes += 1
         writing = job.transfer.urgency is Urgency.WRITE
         if job.source is not None:
-            pool = store.pools[job.source.tier]
+            pool = state.pools[job.source.tier]
             job.blame_sources(pool.fault, pool.writer)
         good = statuses.count(Status.OK) == len(statuses)
         if writing:
@@ -553,39 +553,39 @@ class Transfers:
             if self.offloaded is not None and ours and job.transfer.route.source == DEVICE:
                 items = zip(job.transfer.items, statuses, strict=True)
                 self.offloaded += [item.key for item, status in items if status is Status.OK]
-            store.serve(job.turn)
-            attached = store.writes_ended(tier, slots)
+            state.serve(job.tick)
+            attached = state.writes_ended(tier, slots)
             if self.offloaded is not None:
-                self.offloaded += store.index.key[attached].tolist()
+                self.offloaded += state.index.key[attached].tolist()
 
     def _end_reads(self, source: TierSlots, statuses: Sequence[Status], *, blame: bool) -> None:
         """A job has read its sources; with `blame`, some of them may have invalid bytes."""
         tier, slots = source
         if not blame:
-            self.store.end_reads(tier, slots)
+            self.state.end_reads(tier, slots)
             return
         invalid = [each for each in zip(slots, statuses, strict=True) if each[1].invalidates_source]
         bad = {slot for slot, _ in invalid}
-        self.store.end_reads(tier, [slot for slot in slots if slot not in bad])
+        self.state.end_reads(tier, [slot for slot in slots if slot not in bad])
         for slot, status in invalid:
-            self.store.quarantine(tier, slot, status)
+            self.state.quarantine(tier, slot, status)
 
     def _fail(self, tier: int, slot: int, status: Status, *, writing: bool) -> None:
-        store = self.store
+        state = self.state
         if writing:
             if status is Status.TIER_OFF:
                 self.refusing.add(tier)
             self.drop(tier, 1, DropReason.WRITE_FAILED)
-            node = store.pools[tier].node[slot]
+            node = state.pools[tier].node[slot]
             if tier and node:  # a warmer tier has it as well
-                store.backup_failed(node)
-        store.fail(tier, slot, status)
+                state.backup_failed(node)
+        state.fail(tier, slot, status)
 
     def _count(self, job: Job, result: TransferResult) -> None:
-        hidden = self.store.log.hidden
+        hidden = self.state.log.hidden
         if hidden is not None and all(item.key == hidden for item in job.transfer.items):
             return
-        routes, route = self.store.counters.routes, str(job.transfer.route)
+        routes, route = self.state.counters.routes, str(job.transfer.route)
         totals = routes.get(route) or routes.setdefault(route, RouteTotals())
         arrived = result.statuses.count(Status.OK)
         totals.chunks += arrived

@@ -102,7 +102,7 @@ class Found(NamedTuple):
             tokens, then with chunks in flight.
         probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `remote`.
         before: For a lookup of one group from `UNTOLD`: the keys before the first one, as the tiers know them.
-        turn: The turn of the request, for its other calls; `None` for `Until.NOTHING`.
+        tick: The tick of the request, for its other calls; `None` for `Until.NOTHING`.
         residency: For a lookup with `each`: where each chunk is, by group.
         remote_sources: For a lookup with `each` that keeps nothing, if there are remote tiers: the name of the
             first that is known to have each chunk, by group; empty for none.
@@ -116,7 +116,7 @@ class Found(NamedTuple):
     remote: int = 0
     probes: tuple[int, ...] = ()
     before: Sequence[Key] = ()
-    turn: int | None = None
+    tick: int | None = None
     residency: Mapping[int, Residency] = {}
     remote_sources: Mapping[int, Sequence[str]] = {}
 

@@ -17,7 +17,7 @@ from longshore.cli.demo_report import DemoOptions, render, write_report
 from longshore.cli.options import ReportDirectory, existing, settings_of
 from longshore.cli.output import check_report, write_json
 from longshore.cli.output import console as console_on
-from longshore.errors import ConfigError, EngineError
+from longshore.errors import ConfigError, EngineError, with_extra
 
 
 class DeviceChoice(enum.StrEnum):
@@ -105,7 +105,7 @@ def demo(
     try:
         from longshore.cli.demo_runs import run_demo  # noqa: PLC0415 - torch is slow to import
     except ImportError as error:
-        raise EngineError(f"{error}; the demo needs: pip install 'longshore[transformers]'") from error
+        raise EngineError(f"{error}; the demo needs an extra: {with_extra('transformers')}") from error
     if report is not None:
         check_report(report)
     options = DemoOptions(

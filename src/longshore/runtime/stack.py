@@ -161,7 +161,7 @@ class Stack:
             end, now = min(wanted, done + size), runtime.clock()
             part = GroupKeys(path.names[: path.first + end], path.first + done)
             with runtime.control() as cache:
-                here = cache.lookup({0: part}, now, request=request, turn=found.turn, count=False, asks=())
+                here = cache.lookup({0: part}, now, request=request, tick=found.tick, count=False, asks=())
                 if here.lease is None:
                     break
                 cache.prefetch(here.lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=left)
@@ -185,7 +185,7 @@ class Stack:
         uses: BlockUse,
         *,
         evicting: bool = False,
-        turn: int | None = None,
+        tick: int | None = None,
         patience: float = 0.0,
     ) -> int:
         """Store chunks of a path as `TieredCache.store` does; how many of it, from the first on, tiers have then.
@@ -200,7 +200,7 @@ class Stack:
             part, skipped = path._replace(keys=names[:end], first=first), (first - path.first) * per_chunk
             mine = blocks[skipped : (end - path.first) * per_chunk]
             with runtime.control() as cache:
-                order = cache.store({0: part}, {0: mine}, evicting=evicting, patient=left > 0, turn=turn)[0]
+                order = cache.store({0: part}, {0: mine}, evicting=evicting, patient=left > 0, tick=tick)[0]
                 if order.job is not None:
                     at = [position - first for position in order.positions]
                     uses(order.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])

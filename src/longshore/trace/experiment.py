@@ -481,7 +481,7 @@ class CacheReplay:
             loaded = 0
             for first in range(0, hits, self._part):
                 part = GroupKeys(keys[: min(hits, first + self._part)], first)
-                mine = cache.lookup({0: part}, now, turn=found.turn).lease
+                mine = cache.lookup({0: part}, now, tick=found.tick).lease
                 if mine is None:
                     raise IntegrityError(f"the blocks found from {first} on are not there any more, and are held")
                 wanted = len(part.names) - first
@@ -495,7 +495,7 @@ class CacheReplay:
         elif lease is not None:
             loaded = self._load(lease, hits)
         if hits < len(keys):
-            self._store(keys, hits, found.turn)
+            self._store(keys, hits, found.tick)
         if lease is not None:
             cache.release(lease)
         if self._part:
@@ -513,12 +513,12 @@ class CacheReplay:
         self.hits.update(outcome.sources)
         return outcome.chunks
 
-    def _store(self, keys: Sequence[Key], first: int, turn: int | None) -> None:
+    def _store(self, keys: Sequence[Key], first: int, tick: int | None) -> None:
         """Store what is behind the hits; if there are files, again as long as that makes room for more."""
         waits = bool(self._part)
         while first < len(keys):
             blocks = {0: range(first, len(keys))}
-            order = self.cache.store({0: GroupKeys(keys, first)}, blocks, turn=turn, patient=waits)[0]
+            order = self.cache.store({0: GroupKeys(keys, first)}, blocks, tick=tick, patient=waits)[0]
             ordered = self._move()
             if not waits or not (order.positions or (order.again and ordered)):
                 break

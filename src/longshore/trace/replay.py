@@ -160,7 +160,7 @@ class _Visit:
         until: When the control plane gives its load up.
         wanted: Leading chunks that are to be loaded.
         loaded: Leading chunks that have come onto the device.
-        turn: Its turn in the cache, once it was matched.
+        tick: Its tick in the cache, once it was matched.
     """
 
     request: TraceRequest
@@ -175,7 +175,7 @@ class _Visit:
     until: float = math.inf
     wanted: int = 0
     loaded: int = 0
-    turn: int | None = None
+    tick: int | None = None
 
 
 class _Working:
@@ -370,8 +370,8 @@ class TieredReplay:
     def _look(self, visit: _Visit, end: int) -> Found:
         """Lease what the tiers have of the keys up to `end`, behind what is leased already."""
         path = GroupKeys(visit.keys[:end], visit.matched)
-        found = self.cache.lookup({0: path}, self._now, turn=visit.turn, returns=visit.request.returns)
-        visit.turn = found.turn
+        found = self.cache.lookup({0: path}, self._now, tick=visit.tick, returns=visit.request.returns)
+        visit.tick = found.tick
         if found.lease is not None:
             visit.parts.append(_LeasedRun(found.lease, found.chunks))
             visit.matched += found.chunks
@@ -484,7 +484,7 @@ class TieredReplay:
         if first < len(visit.keys):
             path, blocks = {0: GroupKeys(visit.keys, first)}, {0: range(len(visit.keys) - first)}
             held = self.counters.drops[HOST][DropReason.BACKPRESSURE]
-            order = self.cache.store(path, blocks, turn=visit.turn)[0]
+            order = self.cache.store(path, blocks, tick=visit.tick)[0]
             had = {*order.positions, *order.known}
             busy = self.counters.drops[HOST][DropReason.BACKPRESSURE] > held
             lacking = [visit.keys[at] for at in range(first, len(visit.keys)) if at not in had]

@@ -347,7 +347,7 @@ def test_failing_eviction_policy_mid_batch_changes_no_answer(
         assert [each.generated_tokens for each in generate(model)] == [each.generated_tokens for each in plain]
         first = tiers.stack
         with first.runtime.observe() as cache:
-            policy, lookup = cache._store.policies[0], cache.lookup
+            policy, lookup = cache._state.policies[0], cache.lookup
 
         def damage(*arguments: Any, **named: Any) -> Any:
             if named.get("until") is None:  # not only counted
@@ -459,7 +459,7 @@ def test_hinted_priorities_apply_at_commit_and_eviction(offload: str) -> None:
             generate(model, PROMPTS[1:2], num_blocks=32)  # the device cache before this one lets go of its blocks
         keys = stored_keys(tiers)
         with tiers.stack.runtime.observe() as cache:
-            found = [cache._store.priorities._priority[cache._store.index.get(key)] >> 1 for key in keys]
+            found = [cache._state.priorities._priority[cache._state.index.get(key)] >> 1 for key in keys]
         assert found == [90] * 6
 
 

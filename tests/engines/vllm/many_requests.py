@@ -49,7 +49,7 @@ class Crowd(serving.Engine):
                 before_reset, is_reset = preempted, True
                 if damages:
                     with self.manager._runtime.observe() as cache:
-                        policy = cache._store.policies[0]
+                        policy = cache._state.policies[0]
                         policy.remove_all(np.flatnonzero(policy.resident(len(policy.names))).tolist())
                 elif not engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
                     raise RuntimeError("the prefix cache was not reset")

@@ -110,7 +110,7 @@ class Sequences(RuleBasedStateMachine):
         parallel = {"parallel_config.world_size": world}
         self.rig = Rig(world=world, groups=self.groups, blocks=BLOCKS, vllm=parallel, **extra)
         self.manager: Any = self.rig.manager
-        self.manager._store.loop.close()  # calls alone make progress: a run can be repeated
+        self.manager._tiers.loop.close()  # calls alone make progress: a run can be repeated
         self.skipped, self.runtime, began = 0.0, self.manager._runtime, time.monotonic()
         self.runtime.clock = lambda: began + self.skipped
         self.manager.observes_device_resets = True
@@ -595,6 +595,6 @@ class Sequences(RuleBasedStateMachine):
         manager, cache = self.manager, self.rig.cache
         self.runtime.pump()
         assert (cache.held, cache.jobs_in_flight) == (0, 0)
-        assert {state for pool in cache._store.pools for state in pool.state} <= {FREE, READY}
+        assert {state for pool in cache._state.pools for state in pool.state} <= {FREE, READY}
         assert not (manager._stores or manager._stores.by_key or manager._stale or manager._requests)
         assert not self.scheduler._req_status

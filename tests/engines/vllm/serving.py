@@ -251,7 +251,7 @@ class Engine:
     def damage(self) -> None:
         """Make a cycle of the host tier's eviction order, which loses a chunk, between two requests."""
         with self.manager._runtime.observe() as cache:
-            policy = cache._store.policies[0]
+            policy = cache._state.policies[0]
             node = next(iter(policy.order()))
             policy._linked.after[node] = node
             policy.remove(node)  # it stays linked
@@ -259,7 +259,7 @@ class Engine:
     def flip(self) -> None:
         """Change one bit in each page of the host tier."""
         self.settle()
-        self.manager._store.arena.array[3::4096] ^= 64
+        self.manager._tiers.arena.array[3::4096] ^= 64
 
     @property
     def file(self) -> Any:

@@ -198,7 +198,7 @@ def test_corrupt_record_is_a_miss_for_every_waiting_request(rigs: Any, tmp_path:
     segment = tmp_path / "tier" / "segment"
     segment.write_bytes(bytes(byte ^ 255 for byte in segment.read_bytes()))
     first, second = rig.request("first", keys), rig.request("second", keys)
-    host = rig.manager._store.file._supervisor.process.pid  # type: ignore[union-attr]
+    host = rig.manager._tiers.file._supervisor.process.pid  # type: ignore[union-attr]
     os.kill(host, signal.SIGSTOP)
     assert rig.lookup(keys, first) == [PENDING] * 2
     assert [rig.manager.lookup(key, second) for key in keys] == [PENDING] * 2
@@ -277,7 +277,7 @@ def test_what_cannot_be_served_is_refused_at_start() -> None:
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_every_tier_evicts_by_the_policy_of_the_settings(rigs: Any, tmp_path: Path, eviction: str) -> None:
     rig = rigs(eviction=eviction, **file_settings(tmp_path))
-    assert [type(policy) for policy in rig.cache._store.policies] == [POLICIES[eviction]] * 2
+    assert [type(policy) for policy in rig.cache._state.policies] == [POLICIES[eviction]] * 2
 
 
 def test_promised_loads_stay_in_place_after_a_fault(rigs: Any) -> None:
@@ -287,7 +287,7 @@ def test_promised_loads_stay_in_place_after_a_fault(rigs: Any) -> None:
     assert [rig.manager.lookup(key, second) for key in keys] == [HIT] * 5
     rig.manager._runtime.fail(RuntimeError("by the test"))
     with rig.manager._runtime.observe() as cache:
-        index = cache._store.index
+        index = cache._state.index
         expected = [index.slot[0][index.get(key)] for key in ours(keys[:4])]
     assert list(rig.manager.prepare_load(keys[:4], second).indices) == expected
 
@@ -327,8 +327,8 @@ def test_inconsistent_cache_disables_tiers_but_not_the_engine(
         rig.run("submit_load", spec, GPULoadStoreSpec([5, 6, 7, 8], group_sizes=[4], block_indices=[0]))
         assert not rig.workers[0].failed
         rig.manager.complete_load(set(keys), second)
-        lost = rig.cache._store.index.get(ours(keys)[2])
-        rig.cache._store.pools[0].node[rig.cache._store.index.slot[0][lost]] = 0
+        lost = rig.cache._state.index.get(ours(keys)[2])
+        rig.cache._state.pools[0].node[rig.cache._state.index.slot[0][lost]] = 0
         spec = rig.manager.prepare_load(keys, second)
         rig.run("submit_load", spec, GPULoadStoreSpec([5, 6, 7, 8], group_sizes=[4], block_indices=[0]))
         assert rig.workers[0].failed, "as books disagree on a slot"
@@ -347,7 +347,7 @@ def test_inconsistent_cache_disables_tiers_but_not_the_engine(
 
 def test_request_advances_the_eviction_clock_and_use_counts_once(rigs: Any) -> None:
     rig, keys = rigs(), keys_of(2)
-    policy = rig.cache._store.policies[0]
+    policy = rig.cache._state.policies[0]
     first = rig.request("first", keys)
     rig.lookup(keys, first)
     rig.store(keys, [1, 2], first)
@@ -360,7 +360,7 @@ def test_request_advances_the_eviction_clock_and_use_counts_once(rigs: Any) -> N
     for _ in range(2):
         rig.store(keys, [3, 4], second)
     assert policy._now == 3
-    nodes = [rig.cache._store.index.get(key) for key in ours(keys)]
+    nodes = [rig.cache._state.index.get(key) for key in ours(keys)]
     assert [(policy._used[node], ((policy._state[node] & USES) >> 3) - 1) for node in nodes] == [(3, 2)] * 2
 
 
@@ -369,7 +369,7 @@ def test_a_request_that_is_only_offered_draws_a_turn(rigs: Any) -> None:
     context = rig.request("one", keys)
     rig.store(keys[:1], [1], context)
     rig.store(keys[1:], [2], context)
-    assert rig.cache._store.policies[0]._now == 1
+    assert rig.cache._state.policies[0]._now == 1
 
 
 def test_vllm_is_asked_to_offer_whole_paths(rigs: Any) -> None:
@@ -392,7 +392,7 @@ def test_chunks_are_linked_to_the_path_that_vllm_told(rigs: Any) -> None:
     for begin in (0, 2):
         assert rig.store(keys[begin : begin + 2], [1, 2], first) == keys[begin : begin + 2]
     assert rig.store(keys, range(1, 7), rig.request("second", keys)) == keys[4:]
-    index = rig.cache._store.index
+    index = rig.cache._state.index
     nodes = [index.get(key) for key in ours(keys)]
     assert [index.parent[node] for node in nodes] == [0, *nodes[:-1]]
 

@@ -77,7 +77,7 @@ def engine_process(engine: str, extra: dict[str, Any], said: int, orders: int) -
 
     ranks = [forked(lambda number=number: become(number)) for number in range(WORLD)]
     manager = spec_of(0, engine, extra).get_manager()
-    store = manager._store
+    store = manager._tiers
     (file,) = store.runtime._tiers
     memory = [os.fstat(arena.fd).st_ino for arena in (store.arena, store.reports.memory)]
     about = {"ranks": ranks, "tier host": file._supervisor.process.pid, "memory": memory}

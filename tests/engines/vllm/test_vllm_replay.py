@@ -109,7 +109,7 @@ def test_a_policy_that_is_no_setting_is_refused() -> None:
 def test_a_fault_of_the_control_plane_ends_the_replay() -> None:
     replay = open_replay(SLOTS, "gittins")
     replay.serve((1, 2))
-    replay._store.runtime._cache.lookup = lambda *_, **__: SimpleNamespace()  # type: ignore[method-assign,assignment,return-value]
+    replay._tiers.runtime._cache.lookup = lambda *_, **__: SimpleNamespace()  # type: ignore[method-assign,assignment,return-value]
     with pytest.raises(IntegrityError, match="the control plane failed in request 2"):
         replay.serve((1, 2))
     replay.close()

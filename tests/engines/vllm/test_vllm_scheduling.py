@@ -200,6 +200,6 @@ def test_a_bit_that_flips_is_seen(rigs: Any) -> None:
     rig = rigs(page=PAGE, blocks=200, host_size="4MiB")
     each = Scheduling(rig)
     each.ask("first", list(range(5, 105)))
-    rig.manager._store.arena.array[::4096] ^= 1
+    rig.manager._tiers.arena.array[::4096] ^= 1
     with pytest.raises(AssertionError):
         each.ask("second", list(range(5, 105)))

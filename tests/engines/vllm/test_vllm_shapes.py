@@ -150,7 +150,7 @@ def test_parts_of_ranks_lie_side_by_side_in_one_image(rigs: Any) -> None:
     output = rig.manager.prepare_store(keys, rig.request("one", keys))
     rig.copy_in(output.store_spec, [3])
     ((_, pool, (slot,)),) = output.store_spec.runs
-    slabs = rig.manager._store.arena.array
+    slabs = rig.manager._tiers.arena.array
     image = slabs[slot * 2 * 12288 : (slot + 1) * 2 * 12288]
     for rank in (0, 1):
         part = image[rank * 12288 :][: 2 * (PAGE - 8)]

@@ -83,7 +83,7 @@ def test_a_lookup_waits_for_chunks_that_are_still_stored(engine: Engine, how: st
 def test_only_what_is_worth_reading_is_waited_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.manager, "_patience", 600.0)
     monkeypatch.setattr(manager_module, "load_limit", lambda *_: HOST_CHUNKS * TOKENS)
-    monkeypatch.setattr(type(engine.manager._store.file), "is_stalled", False)  # else it waits for nothing
+    monkeypatch.setattr(type(engine.manager._tiers.file), "is_stalled", False)  # else it waits for nothing
     resume = kill_tier_host(engine, signal.SIGSTOP)
     engine.finish(engine.compute(CHUNKS, CHUNKS, first=1000))
     assert len(engine.manager._stores.coming) == CHUNKS - HOST_CHUNKS
@@ -148,7 +148,7 @@ CUTS: dict[str, Callable[[Engine], Callable[[], None] | None]] = {
 
 
 def kill_tier_host(engine: Engine, how: signal.Signals) -> Callable[[], None]:
-    process = cast(Any, engine.manager._store.file)._supervisor.process.pid
+    process = cast(Any, engine.manager._tiers.file)._supervisor.process.pid
     os.kill(process, how)
     return lambda: os.kill(process, signal.SIGCONT) if how is signal.SIGSTOP else None
 

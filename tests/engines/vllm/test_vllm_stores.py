@@ -141,11 +141,11 @@ def test_engines_of_other_weights_exchange_nothing(
 
 def test_changed_weights_are_stored_under_a_name_that_nobody_has(opened: Opener) -> None:
     one, other = opened(fixed_weights=True), opened()
-    (store,) = one.manager._store.stores
+    (store,) = one.manager._tiers.stores
     name = store.namespace
     one.manager.reset_cache()
     assert store.namespace == name
-    one.manager._store.reports.weights_changed(0)  # as a worker tells of update_weights
+    one.manager._tiers.reports.weights_changed(0)  # as a worker tells of update_weights
     one.manager.on_schedule_end(type("Step", (), {"preempted_req_ids": ()})())
     assert store.namespace != name
     one.manager.device_was_reset()
@@ -154,12 +154,12 @@ def test_changed_weights_are_stored_under_a_name_that_nobody_has(opened: Opener)
     assert answered(other, keys, other.request("second", keys)) == [MISS] * 4
     free = opened()
     free.manager.reset_cache()
-    assert free.manager._store.stores[0].namespace != name
+    assert free.manager._tiers.stores[0].namespace != name
 
 
 def test_without_known_weights_there_is_no_store(opened: Opener, caplog: pytest.LogCaptureFixture) -> None:
     rig = opened(vllm={"load_config.load_format": "dummy"})
-    assert rig.manager._store.stores == ()
+    assert rig.manager._tiers.stores == ()
     assert "remote tiers disabled: weights of load_format dummy" in caplog.text
     stored(rig)
     keys = keys_of(6)
@@ -170,7 +170,7 @@ def test_without_known_weights_there_is_no_store(opened: Opener, caplog: pytest.
 def test_a_tier_host_that_is_dead_or_stopped_holds_nothing_up(opened: Opener, number: signal.Signals) -> None:
     one, other = opened(), opened()
     stored(one)
-    process = other.manager._store.stores[0]._supervisor.process
+    process = other.manager._tiers.stores[0]._supervisor.process
     os.kill(process.pid, number)
     keys = keys_of(4)
     context = other.request("second", keys)
@@ -186,7 +186,7 @@ def test_a_tier_host_that_is_dead_or_stopped_holds_nothing_up(opened: Opener, nu
 def test_what_host_memory_has_is_never_asked_for(opened: Opener) -> None:
     rig = opened()
     stored(rig)
-    process = rig.manager._store.stores[0]._supervisor.process
+    process = rig.manager._tiers.stores[0]._supervisor.process
     os.kill(process.pid, signal.SIGSTOP)
     try:
         keys = keys_of(4)
@@ -201,4 +201,4 @@ def test_a_prompt_shorter_than_a_chunk_is_asked_for_with_a_gate(opened: Opener) 
     context = rig.request("short")
     context.set_offload_key_position(key, 8)  # as vLLM names the first tokens of a block of a recurrent layer
     assert answered(rig, [key], context) == [MISS]
-    assert rig.manager._store.runtime.fault is None
+    assert rig.manager._tiers.runtime.fault is None

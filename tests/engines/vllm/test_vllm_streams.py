@@ -131,7 +131,7 @@ def test_a_rotten_record_fails_the_load(engine: Engine, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_tier_host_that_dies_or_hangs_fails_the_load(engine: Engine, how: signal.Signals) -> None:
-    file = cast(Any, engine.manager._store.file)
+    file = cast(Any, engine.manager._tiers.file)
     request = engine.request(CHUNKS)
     process = file._supervisor.process.pid
     os.kill(process, how)
@@ -146,7 +146,7 @@ def test_a_tier_host_that_dies_or_hangs_fails_the_load(engine: Engine, how: sign
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_tier_host_that_dies_or_hangs_between_two_parts_fails_the_load(engine: Engine, how: signal.Signals) -> None:
-    file = cast(Any, engine.manager._store.file)
+    file = cast(Any, engine.manager._tiers.file)
     request = engine.request(CHUNKS)
     assert engine.begin(request) == CHUNKS
     (load,) = engine.manager._loads._loads.values()

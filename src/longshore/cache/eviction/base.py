@@ -41,12 +41,12 @@ class EvictionPolicy(ABC):
         self.names = names
 
     def begin(  # noqa: B027 - for policies that count time
-        self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0
+        self, tick: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0
     ) -> None:
-        """The request of this turn begins or continues: uses until the next call are its uses, and have one age.
+        """The request of this tick begins or continues: uses until the next call are its uses, and have one age.
 
-        Turns ascend. A turn above all earlier ones begins a request for a path of `length` chunks: `last` is the node
-        of the last chunk of its resident prefix, `keys` are the keys behind it. An earlier turn continues a request,
+        Ticks ascend. A tick above all earlier ones begins a request for a path of `length` chunks: `last` is the node
+        of the last chunk of its resident prefix, `keys` are the keys behind it. An earlier tick continues a request,
         and chunks that it has used already are not counted again. `hint` is the number of its reuse hint
         (`longshore.cache.eviction.hit_rates`).
         """

@@ -18,7 +18,7 @@ Ghost list: chunks that were evicted lately, and how each was used. Eight bytes 
     bucket    │ a │ b │   │ c │ d │ ... 16 words        what is evicted next replaces the oldest of its key's bucket
                         ▲ next
     word      63 ... 33                32 ... 15               14 ... 0
-              turn of the last use     tag of the key          state without its hint, 0 where the word is free
+              tick of the last use     tag of the key          state without its hint, 0 where the word is free
 
 Hints have a column of their own, which takes memory once there was one: a byte more a chunk.
 
@@ -78,36 +78,36 @@ class Return(NamedTuple):
 
 
 class Returns:
-    """Hints as numbers, by turn; classes in the order in which they were named."""
+    """Hints as numbers, by tick; classes in the order in which they were named."""
 
     def __init__(self) -> None:
         self._classes: dict[str, int] = {}
         self._hints: dict[int, int] = {}
         self._marks: list[tuple[int, float]] = []
-        """Turns and times at which a window began: of the last two."""
+        """Ticks and times at which a window began: of the last two."""
 
-    def begin(self, turn: int, now: float, said: Return | None) -> int:
-        """The request of this turn begins, at `now` seconds; the number of its hint."""
-        if not self._marks or turn - self._marks[-1][0] >= _WINDOW:
-            self._marks = [*self._marks[-1:], (turn, now)]
-        hint = 0 if said is None else self._number(turn, now, said)
+    def begin(self, tick: int, now: float, said: Return | None) -> int:
+        """The request of this tick begins, at `now` seconds; the number of its hint."""
+        if not self._marks or tick - self._marks[-1][0] >= _WINDOW:
+            self._marks = [*self._marks[-1:], (tick, now)]
+        hint = 0 if said is None else self._number(tick, now, said)
         if hint:
-            self._hints[turn] = hint
+            self._hints[tick] = hint
             if len(self._hints) > _REMEMBERED:
                 del self._hints[next(iter(self._hints))]
         return hint
 
-    def of(self, turn: int) -> int:
+    def of(self, tick: int) -> int:
         """The number of the hint of a request that goes on."""
-        return self._hints.get(turn, 0)
+        return self._hints.get(tick, 0)
 
-    def _number(self, turn: int, now: float, said: Return) -> int:
+    def _number(self, tick: int, now: float, said: Return) -> int:
         if said.ends:
             return ENDS
         (since, then) = self._marks[0]
         passed = now - then
         if said.seconds is not None and passed > 0:
-            return BACK + bisect_right(_WITHIN, said.seconds * (turn - since) / passed)
+            return BACK + bisect_right(_WITHIN, said.seconds * (tick - since) / passed)
         if not said.of:
             return 0
         if said.of not in self._classes and len(self._classes) < HINTS - CLASS - 1:
@@ -297,7 +297,7 @@ class HitRates:
         self._average = np.zeros(AGES, np.uint16)
         """The place of what all that has reached an age promises on average, by age."""
         self.events = array("q")
-        """What has happened since `learn`: an event, and to how many chunks, by turns."""
+        """What has happened since `learn`: an event, and to how many chunks, by ticks."""
 
     def add_hints(self) -> bool:
         """From now on there are the kinds of hints, too; whether they are new."""
@@ -419,7 +419,7 @@ _Words = npt.NDArray[np.uint64]
 class GhostList:
     """About the last `limit` chunks that were evicted, less those that came back.
 
-    Of each it keeps the turn of its last use (31 bits) and its state (see `OUT`).
+    Of each it keeps the tick of its last use (31 bits) and its state (see `OUT`).
     """
 
     __slots__ = ("_any", "_buckets", "_hinted", "_hints", "_next")

@@ -25,7 +25,7 @@ class PartitionedPolicy(EvictionPolicy):
         """`nodes`: there are nodes below this number in the parts already."""
         super().__init__(slots, names)
         self._parts = dict(parts)
-        self._turn = self._hint = 0
+        self._tick = self._hint = 0
         part = np.full(nodes, OUT, np.uint8)
         for number, policy in parts.items():
             part[policy.resident(nodes)] = number
@@ -55,11 +55,11 @@ class PartitionedPolicy(EvictionPolicy):
         for policy in self._parts.values():
             policy.grow(nodes)
 
-    def begin(self, turn: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0) -> None:
+    def begin(self, tick: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0) -> None:
         """A request begins or continues, for all policies."""
-        self._turn, self._hint = turn, hint
+        self._tick, self._hint = tick, hint
         for policy in self._parts.values():
-            policy.begin(turn, length, last, keys, hint)
+            policy.begin(tick, length, last, keys, hint)
 
     def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """Record uses of `nodes`, which are not in the policy."""
@@ -240,16 +240,16 @@ class PartitionedByPriority(PartitionedPolicy):
         first: EvictionPolicy,
         priority: int,
         priorities: bytearray,
-        turn: int = 0,
+        tick: int = 0,
         hint: int = 0,
     ) -> None:
         """`priorities`: those that nodes are to have, by node; whoever changes one calls `move`.
 
-        The request of `turn` is served, which has this `hint`; `first` has been told.
+        The request of `tick` is served, which has this `hint`; `first` has been told.
         """
         super().__init__(slots, names, {priority: first}, len(priorities))
         self.refuses, self._usual = first.refuses, first
-        self._turn, self._hint = turn, hint
+        self._tick, self._hint = tick, hint
         self._make = make
         self._priorities = priorities
 
@@ -266,7 +266,7 @@ class PartitionedByPriority(PartitionedPolicy):
         if number not in self._parts:
             policy = self._make(self.slots, self.names)
             policy.grow(len(self._part))
-            policy.begin(self._turn, hint=self._hint)
+            policy.begin(self._tick, hint=self._hint)
             self._parts = dict(sorted([*self._parts.items(), (number, policy)]))
         return self._parts[number]
 

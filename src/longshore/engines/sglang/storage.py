@@ -41,11 +41,11 @@ from longshore.layout import KVLayout
 from longshore.metrics import LongshoreCollector, MirroredMetrics
 from longshore.runtime.containment import contained
 from longshore.runtime.loop import Runtime
+from longshore.runtime.remote_fetch import bring, offered
 from longshore.runtime.ring_mover import ImageRing
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import RING_BYTES, Stack, open_stack
-from longshore.runtime.stores import bring, offered
-from longshore.runtime.tier_host import HostedFileTier, HostedStore
+from longshore.runtime.tier_host import HostedFileTier, HostedRemoteTier
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.transfer.device import CpuDevice
 
@@ -63,12 +63,12 @@ _open = weakref.WeakSet["LongshoreStorage"]()
 
 
 class _LookedUp(NamedTuple):
-    """What was looked up: the turn, and the pages with those before them, if these are known.
+    """What was looked up: the tick, and the pages with those before them, if these are known.
 
     Its `share` of `_ASKED` counts what it has of a path together with other batches.
     """
 
-    turn: int | None = None
+    tick: int | None = None
     path: GroupKeys | None = None
     share: int = 0
 
@@ -152,7 +152,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             path = _whole_path(cache, keys, found.before, runtime.clock()) if stack.remote else None
         runtime.asked.requests += 1
         runtime.asked.attempts += 1
-        self._note(_LookedUp(found.turn, path), keys)
+        self._note(_LookedUp(found.tick, path), keys)
         count = 0
         if found.lease is not None:
             try:
@@ -184,7 +184,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
                 path = [*asked.path.names[:first], *keys]  # of another prompt the look-up may be, which begins alike
                 part, size = GroupKeys(path, first + done), self._pages.page_size
                 bring(runtime, part, part.first * size, size, left, is_agreed=True)  # by `offered`
-            arrived = self._load_part(part, pages[done:], asked.turn)
+            arrived = self._load_part(part, pages[done:], asked.tick)
             done += arrived
             if not arrived or asked.path is None:
                 break
@@ -192,11 +192,11 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             self._no_wait_until = deadline + self.settings.load_timeout
         return 0 if self._why_off else done
 
-    def _load_part(self, part: GroupKeys, pages: Sequence[int], turn: int | None) -> int:
+    def _load_part(self, part: GroupKeys, pages: Sequence[int], tick: int | None) -> int:
         """Fill `pages` with what leads of `part` and our tiers have; how many that are."""
         jobs, runtime = list[int](), self._runtime
         with runtime.control() as cache:
-            found = cache.lookup({0: part}, runtime.clock(), asks=(), turn=turn, count=False)
+            found = cache.lookup({0: part}, runtime.clock(), asks=(), tick=tick, count=False)
         if found.lease is None:
             return 0
         try:
@@ -238,7 +238,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             for at in batches:
                 path = asked.path and asked.path._replace(first=asked.path.first + at)
                 self._shares += share - self._asked.pop(keys[at], _LookedUp()).share
-                self._asked[keys[at]] = _LookedUp(asked.turn, path, share)
+                self._asked[keys[at]] = _LookedUp(asked.tick, path, share)
             while self._shares > _ASKED and len(self._asked) > len(batches):
                 self._shares -= self._asked.popitem(last=False)[1].share
 
@@ -405,8 +405,8 @@ def _open_behind_ring(directory: Any, *, memory: Arena, **named: Any) -> HostedF
     return HostedFileTier(directory, arena=memory, fixed_weights=True, **named)
 
 
-def _open_store(url: str, name: str, *, scope: bytes, **named: Any) -> HostedStore:
-    return HostedStore(url, name=name, namespace=scope, fixed_weights=True, **named)
+def _open_store(url: str, name: str, *, scope: bytes, **named: Any) -> HostedRemoteTier:
+    return HostedRemoteTier(url, name=name, namespace=scope, fixed_weights=True, **named)
 
 
 def _watch() -> None:

@@ -34,8 +34,8 @@ from longshore.keys import KeyChain, chain
 from longshore.runtime.block_guard import BlockGuard
 from longshore.runtime.containment import contained
 from longshore.runtime.loop import Runtime
+from longshore.runtime.remote_fetch import bring
 from longshore.runtime.stack import Stack
-from longshore.runtime.stores import bring
 
 _EXPECTED = (TokenError, TierError, DeviceError, QueueFullError)
 """Errors that are no fault of the control plane: the blocks of one call are computed, or not stored."""
@@ -183,7 +183,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         self._stop_waiting(self._lookups.values())
         self._stack, self._ahead = stack, None
         for lookup in self._lookups.values():
-            lookup.path = lookup.turn = lookup.kept = None  # of the former tiers
+            lookup.path = lookup.tick = lookup.kept = None  # of the former tiers
         if stack is not None:
             if stack.host is not None and (stack.file is not None or stack.remote) and self.use_block_sharing:
                 self._ahead = WaitingPrefetcher(stack)
@@ -271,7 +271,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         if lookup.path is not None and not lookup.is_counted:
             lookup.is_counted = True
             path, name = {0: lookup.path}, lookup.request
-            cache.lookup(path, now, until=Until.NOTHING, request=name, turn=lookup.turn)
+            cache.lookup(path, now, until=Until.NOTHING, request=name, tick=lookup.tick)
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         """A forward pass completed blocks of a request: commit the chunks that are whole now."""
@@ -375,11 +375,11 @@ class TieredAllocator(FullAttentionCacheAllocator):
                 now,
                 request=name,
                 count=False,
-                turn=lookup.turn,
+                tick=lookup.tick,
                 returns=lookup.hints.returns,
                 asks=(),
             )
-        lookup.turn, lease = found.turn, found.lease
+        lookup.tick, lease = found.tick, found.lease
         if lease is None:
             return [], []
         blocks: list[int] = []
@@ -468,10 +468,10 @@ class TieredAllocator(FullAttentionCacheAllocator):
             mine = token_ids[position * chunk_tokens : (position + 1) * chunk_tokens]
             tokens = array("I", mine) if per_chunk > 1 else None
             self._remember(_Chunk(keys.keys, position, prompt, blocks, retention, tokens))
-        turn = None if lookup is None else lookup.turn
+        tick = None if lookup is None else lookup.tick
         text = Text(token_ids[: whole * chunk_tokens], stack.scope.root) if per_chunk > 1 else None
         path = GroupKeys(keys.keys[:whole], prompt=prompt, retention=retention, text=text)
-        self._store(stack, path, table[: whole * per_chunk], evicting=False, turn=turn)
+        self._store(stack, path, table[: whole * per_chunk], evicting=False, tick=tick)
 
     def _begin(self, stack: Stack, request_id: str, token_ids: list[int], complete: int) -> int:
         """The first blocks of a request are complete; returns how many of its tokens are its prompt.
@@ -522,13 +522,13 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self._store(stack, path, blocks, evicting=True)
 
     def _store(
-        self, stack: Stack, path: GroupKeys, blocks: Sequence[int], *, evicting: bool, turn: int | None = None
+        self, stack: Stack, path: GroupKeys, blocks: Sequence[int], *, evicting: bool, tick: int | None = None
     ) -> None:
         stack.engine.begin_step(self._compute)
         with stack.runtime.observe() as cache:
             is_long = len(path.names) > cache.stats()[0].slots
         patience = stack.config.write_timeout if evicting and is_long else 0.0
-        stack.store_path(path, blocks, self._guard.add, evicting=evicting, turn=turn, patience=patience)
+        stack.store_path(path, blocks, self._guard.add, evicting=evicting, tick=tick, patience=patience)
 
     # ------------------------------------------------------------------ blocks
 

@@ -27,9 +27,9 @@ from longshore.errors import CacheError, EngineError
 from longshore.hints import RequestHints
 from longshore.keys import chain
 from longshore.layout import from_rows
+from longshore.runtime.remote_fetch import bring
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import open_stack
-from longshore.runtime.stores import bring
 from longshore.tiers.base import Tier
 from longshore.tiers.file import FileTier
 from longshore.transfer.device import device_for
@@ -206,13 +206,13 @@ class PrefixStore:
         Of `hints` the tiers to `load` from count, and when the prefix is used again; else as for `store_prefix`.
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
         """
-        cache, done, turn, said = DynamicCache(), 0, None, self._hints(hints)
+        cache, done, tick, said = DynamicCache(), 0, None, self._hints(hints)
         with self._exclusive() as awake:
             if not awake or not said.load:
                 return cache, 0
             keys, asks = self._keys(tokens), REMOTE in said.load and bool(self._stack.remote)
             while done < len(keys):
-                arrived, turn = self._restore_path(cache, GroupKeys(keys, done), turn, said, asks=asks)
+                arrived, tick = self._restore_path(cache, GroupKeys(keys, done), tick, said, asks=asks)
                 done += arrived
                 if not (arrived and asks):
                     break
@@ -277,16 +277,16 @@ class PrefixStore:
         return said if isinstance(said, RequestHints) else RequestHints.parse(said)
 
     def _restore_path(
-        self, cache: DynamicCache, path: GroupKeys, turn: int | None, hints: RequestHints, *, asks: bool
+        self, cache: DynamicCache, path: GroupKeys, tick: int | None, hints: RequestHints, *, asks: bool
     ) -> tuple[int, int | None]:
-        """Append what the tiers have of `path` to `cache`; how many chunks that is, and the turn of the restore."""
+        """Append what the tiers have of `path` to `cache`; how many chunks that is, and the tick of the restore."""
         runtime, chunk_tokens, done = self._stack.runtime, self._chunk * self._block_size, path.first
         if asks:
             bring(runtime, path, path.first * chunk_tokens, chunk_tokens, self._config.load_timeout)
         with runtime.control() as control:
-            found = control.lookup({0: path}, runtime.clock(), turn=turn, returns=hints.returns, asks=())
+            found = control.lookup({0: path}, runtime.clock(), tick=tick, returns=hints.returns, asks=())
             if found.lease is None:
-                return 0, found.turn
+                return 0, found.tick
             ready = control.progress(found.lease).leading(HOST)
         end = path.first + (found.chunks if FILE in hints.load else min(ready, found.chunks))
         try:
@@ -300,7 +300,7 @@ class PrefixStore:
         finally:
             with runtime.control() as control:
                 control.release(found.lease)
-        return done - path.first, found.turn
+        return done - path.first, found.tick
 
     def _restore_window(self, found: Found, part: GroupKeys) -> int:
         """Load a `part` of what was found into the window; how many chunks arrived."""
@@ -312,7 +312,7 @@ class PrefixStore:
         else:
             with self._stack.runtime.control() as control:
                 now = self._stack.runtime.clock()
-                lease = control.lookup({0: part}, now, turn=found.turn, count=False, asks=()).lease
+                lease = control.lookup({0: part}, now, tick=found.tick, count=False, asks=()).lease
             try:
                 arrived = self._stack.load_path(found._replace(lease=lease), part, blocks, self._note_use)
             finally:

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from longshore.boundary import REMOTE, Key
 from longshore.cache import GroupKeys, Lease, PrefetchPolicy, TieredCache
 from longshore.hints import RequestHints
+from longshore.runtime.remote_fetch import fetch
 from longshore.runtime.stack import Stack
-from longshore.runtime.stores import fetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class PromptLookup:
     """The latest lookup for a request: transformers repeats it while the request waits, and it is counted once.
 
     `hints` are what the request says of its blocks. `context` of the prompt's `tokens` were on the device at time `at`.
-    `path` is what the tiers were asked for, `turn` that of the request in the cache, once it was looked up.
+    `path` is what the tiers were asked for, `tick` that of the request in the cache, once it was looked up.
 
     While the request waits, `kept` is what is kept for it. Of its prompt `fetched` chunks are in host memory, on the
     device before them, or on their way. `is_fetched` says that no more will be prefetched, `is_late` that the request
@@ -62,7 +62,7 @@ class PromptLookup:
     at: float = 0.0
     sources: tuple[str, ...] = ()
     path: GroupKeys | None = None
-    turn: int | None = None
+    tick: int | None = None
     is_counted: bool = False
     is_over: bool = False
     kept: KeptLease | None = None
@@ -141,8 +141,8 @@ class WaitingPrefetcher:
     def _keep(self, cache: TieredCache, lookup: PromptLookup, path: GroupKeys) -> KeptLease | None:
         """Lease what the tiers have of `path`."""
         now = self._runtime.clock()
-        found = cache.lookup({0: path}, now, request=lookup.request, count=False, turn=lookup.turn, asks=())
-        lookup.turn, lookup.kept = found.turn, None
+        found = cache.lookup({0: path}, now, request=lookup.request, count=False, tick=lookup.tick, asks=())
+        lookup.tick, lookup.kept = found.tick, None
         if found.lease is not None:
             keys = list(path.names[path.first : path.first + found.chunks])
             lookup.kept = KeptLease(found.lease, keys if found.partial is None else [*keys, found.partial.key])

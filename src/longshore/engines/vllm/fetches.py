@@ -19,7 +19,7 @@ from longshore.boundary import FILE, HOST, REMOTE
 from longshore.cache import Gate, GroupKeys, Presence, Run, TieredCache, Until
 from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, RequestState, residency
 from longshore.runtime.loop import Runtime
-from longshore.runtime.stores import patience, worth_asking
+from longshore.runtime.remote_fetch import patience, worth_asking
 
 _ABSENT = Presence.ABSENT
 _TIER = {Presence.READY: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE, _ABSENT: ""}
@@ -59,7 +59,7 @@ def load_limit(
     return chain[count - 1][0] if count else computed
 
 
-class StoreFetches:
+class RemoteFetches:
     """Asks stores about the chunks of requests, and fetches, for one manager."""
 
     def __init__(self, runtime: Runtime, groups: ChunkGroups) -> None:

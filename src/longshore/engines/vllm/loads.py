@@ -28,7 +28,7 @@ Paths = Mapping[int, Residency | Sequence[Key]]
 
 @dataclass(slots=True)
 class StreamedLoad:
-    """What the workers load for the request `name`, whose `turn` it is, in parts.
+    """What the workers load for the request `name`, whose `tick` it is, in parts.
 
     Attributes:
         origins: The tiers that chunks were brought up from, by key.
@@ -42,7 +42,7 @@ class StreamedLoad:
     """
 
     name: str
-    turn: int | None
+    tick: int | None
     lent: list[int]
     origins: Mapping[Key, str]
     number: int = 0
@@ -83,7 +83,7 @@ class Loads:
         self,
         cache: TieredCache,
         name: str,
-        turn: int | None,
+        tick: int | None,
         paths: Paths,
         epoch: tuple[int, int],
         origins: Mapping[Key, str],
@@ -94,7 +94,7 @@ class Loads:
 
         `epoch` is as in `SlotsSpec`; `origins` are the tiers that chunks were brought up from, by key.
         """
-        load = StreamedLoad(name, turn, [0] * self._groups, origins)
+        load = StreamedLoad(name, tick, [0] * self._groups, origins)
         first, load.rest = _ready(cache, paths) if streams else (paths, [])
         spec = self._lend(cache, load, first, epoch)
         load.number = spec.job
@@ -179,7 +179,7 @@ class Loads:
         """Lease the slots of the next chunks, which are in host memory, to the workers."""
         ticket, runs, begins = self._ticket(), [NO_SLOTS] * self._groups, tuple(load.lent)
         order = cache.load(
-            {group: GroupKeys(keys) for group, keys in paths.items()}, turn=load.turn, origins=load.origins
+            {group: GroupKeys(keys) for group, keys in paths.items()}, tick=load.tick, origins=load.origins
         )
         for group, part in zip(paths, order.parts, strict=True):
             runs[group] = part.slots.of
@@ -200,7 +200,7 @@ def _by_group(chunks: Sequence[tuple[int, Key]]) -> dict[int, list[Key]]:
 def _lease(cache: TieredCache, load: StreamedLoad, chunks: Sequence[tuple[int, Key]]) -> Lease | None:
     """A lease on `chunks`; `None` if no tier has any of them."""
     asked = {group: GroupKeys(keys) for group, keys in _by_group(chunks).items()}
-    return cache.lookup(asked, 0.0, each=True, request=load.name, turn=load.turn).lease
+    return cache.lookup(asked, 0.0, each=True, request=load.name, tick=load.tick).lease
 
 
 def _release(cache: TieredCache, load: StreamedLoad) -> None:

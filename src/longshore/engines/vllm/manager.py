@@ -2,7 +2,7 @@
 
     lookup ... lookup      asked once for the whole request; what only a colder tier has is brought up meanwhile
     prepare_load           slots lent to the workers ────────────► complete_load gives them back (`Loads`)
-    prepare_store          slots offered to the workers ─────────► complete_store: published as reported (`Stores`)
+    prepare_store          slots offered to the workers ─────────► complete_store: published as reported (`StoreJobs`)
     on_schedule_end        protections end, chunks are ordered up, tickets from before a reset are looked after
 
 A lookup never blocks. `HIT` means verified bytes in the host tier; what is on its way is `HIT_PENDING` until
@@ -36,7 +36,7 @@ from longshore.boundary import DEVICE, FILE, HOST, Route, Slots, TransferResult
 from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, TieredCache, Until
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.connector import Backoff
-from longshore.engines.vllm.fetches import StoreFetches, load_limit, tiers_of
+from longshore.engines.vllm.fetches import RemoteFetches, load_limit, tiers_of
 from longshore.engines.vllm.loads import Loads
 from longshore.engines.vllm.metrics import EventTranslator, OffloadingMetrics
 from longshore.engines.vllm.requests import (
@@ -48,7 +48,7 @@ from longshore.engines.vllm.requests import (
     known_keys,
     residency,
 )
-from longshore.engines.vllm.stores import NO_SLOTS, Stores
+from longshore.engines.vllm.stores import NO_SLOTS, StoreJobs
 from longshore.engines.vllm.tiers import SchedulerTiers
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.hints import RequestHints
@@ -67,7 +67,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def __init__(
         self,
-        store: SchedulerTiers,
+        tiers: SchedulerTiers,
         groups: Sequence[int],
         patience: float,
         *,
@@ -76,12 +76,12 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     ) -> None:
         """`groups` are vLLM's numbers of the KV cache groups, in our order; `patience` is in seconds.
 
-        With `announces`, KV events tell what the tiers get and give up; `store` must record them. `hints` are those of
+        With `announces`, KV events tell what the tiers get and give up; `tiers` must record them. `hints` are those of
         requests that have none.
         """
         self._hints = hints
-        self._store = store
-        self._runtime = store.runtime
+        self._tiers = tiers
+        self._runtime = tiers.runtime
         self._patience = patience
         self._requests: dict[str, RequestState] = {}
         self._asked: list[RequestState] = []
@@ -95,13 +95,13 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """The numbers of those that were open at vLLM's last reset."""
         self.observes_device_resets = False
         """Whether the connector calls `device_was_reset` each time vLLM's prefix cache is emptied."""
-        self._validity = BlockValidity(store.reports, base_is_mixed=store.base_is_mixed)
-        self._loads = Loads(len(groups), store.reports, patience, self._ticket)
+        self._validity = BlockValidity(tiers.reports, base_is_mixed=tiers.base_is_mixed)
+        self._loads = Loads(len(groups), tiers.reports, patience, self._ticket)
         self.may_stream = False
         """Whether loads may have parts: the connector passes them to workers, and failed loads are recomputed."""
         self._backoff = Backoff()
         self._closed = False
-        self._metrics = OffloadingMetrics(store.file, store.stores, is_off=store.is_off)
+        self._metrics = OffloadingMetrics(tiers.file, tiers.stores, is_off=tiers.is_off)
         self._events = EventTranslator() if announces else None
         with self._runtime.observe() as cache:
             self._image_bytes = [size.image_bytes for size in cache.stats()[0].sizes]
@@ -109,17 +109,17 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._groups = ChunkGroups(
                 {number.to_bytes(GROUP_BYTES, "big"): index for index, number in enumerate(groups)},
                 [cache.settings.group(index)[1] for index in range(len(groups))],
-                store.windows,
+                tiers.windows,
             )
-        self._fetches = StoreFetches(self._runtime, self._groups) if store.stores else None
-        self._stores = Stores(
+        self._fetches = RemoteFetches(self._runtime, self._groups) if tiers.stores else None
+        self._stores = StoreJobs(
             self._groups,
-            store.reports,
+            tiers.reports,
             self._validity,
             patience,
             self._events,
             self._image_bytes,
-            store.write_timeout,
+            tiers.write_timeout,
             self._ticket,
         )
 
@@ -165,7 +165,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         origins = dict(zip(request.ours(request.origins), request.origins.values(), strict=True))
         with self._runtime.control() as cache:
             epoch = self._validity.epoch
-            spec = self._loads.begin(cache, name, request.turn, paths, epoch, origins, streams=request.streams)
+            spec = self._loads.begin(cache, name, request.tick, paths, epoch, origins, streams=request.streams)
             self._release(request, cache)
         request.waiting_since = None
         return spec
@@ -243,7 +243,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """A step was planned: prefetch the chunks that were asked for and are in a colder tier."""
         self._look_for_new_weights()
-        self._store.sleeps.restore_host_memory()
+        self._tiers.sleeps.restore_host_memory()
         for name in self._requests.keys() & context.preempted_req_ids:
             self._requests[name].stale = -1  # its blocks are computed again
         with self._runtime.control() as cache:
@@ -269,8 +269,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """vLLM reset its caches: clear the tiers, except those that the settings keep."""
         self._look_for_new_weights()
         workers = sum(len(ticket.jobs) for ticket in self._tickets)
-        self._forget_all(keep=self._store.sleeps.kept(workers))
-        self._store.sleeps.give_back(idle=not workers)
+        self._forget_all(keep=self._tiers.sleeps.kept(workers))
+        self._tiers.sleeps.give_back(idle=not workers)
         self._stores.by_key.clear()  # no store from before is reported
         self._fenced = {ticket.number for ticket, _ in self._stale}
         for request in self._requests.values():
@@ -355,7 +355,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             return
         self._closed = True
         self._withdraw(self._tickets)
-        self._store.close()
+        self._tiers.close()
 
     # ------------------------------------------------------------------ inside
 
@@ -390,10 +390,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         asked = positions if key in positions else {key: 0}
         if not self._asked:  # the first in this step: what follows from answers is not taken back
             self._look_for_new_weights()
-            self._store.sleeps.restore_host_memory()
+            self._tiers.sleeps.restore_host_memory()
         self._validity.used()
         barred = request.load_failed or not self._validity.knows(request) or not request.hints.load
-        barred |= self._store.reports.is_asleep() or not self._store.sleeps.has_memory
+        barred |= self._tiers.reports.is_asleep() or not self._tiers.sleeps.has_memory
         request.asked_keys, request.streams = list(asked), False
         now = self._runtime.clock()
         with self._runtime.control() as cache:
@@ -401,9 +401,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             brought = bool(request.leases) and all(cache.progress(lease).is_over for lease in request.leases)
             asks = {0: GroupKeys(request.ours(() if barred else request.asked_keys))}
             seen = cache.lookup(
-                asks, now, until=Until.STEP, each=True, turn=request.turn, returns=request.hints.returns
+                asks, now, until=Until.STEP, each=True, tick=request.tick, returns=request.hints.returns
             )
-            request.residency, request.turn = seen.residency[0], seen.turn
+            request.residency, request.tick = seen.residency[0], seen.tick
         self._asked.append(request)
         if barred:
             request.answers = dict.fromkeys(asked, MISS)
@@ -419,7 +419,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._fetches is not None and not late and Presence.ABSENT in found and asked is positions:
             found = self._fetches.look(request, positions, found, key)
         coming = self._coming(request, positions, found, key, waits=2 * waited <= self._patience)  # then it is loaded
-        stalled = self._store.file is not None and self._store.file.is_stalled
+        stalled = self._tiers.file is not None and self._tiers.file.is_stalled
         if self.may_stream and Presence.COLDER in found and not late and not stalled:
             found = self._promised(request, asked, found, key)
         found = [Presence.IN_FLIGHT if at in coming else each for at, each in enumerate(found)] if coming else found
@@ -523,7 +523,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         there = [key for key, presence in found if presence in _THERE]
         for group, mine in self._groups.split(there):
             chunks = {group: GroupKeys(request.ours(mine))}
-            lease = cache.lookup(chunks, now, each=True, request=request.name, turn=request.turn).lease
+            lease = cache.lookup(chunks, now, each=True, request=request.name, tick=request.tick).lease
             if lease is not None:
                 cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
                 request.leases.append(lease)
@@ -554,7 +554,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """End a ticket from before a reset if no worker uses its slots any more; returns whether it did."""
         if is_store:
             return self._end_store(ticket, cache)
-        over = self._store.reports.has_loaded(ticket.number)
+        over = self._tiers.reports.has_loaded(ticket.number)
         if over:
             self._end_load(ticket, cache)
         return over

@@ -28,7 +28,7 @@ from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
 from longshore.cache import DropReason, Event, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
 from longshore.cache.types import Answer
 from longshore.metrics import VLLM_COUNTERS, VLLM_GAUGES
-from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, HostedStore
+from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, HostedRemoteTier
 from longshore.tiers.remote import FAILURE_REASONS as OF_STORES
 
 _TIERS = (HOST, FILE)
@@ -53,7 +53,7 @@ class OffloadingMetrics:
     """What vLLM was last told of the counters of one cache and its tiers, and why its requests miss chunks."""
 
     def __init__(
-        self, file: HostedFileTier | None = None, stores: Sequence[HostedStore] = (), *, is_off: bool = False
+        self, file: HostedFileTier | None = None, stores: Sequence[HostedRemoteTier] = (), *, is_off: bool = False
     ) -> None:
         """`is_off` says that there is no `file` tier because its directory could not be opened."""
         self._file = file

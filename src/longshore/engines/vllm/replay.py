@@ -43,11 +43,11 @@ _TOKENS = 16
 
 
 class VllmReplay:
-    """A manager of the tier in `store`, called as vLLM's scheduler calls it."""
+    """A manager of the tier in `tiers`, called as vLLM's scheduler calls it."""
 
-    def __init__(self, store: SchedulerTiers, manager: OffloadingManager | None = None) -> None:
-        self._store = store
-        self._manager = manager or LongshoreManager(store, [0], 60.0)
+    def __init__(self, tiers: SchedulerTiers, manager: OffloadingManager | None = None) -> None:
+        self._tiers = tiers
+        self._manager = manager or LongshoreManager(tiers, [0], 60.0)
         self._requests = 0
 
     def serve(self, path: Sequence[int], now: float = 0.0, returns: Return | None = None) -> int:
@@ -69,7 +69,7 @@ class VllmReplay:
         if hits:
             spec = manager.prepare_load(keys[:hits], request)
             manager.on_schedule_end(_step())
-            self._store.reports.loaded(spec.job, 0, good=True)
+            self._tiers.reports.loaded(spec.job, 0, good=True)
             manager.complete_load(set(keys[:hits]), request)
         manager.on_schedule_end(_step(request))
         computed = keys if offers_hits else keys[hits:]
@@ -78,7 +78,7 @@ class VllmReplay:
         if not is_stored:  # vLLM offers again what was refused, once more when the request has finished
             self._is_stored(computed, request)
         manager.on_request_finished(request)
-        if fault := self._store.runtime.fault:
+        if fault := self._tiers.runtime.fault:
             raise IntegrityError(f"the control plane failed in request {self._requests}: {fault}") from fault
         return hits
 
@@ -102,7 +102,7 @@ class VllmReplay:
         """Offer `keys`, and store what is taken; whether the manager has decided."""
         offer = self._manager.prepare_store(keys, request) if keys else None
         if offer is not None and offer.keys_to_store:
-            self._store.reports.stored(offer.store_spec.job, 0, offer.store_spec.indices, [])
+            self._tiers.reports.stored(offer.store_spec.job, 0, offer.store_spec.indices, [])
             self._manager.complete_store(set(offer.keys_to_store), request)
         return not keys or offer is not None
 

@@ -133,7 +133,7 @@ class RequestState:
         counted: Its misses have been counted.
         paths: By our number of a KV cache group, the chunks that follow one another from the first one on.
         hints: Its `RequestHints`.
-        turn: Its turn in the cache, from its first lookup or store on.
+        tick: Its tick in the cache, from its first lookup or store on.
         lora: vLLM's `LoRARequest`, if the connector has reported one.
         adapter: Digest of that adapter, once it is known.
     """
@@ -163,7 +163,7 @@ class RequestState:
     counted: bool = False
     paths: dict[int, RequestPath] = field(default_factory=dict)
     hints: RequestHints = field(default_factory=RequestHints)
-    turn: int | None = None
+    tick: int | None = None
     lora: Any = None
     adapter: bytes = b""
 

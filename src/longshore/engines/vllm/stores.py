@@ -1,4 +1,4 @@
-"""Stores: slots that vLLM is offered for new chunks, until every rank has reported them; in parts, if they need more
+"""StoreJobs: slots that vLLM is offered for new chunks, until every rank has reported them; in parts, if they need more
 slots than host memory has.
 
     prepare_store ──► first part: what has room ──► workers ──► reports of all ranks ──► published, written to files
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 NO_SLOTS = Slots(HOST, 0, ())
 
 
-class Stores:
+class StoreJobs:
     """The stores of one engine that vLLM has not reported yet. Whoever calls has the control of the cache.
 
     Attributes:
@@ -127,10 +127,10 @@ class Stores:
         first.lora, first.adapter = store.lora, store.adapter
         request.offered = max([request.offered, *(position(key, context) for key in keys)])
         runs = [NO_SLOTS] * len(self._groups)
-        if request.turn is None:
+        if request.tick is None:
             begins = {0: GroupKeys(request.ours(keys))}
             returns = request.hints.returns
-            request.turn = cache.lookup(begins, first.since, until=Until.STEP, each=True, returns=returns).turn
+            request.tick = cache.lookup(begins, first.since, until=Until.STEP, each=True, returns=returns).tick
             cache.end_step()  # what this step reads is lent by now: heads may make way for what follows them
         groups = self._groups.split(keys if takes else ())
         if self.may_stream:  # windows get room first: they have no parts, so they are offered again with all the others
@@ -205,7 +205,7 @@ class Stores:
     ) -> StoreOrder | None:
         """Have the cache give slots to the chunks of `path`; `None` if it refuses the call."""
         try:
-            return cache.store({group: path}, patient=patient, stream=stream, turn=store.request.turn)[group]
+            return cache.store({group: path}, patient=patient, stream=stream, tick=store.request.tick)[group]
         except IntegrityError:
             raise
         except CacheError as error:  # before anything has changed

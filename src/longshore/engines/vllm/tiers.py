@@ -1,7 +1,7 @@
 """The scheduler's side of the tiers: opened over the arena that the workers made, put to sleep, closed.
 
 TieredCache ── Runtime ─┬ TierMover ──── HostedFileTier ══ tier host, a process that reads and writes files
-                        ├ KeyedMover ─ HostedStore ═════ tier host, with connections to a store that replicas share
+                        ├ KeyedMover ─ HostedRemoteTier ═════ tier host, with connections to a store that replicas share
                         └ HostTier over the shared arena                      (device <-> host is the workers' work)
 
 EngineCore.sleep ─► pauses, perhaps for long ─► resets caches, the connector's too ─► the workers' device memory goes
@@ -35,7 +35,7 @@ from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.rank_reports import RankReports
 from longshore.runtime.stack import close_runtime, make_gate, named_stores
 from longshore.runtime.stack import make_cache as make_tiered_cache
-from longshore.runtime.tier_host import HostedFileTier, HostedStore
+from longshore.runtime.tier_host import HostedFileTier, HostedRemoteTier
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
 from longshore.tiers.file.recovery import slabs_within
@@ -186,7 +186,7 @@ class SchedulerTiers:
     sleeps: SleepControl
     base_is_mixed: bool = False
     is_off: bool = False
-    stores: tuple[HostedStore, ...] = ()
+    stores: tuple[HostedRemoteTier, ...] = ()
     write_timeout: float = 60.0
 
     def close(self) -> None:
@@ -243,12 +243,12 @@ def _open_stores(
     scope: Scope | None,
     file: Tier | None,
     undo: contextlib.ExitStack,
-) -> Iterator[HostedStore]:
+) -> Iterator[HostedRemoteTier]:
     """The stores that replicas share; `undo` closes them."""
     if scope is None:
         return
     for name, url in named_stores(config).items():
-        store = HostedStore(
+        store = HostedRemoteTier(
             url,
             name=name,
             image_bytes=note.image_bytes,

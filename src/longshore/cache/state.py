@@ -57,7 +57,7 @@ class Pin:
         self.node = node
 
 
-class Store:
+class CacheState:
     """Slots, index, eviction policies and backlog of all tiers."""
 
     def __init__(
@@ -80,8 +80,8 @@ class Store:
         self.log = EventLog(events)
         self._token_width = token_width
         self.returns = Returns()
-        self.turn = self.served = 0
-        """The last turn that was drawn, and that of the request that is served."""
+        self.tick = self.served = 0
+        """The last tick that was drawn, and that of the request that is served."""
         self.changes = 0
         """Increases with each change that may make a copy evictable, allow a copy down, or free slots."""
         self._begin()
@@ -107,7 +107,7 @@ class Store:
         """Nodes whose copies stay in the warmest tier, for a prefetch that lacks room."""
         self.fit()
         for policy in self.policies:
-            policy.begin(self.turn)
+            policy.begin(self.tick)
 
     def _serving(self) -> tuple[int, int]:
         return self.served, self.returns.of(self.served)
@@ -433,29 +433,29 @@ class Store:
         return len(self.policies[tier]) + len(pool.writer) + pool.room(largest)
 
     def begin(self, keys: Sequence[Key], known: int, said: Return | None = None) -> int:
-        """A request for the path `keys` begins, of which the first `known` are in some tier; returns its turn.
+        """A request for the path `keys` begins, of which the first `known` are in some tier; returns its tick.
 
         `said` is the hint about when its chunks are used again.
         """
-        self.turn = self.served = self.turn + 1
+        self.tick = self.served = self.tick + 1
         last = self.index.get(keys[known - 1]) if known else ROOT
-        hint = self.returns.begin(self.turn, self.log.now, said)
+        hint = self.returns.begin(self.tick, self.log.now, said)
         for policy in self.policies:
-            policy.begin(self.turn, len(keys), last, keys[known:], hint)
-        return self.turn
+            policy.begin(self.tick, len(keys), last, keys[known:], hint)
+        return self.tick
 
-    def check_turn(self, turn: int | None) -> None:
-        """Raise `CacheError` for a turn that no lookup returned."""
-        if turn is not None and not (isinstance(turn, int) and 0 < turn <= self.turn):
-            raise CacheError(f"expected a turn from 1 to {self.turn}, as lookups return them, got {turn!r}")
+    def check_tick(self, tick: int | None) -> None:
+        """Raise `CacheError` for a tick that no lookup returned."""
+        if tick is not None and not (isinstance(tick, int) and 0 < tick <= self.tick):
+            raise CacheError(f"expected a tick from 1 to {self.tick}, as lookups return them, got {tick!r}")
 
-    def serve(self, turn: int | None) -> None:
-        """Count the following uses for the request of this turn; for `None`, for the last one that began."""
-        turn = self.turn if turn is None else turn
-        if turn != self.served:
-            self.served = turn
+    def serve(self, tick: int | None) -> None:
+        """Count the following uses for the request of this tick; for `None`, for the last one that began."""
+        tick = self.tick if tick is None else tick
+        if tick != self.served:
+            self.served = tick
             for policy in self.policies:
-                policy.begin(turn, hint=self.returns.of(turn))
+                policy.begin(tick, hint=self.returns.of(tick))
 
     def touch(self, nodes: Sequence[int]) -> None:
         """The chunks of a path, tail first, were used by the current request. Heads are evicted last."""

@@ -1,4 +1,4 @@
-"""Turns: the clock of eviction advances once per request, and a chunk that it uses several times was used once."""
+"""Ticks: the clock of eviction advances once per request, and a chunk that it uses several times was used once."""
 
 from __future__ import annotations
 
@@ -37,35 +37,35 @@ def deliver(cache: TieredCache, *jobs: int | None) -> None:
 
 def uses(cache: TieredCache, key: Key, tier: int = 0) -> int:
     """How often the default policy of a tier counts `key` as used; 0 for the end of a prompt, not used since."""
-    policy: Any = cache._store.policies[tier]
-    return ((policy._state[cache._store.index.get(key)] & USES) >> 3) - 1
+    policy: Any = cache._state.policies[tier]
+    return ((policy._state[cache._state.index.get(key)] & USES) >> 3) - 1
 
 
-def look(cache: TieredCache, keys: Sequence[Key], turn: int | None = None) -> int | None:
-    """Each of `keys` is looked at by itself; the turn of the request."""
-    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, each=True, turn=turn).turn
+def look(cache: TieredCache, keys: Sequence[Key], tick: int | None = None) -> int | None:
+    """Each of `keys` is looked at by itself; the tick of the request."""
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, each=True, tick=tick).tick
 
 
 def ticks(cache: TieredCache) -> int:
     """Requests that the default policy has been told of."""
-    policy: Any = cache._store.policies[0]
+    policy: Any = cache._state.policies[0]
     return int(policy._now)
 
 
 def test_match_onboard_release_and_commit_of_a_request_are_one_use() -> None:
     cache, keys = cache_of(), keys_of("a", "b")
-    store(cache, keys, (0, 1), turn=lookup(cache, keys, 0.0).turn)
+    store(cache, keys, (0, 1), tick=lookup(cache, keys, 0.0).tick)
     deliver(cache)
     before = [uses(cache, key) for key in keys]
     found = lookup(cache, keys, 1.0)
     cache.load(found.lease, {0: (2, 3)})
     deliver(cache)
-    store(cache, keys, (2, 3), turn=found.turn)
+    store(cache, keys, (2, 3), tick=found.tick)
     cache.release(found.lease)
-    again = lookup(cache, keys, 2.0, turn=found.turn)  # as an engine does whose request waits
-    assert again.lease is not None and again.turn == found.turn
+    again = lookup(cache, keys, 2.0, tick=found.tick)  # as an engine does whose request waits
+    assert again.lease is not None and again.tick == found.tick
     cache.release(again.lease)
-    store(cache, keys, (2, 3), turn=found.turn)
+    store(cache, keys, (2, 3), tick=found.tick)
     assert [uses(cache, key) for key in keys] == [before[0] + 1, before[1] + 2]  # the end of a prompt was no use
     assert ticks(cache) == 2
     cache.check_integrity()
@@ -73,41 +73,41 @@ def test_match_onboard_release_and_commit_of_a_request_are_one_use() -> None:
 
 def test_requests_that_run_at_the_same_time_count_once_each() -> None:
     cache, keys = cache_of(), keys_of("a", "b")
-    store(cache, keys, (0, 1), turn=lookup(cache, keys, 0.0).turn)
+    store(cache, keys, (0, 1), tick=lookup(cache, keys, 0.0).tick)
     deliver(cache)
     found = [lookup(cache, keys, 1.0) for _ in range(3)]
     for each in found:
         cache.release(each.lease)
     for each in found:
-        store(cache, keys, (2, 3), turn=each.turn)
+        store(cache, keys, (2, 3), tick=each.tick)
     assert uses(cache, keys[0]) == 4
     assert ticks(cache) == 4
 
 
 def test_what_arrives_for_a_request_has_its_age() -> None:
     cache, (a, b) = cache_of(), keys_of("a", "b")
-    turn = lookup(cache, [a], 0.0).turn
-    store(cache, [a], (0,), turn=turn)
+    tick = lookup(cache, [a], 0.0).tick
+    store(cache, [a], (0,), tick=tick)
     lookup(cache, [b], 0.0)
     deliver(cache)
-    policy: Any = cache._store.policies[0]
-    assert policy._used[cache._store.index.get(a)] == turn == 1
-    store(cache, [a], (0,), turn=turn)
+    policy: Any = cache._state.policies[0]
+    assert policy._used[cache._state.index.get(a)] == tick == 1
+    store(cache, [a], (0,), tick=tick)
     assert uses(cache, a) == 0
 
 
 def test_a_request_asked_for_key_by_key_counts_its_uses_once() -> None:
     cache, keys = alone(), keys_of("a")
-    turn = look(cache, keys)
-    deliver(cache, store(cache, keys, turn=turn).job)
+    tick = look(cache, keys)
+    deliver(cache, store(cache, keys, tick=tick).job)
     second = look(cache, residency(cache, keys))
     for _ in range(3):
         assert look(cache, keys, second) == second
         cache.end_step()
-    cache.release(cache.lookup({0: GroupKeys(keys)}, 0.0, each=True, turn=second).lease)
-    deliver(cache, cache.load({0: GroupKeys(keys)}, turn=second).parts[0].job)
-    store(cache, keys, turn=second)
-    store(cache, keys, turn=second)
+    cache.release(cache.lookup({0: GroupKeys(keys)}, 0.0, each=True, tick=second).lease)
+    deliver(cache, cache.load({0: GroupKeys(keys)}, tick=second).parts[0].job)
+    store(cache, keys, tick=second)
+    store(cache, keys, tick=second)
     assert uses(cache, keys[0]) == 2
     assert ticks(cache) == 2
     cache.check_integrity()
@@ -115,43 +115,43 @@ def test_a_request_asked_for_key_by_key_counts_its_uses_once() -> None:
 
 def test_a_tier_below_counts_a_request_once_too() -> None:
     cache, keys = cache_of("host", "file", backup=WritePolicy.THROUGH), keys_of("a", "b")
-    store(cache, keys, (0, 1), turn=lookup(cache, keys, 0.0).turn)
+    store(cache, keys, (0, 1), tick=lookup(cache, keys, 0.0).tick)
     deliver(cache)
     found = lookup(cache, keys, 1.0)
-    store(cache, keys, (0, 1), turn=found.turn)
+    store(cache, keys, (0, 1), tick=found.tick)
     cache.release(found.lease)
     assert [uses(cache, keys[0], tier) for tier in (0, 1)] == [2, 2]
 
 
 def test_turns_go_on_after_a_reset() -> None:
     cache, keys = cache_of(), keys_of("a", "b")
-    first = lookup(cache, keys, 0.0).turn
+    first = lookup(cache, keys, 0.0).tick
     cache.reset()
-    store(cache, keys, (0, 1), turn=first)  # by a request from before
+    store(cache, keys, (0, 1), tick=first)  # by a request from before
     deliver(cache)
-    assert lookup(cache, keys, 1.0).turn == first + 1
+    assert lookup(cache, keys, 1.0).tick == first + 1
     cache.check_integrity()
 
 
-@pytest.mark.parametrize("turn", [0, -1, 2, 10**9])
-def test_a_turn_that_was_not_drawn_is_refused(turn: int) -> None:
+@pytest.mark.parametrize("tick", [0, -1, 2, 10**9])
+def test_a_turn_that_was_not_drawn_is_refused(tick: int) -> None:
     cache, keys = alone(), keys_of("a")
-    deliver(cache, store(cache, keys, turn=look(cache, keys)).job)
+    deliver(cache, store(cache, keys, tick=look(cache, keys)).job)
     paths = {0: GroupKeys(keys)}
     for call in (cache.store, cache.load, partial(cache.lookup, now=0.0, each=True)):
-        with pytest.raises(CacheError, match="expected a turn"):
-            call(paths, turn=turn)  # type: ignore[operator]
+        with pytest.raises(CacheError, match="expected a tick"):
+            call(paths, tick=tick)  # type: ignore[operator]
 
 
 def test_each_request_has_its_own_hint_however_they_take_turns() -> None:
     cache, one, other = cache_of("host", "file"), keys_of("a", "b"), keys_of("c", "d")
-    over = cache.lookup({0: GroupKeys(one)}, 0.0, returns=Return(ends=True)).turn
-    plain = cache.lookup({0: GroupKeys(other)}, 1.0).turn
-    cache.store({0: GroupKeys(one)}, {0: (0, 1)}, turn=over)
-    cache.store({0: GroupKeys(other)}, {0: (2, 3)}, turn=plain)
+    over = cache.lookup({0: GroupKeys(one)}, 0.0, returns=Return(ends=True)).tick
+    plain = cache.lookup({0: GroupKeys(other)}, 1.0).tick
+    cache.store({0: GroupKeys(one)}, {0: (0, 1)}, tick=over)
+    cache.store({0: GroupKeys(other)}, {0: (2, 3)}, tick=plain)
     deliver(cache)
-    policy: Any = cache._store.policies[0]
-    hints = [policy._state[cache._store.index.get(key)] >> HINT & 15 for key in (*one, *other)]
+    policy: Any = cache._state.policies[0]
+    hints = [policy._state[cache._state.index.get(key)] >> HINT & 15 for key in (*one, *other)]
     assert hints == [ENDS, ENDS, 0, 0]
 
 
@@ -161,7 +161,7 @@ def test_a_tier_counts_uses_of_what_only_host_memory_has() -> None:
     for now in range(5):
         found = cache.lookup({0: GroupKeys(keys)}, float(now))
         if found.lease is None:
-            cache.store({0: GroupKeys(keys)}, {0: (0, 1)}, turn=found.turn)
+            cache.store({0: GroupKeys(keys)}, {0: (0, 1)}, tick=found.tick)
         else:
             cache.release(found.lease)
         deliver(cache)
@@ -169,7 +169,7 @@ def test_a_tier_counts_uses_of_what_only_host_memory_has() -> None:
     cache.lookup({0: GroupKeys(others)}, 9.0)
     cache.flush()
     deliver(cache)
-    below: Any = cache._store.policies[1]
-    nodes = [cache._store.index.get(key) for key in keys]
+    below: Any = cache._state.policies[1]
+    nodes = [cache._state.index.get(key) for key in keys]
     assert [uses(cache, key, 1) for key in keys] == [uses(cache, key) for key in keys] == [5, 5]
     assert [below._used[node] for node in nodes] == [5, 5]

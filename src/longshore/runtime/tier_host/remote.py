@@ -1,7 +1,7 @@
-"""`HostedStore`: a store that replicas share, whose connections are in a tier host.
+"""`HostedRemoteTier`: a store that replicas share, whose connections are in a tier host.
 
     scheduler                                        tier host
-    KeyedMover ─ HostedStore ══ SUBMIT, ASK ══►    RemoteTier ── threads ── server, or shared directory
+    KeyedMover ─ HostedRemoteTier ══ SUBMIT, ASK ══►    RemoteTier ── threads ── server, or shared directory
                                ◄═ RESULT, ANSWER ═       │
                   arena ═══════ shared memory ═══════════╧     bytes go between socket and arena
 
@@ -30,7 +30,7 @@ from longshore.tiers.remote.format import Namespace
 _log = logging.getLogger(__name__)
 
 
-class HostedStore(HostedTier, KeyedTier):
+class HostedRemoteTier(HostedTier, KeyedTier):
     """A `RemoteTier` in a tier host.
 
     Attributes:
