@@ -12,7 +12,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 try:
-    __version__ = version("longshore")
+    __version__ = version("longshore-kv")
 except PackageNotFoundError:  # a source tree that was not installed
     __version__ = "0+unknown"
 

@@ -144,3 +144,8 @@ class ContractError(EngineError):
 
 class CommandError(LongshoreError):
     """A command to a running engine that it cannot read or carry out, or an engine that does not answer."""
+
+
+def with_extra(extra: str) -> str:
+    """The command that installs Longshore with an extra from a clone: no package index has it yet."""
+    return f"in a clone of Longshore, pip install '.[{extra}]'"

@@ -539,4 +539,4 @@ def test_prefill_without_torch_says_what_to_install(
         main()
     (line,) = capsys.readouterr().err.splitlines()
     assert left.value.code == 1
-    assert line.endswith("bench prefill needs: pip install 'longshore[transformers]'")
+    assert line.endswith("bench prefill needs an extra: in a clone of Longshore, pip install '.[transformers]'")

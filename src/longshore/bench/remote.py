@@ -46,7 +46,7 @@ from longshore.bench.remote_sides import (
 from longshore.boundary import Status
 from longshore.checksums import digest
 from longshore.config import parse_size
-from longshore.errors import BenchError
+from longshore.errors import BenchError, with_extra
 from longshore.testing.local_server import LocalS3, LocalServer
 from longshore.tiers.base import Op
 
@@ -166,7 +166,7 @@ def _moved(
         yield Case(f"{kind}-cpu/{size}", used[0], "s/GB", plain.name, used[1], used[1] / used[0])
     if f"{kind}-clients" in kinds:
         if len(sides) == 2:
-            raise BenchError("no client to compare with: pip install 'longshore[bench]'")
+            raise BenchError(f"no client to compare with: {with_extra('bench')}")
         best = min(range(2, len(sides)), key=lambda index: taken[index])
         yield rate(f"{kind}-clients/{size}", Seconds(taken[0], taken[best]), sides[best].name, images.nbytes)
 

@@ -3,8 +3,8 @@
     policy.next_victims(n)  ──► victims, coldest first ──► may_go? ──► yes: removed; its parent may be the next victim
                                                      └──────► no: held by the policy until its state changes
 
-A held copy is not examined again until its state may have changed (`CacheState.reconsider`), so the cost of an eviction does
-not grow with the number of copies that cannot be evicted.
+A held copy is not examined again until its state may have changed (`CacheState.reconsider`), so the cost of an eviction
+does not grow with the number of copies that cannot be evicted.
 
 Victims are examined in batches, as arrays, with the same result and order as one by one:
 
@@ -69,7 +69,7 @@ class Evictor:
         self.clear()
 
     def clear(self) -> None:
-        """The store was cleared: remove the chunks that were passed over."""
+        """The cache was cleared: remove the chunks that were passed over."""
         self._passed_over = [[deque() for _ in pool.slabs.images] for pool in self._state.pools]
 
     # ------------------------------------------------------------------ room

@@ -303,13 +303,13 @@ class Prefetcher:
             self.proceed()
 
     def clear(self) -> None:
-        """The store was cleared."""
+        """The cache was cleared."""
         self.queue.clear()
 
     def proceed(self) -> None:
         """Order reads of queued prefetches for which room was made; end waits for which no room can be made.
 
-        Does nothing unless the queue or the store has changed. The chunks in the warmest tier of the first prefetch
+        Does nothing unless the queue or the cache has changed. The chunks in the warmest tier of the first prefetch
         that lacks room, and of those before it, are not evicted.
         """
         for number in [number for number, (_, wait) in self.queue.items() if self._transfers.now >= wait.deadline]:

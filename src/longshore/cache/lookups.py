@@ -104,7 +104,7 @@ class Leases:
         return bool(self._step)
 
     def forget_step(self) -> None:
-        """The store was cleared: nothing is protected any more."""
+        """The cache was cleared: nothing is protected any more."""
         self._step = array("i")
 
     def end_step(self) -> None:
@@ -121,7 +121,7 @@ class Leases:
         ours = {pin for pin in held if pin.node}
         theirs = {pin for pins in self._state.pins.values() for pin in pins}
         if ours != theirs:
-            raise CacheError(f"the store has {len(theirs)} pins, the leases {len(ours)}")
+            raise CacheError(f"the cache has {len(theirs)} pins, the leases {len(ours)}")
         seen = set(np.flatnonzero(marks(self._state.seen)).tolist())
         if not seen <= set(self._step):
             raise CacheError(f"{len(seen)} nodes are marked as protected, expected {len(set(self._step))}")

@@ -5,7 +5,7 @@
     take() ─► commands              apply(results) ◄─           the only input and output
 
 Sans I/O: no torch, threads, clock or randomness. The same calls give the same log. Every method validates its arguments
-before it changes anything. `store` holds the state of the tiers, `transfers` the jobs in flight; `lookups`, `load`
+before it changes anything. `state` holds the state of the tiers, `transfers` the jobs in flight; `lookups`, `load`
 (with prefetches), `offload` and `remote` decide what is done.
 """
 

@@ -1,4 +1,4 @@
-"""Transfers in flight, and the changes to the store when they end.
+"""Transfers in flight, and the changes to the cache when they end.
 
 A job has ended when every rank has reported it. An item has succeeded if it did on all ranks (invariant 1).
 

@@ -17,7 +17,7 @@ from longshore.cli.options import BlockTokens, Json, check_memory, check_room, c
 from longshore.cli.output import console as console_on
 from longshore.cli.output import print_provenance, provenance, table, write_json
 from longshore.config import Config
-from longshore.errors import BenchError, EngineError
+from longshore.errors import BenchError, EngineError, with_extra
 
 bench = typer.Typer(
     name="bench",
@@ -151,7 +151,7 @@ def prefill(
     try:
         from longshore.bench import prefills  # noqa: PLC0415 - torch and transformers are extras
     except ImportError as error:
-        raise EngineError(f"{error}; bench prefill needs: pip install 'longshore[transformers]'") from error
+        raise EngineError(f"{error}; bench prefill needs an extra: {with_extra('transformers')}") from error
 
     if device is CopyDevice.CPU:
         needed = prefills.memory_of(model, max(lengths))

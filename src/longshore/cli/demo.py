@@ -17,7 +17,7 @@ from longshore.cli.demo_report import SEED, DemoOptions, demo_page, render
 from longshore.cli.options import PngDirectory, ReportDirectory, SvgDirectory, existing, settings_of
 from longshore.cli.output import ReportOutputs, print_provenance, provenance, write_json
 from longshore.cli.output import console as console_on
-from longshore.errors import ConfigError, EngineError
+from longshore.errors import ConfigError, EngineError, with_extra
 
 
 class DeviceChoice(enum.StrEnum):
@@ -107,7 +107,7 @@ def demo(
     try:
         from longshore.cli.demo_runs import run_demo  # noqa: PLC0415 - torch is slow to import
     except ImportError as error:
-        raise EngineError(f"{error}; the demo needs: pip install 'longshore[transformers]'") from error
+        raise EngineError(f"{error}; the demo needs an extra: {with_extra('transformers')}") from error
     outputs = ReportOutputs.checked(report, svg, png)
     options = DemoOptions(
         model=model,

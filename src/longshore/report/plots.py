@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
-from longshore.errors import ReportError
+from longshore.errors import ReportError, with_extra
 from longshore.report.units import quantity
 
 
@@ -267,7 +267,7 @@ def _plotly(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ReportError(
-            f"figures need plotly 6, which cannot be imported ({error}): pip install 'longshore[report]'"
+            f"figures need plotly 6, which cannot be imported ({error}): {with_extra('report')}"
         ) from error
 
 

@@ -16,7 +16,7 @@ from longshore.boundary import Status
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import BY_KEY, Op, OpBatch, TierOp
-from longshore.tiers.remote import RemoteTier, directory
+from longshore.tiers.remote import RemoteTier, directory, resp
 from longshore.tiers.remote.directory import DirectorySession
 from longshore.tiers.remote.format import Identity, pack_header
 from longshore.tiers.remote.resp import RespSession
@@ -27,6 +27,14 @@ IMAGE = 4096
 NAMESPACE = bytes(32)
 POLL = 0.02
 """Seconds between two polls of whoever drives a tier."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_pieces() -> Iterator[None]:
+    """An image has several pieces, as those of megabytes have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resp, "_PIECE", IMAGE // 4)
+        yield
 
 
 class Clock:
@@ -136,6 +144,23 @@ def test_a_fetch_ends_by_its_deadline_however_its_reply_comes(
             found = images.memory[index * IMAGE : (index + 1) * IMAGE]
             np.testing.assert_array_equal(np.frombuffer(found, np.uint8), image(index, IMAGE))
     assert clock.now <= max(images.deadlines) + 1e-6
+
+
+def test_the_next_value_is_requested_before_the_last_piece_has_come() -> None:
+    clock = Clock()
+    images = Images(clock, Op.READ, [1.0] * 3)
+    requests: list[int] = []
+
+    class Counting(SlowStream):
+        def receive(self, parts: list[memoryview], deadline: float) -> None:
+            requests.append(self.sent.count(b"GET"))
+            super().receive(parts, deadline)
+
+    session_on(clock, Counting(clock, images.replies(), forever([(0.0, 512)])), in_flight=IMAGE // 2).fetch(
+        images.queue
+    )
+    assert requests == [1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3]
+    assert [status for status, _ in images.ended.values()] == [Status.OK] * 3
 
 
 @given(some=pieces, within=limits, answers=st.lists(st.sampled_from(OK_OR_FULL), min_size=6, max_size=6))

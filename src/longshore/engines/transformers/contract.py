@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from longshore.errors import ContractError, EngineError
+from longshore.errors import ContractError, EngineError, with_extra
 
 SUPPORTED = "transformers >= 5.18, < 5.24"
 
@@ -66,7 +66,7 @@ def load() -> dict[str, Any]:
     try:
         import transformers  # noqa: PLC0415 - a probe, like the others
     except ImportError as error:
-        raise EngineError(f"{error}; the adapter needs: pip install 'longshore[transformers]'") from error
+        raise EngineError(f"{error}; the adapter needs an extra: {with_extra('transformers')}") from error
     try:
         from transformers.generation.continuous_batching import ContinuousBatchingManager  # noqa: PLC0415
         from transformers.generation.continuous_batching.cache import (  # noqa: PLC0415

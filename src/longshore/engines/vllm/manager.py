@@ -2,7 +2,7 @@
 
     lookup ... lookup      asked once for the whole request; what only a colder tier has is brought up meanwhile
     prepare_load           slots lent to the workers ────────────► complete_load gives them back (`Loads`)
-    prepare_store          slots offered to the workers ─────────► complete_store: published as reported (`Stores`)
+    prepare_store          slots offered to the workers ─────────► complete_store: published as reported (`StoreJobs`)
     on_schedule_end        protections end, chunks are ordered up, tickets from before a reset are looked after
 
 A lookup never blocks. `HIT` means verified bytes in the host tier; what is on its way is `HIT_PENDING` until
@@ -69,7 +69,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def __init__(
         self,
-        store: SchedulerTiers,
+        tiers: SchedulerTiers,
         groups: Sequence[int],
         patience: float,
         *,
@@ -78,12 +78,12 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     ) -> None:
         """`groups` are vLLM's numbers of the KV cache groups, in our order; `patience` is in seconds.
 
-        With `announces`, KV events tell what the tiers get and give up; `store` must record them. `hints` are those of
+        With `announces`, KV events tell what the tiers get and give up; `tiers` must record them. `hints` are those of
         requests that have none.
         """
         self._hints = hints
-        self._tiers = store
-        self._runtime = store.runtime
+        self._tiers = tiers
+        self._runtime = tiers.runtime
         self._patience = patience
         self._requests: dict[str, RequestState] = {}
         self._asked: list[RequestState] = []
@@ -97,8 +97,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """The numbers of those that were open at vLLM's last reset."""
         self.observes_device_resets = False
         """Whether the connector calls `device_was_reset` each time vLLM's prefix cache is emptied."""
-        self._validity = BlockValidity(store.reports, base_is_mixed=store.base_is_mixed)
-        self._loads = Loads(len(groups), store.reports, patience, self._ticket)
+        self._validity = BlockValidity(tiers.reports, base_is_mixed=tiers.base_is_mixed)
+        self._loads = Loads(len(groups), tiers.reports, patience, self._ticket)
         self.may_stream = False
         """Whether loads may have parts: the connector passes them to workers, and failed loads are recomputed."""
         self._backoff = Backoff()
@@ -107,23 +107,23 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._events = EventTranslator() if announces else None
         with self._runtime.observe() as cache:
             histograms = [*cache.counters.each_histogram(), (LOOKUP_SECONDS, (), self._runtime.asked.seconds)]
-            self._metrics = OffloadingMetrics(store.file, store.stores, histograms=histograms, is_off=store.is_off)
+            self._metrics = OffloadingMetrics(tiers.file, tiers.stores, histograms=histograms, is_off=tiers.is_off)
             self._image_bytes = [size.image_bytes for size in cache.stats()[0].sizes]
             self._host_slots = cache.stats()[0].slots
             self._groups = ChunkGroups(
                 {number.to_bytes(GROUP_BYTES, "big"): index for index, number in enumerate(groups)},
                 [cache.settings.group(index)[1] for index in range(len(groups))],
-                store.windows,
+                tiers.windows,
             )
-        self._fetches = RemoteFetches(self._runtime, self._groups) if store.stores else None
+        self._fetches = RemoteFetches(self._runtime, self._groups) if tiers.stores else None
         self._stores = StoreJobs(
             self._groups,
-            store.reports,
+            tiers.reports,
             self._validity,
             patience,
             self._events,
             self._image_bytes,
-            store.write_timeout,
+            tiers.write_timeout,
             self._ticket,
         )
 

@@ -43,11 +43,11 @@ _TOKENS = 16
 
 
 class VllmReplay:
-    """A manager of the tier in `store`, called as vLLM's scheduler calls it."""
+    """A manager of the tier in `tiers`, called as vLLM's scheduler calls it."""
 
-    def __init__(self, store: SchedulerTiers, manager: OffloadingManager | None = None) -> None:
-        self._tiers = store
-        self._manager = manager or LongshoreManager(store, [0], 60.0)
+    def __init__(self, tiers: SchedulerTiers, manager: OffloadingManager | None = None) -> None:
+        self._tiers = tiers
+        self._manager = manager or LongshoreManager(tiers, [0], 60.0)
         self._requests = 0
 
     def serve(self, path: Sequence[int], now: float = 0.0, returns: Return | None = None) -> int:

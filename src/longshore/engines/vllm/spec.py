@@ -159,16 +159,16 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             _log.error(_MIXED)
         announces = self.kv_events_config.enable_kv_cache_events
         try:
-            store = open_tiers(self.settings, note, scope, self.config.groups, events=EVENTS_LIMIT if announces else 0)
+            tiers = open_tiers(self.settings, note, scope, self.config.groups, events=EVENTS_LIMIT if announces else 0)
         finally:
             withdraw(self.config.engine_id)
         numbers = [group.group_id for group in self.config.groups]
         manager = LongshoreManager(
-            store, numbers, self.settings.load_timeout, announces=announces, hints=self.settings.request_hints
+            tiers, numbers, self.settings.load_timeout, announces=announces, hints=self.settings.request_hints
         )
         if self.settings.control:
             try:
-                serve_commands(manager, store, self.config, self.settings.control, note.model.hashing)
+                serve_commands(manager, tiers, self.config, self.settings.control, note.model.hashing)
             except EngineError:
                 manager.shutdown()
                 raise

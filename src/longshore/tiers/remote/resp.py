@@ -228,22 +228,28 @@ class RespSession:
     def fetch(self, work: WorkQueue) -> None:
         """Fetch images until none waits."""
         asked: deque[Image] = deque()
-        under_way = 0
-        while True:
+        coming = rest = 0  # bytes requested and not received: of all images, of the first
+
+        def received(count: int) -> Deadline:
+            """Request what there is room for, before the last bytes of the value before it have come."""
+            nonlocal coming, rest
+            coming, rest = coming - count, rest - count
             requests = []
-            if under_way <= self._in_flight // 2:  # several small images with one system call
-                while under_way < self._in_flight and (image := work.take()) is not None:
-                    under_way += len(image.memory)
+            if coming <= self._in_flight // 2:  # several small images with one system call
+                while coming < self._in_flight and (image := work.take()) is not None:
+                    coming += len(image.memory)
                     asked.append(image)
                     requests.append(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(image.address), image.address))
             if requests:
                 self._send(b"".join(requests), _soonest(asked))
-            if not asked:
-                return
-            status = self._read_value(asked[0], _soonest(asked))
-            image = asked.popleft()
-            under_way -= len(image.memory)
-            work.end(image, status)
+            return _soonest(asked)
+
+        deadline = received(0)
+        while asked:
+            rest = len(asked[0].memory)
+            status = self._read_value(asked[0], deadline, received)
+            work.end(asked.popleft(), status)
+            deadline = received(rest)
 
     def store(self, work: WorkQueue, is_bad: Callable[[bytes], bool], refusal: Refusal) -> None:
         """Store images until none waits; those that are there are not sent again, unless known to be bad."""
@@ -313,7 +319,7 @@ class RespSession:
             work.end(image, Status.IO_ERROR)
             raise _refusal(error)
 
-    def _read_value(self, image: Image, deadline: Deadline) -> Status:
+    def _read_value(self, image: Image, deadline: Deadline, received: Callable[[int], Deadline]) -> Status:
         """Receive a value into the image's memory. Checksums are computed of pieces that are still in the cache."""
         line = self._read_line(deadline)
         if line.startswith(b"-WRONGTYPE"):
@@ -333,6 +339,8 @@ class RespSession:
             piece = image.memory[start : start + _PIECE]
             is_last = start + _PIECE >= len(image.memory)
             self._fill([piece, self._tail] if is_last else [piece], deadline)
+            if not is_last:
+                deadline = received(len(piece))
             checksum.update(piece)
         self._check_tail()
         return verify(header, checksum.intdigest(), image.identity)

@@ -28,7 +28,7 @@ import numpy as np
 
 from longshore.boundary import Status
 from longshore.checksums import digest
-from longshore.errors import TierError
+from longshore.errors import TierError, with_extra
 from longshore.tiers.remote.bucket import CODE, key_pair
 from longshore.tiers.remote.format import HEADER_BYTES, pack_header, verify
 from longshore.tiers.remote.settings import PASSWORD_VARIABLE, USER_VARIABLE, RemoteSettings
@@ -38,7 +38,7 @@ try:
     import obstore
     from obstore.exceptions import BaseError
 except ImportError as missing:
-    raise TierError("stores at s3:// need obstore: pip install 'longshore[s3]'") from missing
+    raise TierError(f"stores at s3:// need obstore: {with_extra('s3')}") from missing
 
 PROBES = 32
 """HEAD requests that are under way for one probe."""

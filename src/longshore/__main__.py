@@ -1,0 +1,6 @@
+"""`python -m longshore`: the command `longshore`."""
+
+from longshore.cli import main
+
+if __name__ == "__main__":
+    main()
