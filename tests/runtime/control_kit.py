@@ -15,7 +15,7 @@ from longshore.cache import GroupKeys
 from longshore.config import Config
 from longshore.keys import Scope, chain
 from longshore.layout import from_rows
-from longshore.metrics import of_stack
+from longshore.metrics import FollowingCollector
 from longshore.runtime.control import ControlledEngine, ControlServer, ask
 from longshore.runtime.stack import Stack, open_stack
 from longshore.transfer import CpuDevice
@@ -34,10 +34,9 @@ class Engine:
         config = Config.make(host_size=slots * image, host_huge_pages=False, eviction="lru", gate=False, **more)
         scope = Scope(model="m", weights="w", dtype="d", layout=self.layout.fingerprint, block_size=TOKENS)
         self.stack: Stack = open_stack(config, self.layout, scope, CpuDevice())
-        self.server = ControlServer(
-            name,
-            ControlledEngine(lambda: self.stack.runtime, self.keys, lambda: of_stack(self.stack)),
-        )
+        metrics = FollowingCollector()
+        metrics.follow(self.stack)
+        self.server = ControlServer(name, ControlledEngine(lambda: self.stack.runtime, self.keys, metrics.collect))
 
     def keys(self, tokens: Sequence[int]) -> list[Key]:
         return chain(self.stack.scope.root, tokens, TOKENS)
