@@ -74,8 +74,7 @@ class TieredCache:
         # Copies go down by one tier at a time, and up into the host tier directly: all tiers can access host memory.
         down, up = pairwise((DEVICE, *names)), ((name, names[0] if tier else DEVICE) for tier, name in enumerate(names))
         to_and_fro = [route for name in theirs for route in ((names[0], name), (name, names[0]))]
-        routes = (str(Route(*route)) for route in (*down, *up, *to_and_fro))
-        self.counters = Counters.zero(names, tuple(routes), theirs)
+        self.counters = Counters.zero(names, tuple(str(Route(*route)) for route in (*down, *up, *to_and_fro)), theirs)
         levels = [Level(tier.name, tier.make_pool(), tier.policy) for tier in tiers]
         sizes = {len(level.pool.slabs.image_bytes) for level in levels}
         if len(sizes) > 1 or any(not 0 <= pool < min(sizes) for pool in self.settings.pools):
