@@ -118,11 +118,11 @@ class TestDisks:
 
 
 class TestCommands:
-    def test_json_has_machine_and_cases_and_nothing_else(self) -> None:
+    def test_json_has_machine_cases_provenance_and_nothing_else(self) -> None:
         result = CliRunner().invoke(app, ["bench", "plan", "--json", "--repeats", "1", "--case", "plan/1000/4"])
         assert result.exit_code == 0
         printed = json.loads(result.stdout)
-        assert list(printed) == ["machine", "cases"]
+        assert sorted(printed) == ["cases", "machine", "provenance"]
         (case,) = printed["cases"]
         assert list(case) == CASE_KEYS
         assert (case["name"], case["unit"]) == ("plan/1000/4", "us")

@@ -180,3 +180,14 @@ def test_a_plan_needs_a_model_and_a_trace(tmp_path: Path) -> None:
         run(EXCERPT)
     with pytest.raises(LongshoreError, match="absent"):
         run(str(tmp_path / "absent"), *MODEL)
+
+
+@pytest.mark.parametrize("option", ["--svg", "--png"])
+def test_images_without_a_browser_are_refused_first(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LONGSHORE_BROWSER", str(tmp_path / "none"))
+    arguments = ("plan", EXCERPT, *MODEL, option, str(tmp_path / "images"))
+    with pytest.raises(LongshoreError, match="apt-get install chromium"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert list(tmp_path.iterdir()) == []

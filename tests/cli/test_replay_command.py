@@ -313,3 +313,14 @@ def test_forms_and_bad_lines(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_with_a_reason(options: tuple[str, ...], complaint: str) -> None:
     with pytest.raises(LongshoreError, match=complaint):
         run(EXCERPT, *options)
+
+
+@pytest.mark.parametrize("option", ["--svg", "--png"])
+def test_images_without_a_browser_are_refused_first(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LONGSHORE_BROWSER", str(tmp_path / "none"))
+    arguments = ("replay", EXCERPT, "--capacity-blocks", "100", option, str(tmp_path / "images"))
+    with pytest.raises(LongshoreError, match="apt-get install chromium"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert list(tmp_path.iterdir()) == []
