@@ -26,6 +26,9 @@ from longshore.monitoring.scrape import address_of, scrape, summary
 from longshore.testing.local_server import free_port
 
 LONGSHORE = Path(sys.executable).with_name("longshore")
+INTERRUPTIBLE = ("env", "--default-signal=INT", str(LONGSHORE))
+"""A shell starts what it runs in the background with SIGINT ignored, and children inherit that."""
+
 BLOCK = 32
 
 
@@ -150,7 +153,7 @@ def test_what_happened_between_two_readings_is_shown(address: str, store: Prefix
 
 def test_a_terminal_is_updated_until_it_is_interrupted(address: str) -> None:
     ours, theirs = pty.openpty()
-    command = [LONGSHORE, "top", address, "--interval", "0.1", "--timeout", "60"]
+    command = [*INTERRUPTIBLE, "top", address, "--interval", "0.1", "--timeout", "60"]
     running = subprocess.Popen(
         command, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "150"}
     )
@@ -171,7 +174,7 @@ def test_a_terminal_is_updated_until_it_is_interrupted(address: str) -> None:
 
 def test_a_pipe_gets_lines_of_json_only(address: str) -> None:
     assert "use --once" in top(address, status=2)
-    running = subprocess.Popen([LONGSHORE, "top", address, "--json", "--interval", "0.1"], stdout=subprocess.PIPE)
+    running = subprocess.Popen([*INTERRUPTIBLE, "top", address, "--json", "--interval", "0.1"], stdout=subprocess.PIPE)
     assert running.stdout is not None
     first, second = (json.loads(running.stdout.readline())["engines"][0] for _ in range(2))
     running.send_signal(signal.SIGINT)
