@@ -100,7 +100,7 @@ def test_a_tier_host_moves_the_bytes(weed: LocalS3) -> None:
 def test_without_obstore_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "longshore.tiers.remote.s3", raising=False)
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(TierError, match=r"pip install 'longshore\[s3\]'"):
+    with pytest.raises(TierError, match=r"pip install '\.\[s3\]'"):
         RemoteTier("s3://images", arena=Arena(4096), image_bytes=4096, namespace=bytes(32))
 
 

@@ -61,8 +61,12 @@ def test_a_prompt_longer_than_host_memory_is_stored_whole(engine: Engine, pieces
 
 
 @pytest.mark.parametrize("how", ["in time", "late"])
-def test_a_lookup_waits_for_chunks_that_are_still_stored(engine: Engine, how: str) -> None:
+def test_a_lookup_waits_for_chunks_that_are_still_stored(
+    engine: Engine, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a prompt that comes again before all of it has a slot; not for longer than `load_timeout`."""
+    if how == "in time":
+        monkeypatch.setattr(engine.manager, "_patience", 600.0)
     resume = kill_tier_host(engine, signal.SIGSTOP)  # no room is made meanwhile
     engine.finish(engine.compute(CHUNKS, CHUNKS, first=1000))
     assert len(engine.manager._stores.coming) == CHUNKS - HOST_CHUNKS

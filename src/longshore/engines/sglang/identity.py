@@ -19,11 +19,15 @@ from longshore.errors import EngineError
 from longshore.keys import Scope
 from longshore.layout import KVLayout
 
-_NUMERIC = ("model", "exec")
+_NUMERIC = ("model", "exec", "lora")
 """SGLang's namespaces of settings that may change what a model computes."""
 
-_OTHERWISE = ("model_path", "download_dir", "trust_remote_code", "weight_loader_prefetch_num_threads")
-"""Settings of these without effect on bytes; where weights lie is not what they are."""
+_OTHERWISE = (
+    *("model_path", "download_dir", "trust_remote_code", "weight_loader_prefetch_num_threads"),
+    *("lora_paths", "max_loaded_loras", "max_loras_per_batch", "lora_eviction_policy", "lora_drain_wait_threshold"),
+    *("enable_lora_overlap_loading", "lora_strict_loading"),
+)
+"""Settings of these without effect on bytes; where weights lie is not what they are, and keys name the adapter."""
 
 _FROM_FILES = frozenset({"auto", "safetensors", "fastsafetensors", "pt", "mistral", "gguf", "bitsandbytes"})
 """Values of `load_format` with which weights come from the files in the model's directory, and from nowhere else."""
@@ -147,4 +151,8 @@ def _numeric(told: dict[str, Any]) -> dict[str, Any]:
 
 
 def _digest(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=_told).encode()).hexdigest()
+
+
+def _told(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)  # the order of a set is of the process

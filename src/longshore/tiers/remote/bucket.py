@@ -115,7 +115,9 @@ def expiry_days(settings: RemoteSettings) -> int | None:
     ours = f"{settings.path}/ls1/" if settings.path else "ls1/"
     days = []
     for rule in re.findall(r"<Rule>(.*?)</Rule>", text, re.DOTALL):
-        prefix, expires = re.search(r"<Prefix>(.*?)</Prefix>", rule), re.search(r"<Expiration>.*?<Days>(\d+)<", rule)
+        prefix = re.search(r"<Prefix>(.*?)</Prefix>", rule)
+        expiration = re.search(r"<Expiration>(.*?)</Expiration>", rule, re.DOTALL)
+        expires = re.search(r"<Days>(\d+)<", expiration[1]) if expiration else None
         if (
             "<Status>Enabled<" in rule
             and "<Tag>" not in rule
