@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from longshore.cli.app import app
 from longshore.config import Config
 from longshore.engines.transformers import PrefixStore, tiered
 from longshore.errors import CommandError, ConfigError, EngineError
+from longshore.runtime import control
 
 TOKENS = list(range(100, 164))
 
@@ -150,6 +152,22 @@ def test_a_socket_that_cannot_be_made_leaves_nothing_open(model: Any, tmp_path: 
     with pytest.raises(EngineError, match="mode 0700"):
         PrefixStore(model, config, block_size=16)
     PrefixStore(model, Config.make(**{**config.model_dump(), "control": ""}), block_size=16).close()
+
+
+def test_a_socket_without_a_thread_leaves_nothing_open(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(**_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    tmp_path.chmod(0o700)
+    config = Config.make(host_size="1MiB", file_path=tmp_path / "kv", file_size="1MiB", control=str(tmp_path / "x.ctl"))
+    with monkeypatch.context() as patch:
+        patch.setattr(control, "threading", SimpleNamespace(Thread=no_thread))
+        with pytest.raises(EngineError, match="can't start new thread"):
+            PrefixStore(model, config, block_size=16)
+    assert not (tmp_path / "x.ctl").exists()
+    PrefixStore(model, config, block_size=16).close()
 
 
 def test_tiered_refuses_a_setting_that_it_does_not_serve(model: Any) -> None:

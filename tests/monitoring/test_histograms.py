@@ -177,6 +177,18 @@ def test_queue_wait_and_size_of_a_transfer_are_observed_by_route() -> None:
     assert watched.value("longshore_transfer_size_bytes_count", route="file->host") == 0
 
 
+@pytest.mark.parametrize("status", [Status.QUEUE_FULL, Status.CANCELLED, Status.AWAY])
+def test_a_transfer_that_moved_nothing_is_not_observed(status: Status) -> None:
+    watched = Watched()
+    with watched.runtime.control() as cache:
+        cache.store({0: GroupKeys(path(0, 1))}, {0: (0, 1)})
+    watched.mover.end(status)
+    watched.runtime.pump()
+    assert watched.value("longshore_failed_chunks_total", route="device->host") == 2
+    for name in ("longshore_transfer_queue_seconds", "longshore_transfer_size_bytes"):
+        assert watched.value(f"{name}_count", route="device->host") == 0
+
+
 def test_lookups_are_timed_and_the_version_is_exported() -> None:
     watched = Watched()
     with watched.runtime.control(), watched.runtime.asked.seconds.timed():

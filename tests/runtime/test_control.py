@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +20,9 @@ import pytest
 from control_kit import PATIENCE, Engine, prompt
 
 from longshore.boundary import FILE, HOST
-from longshore.cache import GroupKeys
+from longshore.cache import CacheGroup, CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.errors import CommandError, EngineError
-from longshore.runtime import control
+from longshore.runtime import Runtime, control
 from longshore.runtime.control import MOST_BYTES, ask, socket_path
 
 Opened = Callable[..., Engine]
@@ -171,9 +173,12 @@ def test_an_engines_own_reset_ends_pins_without_a_fault(opened: Opened, tmp_path
     assert engine.ask("lookup", tokens=prompt(1))["runs"] == [{"tier": FILE, "chunks": 4}]
     with engine.stack.runtime.control() as cache:
         cache.reset()
+    assert engine.ask("stats")["pinned_chunks"] == 0
+    engine.store(prompt(2))
+    assert engine.ask("pin", tokens=prompt(2))["pinned"] == 4, "the former pins do not count"
+    with engine.stack.runtime.observe() as cache:
+        assert cache.held == 1
     assert engine.ask("unpin") == {"unpinned": 4}
-    engine.store(prompt(1))
-    assert engine.ask("pin", tokens=prompt(1))["pinned"] == 4
 
 
 def test_stats_are_those_of_the_metrics(opened: Opened) -> None:
@@ -295,6 +300,49 @@ def test_commands_at_once_are_carried_out_one_by_one(opened: Opened) -> None:
 
 
 # ------------------------------------------------------------------ engines that do not answer
+
+
+def test_without_free_descriptors_a_client_waits(
+    opened: Opened, path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = opened()
+    tried = threading.Event()
+    sleep, pauses = time.sleep, list[float]()
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        sleep(seconds)
+        if len(pauses) == 3:
+            tried.set()
+
+    monkeypatch.setattr(control.time, "sleep", pause)
+    with socket.socket(socket.AF_UNIX) as client:
+        used = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        plugs = [os.dup(client.fileno()) for _ in range(used)]  # those below the highest, too
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(plugs) + 1, hard))
+        try:
+            client.connect(str(path))
+            assert tried.wait(PATIENCE), "it pauses, and does not spin"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for plug in plugs:
+                os.close(plug)
+        client.settimeout(PATIENCE)
+        client.sendall(b'{"command": "stats"}\n')
+        assert json.loads(client.makefile().readline())["ok"]["pid"] == os.getpid()
+    assert caplog.text.count("no connection could be accepted") == 1
+    assert engine.leading(prompt(1)) == 0
+
+
+def test_a_pin_of_chunks_that_stand_alone_is_refused() -> None:
+    settings = CacheSettings(groups=(CacheGroup(block_size=16, window=32),))
+    runtime = Runtime(TieredCache([TierSpec(HOST, 16, 4096)], settings), [])
+    commands = control.Commands(control.ControlledEngine(lambda: runtime, lambda _: [], list))
+    answer = commands.answer(bytearray(json.dumps({"command": "pin", "keys": ["00" * 32, "11" * 32]}).encode()))
+    assert answer["error"] == "CommandError"
+    assert "sliding window" in answer["message"]
+    runtime.close()
 
 
 def test_a_killed_engine_leaves_a_socket_that_the_next_one_takes(

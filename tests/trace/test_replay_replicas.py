@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from longshore.boundary import HOST, REMOTE, Items, Route, Transfer
+from longshore.boundary import HOST, REMOTE, Items, Route, Status, Transfer, TransferResult
 from longshore.cache.eviction import LRU
 from longshore.errors import TraceError
 from longshore.trace import TraceRequest, synthesize
@@ -52,6 +52,15 @@ def test_without_a_store_the_other_replicas_are_the_loss() -> None:
     assert replay.tally.hits == {HOST: 24}
 
 
+def test_what_came_from_the_store_and_was_evicted_is_told_so() -> None:
+    prompt, others = list(range(8)), [list(range(100 * i, 100 * i + 8)) for i in range(1, 6)]
+    asked = [prompt, prompt, *others, prompt]
+    replay = serve([ask(20.0 * i, each) for i, each in enumerate(asked)], 2, host=12, remote=12)
+    assert replay.tally.hits[REMOTE] >= 8  # the second replica has fetched the prompt, which both tiers then evicted
+    assert replay.losses[Loss.OTHER_REPLICA] == 0
+    assert replay.losses[Loss.EVICTED] + replay.losses[Loss.FORGOTTEN] >= 8
+
+
 def test_one_replica_is_the_replay_of_one_machine() -> None:
     requests = list(synthesize("mixed", requests=150, seed=3))
     one, several = (serve(requests, count, host=200, file=400, remote=3000) for count in (1, 3))
@@ -80,6 +89,21 @@ def test_an_image_in_the_store_is_not_sent_again() -> None:
     movers = VirtualMovers(TIMING, IMAGE, store)
     movers.submit([Transfer(1, WRITE, Items((b"a", b"b"), (None, None), None, None, 2))], 0.0)
     assert (store.blocks[WRITE], store.busy[WRITE]) == (1, IMAGE / TIMING.paces[WRITE].rate)
+    _, result = movers.pop()
+    assert isinstance(result, TransferResult)
+    assert (result.bytes, result.statuses) == (IMAGE, (Status.OK,) * 2)
+    assert store.probe([b"a", b"b"]) == (True, True)
+
+
+def test_an_image_that_comes_during_a_fetch_costs_no_bytes() -> None:
+    store = RemoteStore(100)
+    store.write([b"a"])
+    movers = VirtualMovers(TIMING, IMAGE, store)
+    movers.submit([Transfer(1, READ, Items((b"a", b"b"), (None, None), None, None, 2))], 0.0)
+    store.write([b"b"])
+    _, result = movers.pop()
+    assert isinstance(result, TransferResult)
+    assert result.bytes == IMAGE
 
 
 def test_the_network_is_told_in_bytes_and_as_a_share() -> None:

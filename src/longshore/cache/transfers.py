@@ -45,9 +45,8 @@ from longshore.cache.evict import Evictor
 from longshore.cache.index import Index
 from longshore.cache.settings import CacheSettings
 from longshore.cache.state import CacheState, Pin
-from longshore.cache.types import DropReason, MissReason, Outcome, RouteTotals
+from longshore.cache.types import DropReason, MissReason, Outcome
 from longshore.errors import CacheError, JobError
-from longshore.monitoring.table import QUEUE_SECONDS, TRANSFER_SIZE_BYTES, Histogram
 
 
 class Load:
@@ -588,13 +587,4 @@ class Transfers:
         hidden = self.state.log.hidden
         if hidden is not None and all(item.key == hidden for item in job.transfer.items):
             return
-        routes, route = self.state.counters.routes, str(job.transfer.route)
-        totals = routes.get(route) or routes.setdefault(route, RouteTotals())
-        arrived = result.statuses.count(Status.OK)
-        totals.chunks += arrived
-        totals.failed += len(result.statuses) - arrived
-        totals.bytes += result.bytes
-        totals.seconds += result.seconds
-        histograms = self.state.counters.histograms
-        for name, value in ((QUEUE_SECONDS, result.queued_seconds), (TRANSFER_SIZE_BYTES, result.bytes)):
-            (histograms[name].get(route) or histograms[name].setdefault(route, Histogram(name))).observe(value)
+        self.state.counters.count_transfer(str(job.transfer.route), result)

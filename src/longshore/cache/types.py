@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
 
-from longshore.boundary import Addresses, Key, Slot, Slots, Status
+from longshore.boundary import Addresses, Key, Slot, Slots, Status, TransferResult
 from longshore.cache.groups import Need
 from longshore.cache.index import Residency
 from longshore.cache.partial import Partial
@@ -237,6 +237,19 @@ class Counters:
         self.hits.update(chunks)
         self.hit_tokens.update({tier: count * tokens for tier, count in Counter(of_first).items()})
 
+    def count_transfer(self, route: str, result: TransferResult) -> None:
+        """Count what a rank moved on `route`. What moved nothing, as after a refusal, is not in the histograms."""
+        totals = self.routes.get(route) or self.routes.setdefault(route, RouteTotals())
+        arrived = result.statuses.count(Status.OK)
+        totals.chunks += arrived
+        totals.failed += len(result.statuses) - arrived
+        totals.bytes += result.bytes
+        totals.seconds += result.seconds
+        if result.bytes:
+            for name, value in ((QUEUE_SECONDS, result.queued_seconds), (TRANSFER_SIZE_BYTES, result.bytes)):
+                found = self.histograms[name]
+                (found.get(route) or found.setdefault(route, Histogram(name))).observe(value)
+
     def check_origins(self, origins: Mapping[Key, str] | None) -> None:
         """Raise `CacheError` unless chunks are said to be from tiers of this cache."""
         if unknown := set((origins or {}).values()).difference(self.hits):
@@ -263,6 +276,9 @@ class Counters:
         for route, more in other.routes.items():
             total = self.routes[route]
             self.routes[route] = RouteTotals(*(a + b for a, b in zip(astuple(total), astuple(more), strict=True)))
+        for histograms, theirs in ((self.histograms[name], each) for name, each in other.histograms.items()):
+            for label, histogram in theirs.items():
+                histograms[label].add(histogram)
 
     @classmethod
     def zero(cls, tiers: tuple[str, ...], routes: tuple[str, ...], remote: tuple[str, ...] = ()) -> Counters:

@@ -96,7 +96,7 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
         QUEUE_SECONDS: _histogram(
             "Seconds between the submission of a transfer and its first byte", _LATENCIES, "route", vllm=True
         ),
-        TRANSFER_SIZE_BYTES: _histogram("Bytes of one transfer", _SIZES, "route", vllm=True),
+        TRANSFER_SIZE_BYTES: _histogram("Bytes of one transfer, by each rank", _SIZES, "route", vllm=True),
         "longshore_block_reuse_waits": _counter(
             "Times that the engine waited for copies of device blocks before it reused them"
         ),
@@ -115,7 +115,7 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
     "Tiers": {
         "longshore_used_bytes": _gauge("Bytes used in a tier, including transfers in flight", "tier", vllm=True),
         "longshore_capacity_bytes": _gauge("Size of a tier in bytes", "tier", vllm=True),
-        "longshore_tier_available": _gauge("1 if a tier serves reads and writes, else 0", "tier"),
+        "longshore_tier_available": _gauge("1 if a tier serves reads and writes, else 0", "tier", vllm=True),
         "longshore_leases": _gauge("Lookups whose chunks are kept from eviction until they are released"),
         "longshore_evicted_chunks": _counter("Chunks evicted from a tier", "tier", vllm=True),
         "longshore_demoted_chunks": _counter("Chunks evicted from a tier while a colder tier had a copy", "tier"),
@@ -248,6 +248,11 @@ class Histogram:
         self.total += float(values.sum())
         if self.recent is not None:
             self.recent.extend(values.tolist())
+
+    def add(self, other: Histogram) -> None:
+        """Add the observations of another one with the same bounds."""
+        self.counts = [ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
 
     @contextmanager
     def timed(self) -> Iterator[None]:

@@ -52,7 +52,7 @@ _AT_ONCE = 1024
 """Chunks that `clear` evicts before it lets others have the cache."""
 
 _MOST_CLIENTS, _BACKLOG = 16, 128
-_IDLE_SECONDS, _NAP = 30.0, 0.01
+_IDLE_SECONDS, _PAUSE, _NAP = 30.0, 0.1, 0.01
 _PATH_BYTES = 107
 _KEY_BYTES = 32
 _MOST_TOKEN = 2**32 - 1
@@ -192,6 +192,9 @@ class Commands:
     def _pin(self, request: dict[str, Any]) -> dict[str, Any]:
         keys, runtime = self._keys(request), self._engine.runtime()
         with runtime.control() as cache:
+            if cache.settings.stands_alone(0):
+                raise CommandError("pin: expected a group of whole prefixes, got a sliding window or recurrent states")
+            self._forget_lost(cache)
             found = cache.lookup({0: GroupKeys(keys)}, runtime.clock(), count=False, asks=())
             if found.lease is None:
                 return {"chunks": len(keys), "pinned": 0}
@@ -212,13 +215,20 @@ class Commands:
 
     def _unpin(self, request: dict[str, Any]) -> dict[str, Any]:
         """Without tokens and keys, all; else those that are the beginning of this prompt."""
-        keys = self._keys(request) if {"tokens", "keys"} & request.keys() else None
-        gone = [pin for pin in self._pins if keys is None or pin.keys == keys[: len(pin.keys)]]
-        if gone:
+        keys, gone = self._keys(request) if {"tokens", "keys"} & request.keys() else None, list[_PinnedPrompt]()
+        if self._pins:
             with self._engine.runtime().control() as cache:
+                self._forget_lost(cache)
+                gone = [pin for pin in self._pins if keys is None or pin.keys == keys[: len(pin.keys)]]
                 self._release(gone, cache)
         self._pins = [pin for pin in self._pins if pin not in gone]
         return {"unpinned": sum(len(pin.keys) for pin in gone)}
+
+    def _forget_lost(self, cache: TieredCache) -> None:
+        """Release pins whose chunks have gone from all tiers, as by a reset."""
+        lost = [pin for pin in self._pins if not cache.progress(pin.lease).runs]
+        self._release(lost, cache)
+        self._pins = [pin for pin in self._pins if pin not in lost]
 
     def _clear(self, request: dict[str, Any]) -> dict[str, Any]:
         if len(request) > 1:
@@ -244,7 +254,8 @@ class Commands:
             for sample in metric.samples:
                 values = metrics.setdefault(sample.name, [])
                 values.append({"labels": dict(sample.labels), "value": sample.value})
-        pinned = len({key for pin in self._pins for key in pin.keys})
+        with self._engine.runtime().observe() as cache:
+            pinned = len({key for pin in self._pins if cache.progress(pin.lease).runs for key in pin.keys})
         return {"pid": os.getpid(), "pinned_chunks": pinned, "metrics": metrics}
 
     @staticmethod
@@ -273,7 +284,7 @@ class ControlServer:
         _check_private(path.parent)
         self._commands = Commands(engine)
         self._clients: dict[int, _Client] = {}
-        self._closed = False
+        self._closed = self._is_short = False
         self._undo = contextlib.ExitStack()
         try:
             self.path = self._take(path)
@@ -286,15 +297,15 @@ class ControlServer:
             self._listener.listen(_BACKLOG)
             ours, theirs = socket.socketpair()
             self._wake, self._woken = self._undo.enter_context(ours), self._undo.enter_context(theirs)
-        except OSError as error:
+            self._selector = selectors.DefaultSelector()
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._selector.register(self._woken, selectors.EVENT_READ)
+            self._thread = threading.Thread(target=self._run, name="longshore-control", daemon=True)
+            self._thread.start()
+        except (OSError, RuntimeError) as error:  # RuntimeError: a thread cannot be started
             self._undo.close()
-            raise EngineError(f"control: {path}: {error.strerror or error}") from error
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
+            raise EngineError(f"control: {path}: {getattr(error, 'strerror', None) or error}") from error
         _servers.add(self)
-        self._thread = threading.Thread(target=self._run, name="longshore-control", daemon=True)
-        self._thread.start()
         _log.info("commands are served: longshore ctl %s", self.path)
 
     def close(self, timeout: float = 10.0) -> None:
@@ -359,8 +370,15 @@ class ControlServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
+        except (BlockingIOError, ConnectionAbortedError):  # the client has hung up
             return
+        except OSError as error:  # the listener stays readable: without a pause this would spin
+            if not self._is_short:
+                _log.error("control: no connection could be accepted: %s; clients wait", error.strerror)
+            self._is_short = True
+            time.sleep(_PAUSE)
+            return
+        self._is_short = False
         connection.setblocking(False)
         client = _Client(connection, time.monotonic())
         self._clients[connection.fileno()] = client

@@ -435,13 +435,15 @@ class VirtualMovers:
     def _exchange(self, remote: RemoteStore, transfer: Transfer, result: TransferResult) -> TransferResult:
         """What a transfer that has moved its bytes has found in the remote store, or left there."""
         route, keys = transfer.route, [item.key for item in transfer.items] if REMOTE in transfer.route else []
-        if not keys or not result.bytes:
+        if not keys or result.statuses[0] is not Status.OK:
             return result
         if route.destination == REMOTE:
             remote.write(keys)
             return result
         statuses = remote.read(keys)
-        return replace(result, statuses=statuses, bytes=statuses.count(Status.OK) * self._image_bytes)
+        return replace(
+            result, statuses=statuses, bytes=min(result.bytes, statuses.count(Status.OK) * self._image_bytes)
+        )
 
     def _begin(self, transfer: Transfer, now: float) -> None:
         del self._missing[transfer.job]
@@ -457,7 +459,8 @@ class VirtualMovers:
             seconds = busy = self._paces[route].seconds(nbytes)
             if self._remote is not None and REMOTE in route:
                 moved = self._remote.moved(route, (item.key for item in transfer.items))
-                busy = moved * self._image_bytes / self._paces[route].rate
+                nbytes = moved * self._image_bytes
+                busy = nbytes / self._paces[route].rate
                 seconds = self._paces[route].fixed + busy
                 self._remote.blocks[route] += moved
                 self._remote.busy[route] += busy

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from longshore.boundary import DEVICE, HOST, Key, Status, Transfer, TransferResult
+from longshore.boundary import DEVICE, HOST, REMOTE, Key, Status, Transfer, TransferResult
 
 
 class Loss(enum.Enum):
@@ -56,13 +56,14 @@ class Losses:
 
     def arrived(self, transfer: Transfer, result: TransferResult) -> None:
         """Copies have come into a tier."""
-        tier = transfer.route.destination
-        if tier == DEVICE or transfer.route.source not in (DEVICE, HOST):
+        source, tier = transfer.route
+        if tier == DEVICE or source not in (DEVICE, HOST, REMOTE):
             return
         cause = Loss.FORGOTTEN if tier == HOST and self._coldest != HOST else Loss.EVICTED
         for item, status in zip(transfer.items, result.statuses, strict=True):
-            if status is Status.OK:
-                self._cause[int.from_bytes(item.key[:8])] = cause
+            name = int.from_bytes(item.key[:8])
+            if status is Status.OK and (source != REMOTE or name not in self._cause):  # else its cause is known
+                self._cause[name] = cause
 
     def refused(self, keys: Sequence[Key], cause: Loss) -> None:
         """Host memory did not take `keys`."""

@@ -8,8 +8,9 @@ from typing import Any
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingHistogramMetadata, OffloadKey
 from vllm_kit import TOKENS, Rig, file_settings, keys_of
 
+from longshore.cache import TieredCache, TierSpec
 from longshore.engines.vllm import LongshoreSpec
-from longshore.engines.vllm.metrics import zero
+from longshore.engines.vllm.metrics import OffloadingMetrics, zero
 from longshore.engines.vllm.requests import ours
 from longshore.monitoring.table import METRICS
 
@@ -57,10 +58,23 @@ def test_every_metric_label_is_declared_and_starts_at_zero(rigs: Any) -> None:
     for name, values in first["data"].items():
         assert values, name
         assert all(len(labels) == len(definitions[name].labelnames) for labels in values)
-        assert name == "longshore_build_info" or not any(zero().data["data"][name].values()), name
+        levels = ("longshore_build_info", "longshore_tier_available")
+        assert name in levels or not any(zero().data["data"][name].values()), name
     for tier in ("host", "file"):
         assert first["data"]["longshore_hit_chunks"][(tier,)] == 0
     assert first["data"]["longshore_miss_chunks"][("corrupt",)] == 0
+
+
+def test_a_tier_that_serves_nothing_is_not_available(rigs: Any, tmp_path: Path) -> None:
+    rig = rigs(**file_settings(tmp_path))
+    available = {("host",): 1, ("file",): 1}
+    assert rig.manager.get_stats().data["data"]["longshore_tier_available"] == available
+    rig.manager._tiers.file._failures["read_only"] = 1
+    assert rig.manager.get_stats().data["data"]["longshore_tier_available"] == {("file",): 0}
+    off = OffloadingMetrics(is_off=True).stats(TieredCache([TierSpec("host", 1, 1)]))
+    assert off.data["data"]["longshore_tier_available"] == {("host",): 1, ("file",): 0}
+    rig.manager._runtime.fail(RuntimeError("for a test"))
+    assert rig.manager.get_stats().data["data"]["longshore_tier_available"] == {("host",): 0}
 
 
 def test_each_observation_is_told_once(rigs: Any, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class PrefixStore:
             engine = ControlledEngine(lambda: self._stack.runtime, self._keys, self.collector.collect)
             try:
                 self._control = ControlServer(config.control, engine)
-            except EngineError:
+            except BaseException:
                 self._stack.close()
                 raise
 

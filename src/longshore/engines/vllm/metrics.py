@@ -115,6 +115,9 @@ class OffloadingMetrics:
         `weights` is how often the weights have changed, `faults` how often the control plane has failed.
         """
         new = dict(self._samples(cache))
+        serves = {HOST: True, **({FILE: False} if self._no_file["off"] else {})}
+        serves |= {tier.name: not tier.trouble for tier in (self._file, *self._stores) if tier is not None}
+        new |= {("longshore_tier_available", (tier,)): int(each and not faults) for tier, each in serves.items()}
         new["longshore_recomputed_chunks", ()] = refused
         new["longshore_weight_changes", ()] = weights
         new["longshore_control_plane_faults", ()] = faults

@@ -169,7 +169,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         if self.settings.control:
             try:
                 serve_commands(manager, tiers, self.config, self.settings.control, note.model.hashing)
-            except EngineError:
+            except BaseException:
                 manager.shutdown()
                 raise
         return manager
