@@ -67,6 +67,11 @@ def test_lifecycle_rules_count_where_they_hold_for_our_values(tmp_path: Path) ->
         ):
             set_rule(server, prefix, days=3, status=status)
             assert expiry_days(settings) == expected
+        markers = "<ExpiredObjectDeleteMarker>true</ExpiredObjectDeleteMarker>"
+        moves = "<Transition><Days>30</Days><StorageClass>GLACIER</StorageClass></Transition>"
+        rule = RULE.format("", "Enabled", 0).replace("<Days>0</Days></Expiration>", f"{markers}</Expiration>{moves}")
+        assert send_signed(settings, "PUT", "lifecycle=", rule.replace("\n", "").encode()).status == 200
+        assert expiry_days(settings) is None, "days of a transition remove nothing"
 
 
 def test_values_of_other_versions(weed: LocalS3) -> None:

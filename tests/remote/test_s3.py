@@ -1,15 +1,19 @@
 """Real servers of S3: the conformance suite, refusals by name, and what becomes of requests when a server fails."""
 
+import itertools
 import logging
+import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import obstore
 import pytest
-from remotes import IMAGE, PATIENT, ask, moved_among_faults, remote, self_signed, until
+from remotes import IMAGE, PATIENCE, PATIENT, ask, moved_among_faults, remote, self_signed, until
 
 from longshore.boundary import Status
 from longshore.testing import FaultyHttpProxy, HttpFault, TierHarness, TierTests, WireFault
@@ -19,6 +23,7 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, Tier
 from longshore.tiers.remote import RemoteTier, parse_url
 from longshore.tiers.remote.s3 import S3Session
+from longshore.tiers.remote.work import StoreError
 
 NEVER = 10**9
 
@@ -86,6 +91,57 @@ def test_a_probe_of_many_keys(s3: LocalS3, opened: Callable[..., TierHarness]) -
     for number in range(0, 8, 2):
         harness.store(0, number)
     assert ask(harness, *range(256)) == tuple(number in {0, 2, 4, 6} for number in range(256))
+
+
+def test_a_probe_that_is_late_keeps_what_was_answered(
+    proxied: FaultyHttpProxy, weed: LocalS3, opened: Callable[..., TierHarness]
+) -> None:
+    harness = opened(weed.url(PATIENT.replace("probe_timeout=20s", "probe_timeout=5s"), port=proxied.port))
+    for number in range(4):
+        harness.store(0, number)
+    heads, allowed = itertools.count(1), 96
+    proxied.plan = lambda name, _: WireFault.STALL if name == b"HEAD" and next(heads) > allowed else None
+    found = ask(harness, *range(256))
+    assert found is not None
+    assert found == (True,) * 4 + (False,) * 252
+    assert remote(harness).failures["timeout"] == 0
+    assert proxied.fired[WireFault.STALL] > 0
+    assert ask(harness, *range(4)) is None, "nothing was answered"
+    assert remote(harness).failures["timeout"] == 1
+
+
+def test_a_changed_access_key_is_used_by_open_sessions(weed: LocalS3, tmp_path: Path) -> None:
+    settings = parse_url(weed.url(PATIENT))
+    changed = replace(settings, password_file=str(tmp_path / "secret"))
+    (tmp_path / "secret").write_text("of nobody")
+    session = S3Session(changed, time.monotonic)
+    with pytest.raises(StoreError, match="set the right access key"):
+        session.check(math.inf)
+    (tmp_path / "secret").write_text(Path(settings.password_file).read_text())
+    until(lambda: is_open(session))  # obstore asks for the key again after 100 ms
+
+
+def is_open(session: S3Session) -> bool:
+    try:
+        session.check(math.inf)
+    except StoreError:
+        return False
+    return True
+
+
+def test_a_late_write_is_not_sent(proxied: FaultyHttpProxy, weed: LocalS3, opened: Callable[..., TierHarness]) -> None:
+    harness = opened(weed.url(f"requests=1&{PATIENT}", port=proxied.port))
+    late, names = threading.Event(), list[bytes]()
+
+    def hold(name: bytes, number: int) -> None:
+        names.append(name)
+        assert late.wait(PATIENCE)
+
+    proxied.plan = hold
+    assert harness.run(harness.op(Op.WRITE, 0, 1), deadline=time.monotonic() + 0.5) == (Status.DEADLINE,)
+    late.set()
+    harness.store(0, 2)  # by the same thread, after it has done with the other one
+    assert names == [b"HEAD", b"HEAD", b"PUT"]
 
 
 def test_values_expire(s3: LocalS3, opened: Callable[..., TierHarness]) -> None:

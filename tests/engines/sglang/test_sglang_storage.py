@@ -330,6 +330,8 @@ def test_any_changed_byte_of_the_weights_is_another_scope(tmp_path: Path) -> Non
         {"told": {"dtype": "float16"}},
         {"told": {"kv_cache_dtype": "fp8_e5m2"}},
         {"told": {"json_model_override_args": '{"rope_theta": 20000.0}'}},
+        {"told": {"lora_backend": "torch_native"}},
+        {"told": {"lora_target_modules": {"q_proj"}}},
         {"layout": "page_first"},
         {"rank": 0, "ranks": 2},
         {"rank": 1, "ranks": 2},
@@ -340,6 +342,15 @@ def test_what_decides_the_bytes_of_a_page_is_in_the_scope(rigs: Rigs, other: dic
     same = scopes(rigs(under="a"))
     assert scopes(rigs(under="b")) == same
     assert scopes(rigs(under="c", **other)) != same
+
+
+def test_where_adapters_lie_and_the_order_of_modules_are_not_in_the_scope(rigs: Rigs) -> None:
+    modules = [f"{each}_proj" for each in "qkvo"]
+    same = scopes(rigs(under="a", told={"lora_target_modules": set(modules), "max_loras_per_batch": 2}))
+    assert (
+        scopes(rigs(under="b", told={"lora_target_modules": frozenset(reversed(modules)), "lora_paths": ["x=/x"]}))
+        == same
+    )
 
 
 def test_weights_that_change_begin_another_namespace_when_caches_are_flushed(rigs: Rigs) -> None:

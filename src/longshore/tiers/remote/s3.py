@@ -20,7 +20,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -205,9 +205,9 @@ class S3Session:
 
     def _write(self, image: Image, value: memoryview, is_bad: Callable[[bytes], bool], refusal: Refusal) -> Status:
         """Write a value, unless it is there; how that ended."""
-        client, path = self._client(self._settings.write_timeout), image.address.decode()
+        path = image.address.decode()
         try:
-            length = self._length_of(client.head(path))
+            length = self._length_of(self._client(self._settings.probe_timeout).head(path))
         except _ERRORS as error:
             if not _is_absent(error):
                 self.check(image.deadline)
@@ -215,11 +215,13 @@ class S3Session:
             length = 0
         if length == len(value) and not is_bad(image.address):
             return Status.OK
+        if image.phase is Phase.ENDED or self._clock() >= image.deadline:
+            return Status.DEADLINE
         if (refused := refusal(len(value))) is not None:
             return refused
         value[:HEADER_BYTES] = pack_header(image.identity, value[HEADER_BYTES:])
         try:
-            client.put(path, value, use_multipart=False)
+            self._client(self._settings.write_timeout).put(path, value, use_multipart=False)
         except _ERRORS as error:
             raise _typed(error, self._settings) from None
         return Status.OK
@@ -259,8 +261,7 @@ def make_client(settings: RemoteSettings, seconds: float) -> Any:
         config |= {"endpoint": settings.endpoint, "aws_endpoint_url_s3": settings.endpoint}
     more: dict[str, Any] = {}
     if key is not None:
-        found = {"access_key_id": key.name, "secret_access_key": key.secret, "token": key.token, "expires_at": None}
-        more["credential_provider"] = lambda: found
+        more["credential_provider"] = lambda: _credential(settings)
     elif settings.endpoint and not any(each in os.environ for each in _FROM_ELSEWHERE):
         config["skip_signature"] = True
     options: dict[str, Any] = {
@@ -276,6 +277,14 @@ def make_client(settings: RemoteSettings, seconds: float) -> Any:
         return kind(settings.host, prefix=prefix, config=config, client_options=options, retry_config=retries, **more)
     except (*_ERRORS, TypeError) as error:
         raise _typed(error, settings) from None
+
+
+def _credential(settings: RemoteSettings) -> dict[str, Any]:
+    """The access key as of now. obstore asks again for one that expires soon, so that it can be changed meanwhile."""
+    if (key := key_pair(settings)) is None:
+        raise TierError(f"{settings}: the access key is not set any more")
+    soon = datetime.now(UTC) + timedelta(minutes=1)
+    return {"access_key_id": key.name, "secret_access_key": key.secret, "token": key.token, "expires_at": soon}
 
 
 def _wrong(length: int, expected: int) -> Status:

@@ -333,7 +333,8 @@ class RemoteTier(KeyedTier):
                 self._answer(self._asked.popleft().ticket, None)
             self._probing.notify_all()
         settings = self.settings
-        patience = max(settings.fetch_timeout, settings.write_timeout, settings.connect_timeout) + _GRACE
+        write = settings.probe_timeout + settings.write_timeout  # stores look first whether a value is there
+        patience = max(settings.fetch_timeout, write, settings.connect_timeout) + _GRACE
         self._join(patience)
         if any(thread.is_alive() for thread in self._threads):
             with self._lock:
