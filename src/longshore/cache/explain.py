@@ -103,7 +103,7 @@ def explain_all(
         elif event.kind is EventKind.RESET:
             for history in histories.values():
                 history.apply(event)
-        elif event.key is not None:
+        elif event.key is not None and event.kind not in (EventKind.SHARED, EventKind.LAPSED):
             histories.setdefault(event.key, _History()).apply(event)
     return answers
 
