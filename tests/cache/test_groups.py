@@ -57,7 +57,7 @@ def longest(request: list[Chunks], per_chunk: int) -> int:
 
 
 @given(request=requests(), per_chunk=st.integers(1, 2))
-def test_the_longest_length_at_which_all_groups_are_served_is_found(request: list[Chunks], per_chunk: int) -> None:
+def test_longest_length_that_all_groups_serve_is_found(request: list[Chunks], per_chunk: int) -> None:
     cache = grouped(*(each.group for each in request), blocks_per_chunk=per_chunk)
     for group, each in enumerate(request):
         keys = keys_of(group, each.count)
@@ -93,7 +93,7 @@ def test_full_window_and_state_in_one_call() -> None:
     assert [(need.first, need.end) for need in found.needs] == [(0, 8), (13, 16), (3, 4)]
 
 
-def test_a_hole_in_a_window_rules_out_only_lengths_that_need_it() -> None:
+def test_hole_in_a_window_rules_out_lengths_that_need_it() -> None:
     cache = grouped(FULL, WINDOW)
     paths = [keys_of(0, 8), keys_of(1, 16)]
     for group, path in enumerate(paths):

@@ -73,7 +73,7 @@ def safe(world: World) -> World:
     return world
 
 
-def test_a_full_tier_has_its_own_copied_down_before_it_makes_room() -> None:
+def test_full_tier_copies_its_own_down_before_making_room() -> None:
     world = safe(three(2, 2, 4, backup="write_back").stored("a", "b", evicting=True))
     world.stored("c", "d", evicting=True)  # what is safe in the file tier went from the host tier
     assert (there(world, FILE), there(world, THIRD)) == ({"a", "b"}, set())
@@ -86,7 +86,7 @@ def test_a_full_tier_has_its_own_copied_down_before_it_makes_room() -> None:
     world.drain()
 
 
-def test_what_waits_for_a_cascade_is_not_given_up_for_an_offload() -> None:
+def test_chunks_waiting_for_a_cascade_survive_an_offload() -> None:
     world = safe(three(1, 1, 4, backup="write_back").stored("a", evicting=True))
     world.stored("b", evicting=True)
     world.store("c", 0, True)

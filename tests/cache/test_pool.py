@@ -126,7 +126,7 @@ def test_slots_that_are_freed_together_are_nobodys_and_without_fault() -> None:
     pool.check_integrity()
 
 
-def test_with_one_image_size_there_is_one_pool_to_claim_from() -> None:
+def test_one_image_size_means_one_pool_to_claim_from() -> None:
     pool = SlotPool(4)
     with pytest.raises(CacheError, match=r"expected pool 0, as there is one image size; got pools \[0, 1\]"):
         pool.claim([2, 3], [0, 1])

@@ -73,7 +73,7 @@ def test_chunks_whose_parents_are_gone_wait_for_them() -> None:
     world.drain()
 
 
-def test_what_was_written_last_before_a_restart_goes_last_after_it() -> None:
+def test_chunk_written_last_before_restart_goes_last_after() -> None:
     world = World(Setup(host=2, file=4, backup="write_through", found=found("b", "a", "ab", "c")))
     for newcomer, left in (("x", ["a", "ab", "c", "x"]), ("y", ["a", "c", "x", "y"]), ("z", ["c", "x", "y", "z"])):
         world.stored(newcomer)
@@ -97,13 +97,13 @@ def test_what_cannot_have_been_found_is_refused_as_a_whole(bad: tuple[tuple[int,
     world.refused(CacheError, "adopt", FILE, bad)
 
 
-def test_chunks_that_claim_to_be_their_own_ancestors_are_left_out() -> None:
+def test_chunks_that_are_their_own_ancestors_are_left_out() -> None:
     world = World(BOTH)
     assert world.cache.adopt(FILE, [(0, key("a"), key("b")), (1, key("b"), key("a")), (2, key("c"), key("c"))]) == 0
     assert world.free(FILE) == 4
 
 
-def test_a_restart_into_the_warmest_tier_knows_what_is_not_backed_up() -> None:
+def test_restart_into_the_warmest_tier_knows_missing_backups() -> None:
     world = World(BOTH)
     assert world.cache.adopt(HOST, [(3, key("a"), None)]) == 1
     world.cache.check_integrity()
@@ -236,7 +236,7 @@ def test_a_result_is_taken_once() -> None:
     world.refused(JobError, "apply", (result,), 0.0)
 
 
-def test_the_first_generation_is_that_of_the_persistent_tier_or_zero() -> None:
+def test_first_generation_is_the_persistent_tiers_or_zero() -> None:
     assert Setup(host=1).build().generation == 0
     assert TieredCache([TierSpec(HOST, 1, 1)]).generation == 0
     assert TieredCache([TierSpec(HOST, 1, 1)], generation=5).reset() == 6

@@ -151,7 +151,7 @@ def test_what_is_held_has_an_address_for_each_chunk() -> None:
     assert residency(cache, chunks("abcd")[1:]).slots() == [at[each] for each in chunks("abcd")[1:]]
 
 
-def test_held_chunks_in_several_tiers_have_the_address_of_the_warmest() -> None:
+def test_held_chunks_in_several_tiers_have_the_warmest_address() -> None:
     world = World(Setup(host=4, file=4, backup="write_through")).stored("abcd")
     world.discard("abcd", HOST)
     world.loading("ab")

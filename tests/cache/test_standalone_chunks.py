@@ -249,7 +249,7 @@ def test_a_path_that_repeats_a_key_is_refused() -> None:
         cache.store({0: GroupKeys([one, one])}, {0: [0, 1]})
 
 
-def test_hosts_that_do_not_offer_whole_paths_say_what_has_slid() -> None:
+def test_hosts_without_whole_paths_say_what_has_slid() -> None:
     cache = grouped(FULL, WINDOW, host=8)
     store(cache, 0, keys_of(0, 2, "old"))
     path = keys_of(1, 6)
@@ -269,7 +269,7 @@ def test_no_window_slides_past_a_path() -> None:
 
 
 @pytest.mark.parametrize("offload", list(WritePolicy))
-def test_keys_that_are_not_distinct_are_refused_whatever_the_write_policy(offload: WritePolicy) -> None:
+def test_repeated_keys_are_refused_whatever_the_write_policy(offload: WritePolicy) -> None:
     cache = grouped(WINDOW, offload=offload)
     (key,) = keys_of(0, 1)
     with pytest.raises(CacheError, match="distinct keys of a path, got 1"):
