@@ -47,7 +47,7 @@ def test_impossible_geometry_is_refused(arena: Arena, slots: int, image_bytes: i
         HostTier(arena, Slabs.of_one_size(image_bytes, slots), base=base)
 
 
-def test_a_slab_serves_only_the_size_that_it_was_last_written_for(arena: Arena) -> None:
+def test_slab_serves_only_the_size_it_last_held(arena: Arena) -> None:
     tier = HostTier(arena, Slabs(2 * PAGE, (PAGE, 2 * PAGE), 2))
     small = [TierOp(Op.WRITE, slot, bytes([slot]) * 32, None, 4 * PAGE, PAGE, 0, pool=0) for slot in (0, 1, 2)]
     large = TierOp(Op.WRITE, 0, bytes(32), None, 6 * PAGE, 2 * PAGE, 0, pool=1)
