@@ -127,7 +127,7 @@ def test_runs_that_are_adjacent_on_both_sides_are_one_copy() -> None:
     assert [int(size) // 4096 for size in apart.size] == [1, 1, 1]
 
 
-def test_a_row_that_holds_all_pages_of_a_block_is_one_copy() -> None:
+def test_row_of_all_a_blocks_pages_is_one_copy() -> None:
     rows = torch.zeros(10, 12 * 40, dtype=torch.uint8)
     pools = Pools(from_rows(rows, pages_per_block=12, block_size=4), slots=4)
     made = make_plan(pools, [Section(0, 0, (7, 2))], [0, 3], DEVICE)
@@ -170,7 +170,7 @@ def test_nothing_that_is_adjacent_is_left_apart(data: st.DataObject) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.data())
-def test_a_batch_is_cut_into_shorter_ones_that_move_the_same_bytes(data: st.DataObject) -> None:
+def test_cut_batches_move_the_same_bytes(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     parts = data.draw(sections(layout))
     items = chunks_of(layout, parts)
@@ -227,7 +227,7 @@ def test_a_plan_leaves_the_settings_of_numpy_alone() -> None:
         np.setbufsize(before)
 
 
-def test_a_run_goes_on_from_a_partial_chunk_into_whole_ones() -> None:
+def test_run_continues_from_a_partial_chunk_into_whole_ones() -> None:
     pools = Pools(flat(64, 4096, refs=1, blocks_per_chunk=2), slots=8)
     made = make_plan(pools, [Section(0, 1, (7, 8, 9))], [3, 4], HOST)
     assert made.size.tolist() == [3 * 4096]
@@ -261,7 +261,7 @@ def test_merged_pieces_are_the_same_bytes(steps: list[tuple[int, int, int]]) -> 
     assert adjacent(merged) == []
 
 
-def test_a_planner_makes_one_plan_after_the_other_in_the_same_arrays() -> None:
+def test_planner_reuses_its_arrays_for_each_plan() -> None:
     pools = Pools(flat(64, 24, refs=3), slots=64)
     planner = PieceBuilder()
     for blocks in [(5, 9), tuple(range(60)), (7,), ()]:
@@ -384,7 +384,7 @@ def test_small_images_close_to_one_another_are_not_one() -> None:
     assert made.destination.tolist() == images
 
 
-def test_blocks_of_one_id_in_groups_apart_are_not_one_block() -> None:
+def test_equal_block_ids_in_separate_groups_are_distinct() -> None:
     tensors = [torch.zeros(16 * 24, dtype=torch.uint8) for _ in range(2)]
     groups = [KVGroup(name, 16, 1, (PageRef(i, 0, 24, 24),)) for i, name in enumerate("ab")]
     parts = [Section(0, 0, (3,)), Section(1, 0, (3,))]
