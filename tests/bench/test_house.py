@@ -1,4 +1,4 @@
-"""The source tree stays as `make house` shows it: no import cycles, one meaning for a class name, no long modules or names."""
+"""The tree stays as `make house` shows it: no import cycles, one meaning for a class name, no long modules or names."""
 
 from __future__ import annotations
 
