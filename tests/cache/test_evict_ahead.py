@@ -8,7 +8,6 @@ from group_kit import end, orders, settle
 from longshore.boundary import FILE, HOST, Key, Status, Transfer
 from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.cache.eviction import LRU
-from longshore.cache.settings import WritePolicy
 from longshore.keys import Scope, chain
 
 ROOT = Scope(model="m", weights="w", dtype="d", layout="l", block_size=1).root
@@ -49,12 +48,6 @@ def test_write_back_copies_a_few_more_than_it_must(slots: int, ahead: int) -> No
     for name in range(2, 2 + ahead):
         assert len(store(cache, name)) == 1
     cache.check_integrity()
-
-
-def test_write_through_copies_what_is_ready_and_no_more() -> None:
-    tiers = [TierSpec(HOST, 640, 64, LRU), TierSpec(FILE, 640, 64, LRU)]
-    cache = TieredCache(tiers, CacheSettings(backup=WritePolicy.THROUGH))
-    assert [len(each.items) for each in store(cache, 0, 3)] == [3, 3]
 
 
 def test_evictions_from_the_last_tier_are_told_from_others() -> None:

@@ -23,25 +23,10 @@ def test_tails_go_before_heads() -> None:
         assert on(world, HOST) == left
 
 
-def test_head_of_a_path_stays_even_if_least_used() -> None:
-    world = World(Setup(host=3))
-    for path, first in (("a", 0), ("ab", 1), ("abc", 2)):  # heads are the oldest
-        world.store(path, first, False)
-        world.settle_all()
-    world.store("x", 0, False)
-    assert on(world, HOST) == ["a", "ab", "x"]
-
-
 def test_old_heads_go_as_soon_as_their_tails_have() -> None:
     world = World(Setup(host=3))
     for path in ("a", "ab", "abc"):
         world.stored(path)
-    world.store("xyz", 0, False)
-    assert on(world, HOST) == ["x", "xy", "xyz"]
-
-
-def test_several_go_together_from_tail_to_head() -> None:
-    world = World(Setup(host=3)).stored("abc")
     world.store("xyz", 0, False)
     assert on(world, HOST) == ["x", "xy", "xyz"]
 

@@ -28,12 +28,6 @@ from longshore.keys import MediaItem, chain
 BOTH = Setup(host=4, file=8, backup="write_through")
 
 
-def test_trap_7_submitted_copy_does_not_make_a_block_present() -> None:
-    world = World(BOTH)
-    world.store("a", 0, False)
-    assert world.lookup("a", 0, None) is None
-
-
 def test_trap_8_submitted_copy_does_not_free_its_slot() -> None:
     world = World(Setup(host=1)).stored("a", evicting=True)
     hold = world.loading("a")
@@ -83,14 +77,6 @@ def test_trap_20_source_and_destination_are_never_swapped() -> None:
 def test_trap_21_smaller_tier_recovers_no_slots_above_its_size() -> None:
     world = World(Setup(host=1, file=4))
     world.refused(CacheError, "adopt", FILE, ((0, key("a"), None), (5, key("b"), None)))
-
-
-def test_trap_21_tier_does_not_shrink_below_a_used_slot() -> None:
-    world = World(Setup(host=4)).stored("p", "q", "r", "s", evicting=True)
-    for path in "pqr":
-        world.discard(path, HOST)
-    assert [each.slot.index for each in world.resident.values()] == [3]
-    world.refused(CapacityError, "resize", HOST, 2)
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
@@ -222,6 +208,7 @@ def test_trap_28_a_store_that_failed_is_not_visible() -> None:
     world.end(world.on("device->host")[0], Status.IO_ERROR)
     assert world.lookup("ab", 0, None) is None
     assert world.lookup_each(key("a")) == "absent"
+    assert world.cache.counters.drops[HOST][DropReason.WRITE_FAILED] == 2
     world.drain()
 
 

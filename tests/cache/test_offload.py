@@ -5,7 +5,7 @@ from cache_kit import Setup, chunks, key, path_of
 from cache_model import World
 
 from longshore.boundary import FILE, HOST, Key, Status, TransferResult
-from longshore.cache import CacheSettings, DropReason, GroupKeys, StoreOrder, TieredCache, TierSpec, WritePolicy
+from longshore.cache import CacheSettings, DropReason, GroupKeys, StoreOrder, TieredCache, TierSpec
 from longshore.cache.eviction import LRU
 from longshore.errors import CacheError
 
@@ -33,12 +33,6 @@ def drops(world: World, tier: str = HOST) -> dict[DropReason, int]:
 def backed_up(world: World) -> list[str]:
     """Chunks on their way into the file tier, in order."""
     return [path_of(item.key) for job in world.on("host->file") for item in job.transfer.items]
-
-
-def test_write_through_offloads_what_is_complete() -> None:
-    world = World(Setup(host=4))
-    world.store("ab", 0, False)
-    assert world.where("ab") == {HOST: "filling"}
 
 
 def test_write_back_waits_for_the_engine_to_evict() -> None:
@@ -224,15 +218,6 @@ def test_an_orphan_is_counted_as_such() -> None:
     assert drops(world) == {ORPHAN: 1}
 
 
-def test_a_failed_offload_is_counted_and_invisible() -> None:
-    world = World(Setup(host=4))
-    world.store("a", 0, False)
-    world.end(world.on("device->host")[0], Status.IO_ERROR)
-    assert drops(world) == {WRITE_FAILED: 1}
-    assert world.where("a") == {}
-    assert world.lookup("a", 0, None) is None
-
-
 def test_flush_orders_all_that_a_restart_would_lose() -> None:
     world = store(World(Setup(host=8, file=8, max_writes=3)), "abc", "xy")
     assert backed_up(world) == []
@@ -328,12 +313,6 @@ def test_settings_that_cannot_work_are_refused(name: str) -> None:
 def test_tiers_that_cannot_be_are_refused(tiers: list[TierSpec]) -> None:
     with pytest.raises(CacheError):
         TieredCache(tiers)
-
-
-def test_a_policy_knows_when_it_wants_a_chunk() -> None:
-    assert [WritePolicy.THROUGH.wants(evicting=e) for e in (False, True)] == [True, True]
-    assert [WritePolicy.BACK.wants(evicting=e) for e in (False, True)] == [False, True]
-    assert (WritePolicy.THROUGH.clean_target(10), WritePolicy.BACK.clean_target(10)) == (10, 2)
 
 
 def test_answered_chunks_that_a_tier_already_has_stay() -> None:

@@ -116,14 +116,6 @@ def test_request_waits_for_its_prefetch_as_its_policy_says(policy: PrefetchPolic
     world.drain()
 
 
-def test_a_patient_request_waits_no_longer_when_all_is_there() -> None:
-    world, hold = cold("ab")
-    world.prefetch(hold, PrefetchPolicy.WAIT)
-    assert prefetched(world, hold) is None
-    world.settle_all()
-    assert prefetched(world, hold) == 2
-
-
 def test_what_the_cache_prefetches_by_is_a_setting() -> None:
     cache = TieredCache(
         [TierSpec(HOST, 2, 1), TierSpec(FILE, 2, 1)], CacheSettings(prefetch=PrefetchPolicy.TIMEOUT, prefetch_timeout=3)
