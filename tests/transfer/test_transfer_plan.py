@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from typing import Any
@@ -15,7 +16,7 @@ from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sect
 
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError, PlanError
-from longshore.layout import KVGroup, KVLayout, PageRef, from_rows
+from longshore.layout import KVGroup, KVLayout, PageRef, from_axes, from_rows
 from longshore.transfer.device.base import copy_pieces
 from longshore.transfer.pieces import PieceBuilder, Pieces, merge
 from longshore.transfer.plan import plan_copy
@@ -450,3 +451,26 @@ def test_nothing_here_imports_torch() -> None:
         "import sys, longshore.layout, longshore.transfer.pieces, longshore.transfer; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+def test_only_the_tokens_asked_for_move_where_heads_are_outermost(into: str) -> None:
+    """As many bytes as where tokens are, and each in its place."""
+    shape = {"layer": 2, "block": 4, "token": 16, "head": 8, "dim": 2}
+    moved = []
+    for memory in (("layer", "block", "token", "head", "dim"), ("layer", "block", "head", "token", "dim")):
+        layout = from_axes([torch.zeros([shape[name] for name in memory])], memory, block_size=16, blocks_per_chunk=2)
+        pools = Pools(layout, slots=2)
+        model = Model(pools)
+        parts = [Section(0, 0, (2, 0, 3))]
+        found = plan(
+            layout, parts, pools.images([1, 0]), into=into, host_address=pools.arena.address,
+            host_bytes=pools.arena.nbytes, tokens=3,
+        )  # fmt: skip
+        model.move(parts, pools.images([1, 0]), into=into, tokens=3)
+        moved.append(int(found.size.sum()))
+        for to, at, size in zip(found.destination.tolist(), found.source.tolist(), found.size.tolist(), strict=True):
+            ctypes.memmove(to, at, size)
+        for expected, got in zip(model.device, pools.device_bytes(), strict=True):
+            np.testing.assert_array_equal(got, expected)
+    assert moved[0] == moved[1] == (2 * 16 + 3) * 64 * 2
