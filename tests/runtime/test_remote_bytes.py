@@ -37,7 +37,7 @@ class Machine:
         host = HostTier(self.arena, Slabs.of_one_size(size, SLOTS))
         device = device_for(layout)
         device.reach(self.arena.in_one_piece)
-        self.store = KeyStore(self.arena, host.image_bytes, images=images)
+        self.store = KeyStore(self.arena, host.slabs.image_bytes, images=images)
         self.cache = TieredCache([TierSpec(HOST, SLOTS, size)], CacheSettings(**settings), remote=[self.store.name])
         remote = KeyedMover(self.store, host)
         movers = [TransferEngine(layout, device, host), remote]
