@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cache_kit import key, lookup, store
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from object_state import state_of
 
+from depth import examples
 from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Slabs, Status, Transfer, TransferResult
 from longshore.cache import (
     CacheSettings,
@@ -331,7 +332,7 @@ def test_a_reset_leaves_slabs_that_jobs_touch_to_their_size() -> None:
 PROMPTS = ("a", "ab", "abc", "abd", "abcde", "f", "fg", "fgh", "ij", "ijklm", "n", "no")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_whatever_is_done_bytes_stay_with_their_chunks(data: st.DataObject) -> None:
     draw = data.draw

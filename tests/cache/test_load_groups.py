@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from group_kit import FULL, STATE, WINDOW, end, grouped, keys_of, orders, resident, settle, store, wanted
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import examples
 from longshore.boundary import FILE, HOST, Section, Status, TransferResult
 from longshore.cache import GroupKeys, MissReason, Outcome, TieredCache, Verdict, WritePolicy, explain
 from longshore.errors import CacheError, LeaseError
@@ -183,7 +184,7 @@ FAILURES = [Status.OK, Status.IO_ERROR, Status.CORRUPT, Status.CANCELLED, Status
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_joint_load_reports_all_its_chunks_or_none(data: st.DataObject) -> None:
     """Items fail at random, on several ranks, in any order; some chunks are read from a file first."""
     ranks = data.draw(st.integers(1, 3), "ranks")

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from engine_rig import Rig
 from gated_device import PATIENCE
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
 
+from depth import examples
 from longshore.boundary import DEVICE, FILE, HOST, Item, Mover, Route, Section, Slot, Status, Transfer, Urgency
 from longshore.errors import LayoutError, PlanError, QueueFullError
 from longshore.layout import KVGroup, KVLayout, PageRef
@@ -27,7 +28,7 @@ def test_engine_serves_the_three_routes_of_the_device(rig: Rig) -> None:
     assert mover.routes == {Route(DEVICE, HOST), Route(HOST, DEVICE), Route(DEVICE, DEVICE)}
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.data())
 def test_offload_then_onboard_restores_bytes_in_other_blocks(data: st.DataObject) -> None:
     """Same bytes in other blocks; padding, neighbours, guard bytes and other slots untouched; image padding zero."""

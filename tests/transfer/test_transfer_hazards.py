@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import examples
 from longshore.transfer.ordering import Access, Hazards, LanePosition, Place
 
 DEVICE = Place("device", 0)
@@ -31,7 +32,7 @@ JOB = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.lists(JOB, max_size=14))
 def test_it_agrees_with_comparing_every_pair_of_jobs(jobs: list[tuple[int, list[tuple[Place, int, bool]]]]) -> None:
     records = hazards(lanes=3)
