@@ -7,7 +7,7 @@ from hypothesis import settings
 
 T = TypeVar("T")
 
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") in ("nightly", "soak")
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 
 
 def deep(few: T, many: T) -> T:
