@@ -8,6 +8,7 @@ from longshore.boundary import FILE, HOST, Cancel, Discard, Forget, Status, Tran
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
 from longshore.cache.pool import FILLING, READY
 from longshore.cache.recovery import Recovered
+from residents import residents_of
 
 
 def key(number: int) -> bytes:
@@ -71,7 +72,7 @@ def test_evicted_record_is_discarded_before_its_slot_is_rewritten() -> None:
                     listed.pop(slot, None)
             elif command.route.destination == FILE:
                 listed.update({item.destination.index: item.key for item in command.items if item.destination})
-        residents = {each.slot.index: each.key for each in cache.residents() if each.slot.tier == FILE}
+        residents = {each.slot.index: each.key for each in residents_of(cache) if each.slot.tier == FILE}
         assert listed == residents, "what the tier lists is what the cache has there"
     assert not {key(slot) for slot in range(6)} & set(listed.values()), "all that was there at first has left"
 

@@ -16,7 +16,6 @@ from itertools import pairwise
 from typing import cast
 
 from longshore.boundary import DEVICE, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
-from longshore.cache import inspect
 from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.eviction.hit_rates import check as check_return
@@ -39,7 +38,6 @@ from longshore.cache.types import (
     MissReason,
     Part,
     Progress,
-    Resident,
     StoreOrder,
     TierStats,
     Until,
@@ -525,11 +523,7 @@ class TieredCache:
 
     def stats(self) -> tuple[TierStats, ...]:
         """Occupancy per tier, warmest first."""
-        return inspect.stats(self._state)
-
-    def residents(self) -> list[Resident]:
-        """Every chunk that is ready or being filled, once for each tier that it is in."""
-        return inspect.residents(self._state)
+        return self._state.stats()
 
     def events(self, limit: int | None = None) -> list[Event]:
         """Events since the last call, in order, at most `limit`; the others are returned by the next call.
@@ -542,7 +536,7 @@ class TieredCache:
 
     def check_integrity(self) -> None:
         """Check all data structures; raises `CacheError` where two of them are inconsistent."""
-        inspect.check_integrity(self._state)
+        self._state.check_integrity()
         self._transfers.check_integrity()
         self._leases.check_integrity()
         self._remote.check_integrity()

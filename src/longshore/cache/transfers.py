@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from itertools import repeat, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -509,15 +509,18 @@ class Transfers:
         destination: TierSlots | None,
     ) -> Sequence[Item]:
         """The items, in columns if all slots of a side are in one pool."""
-        sides = [side for side in (source, destination) if side is not None]
-        state = self.state
-        if all(state.is_of_one_pool(*side) for side in sides):
+        if all(side is None or len(self._pools(side)) < 2 for side in (source, destination)):
             return Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination), self._valid)
-        begins, ends = (
-            [None] * len(keys) if side is None else self.state.addresses(*side) for side in (source, destination)
-        )
-        rows = zip(keys, parents, begins, ends, strict=True)
+        begins, ends = (repeat(None) if side is None else self._addresses(*side) for side in (source, destination))
+        rows = zip(keys, parents, begins, ends, strict=False)
         return tuple(Item(key, above, begin, end, self._valid) for key, above, begin, end in rows)
+
+    def _pools(self, side: TierSlots) -> set[int]:
+        return set(map(self.state.pools[side.tier].pool_of, side.slots)) if self.state.several_sizes else {0}
+
+    def _addresses(self, tier: int, slots: Sequence[int]) -> Iterator[Slot]:
+        name, pool_of = self._name(tier), self.state.pools[tier].pool_of
+        return (Slot(name, pool_of(slot), slot) for slot in slots)
 
     def _name(self, tier: int | None, elsewhere: str = "") -> str:
         return elsewhere or DEVICE if tier is None else self.state.levels[tier].name

@@ -13,7 +13,6 @@ from longshore.boundary import Addresses, Key, Slot, Slots, Status, TransferResu
 from longshore.cache.groups import Need
 from longshore.cache.index import Residency
 from longshore.cache.partial import Partial
-from longshore.cache.pool import State
 from longshore.errors import CacheError
 from longshore.monitoring.table import (
     EVICTED_AGE_SECONDS,
@@ -332,12 +331,3 @@ class TierStats(NamedTuple):
     nbytes: int
     used_bytes: int
     sizes: tuple[SizeStats, ...]
-
-
-class Resident(NamedTuple):
-    """One chunk in one tier: filling or ready."""
-
-    key: Key
-    parent: Key | None
-    slot: Slot
-    state: State
