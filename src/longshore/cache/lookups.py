@@ -155,7 +155,8 @@ class Lookups:
     def path(self, group: int, path: GroupKeys, call: LookupCall) -> Found:
         """`TieredCache.lookup` of one `path` of `group`."""
         keys, start, text, index = path.names, path.first, path.text, self._state.index
-        settings, before = self._transfers.settings, list[Key]()
+        settings = self._transfers.settings
+        before: Sequence[Key] = ()
         if start == UNTOLD and keys:
             node = index.get(keys[0])
             before = [index.key[each] for each in index.path(node, index.depth[node] + 1)[:0:-1]]
