@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
-from longshore.boundary import DEVICE, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
+from longshore.boundary import DEVICE, Cancel, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
 from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.eviction.hit_rates import check as check_return
@@ -329,9 +329,7 @@ class TieredCache:
         leases = self._leases.of(what) if isinstance(what, str) else [what]
         for lease in leases:
             record = self._leases.get(lease)
-            if record.load is not None and record.load.outcome is None:
-                self._transfers.cancel_load(record.load)
-                self._conclude(record.load, MissReason.CANCELLED)
+            self._give_up(record.load, MissReason.CANCELLED)
             if record.prefetch is not None:
                 self._prefetcher.cancel(record.prefetch)
             self._leases.drop(lease)
@@ -547,9 +545,7 @@ class TieredCache:
         if self._state.priorities.used:
             self._state.priorities.expire(self._transfers.now)
         for wait in self._transfers.waits.due(self._transfers.now) if self._transfers.waits.open else ():
-            if wait.load is not None and wait.load.outcome is None:
-                self._transfers.cancel_load(wait.load)
-                self._conclude(wait.load, MissReason.DEADLINE)
+            self._give_up(wait.load, MissReason.DEADLINE)
             self._transfers.cancel_wait(wait)
 
     def _ordered(self, load: Load, origins: Mapping[Key, str] | None) -> LoadOrder:
@@ -568,6 +564,12 @@ class TieredCache:
             self._offloader.clean()
         if self._remote.tiers:
             self._remote.proceed()
+
+    def _give_up(self, load: Load | None, reason: MissReason) -> None:
+        """End `load`, unless it has ended: cancel its copies onto the device. Reads into the host tier go on."""
+        if load is not None and load.outcome is None:
+            self._transfers.outbox += [Cancel(job.transfer.job) for job in load.pending]
+            self._conclude(load, reason)
 
     def _conclude(self, load: Load, unfinished: MissReason) -> None:
         self._count_misses(load, load.conclude(unfinished))
