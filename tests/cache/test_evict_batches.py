@@ -18,6 +18,7 @@ from longshore.cache.index import Index
 from longshore.cache.nodes import ROOT
 from longshore.cache.pool import SlotPool
 from longshore.errors import CacheError
+from residents import residents_of
 
 
 def cache_of(slots: int) -> TieredCache:
@@ -41,7 +42,7 @@ def store(cache: TieredCache, path: str, first: int = 0) -> None:
 
 
 def residents(cache: TieredCache) -> set[str]:
-    return {path_of(each.key) for each in cache.residents()}
+    return {path_of(each.key) for each in residents_of(cache)}
 
 
 def test_places_of_an_evicted_path_serve_shorter_paths() -> None:

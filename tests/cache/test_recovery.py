@@ -17,6 +17,7 @@ from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import POLICIES
 from longshore.cache.recovery import Recovered
 from longshore.errors import CacheError
+from residents import residents_of
 
 THIRD = "third"
 SMALL, LARGE = 0, 1
@@ -73,7 +74,7 @@ def order_of(cache: TieredCache, tier: int) -> list[str]:
 
 
 def where(cache: TieredCache, tier: str) -> dict[str, int]:
-    return {path_of(each.key): each.slot.index for each in cache.residents() if each.slot.tier == tier}
+    return {path_of(each.key): each.slot.index for each in residents_of(cache) if each.slot.tier == tier}
 
 
 def check(cache: TieredCache, tier: int, found: list[Copy], expected: list[str]) -> None:

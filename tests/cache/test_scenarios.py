@@ -16,6 +16,7 @@ from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.errors import CacheError
 from longshore.runtime import containment
 from longshore.runtime.containment import CallLog
+from residents import residents_of
 
 
 def stored(paths: list[list[bytes]], slots: int) -> TieredCache:
@@ -119,7 +120,7 @@ def test_what_is_held_has_an_address_for_each_chunk() -> None:
     cache = stored([chunks("abcd")], 8)
     hold = lookup(cache, chunks("abcde"), 0.0, first=1).lease
     assert cache.progress(hold).runs == ((HOST, 3),)
-    at = {r.key: r.slot.index for r in cache.residents()}
+    at = {r.key: r.slot.index for r in residents_of(cache)}
     assert residency(cache, chunks("abcd")[1:]).slots() == [at[each] for each in chunks("abcd")[1:]]
 
 
@@ -147,7 +148,7 @@ def test_logged_calls_made_again_lead_to_the_same_state(seed: int, monkeypatch: 
         with contextlib.suppress(CacheError):  # refused the first time, too
             getattr(again, call.name)(*call.arguments, **call.named)
     assert sum(call.name in ("take", "apply") for call in log.calls) < asked
-    assert again.residents() == storm.cache.residents()
+    assert residents_of(again) == residents_of(storm.cache)
     assert again.counters == storm.cache.counters
     assert (again.generation, again.jobs_in_flight, again.held) == (
         *(storm.cache.generation, storm.cache.jobs_in_flight, storm.cache.held),
