@@ -17,7 +17,6 @@ import re
 import shlex
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -36,7 +35,7 @@ from longshore.bench.harness import machine_facts
 from longshore.config import format_bytes
 from longshore.errors import ConfigError, DeviceError, EngineError, LongshoreError, ReportError, SelfTestError
 from longshore.report import Page, plotly_javascript
-from longshore.report.browser import check_browser, export_figures
+from longshore.report.images import check_browser, export_figures
 
 _WIDE = 10_000
 _PADDING = re.compile(r" +(?=\n)")
@@ -114,14 +113,12 @@ class ReportOutputs:
 
     def write(self, page: Page, about: Mapping[str, object], console: Console) -> None:
         """Write the page and the images, and print their paths on `console`. Raises `ReportError`."""
-        page.made(provenance_lines(about))
-        with tempfile.TemporaryDirectory(prefix="longshore-report-") as scratch:
-            path = page.write((self.page or Path(scratch)) / "index.html")
-            if self.page is not None:
-                console.print(f"report: {path}", soft_wrap=True)
-            images = {kind: folder for kind, folder in (("svg", self.svg), ("png", self.png)) if folder is not None}
-            for made in export_figures(path, page.figures, page.provenance, images):
-                console.print(f"figure: {made}", soft_wrap=True)
+        page.provenance = provenance_lines(about)
+        if self.page is not None:
+            console.print(f"report: {page.write(self.page / 'index.html')}", soft_wrap=True)
+        folders = {kind: folder for kind, folder in (("svg", self.svg), ("png", self.png)) if folder is not None}
+        for made in export_figures(page, folders):
+            console.print(f"figure: {made}", soft_wrap=True)
 
 
 def _check_directory(directory: Path, option: str) -> None:
