@@ -94,7 +94,6 @@ class PageSet:
         return time.perf_counter() - begun
 
     def close(self) -> None:
-        """Release the memory."""
         self._engine.close()
         for arena in (self.arena, self._plain, *self.pages):
             arena.close()

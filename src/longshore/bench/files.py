@@ -106,15 +106,12 @@ class Images:
         self.arena.array[:] = 0x5A
 
     def batches(self, kind: str) -> list[list[int]]:
-        """All images by prompt, in the order of requests."""
         return self._scattered if kind == SCATTERED else self._prompts
 
     def order(self, kind: str) -> list[int]:
-        """All images, in the same order."""
         return [image for batch in self.batches(kind) for image in batch]
 
     def reads(self, kind: str) -> bool:
-        """Whether `kind` writes nothing."""
         return kind in _READS
 
     def at_once(self, kind: str) -> int | None:
@@ -126,11 +123,9 @@ class Images:
         return image // self.prompt % 2 == 1 if kind == "mixed" else not self.reads(kind)
 
     def offset(self, image: int) -> int:
-        """Its offset in the arena."""
         return self._places[image] * self.image_bytes
 
     def view(self, image: int) -> memoryview:
-        """Its bytes."""
         return self.arena.view(self.offset(image), self.image_bytes)
 
 
@@ -142,8 +137,7 @@ class FileSide(Protocol):
     def move(self, kind: str) -> float:
         """Move every image once; returns seconds. `write` is to space that was never written."""
 
-    def close(self) -> None:
-        """Release files and threads."""
+    def close(self) -> None: ...
 
 
 class FileTierSide:
@@ -158,7 +152,6 @@ class FileTierSide:
 
     @property
     def direct(self) -> bool:
-        """Whether it has direct I/O."""
         return self._tier.direct
 
     @property
@@ -167,7 +160,6 @@ class FileTierSide:
         return self._directory / SEGMENT
 
     def move(self, kind: str) -> float:
-        """A batch for each prompt, from the first `submit` to the last result."""
         if kind == "write":
             self._tier.close()
             shutil.rmtree(self._directory)
@@ -196,7 +188,6 @@ class FileTierSide:
         return TierOp(op, image, image.to_bytes(32, "little"), None, images.offset(image), images.image_bytes, 0)
 
     def close(self) -> None:
-        """Close the tier."""
         self._tier.close()
 
     def _open(self) -> FileTier:
@@ -222,7 +213,6 @@ class PlainLoop:
         self._fd = self._open()
 
     def move(self, kind: str) -> float:
-        """Into place, image by image."""
         images = self._images
         if kind == "write":
             self.close()
@@ -238,7 +228,6 @@ class PlainLoop:
         return in_threads(one, images.order(kind))
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
     def _open(self) -> int:
@@ -258,11 +247,9 @@ class Fio:
 
     @staticmethod
     def is_installed() -> bool:
-        """Whether fio is on the PATH."""
         return shutil.which("fio") is not None
 
     def move(self, kind: str) -> float:
-        """A run over the whole file."""
         if kind == "write":
             self._path.unlink()
             os.close(_preallocated(self._path, self._images.nbytes, direct=self._direct))
@@ -277,8 +264,7 @@ class Fio:
         (job,) = json.loads(done.stdout)["jobs"]
         return max(float(job[side]["runtime"]) for side in ("read", "write")) / 1000
 
-    def close(self) -> None:
-        """Nothing is open between two runs."""
+    def close(self) -> None: ...
 
 
 class PerFile:
@@ -310,7 +296,6 @@ class PerFile:
         return time.perf_counter() - begun
 
     def close(self) -> None:
-        """End the threads."""
         self._threads.shutdown()
 
     def _path(self, image: int) -> str:
@@ -419,7 +404,6 @@ class VllmFiles:
         self._numbers = itertools.count()
 
     def move(self, kind: str) -> float:
-        """Such stores never overwrite: for `overwrite`, files are removed first, which is not measured."""
         loading = self._images.reads(kind)
         if not loading:
             for path in self._directory.rglob("*.bin"):
@@ -429,7 +413,6 @@ class VllmFiles:
         return keep_in_flight(jobs, submit, self._ended, self._images.at_once(kind))
 
     def close(self) -> None:
-        """End its threads."""
         self._tier.shutdown()
 
     def _make_job(self, batch: Sequence[int], loading: bool) -> Any:

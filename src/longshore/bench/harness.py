@@ -209,21 +209,16 @@ class ByteTensor:
         self._address, self._nbytes = address, nbytes
 
     def data_ptr(self) -> int:
-        """Address of the first byte."""
         return self._address
 
     def nbytes(self) -> int:
-        """Bytes of the storage."""
         return self._nbytes
 
     def element_size(self) -> int:
-        """One."""
         return 1
 
     def stride(self) -> tuple[int, ...]:
-        """One."""
         return (1,)
 
     def untyped_storage(self) -> ByteTensor:
-        """Itself."""
         return self

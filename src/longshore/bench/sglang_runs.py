@@ -15,6 +15,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from longshore.bench.harness import Case
 from longshore.bench.sglang_server import ServerAnswer, SglangServer
@@ -31,25 +34,16 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPlan:
-    """The prompts to send.
+    """The prompts to send; `flags` of all servers, and those `of_cache`, SGLang's hierarchical cache."""
 
-    Attributes:
-        sessions: Number of prompts.
-        prompt: Tokens of a first turn.
-        more: Tokens that the second turn adds to prompt and answer.
-        answer: Tokens of each answer.
-        file_size: As in the settings.
-        threshold: Least number of tokens that SGLang reads from storage.
-        flags: Further flags of all servers.
-        of_cache: Flags of the hierarchical cache.
-    """
-
-    sessions: int = 20
-    prompt: int = 512
-    more: int = 64
-    answer: int = 16
-    file_size: str = "2GiB"
-    threshold: int = 64
+    sessions: Annotated[int, typer.Option(min=1, max=10**6, help="Number of prompts, each of which returns.")] = 20
+    prompt: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens of a first turn.")] = 512
+    more: Annotated[
+        int, typer.Option("--turn-tokens", min=1, max=10**7, help="Prompt tokens that the second turn adds.")
+    ] = 64
+    answer: Annotated[int, typer.Option("--output-tokens", min=1, max=10**7, help="Tokens of each answer.")] = 16
+    file_size: Annotated[str, typer.Option(help="Disk space for pages.")] = "2GiB"
+    threshold: Annotated[int, typer.Option(min=1, help="SGLang's prefetch_threshold, in tokens.")] = 64
     flags: Sequence[str] = ()
     of_cache: Sequence[str] = ()
 

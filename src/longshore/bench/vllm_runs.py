@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+import typer
 
 from longshore.bench.harness import Case, has_vllm
 from longshore.engines.kv_transfer import kv_transfer
@@ -170,27 +172,18 @@ _BATCHES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlan:
-    """The prompts to send.
+    """The prompts to send, further settings of Longshore, and further arguments of `vllm.LLM`."""
 
-    Attributes:
-        sessions: Number of interleaved conversations.
-        prompt: Tokens of a first turn.
-        more: Tokens that each later turn adds.
-        answer: Tokens of each answer.
-        host_size: As in the settings.
-        file_size: As in the settings.
-        settings: Further settings of Longshore.
-        engine: Further arguments of `vllm.LLM`.
-    """
-
-    sessions: int = 20
-    prompt: int = 512
-    more: int = 64
-    answer: int = 16
-    host_size: str = "1GiB"
-    file_size: str = "2GiB"
+    sessions: Annotated[int, typer.Option(min=1, max=10**6, help="Number of interleaved conversations.")] = 20
+    prompt: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens of a first turn.")] = 512
+    more: Annotated[
+        int, typer.Option("--turn-tokens", min=1, max=10**7, help="Prompt tokens that each later turn adds.")
+    ] = 64
+    answer: Annotated[int, typer.Option("--output-tokens", min=1, max=10**7, help="Tokens of each answer.")] = 16
+    host_size: Annotated[str, typer.Option(help="Host memory for blocks.")] = "1GiB"
+    file_size: Annotated[str, typer.Option(help="Disk space for blocks.")] = "2GiB"
     settings: Mapping[str, Any] = field(default_factory=dict)
-    engine: Mapping[str, Any]
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_sessions(model: Path, scratch: Path, plan: SessionPlan, *, tell: Tell = lambda line: None) -> Iterator[Case]:

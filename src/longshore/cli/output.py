@@ -24,8 +24,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
@@ -93,29 +94,31 @@ def table(*columns: str, right: Container[str] = (), no_wrap: bool = True) -> Ta
 
 
 @dataclass(frozen=True, slots=True)
-class ReportOutputs:
+class ReportOptions:
     """Where the page of a report is to be written, and the images of its figures; `None`: nowhere."""
 
-    page: Path | None
-    svg: Path | None
-    png: Path | None
+    report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots into this directory.")] = None
+    svg: Annotated[
+        Path | None,
+        typer.Option(help="Write each figure of the page into this directory as an SVG; needs Chromium."),
+    ] = None
+    png: Annotated[Path | None, typer.Option(help="The same as PNGs of twice the size.")] = None
 
-    @classmethod
-    def checked(cls, page: Path | None, svg: Path | None, png: Path | None) -> ReportOutputs | None:
-        """The directories; `None` of none. Raises an error, before anything is measured, if one cannot be used."""
-        found = {"--report": page, "--svg": svg, "--png": png}
-        for option, directory in found.items():
+    def check(self) -> bool:
+        """Whether a page is wanted. Raises an error, before anything is measured, if a directory cannot be used."""
+        wanted = {"--report": self.report, "--svg": self.svg, "--png": self.png}
+        for option, directory in wanted.items():
             if directory is not None:
                 _check_directory(directory, option)
-        if svg is not None or png is not None:
+        if self.svg is not None or self.png is not None:
             check_browser()
-        return cls(page, svg, png) if any(found.values()) else None
+        return any(wanted.values())
 
     def write(self, page: Page, about: Mapping[str, object], console: Console) -> None:
         """Write the page and the images, and print their paths on `console`. Raises `ReportError`."""
         page.provenance = provenance_lines(about)
-        if self.page is not None:
-            console.print(f"report: {page.write(self.page / 'index.html')}", soft_wrap=True)
+        if self.report is not None:
+            console.print(f"report: {page.write(self.report / 'index.html')}", soft_wrap=True)
         folders = {kind: folder for kind, folder in (("svg", self.svg), ("png", self.png)) if folder is not None}
         for made in export_figures(page, folders):
             console.print(f"figure: {made}", soft_wrap=True)
