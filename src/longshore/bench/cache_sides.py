@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from longshore.bench.harness import SEED, has_vllm
+from longshore.bench.harness import SEED, is_installed
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.columns import LISTS
@@ -127,7 +127,7 @@ class VllmManager:
 
 def makers_of_rivals() -> list[Callable[[int], Rival]]:
     """Constructors, by number of slots, of vLLM's two managers if it is installed, else of the ordered dictionary."""
-    if not has_vllm():
+    if not is_installed("vllm"):
         return [PlainLRU]
     try:
         VllmManager(64, "lru")

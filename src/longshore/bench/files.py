@@ -37,7 +37,6 @@ import random
 import shutil
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +47,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import xxhash
 
-from longshore.bench.harness import Case, Seconds, check_direct, chosen, has_vllm, medians, rate
+from longshore.bench.harness import Case, Seconds, check_direct, chosen, is_installed, medians, rate
 from longshore.boundary import Status
 from longshore.config import parse_size
 from longshore.errors import BenchError
@@ -340,43 +339,31 @@ def keep_in_flight(
 
 def in_threads(work: Callable[[int], None], items: Sequence[int]) -> float:
     """Do `work` on all `items` with `THREADS` threads, each of which takes the next item; returns seconds."""
-    turns = itertools.count()
-    failures: list[Exception] = []
+    turns = iter(items)
 
     def take_turns() -> None:
-        try:
-            while (turn := next(turns)) < len(items):
-                work(items[turn])
-        except (OSError, BenchError) as error:
-            failures.append(error)
+        for item in turns:
+            work(item)
 
-    workers = [threading.Thread(target=take_turns) for _ in range(THREADS)]
-    begun = time.perf_counter()
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    seconds = time.perf_counter() - begun
-    if failures:
-        raise BenchError(f"a reference failed: {failures[0]}")
-    return seconds
+    with ThreadPoolExecutor(THREADS) as threads:
+        begun = time.perf_counter()
+        try:
+            for ended in [threads.submit(take_turns) for _ in range(THREADS)]:
+                ended.result()
+        except OSError as error:
+            raise BenchError(f"a reference failed: {error}") from error
+        return time.perf_counter() - begun
 
 
 def _preallocated(path: Path, nbytes: int, *, direct: bool) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
-    with _closed_on_error(fd):
+    try:
         os.posix_fallocate(fd, 0, nbytes)
         os.fsync(fd)
-    return fd
-
-
-@contextlib.contextmanager
-def _closed_on_error(fd: int) -> Iterator[None]:
-    try:
-        yield
     except BaseException:
         os.close(fd)
         raise
+    return fd
 
 
 _TIERING = "vllm.v1.kv_offload.tiering"
@@ -453,6 +440,7 @@ COPIES = 3
 _PER_FILE = "vs-per-file-"
 _OF_PER_FILE = {f"{_PER_FILE}write": "overwrite", **{f"{_PER_FILE}{kind}": kind for kind in ("read", SCATTERED, ALONE)}}
 _IN_PLACE = frozenset({"overwrite", "read", SCATTERED})
+_scratch = functools.partial(tempfile.TemporaryDirectory, prefix="longshore-bench-", ignore_cleanup_errors=True)
 KINDS = ("write", "overwrite", "read", "mixed", SCATTERED, *_OF_PER_FILE, "cpu")
 NAMES = tuple(f"{kind}/{size}" for size in SIZES for kind in KINDS)
 
@@ -478,7 +466,8 @@ def run(
         kinds = [kind for kind in KINDS if f"{kind}/{size}" in names]
         if not kinds or 2 * parse_size(size) > total_bytes:
             continue
-        with _scratch(parent) as directory, contextlib.ExitStack() as undo:
+        with _scratch(dir=parent) as name, contextlib.ExitStack() as undo:
+            directory = Path(name)
             images = Images(parse_size(size), total_bytes)
             undo.callback(images.arena.close)
             ours = FileTierSide(directory / "tier", images)
@@ -487,13 +476,15 @@ def run(
             if marks is not None:
                 marks.update(found)
             for kind in kinds:
-                with _scratch(directory) as scratch:
-                    yield _measure(f"{kind}/{size}", kind, ours, scratch, images, repeats)
+                with _scratch(dir=directory) as scratch:
+                    yield _measure(f"{kind}/{size}", kind, ours, Path(scratch), images, repeats)
 
 
 def _measure(name: str, kind: str, ours: FileTierSide, scratch: Path, images: Images, repeats: int) -> Case:
     if kind in _OF_PER_FILE:
-        with contextlib.closing(_per_file(scratch / "images", images, direct=ours.direct)) as files:
+        folder = scratch / "images"
+        files = VllmFiles(folder, images) if is_installed("vllm") else PerFile(folder, images, direct=ours.direct)
+        with contextlib.closing(files):
             return _beside(name, _OF_PER_FILE[kind], ours, [files], images, repeats)
     plain = PlainLoop(ours.segment if kind in _IN_PLACE else scratch / "plain", images, direct=ours.direct)
     with contextlib.closing(plain):
@@ -504,10 +495,6 @@ def _measure(name: str, kind: str, ours: FileTierSide, scratch: Path, images: Im
             path = ours.segment if kind in _IN_PLACE else scratch / "fio"
             references.append(Fio(path, images, direct=ours.direct))
         return _beside(name, kind, ours, references, images, repeats)
-
-
-def _per_file(directory: Path, images: Images, *, direct: bool) -> FileSide:
-    return VllmFiles(directory, images) if has_vllm() else PerFile(directory, images, direct=direct)
 
 
 def _beside(name: str, kind: str, ours: FileTierSide, references: list[FileSide], images: Images, repeats: int) -> Case:
@@ -533,12 +520,3 @@ def _cpu(name: str, ours: FileTierSide, plain: PlainLoop, images: Images, repeat
     taken = medians([functools.partial(used, side) for side in (ours, plain)], repeats=repeats)
     value, reference = (seconds / (2 * images.nbytes / 1e9) for seconds in taken)
     return Case(name, value, "core-s/GB", plain.name, reference, reference / value)
-
-
-@contextlib.contextmanager
-def _scratch(parent: Path) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="longshore-bench-", dir=parent))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import importlib
-import importlib.util
 import math
 import multiprocessing
 import os
@@ -318,11 +317,15 @@ class BareObstore:
         asyncio.run(everything())
 
 
+PACKAGES = {"redis": "hiredis", "valkey": "libvalkey"}
+"""Packages of clients, and of their parsers in C."""
+
+
 class PackagedClient:
     """redis-py or valkey-py with its parser in C: one pipeline for the batch, values copied to where they belong."""
 
     def __init__(self, images: RemoteImages, server: LocalServer, package: str) -> None:
-        self.name = {"redis": "redis-py (hiredis)", "valkey": "valkey-py (libvalkey)"}[package]
+        self.name = f"{package}-py ({PACKAGES[package]})"
         self._images = images
         module = importlib.import_module(package)
         kind = module.Redis if package == "redis" else module.Valkey
@@ -352,9 +355,3 @@ class PackagedClient:
 
     def close(self) -> None:
         self._client.close()
-
-
-def is_installed(package: str) -> bool:
-    """Whether the client `redis` or `valkey` is there, with its parser in C."""
-    parser = {"redis": "hiredis", "valkey": "libvalkey"}[package]
-    return all(importlib.util.find_spec(each) is not None for each in (package, parser))

@@ -13,7 +13,7 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,7 +23,7 @@ from typing import Annotated, Any, Self
 
 import typer
 
-from longshore.bench.harness import Case, has_vllm
+from longshore.bench.harness import Case, Tell, check_engine, first_tokens
 from longshore.engines.kv_transfer import kv_transfer
 from longshore.errors import BenchError
 from longshore.trace.parsing import TraceRequest
@@ -32,23 +32,12 @@ from longshore.trace.workload import FIRST_TOKEN, tokens_of
 
 WITHOUT = "the same vLLM without Longshore"
 
-Tell = Callable[[str], None]
-"""Shows a line about the progress of a benchmark."""
-
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
 """For the C library of both engines. Whether it returns the memory of each step's tensors to the system, and faults it
 in again, depends on the layout of its heap, and takes a sixth of a step on the CPU. So both keep it."""
 
 _LAST_LINES = 8
 """Lines of an engine's output that the error shows when it has ended."""
-
-
-def check(model: Path) -> None:
-    """Raise `BenchError` if vLLM is not installed, or `model` is not the directory of a model."""
-    if not has_vllm():
-        raise BenchError("vLLM is not installed beside Longshore: run this with the Python that runs vLLM")
-    if not (model / "config.json").is_file():
-        raise BenchError(f"expected the directory of a model, {model / 'config.json'} is not there")
 
 
 def options_of(text: str) -> dict[str, Any]:
@@ -155,10 +144,7 @@ class ReturnedTurns:
 
     def cases(self, tier: str) -> list[Case]:
         """Times to first token in ms, and the share of prompt tokens that was not computed."""
-        found = []
-        for name, share in (("p50", 0.5), ("p95", 0.95)):
-            ours, theirs = (1e3 * sorted(each)[min(len(each) - 1, int(share * len(each)))] for each in self._times)
-            found.append(Case(f"ttft-{tier}/{name}", ours, "ms", WITHOUT, theirs, theirs / ours))
+        found = first_tokens(f"ttft-{tier}/{{}}", *self._times, WITHOUT)
         had = [cached / self.asked for cached in self._cached]
         return [*found, Case(f"found-{tier}", had[0], "share", WITHOUT, had[1], had[0] / max(had[1], 1 / self.asked))]
 
@@ -191,7 +177,7 @@ def run_sessions(model: Path, scratch: Path, plan: SessionPlan, *, tell: Tell = 
 
     Raises `BenchError` if there is no model, or an engine ends.
     """
-    check(model)
+    check_engine("vLLM", model)
     with ExitStack() as plain:
         theirs = plain.enter_context(EngineProcess(model, plan.engine, scratch / "without.log", tell))
         sessions = Sessions(plan, theirs.facts, tell)
@@ -293,7 +279,7 @@ def run_trace(
     Before an engine is started, raises `TraceError` if the trace cannot be read, and `BenchError` if none of its
     requests returns or there is no model.
     """
-    check(model)
+    check_engine("vLLM", model)
     asked = _read(trace, requests, block_tokens)
     with (
         EngineProcess(model, plan.engine, scratch / "without.log", tell) as theirs,

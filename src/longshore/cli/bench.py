@@ -183,17 +183,16 @@ def _calibrate(as_json: bool) -> None:
     with console_on(stderr=True).status("measuring"):
         found = calibration.run()
     if as_json:
-        write_json(found.as_json())
+        write_json(found)
         return
     figures = ("page", "bytes", *_WAYS)
     rows = table("direction", *figures, "chosen", right=figures)
-    for line in found.lines():
-        rates = {way.value: f"{rate:,.1f}" for way, rate in line.rates.items()}
-        cells = (rates.get(way, "-") for way in _WAYS)
-        rows.add_row(line.direction, f"{line.page_bytes:,}", f"{line.nbytes:,}", *cells, line.way.value)
+    for line in found["chosen"]:
+        rates = (f"{line['rates'][way]:,.1f}" if way in line["rates"] else "-" for way in _WAYS)
+        rows.add_row(line["direction"], f"{line['page_bytes']:,}", f"{line['bytes']:,}", *rates, line["way"])
     console = console_on()
     console.print(rows)
-    console.print(f"GB/s on {found.calibration.device}, saved in {found.path}", style="dim", soft_wrap=True)
+    console.print(f"GB/s on {found['device']}, saved in {found['path']}", style="dim", soft_wrap=True)
 
 
 @bench.command()
@@ -228,7 +227,6 @@ def vllm(
     sent = replace(sent, engine=vllm_runs.options_of(engine))
     parent = _parent(directory)
     Config.make(host_size=sent.host_size, file_path=parent, file_size=sent.file_size).check_machine()
-    vllm_runs.check(model)
     with tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=parent) as made:
         scratch = Path(made).resolve()
 
@@ -262,7 +260,6 @@ def sglang(
     sent = replace(sent, flags=shlex.split(flags), of_cache=shlex.split(of_cache))
     parent = _parent(directory)
     Config.make(file_path=parent, file_size=sent.file_size).check_files()
-    sglang_runs.check(model)
     with tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=parent) as made:
         scratch = Path(made).resolve()
         _report_progress(lambda tell: sglang_runs.run(model, scratch, sent, tell=tell), dict, as_json)
