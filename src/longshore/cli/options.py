@@ -126,6 +126,17 @@ def settings_of(texts: Sequence[str]) -> dict[str, str]:
     return settings
 
 
+def settings_with(texts: Sequence[str], **options: object) -> dict[str, str]:
+    """`settings_of`, and `options` of the same names unless they are `None`; raises `ConfigError` if one is in both."""
+    given = settings_of(texts)
+    for name, value in options.items():
+        if value is not None and name in given:
+            raise ConfigError(f"--set {name}={given[name]}: already set by --{name.replace('_', '-')} {value}")
+        if value is not None:
+            given[name] = str(value)
+    return given
+
+
 def check_memory(needed: float, option: str, given: object, count: int, unit: str = "") -> None:
     """Raise `ConfigError` if the machine does not have `needed` bytes of memory.
 
