@@ -10,9 +10,9 @@ from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.evict import Evictor
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
-from longshore.trace import synthesize
 from longshore.trace.replay import keys_of
 from residents import residents_of
+from traffic import synthesize
 
 
 class Tiers:
