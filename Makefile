@@ -192,7 +192,7 @@ cache-soak: $(VENV)/ready
 # random instants, and compares what the next one is served.
 N ?= 300
 crash: $(VENV)/ready
-	STATES=all $(BIN)/pytest -q tests/tiers/test_file_crash.py -k 'change_before_checkpoint or every_crash_state_serves'
+	STATES=all $(BIN)/pytest -q tests/tiers/test_file_crash.py -k 'slab_change or every_crash_state_serves'
 	$(BIN)/python tests/tiers/kill_kit.py --kills $(N)
 
 # Weakens the ordering code at one place after the other; a test must notice each time.

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections
 
+from depth import examples
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError, PlanError
 from longshore.layout import KVGroup, KVLayout, PageRef, from_axes, from_rows
@@ -39,7 +40,7 @@ def run(made: Copies) -> None:
     copy_pieces(*made)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_offload_then_onboard_restores_bytes_in_other_blocks(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -71,7 +72,7 @@ def _ignore_padding(model: Model, pools: Pools) -> None:
     model.host[differs] = pools.arena.array[differs]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_leading_tokens_and_holes(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -127,7 +128,7 @@ def test_runs_that_are_adjacent_on_both_sides_are_one_copy() -> None:
     assert [int(size) // 4096 for size in apart.size] == [1, 1, 1]
 
 
-def test_a_row_that_holds_all_pages_of_a_block_is_one_copy() -> None:
+def test_row_of_all_a_blocks_pages_is_one_copy() -> None:
     rows = torch.zeros(10, 12 * 40, dtype=torch.uint8)
     pools = Pools(from_rows(rows, pages_per_block=12, block_size=4), slots=4)
     made = make_plan(pools, [Section(0, 0, (7, 2))], [0, 3], DEVICE)
@@ -155,7 +156,7 @@ def ascending(draw: st.DrawFn, layout: KVLayout) -> tuple[Section, ...]:
     return tuple(drawn)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.data())
 def test_nothing_that_is_adjacent_is_left_apart(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -168,9 +169,9 @@ def test_nothing_that_is_adjacent_is_left_apart(data: st.DataObject) -> None:
         assert adjacent(Pieces(made.source, made.destination, made.size)) == []
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.data())
-def test_a_batch_is_cut_into_shorter_ones_that_move_the_same_bytes(data: st.DataObject) -> None:
+def test_cut_batches_move_the_same_bytes(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     parts = data.draw(sections(layout))
     items = chunks_of(layout, parts)
@@ -191,7 +192,7 @@ def every_byte(pieces: Pieces) -> list[tuple[int, int]]:
     return [(d + i, h + i) for d, h, n in zip(*lists, strict=True) for i in range(n)]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_both_piece_orders_move_the_same_bytes(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -227,7 +228,7 @@ def test_a_plan_leaves_the_settings_of_numpy_alone() -> None:
         np.setbufsize(before)
 
 
-def test_a_run_goes_on_from_a_partial_chunk_into_whole_ones() -> None:
+def test_run_continues_from_a_partial_chunk_into_whole_ones() -> None:
     pools = Pools(flat(64, 4096, refs=1, blocks_per_chunk=2), slots=8)
     made = make_plan(pools, [Section(0, 1, (7, 8, 9))], [3, 4], HOST)
     assert made.size.tolist() == [3 * 4096]
@@ -244,7 +245,7 @@ def test_k_and_v_of_one_tensor_merge_at_their_seam(blocks_per_chunk: int) -> Non
     assert one.size.tolist() == ([24, 72, 48] if blocks_per_chunk == 3 else [24, 24])
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 3)), max_size=30))
 def test_merged_pieces_are_the_same_bytes(steps: list[tuple[int, int, int]]) -> None:
     device = host = 100
@@ -261,7 +262,7 @@ def test_merged_pieces_are_the_same_bytes(steps: list[tuple[int, int, int]]) -> 
     assert adjacent(merged) == []
 
 
-def test_a_planner_makes_one_plan_after_the_other_in_the_same_arrays() -> None:
+def test_planner_reuses_its_arrays_for_each_plan() -> None:
     pools = Pools(flat(64, 24, refs=3), slots=64)
     planner = PieceBuilder()
     for blocks in [(5, 9), tuple(range(60)), (7,), ()]:
@@ -273,7 +274,7 @@ def test_a_planner_makes_one_plan_after_the_other_in_the_same_arrays() -> None:
             np.testing.assert_array_equal(one, other)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_reused_planner_makes_the_same_plans_as_a_new_one(data: st.DataObject) -> None:
     planner = PieceBuilder()
@@ -384,7 +385,7 @@ def test_small_images_close_to_one_another_are_not_one() -> None:
     assert made.destination.tolist() == images
 
 
-def test_blocks_of_one_id_in_groups_apart_are_not_one_block() -> None:
+def test_equal_block_ids_in_separate_groups_are_distinct() -> None:
     tensors = [torch.zeros(16 * 24, dtype=torch.uint8) for _ in range(2)]
     groups = [KVGroup(name, 16, 1, (PageRef(i, 0, 24, 24),)) for i, name in enumerate("ab")]
     parts = [Section(0, 0, (3,)), Section(1, 0, (3,))]

@@ -1,5 +1,4 @@
-"""Events of chunks, in order, in a bounded log: for routers that track which engine has which blocks, and for
-diagnosis.
+"""Events of chunks, in order, in a bounded log, for diagnosis.
 
     ordered ──► stored ──► moved (copied to another tier) ──► removed (from one tier; cause, and for which chunk)
          └───► failed                                         reset (from all)
@@ -7,7 +6,7 @@ diagnosis.
     request: keys that a lookup requested and found ──► loaded: those that arrived on the device
 
 Nothing is recorded without a limit. A reader that is too slow gets a `GAP` in place of the oldest events, with their
-number; it has to read `TieredCache.residents` again.
+number.
 """
 
 from __future__ import annotations

@@ -127,16 +127,6 @@ class Lookup(Nodes):
             path.append(node)
         return path
 
-    def path_to(self, key: Key) -> list[Key]:
-        """The keys from the first chunk of a prompt to `key`; none if no tier has it, or it is behind an orphan."""
-        node, path = self.get(key), list[Key]()
-        if self.depth[node] < 0:
-            return path
-        while node != ROOT:
-            path.append(self.key[node])
-            node = self.parent[node]
-        return path[::-1]
-
     def is_readable(self, key: Key) -> bool:
         """Whether `key` and all its ancestors are ready."""
         return self.reachable[node] == ROOTED if (node := self.get(key)) else False

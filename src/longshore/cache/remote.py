@@ -299,38 +299,50 @@ class RemoteTiers:
         `path` are the nodes of chunks behind these that are in flight already. Returns all jobs, also of these. No
         dirty chunk is evicted for it.
         """
-        state, writer = self._state, self._state.pools[0].writer
         begin = end + len(path)
         known, _ = self.look(keys, begin)
-        jobs = dict.fromkeys(writer[slot] for node in path if (slot := state.index.slot[0][node]) in writer)
-        before, wanted = keys[begin - 1] if begin else None, keys[begin : begin + known]
-        pin = state.pin(state.index.get(before)) if before is not None and wanted else None
-        state.log.by = wanted[0] if wanted else None
-        wanted = wanted[: self._transfers.evictor.make_room(0, len(wanted), pool, spare_dirty=True)]
-        if pin is not None:
-            state.unpin(pin)
-        for tier, batch in self._batches(wanted):
-            job, above = self._transfers.new_id(), [before, *batch[:-1]]
-            jobs[self._fetch(tier, job, batch, above, state.place(batch, before, job, pool), deadline)] = None
-            before = batch[-1]
-        return tuple(jobs)
+        before, index = keys[begin - 1] if begin else None, self._state.index
+        kept = () if before is None else (index.get(before),)
+        return self._fetch(keys[begin : begin + known], path, kept, pool, deadline, before=before)
 
     def fetch_alone(self, keys: Sequence[Key], nodes: Sequence[int], pool: int, deadline: float) -> tuple[int, ...]:
         """`fetch` for `keys` that stand alone, with these `nodes`. The last ones get room first."""
-        state, writer = self._state, self._state.pools[0].writer
         absent = [key for key, node in zip(keys, nodes, strict=True) if not node]
         self.ask([key for key in absent if not self.has(key)])
-        wanted = [key for key in absent if self.has(key)]
-        jobs = dict.fromkeys(writer[slot] for node in nodes if node and (slot := state.index.slot[0][node]) in writer)
-        pins = [state.pin(node) for node in nodes if node]
-        state.log.by = wanted[-1] if wanted else None
-        wanted = wanted[len(wanted) - self._transfers.evictor.make_room(0, len(wanted), pool, spare_dirty=True) :]
+        return self._fetch([key for key in absent if self.has(key)], nodes, nodes, pool, deadline, alone=True)
+
+    def _fetch(
+        self,
+        wanted: Sequence[Key],
+        path: Sequence[int],
+        kept: Sequence[int],
+        pool: int,
+        deadline: float,
+        *,
+        before: Key | None = None,
+        alone: bool = False,
+    ) -> tuple[int, ...]:
+        """Read `wanted`, behind the key `before`, as far as there is room while the nodes `kept` are not evicted."""
+        state, writer, transfers = self._state, self._state.pools[0].writer, self._transfers
+        jobs = dict.fromkeys(writer[slot] for node in path if node and (slot := state.index.slot[0][node]) in writer)
+        state.log.by = wanted[-1 if alone else 0] if wanted else None
+        pins = [state.pin(node) for node in kept if node and wanted]
+        room = transfers.evictor.make_room(0, len(wanted), pool, spare_dirty=True)
         for pin in pins:
             state.unpin(pin)
-        for tier, batch in self._batches(wanted):
-            job = self._transfers.new_id()
-            slots = state.place_alone(batch, job, pool)
-            jobs[self._fetch(tier, job, batch, [None] * len(batch), slots, deadline)] = None
+        for tier, batch in self._batches(wanted[len(wanted) - room :] if alone else wanted[:room]):
+            job = transfers.new_id()
+            above: list[Key | None] = [None] * len(batch)
+            if alone:
+                slots = state.place_alone(batch, job, pool)
+            else:
+                above, slots = [before, *batch[:-1]], state.place(batch, before, job, pool)
+                before = batch[-1]
+            record = transfers.order(
+                job, batch, above, None, TierSlots(0, slots), remote=tier.name, deadline=deadline, prefetch=True
+            )
+            self._in_flight[job] = tier, record
+            jobs[job] = None
         return tuple(jobs)
 
     def _batches(self, keys: Sequence[Key]) -> Iterator[tuple[RemoteKeys, list[Key]]]:
@@ -340,21 +352,6 @@ class RemoteTiers:
             for start in range(0, len(batch), FETCH_BATCH):
                 if tier is not None:
                     yield tier, batch[start : start + FETCH_BATCH]
-
-    def _fetch(
-        self,
-        tier: RemoteKeys,
-        job: int,
-        keys: Sequence[Key],
-        parents: Sequence[Key | None],
-        slots: list[int],
-        deadline: float,
-    ) -> int:
-        record = self._transfers.order(
-            job, keys, parents, None, TierSlots(0, slots), remote=tier.name, deadline=deadline, prefetch=True
-        )
-        self._in_flight[job] = tier, record
-        return job
 
     # ------------------------------------------------------------------ storing
 

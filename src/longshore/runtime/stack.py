@@ -244,8 +244,7 @@ class Stack:
         flushed = close_runtime(self.runtime, flush_timeout)
         if self.events is not None:
             self.events.close()
-        if self.host is not None and self.arena is not None:
-            self.host.close()
+        if self.arena is not None:
             self.arena.close()
         return flushed
 
@@ -450,7 +449,6 @@ def _start(
     with contextlib.ExitStack() as undo:
         if arena is not None and host is not None:
             undo.callback(arena.close)
-            undo.callback(host.close)
         undo.callback(runtime.close, 0.0)
         loop = BackgroundLoop(runtime) if config.background else None
         if loop is not None:

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from residents import residents_of
+
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -171,7 +173,7 @@ class Engine:
         """Evict all that the host tier has, so that the file tier must serve."""
         self.settle()
         with self.manager._runtime.control() as cache:
-            keys = {resident.key for resident in cache.residents() if resident.slot.tier == "host"}
+            keys = {resident.key for resident in residents_of(cache) if resident.slot.tier == "host"}
             if cache.discard(sorted(keys), "host") != len(keys):
                 raise RuntimeError("not all could be evicted")
 
