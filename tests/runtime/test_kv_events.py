@@ -14,7 +14,7 @@ from longshore.boundary import DEVICE as ON_DEVICE
 from longshore.boundary import FILE as IN_FILE
 from longshore.boundary import HOST as IN_HOST
 from longshore.boundary import REMOTE, Key, Probe, ProbeResult, Route, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec, WritePolicy, remote
+from longshore.cache import CacheSettings, GroupKeys, State, TieredCache, TierSpec, WritePolicy, remote
 from longshore.cache.eviction import LRU
 from longshore.config import Config
 from longshore.errors import ConfigError
@@ -23,6 +23,7 @@ from longshore.runtime import EventRecorder, Runtime
 from longshore.runtime import kv_events as wire
 from longshore.runtime.kv_events import KVEventPublisher, block_hash
 from longshore.runtime.recorder import open_recorder
+from residents import residents_of
 from router import FILE, HOST, Router, Subscriber, store
 from scripted import Scripted
 
@@ -170,7 +171,7 @@ class Storm:
     def publish(self) -> None:
         """As the recorder does, of which `pump` is tested apart."""
         events = self.cache.events(self.draw.choice((None, 5, 100)))
-        self.publisher.publish(events, self.cache.residents())
+        self.publisher.publish(events, self.cache.ready())
 
     def settle(self) -> None:
         """Nothing is in flight, and all events are published."""
@@ -178,11 +179,11 @@ class Storm:
             self.execute()
             self.deliver()
             self.waiting += [each for each in self.cache.take() if isinstance(each, Transfer | Probe)]
-        self.publisher.publish(self.cache.events(), self.cache.residents())
+        self.publisher.publish(self.cache.events(), self.cache.ready())
 
     def check(self, router: Router, *, exactly: bool) -> tuple[int, int]:
         """How many copies in the store the router knows, and how many of them the store has evicted unseen."""
-        residents = self.cache.residents()
+        residents = [each for each in residents_of(self.cache) if each.state is State.READY]
         for tier, place in ((IN_HOST, HOST), (IN_FILE, FILE)):
             assert router.blocks[place] == {block_hash(each.key) for each in residents if each.slot.tier == tier}
         known = router.blocks[store(REMOTE)]

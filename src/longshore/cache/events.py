@@ -1,4 +1,4 @@
-"""Events of chunks, in order, in a bounded log, for diagnosis.
+"""Events of chunks, in order, in a bounded log: for routers, which are told what tiers have, and for diagnosis.
 
     ordered ──► stored ──► moved (copied to another tier) ──► removed (from one tier; cause, and for which chunk)
          └───► failed                                         reset (from all)
@@ -6,7 +6,7 @@
     request: keys that a lookup requested and found ──► loaded: those that arrived on the device
 
 Nothing is recorded without a limit. A reader that is too slow gets a `GAP` in place of the oldest events, with their
-number.
+number; what is there then is told by `TieredCache.ready`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from longshore.boundary import Key
-from longshore.cache.pool import State
-from longshore.cache.types import MissReason, Resident
+from longshore.cache.types import MissReason
 from longshore.errors import TraceError
 
 EVICTED = "evicted"
@@ -201,9 +200,12 @@ class Announcements(Generic[N]):
         named = [(key, tier) for key, tiers in self._copies.items() if key in self.names for tier in tiers]
         return [Change(tier, False, key, self.names[key]) for key, tier in sorted(named, key=itemgetter(1))]
 
-    def reconcile(self, residents: Iterable[Resident]) -> list[Change[N]]:
-        """Events are missing, and own tiers have these chunks: what has changed. Copies in stores are withdrawn."""
-        there = {(each.key, each.slot.tier): None for each in residents if each.state is State.READY}
+    def reconcile(self, ready: Iterable[tuple[str, Key]]) -> list[Change[N]]:
+        """Events are missing, and these copies are `TieredCache.ready`: what has changed.
+
+        Copies in stores are withdrawn.
+        """
+        there = {(key, tier): None for tier, key in ready}
         known = {(key, tier): None for key, tiers in self._copies.items() for tier in sorted(tiers)}
         changes = [change for key, tier in known if (key, tier) not in there for change in self._remove(key, tier)]
         return changes + [change for key, tier in there if (key, tier) not in known for change in self._add(key, tier)]
@@ -216,7 +218,10 @@ class Announcements(Generic[N]):
         return removals
 
     def _add(self, key: Key, tier: str) -> list[Change[N]]:
-        self._copies.setdefault(key, set()).add(tier)
+        copies = self._copies.setdefault(key, set())
+        if tier in copies:  # routers may count: nothing is told twice
+            return []
+        copies.add(tier)
         return [Change(tier, False, key, self.names[key])] if key in self.names else []
 
     def _remove(self, key: Key, tier: str) -> list[Change[N]]:

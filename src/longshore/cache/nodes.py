@@ -267,6 +267,11 @@ class Nodes:
         """All nodes, ascending; int32."""
         return np.flatnonzero(self.key[LISTS:] != None).astype(np.int32) + np.int32(LISTS)  # noqa: E711 - an array
 
+    def ready(self) -> list[tuple[int, Key]]:
+        """Tier and key of each copy that is ready."""
+        nodes = self.entered().tolist()
+        return [(tier, self.key[node]) for node in nodes for tier in self.tiers if self.is_ready(node, tier)]
+
     def get(self, key: Key) -> int:
         """The node of `key`; `ROOT` if no tier has it. Raises `CacheError` if `key` is not bytes."""
         try:

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 from longshore.boundary import FILE, HOST, Key
 from longshore.cache.events import Announcements, Change, Event, EventKind
-from longshore.cache.types import Resident
 from longshore.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -117,10 +116,10 @@ class KVEventPublisher:
                 mine = tokens[(at - first) * size : (at - first + 1) * size]
                 self._described.append((key, _Block(keys[at - 1] if at else None, tuple(int(token) for token in mine))))
 
-    def publish(self, events: Iterable[Event], residents: Iterable[Resident] = ()) -> None:
+    def publish(self, events: Iterable[Event], ready: Iterable[tuple[str, Key]] = ()) -> None:
         """Publish what `events` mean as one batch; nothing if they mean nothing.
 
-        If one of them says that events are missing, `residents` are those of the cache.
+        If one of them says that events are missing, `ready` is what `TieredCache.ready` returns.
         """
         told: list[dict[str, Any]] = []
         changes = self._take_described()
@@ -129,9 +128,9 @@ class KVEventPublisher:
                 self._announced.clear()
                 changes, told = [], [CLEARED]
             elif event.kind is EventKind.GAP:
-                here = list(residents)
-                for each in here:
-                    self._name(each.key)
+                here = list(ready)
+                for _, key in here:
+                    self._name(key)
                 changes += self._announced.reconcile(here)
             else:
                 if event.kind in (EventKind.STORED, EventKind.MOVED, EventKind.SHARED):

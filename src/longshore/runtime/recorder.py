@@ -97,9 +97,9 @@ class EventRecorder:
         with self._runtime.observe() as cache:
             events = cache.events(BATCH)
             is_missing = bool(events) and events[0].kind is EventKind.GAP
-            residents = cache.residents() if is_missing and self.publisher is not None else ()
+            ready = cache.ready() if is_missing and self.publisher is not None else ()
         if self.publisher is not None:
-            self.publisher.publish(events, residents)
+            self.publisher.publish(events, ready)
             self.publisher.serve_replays()
         self.missed += sum(event.length for event in events if event.kind is EventKind.GAP)
         self._write(events)

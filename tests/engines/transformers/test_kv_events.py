@@ -19,6 +19,7 @@ from longshore.config import Config
 from longshore.engines.transformers import PrefixStore, tiered
 from longshore.keys import chain
 from longshore.runtime.kv_events import block_hash
+from residents import residents_of
 from router import FILE, HOST, Router, Subscriber, store
 
 pytest.importorskip("zmq", reason="the extra 'events' is not installed")
@@ -67,7 +68,7 @@ def agreed(subscriber: Subscriber, runtime: Any) -> Router:
         router = router_of(subscriber)
         with runtime.observe() as cache:
             assert isinstance(cache, TieredCache)
-            residents = cache.residents()
+            residents = residents_of(cache)
         there = {
             place: {block_hash(each.key) for each in residents if each.slot.tier == tier}
             for tier, place in ((IN_HOST, HOST), (IN_FILE, FILE))

@@ -181,7 +181,7 @@ class Engine:
         """Evict all that `tier` has."""
         self.settle()
         with self.manager._runtime.control() as cache:
-            while cache.discard([each.key for each in cache.residents() if each.slot.tier == tier], tier):
+            while cache.discard([each.key for each in residents_of(cache) if each.slot.tier == tier], tier):
                 pass  # heads have to wait for their tails
 
     def empty(self, directory: str) -> None:
@@ -195,7 +195,7 @@ class Engine:
         self.settle()
         with self.manager._runtime.control() as cache:
             found: dict[str, Any] = {tier.name: [] for tier in cache.stats()}
-            for each in cache.residents():
+            for each in residents_of(cache):
                 found[each.slot.tier].append(int.from_bytes(each.key[-12:-4], "big"))
         return found
 

@@ -213,7 +213,7 @@ class EventTranslator:
     def _changes(self, cache: TieredCache) -> Iterator[Change[OffloadKey]]:
         for event in cache.events():
             if event.kind is EventKind.GAP:
-                yield from self._announced.reconcile(cache.residents())
+                yield from self._announced.reconcile(cache.ready())
             elif event.kind is EventKind.RESET and event.cause != WEIGHTS:
                 self._announced.clear()  # vLLM says so itself: all blocks are cleared
             else:
