@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm_kit import Group, Rig, file_settings, keys_of
 
-from longshore.boundary import HOST, REMOTE
+from longshore.boundary import HOST, PEERS, REMOTE
 from longshore.cache import MissReason
 from longshore.engines.vllm import spec
 from longshore.keys import Scope
@@ -45,6 +46,12 @@ def opened(tmp_path: Path) -> Iterator[Opener]:
     yield open_rig
     for rig in made:
         rig.close()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def until(what: Callable[[], bool]) -> None:
@@ -92,6 +99,81 @@ def test_another_engine_is_served_what_one_has_stored(opened: Opener) -> None:
     assert other.manager.loaded_tokens[HOST] == 64
     stats = other.manager.get_stats()
     assert stats is not None and "valkey" not in str(stats.data)
+
+
+def test_a_request_that_names_a_peer_is_served_what_that_has(opened: Opener) -> None:
+    port = free_port()
+    one = opened(remote=(), serve=f"valkey://127.0.0.1:{port}")
+    other = opened(remote=(), peer_networks="127.0.0.0/8", peer_url=f"valkey://peer?{PATIENT}")
+    one.store(keys_of(4), range(4), one.request("first"))
+    expected = [part for block in range(4) for part in one.bytes_of(0, block)]
+    keys = keys_of(6)
+    nobody = other.request("nobody", keys)
+    assert answered(other, keys, nobody) == [MISS] * 6
+    context = other.request("second", keys)
+    context.kv_transfer_params = {"remote_kv_source": {"host": "127.0.0.1", "port": port}}
+    other.manager.on_new_request(context)
+    assert answered(other, keys, context) == [HIT] * 4 + [MISS] * 2
+    other.load(keys[:4], range(8, 12), context)
+    found = [part for block in range(8, 12) for part in other.bytes_of(0, block)]
+    assert all(map(torch.equal, found, expected))
+    other.manager.on_request_finished(context)
+    assert other.manager.loaded_tokens[PEERS] == 64
+
+
+def test_what_a_peer_is_computing_is_waited_for(opened: Opener) -> None:
+    port = free_port()
+    one = opened(remote=(), serve=f"valkey://127.0.0.1:{port}")
+    other = opened(remote=(), peer_networks="127.0.0.0/8", peer_url=f"valkey://peer?{PATIENT}")
+    keys = keys_of(4)
+    prefill = one.request("first", keys)
+    assert one.lookup(keys, prefill) == [MISS] * 4  # it computes them now
+    context = other.request("second", keys)
+    context.kv_transfer_params = {"remote_kv_source": {"host": "127.0.0.1", "port": port}}
+    other.manager.on_new_request(context)
+    for _ in range(20):
+        assert other.lookup(keys, context) == [PENDING] * 4
+        time.sleep(0.01)
+    one.store(keys, range(4), prefill)
+    assert answered(other, keys, context) == [HIT] * 4
+
+
+def test_a_peer_that_does_not_compute_after_all_is_not_waited_for(opened: Opener) -> None:
+    port = free_port()
+    one = opened(remote=(), serve=f"valkey://127.0.0.1:{port}")
+    other = opened(remote=(), peer_networks="127.0.0.0/8", peer_url=f"valkey://peer?{PATIENT}")
+    keys = keys_of(4)
+    prefill = one.request("first", keys)
+    assert one.lookup(keys, prefill) == [MISS] * 4
+    context = other.request("second", keys)
+    context.kv_transfer_params = {"remote_kv_source": {"host": "127.0.0.1", "port": port}}
+    other.manager.on_new_request(context)
+    assert other.lookup(keys, context) == [PENDING] * 4
+    one.manager.on_request_finished(prefill)  # aborted
+    assert answered(other, keys, context) == [MISS] * 4
+
+
+@pytest.mark.parametrize("said", [{"host": "192.0.2.1", "port": 7}, {"host": "127.0.0.1"}, "127.0.0.1:7"])
+def test_a_peer_that_may_not_be_named_is_not_asked(opened: Opener, said: Any, caplog: pytest.LogCaptureFixture) -> None:
+    other = opened(remote=(), peer_networks="127.0.0.0/8")
+    keys = keys_of(4)
+    context = other.request("second", keys)
+    context.kv_transfer_params = {"remote_kv_source": said}
+    other.manager.on_new_request(context)
+    assert answered(other, keys, context) == [MISS] * 4
+    assert "is not used" in caplog.text
+
+
+def test_a_peer_of_other_weights_has_nothing(opened: Opener) -> None:
+    port = free_port()
+    one = opened(b"a" * 64, remote=(), serve=f"valkey://127.0.0.1:{port}")
+    one.store(keys_of(4), range(4), one.request("first"))
+    for weights, found in ((b"a" * 64, HIT), (b"b" * 64, MISS)):
+        other = opened(weights, remote=(), peer_networks="127.0.0.0/8", peer_url=f"valkey://peer?{PATIENT}")
+        context = other.request("second", keys_of(4))
+        context.kv_transfer_params = {"remote_kv_source": {"host": "127.0.0.1", "port": port}}
+        other.manager.on_new_request(context)
+        assert answered(other, keys_of(4), context) == [found] * 4
 
 
 def test_a_damaged_value_is_a_miss_that_is_counted_once(opened: Opener, tmp_path: Path) -> None:

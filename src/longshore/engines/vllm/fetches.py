@@ -15,11 +15,12 @@ from itertools import groupby, takewhile
 
 from vllm.v1.kv_offload.base import OffloadKey
 
-from longshore.boundary import FILE, HOST, REMOTE
+from longshore.boundary import FILE, HOST, PEERS, REMOTE
 from longshore.cache import Gate, GroupKeys, Presence, Run, TieredCache, Until
 from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, RequestState, residency
 from longshore.runtime.loop import Runtime
 from longshore.runtime.remote_fetch import patience, worth_asking
+from longshore.tiers.remote.peers import PeerTier
 
 _ABSENT = Presence.ABSENT
 _TIER = {Presence.READY: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE, _ABSENT: ""}
@@ -62,8 +63,9 @@ def load_limit(
 class RemoteFetches:
     """Asks stores about the chunks of requests, and fetches, for one manager."""
 
-    def __init__(self, runtime: Runtime, groups: ChunkGroups) -> None:
+    def __init__(self, runtime: Runtime, groups: ChunkGroups, peers: PeerTier | None = None) -> None:
         self._runtime = runtime
+        self._peers = peers
         self._groups = groups
 
     def look(
@@ -83,11 +85,18 @@ class RemoteFetches:
         now = self._runtime.clock()
         with self._runtime.control() as cache:
             asked = {0: GroupKeys(request.ours(absent))}
-            asks = self._worth_asking(ends, absent, first) if request.probes is None else ()
+            asks = self._worth_asking(ends, absent, first) if request.probes is None else []
+            if self._peers is not None and request.source is not None:
+                self._peers.route(asked[0].names, request.source)
+            elif PEERS in asks:
+                asks.remove(PEERS)
             known = cache.lookup(asked, now, until=Until.NOTHING, each=True, asks=asks)
             if request.probes is None:
                 request.probes = known.probes
             if not all(cache.progress(probe).is_over for probe in request.probes):
+                return _on_their_way(found, ends, set(absent))
+            if self._peers is not None and request.source is not None and self._peers.are_coming(asked[0].names):
+                request.probes = None  # the peer is asked again, until this request has waited for too long
                 return _on_their_way(found, ends, set(absent))
             request.fetches_end = True
             names = dict(zip(absent, known.remote_sources.get(0, [""] * len(absent)), strict=True))

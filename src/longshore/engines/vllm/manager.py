@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from longshore.boundary import DEVICE, FILE, HOST, Route, Slots, TransferResult
+from longshore.boundary import DEVICE, FILE, HOST, Key, Route, Slots, TransferResult
 from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, TieredCache, Until
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.connector import Backoff
@@ -47,6 +47,7 @@ from longshore.engines.vllm.requests import (
     hints_of,
     known_keys,
     residency,
+    source_of,
 )
 from longshore.engines.vllm.stores import NO_SLOTS, StoreJobs
 from longshore.engines.vllm.tiers import SchedulerTiers
@@ -55,6 +56,7 @@ from longshore.hints import RequestHints
 from longshore.monitoring.table import LOOKUP_SECONDS
 from longshore.runtime.containment import contained
 from longshore.runtime.control import ControlServer
+from longshore.runtime.peer_server import PeerServer
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 _THERE = (Presence.READY, Presence.COLDER)
@@ -104,6 +106,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._backoff = Backoff()
         self._closed = False
         self.control: ControlServer | None = None
+        self.peer_server: PeerServer | None = None
         self._events = EventTranslator() if announces else None
         with self._runtime.observe() as cache:
             histograms = [*cache.counters.each_histogram(), (LOOKUP_SECONDS, (), self._runtime.asked.seconds)]
@@ -115,7 +118,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 [cache.settings.group(index)[1] for index in range(len(groups))],
                 tiers.windows,
             )
-        self._fetches = RemoteFetches(self._runtime, self._groups) if tiers.stores else None
+        self._fetches = RemoteFetches(self._runtime, self._groups, tiers.peers) if tiers.stores else None
         self._stores = StoreJobs(
             self._groups,
             tiers.reports,
@@ -134,7 +137,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """A request has arrived. From now on the device may have blocks of it."""
         self._look_for_new_weights()  # the device had no block of this request before they changed
         self._validity.used()
-        self._begin(req_context).hints = hints_of(req_context, self._hints)
+        request = self._begin(req_context)
+        request.hints, request.source = hints_of(req_context, self._hints), source_of(req_context, self._tiers.peers)
         return WHOLE_PATHS
 
     @contained(lambda self, key, req_context: MISS)
@@ -351,6 +355,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         with self._runtime.observe() as cache:
             return list(self._events.translate(cache))
 
+    def are_coming(self, keys: Sequence[Key]) -> set[Key]:
+        """Which of `keys` are computed by requests of now, or wait to be stored. With the control of the cache."""
+        now = [each for each in list(self._requests.values()) if each.hints.store and not each.finished]
+        return {*keys}.intersection({*self._stores.coming}.union(*(each.computes for each in now)))
+
     def flush(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds until all stored chunks are in every tier; returns whether they are."""
         return self._runtime.flush(timeout)
@@ -360,8 +369,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._closed:
             return
         self._closed = True
-        if self.control is not None:
-            self.control.close()
+        for close in [server.close for server in (self.control, self.peer_server) if server is not None]:
+            close()
         self._withdraw(self._tickets)
         self._tiers.close()
 

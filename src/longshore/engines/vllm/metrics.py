@@ -33,6 +33,7 @@ from longshore.cache.types import Answer
 from longshore.monitoring.table import METRICS, QUEUE_SECONDS, Histogram, Metric, MetricKind
 from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, HostedRemoteTier
 from longshore.tiers.remote import FAILURE_REASONS as OF_STORES
+from longshore.tiers.remote import RemoteTier
 
 _TIERS = (HOST, FILE)
 _ROUTES = tuple(
@@ -64,7 +65,7 @@ class OffloadingMetrics:
     def __init__(
         self,
         file: HostedFileTier | None = None,
-        stores: Sequence[HostedRemoteTier] = (),
+        stores: Sequence[HostedRemoteTier | RemoteTier] = (),
         *,
         histograms: Iterable[tuple[str, tuple[str, ...], Histogram]] = (),
         is_off: bool = False,

@@ -23,6 +23,7 @@ from longshore.boundary import FILE, REMOTE, Key, Slots, Status, TransferResult
 from longshore.cache import GroupKeys, Lease, Presence, Residency, TieredCache, Until
 from longshore.errors import HintError
 from longshore.hints import RequestHints
+from longshore.tiers.remote.peers import Peer, PeerTier, parse_peer
 
 _KEY_BYTES = 32
 GROUP_BYTES = 4
@@ -41,6 +42,10 @@ _log = logging.getLogger(__name__)
 OK = Status.OK
 HINTS = "longshore"
 """Where a request has its hints: this key of `kv_transfer_params`, or the action of this type among its KV hints."""
+
+
+SOURCE = "remote_kv_source"
+"""Where a request names the replica that has its blocks: `{"host": ..., "port": ...}` in `kv_transfer_params`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,8 @@ class RequestState:
         paths: By our number of a KV cache group, the chunks that follow one another from the first one on.
         hints: Its `RequestHints`.
         tick: Its tick in the cache, from its first lookup or store on.
+        computes: The keys of chunks that no tier had when vLLM asked.
+        source: The replica that it names as the source of its blocks.
         lora: vLLM's `LoRARequest`, if the connector has reported one.
         adapter: Digest of that adapter, once it is known.
     """
@@ -164,6 +171,8 @@ class RequestState:
     paths: dict[int, RequestPath] = field(default_factory=dict)
     hints: RequestHints = field(default_factory=RequestHints)
     tick: int | None = None
+    computes: set[Key] = field(default_factory=set)
+    source: Peer | None = None
     lora: Any = None
     adapter: bytes = b""
 
@@ -224,7 +233,8 @@ class RequestState:
         return now - self.refused_since <= patience
 
     def end_step(self) -> None:
-        """Drop the answers of this step."""
+        """Drop the answers of this step; what no tier has is computed."""
+        self.computes.update(self.ours(key for key, answer in self.answers.items() if answer is LookupResult.MISS))
         self.answers, self.asked_keys, self.residency = {}, [], None
         self.colder, self.wanted, self.waits = set(), {}, False
 
@@ -353,6 +363,18 @@ def hints_of(context: ReqContext, usual: RequestHints) -> RequestHints:
         if kind in hints.load and not context.load_tier_filter.allows(Medium.STORAGE, locality):
             hints = hints.model_copy(update={"load": tuple(tier for tier in hints.load if tier != kind)})
     return hints
+
+
+def source_of(context: ReqContext, peers: PeerTier | None) -> Peer | None:
+    """The replica that a request names as the source of its blocks; `None` if it names none, or one it may not."""
+    said = (context.kv_transfer_params or {}).get(SOURCE)
+    if said is None or peers is None:
+        return None
+    try:
+        return parse_peer(said, peers.networks)
+    except HintError as error:
+        _log.warning("request %s: kv_transfer_params[%r] is not used: %s", context.req_id, SOURCE, error)
+        return None
 
 
 def known_keys(context: ReqContext) -> dict[OffloadKey, int]:

@@ -38,6 +38,7 @@ from longshore.engines.vllm.tiers import open_tiers, watch_sleeps
 from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import EngineError
 from longshore.layout import KVGroup, KVLayout, PageRef
+from longshore.runtime.peer_server import PeerServer, TierSource
 from longshore.runtime.rank_reports import RankReports
 from longshore.runtime.selftest import copy_test
 from longshore.runtime.stack import check_size, open_arena, registrar_for
@@ -146,12 +147,12 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         watch_sleeps()
         note = find(self.config.engine_id)
         scope = None
-        if self.settings.file_path is not None or self.settings.remote:
+        if self.settings.file_path is not None or self.settings.shares:
             reason = why_transient(note.model)
             if reason:
                 if self.settings.file_path is not None:
                     _log.error("file tier disabled: %s", reason)
-                if self.settings.remote:
+                if self.settings.shares:
                     _log.error("remote tiers disabled: %s", reason)
             else:
                 scope = scope_of(self.config, note.model, note.fingerprint, note.device, self.settings.salt)
@@ -171,6 +172,14 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         if self.settings.control:
             try:
                 serve_commands(manager, tiers, self.config, self.settings.control, note.model.hashing)
+            except BaseException:
+                manager.shutdown()
+                raise
+        if self.settings.serve and tiers.peers is not None and tiers.host is not None:
+            peers, host = tiers.peers, tiers.host
+            source = TierSource(tiers.runtime, host, lambda: peers.namespace, manager.are_coming)
+            try:
+                manager.peer_server = PeerServer(self.settings.serve, source)
             except BaseException:
                 manager.shutdown()
                 raise

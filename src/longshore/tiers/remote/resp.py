@@ -215,7 +215,7 @@ class RespSession:
         return self._read_reply(deadline)
 
     def lengths(self, addresses: Sequence[bytes], deadline: Deadline) -> list[int]:
-        """The length of each value in bytes; 0 for one that is not there."""
+        """The length of each value in bytes; 0 for one that is not there; of a peer, -1 for one that is coming."""
         found = []
         for start in range(0, len(addresses), PROBE_BATCH):
             some = addresses[start : start + PROBE_BATCH]
@@ -351,7 +351,7 @@ class RespSession:
 
     def _read_length(self, deadline: Deadline) -> int:
         line = self._read_line(deadline)
-        return 0 if line.startswith(b"-WRONGTYPE") else max(0, _number(line, b":"))
+        return 0 if line.startswith(b"-WRONGTYPE") else _number(line, b":")
 
     def _read_simple(self, deadline: Deadline) -> bytes | None:
         """Receive a simple reply: `None`, or the error."""

@@ -508,6 +508,9 @@ class RemoteTier(KeyedTier):
                 return
             self._asking = None
             self._breaker.succeeded()
+            if min(lengths, default=0) < 0:  # a peer has not stored it yet: ask again
+                self._answer(asked.ticket, None)
+                return
             known = {HEADER_BYTES + size for size in self.image_bytes}
             pairs = zip(asked.addresses, lengths, strict=True)
             self._answer(asked.ticket, tuple(length in known and each not in self._bad for each, length in pairs))
