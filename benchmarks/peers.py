@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import statistics
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from longshore.bench.harness import medians
-from longshore.bench.remote_sides import IMAGES, MeasuredTier, PlainTcp, RemoteImages
+from longshore.bench.remote import _cpu_of
+from longshore.bench.remote_sides import IMAGES, PATIENT, MeasuredTier, PlainTcp, RemoteImages
 from longshore.boundary import HOST, Slabs, Status, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.config import parse_size
@@ -51,6 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="2MiB")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--in-flight", default="2MiB")
     parser.add_argument("--port", type=int, default=17007)
     given = parser.parse_args()
     namespace, images = os.urandom(32), RemoteImages(parse_size(given.size))
@@ -60,14 +63,20 @@ def main() -> None:
     process.start()
     pipe.recv()
     there: Any = SimpleNamespace(port=given.port)
-    ours, plain = MeasuredTier(images, there, Path(), namespace=namespace), PlainTcp(images)
+    options = f"{PATIENT}&in_flight={given.in_flight}"
+    ours, plain = MeasuredTier(images, there, Path(), options=options, namespace=namespace), PlainTcp(images)
+
+    used: dict[str, list[tuple[float, float]]] = {ours.name: [], plain.name: []}
+    pids = {ours.name: process.pid, plain.name: plain._peer.pid}
 
     def measured(side: MeasuredTier | PlainTcp) -> float:
         side.reconnect()
         side.get()
-        begun = time.perf_counter()
+        here, at_peer, begun = time.process_time(), _cpu_of(pids[side.name] or 0), time.perf_counter()
         side.get()
-        return time.perf_counter() - begun
+        seconds = time.perf_counter() - begun
+        used[side.name].append((time.process_time() - here, _cpu_of(pids[side.name] or 0) - at_peer))
+        return seconds
 
     taken = medians([lambda: measured(ours), lambda: measured(plain)], repeats=given.repeats)
     for index in range(IMAGES):
@@ -75,6 +84,9 @@ def main() -> None:
             raise SystemExit("nothing was read")
     rates = [images.nbytes / seconds / 1e9 for seconds in taken]
     print(f"{given.size}: peer {rates[0]:.2f} GB/s, plain TCP {rates[1]:.2f} GB/s, ratio {rates[0] / rates[1]:.2f}")
+    for name, each in used.items():
+        client, server = (statistics.median(column) / images.nbytes * 1e9 for column in zip(*each, strict=True))
+        print(f"{name}: CPU of client {client:.2f} s/GB, of server {server:.2f} s/GB")
     pipe.send(None)
     ours.close()
     plain.close()

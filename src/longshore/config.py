@@ -87,7 +87,7 @@ class Config(BaseModel):
         (), description="networks, such as 10.0.0.0/8, in which requests may name a replica to read from; unset: none"
     )
     peer_url: str = Field(
-        "valkey://peer?probe_timeout=1s",
+        "valkey://peer?probe_timeout=1s&in_flight=2MiB",
         description="what holds for each of these replicas but host and port: TLS, credentials and timeouts",
     )
     eviction: Literal["gittins", "arc", "lru"] = Field("gittins", description="eviction policy of every tier")

@@ -215,6 +215,7 @@ def test_a_slot_is_not_written_while_it_is_sent(prefiller: Stack, serve: Serve) 
         ("10.0.0.1:7007", "expected a peer as host"),
         ({"host": "metadata.internal", "port": 80}, "as an IP address"),
         ({"host": "169.254.169.254", "port": 80}, "is in none of the networks"),
+        ({"host": "0.0.0.0", "port": 80}, "of one machine"),  # noqa: S104
         ({"host": "::ffff:169.254.169.254", "port": 80}, "is in none of the networks"),
     ],
 )

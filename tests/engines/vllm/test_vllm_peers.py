@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from engine_runs import CONNECTOR, Answers, Serve, Served, Zygote, ask_oracle, asked, prompts, run_engine
+from tiny_models import save
 
 PROMPT = prompts()[0]
 STEPS = {"max_num_batched_tokens": 128}
@@ -28,6 +29,7 @@ class Pair:
         self.directory, self.port = directory, free_port()
         self._zygotes = [Zygote(), Zygote()]
         self._pool = ThreadPoolExecutor(2)
+        self._model = save("llama", directory)
 
     def run(self, at: int, steps: list[list[Any]], **extra: Any) -> Future[Served]:
         """Begin an engine that takes `steps`."""

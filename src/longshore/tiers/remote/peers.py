@@ -55,6 +55,8 @@ def parse_peer(said: Any, networks: Iterable[Network]) -> Peer:
         address = ipaddress.ip_address(host)
     except ValueError:
         raise HintError(f"expected the host of a peer as an IP address, got {host[:80]!r}") from None
+    if address.is_unspecified or address.is_multicast:
+        raise HintError(f"expected the address of one machine, got {address}")
     if not any(address in network for network in networks):
         raise HintError(f"the peer {address} is in none of the networks of peer_networks")
     return Peer(str(address), port)
