@@ -133,7 +133,7 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         self._send_generation()  # it may have been told an earlier one
 
     def _send_generation(self) -> None:
-        self._send(Kind.FORGET, wire.pack_forget(self._generation, self.namespace))
+        self._send(Kind.FORGET, wire.FORGET.pack(self._generation, self.namespace))
 
     @property
     def _is_owed(self) -> bool:
