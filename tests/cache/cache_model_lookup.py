@@ -176,11 +176,8 @@ class Reading(Remote):
         self.settle()
 
     def release_request(self, request: str) -> None:
-        mine = [hold for hold, model in self.holds.items() if model.request == request]
-        assert self.call("release", request) == len(mine)
-        for hold in mine:
-            self.let_go(hold)
-        self.settle()
+        for hold in [hold for hold, model in self.holds.items() if model.request == request]:
+            self.release(hold)
 
     def let_go(self, hold: Lease) -> None:
         model = self.holds.pop(hold)

@@ -30,8 +30,8 @@ def put(cache: TieredCache, path: str, now: float = 0.0) -> None:
 
 
 def ask(cache: TieredCache, path: str, request: str, start: int = 0) -> None:
-    lookup(cache, chunks(path), 0.0, first=start, request=request)
-    cache.release(request)
+    if lease := lookup(cache, chunks(path), 0.0, first=start, request=request).lease:
+        cache.release(lease)
 
 
 def said(events: list[Event]) -> list[tuple[str, str, str]]:

@@ -10,6 +10,7 @@ from cache_model import World
 from longshore.boundary import FILE, HOST, Cancel, Forget, Status, Transfer
 from longshore.cache import GroupKeys, MissReason, Outcome, TieredCache, TierSpec
 from longshore.errors import CacheError, JobError, LeaseError
+from longshore.tiers.base import StoredChunk
 from residents import residents_of
 
 BOTH = Setup(host=4, file=4, backup="write_through")
@@ -95,18 +96,21 @@ def test_what_was_written_last_before_a_restart_goes_last_after_it() -> None:
 )
 def test_what_cannot_have_been_found_is_refused_as_a_whole(bad: tuple[tuple[int, bytes, bytes | None], ...]) -> None:
     world = World(BOTH._replace(found=((1, key("x"), None),)))
-    world.refused(CacheError, "adopt", FILE, bad)
+    world.refused(CacheError, "adopt", FILE, [StoredChunk(*each) for each in bad])
 
 
 def test_chunks_that_claim_to_be_their_own_ancestors_are_left_out() -> None:
     world = World(BOTH)
-    assert world.cache.adopt(FILE, [(0, key("a"), key("b")), (1, key("b"), key("a")), (2, key("c"), key("c"))]) == 0
+    assert (
+        world.cache.adopt(FILE, [(0, key("a"), key("b"), 0), (1, key("b"), key("a"), 0), (2, key("c"), key("c"), 0)])
+        == 0
+    )
     assert world.free(FILE) == 4
 
 
 def test_a_restart_into_the_warmest_tier_knows_what_is_not_backed_up() -> None:
     world = World(BOTH)
-    assert world.cache.adopt(HOST, [(3, key("a"), None)]) == 1
+    assert world.cache.adopt(HOST, [(3, key("a"), None, 0)]) == 1
     world.cache.check_integrity()
     world.cache.apply((), 0.0)
     (backup,) = world.cache.take()

@@ -141,7 +141,7 @@ def test_orphans_are_adopted_after_a_restart() -> None:
     before = grouped(WINDOW, host=8, file=8, backup=WritePolicy.THROUGH)
     path = keys_of(0, 8)
     store(before, 0, path, first=4)
-    found = [(each.slot.index, each.key, each.parent) for each in residents_of(before) if each.slot.tier == FILE]
+    found = [(each.slot.index, each.key, each.parent, 0) for each in residents_of(before) if each.slot.tier == FILE]
     after = grouped(WINDOW, host=8, file=8, backup=WritePolicy.THROUGH)
     assert after.adopt(FILE, found) == 4
     after.check_integrity()

@@ -77,7 +77,10 @@ def test_what_a_killed_process_was_doing_ends_and_another_one_serves_it(harness:
     assert harness.tier.poll() == []
     harness.kill()
     assert [harness.wait(ticket).statuses for ticket in tickets] == [(Status.AWAY,)] * 4
-    assert harness.run(harness.op(Op.READ, 0, 0), harness.op(Op.WRITE, 1, 1)) == (Status.AWAY, Status.AWAY)
+    assert harness.run(harness.op(Op.READ, 0, 0), harness.op(Op.WRITE, 1, 1)) == (
+        Status.AWAY,
+        Status.AWAY,
+    )
     harness.until_open()
     assert harness.pid != first
     for slot in range(SLOTS):

@@ -201,7 +201,10 @@ def test_a_disk_that_hangs_costs_misses_and_no_process(opener: Callable[..., Han
     assert not harness.tier.is_away
     harness.hear(2 * LOOKS)
     assert harness.tier.is_away
-    assert harness.run(harness.op(Op.READ, 0, 1), harness.op(Op.WRITE, 1, 1)) == (Status.AWAY, Status.AWAY)
+    assert harness.run(harness.op(Op.READ, 0, 1), harness.op(Op.WRITE, 1, 1)) == (
+        Status.AWAY,
+        Status.AWAY,
+    )
     assert ticket in harness.tier._in_flight  # it may read yet
     harness.gate.unlink()
     assert harness.wait(ticket).statuses == (Status.OK,)

@@ -192,9 +192,6 @@ _FAR = -(1 << 30)
 NONE = -1
 """No slot."""
 
-_MANY = 64
-"""From this number of nodes on, array operations are faster than a loop."""
-
 _SHARDS = 256
 
 
@@ -324,8 +321,6 @@ class Nodes:
 
     def pools_of(self, nodes: Sequence[int]) -> list[int]:
         """`pool_of` for many."""
-        if len(nodes) < _MANY:
-            return [self.pool_of(node) for node in nodes]
         at = np.array(nodes, np.int32)
         pools = np.full(len(at), NONE)
         for tier in self.tiers:

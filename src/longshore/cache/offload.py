@@ -20,12 +20,11 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
-from longshore.cache.columns import column, leading, numbers
-from longshore.cache.groups import GroupKeys, runs_of
+from longshore.cache.columns import column, leading, numbers, runs_of
 from longshore.cache.nodes import ROOT
 from longshore.cache.settings import AdmissionFilter, Retention, WriteBudget, WriteRule, priorities
 from longshore.cache.transfers import TierSlots, Transfers
-from longshore.cache.types import DropReason, StoreOrder
+from longshore.cache.types import DropReason, GroupKeys, StoreOrder
 
 ADMISSION_FILTER_SIZE = 1 << 16
 """Number of chunks whose offers a selective write policy counts before they are stored."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from longshore.boundary import Key, Probe, ProbeResult, Status
@@ -62,7 +63,7 @@ class RemoteKeys:
             number, deadline = self._transfers.new_id(), self._transfers.now + settings.probe_timeout
             probe = Probe(number, self.name, asked, deadline, self._transfers.generation, settings.ranks)
             self._transfers.outbox.append(probe)
-            self._probes[number] = _ProbeInFlight(probe)
+            self._probes[number] = _ProbeInFlight(probe, set(range(probe.ranks)), [True] * len(asked))
             self._asked.update(dict.fromkeys(asked, number))
         return sorted({self._asked[key] for key in unknown if key in self._asked})
 
@@ -159,16 +160,14 @@ class RemoteKeys:
             counts[answer] += 1
 
 
+@dataclass(slots=True)
 class _ProbeInFlight:
     """A probe in flight: the ranks that have not answered, and the answers of the others."""
 
-    __slots__ = ("answered", "present", "probe", "waiting")
-
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-        self.waiting = set(range(probe.ranks))
-        self.present = [True] * len(probe.keys)
-        self.answered = True
+    probe: Probe
+    waiting: set[int]
+    present: list[bool]
+    answered: bool = True
 
 
 FETCH_BATCH = 16

@@ -90,7 +90,6 @@ class CacheState:
         self._begin()
 
     def _begin(self) -> None:
-        """New, empty structures over the present pools."""
         self.index = Index(self.pools)
         self.policies = [self._make_policy(level) for level in self.levels]
         self.backlog = Backlog(self.index, self.thresholds)
@@ -590,6 +589,5 @@ class CacheState:
             self.partials.forget(nodes)
 
     def _free_drained(self, tier: int, slot: int) -> None:
-        """Free a draining slot that no job uses any more."""
         if not self.pools[tier].is_busy(slot):
             self.pools[tier].move(slot, FREE)

@@ -28,8 +28,8 @@ from vllm.v1.kv_offload.base import (
 from longshore import __version__
 from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
 from longshore.cache import DropReason, Event, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
-from longshore.cache.types import Answer
-from longshore.monitoring.table import METRICS, QUEUE_SECONDS, Histogram, Metric, MetricKind
+from longshore.cache.types import Answer, Histogram
+from longshore.monitoring.table import METRICS, QUEUE_SECONDS, Metric, MetricKind
 from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, HostedRemoteTier
 from longshore.tiers.remote import FAILURE_REASONS as OF_STORES
 
