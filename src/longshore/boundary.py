@@ -262,8 +262,8 @@ class Status(enum.Enum):
     DEADLINE = "deadline"  # not begun or not completed in time
     CANCELLED = "cancelled"  # cancelled by the requester
     TIER_OFF = "tier_off"  # the tier is closed or disabled
-    AWAY = "unavailable"  # no tier host runs, its disk stalls, or a breaker is open; the source is still valid
-    LAPSED = "expired"  # a remote tier does not have the chunk
+    UNAVAILABLE = "unavailable"  # no tier host runs, its disk stalls, or a breaker is open; the source is still valid
+    EXPIRED = "expired"  # a remote tier does not have the chunk
     QUEUE_FULL = "queue_full"  # a bounded queue was full; nothing was started
 
     @property

@@ -120,7 +120,7 @@ class Reading(Remote):
         answer: LoadOrder = self.call("load", hold, {0: tuple(blocks)}, skip=skip, timeout=timeout)
         assert answer.chunks == sum(part.chunks for part in answer.parts) <= leading
         for each in keys[answer.chunks : leading]:
-            model.cut.append(MissReason.BEHIND if (each, HOST) in before else MissReason.NO_ROOM)
+            model.cut.append(MissReason.AFTER_MISS if (each, HOST) in before else MissReason.NO_ROOM)
         model.cut += [self.reason(each) for each in keys[leading:]]
         cold = [each for each in keys[:leading] if (each, HOST) not in before]
         assert answer.chunks == leading or free < len(cold), "chunks were left out although there was room"

@@ -153,7 +153,7 @@ def test_what_is_there_behind_a_miss_is_behind() -> None:
     assert jobs[1] is not None
     cache.apply([TransferResult(jobs[1], (Status.OK,))], 0.0)
     ask(cache, "ab", "r")
-    assert [verdict for verdict, _, _ in accounts(cache, "r")] == [Verdict.IN_FLIGHT, Verdict.BEHIND]
+    assert [verdict for verdict, _, _ in accounts(cache, "r")] == [Verdict.IN_FLIGHT, Verdict.AFTER_MISS]
 
 
 def test_a_bad_read_is_a_reason() -> None:

@@ -102,7 +102,7 @@ def test_a_hole_in_a_window_rules_out_only_lengths_that_need_it() -> None:
     found = cache.lookup(wanted(*paths), 0.0)
     assert found.tokens == 28  # 14 chunks of two tokens: the hole is right behind
     assert cache.counters.misses[MissReason.ABSENT] == 1
-    assert cache.counters.misses[MissReason.BEHIND] == 1 + 1  # the full group's last, the window's last
+    assert cache.counters.misses[MissReason.AFTER_MISS] == 1 + 1  # the full group's last, the window's last
 
 
 def test_what_the_device_has_need_not_be_loaded() -> None:

@@ -57,7 +57,7 @@ def test_orphan_is_found_only_by_the_engine_with_its_head() -> None:
     assert [found(cache, PATH, first) for first in range(5)] == [0, 0, 2, 1, 0]
     assert cache.counters.drops[HOST].total() == 0
     misses = cache.counters.misses
-    assert (misses[MissReason.ABSENT], misses[MissReason.BEHIND]) == (2 + 1, 2 + 2)
+    assert (misses[MissReason.ABSENT], misses[MissReason.AFTER_MISS]) == (2 + 1, 2 + 2)
 
 
 def test_an_orphan_is_loaded_with_what_is_behind_it() -> None:
@@ -183,7 +183,7 @@ def test_nothing_makes_way_for_an_orphan() -> None:
     put(cache, chunks("xy"))
     put(cache, PATH, 2)
     assert host(cache) == {*chunks("xy"), PATH[2]}
-    assert cache.counters.drops[HOST][DropReason.ORPHAN] == 1
+    assert cache.counters.drops[HOST][DropReason.NO_PARENT] == 1
     assert cache.counters.evictions[HOST] == 0
 
 

@@ -12,7 +12,7 @@ from longshore.errors import CacheError
 NO_ROOM, BACKPRESSURE, ORPHAN, WRITE_FAILED = (
     DropReason.NO_ROOM,
     DropReason.BACKPRESSURE,
-    DropReason.ORPHAN,
+    DropReason.NO_PARENT,
     DropReason.WRITE_FAILED,
 )
 
@@ -341,4 +341,4 @@ def test_chunks_of_an_answer_that_a_tier_has_already_are_not_dropped() -> None:
     world.store("abcd", 0, False, prompt=None)
     world.settle_all()
     world.store("abcde", 0, False, prompt=2)
-    assert world.cache.counters.drops[HOST][DropReason.ANSWER] == 1
+    assert world.cache.counters.drops[HOST][DropReason.GENERATED] == 1

@@ -198,7 +198,7 @@ def test_the_write_policy_asks_of_each_chunk() -> None:
     offload = cache.store({0: GroupKeys(path, prompt=4, retention=low)}, {0: range(6)})[0]
     assert list(offload.positions) == [0, 2, 3]
     drops = cache.counters.drops[HOST]
-    assert (drops[DropReason.ANSWER], drops[DropReason.PRIORITY], drops[DropReason.SELDOM]) == (4, 2, 3)
+    assert (drops[DropReason.GENERATED], drops[DropReason.PRIORITY], drops[DropReason.BELOW_THRESHOLD]) == (4, 2, 3)
 
 
 def test_a_priority_outweighs_what_slid() -> None:

@@ -178,7 +178,7 @@ def test_queue_wait_and_size_of_a_transfer_are_observed_by_route() -> None:
     assert watched.value("longshore_transfer_size_bytes_count", route="file->host") == 0
 
 
-@pytest.mark.parametrize("status", [Status.QUEUE_FULL, Status.CANCELLED, Status.AWAY])
+@pytest.mark.parametrize("status", [Status.QUEUE_FULL, Status.CANCELLED, Status.UNAVAILABLE])
 def test_a_transfer_that_moved_nothing_is_not_observed(status: Status) -> None:
     watched = Watched()
     with watched.runtime.control() as cache:

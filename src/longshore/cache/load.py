@@ -193,7 +193,7 @@ class Loader:
 
     def _cut(self, load: Load, tiers: Sequence[int], slots: Sequence[int]) -> None:
         """There is no room for the first of these copies: none of them is loaded."""
-        load.cut = [MissReason.NO_ROOM if tier else MissReason.BEHIND for tier in tiers]
+        load.cut = [MissReason.NO_ROOM if tier else MissReason.AFTER_MISS for tier in tiers]
         for tier in sorted(set(tiers)):
             self._state.end_reads(tier, [slot for slot, other in zip(slots, tiers, strict=True) if other == tier])
 

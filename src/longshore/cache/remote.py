@@ -58,7 +58,7 @@ class RemoteKeys:
         settings, unknown = self._transfers.settings, [key for key in keys if self.has(key) is None]
         new = [key for key in dict.fromkeys(unknown) if key not in self._asked]
         room = max(0, settings.max_probes - len(self._asked))
-        self._transfers.state.counters.probes[self.name][Answer.UNASKED] += len(new) - len(new[:room])
+        self._transfers.state.counters.probes[self.name][Answer.NOT_SENT] += len(new) - len(new[:room])
         if asked := tuple(new[:room]):
             number, deadline = self._transfers.new_id(), self._transfers.now + settings.probe_timeout
             probe = Probe(number, self.name, asked, deadline, self._transfers.generation, settings.ranks)
@@ -156,7 +156,7 @@ class RemoteKeys:
             if asked.answered:
                 self._observe(key, present=present)
                 self.learn(key, present=present)
-            answer = (Answer.PRESENT if present else Answer.ABSENT) if asked.answered else Answer.NONE
+            answer = (Answer.PRESENT if present else Answer.ABSENT) if asked.answered else Answer.NO_ANSWER
             counts[answer] += 1
 
 
@@ -419,7 +419,7 @@ class RemoteTiers:
             for item, status in zip(record.transfer.items, record.statuses, strict=True):
                 if status is Status.OK:
                     tier.arrived(item.key)
-                    self._state.counters.misses[MissReason.BEHIND] += missed and item.parent is not None
+                    self._state.counters.misses[MissReason.AFTER_MISS] += missed and item.parent is not None
                 elif storing:
                     tier.forget(item.key)
                     self._drop(tier, 1, DropReason.WRITE_FAILED)

@@ -156,7 +156,7 @@ class CacheState:
         node = index.get(key)
         if not node:
             return MissReason.ABSENT
-        return MissReason.IN_FLIGHT if index.warmest_ready(node) < 0 else MissReason.BEHIND
+        return MissReason.IN_FLIGHT if index.warmest_ready(node) < 0 else MissReason.AFTER_MISS
 
     def count_misses(self, keys: Sequence[Key], end: int, known: int, remote: int = 0) -> None:
         """Count the misses of a request whose hit ended before `keys[end]`.

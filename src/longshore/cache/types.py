@@ -37,7 +37,7 @@ class MissReason(enum.Enum):
     REMOTE = "remote"  # only a remote tier is known to have it; it was not prefetched
     IN_FLIGHT = "in_flight"  # being written to its first tier
     NO_ROOM = "no_room"  # the host tier had no room to read it into
-    BEHIND = "after_miss"  # in a tier, but behind a chunk that missed
+    AFTER_MISS = "after_miss"  # in a tier, but behind a chunk that missed
     CORRUPT = "corrupt"  # its checksum did not match
     MISMATCH = "mismatch"  # the slot had a valid record of another key, scope or generation
     SHORT = "short"  # its record was shorter than the image
@@ -46,8 +46,8 @@ class MissReason(enum.Enum):
     DEADLINE = "deadline"  # the load timed out, before it began or while it ran
     CANCELLED = "cancelled"  # the request or a reset cancelled the load
     TIER_OFF = "tier_off"  # the tier was closed or disabled
-    AWAY = "unavailable"  # no tier host ran, its disk was stalled, or a store's breaker was open
-    LAPSED = "expired"  # a remote tier did not have it any more
+    UNAVAILABLE = "unavailable"  # no tier host ran, its disk was stalled, or a store's breaker was open
+    EXPIRED = "expired"  # a remote tier did not have it any more
     QUEUE_FULL = "queue_full"  # a bounded queue was full
 
     @classmethod
@@ -61,13 +61,13 @@ class DropReason(enum.Enum):
 
     NO_ROOM = "no_room"  # nothing in the tier can be evicted, or has fewer expected hits
     BACKPRESSURE = "backpressure"  # too many writes are in flight
-    ORPHAN = "no_parent"  # no tier has the chunk before it, and no slot was free
+    NO_PARENT = "no_parent"  # no tier has the chunk before it, and no slot was free
     WRITE_FAILED = "write_failed"  # the copy was attempted and did not succeed
-    SELDOM = "below_threshold"  # offered less often than the threshold of the write policy
-    ANSWER = "generated"  # part of the answer, with the setting `prompt_only`
+    BELOW_THRESHOLD = "below_threshold"  # offered less often than the threshold of the write policy
+    GENERATED = "generated"  # part of the answer, with the setting `prompt_only`
     PRIORITY = "priority"  # of a priority below `priority_floor`
     ADMISSION = "admission"  # fewer expected hits than the chunk to evict for it
-    BUDGET = "rate_limit"  # more bytes per second than the write rule allows
+    RATE_LIMIT = "rate_limit"  # more bytes per second than the write rule allows
     TIER_OFF = "tier_off"  # the tier is disabled or read-only
 
 
@@ -76,8 +76,8 @@ class Answer(enum.Enum):
 
     PRESENT = "present"
     ABSENT = "absent"
-    NONE = "no_answer"  # no answer before the timeout, or not from all ranks
-    UNASKED = "not_sent"  # not asked: too many probes are in flight
+    NO_ANSWER = "no_answer"  # no answer before the timeout, or not from all ranks
+    NOT_SENT = "not_sent"  # not asked: too many probes are in flight
 
 
 UNTOLD = -(1 << 30)

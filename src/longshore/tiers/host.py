@@ -268,5 +268,5 @@ class KeyedMover(TierMover):
 
 def _result_of(probe: Probe, present: tuple[bool, ...] | None) -> ProbeResult:
     if present is None:
-        return ProbeResult(probe.probe, (False,) * len(probe.keys), Status.AWAY)
+        return ProbeResult(probe.probe, (False,) * len(probe.keys), Status.UNAVAILABLE)
     return ProbeResult(probe.probe, present)

@@ -100,10 +100,10 @@ class OffloadingMetrics:
             if not late and not stalled and not (brought and found[first] is Presence.COLDER):
                 return None
             away = self._file is not None and self._file.is_away
-            reason = MissReason.DEADLINE if late else MissReason.AWAY if away else MissReason.NO_ROOM
+            reason = MissReason.DEADLINE if late else MissReason.UNAVAILABLE if away else MissReason.NO_ROOM
         behind = found[first + 1 :]
         absent = behind.count(Presence.ABSENT)
-        reasons = Counter({MissReason.ABSENT: absent, MissReason.BEHIND: len(behind) - absent})
+        reasons = Counter({MissReason.ABSENT: absent, MissReason.AFTER_MISS: len(behind) - absent})
         reasons[reason] += 1
         return reasons
 

@@ -6,7 +6,7 @@
                   arena ═══════ shared memory ═══════════╧     bytes go between socket and arena
 
 Nothing here waits for the store or for the process, but the start and `close`. While the process is dead or silent,
-operations end as `Status.AWAY`, and questions without an answer.
+operations end as `Status.UNAVAILABLE`, and questions without an answer.
 """
 
 from __future__ import annotations

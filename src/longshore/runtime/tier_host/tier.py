@@ -4,7 +4,7 @@
 
     HostedFileTier   files (here)              HostedRemoteTier   a store that replicas share (`store.py`)
 
-When the process dies, its operations end as `Status.AWAY`, but only once it is reaped: until then, its reads may
+When the process dies, its operations end as `Status.UNAVAILABLE`, but only once it is reaped: until then, its reads may
 still write to the arena. Until another process has opened the tier, new operations end as `UNAVAILABLE` at once: misses
 and skipped copies, never a wait. Records in the files remain known to the control plane and are read again later; every
 read is verified, so torn records are detected.
@@ -142,7 +142,7 @@ class HostedTier(Tier):
         ticket = self._new_ticket()
         self._in_flight[ticket] = len(batch)
         if self.is_away or not self._send(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
-            self._end(ticket, Status.AWAY)
+            self._end(ticket, Status.UNAVAILABLE)
         return ticket
 
     def poll(self) -> list[TierResult]:
@@ -245,7 +245,7 @@ class HostedTier(Tier):
             self._is_open = False
             self._past.update(self._failures)
             self._failures = dict.fromkeys(self._failures, 0)
-            self._end_all(Status.AWAY)
+            self._end_all(Status.UNAVAILABLE)
 
     def _new_ticket(self) -> int:
         ticket, self._tickets = self._tickets, self._tickets + 1

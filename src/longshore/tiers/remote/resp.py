@@ -326,7 +326,7 @@ class RespSession:
             return Status.MISMATCH
         length = _number(line, b"$")
         if length == _ABSENT:
-            return Status.LAPSED
+            return Status.EXPIRED
         if length > self._largest:
             raise _broken(f"a value of {length} bytes, the largest image has {self._largest - HEADER_BYTES}")
         if length != HEADER_BYTES + len(image.memory):
