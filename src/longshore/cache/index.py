@@ -200,7 +200,7 @@ class Index(Nodes):
         if not keys:
             return []
         at = self._numbers(len(keys))
-        self._tree.append_firsts(at)
+        self._tree.link_trees(np.zeros_like(at), at)
         column(self.depth)[at] = 0
         for each in range(tier + 1):
             self.reach[each][ROOT] += len(keys)

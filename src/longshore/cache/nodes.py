@@ -114,17 +114,6 @@ class NodeTree:
             self.younger[elder] = head
         self.child[parent] = head
 
-    def append_firsts(self, at: npt.NDArray[np.int32]) -> None:
-        """Add the new nodes `at` as children of the root."""
-        elder, first, last = self.child[_NOBODY], int(at[0]), int(at[-1])
-        column(self.parent)[at] = column(self.child)[at] = _NOBODY
-        column(self.older)[at[:-1]] = at[1:]
-        column(self.younger)[at[1:]] = at[:-1]
-        self.older[last], self.younger[first] = elder, _NOBODY
-        if elder:
-            self.younger[elder] = last
-        self.child[_NOBODY] = first
-
     def link_trees(self, parents: npt.NDArray[np.integer], nodes: npt.NDArray[np.int32]) -> None:
         """Add each new node of `nodes` as a child of its node of `parents`; the first of siblings is the youngest."""
         order = np.argsort(parents, kind="stable")
