@@ -75,7 +75,6 @@ refs = st.builds(
     st.none(),
     st.just(0),
     st.just(""),
-    st.just(1),
 ).filter(lambda ref: ref.page_bytes <= ref.stride)
 
 
