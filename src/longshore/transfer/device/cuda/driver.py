@@ -11,6 +11,8 @@ is invalid, the indices of attributes are as many as the attributes, and no two 
 from __future__ import annotations
 
 import ctypes
+import logging
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -21,6 +23,8 @@ from longshore.errors import DeviceError
 from longshore.layout.model import U64
 from longshore.transfer.device.cuda.arguments import KernelShape
 from longshore.transfer.device.torch_streams import Accelerator
+
+_log = logging.getLogger(__name__)
 
 MOST = 4096
 """Copies in one call: a driver crashed at more than about 50,000."""
@@ -271,6 +275,14 @@ class CudaAccelerator(Accelerator):
     def destroy_stream(self, driver: Driver, stream: torch.Stream) -> None:
         """Destroy a stream of `create_stream`, once no memory allocated on it is in use."""
         driver.destroy_stream(self.handle(stream))
+
+    def destroy_streams(self, driver: Driver, streams: Iterable[torch.Stream]) -> None:
+        """Destroy them all; one that cannot be destroyed is logged."""
+        for stream in streams:
+            try:
+                self.destroy_stream(driver, stream)
+            except DeviceError as error:
+                _log.warning("a CUDA stream of %s could not be destroyed: %s", self.device, error)
 
     def empty_cache(self) -> None:
         """Free unused memory in torch's caches, on the device and pinned."""
