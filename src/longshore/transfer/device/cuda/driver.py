@@ -338,23 +338,13 @@ class CudaAccelerator(Accelerator):
             for move in (kernels.gather, kernels.scatter, kernels.shift):
                 move(none, none, none, shape._replace(chunks=0))
 
-    def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        """`kernels.gather`."""
+    def launch(
+        self, kernel: str, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape
+    ) -> None:
+        """Launch `gather`, `scatter` or `shift` of `kernels`."""
         from longshore.transfer.device.cuda import kernels  # noqa: PLC0415
 
-        kernels.gather(blocks, rows, table, shape)
-
-    def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        """`kernels.scatter`."""
-        from longshore.transfer.device.cuda import kernels  # noqa: PLC0415
-
-        kernels.scatter(blocks, rows, table, shape)
-
-    def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        """`kernels.shift`."""
-        from longshore.transfer.device.cuda import kernels  # noqa: PLC0415
-
-        kernels.shift(blocks, sources, table, shape)
+        getattr(kernels, kernel)(blocks, rows, table, shape)
 
     def wait(self) -> None:
         """Block until what was given to the calling thread's current stream has ended."""

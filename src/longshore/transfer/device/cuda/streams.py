@@ -440,8 +440,7 @@ class CudaStream(Stream):
 
     def _shift(self, batch: CopyBatch, buffer: DescriptorBuffer) -> None:
         orders = [shift_arguments(batch.layout, part, part.sources) for part in batch.parts if part.sources is not None]
-        for order, arguments in zip(orders, self._upload(buffer, orders), strict=True):
-            self._resources.accelerator.shift(*arguments, order.shape)
+        self._launch("shift", zip(orders, self._upload(buffer, orders), strict=True))
 
     def _staged(self, batch: CopyBatch, buffer: DescriptorBuffer, ring: Ring) -> Copy:
         offloads = self._into == HOST
@@ -507,10 +506,11 @@ class CudaStream(Stream):
         return places
 
     def _run(self, kernels: Iterable[tuple[KernelArguments, DeviceArguments]]) -> None:
-        accelerator = self._resources.accelerator
-        move = accelerator.gather if self._into == HOST else accelerator.scatter
-        for order, arguments in kernels:
-            move(*arguments, order.shape)
+        self._launch("gather" if self._into == HOST else "scatter", kernels)
+
+    def _launch(self, kernel: str, orders: Iterable[tuple[KernelArguments, DeviceArguments]]) -> None:
+        for order, arguments in orders:
+            self._resources.accelerator.launch(kernel, *arguments, order.shape)
 
     def _copy_over_link(self, descriptors: Descriptors) -> None:
         self._resources.driver.copy(self._handle(self._link), *descriptors)
