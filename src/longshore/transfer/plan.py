@@ -18,7 +18,7 @@ any other job.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -42,14 +42,6 @@ class CopyPlan(NamedTuple):
     images: I64
     sections: tuple[tuple[int, int], ...]
 
-    def sources(self) -> dict[int, I64]:
-        """For copies inside the device, the source blocks, by pool."""
-        pools: dict[int, list[I64]] = {}
-        for part in self.whole.parts:
-            if part.sources is not None:
-                pools.setdefault(self.whole.layout.pools[part.group], []).append(part.sources.ravel())
-        return {pool: np.concatenate(blocks) for pool, blocks in pools.items()}
-
     @property
     def item_bytes(self) -> I64:
         """int64, shape `(items,)`: bytes that move of each item."""
@@ -59,11 +51,18 @@ class CopyPlan(NamedTuple):
         return item_bytes
 
     def blocks(self) -> dict[int, I64]:
-        """The device blocks that move, by pool."""
+        """The device blocks that move, by pool; of copies inside the device, those that are written."""
+        return self._by_pool((part.group, part.blocks) for part in self.whole.parts)
+
+    def sources(self) -> dict[int, I64]:
+        """For copies inside the device, the source blocks, by pool."""
+        return self._by_pool((part.group, part.sources) for part in self.whole.parts if part.sources is not None)
+
+    def _by_pool(self, blocks: Iterable[tuple[int, I64]]) -> dict[int, I64]:
         pools: dict[int, list[I64]] = {}
-        for part in self.whole.parts:
-            pools.setdefault(self.whole.layout.pools[part.group], []).append(part.blocks.ravel())
-        return {pool: np.concatenate(blocks) for pool, blocks in pools.items()}
+        for group, some in blocks:
+            pools.setdefault(self.whole.layout.pools[group], []).append(some.ravel())
+        return {pool: np.concatenate(found) for pool, found in pools.items()}
 
 
 def plan_copy(
