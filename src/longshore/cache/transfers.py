@@ -330,7 +330,6 @@ class Transfers:
         self.waits = Waits()
         self.now = 0.0
         self._last_id = 0
-        self._valid = (1 << settings.blocks_per_chunk) - 1
         self.writing: dict[int | str, int] = dict.fromkeys(range(len(state.levels)), 0)
         """Chunks being written to each tier from a warmer one; remote tiers by name."""
         self.offloaded: list[Key] | None = None
@@ -412,7 +411,7 @@ class Transfers:
         transfer = Transfer(
             job=job,
             route=Route(DEVICE, DEVICE),
-            items=tuple(Item(b"", None, source, None, 1) for source in sources),
+            items=tuple(Item(b"", None, source, None) for source in sources),
             sections=(Section(group, 0, tuple(blocks)),),
             by_layer=True,
             tokens=tokens,
@@ -512,12 +511,12 @@ class Transfers:
         sides = [side for side in (source, destination) if side is not None]
         state = self.state
         if all(state.is_of_one_pool(*side) for side in sides):
-            return Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination), self._valid)
+            return Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination))
         begins, ends = (
             [None] * len(keys) if side is None else self.state.addresses(*side) for side in (source, destination)
         )
         rows = zip(keys, parents, begins, ends, strict=True)
-        return tuple(Item(key, above, begin, end, self._valid) for key, above, begin, end in rows)
+        return tuple(map(Item._make, rows))
 
     def _name(self, tier: int | None, elsewhere: str = "") -> str:
         return elsewhere or DEVICE if tier is None else self.state.levels[tier].name

@@ -349,17 +349,10 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         return Transfer(
             job=part.spec.job,
             route=Route(DEVICE, HOST) if is_store else Route(HOST, DEVICE),
-            items=tuple(
-                Item(b"", None, None, slot, self._all) if is_store else Item(b"", None, slot, None, self._all)
-                for slot in slots
-            ),
+            items=tuple(Item(b"", None, None, slot) if is_store else Item(b"", None, slot, None) for slot in slots),
             sections=tuple(sections),
             urgency=Urgency.WRITE if is_store else Urgency.DEMAND,
         )
-
-    @property
-    def _all(self) -> int:
-        return (1 << self._per_chunk) - 1
 
     def _stored(self, part: _PartUnderWay, result: TransferResult) -> None:
         items = cast(Transfer, part.transfer).items
