@@ -29,7 +29,7 @@ from longshore.checksums import checksum
 from longshore.errors import FormatError, PlanError, TierError, TierInUseError
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import COPIES, LOCK, RESET, SEGMENT, SUPERBLOCK, Directory, Superblocks
-from longshore.tiers.file.format import ENTRY, Entries, Superblock, fits_geometry, pack_entry
+from longshore.tiers.file.format import Entries, Superblock, fits_geometry
 from longshore.tiers.file.index import RecordIndex, index_files
 from longshore.tiers.file.io import read_into, write_all
 from longshore.tiers.file.recovery import drop_former_sizes, load, places
@@ -162,8 +162,7 @@ class Fsck:
             self.superblocks.write(self.superblock)
         entries = self._entries
         if entries is None:
-            in_order = sorted(whole, key=lambda header: header.sequence)
-            entries = np.frombuffer(b"".join(pack_entry(header, 0) for header in in_order), ENTRY)
+            entries = fmt.entries_of(sorted(whole, key=lambda header: header.sequence))
         elif not damaged:
             return
         self._empty([(slot, pool) for slot, pool, *_ in damaged])
@@ -432,8 +431,7 @@ def inspect(fsck: Fsck, headers: Iterable[Finding], now: float) -> Inspection:
 
 def _from_headers(headers: Iterable[Finding]) -> Entries:
     counted = (Condition.WHOLE, Condition.STALE)
-    whole = [each.header for each in headers if each.header is not None and each.condition in counted]
-    return np.frombuffer(b"".join(pack_entry(header, 0) for header in whole), ENTRY)
+    return fmt.entries_of(each.header for each in headers if each.header is not None and each.condition in counted)
 
 
 def _sizes(entries: Entries, superblock: Superblock) -> tuple[SizeUsage, ...]:
