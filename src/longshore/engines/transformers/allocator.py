@@ -1,6 +1,6 @@
 """The device cache of continuous batching, with tiers below it.
 
-    expect                 what files and stores have of requests that wait is read into host memory
+    prefetch_waiting       what files and stores have of requests that wait is read into host memory
     match_prefix_blocks    blocks that the device lacks come up from the tiers, within a deadline
     mark_complete_blocks   complete blocks are committed
     evict_cached_blocks    blocks about to be evicted are committed again; none is reused while a job reads it
@@ -201,11 +201,11 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self.pool.free_blocks(self.index, self.ledger.drop_cached_blocks())
 
     @property
-    def holds_back(self) -> bool:
+    def delays_requests(self) -> bool:
         """Whether requests do not begin before their prefetch is over, by the setting `prefetch`."""
         return self._ahead is not None and self._ahead.waits
 
-    def expect(self, waiting: Iterable[tuple[str, list[int]]]) -> set[str]:
+    def prefetch_waiting(self, waiting: Iterable[tuple[str, list[int]]]) -> set[str]:
         """Requests wait, these, in this order, by name and prompt: prefetch for them, from files into host memory.
 
         Returns the names of those that are not to begin yet, if requests are held back.
@@ -214,7 +214,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             return set()
         return self._fetch(self._stack, self._ahead, waiting)
 
-    def expect_none(self) -> None:
+    def loop_ended(self) -> None:
         """The engine's loop has ended, and with it all requests."""
         self._stop_waiting(self._lookups.values())
         self._lookups.clear()
