@@ -544,7 +544,6 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @property
     def _is_serving(self) -> bool:
-        """Whether any request has not finished."""
         return any(not request.finished for request in self._requests.values())
 
     def _is_over(self, ticket: Ticket, is_store: bool, cache: TieredCache) -> bool:

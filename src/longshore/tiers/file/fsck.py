@@ -269,7 +269,6 @@ class Fsck:
         return [look(slot, pool) for slot in self.slabs.slots_of(slab, pool)]
 
     def _header(self, slot: int, pool: int) -> Finding:
-        """Check the header of `slot`."""
         staging, free = self._staging(), self._listed is not None and slot not in self._listed
         try:
             if read_into(self._io, self._fd, staging.header, self.slabs.offset(pool, slot)) < PAGE:
@@ -300,7 +299,6 @@ class Fsck:
         return place == self.slabs.offset(pool, slot) and header.length <= self.slabs.image_bytes[header.pool] - PAGE
 
     def _record(self, slot: int, pool: int) -> Finding:
-        """Check header and image of `slot`."""
         found = self._header(slot, pool)
         if found.header is None or found.condition is not Condition.WHOLE:
             return found
@@ -316,7 +314,6 @@ class Fsck:
         return found
 
     def _staging(self) -> Staging:
-        """Staging memory of the calling thread."""
         staging: Staging | None = getattr(self._stagings, "staging", None)
         if staging is None:
             staging = self._stagings.staging = make_staging(self.superblock.image_bytes[-1])

@@ -39,11 +39,11 @@ class DeviceEvent(Protocol):
         """Block the calling thread until everything before this point has ended."""
 
 
-class InOnePiece(Protocol):
-    """Which host memory is registered; `longshore.tiers.arena.Arena.in_one_piece` is an implementation."""
+InOnePiece = Callable[[npt.ArrayLike, npt.ArrayLike], npt.NDArray[np.bool_]]
+"""Whether each `[offset, offset + length)` lies within one piece of host memory that is registered with the device.
 
-    def __call__(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike, /) -> npt.NDArray[np.bool_]:
-        """Whether each `[offset, offset + length)` lies within one piece that is registered with the device."""
+`longshore.tiers.arena.Arena.in_one_piece` is one.
+"""
 
 
 class ImageMemory(Protocol):
