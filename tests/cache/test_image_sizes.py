@@ -206,7 +206,7 @@ def test_a_slab_that_jobs_read_or_write_stays() -> None:
     assert world.store(LARGE, "x").job is not None
 
 
-def test_what_is_behind_a_chunk_goes_with_its_slab_tails_first() -> None:
+def test_chunks_behind_one_go_with_its_slab_tails_first() -> None:
     world = Bytes(host=3, events=100)
     world.store(SMALL, "abcdefg")  # heads in slab 0, the tail in slab 1
     world.store(LARGE, "x")
@@ -220,7 +220,7 @@ def test_what_is_behind_a_chunk_goes_with_its_slab_tails_first() -> None:
     assert gone == path(SMALL, "abcdefg")[::-1]
 
 
-def test_a_size_that_has_nothing_to_give_takes_a_younger_slab() -> None:
+def test_size_with_nothing_to_give_takes_a_younger_slab() -> None:
     world = Bytes(host=2)
     world.store(LARGE, "x")
     world.settle()
@@ -250,7 +250,7 @@ def test_backups_and_loads_stay_in_their_pools() -> None:
     assert world.checked >= 18
 
 
-def test_groups_and_paths_of_the_wrong_size_are_refused_before_anything_changes() -> None:
+def test_groups_and_paths_of_wrong_size_are_refused_unchanged() -> None:
     world = Bytes(host=3)
     world.store(SMALL, "ab")
     world.settle()
@@ -279,7 +279,7 @@ def test_tiers_have_the_same_pools() -> None:
             TieredCache(specs, CacheSettings(pools=pools))
 
 
-def test_what_a_slab_had_before_it_changed_its_size_is_not_adopted() -> None:
+def test_chunks_of_a_slab_before_its_resize_are_not_adopted() -> None:
     world = Bytes(host=2, file=2)
     (a, b), (x,) = path(SMALL, "ab"), path(LARGE, "x")
     found = [(0, a, None, SMALL), (5, b, a, SMALL), (0, x, None, LARGE)]
@@ -413,7 +413,7 @@ def test_a_fetch_behind_a_chunk_of_another_size_is_refused() -> None:
     assert state_of(cache) == before
 
 
-def test_a_quarter_is_kept_safe_of_images_of_the_largest_size_too() -> None:
+def test_quarter_is_protected_also_among_the_largest_images() -> None:
     bytes_ = Bytes(8, 64, backup=WritePolicy.BACK)
     for each in "abcdefgh":
         bytes_.store(LARGE, each)

@@ -135,7 +135,7 @@ def test_recovery_beside_a_warmer_tier_with_same_chunks_or_descendants(
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), policy=st.sampled_from(sorted(POLICIES)))
-def test_images_of_several_sizes_are_taken_in_each_into_its_order(data: st.DataObject, policy: str) -> None:
+def test_images_of_several_sizes_each_keep_their_order(data: st.DataObject, policy: str) -> None:
     found = []
     free = {SMALL: list(range(0, 20 * 4)), LARGE: list(range(20 * 4, 40 * 4, 4))}
     for copy in data.draw(lists_found(20)):
@@ -159,7 +159,7 @@ def test_images_of_several_sizes_are_taken_in_each_into_its_order(data: st.DataO
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("length", [1, 100, 5000], ids=["alone", "prompts", "one path"])
-def test_many_chunks_go_in_the_order_in_which_they_were_found(policy: str, length: int) -> None:
+def test_many_chunks_are_evicted_in_the_order_found(policy: str, length: int) -> None:
     count = 5000
     keys: list[Key] = [b"%032d" % (each * 7919 % count) for each in range(count)]
     parents = [None if each % length == 0 else keys[each - 1] for each in range(count)]
@@ -173,7 +173,7 @@ def test_many_chunks_go_in_the_order_in_which_they_were_found(policy: str, lengt
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_what_was_found_has_no_advantage_over_what_comes_after_it(policy: str) -> None:
+def test_recovered_chunk_has_no_advantage_over_later_ones(policy: str) -> None:
     cache = TieredCache([TierSpec(HOST, 4, 4096, POLICIES[policy])], CacheSettings())
     cache.adopt(HOST, [Copy(slot, path).found for slot, path in enumerate("ab")])
     for path in "cdef":
@@ -197,7 +197,7 @@ def test_what_was_found_has_no_advantage_over_what_comes_after_it(policy: str) -
     ],
     ids=["key twice", "no key", "list", "no parent", "number", "text", "fraction", "huge", "no pool"],
 )
-def test_what_is_no_chunk_is_refused_and_nothing_is_taken_in(bad: list[tuple[Any, Any, Any, Any]]) -> None:
+def test_invalid_chunk_is_refused_and_nothing_is_taken_in(bad: list[tuple[Any, Any, Any, Any]]) -> None:
     cache = TieredCache([TierSpec(name, 4, policy=POLICIES["lru"]) for name in (HOST, FILE)], CacheSettings())
     before = state_of(cache)
     with pytest.raises(CacheError):

@@ -48,7 +48,7 @@ def test_missing_chunks_are_probed_and_longest_common_prefix_fetched() -> None:
     cache.check_integrity()
 
 
-def test_what_only_the_store_has_is_a_miss_of_its_own_reason() -> None:
+def test_chunk_only_in_the_store_has_its_own_reason() -> None:
     cache = remote()
     cache.lookup(BOTH, 0.0)
     answered(cache, [FULLS[0], WINDOWS[7]])
@@ -68,7 +68,7 @@ def test_a_window_that_the_store_lacks_keeps_the_prefix_short() -> None:
     assert [item.key for each in transfers for item in each.items] == [*FULLS[:2], *WINDOWS[1:4]]
 
 
-def test_what_is_fetched_takes_no_room_from_what_the_same_prefix_needs() -> None:
+def test_fetch_takes_no_room_that_its_own_prefix_needs() -> None:
     cache = remote(slots=6)
     store(cache, 1, WINDOWS[:6], first=3)  # what is needed after 12 tokens
     store(cache, 0, keys_of(0, 3, "new"))  # and what was used later

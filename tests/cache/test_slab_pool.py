@@ -186,7 +186,7 @@ def test_a_slab_that_is_empty_goes_to_whoever_needs_one() -> None:
     assert pool.room(SMALL) == 0
 
 
-def test_the_slab_that_was_not_used_for_longest_is_named_first() -> None:
+def test_least_recently_used_slab_is_named_first() -> None:
     pool = SlabPool(Slabs(12, (3, 12), 4))
     a, b = pool.allocate(4, SMALL), pool.allocate(4, SMALL)
     pool.allocate(1, LARGE)

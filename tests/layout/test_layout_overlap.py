@@ -28,7 +28,7 @@ def test_pages_of_one_group_must_not_overlap() -> None:
         build([PageRef(0, 0, 16, 8), PageRef(0, 0, 16, 8)])
 
 
-def test_a_page_may_not_reach_into_the_next_block_of_another() -> None:
+def test_page_may_not_reach_into_anothers_next_block() -> None:
     build([PageRef(0, 0, 16, 8), PageRef(0, 24, 16, 8)])
     with pytest.raises(LayoutError, match="pages overlap"):
         build([PageRef(0, 0, 16, 8), PageRef(0, 25, 16, 8)])
@@ -75,6 +75,7 @@ refs = st.builds(
     st.none(),
     st.just(0),
     st.just(""),
+    st.just(1),
 ).filter(lambda ref: ref.page_bytes <= ref.stride)
 
 

@@ -379,7 +379,7 @@ def test_urgent_jobs_get_the_ring_first(machine: Machine, monkeypatch: pytest.Mo
     assert begun == [2, 3, 2, 2]
 
 
-def test_what_has_not_begun_can_be_cancelled_and_can_be_late(machine: Machine) -> None:
+def test_unstarted_transfers_can_be_cancelled_and_late(machine: Machine) -> None:
     machine.mover.submit(machine.transfer(1, WRITE, range(CHUNKS)))
     machine.mover.cancel(1)
     statuses = machine.wait(1).statuses

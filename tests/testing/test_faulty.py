@@ -179,7 +179,7 @@ def test_a_refused_batch_uses_up_no_faults(harness_of: HarnessOf) -> None:
     assert harness.run(harness.op(Op.WRITE, 0, 0)) == (Status.IO_ERROR,)
 
 
-def test_a_plan_is_the_same_every_time_and_differs_by_seed() -> None:
+def test_fault_plan_repeats_and_differs_by_seed() -> None:
     def struck(seed: int) -> list[int]:
         plan = FaultPlan((Rule(Op.READ, Fault.FAIL, 0.2),), seed)
         return [number for number in range(1, 2001) if plan.rule(Op.READ, number)]

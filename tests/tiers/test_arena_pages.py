@@ -112,7 +112,7 @@ def test_huge_pages_are_asked_for_before_the_first_touch() -> None:
     arena.close()
 
 
-def test_huge_pages_that_are_not_wanted_are_refused_and_not_missed() -> None:
+def test_unwanted_huge_pages_are_refused_and_not_missed() -> None:
     advice = Advice(mmap.MADV_NOHUGEPAGE)
     arena = Arena(5 * MIB, ArenaSettings(huge_pages=False), system=System(madvise=advice))
     assert [kind for _, _, kind in advice.calls] == [mmap.MADV_NOHUGEPAGE, MADV_POPULATE_WRITE]

@@ -73,7 +73,7 @@ class TestCapacity:
         harness.reopen()
         harness.assert_serves(0, 0)
 
-    def test_a_disk_that_fills_up_while_allocating_gives_back_what_it_took(
+    def test_disk_that_fills_while_allocating_regains_its_space(
         self, opener: Opener, harness: TierHarness, directory: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         harness.store(0, 0)
@@ -138,7 +138,7 @@ class TestRestart:
         assert harness.tier.recover() == []
         assert harness.load(SLOTS - 1, 0)[0] is Status.MISMATCH
 
-    def test_images_of_another_size_start_empty_in_a_generation_of_their_own(
+    def test_images_of_another_size_start_an_empty_generation(
         self, harness: TierHarness, opener: Opener, caplog: pytest.LogCaptureFixture
     ) -> None:
         harness.tier.forget(5)
@@ -220,7 +220,7 @@ class TestRestart:
         assert tier.generation == 1
         assert tier.recover() == [StoredChunk(1, key(1), None)]
 
-    def test_a_late_write_of_a_forgotten_generation_does_not_reach_the_disk(self, harness: TierHarness) -> None:
+    def test_late_write_of_a_forgotten_generation_is_dropped(self, harness: TierHarness) -> None:
         harness.tier.forget(1)
         harness.store(0, 0)
         assert harness.run(harness.op(Op.WRITE, 0, 1, generation=0)) == (Status.CANCELLED,)

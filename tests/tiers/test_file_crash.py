@@ -200,7 +200,7 @@ def test_crash_states_of_slab_change_before_checkpoint_are_correct() -> None:
 
 
 @pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1), (2, 0)])
-def test_every_crash_state_of_a_slab_change_serves_no_wrong_byte(first: int, then: int) -> None:
+def test_every_crash_state_of_a_slab_change_is_right(first: int, then: int) -> None:
     """Of the machine's crashes, too: a record of either size may be torn by one of the other."""
     story = handed_over(first, then, safe=True)
     distinct = Distinct()
@@ -235,7 +235,7 @@ def test_without_checksums_some_of_these_states_serve_wrong_bytes() -> None:
     assert wrong > 10
 
 
-def test_without_invalidations_a_killed_process_leaves_entries_of_what_it_was_overwriting(
+def test_killed_process_without_invalidations_leaves_overwritten_entries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(RecordIndex, "invalidate", lambda self, places: None)

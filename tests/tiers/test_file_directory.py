@@ -36,7 +36,7 @@ class TestOwnership:
             opener()
 
     @pytest.mark.parametrize("mode", [0o755, 0o750, 0o711])
-    def test_a_directory_that_others_can_look_into_is_made_ours_alone(
+    def test_directory_open_to_others_is_made_private(
         self, opener: Opener, directory: Path, mode: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         directory.mkdir()

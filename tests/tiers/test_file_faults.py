@@ -157,7 +157,7 @@ def test_an_unexpected_error_is_logged_and_ends_one_operation(
     harness.assert_serves(0, 0)
 
 
-def test_what_the_system_says_when_it_takes_a_descriptor_back_stops_nothing(
+def test_error_of_closing_a_descriptor_stops_nothing(
     opener: Callable[..., FileTier], directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each descriptor of a tier, from its opening to its end, the last checkpoint's included."""

@@ -172,7 +172,7 @@ def test_a_sealed_superblock_with_a_wrong_field_is_refused(offset: int, new: byt
         parse_superblock(sealed(changed(GOLDEN_SUPERBLOCK, offset, new)))
 
 
-def test_another_version_is_named_even_when_its_checksum_means_nothing_to_us() -> None:
+def test_another_version_is_named_despite_its_unknown_checksum() -> None:
     with pytest.raises(FormatError, match="format version 4, got 9"):
         parse_superblock(changed(GOLDEN_SUPERBLOCK, 8, b"\x09"))
 

@@ -168,7 +168,7 @@ class TestWhatALaterProcessIsToldOf:
 class TestDamage:
     @pytest.mark.parametrize("damaged", [("index.0", "index.1"), ("journal.0", "journal.1")])
     @pytest.mark.parametrize("how", ["removed", "zeroed", "noise", "cut"])
-    def test_without_an_index_that_can_be_used_every_header_is_read(
+    def test_every_header_is_read_without_a_usable_index(
         self, harness: TierHarness, directory: Path, damaged: tuple[str, ...], how: str
     ) -> None:
         for slot in range(SLOTS):
@@ -182,9 +182,7 @@ class TestDamage:
         assert found(harness.tier) == {slot: key(slot) for slot in range(SLOTS)}  # type: ignore[arg-type]
         harness.assert_serves(3, 3)
 
-    def test_one_damaged_checkpoint_is_replaced_by_the_other_or_by_reading_headers(
-        self, harness: TierHarness, directory: Path
-    ) -> None:
+    def test_damaged_checkpoint_is_replaced_by_another_or_headers(self, harness: TierHarness, directory: Path) -> None:
         for name in ("index.0", "index.1"):
             harness.store(0, 0)
             harness.tier.checkpoint()  # type: ignore[attr-defined]

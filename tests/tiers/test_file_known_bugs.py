@@ -26,7 +26,7 @@ STRIDE = PAGE + IMAGE
 
 
 @pytest.mark.parametrize("left", [0, PAGE, PAGE + 512, STRIDE - 1])
-def test_trap_35_a_record_that_is_cut_short_is_a_miss(harness: TierHarness, directory: Path, left: int) -> None:
+def test_trap_35_truncated_record_is_a_miss(harness: TierHarness, directory: Path, left: int) -> None:
     harness.store(SLOTS - 1, 0)
     os.truncate(directory / "segment", (SLOTS - 1) * STRIDE + left)
     assert harness.load(SLOTS - 1, 0)[0] is Status.SHORT
@@ -35,9 +35,7 @@ def test_trap_35_a_record_that_is_cut_short_is_a_miss(harness: TierHarness, dire
     harness.assert_misses(SLOTS - 1, 0)
 
 
-def test_trap_35_record_of_another_run_in_the_slot_is_a_miss(
-    harness: TierHarness, opener: Callable[..., FileTier]
-) -> None:
+def test_trap_35_record_of_another_run_is_a_miss(harness: TierHarness, opener: Callable[..., FileTier]) -> None:
     """The slot and the key are the same; the model behind them, which the scope stands for, is not."""
     harness.store(0, 0)
     harness.tier.close()
@@ -45,7 +43,7 @@ def test_trap_35_record_of_another_run_in_the_slot_is_a_miss(
     harness.assert_misses(0, 0)
 
 
-def test_trap_36_tier_does_not_grow_and_counts_records_after_restart(harness: TierHarness, directory: Path) -> None:
+def test_trap_36_tier_does_not_grow_and_restart_counts_records(harness: TierHarness, directory: Path) -> None:
     for turn in range(5):
         for slot in range(SLOTS):
             harness.store(slot, 100 * turn + slot)
@@ -57,7 +55,7 @@ def test_trap_36_tier_does_not_grow_and_counts_records_after_restart(harness: Ti
     assert cache.stats()[1].used_bytes == SLOTS * STRIDE
 
 
-def test_trap_38_a_disk_that_hangs_costs_no_more_than_the_deadline(harness_of: Callable[..., TierHarness]) -> None:
+def test_trap_38_hung_disk_costs_no_more_than_deadline(harness_of: Callable[..., TierHarness]) -> None:
     class Hanging(PlainIo):
         hanging = threading.Event()
         entered = threading.Event()
@@ -101,9 +99,7 @@ def test_trap_39_sixteen_reads_are_in_the_disk_at_once(harness_of: Callable[...,
 
 
 @pytest.mark.parametrize("batches", [1, 16])
-def test_trap_39_sixteen_reads_are_in_the_systems_queue_at_once(
-    harness_of: Callable[..., TierHarness], batches: int
-) -> None:
+def test_trap_39_sixteen_reads_are_queued_at_once(harness_of: Callable[..., TierHarness], batches: int) -> None:
     """Of one thread, where it has the system's queue in place of others, of which none ends before all have begun."""
 
     class Withholding(SystemIo):
@@ -151,7 +147,7 @@ def test_trap_39_sixteen_reads_are_in_the_systems_queue_at_once(
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "eval", "exec", "allow_pickle"}
 
 
-def test_trap_40_nothing_below_the_device_unpickles_or_evaluates_what_it_reads() -> None:
+def test_trap_40_nothing_read_is_unpickled_or_evaluated() -> None:
     sources = sorted(Path(longshore.tiers.__file__).parent.rglob("*.py"))
     assert len(sources) > 10
     for path in sources:

@@ -19,7 +19,7 @@ def test_slots_lie_one_after_the_other(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("slot", [-1, 3])
-def test_a_slot_that_does_not_exist_has_no_offset(arena: Arena, slot: int) -> None:
+def test_missing_slot_has_no_offset(arena: Arena, slot: int) -> None:
     with pytest.raises(PlanError, match=rf"got {slot}$"):
         HostTier(arena, Slabs.of_one_size(PAGE, 3)).offset(0, slot)
 
@@ -31,6 +31,6 @@ def test_impossible_geometry_is_refused(arena: Arena, slots: int, image_bytes: i
 
 
 @pytest.mark.parametrize(("pool", "slot"), [(1, 1), (2, 0), (-1, 0), (0, 4)])
-def test_a_slot_that_its_pool_does_not_have_has_no_offset(arena: Arena, pool: int, slot: int) -> None:
+def test_slot_missing_in_its_pool_has_no_offset(arena: Arena, pool: int, slot: int) -> None:
     with pytest.raises(PlanError, match=r"expected a pool in \[0, 2\)|pool \d has slots"):
         HostTier(arena, Slabs(2 * PAGE, (PAGE, 2 * PAGE), 2)).offset(pool, slot)

@@ -82,7 +82,7 @@ def test_a_slow_store_is_left_alone_by_the_gate() -> None:
 
 
 @pytest.mark.parametrize("family", ["chats", "mixed"])
-def test_a_store_that_has_lost_chunks_is_sent_fewer_for_as_many_hits(family: str) -> None:
+def test_store_that_lost_chunks_gets_fewer_for_equal_hits(family: str) -> None:
     requests = list(synthesize(family, requests=600, seed=3))
     unique = len({block for request in requests for block in request.hash_ids})
 
@@ -136,7 +136,7 @@ def test_the_store_keeps_what_was_used_last() -> None:
     assert (len(store), store.evictions) == (2, 1)
 
 
-def test_a_probe_of_the_store_is_a_use_as_in_valkey() -> None:
+def test_probe_of_the_store_is_a_use() -> None:
     store = RemoteStore(2)
     store.write([b"a", b"b"])
     store.probe([b"a"])

@@ -52,7 +52,7 @@ def test_without_a_store_the_other_replicas_are_the_loss() -> None:
     assert replay.tally.hits == {HOST: 24}
 
 
-def test_what_came_from_the_store_and_was_evicted_is_told_so() -> None:
+def test_evictions_of_what_the_store_sent_are_reported() -> None:
     prompt, others = list(range(8)), [list(range(100 * i, 100 * i + 8)) for i in range(1, 6)]
     asked = [prompt, prompt, *others, prompt]
     replay = serve([ask(20.0 * i, each) for i, each in enumerate(asked)], 2, host=12, remote=12)

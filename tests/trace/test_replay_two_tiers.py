@@ -36,7 +36,7 @@ def test_two_tiers_find_what_one_of_their_size_does(family: str) -> None:
     assert tiers.hits["host"] > 0 < tiers.hits["file"]
 
 
-def test_a_path_longer_than_host_memory_is_loaded_and_stored_in_parts() -> None:
+def test_path_longer_than_host_memory_moves_in_parts() -> None:
     tiers = CacheReplay(Gittins, 8, 64)
     assert [tiers.serve(range(40)), tiers.serve(range(40))] == [0, 40]
     assert tiers.moved["host->file"] >= 32
@@ -55,6 +55,6 @@ def test_blocks_for_which_host_memory_has_no_slot_are_computed() -> None:
 
 @pytest.mark.parametrize("name", ["mooncake_conversation", "agent_a", "agent_sparse"])
 @pytest.mark.skipif(not TRACES.is_dir(), reason="no recorded traces beside the clone")
-def test_two_tiers_find_what_one_of_their_size_does_on_recorded_traces(name: str) -> None:
+def test_two_tiers_find_as_much_on_recorded_traces(name: str) -> None:
     two, one, _ = ratios([request.hash_ids for request in read_mooncake(TRACES / f"{name}.jsonl")])
     assert two >= one - 0.01

@@ -112,7 +112,7 @@ def test_after_a_drain_nothing_is_in_flight(way: Way | None, into: str) -> None:
 
 @pytest.mark.parametrize("into", [HOST, DEVICE])
 @pytest.mark.parametrize("way", WAYS)
-def test_copies_are_in_flight_together_and_each_says_when_it_has_passed(way: Way, into: str) -> None:
+def test_copies_in_flight_together_each_say_their_end(way: Way, into: str) -> None:
     """Nobody waits to give a stream as many copies as it takes."""
     pools = Pools(flat(8, 4096), slots=8)
     gpu = StandIn(Always(way))
@@ -128,7 +128,7 @@ def test_copies_are_in_flight_together_and_each_says_when_it_has_passed(way: Way
     assert all(copy.finish() >= 0 for copy in copies)
 
 
-def test_bounced_copies_come_after_all_and_before_all_on_both_streams() -> None:
+def test_bounced_copies_are_ordered_on_both_streams() -> None:
     pools = Pools(flat(8, 4096), slots=8)
     gpu = StandIn(Always(Way.DIRECT), mood="eager", in_one_piece=None)
     lane = gpu.lane(pools.layout, HOST)
@@ -183,7 +183,7 @@ def test_an_onboard_waits_for_compute_that_still_reads(way: Way, mood: str | int
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mood", MOODS)
-def test_pages_may_be_written_again_once_an_offload_has_reached_its_point(way: Way, mood: str | int) -> None:
+def test_pages_are_reusable_once_an_offload_passed_its_point(way: Way, mood: str | int) -> None:
     pools = Pools(flat(64, 4096), slots=64)
     gpu = StandIn(Always(way), mood=mood, staging_bytes=1 << 16)
     lane = gpu.lane(pools.layout, HOST)

@@ -153,7 +153,7 @@ def test_copies_inside_the_device_do_not_ask_for_host_memory() -> None:
     np.testing.assert_array_equal(pools.device_bytes(), expected)
 
 
-def test_stages_for_host_memory_that_nobody_spoke_for_are_taken_at_start() -> None:
+def test_stages_for_unregistered_host_memory_are_taken_at_start() -> None:
     pools = Pools(flat(8), slots=8)
     gpu = StandIn(Always(Way.DIRECT), mood="eager", in_one_piece=None)
     lane = gpu.lane(pools.layout, HOST)
@@ -262,7 +262,7 @@ def test_more_orders_than_was_taken_room_for_are_counted() -> None:
     assert gpu.device.fallbacks() == {"longer_slip": 1}
 
 
-def test_kernels_do_not_touch_host_memory_where_its_addresses_do_not_serve() -> None:
+def test_kernels_leave_host_memory_of_useless_addresses_alone() -> None:
     world = World()
     library = StandInLibrary(world)
     library.host_pointers_serve = 0
@@ -440,7 +440,7 @@ def test_a_slip_keeps_descriptors_until_it_is_used_again() -> None:
     assert gone() is None
 
 
-def test_the_thread_of_a_lane_ends_no_capture_of_a_graph() -> None:
+def test_lane_thread_ends_no_capture_of_a_graph() -> None:
     gpu = StandIn(Always(Way.DIRECT))
     engine = TransferEngine(flat(4), gpu.device, Pools(flat(4), slots=4).host)
     try:

@@ -233,7 +233,7 @@ def test_trap_5_files_keep_stream_order(script: Callable[[GdsTale], None]) -> No
 
 
 @pytest.mark.parametrize("script", [two_through_a_ring_of_one, load_after_load_through_a_ring_of_one])
-def test_a_place_in_the_ring_has_one_user_at_a_time(script: Callable[[GdsTale], None]) -> None:
+def test_ring_place_has_one_user_at_a_time(script: Callable[[GdsTale], None]) -> None:
     explore(gds(script, images=1))
 
 

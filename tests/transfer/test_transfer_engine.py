@@ -420,7 +420,7 @@ def test_end_step_waits_for_submission_not_for_completion() -> None:
     rig.engine.close()
 
 
-def test_without_end_step_only_the_latest_layer_wise_jobs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_latest_layer_wise_jobs_are_kept_without_end_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerWiseJobs, "MOST", 3)
     rig = Rig()
     for job in range(6):

@@ -139,7 +139,7 @@ def test_copies_wait_for_the_compute_scheduled_so_far(route: Route) -> None:
     rig.model.check(rig.pools)
 
 
-def test_copies_of_a_step_do_not_wait_for_its_own_compute() -> None:
+def test_copies_do_not_wait_for_their_steps_own_compute() -> None:
     rig = Rig()
     compute = Compute()
     compute.start().done()
@@ -208,7 +208,7 @@ def test_compute_waits_for_the_copies_submitted_so_far(route: Route) -> None:
     rig.finish(1, 2)
 
 
-def test_end_step_does_not_hang_on_jobs_that_fail_or_are_cancelled() -> None:
+def test_end_step_survives_failed_and_cancelled_jobs() -> None:
     rig = Rig()
 
     def fail(step: str, batch: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from typing import Any
@@ -15,7 +16,7 @@ from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sect
 
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError, PlanError
-from longshore.layout import KVGroup, KVLayout, PageRef, from_rows
+from longshore.layout import KVGroup, KVLayout, PageRef, from_axes, from_rows
 from longshore.transfer.device.base import copy_pieces
 from longshore.transfer.pieces import PieceBuilder, Pieces, merge
 from longshore.transfer.plan import plan_copy
@@ -119,7 +120,7 @@ def test_runs_that_are_adjacent_on_both_sides_are_one_copy() -> None:
     assert [int(size) // 4096 for size in apart.size] == [1, 1, 1]
 
 
-def test_a_row_that_holds_all_pages_of_a_block_is_one_copy() -> None:
+def test_row_of_all_a_blocks_pages_is_one_copy() -> None:
     rows = torch.zeros(10, 12 * 40, dtype=torch.uint8)
     pools = Pools(from_rows(rows, pages_per_block=12, block_size=4), slots=4)
     made = make_plan(pools, [Section(0, 0, (7, 2))], [0, 3], DEVICE)
@@ -162,7 +163,7 @@ def test_nothing_that_is_adjacent_is_left_apart(data: st.DataObject) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.data())
-def test_a_batch_is_cut_into_shorter_ones_that_move_the_same_bytes(data: st.DataObject) -> None:
+def test_cut_batches_move_the_same_bytes(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     parts = data.draw(sections(layout))
     items = chunks_of(layout, parts)
@@ -219,7 +220,7 @@ def test_a_plan_leaves_the_settings_of_numpy_alone() -> None:
         np.setbufsize(before)
 
 
-def test_a_run_goes_on_from_a_partial_chunk_into_whole_ones() -> None:
+def test_run_continues_from_a_partial_chunk_into_whole_ones() -> None:
     pools = Pools(flat(64, 4096, refs=1, blocks_per_chunk=2), slots=8)
     made = make_plan(pools, [Section(0, 1, (7, 8, 9))], [3, 4], HOST)
     assert made.size.tolist() == [3 * 4096]
@@ -253,7 +254,7 @@ def test_merged_pieces_are_the_same_bytes(steps: list[tuple[int, int, int]]) -> 
     assert adjacent(merged) == []
 
 
-def test_a_planner_makes_one_plan_after_the_other_in_the_same_arrays() -> None:
+def test_planner_reuses_its_arrays_for_each_plan() -> None:
     pools = Pools(flat(64, 24, refs=3), slots=64)
     planner = PieceBuilder()
     for blocks in [(5, 9), tuple(range(60)), (7,), ()]:
@@ -373,7 +374,7 @@ def test_small_images_close_to_one_another_are_not_one() -> None:
     assert made.destination.tolist() == images
 
 
-def test_blocks_of_one_id_in_groups_apart_are_not_one_block() -> None:
+def test_equal_block_ids_in_separate_groups_are_distinct() -> None:
     tensors = [torch.zeros(16 * 24, dtype=torch.uint8) for _ in range(2)]
     groups = [KVGroup(name, 16, 1, (PageRef(i, 0, 24, 24),)) for i, name in enumerate("ab")]
     parts = [Section(0, 0, (3,)), Section(1, 0, (3,))]
@@ -439,3 +440,26 @@ def test_nothing_here_imports_torch() -> None:
         "import sys, longshore.layout, longshore.transfer.pieces, longshore.transfer; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("into", [HOST, DEVICE])
+def test_only_the_tokens_asked_for_move_where_heads_are_outermost(into: str) -> None:
+    """As many bytes as where tokens are, and each in its place."""
+    shape = {"layer": 2, "block": 4, "token": 16, "head": 8, "dim": 2}
+    moved = []
+    for memory in (("layer", "block", "token", "head", "dim"), ("layer", "block", "head", "token", "dim")):
+        layout = from_axes([torch.zeros([shape[name] for name in memory])], memory, block_size=16, blocks_per_chunk=2)
+        pools = Pools(layout, slots=2)
+        model = Model(pools)
+        parts = [Section(0, 0, (2, 0, 3))]
+        found = plan(
+            layout, parts, pools.images([1, 0]), into=into, host_address=pools.arena.address,
+            host_bytes=pools.arena.nbytes, tokens=3,
+        )  # fmt: skip
+        model.move(parts, pools.images([1, 0]), into=into, tokens=3)
+        moved.append(int(found.size.sum()))
+        for to, at, size in zip(found.destination.tolist(), found.source.tolist(), found.size.tolist(), strict=True):
+            ctypes.memmove(to, at, size)
+        for expected, got in zip(model.device, pools.device_bytes(), strict=True):
+            np.testing.assert_array_equal(got, expected)
+    assert moved[0] == moved[1] == (2 * 16 + 3) * 64 * 2

@@ -99,7 +99,7 @@ def test_two_sizes_in_one_slab_are_refused(machine: Machine) -> None:
     assert bytes(machine.arena.array[6 * PAGE : 7 * PAGE]) == machine.page(3, 0)
 
 
-def test_a_slab_that_changes_its_size_is_written_after_its_readers(machine: Machine) -> None:
+def test_resized_slab_is_written_after_its_readers(machine: Machine) -> None:
     """The hazard is between slots of different numbers: image 5 of the small size lies in image 3 of the large one."""
     before = [machine.page(tensor, 0) for tensor in range(3)]
     for job in range(1, 60, 3):  # many times: the last two go down two lanes at once

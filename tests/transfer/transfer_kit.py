@@ -97,15 +97,18 @@ class Model:
         for position, ref in enumerate(group.refs):
             layer = position if ref.layer is None else ref.layer
             if layers is None or layers[0] <= layer < layers[1]:
-                size = ref.page_bytes
+                piece = size = ref.page_bytes // ref.pieces
                 if tokens is not None and 0 < tokens < group.block_size and ref.token_bytes is not None:
                     size = tokens * ref.token_bytes
-                start, begin = ref.offset + block * ref.stride, at + sub * ref.page_bytes
-                page, place = slice(start, start + size), slice(begin, begin + size)
-                if into == HOST:
-                    self.host[place] = self.device[ref.tensor][page]
-                else:
-                    self.device[ref.tensor][page] = self.host[place]
+                for number in range(ref.pieces):
+                    start = ref.offset + block * ref.stride + number * piece
+                    page = slice(start, start + size)
+                    begin = at + sub * ref.page_bytes + number * piece
+                    place = slice(begin, begin + size)
+                    if into == HOST:
+                        self.host[place] = self.device[ref.tensor][page]
+                    else:
+                        self.device[ref.tensor][page] = self.host[place]
             at += ref.page_bytes * group.blocks_per_chunk
 
     def _zero_padding(self, group_index: int, image: int) -> None:
@@ -153,9 +156,12 @@ def layouts(draw: st.DrawFn) -> KVLayout:
         offset = guard = draw(st.sampled_from([0, 5, 16]))
         for layer, size in enumerate(sizes):
             stride = row if side_by_side else size + gap
-            token = size // block_size if size % block_size == 0 and draw(st.booleans()) else None
+            pieces = draw(st.sampled_from([count for count in (1, 2, 3, 8) if size % (count * block_size) == 0] or [1]))
+            can_split = size % (pieces * block_size) == 0 and draw(st.booleans())
+            token = size // block_size // pieces if can_split else None
             where = offset if side_by_side else guard
-            refs.append(PageRef(len(tensors), where, stride, size, token, layer // 2))
+            parts = pieces if can_split else 1
+            refs.append(PageRef(len(tensors), where, stride, size, token, layer // 2, pieces=parts))
             if side_by_side:
                 offset += size + gap
             else:

@@ -81,6 +81,17 @@ def dtype_name(tensor: DeviceTensor) -> str:
     return name
 
 
+def splits_by_token(tensor: DeviceTensor) -> bool:
+    """Whether the first tokens of a page of this dtype can be copied alone."""
+    return not _UNSPLITTABLE.fullmatch(dtype_name(tensor))
+
+
+def byte_strides(tensor: DeviceTensor) -> tuple[int, ...]:
+    """Bytes between neighbours, per axis."""
+    size = tensor.element_size()
+    return tuple(stride * size for stride in tensor.stride())
+
+
 class FlatPages(NamedTuple):
     """All references of a layout, flat. Each array has shape `(references,)`.
 
@@ -187,10 +198,11 @@ class PageRef(NamedTuple):
         stride: Bytes between the pages of consecutive blocks.
         page_bytes: Bytes of a page, without padding.
         token_bytes: Bytes per token, if the first tokens of a block can be copied alone: the token axis is the
-            outermost. `None` if only whole pages can be copied.
+            outermost of each piece. `None` if only whole pages can be copied.
         layer: Model layer, the unit of layer ranges; not decreasing within a group. `None`: its position in the group.
         inner: Axes of the page in memory order, for instance `token:16,head:8,dim:128`. Part of the fingerprint, to
             distinguish pages of one size with different orders.
+        pieces: Number of equal consecutive parts of a page, each with all tokens: the heads, if they are outermost.
     """
 
     tensor: int
@@ -200,6 +212,7 @@ class PageRef(NamedTuple):
     token_bytes: int | None = None
     layer: int | None = None
     inner: str = ""
+    pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +324,7 @@ class KVLayout:
         self._generation = 0
         self._tensors: tuple[DeviceTensor, ...] | None = None
         self._tables: tuple[RefTable, ...] = ()
+        self._split: tuple[tuple[tuple[PageRef, ...], RefTable], ...] = ()
         self.pools: tuple[int, ...] = ()
         self._place(tuple(tensors))
         self._image_bytes = tuple(ranks * group.part_bytes for group in self.groups)
@@ -340,12 +354,19 @@ class KVLayout:
         """Bytes of an image of `group`: all ranks' parts."""
         return self._image_bytes[group]
 
-    def table(self, group: int) -> RefTable:
-        """The references of `group` as arrays; `FreedLayoutError` after `free`."""
+    def table(self, group: int, *, split: bool = False) -> RefTable:
+        """The references of `group` as arrays; `FreedLayoutError` after `free`.
+
+        With `split`, each piece of a page is a reference, for copies of only the first tokens.
+        """
         tables = self._tables  # another thread may free them after any check
         if not tables:
             raise FreedLayoutError(f"the device memory of this layout was freed (generation {self._generation})")
-        return tables[group]
+        return self._split[group][1] if split else tables[group]
+
+    def refs(self, group: int, *, split: bool = False) -> tuple[PageRef, ...]:
+        """The references of the rows of `table`."""
+        return self._split[group][0] if split else self.groups[group].refs
 
     def check_live(self) -> None:
         """Raise `FreedLayoutError` if the device memory was freed."""
@@ -380,7 +401,9 @@ class KVLayout:
         if expected is not None and tuple(pools) != self.pools:
             raise LayoutError(f"expected the groups in device pools {self.pools}, got {pools}")
         part = zip(self.groups, bases, strict=True)
-        self._tables = tuple(_table(group, base, self.rank * group.part_bytes, self.num_blocks) for group, base in part)
+        tables = tuple(_table(group, base, self.rank * group.part_bytes, self.num_blocks) for group, base in part)
+        self._split = tuple(_split(group, table) for group, table in zip(self.groups, tables, strict=True))
+        self._tables = tables
         self.pools = pools
         self.fingerprint = fingerprint
         self.device = str(tensors[0].device)
@@ -399,34 +422,6 @@ class KVLayout:
                 f"{len(group.refs):>6}{group.block_bytes:>13}{self.image_bytes_of(index):>13}"
             )
         return "\n".join(lines)
-
-
-def from_rows(
-    tensor: DeviceTensor, *, pages_per_block: int, block_size: int, blocks_per_chunk: int = 1, name: str = "rows"
-) -> KVLayout:
-    """A layout of one row per block: `tensor` has shape `(num_blocks, bytes)`, each row `pages_per_block` equal pages.
-
-    A row has two pages per layer, K and V, of `block_size` consecutive tokens each. Rows may be padded (a larger
-    stride).
-
-    Raises:
-        LayoutError: Not two axes, rows that are not contiguous, or sizes that do not divide.
-    """
-    if len(tensor.shape) != 2 or (tensor.shape[1] > 1 and tensor.stride()[1] != 1):
-        raise LayoutError(f"expected contiguous rows, got shape {tuple(tensor.shape)} strides {tuple(tensor.stride())}")
-    row, stride = (count * tensor.element_size() for count in (tensor.shape[1], tensor.stride()[0]))
-    page = _quotient(row, pages_per_block, "bytes of a row", "pages_per_block")
-    _quotient(pages_per_block, 2, "pages_per_block", "pages of a layer")
-    splits = not _UNSPLITTABLE.fullmatch(dtype_name(tensor))
-    token = _quotient(page, block_size, "bytes of a page", "block_size") if splits else None
-    refs = tuple(PageRef(0, i * page, stride, page, token, i // 2, f"kv{i % 2}") for i in range(pages_per_block))
-    return KVLayout((KVGroup(name, block_size, blocks_per_chunk, refs),), (tensor,), tensor.shape[0])
-
-
-def _quotient(whole: int, part: int, of: str, by: str) -> int:
-    if part <= 0 or whole <= 0 or whole % part:
-        raise LayoutError(f"{of} ({whole}) must be a positive multiple of {by} ({part})")
-    return whole // part
 
 
 def _check_sizes(layout: KVLayout) -> None:
@@ -453,9 +448,10 @@ def _check_ref(ref: PageRef, group: KVGroup, what: str, num_blocks: int) -> None
         raise LayoutError(f"{what}: page_bytes must be positive, offset and stride not negative, got {ref}")
     if num_blocks > 1 and ref.stride < ref.page_bytes:
         raise LayoutError(f"{what}: pages of {ref.page_bytes} bytes overlap at a stride of {ref.stride}")
-    if (ref.token_bytes or 0) * group.block_size not in (0, ref.page_bytes):
+    if ref.pieces < 1 or (ref.token_bytes or 0) * group.block_size * ref.pieces not in (0, ref.page_bytes):
         raise LayoutError(
-            f"{what}: {group.block_size} tokens of {ref.token_bytes} bytes do not make a page of {ref.page_bytes}"
+            f"{what}: {ref.pieces} pieces of {group.block_size} tokens of {ref.token_bytes} bytes do not make a page "
+            f"of {ref.page_bytes}"
         )
 
 
@@ -537,6 +533,44 @@ def _seams(base: U64, page: U64, pitch: int, num_blocks: int) -> frozenset[int]:
     return frozenset(gap // pitch for gap in gaps if gap % pitch == 0 and abs(gap) < num_blocks * pitch)
 
 
+def _split(group: KVGroup, table: RefTable) -> tuple[tuple[PageRef, ...], RefTable]:
+    """The pieces of all pages as references, and their table: places in an image are those within the pages."""
+    counts = np.array([ref.pieces if ref.token_bytes else 1 for ref in group.refs])
+    if (counts == 1).all():
+        return group.refs, table
+    which = np.repeat(np.arange(len(counts)), counts)
+    page = table.page[which] // counts[which].astype(np.uint64)
+    at = (np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)).astype(np.uint64) * page
+    starts = table.starts[:, which] + at[:, None]
+    layers = group.layers
+    refs = tuple(
+        ref._replace(offset=ref.offset + skip, page_bytes=size, layer=layers[index], pieces=1)
+        for index, skip, size in zip(which.tolist(), at.tolist(), page.tolist(), strict=True)
+        for ref in [group.refs[index]]
+    )
+    bits = int(np.bitwise_or.reduce(page)) | table.alignment
+    token_bits = bits | table.token_alignment
+    return refs, table._replace(
+        base=starts[0, :, 0],
+        stride=table.stride[which],
+        page=page,
+        image=starts[1, :, 0],
+        token=table.token[which],
+        layer=table.layer[which],
+        places=starts[1],
+        starts=starts,
+        seams=None,
+        alignment=bits & -bits,
+        token_alignment=token_bits & -token_bits,
+        longest=int(page.max()),
+    )
+
+
+def _token_bytes(ref: PageRef) -> int | None:
+    """As the fingerprint has it: images of pages in several pieces were made before those could be split."""
+    return ref.token_bytes if ref.pieces == 1 else None
+
+
 def _fingerprint(groups: Sequence[KVGroup], tensors: Sequence[DeviceTensor], ranks: int) -> str:
     geometry = {
         "format": _IMAGE_FORMAT,
@@ -547,7 +581,7 @@ def _fingerprint(groups: Sequence[KVGroup], tensors: Sequence[DeviceTensor], ran
                 "block_size": group.block_size,
                 "blocks_per_chunk": group.blocks_per_chunk,
                 "refs": [
-                    [layer, ref.page_bytes, ref.token_bytes, ref.inner, dtype_name(tensors[ref.tensor])]
+                    [layer, ref.page_bytes, _token_bytes(ref), ref.inner, dtype_name(tensors[ref.tensor])]
                     for layer, ref in zip(group.layers, group.refs, strict=True)
                 ],
             }

@@ -37,7 +37,7 @@ class CopyPart(NamedTuple):
         item: Item of the transfer that `images[0]` belongs to; the others follow.
         sources: For copies inside the device, in place of images: int64, shape `(chunks, subs)`, the blocks to copy
             from.
-        partial: Whether only the first tokens of pages may move.
+        split: Whether references are pieces of pages, as in `KVLayout.table`; true if only some tokens of a page move.
     """
 
     group: int
@@ -48,7 +48,7 @@ class CopyPart(NamedTuple):
     sub: int
     item: int
     sources: I64 | None = None
-    partial: bool = False
+    split: bool = False
 
     @property
     def refs(self) -> slice:
@@ -144,7 +144,7 @@ class CopyBatch(NamedTuple):
         """The part of the batch that belongs to one model layer; may be empty."""
         parts = []
         for part in self.parts:
-            layers = self.layout.table(part.group).layer[part.refs]
+            layers = self.layout.table(part.group, split=part.split).layer[part.refs]
             first, stop = np.searchsorted(layers, (layer, layer + 1)).tolist()
             if first < stop:
                 parts.append(part.between(first, stop))
@@ -304,7 +304,7 @@ class PieceBuilder:
         start = 0
         low, high = len(room.size), 0  # pieces between which some may merge
         for part in batch.parts:
-            table = layout.table(part.group)
+            table = layout.table(part.group, split=part.split)
             runs = block_runs(batch, part, table) if any_order else None
             if runs is not None:
                 stop = start + runs.first.shape[1] * len(part.widths)

@@ -7,7 +7,7 @@ partial first or last chunk is a rectangle of its own (`chunk_rectangles`). Here
     chunk 0   chunk 1   chunk 2
     · · · 0   1 2 3 4   5 6 7 8          [0, 1) x [3, 4)    [1, 3) x [0, 4)
 
-A last block with fewer tokens is a rectangle with narrower pages (`split_off_last`, `leading_widths`).
+A last block with fewer tokens is a rectangle with narrower pages (`split_off_last`, `page_widths`).
 
 Copies inside the device serve partial reuse: a request that shares the first tokens of another request's block gets its
 own block, with the pages of those tokens copied. The source block may be in flight; the copy then waits for it, like
@@ -103,10 +103,10 @@ def plan_copy(
             f"expected {sum(items)} items, as the sections have blocks for {items} chunks; got {len(offsets)} items"
         )
     parts: list[CopyPart] = []
-    for section, taken, leading in _sections(layout, sections, items, tokens):
+    for section, taken, widths in _sections(layout, sections, items, tokens):
         _check_images(offsets, taken, layout.image_bytes_of(section.group), host_bytes, room)
         per_chunk = layout.groups[section.group].blocks_per_chunk
-        parts += _parts(layout, section, leading, per_chunk, offsets[taken], taken.start)
+        parts += _parts(layout, section, widths, per_chunk, offsets[taken], taken.start)
     whole = CopyBatch(layout, layout.generation, into, host_address, tuple(parts))
     groups = [section.group for section in sections]
     plan = CopyPlan(whole, offsets, tuple(zip(groups, items, strict=True)))
@@ -127,15 +127,22 @@ def _sections(
     sections: Sequence[Section],
     items: Sequence[int],
     tokens: int | None,
-) -> Iterator[tuple[Section, slice, U64 | None]]:
-    """For each section with blocks: the section, its items, whose numbers are in `items`, and `leading_widths`."""
+) -> Iterator[tuple[Section, slice, tuple[PageWidths, PageWidths | None]]]:
+    """For each section with blocks: the section, its items, whose numbers are in `items`, and the widths of pages."""
     last = max((index for index, count in enumerate(items) if count), default=-1)
     start = 0
     for index, (section, count) in enumerate(zip(sections, items, strict=True)):
         if count:
-            leading = leading_widths(layout, section.group, tokens if index == last else None)
-            yield section, slice(start, start + count), leading
+            widths = page_widths(layout, section.group, tokens if index == last else None)
+            yield section, slice(start, start + count), widths
         start += count
+
+
+class PageWidths(NamedTuple):
+    """Bytes that move of each page of a block; `split`: of each piece of a page, for leading tokens."""
+
+    widths: U64
+    split: bool = False
 
 
 def check_sections(layout: KVLayout, sections: Sequence[Section]) -> None:
@@ -156,47 +163,51 @@ def _items_per_section(layout: KVLayout, sections: Sequence[Section]) -> list[in
     return items
 
 
-def leading_widths(layout: KVLayout, group: int, tokens: int | None) -> U64 | None:
-    """Bytes that move of each page of a last block of which only leading `tokens` move; `None` if all of it moves."""
+def page_widths(layout: KVLayout, group: int, tokens: int | None) -> tuple[PageWidths, PageWidths | None]:
+    """Bytes that move of every block of `group`, and of a partial last block; arguments as for `plan_copy`."""
     table = layout.table(group)
+    whole = PageWidths(table.page)
     if tokens is None or not 0 < tokens < layout.groups[group].block_size or not table.token.any():
-        return None
-    return np.where(table.token > 0, table.token * np.uint64(tokens), table.page)
+        return whole, None
+    table = layout.table(group, split=True)
+    return whole, PageWidths(np.where(table.token > 0, table.token * np.uint64(tokens), table.page), split=True)
 
 
 def _parts(
     layout: KVLayout,
     section: Section,
-    leading: U64 | None,
+    widths: tuple[PageWidths, PageWidths | None],
     per_chunk: int,
     images: I64,
     item: int,
     sources: I64 | None = None,
 ) -> Iterator[CopyPart]:
     """The parts of one section, whose first chunk is `item`, in chunks of `per_chunk` blocks."""
-    whole = layout.table(section.group).page
+    whole, leading = widths
     blocks = block_ids(section, layout.num_blocks)
     skip = section.first_block % per_chunk
     rectangles = chunk_rectangles(len(blocks), skip, per_chunk)
     last = divmod(skip + len(blocks) - 1, per_chunk)
     if leading is not None:
         rectangles = split_off_last(rectangles, *last)
+    if not len(whole.widths):
+        return
     for box in rectangles:
         chunks, subs = box.stop - box.first, box.high - box.low
         shape, start = (chunks, subs), box.first * per_chunk + box.low - skip
         moved = slice(start, start + chunks * subs)
         is_last = (box.stop - 1, box.high - 1) == last
-        widths = leading if is_last else None
+        pages = leading if is_last and leading is not None else whole
         yield CopyPart(
             section.group,
             0,
-            whole if widths is None else widths,
+            pages.widths,
             blocks[moved].reshape(shape),
             images[box.first : box.stop],
             box.low,
             item + box.first,
             None if sources is None else sources[moved].reshape(shape),
-            widths is not None,
+            pages.split,
         )
 
 
@@ -294,10 +305,10 @@ def plan_copy_inside(
     counts = [len(section.blocks) for section in sections]
     images = np.zeros(given, dtype=np.int64)
     parts: list[CopyPart] = []
-    for section, taken, leading in _sections(layout, sections, counts, tokens):
+    for section, taken, widths in _sections(layout, sections, counts, tokens):
         own = enumerate(items[taken], taken.start)
         sources = np.array([_source(layout, section.group, item, index) for index, item in own])
-        parts += _parts(layout, section._replace(first_block=0), leading, 1, images[taken], taken.start, sources)
+        parts += _parts(layout, section._replace(first_block=0), widths, 1, images[taken], taken.start, sources)
     whole = CopyBatch(layout, layout.generation, DEVICE, 0, tuple(parts))
     groups = [section.group for section in sections]
     plan = CopyPlan(whole, images, tuple(zip(groups, counts, strict=True)))

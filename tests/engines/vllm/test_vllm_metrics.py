@@ -137,7 +137,7 @@ def test_misses_are_counted_once_by_their_reason(rigs: Any) -> None:
     assert total("longshore_miss_chunks", "after_miss") == 1
 
 
-def test_what_is_waited_for_in_vain_is_a_miss_by_deadline(rigs: Any) -> None:
+def test_wait_in_vain_is_a_miss_by_deadline(rigs: Any) -> None:
     rig, keys = rigs(load_timeout=0.05), keys_of(2)
     total = Totals(rig)
     rig.store(keys, [1, 2], rig.request("writer", keys), complete=False)
@@ -169,7 +169,7 @@ def test_events_tell_what_each_tier_has_got_and_given_up(rigs: Any, tmp_path: Pa
     assert not rig.manager._events._names  # type: ignore[union-attr]
 
 
-def test_names_are_kept_of_what_is_stored_and_of_nothing_else(rigs: Any) -> None:
+def test_only_names_of_stored_blocks_are_kept(rigs: Any) -> None:
     rig, keys = rigs(events=True, offload="write_through_selective", threshold=2), keys_of(3)
     writer = rig.request("writer", keys)
     assert rig.store(keys, [1, 2, 3], writer) == []

@@ -121,7 +121,7 @@ def test_a_tier_host_killed_while_it_reads_costs_these_reads(rig: HostedRig) -> 
     assert rig.cache.held == 0
 
 
-def test_hung_tier_host_delays_a_request_by_load_timeout_at_most(tmp_path: Path) -> None:
+def test_hung_tier_host_delays_a_request_by_load_timeout(tmp_path: Path) -> None:
     rig = HostedRig(load_timeout=0.2, **file_settings(tmp_path))
     rig.store_in_files()
     rig.signal(signal.SIGSTOP)
@@ -157,9 +157,7 @@ def test_unresponsive_tier_host_is_killed_and_replaced(tmp_path: Path, monkeypat
     rig.close()
 
 
-def test_slots_of_a_dead_tier_host_stay_reserved_until_it_is_reaped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_of_a_dead_tier_host_wait_for_reaping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rig, new = HostedRig(host_size=4 * 4096, **file_settings(tmp_path)), keys_of(4, name="new")
     rig.store_in_files()
     rig.signal(signal.SIGSTOP)
@@ -177,7 +175,7 @@ def test_slots_of_a_dead_tier_host_stay_reserved_until_it_is_reaped(
     rig.close()
 
 
-def test_a_full_disk_takes_no_more_and_serves_what_it_has(rig: HostedRig) -> None:
+def test_full_disk_takes_no_more_and_serves_its_blocks(rig: HostedRig) -> None:
     rig.store_in_files()
     resource.prlimit(rig.process.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     for turn in range(3):

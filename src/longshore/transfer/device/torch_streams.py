@@ -545,15 +545,16 @@ def _through(stage: _Stage, batch: CopyBatch, part: CopyPart) -> Pieces:
     starts = np.array(_regions(part).offsets, dtype=np.uint64) + np.uint64(stage.host.data_ptr())
     staged = np.add(starts[:, None], rows * part.widths[:, None], dtype=np.uint64)
     images = np.empty_like(staged)
-    host_addresses(part, batch.layout.table(part.group), batch.host_address, images)
+    host_addresses(part, batch.layout.table(part.group, split=part.split), batch.host_address, images)
     sizes = np.broadcast_to(part.widths[:, None], staged.shape)
     return merge(Pieces(staged.reshape(-1), images.reshape(-1), sizes.reshape(-1)))
 
 
 def _pages(layout: KVLayout, part: CopyPart) -> list[torch.Tensor]:
     """For each reference that moves, its pages as `(num_blocks, words)` in the widest words that fit."""
-    refs = layout.groups[part.group].refs[part.refs]
-    return [_page_view(layout, ref, width) for ref, width in zip(refs, part.widths.tolist(), strict=True)]
+    refs = layout.refs(part.group, split=part.split)[part.refs]
+    widths = part.widths.tolist()
+    return [_page_view(layout, ref, width) for ref, width in zip(refs, widths, strict=True)]
 
 
 def _page_view(layout: KVLayout, ref: PageRef, width: int) -> torch.Tensor:

@@ -121,18 +121,18 @@ def kernel_shapes(layout: KVLayout) -> set[KernelShape]:
     """All kernel shapes of a layout: for whole pages, and for pages of which only the first tokens move."""
     found: set[KernelShape] = set()
     for group in range(len(layout.groups)):
-        table = layout.table(group)
-        for partial in (False, True):
-            widths = np.where(table.token > 0, table.token, table.page) if partial else table.page
+        for split in (False, True):
+            table = layout.table(group, split=split)
+            widths = np.where(table.token > 0, table.token, table.page) if split else table.page
             block = np.zeros((1, 1), dtype=np.int64)
-            part = CopyPart(group, 0, widths, block, np.zeros(1, dtype=np.int64), 0, 0, partial=partial)
+            part = CopyPart(group, 0, widths, block, np.zeros(1, dtype=np.int64), 0, 0, split=split)
             found.add(kernel_arguments(layout, part, rows_in_stage(part, 0)).shape)
     return found
 
 
 def image_runs(layout: KVLayout, part: CopyPart) -> ImageRuns:
     """The runs of any chunk of `part`: all have the same."""
-    table = layout.table(part.group)
+    table = layout.table(part.group, split=part.split)
     subs = part.blocks.shape[1]
     places = table.places[part.refs, part.sub : part.sub + subs].reshape(-1)
     total = part.chunk_bytes
@@ -201,7 +201,7 @@ def rows_in_stage(part: CopyPart, address: int) -> PageRows:
 
 def rows_in_images(layout: KVLayout, part: CopyPart, host_address: int) -> PageRows:
     """The images that the chunks of `part` are in."""
-    table = layout.table(part.group)
+    table = layout.table(part.group, split=part.split)
     return PageRows(part.images + host_address, table.places[part.refs, part.sub], table.page[part.refs])
 
 
@@ -218,11 +218,11 @@ def shift_arguments(layout: KVLayout, part: CopyPart, sources: I64) -> KernelArg
 
 
 def _arguments(layout: KVLayout, part: CopyPart, starts: I64, offset: U64, step: U64) -> KernelArguments:
-    table = layout.table(part.group)
+    table = layout.table(part.group, split=part.split)
     columns = (table.base[part.refs], table.stride[part.refs], part.widths, offset, step)
     lines = np.stack(columns, axis=1).astype(np.int64)
     # What holds for all references and any number of tokens: so that few kernels serve a layout, all known at start.
-    bits = int(np.bitwise_or.reduce(starts)) | (table.token_alignment if part.partial else table.alignment) | _ALIGNMENT
+    bits = int(np.bitwise_or.reduce(starts)) | (table.token_alignment if part.split else table.alignment) | _ALIGNMENT
     alignment = bits & -bits
     chunks, subs = part.blocks.shape
     shape = KernelShape.of(
