@@ -149,7 +149,7 @@ def test_movers_ask_the_store_and_bring_what_it_still_has() -> None:
     store = RemoteStore(1)
     movers = VirtualMovers(TIMING, IMAGE, store)
     keys = (b"a", b"b")
-    items = Items(keys, (None, None), None, None, 1)
+    items = Items(keys, (None, None), None, None)
     movers.submit([Transfer(1, Route("host", REMOTE), items), Probe(2, REMOTE, keys, 9.0)], 0.0)
     command, answer = movers.pop()
     assert isinstance(command, Probe)

@@ -159,7 +159,7 @@ def test_a_request_whose_ids_do_not_cover_it_is_refused() -> None:
 
 
 def transfer(job: int, source: str, destination: str, **changes: object) -> Transfer:
-    items = Items((bytes(32),) * 2, (None,) * 2, None, None, 1)
+    items = Items((bytes(32),) * 2, (None,) * 2, None, None)
     return Transfer(job=job, route=Route(source, destination), items=items, **changes)  # type: ignore[arg-type]
 
 

@@ -465,12 +465,11 @@ def _make_runtime(
     movers: list[Mover],
     probers: Sequence[KeyedMover] = (),
 ) -> Runtime:
-    remote = [prober.tier for prober in probers]
     cache = make_cache(
         config,
         None if host is None else host.slabs,
         file,
-        remote=[tier.name for tier in remote],
+        remote=[prober.tier.name for prober in probers],
         groups=tuple(grouping.groups),
         partial=grouping.partial,
         ranks=layout.ranks,
@@ -480,18 +479,26 @@ def _make_runtime(
         self_test_key=scope.self_test_key,
         pools=grouping.pools,
     )
-    tiers = [*([] if file is None else [file]), *remote]
-    gate = None
-    if (file is not None or remote) and len(layout.groups) == 1:  # chunks of several groups differ
-        tokens = layout.groups[0].block_size * config.blocks_per_chunk
+    tokens = layout.groups[0].block_size * config.blocks_per_chunk
+    chunk = (tokens, layout.image_bytes) if len(layout.groups) == 1 else None  # chunks of several groups differ
+    return make_runtime(config, cache, file, movers, probers, chunk)
+
+
+def make_runtime(
+    config: Config,
+    cache: TieredCache,
+    file: Tier | None,
+    movers: Sequence[Mover],
+    probers: Sequence[KeyedMover],
+    chunk: tuple[int, int] | None,
+) -> Runtime:
+    """The loop over `cache`. `chunk`: tokens and bytes of a chunk, for the gate; without it there is no gate."""
+    remote = [prober.tier for prober in probers]
+    tiers, gate = [*([] if file is None else [file]), *remote], None
+    if tiers and chunk is not None and config.gate:
         names = [*(level.name for level in cache.stats()), *(tier.name for tier in remote)]
-        gate = make_gate(config, names, tokens, layout.image_bytes)
+        gate = Gate(names, *chunk, prefill_speed=config.prefill_speed)
     return Runtime(cache, [*movers, *probers], tiers, probers=probers, gate=gate)
-
-
-def make_gate(config: Config, tiers: Sequence[str], chunk_tokens: int, chunk_bytes: int) -> Gate | None:
-    """A gate for loads of chunks of this size from `tiers`, unless `config` has none."""
-    return Gate(tiers, chunk_tokens, chunk_bytes, prefill_speed=config.prefill_speed) if config.gate else None
 
 
 def _open_file(
