@@ -67,8 +67,8 @@ def test_a_send_waits_for_room(pair: tuple[socket.socket, socket.socket]) -> Non
 class UnboundedStream(PlainStream):
     """A connection whose calls do not keep their deadline."""
 
-    def receive_some(self, into: memoryview, deadline: float) -> int:
-        return super().receive_some(into, math.inf)
+    def receive_some(self, parts: list[memoryview], deadline: float, flags: int = 0) -> int:
+        return super().receive_some(parts, math.inf, flags)
 
 
 class UnboundedStore:

@@ -1,6 +1,6 @@
 """A client of Valkey and Redis: our own RESP on a blocking socket, for values of hundreds of kilobytes.
 
-    GET     ◄── "$262272\\r\\n" and the header, into a small buffer ◄── the image, into the arena in large pieces
+    GET     ◄── "$262272\\r\\n" and the header, into a small buffer, and the image, into the arena, in one call
     SET     ──► command and header, image, end: `sendmsg`, straight from the arena
     STRLEN  ──► hundreds of commands at once: existence and length, in one round trip
 
@@ -24,7 +24,7 @@ import socket
 import ssl
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import xxhash
 
@@ -72,23 +72,18 @@ class PlainStream:
         self._room = select.poll()
         self._room.register(sock, select.POLLOUT)
 
-    def receive_some(self, into: memoryview, deadline: Deadline) -> int:
-        """Receive what has come, at least one byte; how many."""
+    def receive_some(self, parts: list[memoryview], deadline: Deadline, flags: int = 0) -> int:
+        """Receive what has come, at least one byte, into `parts`, one after the other; how many."""
         self._limit(deadline)
         try:
-            return _came(self._sock.recv_into(into))
+            return _came(self._sock.recvmsg_into(parts, 0, flags)[0])
         except OSError as error:
             raise _typed(error) from None
 
     def receive(self, parts: list[memoryview], deadline: Deadline) -> None:
         """Fill `parts`, one after the other."""
         while parts:
-            self._limit(deadline)
-            try:
-                count, _, _, _ = self._sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)
-            except OSError as error:
-                raise _typed(error) from None
-            parts = _behind(parts, _came(count))
+            parts = _behind(parts, self.receive_some(parts, deadline, socket.MSG_WAITALL))
 
     def send(self, parts: list[memoryview], deadline: Deadline) -> None:
         """Send `parts`, one after the other."""
@@ -132,20 +127,18 @@ class TlsStream:
         self._sock = sock
         self._clock = clock
 
-    def receive_some(self, into: memoryview, deadline: Deadline) -> int:
-        """Receive what has come, at least one byte; how many."""
+    def receive_some(self, parts: list[memoryview], deadline: Deadline) -> int:
+        """Receive what has come, at least one byte, into the first of `parts`; how many."""
         self._sock.settimeout(_left(deadline, self._clock))
         try:
-            return _came(self._sock.recv_into(into))
+            return _came(self._sock.recv_into(parts[0]))
         except OSError as error:
             raise _typed(error) from None
 
     def receive(self, parts: list[memoryview], deadline: Deadline) -> None:
         """Fill `parts`, one after the other."""
-        for part in parts:
-            left = part
-            while left:
-                left = left[self.receive_some(left, deadline) :]
+        while parts:
+            parts = _behind(parts, self.receive_some(parts, deadline))
 
     def send(self, parts: list[memoryview], deadline: Deadline) -> None:
         """Send `parts`, one after the other."""
@@ -188,6 +181,7 @@ class RespSession:
         self._bytes = bytearray(_BUFFER)
         self._buffer = memoryview(self._bytes)
         self._begin = self._end = 0
+        self._head = memoryview(bytearray(_LONGEST_LINE))
         self._tail = memoryview(bytearray(len(_END)))
 
     # ------------------------------------------------------------------ requests
@@ -240,9 +234,10 @@ class RespSession:
                     coming += len(image.memory)
                     asked.append(image)
                     requests.append(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(image.address), image.address))
+            soonest = _soonest(asked)
             if requests:
-                self._send(b"".join(requests), _soonest(asked))
-            return _soonest(asked)
+                self._send(b"".join(requests), soonest)
+            return soonest
 
         deadline = received(0)
         while asked:
@@ -321,29 +316,50 @@ class RespSession:
 
     def _read_value(self, image: Image, deadline: Deadline, received: Callable[[int], Deadline]) -> Status:
         """Receive a value into the image's memory. Checksums are computed of pieces that are still in the cache."""
-        line = self._read_line(deadline)
-        if line.startswith(b"-WRONGTYPE"):
+        pieces = [image.memory[start : start + _PIECE] for start in range(0, len(image.memory), _PIECE)]
+        left = [pieces[0], self._tail] if len(pieces) == 1 else pieces[:1]
+        header = self._receive_value(HEADER_BYTES + len(image.memory), left, deadline)
+        if isinstance(header, Status):
+            return header
+        checksum, last = xxhash.xxh3_64(), len(pieces) - 1
+        for index, piece in enumerate(pieces):
+            if index:
+                left = [piece, self._tail] if index == last else [piece]
+            if left:
+                self._fill(left, deadline)
+            if index < last:
+                deadline = received(len(piece))
+            checksum.update(piece)
+        self._check_tail()
+        return verify(header, checksum.intdigest(), image.identity)
+
+    def _receive_value(self, expected: int, left: list[memoryview], deadline: Deadline) -> bytes | Status:
+        """Receive the beginning of a value of `expected` bytes; its header, or how the read ends.
+
+        What comes with it goes straight into `left`, and what of that is to come is left there. If what comes is no
+        such value, it is in the small buffer afterwards.
+        """
+        line = b"$%d\r\n" % expected
+        if self._begin == self._end:
+            head = self._head[: len(line) + HEADER_BYTES]
+            parts = [head, *left]
+            count = self._stream.receive_some(parts, deadline)
+            if count >= len(head) and head[: len(line)] == line:
+                left[:] = _behind(parts, count)
+                return bytes(head[len(line) :])
+            self._unread(b"".join(parts)[:count])
+        if (line := self._read_line(deadline)).startswith(b"-WRONGTYPE"):
             return Status.MISMATCH
         length = _number(line, b"$")
         if length == _ABSENT:
             return Status.LAPSED
         if length > self._largest:
             raise _broken(f"a value of {length} bytes, the largest image has {self._largest - HEADER_BYTES}")
-        if length != HEADER_BYTES + len(image.memory):
+        if length != expected:
             self._fill([memoryview(bytearray(length)), self._tail], deadline)
             self._check_tail()
-            return Status.SHORT if length < HEADER_BYTES + len(image.memory) else Status.MISMATCH
-        header = self._read_exactly(HEADER_BYTES, deadline)
-        checksum = xxhash.xxh3_64()
-        for start in range(0, len(image.memory), _PIECE):
-            piece = image.memory[start : start + _PIECE]
-            is_last = start + _PIECE >= len(image.memory)
-            self._fill([piece, self._tail] if is_last else [piece], deadline)
-            if not is_last:
-                deadline = received(len(piece))
-            checksum.update(piece)
-        self._check_tail()
-        return verify(header, checksum.intdigest(), image.identity)
+            return Status.SHORT if length < expected else Status.MISMATCH
+        return self._read_exactly(HEADER_BYTES, deadline)
 
     def _check_tail(self) -> None:
         if self._tail != _END:
@@ -405,10 +421,19 @@ class RespSession:
             self._buffer[:left] = bytes(self._buffer[self._begin : self._end])
             self._begin, self._end = 0, left
         room = self._buffer[self._end : self._end + self._at_once]
-        self._end += self._stream.receive_some(room, deadline)
+        self._end += self._stream.receive_some([room], deadline)
+
+    def _unread(self, data: bytes) -> None:
+        """Let the small buffer, which is empty, hold `data`, however long it is."""
+        self._bytes = bytearray(data.ljust(_BUFFER))
+        self._buffer = memoryview(self._bytes)
+        self._begin, self._end = 0, len(data)
 
     def _fill(self, parts: list[memoryview], deadline: Deadline) -> None:
         """Fill `parts` with what is in the small buffer, then from the socket."""
+        if self._begin == self._end:
+            self._stream.receive(parts, deadline)
+            return
         left = []
         for part in parts:
             count = min(len(part), self._end - self._begin)
@@ -496,8 +521,11 @@ def _some(work: WorkQueue) -> list[Image]:
     return batch
 
 
-def _soonest(images: Sequence[Image] | deque[Image]) -> Deadline:
-    return min((image.deadline for image in images), default=float("inf"))
+def _soonest(images: Iterable[Image]) -> Deadline:
+    soonest = math.inf
+    for image in images:  # `min` with a generator takes much longer, and this happens for each value
+        soonest = image.deadline if image.deadline < soonest else soonest
+    return soonest
 
 
 def _expiry(ttl: float) -> bytes:

@@ -375,19 +375,20 @@ class RemoteTier(KeyedTier):
     def _image_ended(self, image: Image, status: Status) -> None:
         op = image.batch.ops[image.index].op
         self._count(op, status)
-        if op is Op.READ and status in _BAD_VALUES:
+        if status is Status.OK:
+            if op is Op.WRITE:
+                self._bad.pop(image.address, None)
+        elif op is Op.READ and status in _BAD_VALUES:
             self._bad[image.address] = None
             if len(self._bad) > _BAD:
                 self._bad.popitem(last=False)
-        elif op is Op.WRITE and status is Status.OK:
-            self._bad.pop(image.address, None)
         if status in _ANSWERED:
             self._breaker.succeeded()
         self._settle(image.batch)
 
     def _count(self, op: Op, status: Status) -> None:
         self.ended += 1
-        self.counts[op.value, status.value] += 1
+        self.counts[op._value_, status._value_] += 1
         if op is Op.WRITE and status is Status.NO_SPACE:
             self._failures["full"] += 1
             if self._paused(now := self._clock()) is None:
