@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,8 +34,9 @@ from longshore.errors import ConfigError, TierError
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import BY_KEY, KEY_BYTES, Op, TierOp
 from longshore.tiers.file.io import SystemIo, file_system_of
-from longshore.tiers.remote import RemoteSettings, RemoteTier, parse_url
+from longshore.tiers.remote import ClusterTier, RemoteSettings, RemoteTier, open_store, parse_url
 from longshore.tiers.remote.bucket import expiry_days
+from longshore.tiers.remote.cluster import SLOTS, read_slots
 from longshore.tiers.remote.format import HEADER_BYTES, VERSION, version_of
 from longshore.tiers.remote.resp import RespSession, RespStore
 from longshore.tiers.remote.settings import PASSWORD_VARIABLE, USER_VARIABLE
@@ -105,8 +107,9 @@ def check_store(
     """
     settings = parse_url(url)
     about = str(settings)
-    look = _bucket if settings.is_s3 else _directory if settings.is_directory else _server
-    connecting = 8 * max(settings.connect_timeout, _CALL_SECONDS)
+    looks = {"s3": _bucket, "file": _directory, "valkey-cluster": _cluster, "valkeys-cluster": _cluster}
+    look = looks.get(settings.scheme, _server)
+    connecting = 8 * max(settings.connect_timeout, _CALL_SECONDS) * (1 + len(settings.more))
     found = _by_deadline(about, lambda: look(settings, about), _CHECK_SECONDS + connecting)
     if all(each.level is not Severity.BROKEN for each in found) and write:
         trial = _Trial(settings, about, image_bytes, images)
@@ -137,11 +140,10 @@ def _by_deadline(about: str, check: Callable[[], Iterable[Diagnosis]], seconds: 
     return found
 
 
-def _server(settings: RemoteSettings, about: str) -> list[Diagnosis]:
+def _server(settings: RemoteSettings, about: str, *, of_cluster: bool = False) -> list[Diagnosis]:
     found = []
-    checks: tuple[Callable[[RespSession, float], list[tuple[Severity, str, str]]], ...]
-    checks = (_answers, lambda session, until: _memory(session, until, settings), _samples, _versions)
-    for check in checks:
+    memory, role = partial(_memory, settings=settings), partial(_role, of_cluster=of_cluster)
+    for check in (_answers, memory, _samples, _versions, role):
         try:
             with _session(settings) as session:
                 said = check(session, time.monotonic() + max(settings.connect_timeout, _CALL_SECONDS))
@@ -157,7 +159,8 @@ def _server(settings: RemoteSettings, about: str) -> list[Diagnosis]:
 
 @contextlib.contextmanager
 def _session(settings: RemoteSettings) -> Iterator[RespSession]:
-    session = RespStore(settings, time.monotonic, 1 << 20).connect()
+    store = RespStore(settings, time.monotonic, 1 << 20)
+    session = store.at(settings, lambda *_: None).connect()  # a node of a cluster answers, though keys are elsewhere
     try:
         yield session
     finally:
@@ -200,11 +203,8 @@ def _memory(session: RespSession, until: float, settings: RemoteSettings) -> lis
     """Whether the server evicts what we write."""
     info = _fields(session.call(b"INFO", b"memory", deadline=until))
     others = _fields(session.call(b"INFO", b"server", deadline=until))
-    others |= _fields(session.call(b"INFO", b"cluster", deadline=until))
     kind = "Valkey" if "valkey_version" in others else "Redis"
     said = [(Severity.OK, f"{kind} {others.get('valkey_version', others.get('redis_version', '?'))}", "")]
-    if others.get("cluster_enabled") == "1":
-        said.append((Severity.BROKEN, "it is a node of a cluster", "use a single server: clusters are not supported"))
     limit, policy = int(info.get("maxmemory", 0)), info.get("maxmemory_policy", "?")
     has = f"maxmemory {format_bytes(limit)} (used {format_bytes(int(info.get('used_memory', 0)))}), policy {policy}"
     set_both = "CONFIG SET maxmemory 64gb; CONFIG SET maxmemory-policy allkeys-lru; CONFIG REWRITE keeps both"
@@ -230,6 +230,37 @@ def _samples(session: RespSession, until: float) -> list[tuple[Severity, str, st
         return []
     what = f"maxmemory-samples is {samples}: with 5, ten replicas had 6 % fewer hits than with one exact cache"
     return [(Severity.WARNING, what, f"CONFIG SET maxmemory-samples {_SAMPLES}; it costs some CPU time")]
+
+
+def _role(session: RespSession, until: float, *, of_cluster: bool) -> list[tuple[Severity, str, str]]:
+    """Whether the server has all keys; a node of a cluster, whether it serves its own while another one is down."""
+    if not of_cluster:
+        is_node = _fields(session.call(b"INFO", b"cluster", deadline=until)).get("cluster_enabled") == "1"
+        return [(Severity.BROKEN, "it is a node of a cluster", "write valkey-cluster://HOST:PORT")] if is_node else []
+    reply: Any = session.call(b"CONFIG", b"GET", b"cluster-require-full-coverage", deadline=until)
+    what = "cluster-require-full-coverage is yes: if one node fails without a replica, all of them refuse"
+    advice = "CONFIG SET cluster-require-full-coverage no; CONFIG REWRITE keeps it"
+    return [(Severity.WARNING, what, advice)] if reply and reply[1] == b"yes" else []
+
+
+def _cluster(settings: RemoteSettings, about: str) -> list[Diagnosis]:
+    """Whether the nodes of a cluster can be reached, and have all slots."""
+    found: list[Diagnosis] = []
+    for host, port in ((settings.host, settings.port), *settings.more):
+        try:
+            with _session(settings.node(host, port)) as session:
+                slots = read_slots(session, host, time.monotonic() + _CALL_SECONDS)
+            break
+        except (StoreError, TierError) as error:
+            found.append(Diagnosis(about, Severity.WARNING, f"{host}:{port}: {error}", _advice(error, settings)))
+    else:
+        return [each._replace(level=Severity.BROKEN) for each in found]
+    if missing := slots.count(None):
+        advice = f"valkey-cli --cluster fix {host}:{port} gives them to nodes"
+        found.append(Diagnosis(about, Severity.BROKEN, f"{missing} of {SLOTS} slots have no node", advice))
+    nodes = [settings.node(each.host, each.port) for each in sorted({each for each in slots if each is not None})]
+    found.append(Diagnosis(about, Severity.OK, f"a cluster with {len(nodes)} nodes that have slots"))
+    return found + [each for node in nodes for each in _server(node, str(node), of_cluster=True)]
 
 
 def _fields(reply: object) -> dict[str, str]:
@@ -363,7 +394,7 @@ class _Trial:
         arena, namespace = Arena(2 * self._images * self._size), os.urandom(32)
         half = arena.array.nbytes // 2
         arena.array[:half] = np.random.default_rng().integers(0, 256, half, np.uint8)
-        tier = RemoteTier(self._settings, arena=arena, image_bytes=self._size, namespace=namespace)
+        tier = open_store(self._settings, arena=arena, image_bytes=self._size, namespace=namespace)
         tier.call_at_end(self._done.set)
         found: list[Diagnosis] = []
         try:
@@ -386,7 +417,7 @@ class _Trial:
                 what = f"the images of this check remain under ls1/{namespace.hex()}: {error}"
                 yield Diagnosis(self._about, Severity.WARNING, what, "allow s3:DeleteObject, or remove them yourself")
 
-    def _tried(self, tier: RemoteTier, recompute: Recompute) -> Iterator[Diagnosis]:
+    def _tried(self, tier: RemoteTier | ClusterTier, recompute: Recompute) -> Iterator[Diagnosis]:
         writes, write_seconds = self._move(tier, Op.WRITE)
         if writes.keys() != {Status.OK}:
             yield self._failed("writing", writes, self._settings.write_timeout, "write_timeout")
@@ -402,7 +433,7 @@ class _Trial:
             taken.append(seconds)
         yield self._throughput(statistics.median(taken), write_seconds, recompute)
 
-    def _move(self, tier: RemoteTier, op: Op) -> tuple[Counter[Status], float]:
+    def _move(self, tier: RemoteTier | ClusterTier, op: Op) -> tuple[Counter[Status], float]:
         base = 0 if op is Op.WRITE else self._images * self._size
         batch = [
             TierOp(op, BY_KEY, key, None, base + index * self._size, self._size, 0)
@@ -413,7 +444,7 @@ class _Trial:
         (result,) = self._collected(tier.poll)
         return Counter(result.statuses), time.perf_counter() - begun
 
-    def _probe(self, tier: RemoteTier) -> float | None:
+    def _probe(self, tier: RemoteTier | ClusterTier) -> float | None:
         begun = time.perf_counter()
         tier.ask(self._keys[:PROBED], 0, math.inf)
         ((_, present),) = self._collected(tier.answers)

@@ -13,8 +13,9 @@ from longshore.testing.tier_harness import key
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import BY_KEY, Op, TierOp
 from longshore.tiers.remote import RemoteTier
-from longshore.tiers.remote.resp import PlainStream, RespSession
+from longshore.tiers.remote.resp import RespSession
 from longshore.tiers.remote.settings import RemoteSettings
+from longshore.tiers.remote.stream import PlainStream
 from longshore.tiers.remote.work import StoreError
 
 IMAGE = 4096

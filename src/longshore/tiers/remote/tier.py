@@ -111,13 +111,14 @@ class RemoteTier(KeyedTier):
         failures: int = FAILURES,
         clock: Callable[[], float] = time.monotonic,
         store: StoreClient | None = None,
+        budget: Budget | None = None,
     ) -> None:
         """Raises `ConfigError` for an invalid URL, `TierError` for invalid sizes, digests or certificates.
 
         `image_bytes` are the sizes of images, by pool. `namespace` is a digest of 32 bytes: of everything that must be
         equal for bytes to be shared. `generation` is that of the first operations. `rank` is set where each rank stores
         its own part of an image. With `fixed_weights`, resets keep the namespace, unless `weights_changed` was called.
-        `failures` in a row open the breaker. `store` replaces the client, for tests.
+        `failures` in a row open the breaker. `store` replaces the client, `budget` that of `daily_writes`.
         """
         self.settings = parse_url(url) if isinstance(url, str) else url
         self.image_bytes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
@@ -137,7 +138,7 @@ class RemoteTier(KeyedTier):
         self._lock = threading.RLock()
         self._breaker = CircuitBreaker(failures)
         self._failures = dict.fromkeys(FAILURE_REASONS, 0)
-        self._budget = Budget(self.settings.daily_writes, clock)
+        self._budget = budget or Budget(self.settings.daily_writes, clock)
         self._bad: OrderedDict[bytes, None] = OrderedDict()
         self._said_at, self._said = -1.0, ""
         self._pause: tuple[float, Status] = -1.0, Status.NO_SPACE
