@@ -48,7 +48,7 @@ from longshore.tiers.arena.pinning import CudaRegistrar, TorchCudaRuntime
 from longshore.tiers.base import KeyedTier, Tier
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.host import HostTier, KeyedMover, TierMover
-from longshore.tiers.remote import RemoteTier, parse_url
+from longshore.tiers.remote import ClusterTier, RemoteTier, open_store, parse_url
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import TransferEngine
 
@@ -306,9 +306,9 @@ class _Grouping(NamedTuple):
 
 def _open_store(
     url: str, name: str, *, arena: Arena, image_bytes: tuple[int, ...], scope: bytes, generation: int
-) -> RemoteTier:
+) -> RemoteTier | ClusterTier:
     """A store whose namespace is the scope, which identifies the weights: adapters open another stack for others."""
-    return RemoteTier(
+    return open_store(
         url,
         arena=arena,
         image_bytes=image_bytes,
