@@ -390,7 +390,7 @@ class RemoteTiers:
         wanted = [key for key in dict.fromkeys(keys) if not tier.has(key)]
         nodes = [node for node in index.find(wanted) if index.depth[node] >= 0 and index.is_ready(node, 0)]
         if len(nodes) < len(wanted):  # evicted from the warmest tier since, or orphans
-            here = set(index.key[nodes])
+            here = set(index.key[nodes].tolist())
             gone = [key for key in wanted if key not in here]
             tier.unmark_sent(gone)
             self._drop(tier, len(gone), DropReason.BACKPRESSURE)
