@@ -260,6 +260,11 @@ class Nodes:
         """All nodes, ascending; int32."""
         return self.key.nodes()
 
+    def ready(self) -> list[tuple[int, Key]]:
+        """Tier and key of each copy that is ready."""
+        nodes = self.entered().tolist()
+        return [(tier, self.key[node]) for node in nodes for tier in self.tiers if self.is_ready(node, tier)]
+
     def get(self, key: Key) -> int:
         """The node of `key`; `ROOT` if no tier has it. Raises `CacheError` if `key` is not bytes."""
         return self.key.get(key)

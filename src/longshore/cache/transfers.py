@@ -41,7 +41,7 @@ from longshore.boundary import (
     Urgency,
 )
 from longshore.cache.columns import column, numbers
-from longshore.cache.events import EventKind
+from longshore.cache.events import WEIGHTS, EventKind
 from longshore.cache.evict import Evictor
 from longshore.cache.index import Index
 from longshore.cache.settings import CacheSettings
@@ -353,7 +353,7 @@ class Transfers:
             self.state.reset_warmer(first)
             return
         self.generation += 1
-        self.state.clear()
+        self.state.clear(WEIGHTS if weights else "")
         self.evictor.clear()
         self.outbox.append(Forget(self.generation, weights))
 

@@ -41,7 +41,7 @@ from longshore.errors import ConfigError, DeviceError, TierError
 from longshore.keys import Scope
 from longshore.layout import KVLayout
 from longshore.runtime.loop import BackgroundLoop, Runtime
-from longshore.runtime.recorder import KEPT, EventRecorder
+from longshore.runtime.recorder import EventRecorder, kept_events, open_recorder
 from longshore.runtime.ring_mover import ImageRing, RingMover
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.arena.pinning import CudaRegistrar, TorchCudaRuntime
@@ -125,6 +125,11 @@ class Stack:
     events: EventRecorder | None
     remote: tuple[KeyedTier, ...] = ()
     ring_mover: RingMover | None = None
+
+    def describe(self, keys: Sequence[Key], first: int, tokens: Sequence[int]) -> None:
+        """Have events for routers tell which `tokens` the chunks `keys[first:]` of a path have."""
+        if self.events is not None:
+            self.events.describe(keys, first, tokens)
 
     def load_path(
         self,
@@ -441,7 +446,6 @@ def _start(
     file: Tier | None,
     arena: Arena | None,
 ) -> Stack:
-    events = None
     with contextlib.ExitStack() as undo:
         if arena is not None and host is not None:
             undo.callback(arena.close)
@@ -449,8 +453,7 @@ def _start(
         loop = BackgroundLoop(runtime) if config.background else None
         if loop is not None:
             undo.callback(loop.close)
-        if config.events_path is not None:
-            events = EventRecorder(runtime, config.events_path, config.events_size)
+        events = open_recorder(runtime, config, layout.groups[0].block_size * config.blocks_per_chunk)
         undo.pop_all()
     return Stack(config, layout, scope, runtime, engine, host, file, arena, loop, events)
 
@@ -473,7 +476,7 @@ def _make_runtime(
         groups=tuple(grouping.groups),
         partial=grouping.partial,
         ranks=layout.ranks,
-        events=KEPT if config.events_path is not None else 0,
+        events=kept_events(config),
         max_writes=config.max_writes,
         device_blocks=layout.num_blocks,
         self_test_key=scope.self_test_key,
@@ -584,6 +587,7 @@ def make_cache(
         prefetch_timeout=config.prefetch_timeout,
         load_timeout=config.load_timeout,
         write_timeout=config.write_timeout,
+        remote_events=config.kv_events_remote,
         **stores,
         **of_engine,
     )
