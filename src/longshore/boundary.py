@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple, Protocol, Self, overload
+from typing import NamedTuple, Protocol, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -88,26 +88,23 @@ class Slots(NamedTuple):
     indices: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Addresses(Sequence[Slot]):
-    """The same slots as a sequence; each `Slot` is created when it is read."""
+R = TypeVar("R")
 
-    of: Slots
 
-    def __len__(self) -> int:
-        return len(self.of.indices)
+class _Rows(Sequence[R]):
+    """A sequence whose items are created when they are read; equal to any sequence of equal items."""
 
-    def __iter__(self) -> Iterator[Slot]:
-        return addresses(*self.of)
+    __slots__ = ()
+
+    def _row(self, at: int) -> R:
+        raise NotImplementedError
 
     @overload
-    def __getitem__(self, at: int) -> Slot: ...
+    def __getitem__(self, at: int) -> R: ...
     @overload
-    def __getitem__(self, at: slice) -> tuple[Slot, ...]: ...
-    def __getitem__(self, at: int | slice) -> Slot | tuple[Slot, ...]:
-        if isinstance(at, slice):
-            return tuple(self)[at]
-        return Slot(self.of.tier, self.of.pool, self.of.indices[at])
+    def __getitem__(self, at: slice) -> tuple[R, ...]: ...
+    def __getitem__(self, at: int | slice) -> R | tuple[R, ...]:
+        return tuple(self)[at] if isinstance(at, slice) else self._row(at)
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
@@ -117,11 +114,26 @@ class Addresses(Sequence[Slot]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Items(Sequence[Item]):
-    """Items of one transfer, kept as columns; each `Item` is created when it is read.
+class Addresses(_Rows[Slot]):
+    """The same slots as a sequence."""
 
-    A transfer may have thousands of items; as separate objects they would trigger garbage collection. Equal to any
-    sequence of equal items.
+    of: Slots
+
+    def __len__(self) -> int:
+        return len(self.of.indices)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return addresses(*self.of)
+
+    def _row(self, at: int) -> Slot:
+        return Slot(self.of.tier, self.of.pool, self.of.indices[at])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Items(_Rows[Item]):
+    """Items of one transfer, kept as columns.
+
+    A transfer may have thousands of items; as separate objects they would trigger garbage collection.
     """
 
     keys: tuple[Key, ...]
@@ -136,24 +148,12 @@ class Items(Sequence[Item]):
         sides = (repeat(None) if side is None else addresses(*side) for side in (self.source, self.destination))
         return map(_new_item, zip(self.keys, self.parents, *sides, strict=False))
 
-    @overload
-    def __getitem__(self, at: int) -> Item: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[Item, ...]: ...
-    def __getitem__(self, at: int | slice) -> Item | tuple[Item, ...]:
-        if isinstance(at, slice):
-            return tuple(self)[at]
+    def _row(self, at: int) -> Item:
         source, destination = (
             None if side is None else Slot(side.tier, side.pool, side.indices[at])
             for side in (self.source, self.destination)
         )
         return Item(self.keys[at], self.parents[at], source, destination)
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
 
 
 class Section(NamedTuple):
@@ -259,10 +259,8 @@ class Status(enum.Enum):
     DEADLINE = "deadline"  # not begun or not completed in time
     CANCELLED = "cancelled"  # cancelled by the requester
     TIER_OFF = "tier_off"  # the tier is closed or disabled
-    AWAY = (
-        "unavailable"  # no tier host runs, its disk is stalled, or a store's breaker is open; the source is still valid
-    )
-    LAPSED = "expired"  # a remote tier does not have the chunk
+    UNAVAILABLE = "unavailable"  # no tier host runs, its disk stalls, or a breaker is open; the source is still valid
+    EXPIRED = "expired"  # a remote tier does not have the chunk
     QUEUE_FULL = "queue_full"  # a bounded queue was full; nothing was started
 
     @property

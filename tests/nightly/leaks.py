@@ -194,7 +194,10 @@ def main() -> int:
             loop.close()
             grown = growth(samples)
             failed |= bool(grown)
-            said = ", ".join(f"{what} {most:,} -> {least:,}" for what, (most, least) in grown.items()) or "nothing has grown"
+            said = (
+                ", ".join(f"{what} {most:,} -> {least:,}" for what, (most, least) in grown.items())
+                or "nothing has grown"
+            )
             print(f"{name}: {len(samples)} rounds, {said}; at last {json.dumps(samples[-1])}", flush=True)
     return int(failed)
 

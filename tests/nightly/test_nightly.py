@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import leaks
-import nightly
 import pytest
+
+import nightly
 from nightly import PARTS, PROJECT, Part
 
 

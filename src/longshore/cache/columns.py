@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from mmap import MADV_NOHUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, TypeAlias
 
@@ -101,6 +102,18 @@ def runs(each: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.i
     np.not_equal(each[1:], each[:-1], out=begins[1:-1])
     edges = begins.nonzero()[0]
     return edges[:-1], edges[1:] - edges[:-1]
+
+
+def runs_of(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive numbers in the ascending `positions`: start and end index of each."""
+    if not positions:
+        return
+    if positions[-1] - positions[0] == len(positions) - 1:
+        yield 0, len(positions)
+        return
+    ends = np.flatnonzero(np.diff(positions) != 1) + 1
+    starts = [0, *ends.tolist(), len(positions)]
+    yield from pairwise(starts)
 
 
 class FreeList:

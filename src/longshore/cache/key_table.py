@@ -9,7 +9,6 @@ an entry of a dictionary takes with its key and number. Nothing grows: there are
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import Any, overload
 
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import column, numbers, zeros
+from longshore.cache.columns import column, zeros
 from longshore.errors import CacheError
 
 _FEW = 24

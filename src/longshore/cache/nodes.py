@@ -195,6 +195,7 @@ NONE = -1
 _MANY = 64
 """From this number of nodes on, array operations are faster than a loop."""
 
+
 class Nodes:
     """Nodes by key over the slots of `pools`, warmest tier first."""
 
@@ -316,8 +317,6 @@ class Nodes:
 
     def pools_of(self, nodes: Sequence[int]) -> list[int]:
         """`pool_of` for many."""
-        if len(nodes) < _MANY:
-            return [self.pool_of(node) for node in nodes]
         at = np.array(nodes, np.int32)
         pools = np.full(len(at), NONE)
         for tier in self.tiers:

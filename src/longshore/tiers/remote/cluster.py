@@ -330,7 +330,7 @@ class ClusterTier(KeyedTier):
             if node is None:
                 self._wanted.set()
                 for index in picked.indices:
-                    part.whole.end(index, Status.AWAY)
+                    part.whole.end(index, Status.UNAVAILABLE)
             else:
                 until = part.whole.deadline
                 if part.hops:  # the store's own timeout counts from the beginning
@@ -343,14 +343,14 @@ class ClusterTier(KeyedTier):
         whole.bytes += result.bytes
         whole.seconds, whole.queued = max(whole.seconds, result.seconds), min(whole.queued, result.queued_seconds)
         for place, (index, status) in enumerate(zip(part.indices, result.statuses, strict=True)):
-            if status is Status.LAPSED and self._goes_on(node, part, place):
+            if status is Status.EXPIRED and self._goes_on(node, part, place):
                 again.append(place)
             else:
                 is_write = part.what[place].op is Op.WRITE  # its slot moves to and fro
-                whole.end(index, Status.AWAY if is_write and status is Status.LAPSED else status)
+                whole.end(index, Status.UNAVAILABLE if is_write and status is Status.EXPIRED else status)
         if again:
             self._send(self._picked(part, again))
-        if Status.AWAY in result.statuses:
+        if Status.UNAVAILABLE in result.statuses:
             self._wanted.set()
         self._settle(whole)
 
