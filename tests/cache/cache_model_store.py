@@ -13,8 +13,9 @@ from cache_model_base import Stage
 from cache_movers import Job, Tag
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Section, Status, Transfer, TransferResult, Urgency
-from longshore.cache import DropReason, GroupKeys, Resident, Retention, State, StoreOrder
+from longshore.cache import DropReason, GroupKeys, Retention, State, StoreOrder
 from longshore.cache.settings import DEFAULT_PRIORITY
+from residents import Resident
 
 
 class Storing(Stage):

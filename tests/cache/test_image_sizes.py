@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cache_kit import key, lookup, store
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from object_state import state_of
 
+from depth import examples
 from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Slabs, Status, Transfer, TransferResult
 from longshore.cache import (
     CacheSettings,
@@ -22,7 +23,9 @@ from longshore.cache import (
     WritePolicy,
 )
 from longshore.cache.eviction import ARC, LRU
+from longshore.cache.transfers import TierSlots
 from longshore.errors import CacheError, CapacityError
+from residents import residents_of
 
 SMALL, LARGE = 0, 1
 SIZES = (3, 12)
@@ -100,14 +103,14 @@ class Bytes:
             assert sum(each.used for each in stats.sizes) == stats.used
             assert sum(each.slabs for each in stats.sizes) <= self.slabs[stats.name].slabs
         owned = {name: np.zeros(len(memory), np.int64) for name, memory in self.memory.items()}
-        for resident in self.cache.residents():
+        for resident in residents_of(self.cache):
             slabs = self.slabs[resident.slot.tier]
             at = slabs.offset(resident.slot.pool, resident.slot.index)
             owned[resident.slot.tier][at : at + slabs.image_bytes[resident.slot.pool]] += 1
         assert all(memory.max(initial=0) <= 1 for memory in owned.values())
 
     def where(self, group: int, of: str) -> set[str]:
-        return {each.slot.tier for each in self.cache.residents() if each.key == path(group, of)[-1]}
+        return {each.slot.tier for each in residents_of(self.cache) if each.key == path(group, of)[-1]}
 
     def kept(self, group: int, *paths: str) -> list[str]:
         return [of for of in paths if HOST in self.where(group, of)]
@@ -125,7 +128,7 @@ def test_each_group_has_slots_of_its_size() -> None:
     length, hold = world.lookup(LARGE, "abc")
     assert length == 2
     assert hold is not None
-    at = {each.key: each.slot for each in world.cache.residents()}
+    at = {each.key: each.slot for each in residents_of(world.cache)}
     assert [(at[each].pool, at[each].index) for each in path(LARGE, "ab")] == [(1, 4), (1, 8)]
 
 
@@ -331,7 +334,7 @@ def test_a_reset_leaves_slabs_that_jobs_touch_to_their_size() -> None:
 PROMPTS = ("a", "ab", "abc", "abd", "abcde", "f", "fg", "fgh", "ij", "ijklm", "n", "no")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_whatever_is_done_bytes_stay_with_their_chunks(data: st.DataObject) -> None:
     draw = data.draw
@@ -418,15 +421,12 @@ def test_quarter_is_protected_also_among_the_largest_images() -> None:
     for each in "abcdefgh":
         bytes_.store(LARGE, each)
         bytes_.settle()
-    below = [each for each in bytes_.cache.residents() if each.slot.tier == FILE]
+    below = [each for each in residents_of(bytes_.cache) if each.slot.tier == FILE]
     assert len(below) == 2
 
 
 def test_slots_of_any_two_sizes_are_not_of_one() -> None:
     cache = TieredCache([TierSpec(HOST, Slabs(12, (3, 4, 12), 4))], CacheSettings(pools=(0, 1, 2)))
     slots = [store(cache, [key(str(group))], [0], group=group).slots[0].index for group in range(3)]
-    is_of_one_pool = cache._state.is_of_one_pool
-    assert [is_of_one_pool(0, each) for each in (slots, slots[:2], slots[1:], slots[:1], [])] == [
-        *(False, False, False),
-        *(True, True),
-    ]
+    pools = [cache._transfers._pools(TierSlots(0, each)) for each in (slots, slots[:2], slots[1:], slots[:1], [])]
+    assert pools == [{0, 1, 2}, {0, 1}, {1, 2}, {0}, set()]

@@ -25,6 +25,7 @@ from longshore.cache import (
 from longshore.cache.eviction import LRU, POLICIES, Gittins
 from longshore.cache.eviction.partitioned import PartitionedByPriority
 from longshore.errors import CacheError
+from residents import residents_of
 
 PATH = chunks("abcd")
 
@@ -47,7 +48,7 @@ def found(cache: TieredCache, path: list[Key], first: int = 0) -> int:
 
 
 def host(cache: TieredCache) -> set[Key]:
-    return {each.key for each in cache.residents() if each.slot.tier == HOST}
+    return {each.key for each in residents_of(cache) if each.slot.tier == HOST}
 
 
 def test_orphan_is_found_only_by_the_engine_with_its_head() -> None:
@@ -203,7 +204,7 @@ def test_it_is_backed_up_behind_its_parent_and_not_before(backup: WritePolicy) -
     put(cache, PATH[:1])
     cache.flush()
     settle(cache)
-    written = {each.key: each.parent for each in cache.residents() if each.slot.tier == FILE}
+    written = {each.key: each.parent for each in residents_of(cache) if each.slot.tier == FILE}
     assert written == dict(zip(PATH, [None, *PATH], strict=False))
 
 
@@ -212,7 +213,7 @@ def test_under_pressure_it_goes_without_a_copy() -> None:
     put(cache, PATH, 1)
     put(cache, chunks("wxyz"))
     assert host(cache) == set(chunks("wxyz"))
-    assert not set(PATH) & {each.key for each in cache.residents()}
+    assert not set(PATH) & {each.key for each in residents_of(cache)}
 
 
 def adopted(*paths: str, host: int = 8, **settings: Any) -> TieredCache:
@@ -304,7 +305,7 @@ def test_in_a_circle_nothing_is_an_orphan() -> None:
 def test_what_does_not_follow_is_refused_and_changes_nothing() -> None:
     cache = made()
     put(cache, PATH, 2)
-    before = cache.residents()
+    before = residents_of(cache)
     for path, first in (
         ([key("x"), PATH[2]], 1),
         ([PATH[2]], 0),
@@ -316,7 +317,7 @@ def test_what_does_not_follow_is_refused_and_changes_nothing() -> None:
         if path[1:] != PATH[2:]:  # of which a lookup looks at some keys only
             with pytest.raises(CacheError):
                 cache.lookup({0: GroupKeys(path, first)}, 0.0, until=Until.NOTHING)
-    assert cache.residents() == before
+    assert residents_of(cache) == before
     cache.check_integrity()
 
 

@@ -25,6 +25,7 @@ from longshore.cache import (
 from longshore.cache.columns import LISTS
 from longshore.errors import CacheError
 from longshore.keys import chain
+from residents import residents_of
 
 ROOT = b"root".ljust(32, b".")
 ROOTS = [ROOT, *(f"root {group}".encode().ljust(32, b".") for group in (1, 2))]
@@ -168,7 +169,7 @@ def test_what_is_held_partially_does_not_make_way() -> None:
 
 def test_tokens_are_learnt_of_what_was_adopted() -> None:
     before = stored(ABC, file=8, backup=WritePolicy.THROUGH)
-    found = [(each.slot.index, each.key, each.parent) for each in before.residents() if each.slot.tier == FILE]
+    found = [(each.slot.index, each.key, each.parent) for each in residents_of(before) if each.slot.tier == FILE]
     after = stored(file=8)
     after.adopt(FILE, found)
     tokens = [*ABC[:10], 7, 7]

@@ -10,6 +10,7 @@ from cache_model import World
 from longshore.boundary import FILE, HOST, Cancel, Forget, Status, Transfer
 from longshore.cache import GroupKeys, MissReason, Outcome, TieredCache, TierSpec
 from longshore.errors import CacheError, JobError, LeaseError
+from residents import residents_of
 
 BOTH = Setup(host=4, file=4, backup="write_through")
 
@@ -106,7 +107,7 @@ def test_a_reset_forgets_everything_and_waits_for_slots_in_use() -> None:
     world.generation += 1
     assert world.cache.reset() == 1
     assert world.cache.take() == [*map(Cancel, in_flight), Forget(1)]
-    assert world.cache.residents() == []
+    assert residents_of(world.cache) == []
     assert [(s.used, s.ready) for s in world.cache.stats()] == [(3, 0), (2, 0)]
 
 

@@ -26,6 +26,7 @@ from longshore.cache import (
 )
 from longshore.cache.types import Answer
 from longshore.errors import CacheError, JobError
+from residents import residents_of
 
 STORE = "store"
 
@@ -89,7 +90,7 @@ class Desk:
         return {answer: count for answer, count in self.cache.counters.probes[tier].items() if count}
 
     def resident(self) -> set[str]:
-        return {path_of(each.key) for each in self.cache.residents() if each.state.value == "ready"}
+        return {path_of(each.key) for each in residents_of(self.cache) if each.state.value == "ready"}
 
 
 def keys_of(transfer: Transfer) -> list[str]:
@@ -444,7 +445,7 @@ def test_fetch_takes_no_room_from_chunks_without_backup() -> None:
     desk.lookup("x")
     desk.answer("x")
     assert desk.prefetch("x") == ()
-    assert {path_of(each.key) for each in desk.cache.residents()} == {"a", "b"}
+    assert {path_of(each.key) for each in residents_of(desk.cache)} == {"a", "b"}
 
 
 def test_a_fetch_takes_no_room_from_what_it_follows() -> None:

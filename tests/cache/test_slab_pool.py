@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from object_state import state_of
 
+from depth import examples
 from longshore.boundary import Slabs
 from longshore.cache.pool import DRAINING, FILLING, FREE, READY
 from longshore.cache.slab_pool import NOBODY, SlabPool
@@ -171,7 +171,7 @@ class Model(RuleBasedStateMachine):
             assert {slab for slab, _ in pool.slabs_of_others(each)} == others
 
 
-Model.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Model.TestCase.settings = examples(60, stateful_step_count=40)
 TestSlabPool = Model.TestCase
 
 

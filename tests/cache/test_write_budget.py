@@ -10,6 +10,7 @@ from longshore.boundary import FILE, HOST, Status
 from longshore.cache import DropReason, WritePolicy, WriteRule
 from longshore.cache.settings import SAVED_SECONDS, WriteBudget
 from longshore.errors import CacheError
+from residents import residents_of
 
 RATE = IMAGE_BYTES / SAVED_SECONDS
 """One image an hour."""
@@ -29,7 +30,7 @@ def store(world: World, *paths: str) -> None:
 
 
 def in_file(world: World) -> set[str]:
-    return {path_of(each.key) for each in world.cache.residents() if each.slot.tier == FILE}
+    return {path_of(each.key) for each in residents_of(world.cache) if each.slot.tier == FILE}
 
 
 def drops(world: World) -> dict[DropReason, int]:

@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import examples
 from longshore.errors import LayoutError
 from longshore.layout import KVGroup, KVLayout, PageRef
 
@@ -79,7 +80,7 @@ refs = st.builds(
 ).filter(lambda ref: ref.page_bytes <= ref.stride)
 
 
-@settings(deadline=None, max_examples=400)
+@examples(400)
 @given(st.lists(st.lists(refs, min_size=1, max_size=3), min_size=1, max_size=3), st.integers(1, 5))
 def test_it_agrees_with_looking_at_every_byte(groups: list[list[PageRef]], num_blocks: int) -> None:
     flat = [(group, ref) for group, refs in enumerate(groups) for ref in refs]

@@ -19,6 +19,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from longshore.cache import GroupKeys
+from residents import residents_of
 
 sys.path.append(str(Path(__file__).parents[1] / "tiers"))
 from cufile_stand_in import StandInCuFile, cuFileError
@@ -231,7 +232,7 @@ def test_what_rots_ends_the_load_there_and_nothing_else_changes(
     with opened(pages, tmp_path, library) as stack:
         store(stack, blocks)
         with stack.runtime.control() as cache:
-            (slot,) = [each.slot.index for each in cache.residents() if each.key == KEYS[5]]
+            (slot,) = [each.slot.index for each in residents_of(cache) if each.key == KEYS[5]]
         flip_image_bit(tmp_path, slot, 12345)
         pages.fill(2)
         after = pages.read(blocks)

@@ -58,7 +58,7 @@ def test_recorded_times_are_wall_clock_times(rig: Rig) -> None:
     kinds = [EventKind.RESET, EventKind.ORDERED, EventKind.STORED, EventKind.REQUEST]
     assert [event.kind for event in events] == kinds
     assert {event.at for event in events} == {WALL}
-    assert [account.verdict for account in explain(events, "r")] == [Verdict.FOUND, Verdict.NEVER_SEEN]
+    assert [account.verdict for account in explain(events, "r")["r"]] == [Verdict.FOUND, Verdict.NEVER_SEEN]
     assert (rig.sample("written_total"), rig.sample("missed_total"), rig.sample("off")) == (4, 0, 0)
 
 
@@ -70,7 +70,7 @@ def test_recovered_chunks_are_recorded_as_of_the_restart(tmp_path: Path) -> None
     with runtime.control() as cache:
         cache.lookup({0: GroupKeys([bytes([1]) * 32])}, NOW, request="r")
     recorded.close()
-    (account,) = explain(read_events(tmp_path / "events"), "r")
+    (account,) = explain(read_events(tmp_path / "events"), "r")["r"]
     assert (account.verdict, account.tier, account.at) == (Verdict.FOUND, FILE, WALL)
 
 
@@ -97,7 +97,7 @@ def test_new_process_begins_a_file_and_keeps_the_last(tmp_path: Path) -> None:
     with second.runtime.control() as cache:
         cache.lookup({0: GroupKeys([bytes([1]) * 32])}, NOW, request="r")
     second.recorder.close()
-    (account,) = explain(read_events(second.path), "r")
+    (account,) = explain(read_events(second.path), "r")["r"]
     assert (account.verdict, account.cause) == (Verdict.RESET, "start")
 
 

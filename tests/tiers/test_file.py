@@ -104,7 +104,9 @@ class TestCapacity:
 
 
 class TestRestart:
-    def test_another_scope_recovers_nothing_and_is_never_served(self, harness: TierHarness, opener: Opener) -> None:
+    def test_trap_35_another_scope_recovers_nothing_and_is_never_served(
+        self, harness: TierHarness, opener: Opener
+    ) -> None:
         harness.store(0, 0)
         harness.tier.close()
         harness.tier = opener(scope=bytes(32))
@@ -316,7 +318,7 @@ class TestTornRecords:
         assert served == [(0, 0), (STRIDE, 1)]
 
     @pytest.mark.parametrize("left", [0, 1, 511, PAGE, PAGE + 1, 2 * PAGE + 17, STRIDE - 1])
-    def test_a_truncated_segment_is_short(self, harness: TierHarness, directory: Path, left: int) -> None:
+    def test_trap_35_a_truncated_record_is_a_miss(self, harness: TierHarness, directory: Path, left: int) -> None:
         harness.store(SLOTS - 1, 0)
         os.truncate(directory / "segment", (SLOTS - 1) * STRIDE + left)
         assert harness.load(SLOTS - 1, 0)[0] is Status.SHORT

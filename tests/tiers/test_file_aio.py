@@ -350,16 +350,6 @@ def test_distant_records_move_in_parallel_and_adjacent_ones_together(harness: Ti
     assert harness.tier.fallbacks == {"no_direct_io": 0, "no_queue": 0}
 
 
-def test_rotten_record_is_a_miss_and_others_are_served(harness: TierHarness, io: Spied, directory: Path) -> None:
-    store(harness, APART)
-    with (directory / "segment").open("r+b") as segment:
-        segment.seek(4 * STRIDE + PAGE)
-        segment.write(b"rot")
-    assert load(harness, APART) == (Status.OK, Status.OK, Status.CORRUPT, Status.OK)
-    assert io.alone == []
-    assert {chunk.slot for chunk in harness.tier.recover()} == {0, 2, 6}
-
-
 @pytest.mark.parametrize("kind", [Op.READ, Op.WRITE])
 @pytest.mark.parametrize(("number", "status"), [(errno.EIO, Status.IO_ERROR), (errno.ENOSPC, Status.NO_SPACE)])
 def test_a_bad_sector_fails_the_record_that_it_is_in(

@@ -175,12 +175,6 @@ def test_unaligned_records_are_not_coalesced(harness: TierHarness, io: Sectors) 
     assert [nbytes for _, nbytes in io.calls] == [2 * STRIDE - PAGE, STRIDE, STRIDE] if direct else [2 * STRIDE] * 2
 
 
-def test_a_reset_between_two_writes_keeps_them_apart(harness: TierHarness, io: Sectors) -> None:
-    harness.tier.forget(1)
-    old, new = batch(harness, Op.WRITE, range(2))
-    assert harness.run(old._replace(generation=0), new) == (Status.CANCELLED, Status.OK)
-
-
 @given(
     slots=st.lists(
         st.tuples(st.integers(0, 300), st.sampled_from(Op), st.sampled_from([PAGE, LONG]), st.integers(0, 1)),

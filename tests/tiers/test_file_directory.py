@@ -95,23 +95,12 @@ class TestLock:
         ):
             opener()
 
-    def test_close_gives_the_directory_back(self, opener: Opener) -> None:
-        opener().close()
-        opener()
-
     def test_a_failed_open_gives_the_directory_back(self, opener: Opener, directory: Path) -> None:
         directory.mkdir(mode=0o700)
         (directory / "superblock").write_bytes(b"not ours")
         with pytest.raises(FormatError):
             opener()
         (directory / "superblock").unlink()
-        opener()
-
-    def test_it_dies_with_the_process(self, opener: Opener, directory: Path) -> None:
-        with running(directory, "print('open', flush=True); time.sleep(600)") as holder:
-            assert holder.readline() == b"open\n"
-            with pytest.raises(TierInUseError, match=f"process id {holder.pid}"):
-                opener()
         opener()
 
     def test_a_forked_child_does_not_keep_it(self, opener: Opener, directory: Path) -> None:

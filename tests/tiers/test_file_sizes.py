@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from depth import examples
 from longshore.boundary import Slabs, Status
 from longshore.cli.app import app
 from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_image_bit
@@ -269,7 +270,7 @@ class TestDamage:
             flip(directory, PER_SLAB, at, pool=1)
             assert serves_large(harness, 1, 1)
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @examples(25, suppress_health_check=list(HealthCheck))
     @given(
         places=st.lists(
             st.tuples(

@@ -7,10 +7,11 @@ import pytest
 from longshore.boundary import REMOTE, Items, Probe, ProbeResult, Route, Status, Transfer, TransferResult
 from longshore.cache import DropReason
 from longshore.cache.eviction import LRU, Gittins
-from longshore.trace import TraceRequest, synthesize
+from longshore.trace import TraceRequest
 from longshore.trace.machine import PROFILES, RemoteStore, Timing, VirtualMovers, geometry_of, with_changes
 from longshore.trace.replay import TieredReplay
 from longshore.trace.result import Replayed
+from traffic import synthesize
 
 BLOCK = 512
 TIMING = Timing(geometry_of("llama-3.1-8b"), PROFILES["h100"])

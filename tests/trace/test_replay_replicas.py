@@ -7,11 +7,12 @@ import pytest
 from longshore.boundary import HOST, REMOTE, Items, Route, Status, Transfer, TransferResult
 from longshore.cache.eviction import LRU
 from longshore.errors import TraceError
-from longshore.trace import TraceRequest, synthesize
+from longshore.trace import TraceRequest
 from longshore.trace.machine import PROFILES, RemoteStore, Timing, VirtualMovers, geometry_of
 from longshore.trace.replay import Router, Routing, TieredReplay
 from longshore.trace.result import Overload, Replayed, Sharing
 from longshore.trace.tally import Loss
+from traffic import synthesize
 
 BLOCK = 512
 TIMING = Timing(geometry_of("llama-3.1-8b"), PROFILES["h100"])

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
+import kernel_references
 import torch
 from cuda_stand_in import CONTEXT, StandInLibrary, World
 from jobs_kit import Hardware, images_of_two_ranks, one_rank
@@ -26,7 +27,6 @@ from torch.utils import cpp_extension
 
 import environments
 from longshore.checksums import mix64
-from longshore.testing import kernel_references
 from longshore.tiers.arena import Arena
 from longshore.transfer.device.cuda.arguments import KernelShape
 from longshore.transfer.device.cuda.calibration import Always, all_registered

@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
+import kernel_references
 import torch
 from device_kit import Lane
 
 from longshore.checksums import mix64
 from longshore.layout import KVLayout
-from longshore.testing import kernel_references
 from longshore.transfer.device.cuda import driver as ours
 from longshore.transfer.device.cuda.arguments import KernelShape
 from longshore.transfer.device.cuda.calibration import all_registered

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from cuda_stand_in import AnyWay, StandIn
 from device_kit import between, copied_inside, inside
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Bytes, Model, Pools, flat
 
+from depth import examples
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.transfer.device.cuda.calibration import Always, all_registered
 from longshore.transfer.device.cuda.streams import PLACES, Way
@@ -21,7 +22,7 @@ MOODS: list[str | int] = ["lazy", "eager", 1, 2, 3]
 
 
 @pytest.mark.parametrize("mood", ["lazy", "eager", "random"])
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(seed=st.integers(0, 1 << 30), staging=st.sampled_from([0, 4096, 1 << 20]))
 def test_what_follows_another_way_sees_its_bytes(mood: str, seed: int, staging: int) -> None:
     """Onboard into some blocks, copy them on inside the device, onboard over what was copied: in one lane's order.

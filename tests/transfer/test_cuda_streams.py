@@ -14,10 +14,11 @@ import torch
 from cuda_stand_in import AnyWay, StandIn, StandInLibrary, World
 from device_kit import Lane, between, copied_inside, inside
 from gated_device import PATIENCE
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Bytes, Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
 
+from depth import examples
 from longshore.boundary import DEVICE, HOST, Section, Status
 from longshore.errors import DeviceError, FreedLayoutError
 from longshore.layout import KVGroup, KVLayout, PageRef
@@ -33,7 +34,7 @@ WAYS = list(Way)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(data=st.data())
 def test_offload_then_onboard(way: Way, data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -64,7 +65,7 @@ def test_offload_then_onboard(way: Way, data: st.DataObject) -> None:
     gpu.device.close()
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_copies_inside_the_device(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -362,7 +363,7 @@ def test_images_are_padded_where_they_are_kept(on_device: bool) -> None:
     assert found == b"\xff" * 4096 + bytes(24) + b"\xff" * (4096 - 24)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_loads_fit_and_lose_nothing(data: st.DataObject) -> None:
     layout = data.draw(layouts())

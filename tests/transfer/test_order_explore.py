@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from order_cases import STORIES, Chance
 from order_kit import Tale, tale
 
+from depth import deep
 from longshore.testing.simulated_device import SimulatedDevice
 from longshore.testing.simulation import (
     BlockedError,
@@ -21,12 +20,10 @@ from longshore.testing.simulation import (
 )
 
 LONG = {"layers while others leave", "two each way, layers, cancel", "a step around copies"}
-"""Those with the most orders: `make orders` tells them too, and these tests with STORIES=all in the environment."""
+"""Those with the most orders: `make orders` tells them, and these tests do at night."""
 
 
-@pytest.mark.parametrize(
-    "name", STORIES if os.environ.get("STORIES") == "all" else [name for name in STORIES if name not in LONG]
-)
+@pytest.mark.parametrize("name", [name for name in STORIES if name not in deep(LONG, ())])
 def test_every_order_of_a_story_ends_as_it_should(name: str) -> None:
     script, options = STORIES[name]
     explored = explore(tale(script, **options))

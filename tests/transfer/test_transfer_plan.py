@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections
 
+from depth import examples
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError, PlanError
 from longshore.layout import KVGroup, KVLayout, PageRef, from_axes, from_rows
@@ -39,7 +40,7 @@ def run(made: Copies) -> None:
     copy_pieces(*made)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_offload_then_onboard_restores_bytes_in_other_blocks(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -71,7 +72,7 @@ def _ignore_padding(model: Model, pools: Pools) -> None:
     model.host[differs] = pools.arena.array[differs]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_leading_tokens(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -148,7 +149,7 @@ def ascending(draw: st.DrawFn, layout: KVLayout) -> tuple[Section, ...]:
     return tuple(drawn)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.data())
 def test_nothing_that_is_adjacent_is_left_apart(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -161,7 +162,7 @@ def test_nothing_that_is_adjacent_is_left_apart(data: st.DataObject) -> None:
         assert adjacent(Pieces(made.source, made.destination, made.size)) == []
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.data())
 def test_cut_batches_move_the_same_bytes(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -184,7 +185,7 @@ def every_byte(pieces: Pieces) -> list[tuple[int, int]]:
     return [(d + i, h + i) for d, h, n in zip(*lists, strict=True) for i in range(n)]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_both_piece_orders_move_the_same_bytes(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -237,7 +238,7 @@ def test_k_and_v_of_one_tensor_merge_at_their_seam(blocks_per_chunk: int) -> Non
     assert one.size.tolist() == ([24, 72, 48] if blocks_per_chunk == 3 else [24, 24])
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 3)), max_size=30))
 def test_merged_pieces_are_the_same_bytes(steps: list[tuple[int, int, int]]) -> None:
     device = host = 100
@@ -266,7 +267,7 @@ def test_planner_reuses_its_arrays_for_each_plan() -> None:
             np.testing.assert_array_equal(one, other)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_reused_planner_makes_the_same_plans_as_a_new_one(data: st.DataObject) -> None:
     planner = PieceBuilder()

@@ -16,10 +16,11 @@ import pytest
 import torch
 from device_kit import Lane, between, copied_inside, inside
 from gated_device import PATIENCE
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
 
+from depth import examples
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError
 from longshore.transfer import OFFLOAD, TransferEngine
@@ -90,7 +91,7 @@ class FakeAccelerator(Accelerator):
         return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.data())
 def test_offload_then_onboard_through_the_stages(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -118,7 +119,7 @@ def test_offload_then_onboard_through_the_stages(data: st.DataObject) -> None:
     device.close()
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(st.data())
 def test_copies_inside_the_device(data: st.DataObject) -> None:
     layout = data.draw(layouts())

@@ -41,14 +41,14 @@ from longshore.errors import ConfigError, DeviceError, TierError
 from longshore.keys import Scope
 from longshore.layout import KVLayout
 from longshore.runtime.loop import BackgroundLoop, Runtime
-from longshore.runtime.recorder import KEPT, EventRecorder
+from longshore.runtime.recorder import EventRecorder, kept_events, open_recorder
 from longshore.runtime.ring_mover import ImageRing, RingMover
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.arena.pinning import CudaRegistrar, TorchCudaRuntime
 from longshore.tiers.base import KeyedTier, Tier
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.host import HostTier, KeyedMover, TierMover
-from longshore.tiers.remote import RemoteTier, parse_url
+from longshore.tiers.remote import ClusterTier, RemoteTier, open_store, parse_url
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import TransferEngine
 
@@ -125,6 +125,11 @@ class Stack:
     events: EventRecorder | None
     remote: tuple[KeyedTier, ...] = ()
     ring_mover: RingMover | None = None
+
+    def describe(self, keys: Sequence[Key], first: int, tokens: Sequence[int]) -> None:
+        """Have events for routers tell which `tokens` the chunks `keys[first:]` of a path have."""
+        if self.events is not None:
+            self.events.describe(keys, first, tokens)
 
     def load_path(
         self,
@@ -306,9 +311,9 @@ class _Grouping(NamedTuple):
 
 def _open_store(
     url: str, name: str, *, arena: Arena, image_bytes: tuple[int, ...], scope: bytes, generation: int
-) -> RemoteTier:
+) -> RemoteTier | ClusterTier:
     """A store whose namespace is the scope, which identifies the weights: adapters open another stack for others."""
-    return RemoteTier(
+    return open_store(
         url,
         arena=arena,
         image_bytes=image_bytes,
@@ -441,7 +446,6 @@ def _start(
     file: Tier | None,
     arena: Arena | None,
 ) -> Stack:
-    events = None
     with contextlib.ExitStack() as undo:
         if arena is not None and host is not None:
             undo.callback(arena.close)
@@ -449,8 +453,7 @@ def _start(
         loop = BackgroundLoop(runtime) if config.background else None
         if loop is not None:
             undo.callback(loop.close)
-        if config.events_path is not None:
-            events = EventRecorder(runtime, config.events_path, config.events_size)
+        events = open_recorder(runtime, config, layout.groups[0].block_size * config.blocks_per_chunk)
         undo.pop_all()
     return Stack(config, layout, scope, runtime, engine, host, file, arena, loop, events)
 
@@ -473,7 +476,7 @@ def _make_runtime(
         groups=tuple(grouping.groups),
         partial=grouping.partial,
         ranks=layout.ranks,
-        events=KEPT if config.events_path is not None else 0,
+        events=kept_events(config),
         max_writes=config.max_writes,
         device_blocks=layout.num_blocks,
         self_test_key=scope.self_test_key,
@@ -584,6 +587,7 @@ def make_cache(
         prefetch_timeout=config.prefetch_timeout,
         load_timeout=config.load_timeout,
         write_timeout=config.write_timeout,
+        remote_events=config.kv_events_remote,
         **stores,
         **of_engine,
     )

@@ -346,6 +346,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         per_chunk, limit = stack.config.blocks_per_chunk, self._limit(prompt)
         keys = chain(stack.scope.root, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
         text = Text(prompt[: limit * self.tokens_per_page], stack.scope.root) if per_chunk > 1 else None
+        stack.describe(keys, 0, prompt)
         return GroupKeys(keys, min(present // per_chunk, len(keys)), text=text)
 
     # ------------------------------------------------------------------ onboard
@@ -463,8 +464,9 @@ class TieredAllocator(FullAttentionCacheAllocator):
         for position in range(known, whole):
             blocks = tuple(table[position * per_chunk : (position + 1) * per_chunk])
             mine = token_ids[position * chunk_tokens : (position + 1) * chunk_tokens]
-            tokens = array("I", mine) if per_chunk > 1 else None
+            tokens = array("I", mine) if per_chunk > 1 or stack.config.kv_events else None
             self._remember(_Chunk(keys.keys, position, prompt, blocks, retention, tokens))
+        stack.describe(keys.keys, known, token_ids[known * chunk_tokens : whole * chunk_tokens])
         tick = None if lookup is None else lookup.tick
         text = Text(token_ids[: whole * chunk_tokens], stack.scope.root) if per_chunk > 1 else None
         path = GroupKeys(keys.keys[:whole], prompt=prompt, retention=retention, text=text)
@@ -512,6 +514,8 @@ class TieredAllocator(FullAttentionCacheAllocator):
             done.update(tail.path[first : tail.position + 1])
             blocks = [block for chunk in run for block in chunk.blocks]
             keys, text = tail.path[: tail.position + 1], None
+            for chunk in run:
+                stack.describe(tail.path[: chunk.position + 1], chunk.position, chunk.tokens or ())
             known = [np.array(chunk.tokens, np.uint32) for chunk in run if chunk.tokens is not None]
             if known:  # of the chunks before them nothing is asked
                 text = Text(np.concatenate([np.zeros(first * len(known[0]), np.uint32), *known]), stack.scope.root)

@@ -274,6 +274,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """vLLM's prefix cache was emptied: only running requests have blocks on the device, and will compute them."""
         self._look_for_new_weights()
         self._validity.device_was_reset()
+        if self._events is not None:
+            self._events.were_cleared = True
         if self._is_serving:
             self._validity.used()
 
@@ -334,7 +336,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._events is None:
             return []
         with self._runtime.observe() as cache:
-            return list(self._events.translate(cache.events()))
+            return list(self._events.translate(cache))
 
     def flush(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds until all stored chunks are in every tier; returns whether they are."""

@@ -135,6 +135,8 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         if note.model.base_is_mixed:
             _log.error(_MIXED)
         announces = self.kv_events_config.enable_kv_cache_events
+        if self.settings.kv_events_remote and not announces:
+            _log.warning("kv_events_remote has no effect: vLLM publishes no KV events (--kv-events-config)")
         try:
             tiers = open_tiers(self.settings, note, scope, self.config.groups, events=EVENTS_LIMIT if announces else 0)
         finally:
