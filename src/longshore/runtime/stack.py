@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from longshore.boundary import FILE, HOST, REMOTE, Key, Mover, Slabs, by_size
 from longshore.cache import (
@@ -301,14 +301,6 @@ class Stack:
         self.close()
 
 
-class _Grouping(NamedTuple):
-    """What the cache is to know of the KV cache groups, `pools` being those of their images."""
-
-    groups: Sequence[CacheGroup]
-    partial: bool
-    pools: tuple[int, ...] = ()
-
-
 def _open_store(
     url: str, name: str, *, arena: Arena, image_bytes: tuple[int, ...], scope: bytes, generation: int
 ) -> RemoteTier | ClusterTier:
@@ -392,7 +384,8 @@ def open_stack(
             tier = opener(arena=arena, image_bytes=sizes, scope=scope.root, generation=generation)
             undo.callback(tier.close)
             probers.append(KeyedMover(tier, host))
-        runtime = _make_runtime(config, layout, scope, _Grouping(groups, partial, pools), host, file, movers, probers)
+        about = {"groups": tuple(groups), "partial": partial, "pools": pools}
+        runtime = _make_runtime(config, layout, scope, host, file, movers, probers, **about)
         undo.pop_all()
     stack = _start(config, layout, scope, runtime, engine, host, file, arena)
     return replace(stack, remote=tuple(prober.tier for prober in probers))
@@ -431,7 +424,7 @@ def _open_without_host(
         engine = TransferEngine(layout, device, ring)
         undo.callback(engine.close)
         mover = RingMover(engine, layout, ring, file)
-        runtime = _make_runtime(config, layout, scope, _Grouping(groups, partial), None, file, [mover])
+        runtime = _make_runtime(config, layout, scope, None, file, [mover], groups=tuple(groups), partial=partial)
         undo.pop_all()
     return replace(_start(config, layout, scope, runtime, engine, None, file, None), ring_mover=mover)
 
@@ -462,25 +455,24 @@ def _make_runtime(
     config: Config,
     layout: KVLayout,
     scope: Scope,
-    grouping: _Grouping,
     host: HostTier | None,
     file: Tier | None,
     movers: list[Mover],
     probers: Sequence[KeyedMover] = (),
+    **of_groups: Any,
 ) -> Runtime:
+    """The loop over a cache for `layout`; `of_groups` are the `CacheSettings` of its groups."""
     cache = make_cache(
         config,
         None if host is None else host.slabs,
         file,
         remote=[prober.tier.name for prober in probers],
-        groups=tuple(grouping.groups),
-        partial=grouping.partial,
         ranks=layout.ranks,
         events=kept_events(config),
         max_writes=config.max_writes,
         device_blocks=layout.num_blocks,
         self_test_key=scope.self_test_key,
-        pools=grouping.pools,
+        **of_groups,
     )
     tokens = layout.groups[0].block_size * config.blocks_per_chunk
     chunk = (tokens, layout.image_bytes) if len(layout.groups) == 1 else None  # chunks of several groups differ
