@@ -13,8 +13,9 @@ from cache_model_base import Stage
 from cache_movers import Job, Tag
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Section, Status, Transfer, TransferResult, Urgency
-from longshore.cache import DropReason, GroupKeys, Resident, Retention, State, StoreOrder
+from longshore.cache import DropReason, GroupKeys, Retention, State, StoreOrder
 from longshore.cache.settings import DEFAULT_PRIORITY
+from residents import Resident
 
 
 class Storing(Stage):
@@ -93,7 +94,7 @@ class Storing(Stage):
         if offload.job is None:
             return
         items = tuple(
-            Item(keys[at], parent(keys[at]), None, slot, 0)
+            Item(keys[at], parent(keys[at]), None, slot)
             for at, slot in zip(offload.positions, offload.slots, strict=True)
         )
         write = Transfer(offload.job, Route(DEVICE, HOST), items, urgency=Urgency.WRITE)

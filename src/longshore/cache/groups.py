@@ -13,8 +13,8 @@ that needs it, so the next length to try ends before it, and no key is looked up
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise, takewhile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -74,21 +74,10 @@ class Need(NamedTuple):
 
 
 class GroupSearch:
-    """The search for the longest served prefix in one group, whose chunks have `chunk_tokens` tokens each.
-
-    With `has_remote`, which returns whether a remote tier has a key, chunks of remote tiers and chunks in flight count
-    as served, too.
-    """
+    """The search for the longest served prefix in one group, whose chunks have `chunk_tokens` tokens each."""
 
     def __init__(
-        self,
-        index: Index,
-        partials: PartialPrefixes,
-        group: CacheGroup,
-        chunk_tokens: int,
-        wanted: GroupKeys,
-        *,
-        has_remote: Callable[[Key], bool] | None = None,
+        self, index: Index, partials: PartialPrefixes, group: CacheGroup, chunk_tokens: int, wanted: GroupKeys
     ) -> None:
         self.keys, device = wanted.names, () if wanted.device is None else wanted.device
         if len(device) > len(self.keys):
@@ -100,7 +89,6 @@ class GroupSearch:
         """The first chunk that would be needed if all of them were served."""
         self._index = index
         self._partials = partials
-        self._has_remote = has_remote
         self._device = np.zeros(len(self.keys), bool)
         self._device[: len(device)] = np.asarray(device, bool)
         self._clear = len(self.keys)  # chunks from here on that were examined are served
@@ -127,11 +115,6 @@ class GroupSearch:
         load = first + np.flatnonzero(~self._device[first:end])
         return Need(first, end, tuple(load.tolist()), self._partial(end, tokens % self.chunk_tokens))
 
-    def unserved(self, first: int) -> list[Key]:
-        """The keys from `first` on that are not on the device, in an own tier, or on their way into one."""
-        has, get = self._device, self._index.get
-        return [key for at, key in enumerate(self.keys[first:], first) if not has[at] and not get(key)]
-
     def _partial(self, at: int, tokens: int) -> Partial | None:
         """Where the first `tokens` tokens of the chunk at `at` come from, if any are needed."""
         if not tokens or self.text is None:
@@ -143,19 +126,12 @@ class GroupSearch:
 
     def _serves(self, at: int) -> bool:
         """Whether the chunk at `at` is on the device, or can be read from a tier."""
-        if at >= len(self.keys):
-            return False
-        if self._has_remote is not None and (self._index.get(self.keys[at]) or self._has_remote(self.keys[at])):
-            return True
-        return bool(self._device[at] or self._index.is_readable(self.keys[at]))
+        return at < len(self.keys) and bool(self._device[at] or self._index.is_readable(self.keys[at]))
 
     def _missing(self, first: int, end: int) -> int | None:
         """The last chunk of `[first, end)` that is not served, of those examined; `None` if all are served."""
         if not self.group.alone:
             ready = self._index.reachable_prefix(self.keys[:end], 0)
-            if self._has_remote is not None:
-                ready = self._index.known_prefix(self.keys[:end], ready)
-                ready += sum(1 for _ in takewhile(self._has_remote, self.keys[ready:end]))
             ready += leading(self._device[ready:end])
             if self._index.orphans and 0 < ready < end and self._device[:ready].all():
                 ready = self._index.reachable_prefix(self.keys[:end], ready)

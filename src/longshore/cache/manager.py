@@ -15,14 +15,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
-from longshore.boundary import DEVICE, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
-from longshore.cache import inspect
+from longshore.boundary import DEVICE, Cancel, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
 from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.eviction.hit_rates import check as check_return
 from longshore.cache.groups import GroupKeys, check_blocks, check_distinct, check_paths
 from longshore.cache.load import Loader, Prefetcher
-from longshore.cache.lookups import Leases, Lookups, check_first
+from longshore.cache.lookups import Leases, LookupCall, Lookups, check_first
 from longshore.cache.offload import Offloader
 from longshore.cache.recovery import Chunk, Recovered, adopt
 from longshore.cache.remote import RemoteTiers
@@ -39,7 +38,6 @@ from longshore.cache.types import (
     MissReason,
     Part,
     Progress,
-    Resident,
     StoreOrder,
     TierStats,
     Until,
@@ -130,7 +128,8 @@ class TieredCache:
         has a `device`: the longest prefix that every group can serve. With `each`: where each chunk is, by itself; the
         keys need not form a path, and no misses are counted. A chunk is in flight if it or a chunk before it is.
 
-        Remote tiers are asked for chunks that they are not known to have or lack. A lookup does not wait for them.
+        Remote tiers are asked for chunks that they are not known to have or lack, by lookups of one path and with
+        `each`. A lookup does not wait for them.
 
         Args:
             paths: Keys by group.
@@ -153,13 +152,13 @@ class TieredCache:
             raise CacheError(f"until: expected one of {list(Until)}, got {until!r}")
         if asks and (not each or until is not Until.NOTHING):
             raise CacheError("`asks` needs `each`, and `until` nothing: other lookups ask all tiers, or none")
+        asks_all = asks is None and until is not Until.NOTHING
+        call = LookupCall(now, until, request, tick, returns, count, asks_all)
         if each:
-            return self._lookups.chunks(paths, now, until, request, tick, returns, asks=asks or ())
-        by_itself = asks is None and until is not Until.NOTHING
+            return self._lookups.chunks(paths, call, asks or ())
         if len(paths) == 1 and next(iter(paths.values())).device is None:
-            ((group, path),) = paths.items()
-            return self._lookups.path(group, path, now, until, request, tick, returns, count=count, asks=by_itself)
-        return self._lookups.groups(paths, now, until, request, tick, returns, count=count, asks=by_itself)
+            return self._lookups.path(*next(iter(paths.items())), call)
+        return self._lookups.groups(paths, call)
 
     def prefetch(
         self,
@@ -177,10 +176,9 @@ class TieredCache:
         one after the other. Reads that are in flight for other requests are joined. Reads that no request waits for any
         more are cancelled at the deadline, or when the lease is released. Another call replaces the first.
 
-        Of paths: chunks behind the ready prefix that remote tiers are known to have, from `first` on; with the paths
-        of all groups, those that the longest prefix needs. The next lookup finds what has arrived. Remote tiers are
-        asked for chunks of which they have not answered. These reads are not cancelled with the request; they end
-        within `timeout` seconds, `settings.load_timeout` if `None`.
+        Of a path of one group: chunks behind the ready prefix that remote tiers are known to have, from `first` on. The
+        next lookup finds what has arrived. Remote tiers are asked for chunks of which they have not answered. These
+        reads are not cancelled with the request; they end within `timeout` seconds, `settings.load_timeout` if `None`.
         """
         check_time(now)
         if not isinstance(what, Mapping):
@@ -192,10 +190,9 @@ class TieredCache:
             raise CacheError("expected a `policy` only with a lease")
         longest = seconds(timeout, self.settings.load_timeout)
         check_paths(what)
-        if len(what) == 1 and next(iter(what.values())).device is None:
-            ((group, path),) = what.items()
-            return self._lookups.fetch_path(group, path, now, longest)
-        return self._lookups.fetch(what, now, longest)
+        if len(what) != 1 or next(iter(what.values())).device is not None:
+            raise CacheError(f"expected a lease, or the keys of one group without `device`, got groups {sorted(what)}")
+        return self._lookups.fetch(*next(iter(what.items())), now, longest)
 
     def load(
         self,
@@ -332,9 +329,7 @@ class TieredCache:
         leases = self._leases.of(what) if isinstance(what, str) else [what]
         for lease in leases:
             record = self._leases.get(lease)
-            if record.load is not None and record.load.outcome is None:
-                self._transfers.cancel_load(record.load)
-                self._conclude(record.load, MissReason.CANCELLED)
+            self._give_up(record.load, MissReason.CANCELLED)
             if record.prefetch is not None:
                 self._prefetcher.cancel(record.prefetch)
             self._leases.drop(lease)
@@ -525,11 +520,11 @@ class TieredCache:
 
     def stats(self) -> tuple[TierStats, ...]:
         """Occupancy per tier, warmest first."""
-        return inspect.stats(self._state)
+        return self._state.stats()
 
-    def residents(self) -> list[Resident]:
-        """Every chunk that is ready or being filled, once for each tier that it is in."""
-        return inspect.residents(self._state)
+    def ready(self) -> list[tuple[str, Key]]:
+        """Tier and key of each copy that is ready, for readers that have missed events."""
+        return [(self._state.levels[tier].name, key) for tier, key in self._state.index.ready()]
 
     def events(self, limit: int | None = None) -> list[Event]:
         """Events since the last call, in order, at most `limit`; the others are returned by the next call.
@@ -542,7 +537,7 @@ class TieredCache:
 
     def check_integrity(self) -> None:
         """Check all data structures; raises `CacheError` where two of them are inconsistent."""
-        inspect.check_integrity(self._state)
+        self._state.check_integrity()
         self._transfers.check_integrity()
         self._leases.check_integrity()
         self._remote.check_integrity()
@@ -554,9 +549,7 @@ class TieredCache:
         if self._state.priorities.used:
             self._state.priorities.expire(self._transfers.now)
         for wait in self._transfers.waits.due(self._transfers.now) if self._transfers.waits.open else ():
-            if wait.load is not None and wait.load.outcome is None:
-                self._transfers.cancel_load(wait.load)
-                self._conclude(wait.load, MissReason.DEADLINE)
+            self._give_up(wait.load, MissReason.DEADLINE)
             self._transfers.cancel_wait(wait)
 
     def _ordered(self, load: Load, origins: Mapping[Key, str] | None) -> LoadOrder:
@@ -575,6 +568,12 @@ class TieredCache:
             self._offloader.clean()
         if self._remote.tiers:
             self._remote.proceed()
+
+    def _give_up(self, load: Load | None, reason: MissReason) -> None:
+        """End `load`, unless it has ended: cancel its copies onto the device. Reads into the host tier go on."""
+        if load is not None and load.outcome is None:
+            self._transfers.outbox += [Cancel(job.transfer.job) for job in load.pending]
+            self._conclude(load, reason)
 
     def _conclude(self, load: Load, unfinished: MissReason) -> None:
         self._count_misses(load, load.conclude(unfinished))

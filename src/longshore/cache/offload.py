@@ -369,16 +369,8 @@ class Offloader:
 
     def _copy_down(self, chosen: Sequence[int], tier: int) -> None:
         """Order one job that copies `chosen` from `tier` to the one below, which has room."""
-        if not chosen:
-            return
-        state, index, job = self._state, self._state.index, self._transfers.new_id()
-        sources = [index.slot[tier][node] for node in chosen]
-        for slot in sources:
-            state.pools[tier].readers[slot] += 1
-        copies = state.place_copies(chosen, tier + 1, job)
-        keys = [index.key[node] for node in chosen]
-        parents = [index.key[index.parent[node]] for node in chosen]
-        self._transfers.order(job, keys, parents, TierSlots(tier, sources), TierSlots(tier + 1, copies))
+        if chosen:
+            self._transfers.order_copies(chosen, tier, tier + 1)
 
     def _admit(
         self,

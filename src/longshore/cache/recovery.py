@@ -177,6 +177,9 @@ def _insert(state: CacheState, tier: int, nodes: list[int], known: Sequence[int]
     state.windows.mark_ready(nodes, tier)
     if state.last:
         # A chunk that only the coldest tier has is not dirty, and no other chunk waits for it.
-        state.update_backlog(known if tier == state.last else nodes[::-1], tier)
+        news = known if tier == state.last else nodes[::-1]
+        state.backlog.arrived(news)
+        if tier and news:
+            state.backlog.backed_up(news, tier)
         state.reconsider(np.array(known, np.int32), apart_from=tier)
     state.attach_orphans(nodes)

@@ -13,7 +13,6 @@ from longshore.boundary import Addresses, Key, Slot, Slots, Status, TransferResu
 from longshore.cache.groups import Need
 from longshore.cache.index import Residency
 from longshore.cache.partial import Partial
-from longshore.cache.pool import State
 from longshore.errors import CacheError
 from longshore.monitoring.table import (
     EVICTED_AGE_SECONDS,
@@ -105,8 +104,8 @@ class Found(NamedTuple):
             chunk sizes of all groups, plus, with texts, fewer tokens than another multiple.
         needs: What each group needs for that prefix, in order of group.
         partial: For a lookup of one group: a chunk whose first tokens come next; it is in the lease.
-        remote: How much more remote tiers are known to have behind it, for `prefetch`: chunks, or for all groups
-            tokens, then with chunks in flight.
+        remote: For a lookup of one group: how many chunks more remote tiers are known to have behind it, for
+            `prefetch`.
         probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `remote`.
         before: For a lookup of one group from `UNTOLD`: the keys before the first one, as the tiers know them.
         tick: The tick of the request, for its other calls; `None` for `Until.NOTHING`.
@@ -332,12 +331,3 @@ class TierStats(NamedTuple):
     nbytes: int
     used_bytes: int
     sizes: tuple[SizeStats, ...]
-
-
-class Resident(NamedTuple):
-    """One chunk in one tier: filling or ready."""
-
-    key: Key
-    parent: Key | None
-    slot: Slot
-    state: State

@@ -41,7 +41,7 @@ from longshore.errors import ConfigError, DeviceError, TierError
 from longshore.keys import Scope
 from longshore.layout import KVLayout
 from longshore.runtime.loop import BackgroundLoop, Runtime
-from longshore.runtime.recorder import KEPT, EventRecorder
+from longshore.runtime.recorder import EventRecorder, kept_events, open_recorder
 from longshore.runtime.ring_mover import ImageRing, RingMover
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.arena.pinning import CudaRegistrar, TorchCudaRuntime
@@ -125,6 +125,11 @@ class Stack:
     events: EventRecorder | None
     remote: tuple[KeyedTier, ...] = ()
     ring_mover: RingMover | None = None
+
+    def describe(self, keys: Sequence[Key], first: int, tokens: Sequence[int]) -> None:
+        """Have events for routers tell which `tokens` the chunks `keys[first:]` of a path have."""
+        if self.events is not None:
+            self.events.describe(keys, first, tokens)
 
     def load_path(
         self,
@@ -239,8 +244,7 @@ class Stack:
         flushed = close_runtime(self.runtime, flush_timeout)
         if self.events is not None:
             self.events.close()
-        if self.host is not None and self.arena is not None:
-            self.host.close()
+        if self.arena is not None:
             self.arena.close()
         return flushed
 
@@ -442,17 +446,14 @@ def _start(
     file: Tier | None,
     arena: Arena | None,
 ) -> Stack:
-    events = None
     with contextlib.ExitStack() as undo:
         if arena is not None and host is not None:
             undo.callback(arena.close)
-            undo.callback(host.close)
         undo.callback(runtime.close, 0.0)
         loop = BackgroundLoop(runtime) if config.background else None
         if loop is not None:
             undo.callback(loop.close)
-        if config.events_path is not None:
-            events = EventRecorder(runtime, config.events_path, config.events_size)
+        events = open_recorder(runtime, config, layout.groups[0].block_size * config.blocks_per_chunk)
         undo.pop_all()
     return Stack(config, layout, scope, runtime, engine, host, file, arena, loop, events)
 
@@ -467,33 +468,40 @@ def _make_runtime(
     movers: list[Mover],
     probers: Sequence[KeyedMover] = (),
 ) -> Runtime:
-    remote = [prober.tier for prober in probers]
     cache = make_cache(
         config,
         None if host is None else host.slabs,
         file,
-        remote=[tier.name for tier in remote],
+        remote=[prober.tier.name for prober in probers],
         groups=tuple(grouping.groups),
         partial=grouping.partial,
         ranks=layout.ranks,
-        events=KEPT if config.events_path is not None else 0,
+        events=kept_events(config),
         max_writes=config.max_writes,
         device_blocks=layout.num_blocks,
         self_test_key=scope.self_test_key,
         pools=grouping.pools,
     )
-    tiers = [*([] if file is None else [file]), *remote]
-    gate = None
-    if (file is not None or remote) and len(layout.groups) == 1:  # chunks of several groups differ
-        tokens = layout.groups[0].block_size * config.blocks_per_chunk
+    tokens = layout.groups[0].block_size * config.blocks_per_chunk
+    chunk = (tokens, layout.image_bytes) if len(layout.groups) == 1 else None  # chunks of several groups differ
+    return make_runtime(config, cache, file, movers, probers, chunk)
+
+
+def make_runtime(
+    config: Config,
+    cache: TieredCache,
+    file: Tier | None,
+    movers: Sequence[Mover],
+    probers: Sequence[KeyedMover],
+    chunk: tuple[int, int] | None,
+) -> Runtime:
+    """The loop over `cache`. `chunk`: tokens and bytes of a chunk, for the gate; without it there is no gate."""
+    remote = [prober.tier for prober in probers]
+    tiers, gate = [*([] if file is None else [file]), *remote], None
+    if tiers and chunk is not None and config.gate:
         names = [*(level.name for level in cache.stats()), *(tier.name for tier in remote)]
-        gate = make_gate(config, names, tokens, layout.image_bytes)
+        gate = Gate(names, *chunk, prefill_speed=config.prefill_speed)
     return Runtime(cache, [*movers, *probers], tiers, probers=probers, gate=gate)
-
-
-def make_gate(config: Config, tiers: Sequence[str], chunk_tokens: int, chunk_bytes: int) -> Gate | None:
-    """A gate for loads of chunks of this size from `tiers`, unless `config` has none."""
-    return Gate(tiers, chunk_tokens, chunk_bytes, prefill_speed=config.prefill_speed) if config.gate else None
 
 
 def _open_file(
@@ -579,6 +587,7 @@ def make_cache(
         prefetch_timeout=config.prefetch_timeout,
         load_timeout=config.load_timeout,
         write_timeout=config.write_timeout,
+        remote_events=config.kv_events_remote,
         **stores,
         **of_engine,
     )

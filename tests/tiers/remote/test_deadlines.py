@@ -149,7 +149,7 @@ def test_a_fetch_ends_by_its_deadline_however_its_reply_comes(
     assert clock.now <= max(images.deadlines) + 1e-6
 
 
-def test_the_next_value_is_requested_before_the_last_piece_has_come() -> None:
+def test_next_value_is_requested_before_the_last_piece_came() -> None:
     clock = Clock()
     images = Images(clock, Op.READ, [1.0] * 3)
     requests: list[int] = []
@@ -228,7 +228,7 @@ def test_a_store_ends_by_its_deadline_however_its_replies_come(
             assert when <= images.deadlines[index] + 1e-6
 
 
-def test_an_image_that_waits_behind_another_one_ends_by_its_own_deadline() -> None:
+def test_image_waiting_behind_another_ends_by_its_own_deadline() -> None:
     clock = Clock()
     images = Images(clock, Op.WRITE, [3.0, 0.3])
 

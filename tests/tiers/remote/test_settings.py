@@ -171,9 +171,7 @@ def test_a_password_stands_in_no_text_of_a_tier(
     tier.close()
 
 
-def test_certificates_on_a_file_system_that_hangs_are_a_store_that_is_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_certificates_on_a_hung_file_system_mean_store_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longshore.tiers.remote.settings.CERTIFICATE_SECONDS", 0.1)
     hung = tmp_path / "ca.pem"
     os.mkfifo(hung)  # opening it for reading blocks, as a file on a mount does whose server is gone

@@ -41,8 +41,7 @@ from longshore.cache import UNTOLD, Found, GroupKeys, TieredCache, Until
 from longshore.config import Config
 from longshore.engines.sglang import contract, identity
 from longshore.engines.sglang.flags import PREFIX_KEYS, of_pool, read
-from longshore.engines.sglang.pool import HostPages
-from longshore.engines.sglang.tiers import PoolTiers, digests
+from longshore.engines.sglang.tiers import HostPages, PoolTiers, digests
 from longshore.engines.weight_files import MEMO
 from longshore.errors import EngineError, LongshoreError
 from longshore.metrics import LongshoreCollector, MirroredMetrics

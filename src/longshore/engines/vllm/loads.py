@@ -11,16 +11,16 @@ Each part gets its slots at once and gives them back without needing others, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
 from longshore.boundary import Key
 from longshore.cache import GroupKeys, Lease, PrefetchPolicy, Presence, Residency, TieredCache
-from longshore.engines.vllm.requests import Ticket, residency
+from longshore.engines.vllm.changes import BlockValidity
+from longshore.engines.vllm.requests import JobContext, Ticket, residency
 from longshore.engines.vllm.stores import NO_SLOTS
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
-from longshore.runtime.rank_reports import RankReports
 
 Paths = Mapping[int, Residency | Sequence[Key]]
 """Chunks by our number of their KV cache group."""
@@ -57,12 +57,11 @@ class StreamedLoad:
 class Loads:
     """The loads of one engine, one of each request at most. Whoever calls has the control of the cache."""
 
-    def __init__(self, groups: int, reports: RankReports, patience: float, ticket: Callable[[], Ticket]) -> None:
-        """`groups` is the number of KV cache groups, `patience` is in seconds; `ticket` makes the ticket of a part."""
-        self._groups = groups
-        self._reports = reports
-        self._patience = patience
-        self._ticket = ticket
+    def __init__(self, jobs: JobContext, validity: BlockValidity) -> None:
+        self._jobs = jobs
+        self._groups = len(jobs.groups)
+        self._reports = jobs.reports
+        self._validity = validity
         self._loads: dict[str, StreamedLoad] = {}
         self._new_parts: list[JobPart] = []
 
@@ -85,38 +84,36 @@ class Loads:
         name: str,
         tick: int | None,
         paths: Paths,
-        epoch: tuple[int, int],
         origins: Mapping[Key, str],
         *,
         streams: bool,
     ) -> SlotsSpec:
         """The first part of a load of `paths`: what is in host memory, which is all of them unless the load `streams`.
 
-        `epoch` is as in `SlotsSpec`; `origins` are the tiers that chunks were brought up from, by key.
+        `origins` are the tiers that chunks were brought up from, by key.
         """
         load = StreamedLoad(name, tick, [0] * self._groups, origins)
         first, load.rest = _ready(cache, paths) if streams else (paths, [])
-        spec = self._lend(cache, load, first, epoch)
+        spec = self._lend(cache, load, first)
         load.number = spec.job
         if load.rest:
             load.lease = _lease(cache, load, load.rest)
         self._loads[name] = load
         left = tuple(sum(group == each for each, _ in load.rest) for group in range(self._groups))
-        return SlotsSpec(spec.job, spec.runs, epoch, *((spec.begins, left) if load.rest else ()))
+        return SlotsSpec(spec.job, spec.runs, spec.epoch, *((spec.begins, left) if load.rest else ()))
 
-    def proceed(
-        self, cache: TieredCache, end: Callable[[Ticket], object], now: float, slots: int, epoch: tuple[int, int]
-    ) -> None:
-        """`end` parts that all ranks have read, which gives their slots back, and lend the next ones.
+    def proceed(self, cache: TieredCache) -> None:
+        """End parts that all ranks have read, which gives their slots back, and lend the next ones.
 
-        What loads have in host memory beyond their first part is at most half of its `slots`, or one chunk of each.
+        What loads have in host memory beyond their first part is at most half of its slots, or one chunk of each.
         """
+        slots = self._jobs.slots
         streams = [load for load in self._loads.values() if load.rest]
         for load in streams:
             for ticket in [each for each in load.parts if self._reports.has_loaded(each.number)]:
                 load.failed |= self._reports.has_failed(ticket.number)
                 load.parts.remove(ticket)
-                end(ticket)
+                self._jobs.end(ticket, cache)
             ahead, is_late = load.rest[:slots], load.fetch is not None and cache.progress(load.fetch).is_over
             ready, rest = _ready(cache, _by_group(ahead))
             if load.failed or (is_late and not ready):
@@ -125,14 +122,14 @@ class Loads:
             if ready:
                 del load.rest[: len(ahead) - len(rest)]
                 load.fetched -= len(ahead) - len(rest)
-                self._new_parts.append(JobPart(load.number, self._lend(cache, load, ready, epoch)))
+                self._new_parts.append(JobPart(load.number, self._lend(cache, load, ready)))
             if load.fetched <= 0 and load.fetch is not None:
                 cache.release(load.fetch)
                 load.fetch = None
             if not load.rest:
                 _release(cache, load)
             elif load.fetch is None:
-                self._bring_up(cache, load, now, max(1, slots // 2 // len(streams)))
+                self._bring_up(cache, load, max(1, slots // 2 // len(streams)))
 
     def stop(self, cache: TieredCache, name: str) -> None:
         """No more is lent for `name`: the workers report the load as failed when they have read what they were lent."""
@@ -164,7 +161,7 @@ class Loads:
             load.rest = []
         return [*self.take(), *(JobPart(load.number, None) for load in streams)]
 
-    def _bring_up(self, cache: TieredCache, load: StreamedLoad, now: float, share: int) -> None:
+    def _bring_up(self, cache: TieredCache, load: StreamedLoad, share: int) -> None:
         """Have the next chunks read into host memory: half of the load's `share`, so that reads and copies overlap."""
         chunks = load.rest[: max(1, share // 2)]
         if load.parts and len(chunks) + sum(len(each.slots) for each in load.parts) > share:
@@ -173,11 +170,12 @@ class Loads:
         if load.fetch is None:
             self.stop(cache, load.name)
         else:
-            cache.prefetch(load.fetch, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
+            now, patience = self._jobs.clock(), self._jobs.patience
+            cache.prefetch(load.fetch, now, policy=PrefetchPolicy.TIMEOUT, timeout=patience)
 
-    def _lend(self, cache: TieredCache, load: StreamedLoad, paths: Paths, epoch: tuple[int, int]) -> SlotsSpec:
+    def _lend(self, cache: TieredCache, load: StreamedLoad, paths: Paths) -> SlotsSpec:
         """Lease the slots of the next chunks, which are in host memory, to the workers."""
-        ticket, runs, begins = self._ticket(), [NO_SLOTS] * self._groups, tuple(load.lent)
+        ticket, runs, begins = self._jobs.ticket(), [NO_SLOTS] * self._groups, tuple(load.lent)
         order = cache.load(
             {group: GroupKeys(keys) for group, keys in paths.items()}, tick=load.tick, origins=load.origins
         )
@@ -187,7 +185,7 @@ class Loads:
             ticket.jobs.append((part.job, part.slots.of))
         if ticket.jobs:
             load.parts.append(ticket)
-        return SlotsSpec(ticket.number, tuple(runs), epoch, begins)
+        return SlotsSpec(ticket.number, tuple(runs), self._validity.epoch, begins)
 
 
 def _by_group(chunks: Sequence[tuple[int, Key]]) -> dict[int, list[Key]]:

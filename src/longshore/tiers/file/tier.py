@@ -436,7 +436,6 @@ class FileTier(Tier):
         return statuses
 
     def _quarantine(self, task: Sequence[Order], claims: Sequence[int], statuses: Sequence[Status]) -> None:
-        """Quarantine records that were found unusable."""
         for (op, _), claimed, status in zip(task, claims, statuses, strict=True):
             if claimed and status.invalidates_source:
                 self._index.quarantine(op.slot, claimed)
