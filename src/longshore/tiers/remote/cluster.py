@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -86,26 +86,23 @@ def read_slots(session: RespSession, host: str, deadline: float) -> SlotMap:
 
 
 class _Split:
-    """A batch, or a probe, in parts of one node each."""
+    """A batch, or a probe, in parts of one node each: `what` are its operations, or keys of `generation`."""
 
-    def __init__(self, ticket: int, count: int, now: float, deadline: float) -> None:
+    def __init__(self, ticket: int, what: Sequence[Any], generation: int | None, now: float, deadline: float) -> None:
         self.ticket = ticket
+        self.what = what
+        self.generation = generation
         self.begun, self.deadline = now, deadline
-        self.ended: list[Any] = [None] * count
-        self.open = count
+        self.ended: list[Any] = [None] * len(what)
+        self.open = len(what)
         self.bytes, self.seconds, self.queued = 0, 0.0, math.inf
-
-    def end(self, index: int, how: Status | bool | None) -> None:
-        self.ended[index] = how
-        self.open -= 1
 
 
 class _Part(NamedTuple):
-    """What one node was given of a whole: `what` are operations or keys, `indices` their places in the whole."""
+    """What one node was given of a whole: the items at `indices`, which `hops` nodes have been given by then."""
 
     whole: _Split
     indices: Sequence[int]
-    what: Sequence[Any]
     hops: int
 
 
@@ -217,17 +214,19 @@ class ClusterTier(KeyedTier):
         check_batch(batch, deadline, slabs=None, image_bytes=self.image_bytes, arena_bytes=nbytes)
         self._check_known(max((op.generation for op in batch), default=0))
         with self._lock:
-            whole = self._whole(len(batch), deadline)
-            self._send(_Part(whole, range(len(batch)), batch, 0))
-            self._settle(whole)
-            return whole.ticket
+            return self._begin(tuple(batch), None, deadline)
 
     def poll(self) -> list[TierResult]:
         """Results since the last call; ends what is late."""
         with self._lock:
             for node, tier in list(self._nodes.items()):
                 for result in tier.poll():
-                    self._ended(node, self._parts.pop((node, result.ticket)), result)
+                    part = self._parts.pop((node, result.ticket))
+                    whole = part.whole
+                    whole.bytes += result.bytes
+                    whole.seconds = max(whole.seconds, result.seconds)
+                    whole.queued = min(whole.queued, result.queued_seconds)
+                    self._ended(node, part, result.statuses)
             results, self._results = self._results, []
         return results
 
@@ -246,17 +245,15 @@ class ClusterTier(KeyedTier):
         check_generation(generation)
         self._check_known(generation)
         with self._lock:
-            whole = self._whole(len(keys), min(deadline, self._clock() + self.settings.probe_timeout))
-            self._send_probe(_Part(whole, range(len(keys)), keys, 0), generation)
-            self._settle_probe(whole)
-            return whole.ticket
+            return self._begin(tuple(keys), generation, min(deadline, self._clock() + self.settings.probe_timeout))
 
     def answers(self) -> list[tuple[int, tuple[bool, ...] | None]]:
         """Answers since the last call; `None`: it is not known, because all nodes are away or late."""
         with self._lock:
             for node, tier in list(self._nodes.items()):
                 for ticket, present in tier.answers():
-                    self._answered(node, self._probes.pop((node, ticket)), present)
+                    part = self._probes.pop((node, ticket))
+                    self._ended(node, part, [None] * len(part.indices) if present is None else present)
             answers, self._answers = self._answers, []
         return answers
 
@@ -303,98 +300,78 @@ class ClusterTier(KeyedTier):
 
     # ------------------------------------------------------------------ parts of batches and probes, with the lock
 
-    def _whole(self, count: int, deadline: float) -> _Split:
+    def _begin(self, what: Sequence[Any], generation: int | None, deadline: float) -> int:
         self._tickets += 1
-        return _Split(self._tickets, count, self._clock(), deadline)
+        whole = _Split(self._tickets, what, generation, self._clock(), deadline)
+        self._send(_Part(whole, range(len(what)), 0))
+        return whole.ticket
 
-    def _by_node(self, part: _Part) -> dict[ClusterNode | None, list[int]]:
-        """Which items of `part` go to which node."""
-        found: dict[ClusterNode | None, list[int]] = {}
-        for index, each in enumerate(part.what):
-            name = self._address(each)
-            found.setdefault(self._asks.pop(name, None) or self._slots[slot_of(name)], []).append(index)
-        return found
+    def _send(self, part: _Part) -> None:
+        """Give each node what belongs to it."""
+        whole, limits = part.whole, {Op.READ: self.settings.fetch_timeout, Op.WRITE: self.settings.write_timeout}
+        by_node: dict[ClusterNode | None, list[int]] = {}
+        for index in part.indices:
+            name = self._address(whole.what[index])
+            by_node.setdefault(self._asks.pop(name, None) or self._slots[slot_of(name)], []).append(index)
+        for node, indices in by_node.items():
+            what = [whole.what[index] for index in indices]
+            if node is None:
+                self._wanted.set()
+                self._end(whole, indices, [None if whole.generation is not None else Status.UNAVAILABLE] * len(what))
+                continue
+            if whole.generation is not None:
+                ticket = self._at(node).ask(what, whole.generation, whole.deadline)
+                parts = self._probes
+            else:  # of what was sent before, the store's own timeout counts from then
+                until = whole.begun + min(limits[op.op] for op in what) if part.hops else math.inf
+                ticket = self._at(node).submit(what, min(whole.deadline, until))
+                parts = self._parts
+            parts[node, ticket] = _Part(whole, indices, part.hops + 1)
+        self._settle(whole)
+
+    def _ended(self, node: ClusterNode, part: _Part, how: Sequence[Status | bool | None]) -> None:
+        """A part has ended at `node`: what is elsewhere goes on there."""
+        again = {
+            index
+            for index, each in zip(part.indices, how, strict=True)
+            if (each is False or each is Status.EXPIRED) and self._goes_on(node, part, index)
+        }
+        self._end(part.whole, part.indices, how, but=again)
+        if Status.UNAVAILABLE in how or None in how:
+            self._wanted.set()
+        if again:
+            self._send(part._replace(indices=sorted(again)))
+        else:
+            self._settle(part.whole)
+
+    def _goes_on(self, node: ClusterNode, part: _Part, index: int) -> bool:
+        """Whether an item that was not found at `node` is to be looked for at another one."""
+        if self._closed or node.asking or part.hops >= _HOPS:
+            return False
+        name = self._address(part.whole.what[index])
+        return name in self._asks or self._slots[slot_of(name)] not in {node, None}
+
+    def _end(self, whole: _Split, indices: Sequence[int], how: Sequence[Any], but: Container[int] = ()) -> None:
+        for index, each in zip(indices, how, strict=True):
+            if index not in but:
+                is_write = whole.generation is None and whole.what[index].op is Op.WRITE  # its slot moves to and fro
+                whole.ended[index] = Status.UNAVAILABLE if is_write and each is Status.EXPIRED else each
+                whole.open -= 1
+
+    def _settle(self, whole: _Split) -> None:
+        if whole.open:
+            return
+        if whole.generation is None:
+            queued = 0.0 if math.isinf(whole.queued) else whole.queued
+            self._results.append(TierResult(whole.ticket, tuple(whole.ended), whole.bytes, whole.seconds, queued))
+        else:
+            is_known = not whole.ended or any(each is not None for each in whole.ended)
+            self._answers.append((whole.ticket, tuple(map(bool, whole.ended)) if is_known else None))
+        self._tell()
 
     def _address(self, each: TierOp | Key) -> bytes:
         rank = NO_RANK if self._rank is None else self._rank
         return address(self.namespace, each.key if isinstance(each, TierOp) else each, rank)
-
-    def _picked(self, part: _Part, places: Sequence[int]) -> _Part:
-        indices = [part.indices[place] for place in places]
-        return part._replace(indices=indices, what=[part.what[place] for place in places])
-
-    def _send(self, part: _Part) -> None:
-        limits = {Op.READ: self.settings.fetch_timeout, Op.WRITE: self.settings.write_timeout}
-        for node, places in self._by_node(part).items():
-            picked = self._picked(part, places)._replace(hops=part.hops + 1)
-            if node is None:
-                self._wanted.set()
-                for index in picked.indices:
-                    part.whole.end(index, Status.UNAVAILABLE)
-            else:
-                until = part.whole.deadline
-                if part.hops:  # the store's own timeout counts from the beginning
-                    until = min(until, part.whole.begun + min(limits[op.op] for op in picked.what))
-                self._parts[node, self._at(node).submit(picked.what, until)] = picked
-
-    def _ended(self, node: ClusterNode, part: _Part, result: TierResult) -> None:
-        """A part has ended at `node`: what is elsewhere goes on there."""
-        whole, again = part.whole, []
-        whole.bytes += result.bytes
-        whole.seconds, whole.queued = max(whole.seconds, result.seconds), min(whole.queued, result.queued_seconds)
-        for place, (index, status) in enumerate(zip(part.indices, result.statuses, strict=True)):
-            if status is Status.EXPIRED and self._goes_on(node, part, place):
-                again.append(place)
-            else:
-                is_write = part.what[place].op is Op.WRITE  # its slot moves to and fro
-                whole.end(index, Status.UNAVAILABLE if is_write and status is Status.EXPIRED else status)
-        if again:
-            self._send(self._picked(part, again))
-        if Status.UNAVAILABLE in result.statuses:
-            self._wanted.set()
-        self._settle(whole)
-
-    def _goes_on(self, node: ClusterNode, part: _Part, place: int) -> bool:
-        """Whether an item that was not found at `node` is to be looked for at another one."""
-        if self._closed or node.asking or part.hops >= _HOPS:
-            return False
-        name = self._address(part.what[place])
-        return name in self._asks or self._slots[slot_of(name)] not in {node, None}
-
-    def _settle(self, whole: _Split) -> None:
-        if not whole.open:
-            queued = 0.0 if math.isinf(whole.queued) else whole.queued
-            self._results.append(TierResult(whole.ticket, tuple(whole.ended), whole.bytes, whole.seconds, queued))
-            self._tell()
-
-    def _send_probe(self, part: _Part, generation: int) -> None:
-        for node, places in self._by_node(part).items():
-            picked = self._picked(part, places)._replace(hops=part.hops + 1)
-            if node is None:
-                self._wanted.set()
-                for index in picked.indices:
-                    part.whole.end(index, None)
-            else:
-                self._probes[node, self._at(node).ask(picked.what, generation, part.whole.deadline)] = picked
-
-    def _answered(self, node: ClusterNode, part: _Part, present: Sequence[bool] | None) -> None:
-        again = []
-        for place, index in enumerate(part.indices):
-            if present is not None and not present[place] and self._goes_on(node, part, place):
-                again.append(place)
-            else:
-                part.whole.end(index, None if present is None else present[place])
-        if again:
-            self._send_probe(self._picked(part, again), self._generation)
-        if present is None:
-            self._wanted.set()
-        self._settle_probe(part.whole)
-
-    def _settle_probe(self, whole: _Split) -> None:
-        if not whole.open:
-            is_known = not whole.ended or any(each is not None for each in whole.ended)
-            self._answers.append((whole.ticket, tuple(map(bool, whole.ended)) if is_known else None))
-            self._tell()
 
     def _tell(self) -> None:
         if self._at_end is not None:

@@ -259,7 +259,8 @@ class RespSession:
         such value, it is in the small buffer afterwards.
         """
         line = b"$%d\r\n" % expected
-        self._read_asking(deadline)
+        if self._asking:
+            self._read_asking(deadline)
         if self._begin == self._end:
             head = self._head[: len(line) + HEADER_BYTES]
             parts = [head, *left]

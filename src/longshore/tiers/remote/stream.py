@@ -56,7 +56,11 @@ class PlainStream:
         while parts:
             left = time_left(deadline, self._clock)
             try:
-                parts = parts_behind(parts, self._sock.sendmsg(parts, (), socket.MSG_DONTWAIT))
+                if len(parts) == 1:
+                    count = self._sock.send(parts[0], socket.MSG_DONTWAIT)  # a request: quicker than `sendmsg`
+                else:
+                    count = self._sock.sendmsg(parts, (), socket.MSG_DONTWAIT)
+                parts = parts_behind(parts, count)
             except BlockingIOError:
                 self._room.poll(math.ceil(left * 1000))
             except OSError as error:
