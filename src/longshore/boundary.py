@@ -61,15 +61,13 @@ class Item(NamedTuple):
     where `key` is the address. A copy inside the device has one item for each block; `source` is the slot to copy
     from, and `destination` `None`.
     `parent` is the key of the chunk before this one (`None` for the first of its path), which tiers that
-    outlive the process store with the image. `valid` is a bit mask of the chunk's blocks with valid bytes;
-    bit 0 is the first block.
+    outlive the process store with the image.
     """
 
     key: Key
     parent: Key | None
     source: Slot | None
     destination: Slot | None
-    valid: int
 
 
 _new_slot: Callable[[Iterable[object]], Slot] = partial(tuple.__new__, Slot)
@@ -133,7 +131,7 @@ class Addresses(_Rows[Slot]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Items(_Rows[Item]):
-    """Items of one transfer, kept as columns. `valid` applies to each.
+    """Items of one transfer, kept as columns.
 
     A transfer may have thousands of items; as separate objects they would trigger garbage collection.
     """
@@ -142,21 +140,20 @@ class Items(_Rows[Item]):
     parents: tuple[Key | None, ...]
     source: Slots | None
     destination: Slots | None
-    valid: int
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def __iter__(self) -> Iterator[Item]:
         sides = (repeat(None) if side is None else addresses(*side) for side in (self.source, self.destination))
-        return map(_new_item, zip(self.keys, self.parents, *sides, repeat(self.valid), strict=False))
+        return map(_new_item, zip(self.keys, self.parents, *sides, strict=False))
 
     def _row(self, at: int) -> Item:
         source, destination = (
             None if side is None else Slot(side.tier, side.pool, side.indices[at])
             for side in (self.source, self.destination)
         )
-        return Item(self.keys[at], self.parents[at], source, destination, self.valid)
+        return Item(self.keys[at], self.parents[at], source, destination)
 
 
 class Section(NamedTuple):

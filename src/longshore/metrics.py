@@ -104,7 +104,7 @@ class LongshoreCollector(Collector):
             _metric("longshore_build_info", {__version__: 1}),
         ]
         if self._host is not None:
-            metrics += _of_arena(self._host.report)
+            metrics += _of_arena(self._host.arena.report)
         if self._engine is not None:
             metrics += _of_engine(self._engine.stats())
         if self._events is not None:

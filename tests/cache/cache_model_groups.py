@@ -203,7 +203,7 @@ class Groups(Life):
         (loan,) = self.call("load", {group: GroupKeys(keys)}).parts
         self.hits[HOST] += len(keys)
         assert list(loan.slots) == [self.resident[each, HOST].slot for each in keys]
-        items = tuple(Item(each, None, slot, None, 0) for each, slot in zip(keys, loan.slots, strict=True))
+        items = tuple(Item(each, None, slot, None) for each, slot in zip(keys, loan.slots, strict=True))
         self.note_host_job(
             Transfer(loan.job, Route(HOST, DEVICE), items, generation=self.generation, ranks=self.setup.ranks)
         )

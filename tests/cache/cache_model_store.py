@@ -94,7 +94,7 @@ class Storing(Stage):
         if offload.job is None:
             return
         items = tuple(
-            Item(keys[at], parent(keys[at]), None, slot, 0)
+            Item(keys[at], parent(keys[at]), None, slot)
             for at, slot in zip(offload.positions, offload.slots, strict=True)
         )
         write = Transfer(offload.job, Route(DEVICE, HOST), items, urgency=Urgency.WRITE)

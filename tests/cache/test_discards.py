@@ -6,7 +6,6 @@ from cache_kit import store
 
 from longshore.boundary import FILE, HOST, Cancel, Discard, Forget, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
-from longshore.cache.pool import FILLING, READY
 from longshore.tiers.base import StoredChunk
 from residents import residents_of
 
@@ -82,15 +81,3 @@ def test_a_reset_says_it_all() -> None:
     cache.discard([key(3)], FILE)
     cache.reset()
     assert [command for command in cache.take() if not isinstance(command, Cancel)] == [Forget(1)]
-
-
-def test_slots_that_become_free_together_are_told() -> None:
-    pool = TierSpec(FILE, 6, outlives=True).make_pool()
-    taken = pool.allocate(4)
-    pool.move_all(taken, FILLING, READY)
-    pool.free_all(taken[1:])
-    assert pool.allocate(1)[0] in taken
-    told = pool.take_freed()
-    assert len(told) == 2
-    assert set(told) < set(taken[1:])
-    assert pool.take_freed() == ()

@@ -79,7 +79,7 @@ def test_an_eviction_names_its_cause_and_for_whom() -> None:
     )
 
 
-def test_a_reader_that_is_slow_sees_a_gap_and_then_the_newest() -> None:
+def test_slow_reader_sees_a_gap_and_then_the_newest() -> None:
     cache = build(8, events=3)
     put(cache, "abcd")
     gap, *rest = cache.events()
@@ -226,7 +226,7 @@ def test_keys_may_be_shortened() -> None:
     assert Event.from_json(event.as_json()) == event
 
 
-def test_incomplete_last_line_is_skipped_and_rotated_file_is_read_first(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_skipped_and_rotated_file_read_first(tmp_path: Path) -> None:
     (tmp_path / "events.1").write_text('{"kind": "reset", "number": 1}\n')
     (tmp_path / "events").write_text('{"kind": "reset", "number": 2}\n{"kind": "res')
     assert [event.number for event in read_events(tmp_path / "events")] == [1, 2]

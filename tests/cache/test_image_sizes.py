@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cache_kit import key, lookup, store
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from object_state import state_of
 
+from depth import examples
 from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Slabs, Status, Transfer, TransferResult
 from longshore.cache import (
     CacheSettings,
@@ -208,7 +209,7 @@ def test_a_slab_that_jobs_read_or_write_stays() -> None:
     assert world.store(LARGE, "x").job is not None
 
 
-def test_what_is_behind_a_chunk_goes_with_its_slab_tails_first() -> None:
+def test_chunks_behind_one_go_with_its_slab_tails_first() -> None:
     world = Bytes(host=3, events=100)
     world.store(SMALL, "abcdefg")  # heads in slab 0, the tail in slab 1
     world.store(LARGE, "x")
@@ -222,7 +223,7 @@ def test_what_is_behind_a_chunk_goes_with_its_slab_tails_first() -> None:
     assert gone == path(SMALL, "abcdefg")[::-1]
 
 
-def test_a_size_that_has_nothing_to_give_takes_a_younger_slab() -> None:
+def test_size_with_nothing_to_give_takes_a_younger_slab() -> None:
     world = Bytes(host=2)
     world.store(LARGE, "x")
     world.settle()
@@ -252,7 +253,7 @@ def test_backups_and_loads_stay_in_their_pools() -> None:
     assert world.checked >= 18
 
 
-def test_groups_and_paths_of_the_wrong_size_are_refused_before_anything_changes() -> None:
+def test_groups_and_paths_of_wrong_size_are_refused_unchanged() -> None:
     world = Bytes(host=3)
     world.store(SMALL, "ab")
     world.settle()
@@ -281,7 +282,7 @@ def test_tiers_have_the_same_pools() -> None:
             TieredCache(specs, CacheSettings(pools=pools))
 
 
-def test_what_a_slab_had_before_it_changed_its_size_is_not_adopted() -> None:
+def test_chunks_of_a_slab_before_its_resize_are_not_adopted() -> None:
     world = Bytes(host=2, file=2)
     (a, b), (x,) = path(SMALL, "ab"), path(LARGE, "x")
     found = [(0, a, None, SMALL), (5, b, a, SMALL), (0, x, None, LARGE)]
@@ -333,7 +334,7 @@ def test_a_reset_leaves_slabs_that_jobs_touch_to_their_size() -> None:
 PROMPTS = ("a", "ab", "abc", "abd", "abcde", "f", "fg", "fgh", "ij", "ijklm", "n", "no")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_whatever_is_done_bytes_stay_with_their_chunks(data: st.DataObject) -> None:
     draw = data.draw
@@ -415,7 +416,7 @@ def test_a_fetch_behind_a_chunk_of_another_size_is_refused() -> None:
     assert state_of(cache) == before
 
 
-def test_a_quarter_is_kept_safe_of_images_of_the_largest_size_too() -> None:
+def test_quarter_is_protected_also_among_the_largest_images() -> None:
     bytes_ = Bytes(8, 64, backup=WritePolicy.BACK)
     for each in "abcdefgh":
         bytes_.store(LARGE, each)

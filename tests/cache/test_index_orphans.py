@@ -73,7 +73,7 @@ def test_an_orphan_is_loaded_with_what_is_behind_it() -> None:
     cache.check_integrity()
 
 
-def test_a_single_chunk_is_looked_at_and_lent_whatever_is_before_it() -> None:
+def test_single_chunk_is_found_and_leased_whatever_precedes_it() -> None:
     cache = made()
     put(cache, PATH, 2)
     (residency,) = cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, each=True).residency.values()
@@ -122,7 +122,7 @@ def test_it_survives_a_parent_that_does_not_arrive() -> None:
     assert found(cache, PATH) == 4
 
 
-def test_a_lease_on_an_orphan_outlives_that_it_becomes_one_of_many() -> None:
+def test_lease_outlives_its_orphan_becoming_one_of_many() -> None:
     cache = made(3)
     put(cache, PATH[:3], 1)
     lease = cache.lookup({0: GroupKeys(PATH[:3], 1)}, 0.0).lease
@@ -187,7 +187,7 @@ def test_nothing_makes_way_for_an_orphan() -> None:
     assert cache.counters.evictions[HOST] == 0
 
 
-def test_what_follows_an_orphan_whose_parent_is_on_its_way_gets_room() -> None:
+def test_chunk_behind_an_orphan_with_arriving_parent_gets_room() -> None:
     cache = made(5)
     put(cache, chunks("xy"))
     put(cache, PATH[:2], 1)
@@ -269,7 +269,7 @@ def test_orphan_stays_when_its_parent_cannot_be_copied_down() -> None:
     assert found(cache, PATH[:2]) == 2
 
 
-def test_an_orphan_that_is_not_as_cold_any_more_follows_its_parent() -> None:
+def test_orphan_that_is_no_longer_cold_follows_its_parent() -> None:
     cache = adopted("ab")
     lease = cache.lookup({0: GroupKeys(PATH[:2], 1)}, 0.0).lease
     cache.prefetch(lease, 0.0)
@@ -323,7 +323,7 @@ def test_what_does_not_follow_is_refused_and_changes_nothing() -> None:
     cache.check_integrity()
 
 
-def test_of_several_groups_the_one_with_full_attention_may_have_orphans() -> None:
+def test_only_the_full_attention_group_may_have_orphans() -> None:
     cache = grouped(FULL, WINDOW)
     full, window = keys_of(0, 4), keys_of(1, 8)
     cache.store({0: GroupKeys(full, 2), 1: GroupKeys(window, 4)}, {0: range(2), 1: range(2, 6)})
@@ -346,7 +346,7 @@ def test_of_several_groups_the_one_with_full_attention_may_have_orphans() -> Non
     assert cache.lookup({0: GroupKeys(full, device=()), 1: GroupKeys(window)}, 0.0).tokens == 16
 
 
-def test_a_lease_of_all_groups_keeps_no_orphan_behind_what_tiers_have() -> None:
+def test_lease_of_all_groups_keeps_no_orphan_behind_tier_hits() -> None:
     cache = grouped(FULL)
     full = keys_of(0, 4)
     for path, first in ((full[:1], 0), (full, 2)):
@@ -376,7 +376,7 @@ def test_remote_tiers_get_it_once_it_is_none() -> None:
     assert sorted(sent) == PATH
 
 
-def test_the_first_orphan_is_used_by_the_request_that_it_came_with() -> None:
+def test_first_orphan_is_used_by_its_own_request() -> None:
     cache = made(policy="gittins")
     for tick in range(5):
         put(cache, chunks("xy")[: tick % 2 + 1])

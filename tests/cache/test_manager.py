@@ -181,7 +181,7 @@ WRONG_LOOKUPS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_LOOKUPS)
-def test_a_lookup_that_is_refused_changes_nothing_and_ends_no_load(wrong: str) -> None:
+def test_refused_lookup_changes_nothing_and_ends_no_load(wrong: str) -> None:
     cache = made(load_timeout=2.0)
     stored(cache, "a", "b")
     lease = cache.lookup({0: GroupKeys(keys("a"))}, 1.0).lease
@@ -197,7 +197,7 @@ def test_a_lookup_that_is_refused_changes_nothing_and_ends_no_load(wrong: str) -
 
 @pytest.mark.parametrize("paths", [{0: "a"}, {0: "a", 1: "b"}])
 @pytest.mark.parametrize("each", [False, True])
-def test_what_a_lookup_keeps_until_the_step_ends_is_kept_until_then(paths: dict[int, str], each: bool) -> None:
+def test_lookup_keeps_chunks_until_its_step_ends(paths: dict[int, str], each: bool) -> None:
     cache = made(slots=6)
     stored(cache, "a", "b")
     asked = {group: GroupKeys(keys(name)) for group, name in paths.items()}
@@ -234,7 +234,7 @@ def test_a_prefetch_waits_from_the_time_that_it_is_told() -> None:
     assert cache.progress(lease).leading(HOST) == 3
 
 
-def test_slots_of_others_that_are_none_are_refused_before_anything_is_adopted() -> None:
+def test_invalid_foreign_slots_are_refused_before_anything_is_adopted() -> None:
     cache = made()
     before = books(cache)
     with pytest.raises(CacheError, match="expected slots in"):
@@ -251,7 +251,7 @@ def test_a_store_of_known_chunks_is_a_use_of_them() -> None:
     assert {each.key for each in residents_of(cache)} == {*a, *c}
 
 
-def test_a_lookup_whose_host_does_not_say_what_is_before_its_keys() -> None:
+def test_lookup_of_a_host_that_omits_what_precedes_keys() -> None:
     cache, path = made(), keys("a")
     stored(cache, "a")
     told = cache.lookup({0: GroupKeys(path, 1)}, 0.0)

@@ -114,7 +114,7 @@ def test_only_the_last_of_several_jobs_is_partial() -> None:
     assert [(t.route.source, t.tokens) for t in orders(cache)] == [(HOST, None), (FILE, None), (HOST, 2)]
 
 
-def test_the_first_chunk_of_all_may_be_partial_under_its_own_root() -> None:
+def test_first_chunk_may_be_partial_under_its_own_root() -> None:
     """Chunks of another scope may have the same tokens, and other bytes."""
     cache = stored()
     other = b"other".ljust(32, b".")
@@ -320,7 +320,7 @@ def furthest(texts: list[list[int]], tokens: list[int], size: int, whole: int) -
     return max(common)
 
 
-def test_a_text_that_cannot_be_is_refused_before_a_miss_is_counted() -> None:
+def test_impossible_text_is_refused_before_a_miss_is_counted() -> None:
     cache = stored(ABC, events=10)
     cache.events()
     before = cache.counters.copy()

@@ -105,7 +105,7 @@ def known(path: str, there: str, **settings: Any) -> Desk:
     return desk
 
 
-def test_what_is_not_known_is_asked_for_and_not_waited_for() -> None:
+def test_unknown_keys_are_probed_and_not_waited_for() -> None:
     desk = Desk(probe_timeout=0.5)
     desk.now = 3.0
     found = desk.lookup("abc")
@@ -145,7 +145,7 @@ def test_only_what_our_tiers_have_not_is_asked_for() -> None:
     assert (found.chunks, desk.probes[0].keys) == (2, (key("abc"),))
 
 
-def test_what_is_there_is_fetched_into_the_host_tier_and_then_matched() -> None:
+def test_present_keys_are_fetched_into_host_memory_and_matched() -> None:
     desk = known("abcd", "abc")
     (job,) = desk.prefetch("abcd")
     (transfer,) = desk.transfers
@@ -233,7 +233,7 @@ def test_no_more_is_asked_than_may_be_under_way() -> None:
     assert len(desk.lookup("x").probes) == 1
 
 
-def test_trap_34_a_chunk_is_there_when_all_ranks_have_their_part() -> None:
+def test_trap_34_chunk_is_present_when_all_ranks_have_parts() -> None:
     desk = Desk(ranks=2)
     desk.lookup("ab")
     (probe,) = desk.probes
@@ -252,7 +252,7 @@ def test_an_answer_that_lacks_a_rank_says_nothing() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["unknown", "twice", "rank", "length"])
-def test_answers_that_nobody_waits_for_are_refused_and_nothing_is_applied(wrong: str) -> None:
+def test_unrequested_answers_are_refused_and_nothing_is_applied(wrong: str) -> None:
     desk = Desk()
     desk.lookup("ab")
     number = desk.probes[0].probe
@@ -370,7 +370,7 @@ def test_a_selective_store_takes_what_comes_back() -> None:
     assert keys_of(desk.transfers[0]) == ["a"]
 
 
-def test_a_write_back_store_takes_what_is_about_to_be_evicted() -> None:
+def test_write_back_store_takes_what_is_about_to_leave() -> None:
     desk = Desk(slots=40, into={STORE: WriteRule(WritePolicy.BACK)})
     desk.store("abcdefghijkl")
     assert desk.transfers == []
@@ -401,7 +401,7 @@ def test_remote_writes_hold_few_slots_and_drops_are_counted() -> None:
     assert desk.cache.counters.drops[STORE][DropReason.BACKPRESSURE] == 1 + 2
 
 
-def test_what_went_before_it_was_stored_is_stored_when_it_comes_again() -> None:
+def test_chunk_evicted_before_its_store_is_stored_on_return() -> None:
     desk = Desk(slots=16)  # of which one is kept for stores under way
     desk.store("ab")
     assert desk.cache.discard(chunks("ab"), HOST) == 1
@@ -434,7 +434,7 @@ def test_a_fetch_takes_no_room_from_what_others_hold() -> None:
     assert [keys_of(transfer) for transfer in desk.transfers] == [["a"]]
 
 
-def test_a_fetch_takes_no_room_from_what_is_not_backed_up() -> None:
+def test_fetch_takes_no_room_from_chunks_without_backup() -> None:
     desk = Desk()
     desk.cache = TieredCache([TierSpec(HOST, 2, 4096), TierSpec(FILE, 4, 4096)], remote=(STORE,))
     for path in "ab":
@@ -483,7 +483,7 @@ def test_names_and_rules_that_cannot_be_are_refused() -> None:
 
 
 @pytest.mark.parametrize("call", ["lookup", "prefetch"])
-def test_keys_that_are_no_path_are_neither_asked_for_nor_fetched(call: str) -> None:
+def test_keys_that_are_no_path_are_not_fetched(call: str) -> None:
     desk = known("ab", "ab")
     before = state_of(desk.cache)
     with pytest.raises(CacheError, match="distinct new keys of a path"):

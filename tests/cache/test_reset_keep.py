@@ -26,7 +26,7 @@ def test_files_stay_and_are_served() -> None:
     world.drain()
 
 
-def test_what_no_kept_tier_has_is_gone_with_all_behind_it() -> None:
+def test_chunk_in_no_kept_tier_goes_with_all_behind() -> None:
     world = World(BOTH._replace(backup="write_back")).stored("ab")
     world.flush()
     world.settle_all()
@@ -50,7 +50,7 @@ def test_all_tiers_stay_and_only_what_is_in_flight_goes() -> None:
     world.drain()
 
 
-def test_a_chunk_behind_one_that_is_in_flight_goes_with_it() -> None:
+def test_chunk_behind_one_in_flight_goes_with_it() -> None:
     world = World(BOTH)
     world.store("a", 0, False)
     world.store("ab", 0, False)

@@ -37,7 +37,7 @@ def drops(world: World) -> dict[DropReason, int]:
     return {reason: n for reason, n in world.cache.counters.drops[FILE].items() if n}
 
 
-def test_a_bucket_fills_at_its_rate_up_to_what_can_be_saved() -> None:
+def test_bucket_fills_at_its_rate_up_to_its_bound() -> None:
     budget = WriteBudget(10.0)
     assert budget.allows(0.0, 10**9, 1) == 36_000
     budget.spend(36_000)
@@ -83,7 +83,7 @@ def test_refused_chunk_is_written_on_use_once_budget_returns() -> None:
     assert drops(told) == {DropReason.RATE_LIMIT: 2}
 
 
-def test_a_path_is_written_as_far_as_the_budget_goes_heads_first() -> None:
+def test_path_is_written_within_the_budget_heads_first() -> None:
     told = world(hourly=2)
     store(told, "abcd")
     assert in_file(told) == {"a", "ab"}

@@ -163,7 +163,7 @@ def test_chunks_of_an_earlier_process_have_no_age() -> None:
     assert sum(cache.counters.histograms[EVICTED_AGE_SECONDS]["host"].counts) == 0
 
 
-def test_queue_wait_and_size_of_a_transfer_are_observed_by_route() -> None:
+def test_queue_wait_and_size_are_observed_by_route() -> None:
     watched = Watched()
     with watched.runtime.control() as cache:
         cache.store({0: GroupKeys(path(0, 1))}, {0: (0, 1)})

@@ -369,7 +369,7 @@ def test_idle_connections_that_a_server_closed_cost_no_request(
         assert remote(harness).failures == dict.fromkeys(remote(harness).failures, 0)
 
 
-def test_a_request_that_hangs_ends_at_its_deadline_and_never_writes_the_arena(
+def test_hung_request_ends_at_its_deadline_without_arena_writes(
     proxied: FaultyHttpProxy, weed: LocalS3, opened: Callable[..., TierHarness]
 ) -> None:
     harness = opened(weed.url(PATIENT, port=proxied.port), failures=NEVER)

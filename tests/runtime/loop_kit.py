@@ -111,7 +111,7 @@ def in_chain(*jobs: int) -> list[Transfer]:
         Transfer(
             job,
             Route(HOST, HOST),
-            (Item(path(1)[0], None, Slot(HOST, 0, i), Slot(HOST, 0, i + 1), 1),),
+            (Item(path(1)[0], None, Slot(HOST, 0, i), Slot(HOST, 0, i + 1)),),
             deadline=10.0,
             after=jobs[i - 1 : i] if i else (),
         )

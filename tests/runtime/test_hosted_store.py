@@ -125,7 +125,7 @@ def test_resets_keep_the_name_of_fixed_weights_alone(opener: Opener) -> None:
     assert fixed.tier.namespace == private
 
 
-def test_a_process_that_was_killed_is_started_again_with_the_latest_generation(opener: Opener) -> None:
+def test_killed_process_restarts_with_the_latest_generation(opener: Opener) -> None:
     harness = opener()
     harness.store(0, 0)
     former = harness.pid
@@ -188,9 +188,7 @@ def test_what_cannot_be_is_refused_at_once(opener: Opener, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("status", ["ends", "is no program"])
-def test_a_process_that_cannot_be_started_at_first_is_started_later(
-    opener: Opener, tmp_path: Path, status: str
-) -> None:
+def test_process_that_fails_to_start_is_started_later(opener: Opener, tmp_path: Path, status: str) -> None:
     began = tmp_path / "began"
     fails = (
         f"import os; began = os.path.exists({str(began)!r}); open({str(began)!r}, 'w').close(); began or sys.exit(3)"
@@ -211,7 +209,7 @@ def test_a_process_that_cannot_be_started_at_first_is_started_later(
     assert harness.ask(0, 1) == (True, False)
 
 
-def test_an_answer_without_a_value_for_each_key_is_an_invalid_message(opener: Opener) -> None:
+def test_answer_without_a_value_per_key_is_invalid(opener: Opener) -> None:
     harness = opener()
     os.kill(harness.pid, signal.SIGSTOP)
     ticket = harness.tier.ask([key(0)], 0, math.inf)
@@ -220,7 +218,7 @@ def test_an_answer_without_a_value_for_each_key_is_an_invalid_message(opener: Op
     assert harness.tier.answers() == [(ticket, None)]
 
 
-def test_certificates_on_a_file_system_that_hangs_hold_up_no_start(opener: Opener, tmp_path: Path) -> None:
+def test_certificates_on_a_hung_file_system_delay_no_start(opener: Opener, tmp_path: Path) -> None:
     hung = tmp_path / "ca.pem"
     os.mkfifo(hung)  # opening it for reading blocks, as a file on a mount does whose server is gone
     harness = opener(f"valkeys://127.0.0.1:1?ca_file={hung}&connect_timeout=100ms")

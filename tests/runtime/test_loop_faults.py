@@ -106,7 +106,7 @@ def test_internal_error_of_any_method_is_a_fault(
 
 
 @pytest.mark.parametrize(("method", "faults"), [("lookup", 1), ("take", 1), ("progress", 0)])
-def test_interrupt_is_a_fault_if_it_may_have_left_something_half_changed(
+def test_interrupt_is_a_fault_if_state_may_be_half_changed(
     method: str, faults: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TieredCache, method, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))

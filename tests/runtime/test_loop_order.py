@@ -103,7 +103,7 @@ def test_failed_first_upstream_item_ends_the_dependent_transfer(rig: Rig) -> Non
     [TierError("no"), PlanError("no"), TierClosedError("no"), RuntimeError("CUDA error")],
     ids=lambda e: type(e).__name__,
 )
-def test_refused_load_is_a_miss_and_its_slots_are_not_copied(error: Any) -> None:
+def test_refused_load_is_a_miss_and_copies_no_slots(error: Any) -> None:
     rig = Rig()
     rig.store(path(2))
     rig.files.refuse = error

@@ -49,7 +49,7 @@ def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path / "events")
 
 
-def test_the_file_tells_what_happened_by_the_clock_on_the_wall(rig: Rig) -> None:
+def test_recorded_times_are_wall_clock_times(rig: Rig) -> None:
     rig.store(1)
     with rig.runtime.control() as cache:
         cache.lookup({0: GroupKeys([bytes([1]) * 32, bytes([2]) * 32])}, NOW, request="r")
@@ -62,7 +62,7 @@ def test_the_file_tells_what_happened_by_the_clock_on_the_wall(rig: Rig) -> None
     assert (rig.sample("written_total"), rig.sample("missed_total"), rig.sample("off")) == (4, 0, 0)
 
 
-def test_what_was_found_at_a_restart_is_there_since_the_restart(tmp_path: Path) -> None:
+def test_recovered_chunks_are_recorded_as_of_the_restart(tmp_path: Path) -> None:
     cache = TieredCache([TierSpec(HOST, 4, 4096), TierSpec(FILE, 4, 4096, outlives=True)], CacheSettings(events=100))
     assert cache.adopt(FILE, [StoredChunk(0, bytes([1]) * 32, None)]) == 1
     runtime = Runtime(cache, [Scripted(Route(DEVICE, HOST), Route(HOST, DEVICE))], clock=lambda: NOW)
@@ -74,7 +74,7 @@ def test_what_was_found_at_a_restart_is_there_since_the_restart(tmp_path: Path) 
     assert (account.verdict, account.tier, account.at) == (Verdict.FOUND, FILE, WALL)
 
 
-def test_what_is_in_both_files_is_bounded_and_the_newest_is_there(tmp_path: Path) -> None:
+def test_both_files_are_bounded_and_hold_the_newest(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "events", limit=4096)
     for number in range(100):
         rig.store(number)
@@ -89,7 +89,7 @@ def test_what_is_in_both_files_is_bounded_and_the_newest_is_there(tmp_path: Path
     assert rig.recorder.written > len(events)
 
 
-def test_a_new_process_begins_a_new_file_and_keeps_the_one_before(tmp_path: Path) -> None:
+def test_new_process_begins_a_file_and_keeps_the_last(tmp_path: Path) -> None:
     first = Rig(tmp_path / "events")
     first.store(1)
     first.recorder.close()

@@ -37,7 +37,7 @@ class Machine:
         host = HostTier(self.arena, Slabs.of_one_size(size, SLOTS))
         device = device_for(layout)
         device.reach(self.arena.in_one_piece)
-        self.store = KeyStore(self.arena, host.image_bytes, images=images)
+        self.store = KeyStore(self.arena, host.slabs.image_bytes, images=images)
         self.cache = TieredCache([TierSpec(HOST, SLOTS, size)], CacheSettings(**settings), remote=[self.store.name])
         remote = KeyedMover(self.store, host)
         movers = [TransferEngine(layout, device, host), remote]
@@ -131,7 +131,7 @@ def test_a_broken_image_would_be_noticed_here(pair: tuple[Machine, Machine]) -> 
     assert not torch.equal(there.load(), written)
 
 
-def test_what_lapsed_between_the_answer_and_the_read_is_a_miss(pair: tuple[Machine, Machine]) -> None:
+def test_chunk_that_lapses_between_probe_and_read_misses(pair: tuple[Machine, Machine]) -> None:
     here, there = pair
     written = here.offload(4)
     here.settle()
@@ -190,7 +190,7 @@ def test_a_silent_store_costs_nothing_but_counted_misses() -> None:
     machine.close()
 
 
-def test_a_store_that_falls_silent_during_a_fetch_is_a_miss() -> None:
+def test_store_that_falls_silent_during_a_fetch_misses() -> None:
     images: Images = {}
     writer = Machine(images)
     writer.offload(2)

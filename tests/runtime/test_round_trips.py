@@ -181,7 +181,7 @@ def without_parent(tmp_path: Path) -> Iterator[WithoutParent]:
     made.stack.close()
 
 
-def test_chunks_whose_parent_a_restart_does_not_find_are_whole_once_it_is_stored_again(
+def test_chunks_are_whole_once_their_lost_parent_is_restored(
     without_parent: WithoutParent,
 ) -> None:
     cache, runtime, rows = without_parent.cache, without_parent.stack.runtime, without_parent.rows
@@ -201,7 +201,7 @@ def test_chunks_whose_parent_a_restart_does_not_find_are_whole_once_it_is_stored
     cache.check_integrity()
 
 
-def test_chunks_whose_parent_a_restart_does_not_find_are_evicted_first(without_parent: WithoutParent) -> None:
+def test_chunks_whose_parent_is_not_recovered_go_first(without_parent: WithoutParent) -> None:
     tier, prompt = without_parent.cache.stats()[1], 0
     room = tier.slots - tier.used
     while room >= 0:  # the last chunk takes the slot of another

@@ -103,7 +103,7 @@ def write_as(directory: Path, salt: str, count: int) -> None:
             assert stack.runtime.flush(30.0)
 
 
-def test_a_start_under_another_scope_leaves_records_while_there_are_empty_slots(tmp_path: Path) -> None:
+def test_start_under_another_scope_spares_records_beside_empty_slots(tmp_path: Path) -> None:
     write_as(tmp_path / "kv", "a", 5)
     before = records(tmp_path / "kv")
     assert len(before) == 5

@@ -260,9 +260,7 @@ def test_a_tier_is_closed_though_its_process_is_stopped(
     assert {result.ticket: result.statuses for result in harness.tier.poll()} == {ticket: (Status.TIER_OFF,)}
 
 
-def test_one_that_is_silent_before_it_has_opened_stops_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_silent_before_it_opened_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SILENCE", 0.5)
     with pytest.raises(TierError, match="by signal 9 before it opened"):
         HostedHarness(tmp_path / "tier", ("sleep", "1000"))

@@ -26,7 +26,7 @@ def test_lru_through_the_cache_hits_what_plain_lru_hits(paths: list[list[int]], 
 
 
 @pytest.mark.parametrize("slots", [40, 255])
-def test_lru_through_the_cache_is_plain_lru_on_a_real_trace(slots: int) -> None:
+def test_lru_through_the_cache_is_plain_lru(slots: int) -> None:
     """Of more slots than these, evictions free some ahead of demand."""
     plain, through = Experiment(LRU, slots), CacheReplay(LRU, slots)
     paths = [request.hash_ids for request in read_excerpt()]

@@ -188,9 +188,13 @@ class LinkedLists:
 
     def first_few(self, which: int, count: int) -> list[int]:
         """The first elements of list `which`, at most `count`."""
-        after, number = self.after, which
-        found = [number := after[number] for _ in range(count)]  # wraps around if there are fewer
-        return found[: found.index(which)] if which in found else found
+        after, number, found, step = self.after, which, list[int](), 4
+        while len(found) < count:
+            some = [number := after[number] for _ in range(min(step, count - len(found)))]  # wraps around at the end
+            if which in some:
+                return found + some[: some.index(which)]
+            found, step = found + some, 4 * step  # most lists are short
+        return found
 
     def drop_first(self, which: int, last: int) -> None:
         """Remove the first elements of list `which`, up to `last`, which is in it."""

@@ -90,7 +90,7 @@ def explain(events: Iterable[Event], only: str | None = None) -> dict[str, list[
         elif event.kind is EventKind.RESET:
             for history in histories.values():
                 history.apply(event)
-        elif event.key is not None:
+        elif event.key is not None and event.kind not in (EventKind.SHARED, EventKind.LAPSED):
             histories.setdefault(event.key, _History()).apply(event)
     if only is not None and only not in answers:
         raise TraceError(f"no event is about a request called {only!r}")

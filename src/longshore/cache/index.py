@@ -92,16 +92,17 @@ class Index(Nodes):
             before = self._at(keys, first - 1) if first else ROOT
             end = self.known_prefix(keys, first)
             path = self.path(self.get(keys[end - 1]), end - first)[::-1] if end > first else []
-            if path and (self.parent[path[0]] != before or self.key[path].tolist() != list(keys[first:end])):
+            if path and (self.parent[path[0]] != before or self.key[path].tobytes() != b"".join(keys[first:end])):
                 raise _broken(keys, first)
             if self.orphans:
                 path += self._follow_orphans(keys, end)
                 end = first + len(path)
-            rest, shards = keys[end:], self._shards
-            for key in rest:
-                if key in shards[key[0]] and self.depth[self.get(key)] >= 0:
-                    raise _broken(keys, keys.index(key, first))
-        except (IndexError, TypeError):
+            rest = keys[end:]
+            for node in filter(None, self.find(rest)):
+                if self.depth[node] >= 0:
+                    raise _broken(keys, keys.index(self.key[node], first))
+            self.key.check(rest)
+        except TypeError:
             raise CacheError("expected the keys of a path as digests (non-empty bytes)") from None
         if len(set(rest)) != len(rest):
             raise CacheError(f"expected {len(rest)} distinct new keys of a path, got {len(set(rest))}")
@@ -120,10 +121,10 @@ class Index(Nodes):
 
     def readable(self, keys: Sequence[Key]) -> list[int]:
         """Nodes of the leading chunks of `keys` that are readable, now or when a copy in flight has arrived."""
-        shards, reachable = self._shards, self.reachable
+        find, reachable = self.get, self.reachable
         path: list[int] = []
         for key in keys:
-            node = shards[key[0]].get(key, ROOT)
+            node = find(key)
             if not node or not reachable[node]:
                 break
             path.append(node)
@@ -139,6 +140,7 @@ class Index(Nodes):
         Raises `CacheError` if they are not distinct, or one is the child of another chunk.
         """
         nodes = self.find(keys)
+        self.key.check(keys)
         if len(set(keys)) != len(keys):
             raise CacheError(f"expected {len(keys)} distinct keys of a path, got {len(set(keys))}")
         self.check_alone(numbers(nodes))
@@ -269,15 +271,13 @@ class Index(Nodes):
         """`drop_copy` for nodes that a colder tier has; keeps the nodes of their slots."""
         column(self.slot[tier])[at] = NONE
 
-    def drop_leaves(self, at: npt.NDArray[np.int32], keys: Sequence[Key], tier: int = 0) -> list[int]:
-        """`drop_copy` for the nodes `at`, with `keys`, of which only `tier` has a copy.
+    def drop_leaves(self, at: npt.NDArray[np.int32], tier: int = 0) -> list[int]:
+        """`drop_copy` for the nodes `at`, of which only `tier` has a copy.
 
         Keeps the nodes of their slots. The only child that a node of `at` may have is the node before it. Returns the
         parents that have lost a child, each once.
         """
-        shards = self._shards
-        for key in keys:
-            del shards[key[0]][key]
+        self.key.remove(at.tolist())
         above = column(self.parent)[at]
         tops = np.ones(len(at), bool)
         np.not_equal(above[:-1], at[1:], out=tops[:-1])
@@ -293,10 +293,8 @@ class Index(Nodes):
         column(self.slot[tier])[at] = NONE
         for reach in self.reach[: tier + 1]:
             column(reach)[at] = 0
-        self.key[at] = None
         marks(self.reachable)[at] = 0
         self._free.give(array("i", at.tobytes()))
-        self._count -= len(at)
         self.gone += len(at)
         return list(parents)
 
@@ -311,7 +309,7 @@ class Index(Nodes):
             self.reach[each][parent] -= 1
         if after >= 0:
             return False
-        self._forget(node, self.key[node], parent)
+        self._forget(node, parent)
         return True
 
     def reveal(self, nodes: Sequence[int]) -> Sequence[int]:
@@ -401,8 +399,7 @@ class Index(Nodes):
     def check_integrity(self) -> None:
         """Raise `CacheError` unless parent and child links, reach counts and closure hold everywhere."""
         at = self.entered()
-        if len(at) != self._count or sum(map(len, self._shards)) != self._count:
-            raise CacheError(f"the index counts {self._count} chunks, but has {len(at)}")
+        self.key.check_integrity()
         self._tree.check_integrity(at)
         parent, coldest, is_ready = column(self.parent)[at], np.full(self.size, NONE), np.zeros(self.size, bool)
         for tier in self.tiers:
@@ -411,10 +408,9 @@ class Index(Nodes):
             is_ready[at] |= self.are_ready(at, tier)
             has = at[slots[at] >= 0]
             self._refuse(has[column(self.pools[tier].node)[slots[has]] != has], f"has another's slot in tier {tier}")
-        found = np.array(self.find(self.key[at].tolist()), np.int32)
-        self._refuse(at[(found != at) | (coldest[at] < 0)], "has no copy, or is not found by its key")
+        self._refuse(at[coldest[at] < 0], "has no copy")
         has_parent = parent > ORPHANS
-        self._refuse(at[has_parent & (self.key[parent] == None)], "has outlived its parent")  # noqa: E711 - an array
+        self._refuse(at[has_parent & ~self.key.has(parent)], "has outlived its parent")
         is_apart = (has_parent & (coldest[parent] < coldest[at])) | (
             column(self.depth)[at] != column(self.depth)[parent] + 1
         )

@@ -511,6 +511,10 @@ class TieredCache:
         """Occupancy per tier, warmest first."""
         return self._state.stats()
 
+    def ready(self) -> list[tuple[str, Key]]:
+        """Tier and key of each copy that is ready, for readers that have missed events."""
+        return [(self._state.levels[tier].name, key) for tier, key in self._state.index.ready()]
+
     def events(self, limit: int | None = None) -> list[Event]:
         """Events since the last call, in order, at most `limit`; the others are returned by the next call.
 

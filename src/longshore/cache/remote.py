@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from longshore.boundary import Key, Probe, ProbeResult, Status
+from longshore.cache.events import EventKind
 from longshore.cache.settings import AdmissionFilter, WritePolicy, WriteRule
 from longshore.cache.transfers import Job, TierSlots, Transfers
 from longshore.cache.types import Answer, DropReason, MissReason
@@ -26,6 +27,12 @@ from longshore.errors import JobError
 
 KNOWN = 1 << 16
 """Answers kept of one remote tier; the oldest are removed first."""
+
+ANNOUNCED = 1 << 20
+"""Copies in one remote tier that events tell of; beyond it, the one stored or read longest ago is withdrawn."""
+
+_GONE = frozenset({Status.EXPIRED, Status.CORRUPT, Status.MISMATCH, Status.SHORT})
+"""How reads end of what a remote tier does not have, or has damaged: it is absent until it is stored again."""
 
 
 class RemoteKeys:
@@ -44,6 +51,10 @@ class RemoteKeys:
         self._asked: dict[Key, int] = {}
         """Keys of probes in flight: the number of the probe."""
         self._probes: dict[int, _ProbeInFlight] = {}
+        self._announced: dict[Key, None] | None = None
+        if transfers.settings.remote_events and transfers.settings.events:
+            self._announced = {}
+        """Chunks that events say the tier has, those stored or read last at the end."""
 
     def has(self, key: Key) -> bool | None:
         """Whether the tier has `key`, by its last answer; `None` if there is no valid answer."""
@@ -102,6 +113,25 @@ class RemoteKeys:
         self.learn(key, present=True)
         if key in self._sent:
             self._sent[key] = self._transfers.state.tick
+        if key in self._asked:
+            self._probes[self._asked[key]].overtaken.add(key)
+        if self._announced is not None and key in self._announced:
+            self._announced[key] = self._announced.pop(key)
+
+    def announce(self, key: Key) -> None:
+        """Record the event that the tier has `key`, if events tell of remote tiers."""
+        if self._announced is None or key in self._announced:
+            return
+        self._announced[key] = None
+        self._transfers.state.log.record(EventKind.SHARED, [key], tier=self.name)
+        if len(self._announced) > ANNOUNCED:
+            self.withdraw(next(iter(self._announced)), "limit")
+
+    def withdraw(self, key: Key, cause: str) -> None:
+        """Record the event that the tier does not have `key` any more, if it was said to have it."""
+        if self._announced is not None and key in self._announced:
+            del self._announced[key]
+            self._transfers.state.log.record(EventKind.LAPSED, [key], tier=self.name, cause=cause)
 
     def was_sent(self, key: Key) -> bool:
         """Whether `key` need not be stored: it is present, or was stored before."""
@@ -129,6 +159,8 @@ class RemoteKeys:
         self._known.clear()
         self._sent.clear()
         self._asked.clear()
+        if self._announced is not None:
+            self._announced.clear()
 
     def check_integrity(self) -> None:
         """Raise `JobError` if a key waits for a probe that does not contain it."""
@@ -156,18 +188,24 @@ class RemoteKeys:
             if asked.answered:
                 self._observe(key, present=present)
                 self.learn(key, present=present)
+                if not present and key not in asked.overtaken:
+                    self.withdraw(key, Status.EXPIRED.value)
             answer = (Answer.PRESENT if present else Answer.ABSENT) if asked.answered else Answer.NO_ANSWER
             counts[answer] += 1
 
 
 @dataclass(slots=True)
 class _ProbeInFlight:
-    """A probe in flight: the ranks that have not answered, and the answers of the others."""
+    """A probe in flight: the ranks that have not answered, and the answers of the others.
+
+    Keys that were stored or read meanwhile are `overtaken`: an answer that they are absent may be older.
+    """
 
     probe: Probe
     waiting: set[int]
     present: list[bool]
     answered: bool = True
+    overtaken: set[Key] = field(default_factory=set)
 
 
 FETCH_BATCH = 16
@@ -389,7 +427,7 @@ class RemoteTiers:
         wanted = [key for key in dict.fromkeys(keys) if not tier.has(key)]
         nodes = [node for node in index.find(wanted) if index.depth[node] >= 0 and index.is_ready(node, 0)]
         if len(nodes) < len(wanted):  # evicted from the warmest tier since, or orphans
-            here = set(index.key[nodes])
+            here = set(index.key[nodes].tolist())
             gone = [key for key in wanted if key not in here]
             tier.unmark_sent(gone)
             self._drop(tier, len(gone), DropReason.BACKPRESSURE)
@@ -419,6 +457,8 @@ class RemoteTiers:
             for item, status in zip(record.transfer.items, record.statuses, strict=True):
                 if status is Status.OK:
                     tier.arrived(item.key)
+                    if storing:
+                        tier.announce(item.key)
                     self._state.counters.misses[MissReason.AFTER_MISS] += missed and item.parent is not None
                 elif storing:
                     tier.forget(item.key)
@@ -427,6 +467,8 @@ class RemoteTiers:
                     tier.forget(item.key)
                     self._state.counters.misses[MissReason.of(status)] += 1
                     missed = True
+                    if status in _GONE:
+                        tier.withdraw(item.key, status.value)
 
     def clear(self) -> None:
         """A reset: remove all answers, and queued stores."""

@@ -248,6 +248,7 @@ class CacheSettings:
         max_probes: Keys in flight in probes of one remote tier; probes beyond it are counted, and not sent.
         max_writes: Chunks in flight per write route; more are dropped (offloads) or postponed (backups).
         events: Events kept for a reader (`TieredCache.events`); 0 records none.
+        remote_events: Whether events tell of copies in remote tiers, too.
         device_blocks: Blocks of the device pool, to check block numbers; `None` leaves that to the data plane.
         self_test_key: The chunk of the self-test, which no hit, route or event counts.
         pools: The pool, that is the image size, of the chunks of each KV cache group; if empty, pool 0 for all.
@@ -274,6 +275,7 @@ class CacheSettings:
     max_probes: int = 8192
     max_writes: int = 1024
     events: int = 0
+    remote_events: bool = False
     device_blocks: int | None = None
     self_test_key: Key | None = None
     pools: tuple[int, ...] = ()

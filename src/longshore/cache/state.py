@@ -341,10 +341,10 @@ class CacheState:
             self.detach(each, where, cause=cause)
         return [where for _, where in copies]
 
-    def clear(self) -> None:
-        """Forget every chunk. Slots that jobs still touch drain."""
+    def clear(self, cause: str = "") -> None:
+        """Forget every chunk, for `cause`. Slots that jobs still touch drain."""
         if self.log.on:
-            self.log.record(EventKind.RESET)
+            self.log.record(EventKind.RESET, cause=cause)
         for pool in self.pools:
             pool.clear()
         for pins in self.pins.values():

@@ -365,7 +365,7 @@ class RingMover:
         for item, slot in zip(transfer.items[piece.first : stop], piece.slots, strict=False):
             place = Slot(HOST, 0, slot)
             source, destination = (None, place) if route == OFFLOAD else (place, None)
-            items.append(Item(item.key, item.parent, source, destination, item.valid))
+            items.append(Item(item.key, item.parent, source, destination))
         last = stop == len(transfer.items)
         return replace(
             transfer,

@@ -41,14 +41,14 @@ from longshore.errors import ConfigError, DeviceError, TierError
 from longshore.keys import Scope
 from longshore.layout import KVLayout
 from longshore.runtime.loop import BackgroundLoop, Runtime
-from longshore.runtime.recorder import KEPT, EventRecorder
+from longshore.runtime.recorder import EventRecorder, kept_events, open_recorder
 from longshore.runtime.ring_mover import ImageRing, RingMover
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.arena.pinning import CudaRegistrar, TorchCudaRuntime
 from longshore.tiers.base import KeyedTier, Tier
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.host import HostTier, KeyedMover, TierMover
-from longshore.tiers.remote import RemoteTier, parse_url
+from longshore.tiers.remote import ClusterTier, RemoteTier, open_store, parse_url
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import TransferEngine
 
@@ -125,6 +125,11 @@ class Stack:
     events: EventRecorder | None
     remote: tuple[KeyedTier, ...] = ()
     ring_mover: RingMover | None = None
+
+    def describe(self, keys: Sequence[Key], first: int, tokens: Sequence[int]) -> None:
+        """Have events for routers tell which `tokens` the chunks `keys[first:]` of a path have."""
+        if self.events is not None:
+            self.events.describe(keys, first, tokens)
 
     def load_path(
         self,
@@ -238,8 +243,7 @@ class Stack:
         flushed = close_runtime(self.runtime, flush_timeout)
         if self.events is not None:
             self.events.close()
-        if self.host is not None and self.arena is not None:
-            self.host.close()
+        if self.arena is not None:
             self.arena.close()
         return flushed
 
@@ -298,9 +302,9 @@ class Stack:
 
 def _open_store(
     url: str, name: str, *, arena: Arena, image_bytes: tuple[int, ...], scope: bytes, generation: int
-) -> RemoteTier:
+) -> RemoteTier | ClusterTier:
     """A store whose namespace is the scope, which identifies the weights: adapters open another stack for others."""
-    return RemoteTier(
+    return open_store(
         url,
         arena=arena,
         image_bytes=image_bytes,
@@ -354,7 +358,6 @@ def open_stack(
             arena = open_arena(config, slabs.slabs, slabs.slab_bytes, registrar_for(layout.device))
             undo.callback(arena.close)
             host = HostTier(arena, slabs)
-            undo.callback(host.close)
         if ring is not None or config.file_path is not None:
             file = (open_file if ring is None else open_gds)(
                 config.file_path,
@@ -389,8 +392,8 @@ def open_stack(
         loop = BackgroundLoop(runtime) if config.background else None
         if loop is not None:
             undo.callback(loop.close)
-        path, stores = config.events_path, tuple(prober.tier for prober in probers)
-        events = None if path is None else EventRecorder(runtime, path, config.events_size)
+        events = open_recorder(runtime, config, layout.groups[0].block_size * config.blocks_per_chunk)
+        stores = tuple(prober.tier for prober in probers)
         undo.pop_all()
     return Stack(config, layout, scope, runtime, engine, host, file, arena, loop, events, stores, ring_mover)
 
@@ -419,25 +422,37 @@ def _make_runtime(
     probers: Sequence[KeyedMover],
     **of_groups: Any,
 ) -> Runtime:
-    stores = [prober.tier for prober in probers]
     cache = make_cache(
         config,
         None if host is None else host.slabs,
         file,
-        remote=[tier.name for tier in stores],
+        remote=[prober.tier.name for prober in probers],
         ranks=layout.ranks,
-        events=KEPT if config.events_path is not None else 0,
+        events=kept_events(config),
         max_writes=config.max_writes,
         device_blocks=layout.num_blocks,
         self_test_key=scope.self_test_key,
         **of_groups,
     )
-    gate = None
-    if (file is not None or stores) and len(layout.groups) == 1:  # chunks of several groups differ
-        tokens = layout.groups[0].block_size * config.blocks_per_chunk
+    tokens = layout.groups[0].block_size * config.blocks_per_chunk
+    chunk = (tokens, layout.image_bytes) if len(layout.groups) == 1 else None  # chunks of several groups differ
+    return make_runtime(config, cache, file, movers, probers, chunk)
+
+
+def make_runtime(
+    config: Config,
+    cache: TieredCache,
+    file: Tier | None,
+    movers: Sequence[Mover],
+    probers: Sequence[KeyedMover],
+    chunk: tuple[int, int] | None,
+) -> Runtime:
+    """The loop over `cache`. `chunk`: tokens and bytes of a chunk, for the gate; without it there is no gate."""
+    stores = [prober.tier for prober in probers]
+    tiers, gate = [*([] if file is None else [file]), *stores], None
+    if tiers and chunk is not None and config.gate:
         names = [*(level.name for level in cache.stats()), *(tier.name for tier in stores)]
-        gate = make_gate(config, names, tokens, layout.image_bytes)
-    tiers = [tier for tier in (file, *stores) if tier is not None]
+        gate = Gate(names, *chunk, prefill_speed=config.prefill_speed)
     return Runtime(cache, [*movers, *probers], tiers, probers=probers, gate=gate)
 
 
@@ -456,11 +471,6 @@ def _take_ring(config: Config, layout: KVLayout, device: Device) -> ImageRing | 
         config.check_host()
         return None
     return ImageRing(memory, layout.image_bytes)
-
-
-def make_gate(config: Config, tiers: Sequence[str], chunk_tokens: int, chunk_bytes: int) -> Gate | None:
-    """A gate for loads of chunks of this size from `tiers`, unless `config` has none."""
-    return Gate(tiers, chunk_tokens, chunk_bytes, prefill_speed=config.prefill_speed) if config.gate else None
 
 
 def close_runtime(runtime: Runtime, flush_timeout: float = 30.0) -> bool:
@@ -533,6 +543,7 @@ def make_cache(
         prefetch_timeout=config.prefetch_timeout,
         load_timeout=config.load_timeout,
         write_timeout=config.write_timeout,
+        remote_events=config.kv_events_remote,
         **stores,
         **of_engine,
     )

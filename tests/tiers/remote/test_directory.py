@@ -69,7 +69,7 @@ def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 20, 30, 60, 100, 127, 128, 128 + IMAGE - 1])
-def test_a_flipped_bit_is_a_miss_and_the_next_write_heals_it(tmp_path: Path, at: int) -> None:
+def test_flipped_bit_is_a_miss_the_next_write_heals(tmp_path: Path, at: int) -> None:
     harness = open_harness(tmp_path)
     harness.store(0, 5)
     file = file_of(tmp_path, 5)
@@ -177,7 +177,7 @@ def test_hung_read_ends_at_deadline_and_never_writes_arena(tmp_path: Path, monke
     assert np.all(harness.bytes_of(read) == 0xCC)
 
 
-def test_a_fifo_under_a_name_is_a_miss_and_blocks_no_thread(tmp_path: Path) -> None:
+def test_fifo_is_a_miss_and_blocks_no_thread(tmp_path: Path) -> None:
     harness = open_harness(tmp_path)
     harness.store(0, 9)
     for number in range(4):  # as many as there are threads
@@ -216,7 +216,7 @@ def test_a_generation_that_the_tier_was_not_told_is_refused(tmp_path: Path) -> N
     tier.close()
 
 
-def test_a_forked_process_closes_the_tier_whatever_its_parents_threads_held(tmp_path: Path) -> None:
+def test_forked_process_closes_the_tier_whatever_threads_held(tmp_path: Path) -> None:
     harness = open_harness(tmp_path)
     harness.store(0, 5)
     tier = harness.tier

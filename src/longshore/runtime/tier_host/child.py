@@ -33,7 +33,7 @@ from longshore.runtime.tier_host import wire
 from longshore.runtime.tier_host.wire import AWAY, Kind, frame
 from longshore.tiers.arena import Arena
 from longshore.tiers.file import FileTier
-from longshore.tiers.remote import RemoteTier
+from longshore.tiers.remote import ClusterTier, RemoteTier, open_store
 
 LOCK_PATIENCE = 10.0
 """Seconds to wait for the directory's lock: the tier host of a killed engine may still have it."""
@@ -50,6 +50,7 @@ HEARTBEAT = 1.0
 _AT_ONCE = 1 << 20
 
 Order = Mapping[str, Any]
+StoreTier = RemoteTier | ClusterTier
 
 
 class TierHostServer:
@@ -64,7 +65,7 @@ class TierHostServer:
         self._reported: dict[str, int] = {}
         self._asked: dict[int, int] = {}
         """The same of what a store was asked."""
-        self._tier: FileTier | RemoteTier | None = None
+        self._tier: FileTier | StoreTier | None = None
         self._ended = os.eventfd(0)
         """Counts batches that have ended."""
         self._send_lock = threading.Lock()
@@ -99,7 +100,7 @@ class TierHostServer:
                 return order
         return None
 
-    def _serve(self, tier: FileTier | RemoteTier, *, recover: bool) -> None:
+    def _serve(self, tier: FileTier | StoreTier, *, recover: bool) -> None:
         self._reported = failures_of(tier)
         if isinstance(tier, FileTier):
             found = tier.recover() if recover else []
@@ -128,7 +129,7 @@ class TierHostServer:
                     self._execute(tier, kind, body)
             self._report(tier)
 
-    def _execute(self, tier: FileTier | RemoteTier, kind: Kind, body: bytes) -> None:
+    def _execute(self, tier: FileTier | StoreTier, kind: Kind, body: bytes) -> None:
         match kind:
             case Kind.SUBMIT:
                 ticket, deadline, ops = wire.parse_submit(body)
@@ -137,7 +138,7 @@ class TierHostServer:
                 (theirs,) = wire.NUMBER.unpack(body)
                 for ours in [ours for ours, ticket in self._tickets.items() if ticket == theirs]:
                     tier.cancel(ours)
-            case Kind.ASK if isinstance(tier, RemoteTier):
+            case Kind.ASK if isinstance(tier, StoreTier):
                 ticket, generation, deadline, keys = wire.parse_ask(body)
                 self._asked[tier.ask(keys, generation, deadline)] = ticket
             case Kind.DISCARD:
@@ -147,10 +148,10 @@ class TierHostServer:
             case _:
                 raise TierError(f"{kind.name} is not a request")
 
-    def _report(self, tier: FileTier | RemoteTier) -> None:
+    def _report(self, tier: FileTier | StoreTier) -> None:
         """Send results, answers, and counts of failures."""
         results = tier.poll()
-        answers = tier.answers() if isinstance(tier, RemoteTier) else []
+        answers = tier.answers() if isinstance(tier, StoreTier) else []
         failures = failures_of(tier)
         if failures != self._reported:
             self._reported = failures
@@ -175,13 +176,13 @@ class TierHostServer:
                 left = left[os.write(self._replies, left) :]
 
 
-def failures_of(tier: FileTier | RemoteTier) -> dict[str, int]:
+def failures_of(tier: FileTier | StoreTier) -> dict[str, int]:
     """Its counts of failures; of a store also whether it is away."""
-    away = {AWAY: int(tier.is_away)} if isinstance(tier, RemoteTier) else {}
+    away = {AWAY: int(tier.is_away)} if isinstance(tier, StoreTier) else {}
     return {**tier.failures, **away}
 
 
-def open_tier(order: Order, arena: Arena) -> FileTier | RemoteTier:
+def open_tier(order: Order, arena: Arena) -> FileTier | StoreTier:
     """The tier that OPEN describes. Raises as that does, and `TierError` if the engine runs another version."""
     if order["version"] != __version__:
         raise TierError(
@@ -190,7 +191,7 @@ def open_tier(order: Order, arena: Arena) -> FileTier | RemoteTier:
     scope = bytes.fromhex(order["scope"])
     if "url" in order:
         generation, name, sizes = order["generation"], order["name"], order["image_bytes"]
-        return RemoteTier(
+        return open_store(
             order["url"], arena=arena, image_bytes=sizes, namespace=scope, generation=generation, name=name
         )
     deadline = time.monotonic() + LOCK_PATIENCE
@@ -216,7 +217,7 @@ def open_tier(order: Order, arena: Arena) -> FileTier | RemoteTier:
     return tier
 
 
-def _forget(tier: FileTier | RemoteTier, generation: int, scope: bytes) -> str:
+def _forget(tier: FileTier | StoreTier, generation: int, scope: bytes) -> str:
     """Store a reset; returns the error message, empty on success."""
     try:
         tier.forget(generation, scope)

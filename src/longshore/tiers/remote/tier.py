@@ -111,13 +111,14 @@ class RemoteTier(KeyedTier):
         failures: int = FAILURES,
         clock: Callable[[], float] = time.monotonic,
         store: StoreClient | None = None,
+        budget: Budget | None = None,
     ) -> None:
         """Raises `ConfigError` for an invalid URL, `TierError` for invalid sizes, digests or certificates.
 
         `image_bytes` are the sizes of images, by pool. `namespace` is a digest of 32 bytes: of everything that must be
         equal for bytes to be shared. `generation` is that of the first operations. `rank` is set where each rank stores
         its own part of an image. With `fixed_weights`, resets keep the namespace, unless `weights_changed` was called.
-        `failures` in a row open the breaker. `store` replaces the client, for tests.
+        `failures` in a row open the breaker. `store` replaces the client, `budget` that of `daily_writes`.
         """
         self.settings = parse_url(url) if isinstance(url, str) else url
         self.image_bytes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
@@ -137,7 +138,7 @@ class RemoteTier(KeyedTier):
         self._lock = threading.RLock()
         self._breaker = CircuitBreaker(failures)
         self._failures = dict.fromkeys(FAILURE_REASONS, 0)
-        self._budget = Budget(self.settings.daily_writes, clock)
+        self._budget = budget or Budget(self.settings.daily_writes, clock)
         self._bad: OrderedDict[bytes, None] = OrderedDict()
         self._said_at, self._said = -1.0, ""
         self._pause: tuple[float, Status] = -1.0, Status.NO_SPACE
@@ -375,19 +376,20 @@ class RemoteTier(KeyedTier):
     def _image_ended(self, image: Image, status: Status) -> None:
         op = image.batch.ops[image.index].op
         self._count(op, status)
-        if op is Op.READ and status in _BAD_VALUES:
+        if status is Status.OK:
+            if op is Op.WRITE:
+                self._bad.pop(image.address, None)
+        elif op is Op.READ and status in _BAD_VALUES:
             self._bad[image.address] = None
             if len(self._bad) > _BAD:
                 self._bad.popitem(last=False)
-        elif op is Op.WRITE and status is Status.OK:
-            self._bad.pop(image.address, None)
         if status in _ANSWERED:
             self._breaker.succeeded()
         self._settle(image.batch)
 
     def _count(self, op: Op, status: Status) -> None:
         self.ended += 1
-        self.counts[op.value, status.value] += 1
+        self.counts[op._value_, status._value_] += 1
         if op is Op.WRITE and status is Status.NO_SPACE:
             self._failures["full"] += 1
             if self._paused(now := self._clock()) is None:
