@@ -63,6 +63,6 @@ def test_a_path_ends_with_its_length_or_with_its_head() -> None:
     assert tree().path(0, 9) == []
 
 
-def test_what_was_stored_together_is_one_run_from_the_eldest_on() -> None:
+def test_chunks_stored_together_are_one_run_from_the_eldest() -> None:
     at = np.arange(20, 10, -1, dtype=np.int32)
     assert list(tree().siblings(at, np.zeros(10, np.int32))) == [(20, 11, 0, 10)]

@@ -225,7 +225,7 @@ def test_paired_points_tell_the_emphasised_from_the_rest() -> None:
     assert [note["text"] for note in figure["layout"]["annotations"]] == ["p50 20.0"]
 
 
-def test_a_limit_far_above_the_scale_is_said_instead_of_drawn() -> None:
+def test_limit_far_above_the_scale_is_text_not_line() -> None:
     rows = [TierSeries("near", [1, 8], 10, SOURCES["host"]), TierSeries("far", [1, 8], 1000, SOURCES["file"])]
     layout = json.loads(levels([0, 1], rows, x_title="x", unit="MiB").to_json())["layout"]
     assert [shape["y0"] for shape in layout["shapes"]] == [10]

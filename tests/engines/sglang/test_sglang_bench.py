@@ -15,7 +15,7 @@ from longshore.cli.app import app
 from longshore.errors import BenchError
 
 
-def test_returning_prompts_are_restored_beside_sglang_alone_and_with_its_own_files(
+def test_returning_prompts_are_restored_beside_sglang_and_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path / "model")
