@@ -245,7 +245,7 @@ def test_random_lives_keep_the_books(kind: str, steps: list[tuple[str, int]]) ->
     policy: EvictionPolicy = MAKERS[kind]() if kind in MAKERS else make(REFERENCES[kind])
     if isinstance(policy, PartitionedByPriority):
         for node in NODES[1::2]:
-            policy._priorities[node] = node % 3
+            policy.priorities[node] = node % 3
     resident: set[int] = set()
     held: set[int] = set()
     for verb, node in steps:
@@ -424,7 +424,7 @@ def test_ghosts_are_the_last_that_left_each_list_and_were_not_taken_back(steps: 
 
 def test_the_lowest_priority_goes_first_whatever_its_age() -> None:
     policy = banded()
-    policy._priorities[A], policy._priorities[B] = 90, 10
+    policy.priorities[A], policy._priorities[B] = 90, 10
     policy.insert([C, B, A])
     policy.touch([B])
     assert evict(policy, 3) == [B, C, A]
@@ -437,7 +437,7 @@ def test_many_nodes_of_several_priorities_are_as_many_one_by_one(kind: type[Evic
     singly, together = banded(64, kind), banded(64, kind)
     for policy in (singly, together):
         for node in nodes[::3]:
-            policy._priorities[node] = 90
+            policy.priorities[node] = 90
         policy.insert(nodes)
     together.touch(nodes)
     together.hold_all(nodes[:55])
@@ -459,7 +459,7 @@ def test_a_change_of_priority_moves_a_node_and_it_goes_first_there() -> None:
     policy = banded()
     policy.insert([A, B, C])
     for node in (C, A, D):  # which is not in
-        policy._priorities[node] = 90
+        policy.priorities[node] = 90
         policy.move(np.array([node], np.int32))
     policy.check_integrity()
     assert evict(policy, 3) == [B, A, C]

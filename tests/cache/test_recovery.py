@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from object_state import state_of
 
-from longshore.boundary import FILE, HOST, Key, Slabs
+from longshore.boundary import FILE, HOST, Key, Slabs, StoredChunk
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import POLICIES
-from longshore.cache.recovery import Recovered
 from longshore.errors import CacheError
 
 THIRD = "third"
@@ -32,8 +31,8 @@ class Copy(NamedTuple):
     pool: int = 0
 
     @property
-    def found(self) -> Recovered:
-        return Recovered(self.slot, key(self.path), parent(key(self.path)), self.pool)
+    def found(self) -> StoredChunk:
+        return StoredChunk(self.slot, key(self.path), parent(key(self.path)), self.pool)
 
 
 def taken(found: list[Copy]) -> list[str]:

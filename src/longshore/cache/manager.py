@@ -15,7 +15,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
-from longshore.boundary import DEVICE, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
+from longshore.boundary import (
+    DEVICE,
+    Command,
+    Discard,
+    Key,
+    ProbeResult,
+    Result,
+    Route,
+    StoredChunk,
+    StoredChunks,
+    TransferResult,
+)
 from longshore.cache import inspect
 from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import Return
@@ -24,7 +35,7 @@ from longshore.cache.groups import GroupKeys, check_blocks, check_distinct, chec
 from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import Leases, Lookups, check_first
 from longshore.cache.offload import Offloader
-from longshore.cache.recovery import Chunk, Recovered, adopt
+from longshore.cache.recovery import Chunk, adopt
 from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_time, seconds
 from longshore.cache.settings import check as check_retention
@@ -464,11 +475,10 @@ class TieredCache:
         empty slots. Chunks whose parents were not found are orphans. Raises `CacheError`, with nothing recovered, for
         two chunks in one slot, or with one key.
         """
-        at, chunks = self._tier(tier), list(found)
+        at = self._tier(tier)
         self._state.pools[at].check_slots(others)
-        named = set(map(len, chunks)) <= {4}  # fast for chunks from a tier, which may be half a million
-        whole = cast("list[Chunk]", chunks) if named else [Recovered(*each) for each in chunks]
-        adopted = adopt(self._state, at, whole)
+        chunks = found if isinstance(found, StoredChunks) else [StoredChunk(*each) for each in found]
+        adopted = adopt(self._state, at, chunks)
         self._state.pools[at].give_last(others)
         return adopted
 
