@@ -11,8 +11,9 @@ from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.evict import Evictor
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
-from longshore.trace import synthesize
 from longshore.trace.replay import keys_of
+from residents import residents_of
+from traffic import synthesize
 
 
 class Tiers:
@@ -62,7 +63,7 @@ class Tiers:
         pytest.fail("a flush never ends")
 
     def in_file(self) -> set[bytes]:
-        return {each.key for each in self.cache.residents() if each.slot.tier == FILE}
+        return {each.key for each in residents_of(self.cache) if each.slot.tier == FILE}
 
     @property
     def refused(self) -> int:
@@ -122,7 +123,7 @@ def test_refused_chunk_stays_in_host_memory_and_is_offered_again() -> None:
     before, written = tiers.refused, tiers.written
     tiers.serve(new)
     assert tiers.refused - before >= 2  # two had room
-    assert {each.slot.tier for each in tiers.cache.residents() if each.key == keys_of(new)[3]} == {HOST}
+    assert {each.slot.tier for each in residents_of(tiers.cache) if each.key == keys_of(new)[3]} == {HOST}
     for _ in range(200):
         assert tiers.serve(new) == 4
     assert tiers.written > written
@@ -190,7 +191,7 @@ def test_orphan_behind_a_refused_chunk_is_refused_with_it() -> None:
     assert tiers.cache.discard(keys_of(range(100, 110)), HOST)
     tiers.cache.store({0: GroupKeys(keys, 5)}, {0: range(1)})
     tiers.move()
-    assert {keys[5]: HOST}.items() <= {each.key: each.slot.tier for each in tiers.cache.residents()}.items()
+    assert {keys[5]: HOST}.items() <= {each.key: each.slot.tier for each in residents_of(tiers.cache)}.items()
     tiers.cache.store({0: GroupKeys(keys[:5], 4)}, {0: range(1)})
     tiers.move()
     index = tiers.cache._state.index

@@ -9,6 +9,7 @@ from longshore.boundary import FILE, HOST, Key, Status, Transfer
 from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.cache.eviction import LRU
 from longshore.keys import Scope, chain
+from residents import residents_of
 
 ROOT = Scope(model="m", weights="w", dtype="d", layout="l", block_size=1).root
 
@@ -72,6 +73,6 @@ def test_chunk_without_backup_is_passed_over_once_then_evicted() -> None:
             for each in ordered:
                 end(cache, [each], Status.NO_SPACE if each.route.destination == FILE else Status.OK)
         cache.check_integrity()
-    here = {resident.key for resident in cache.residents()}
+    here = {resident.key for resident in residents_of(cache)}
     assert here == {path(name, 1)[0] for name in range(4, 12)}
     assert (cache.counters.evictions[HOST], cache.counters.demotions[HOST]) == (4, 0)

@@ -18,6 +18,7 @@ from longshore.cache.index import Index
 from longshore.cache.nodes import ROOT
 from longshore.cache.pool import SlotPool
 from longshore.errors import CacheError
+from residents import residents_of
 
 
 def cache_of(slots: int) -> TieredCache:
@@ -41,7 +42,7 @@ def store(cache: TieredCache, path: str, first: int = 0) -> None:
 
 
 def residents(cache: TieredCache) -> set[str]:
-    return {path_of(each.key) for each in cache.residents()}
+    return {path_of(each.key) for each in residents_of(cache)}
 
 
 def test_places_of_an_evicted_path_serve_shorter_paths() -> None:
@@ -134,10 +135,10 @@ def test_a_number_that_comes_free_has_no_children_left() -> None:
     pool = SlotPool(2)
     index = Index([pool])
     keys = chunks("ab")
-    nodes = index.extend(ROOT, keys, 0, pool.allocate(2))
-    assert index.drop_leaves(np.array(nodes[::-1], np.int32), keys[::-1]) == [ROOT]
+    nodes = index.link(ROOT, keys, 0, pool.allocate(2))
+    assert index.drop_leaves(np.array(nodes[::-1], np.int32)) == [ROOT]
     for slot, path in enumerate("xy"):
-        (node,) = index.extend(ROOT, chunks(path), 0, [slot])
+        (node,) = index.link(ROOT, chunks(path), 0, [slot])
         assert index.reach[0][node] == 0
     index.check_integrity()
 

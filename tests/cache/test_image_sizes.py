@@ -23,7 +23,9 @@ from longshore.cache import (
     WritePolicy,
 )
 from longshore.cache.eviction import ARC, LRU
+from longshore.cache.transfers import TierSlots
 from longshore.errors import CacheError, CapacityError
+from residents import residents_of
 
 SMALL, LARGE = 0, 1
 SIZES = (3, 12)
@@ -101,14 +103,14 @@ class Bytes:
             assert sum(each.used for each in stats.sizes) == stats.used
             assert sum(each.slabs for each in stats.sizes) <= self.slabs[stats.name].slabs
         owned = {name: np.zeros(len(memory), np.int64) for name, memory in self.memory.items()}
-        for resident in self.cache.residents():
+        for resident in residents_of(self.cache):
             slabs = self.slabs[resident.slot.tier]
             at = slabs.offset(resident.slot.pool, resident.slot.index)
             owned[resident.slot.tier][at : at + slabs.image_bytes[resident.slot.pool]] += 1
         assert all(memory.max(initial=0) <= 1 for memory in owned.values())
 
     def where(self, group: int, of: str) -> set[str]:
-        return {each.slot.tier for each in self.cache.residents() if each.key == path(group, of)[-1]}
+        return {each.slot.tier for each in residents_of(self.cache) if each.key == path(group, of)[-1]}
 
     def kept(self, group: int, *paths: str) -> list[str]:
         return [of for of in paths if HOST in self.where(group, of)]
@@ -126,7 +128,7 @@ def test_each_group_has_slots_of_its_size() -> None:
     length, hold = world.lookup(LARGE, "abc")
     assert length == 2
     assert hold is not None
-    at = {each.key: each.slot for each in world.cache.residents()}
+    at = {each.key: each.slot for each in residents_of(world.cache)}
     assert [(at[each].pool, at[each].index) for each in path(LARGE, "ab")] == [(1, 4), (1, 8)]
 
 
@@ -419,15 +421,12 @@ def test_quarter_is_protected_also_among_the_largest_images() -> None:
     for each in "abcdefgh":
         bytes_.store(LARGE, each)
         bytes_.settle()
-    below = [each for each in bytes_.cache.residents() if each.slot.tier == FILE]
+    below = [each for each in residents_of(bytes_.cache) if each.slot.tier == FILE]
     assert len(below) == 2
 
 
 def test_slots_of_any_two_sizes_are_not_of_one() -> None:
     cache = TieredCache([TierSpec(HOST, Slabs(12, (3, 4, 12), 4))], CacheSettings(pools=(0, 1, 2)))
     slots = [store(cache, [key(str(group))], [0], group=group).slots[0].index for group in range(3)]
-    is_of_one_pool = cache._state.is_of_one_pool
-    assert [is_of_one_pool(0, each) for each in (slots, slots[:2], slots[1:], slots[:1], [])] == [
-        *(False, False, False),
-        *(True, True),
-    ]
+    pools = [cache._transfers._pools(TierSlots(0, each)) for each in (slots, slots[:2], slots[1:], slots[:1], [])]
+    assert pools == [{0, 1, 2}, {0, 1}, {1, 2}, {0}, set()]

@@ -11,6 +11,7 @@ from depth import examples
 from longshore.boundary import FILE, HOST, Section, Status, TransferResult
 from longshore.cache import GroupKeys, MissReason, Outcome, TieredCache, Verdict, WritePolicy, explain
 from longshore.errors import CacheError, LeaseError
+from residents import residents_of
 
 PATHS = [keys_of(0, 8), keys_of(1, 16), keys_of(2, 4)]
 NAMES = [FULL, WINDOW, STATE]
@@ -36,7 +37,7 @@ def test_all_groups_travel_in_one_transfer_with_a_section_each() -> None:
         Section(2, 3, (11,)),
     )
     assert [item.key for item in transfer.items] == [*PATHS[0], *PATHS[1][13:], PATHS[2][3]]
-    at = {each.key: each.slot for each in cache.residents()}
+    at = {each.key: each.slot for each in residents_of(cache)}
     assert [item.source for item in transfer.items] == [at[item.key] for item in transfer.items]
     end(cache, [transfer])
     assert cache.progress(hold).outcome == Outcome(12, (HOST,) * 12)
@@ -173,11 +174,11 @@ def test_each_group_of_a_load_that_fails_is_accounted_for() -> None:
     cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]})
     cache.apply((), 20.0)
     events = cache.events()
-    assert [(a.verdict, a.cause) for a in explain(events, "r/0")] == [
+    assert [(a.verdict, a.cause) for a in explain(events, "r/0")["r/0"]] == [
         (Verdict.MISSED, "deadline"),
         *[(Verdict.MISSED, "after_miss")] * 7,
     ]
-    assert {(a.verdict, a.cause) for a in explain(events, "r/2")} == {(Verdict.MISSED, "after_miss")}
+    assert {(a.verdict, a.cause) for a in explain(events, "r/2")["r/2"]} == {(Verdict.MISSED, "after_miss")}
 
 
 FAILURES = [Status.OK, Status.IO_ERROR, Status.CORRUPT, Status.CANCELLED, Status.DEADLINE]

@@ -6,6 +6,7 @@ from cache_kit import lookup, store
 from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slot, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DeviceCopy, TieredCache, TierSpec
 from longshore.errors import CacheError
+from residents import residents_of
 
 KEYS = [bytes([i]) * 32 for i in range(3)]
 
@@ -42,7 +43,7 @@ def test_copy_inside_the_device_is_an_ordinary_job(cache: TieredCache, status: S
     slot = Slot(DEVICE, 1, 3)
     job = cache.load({1: DeviceCopy([slot], 5)}, {1: [9]}).parts[0].job
     transfer = one(cache)
-    assert transfer.items == (Item(b"", None, slot, None, 1),)
+    assert transfer.items == (Item(b"", None, slot, None),)
     assert (transfer.job, transfer.route, transfer.tokens) == (job, Route(DEVICE, DEVICE), 5)
     assert (transfer.sections, transfer.by_layer) == ((Section(1, 0, (9,)),), True)
     assert not cache.progress(job).is_over
@@ -51,7 +52,7 @@ def test_copy_inside_the_device_is_an_ordinary_job(cache: TieredCache, status: S
     assert cache.progress(job).is_over
     moved = cache.counters.routes["device->device"]
     assert (moved.chunks, moved.failed) == ((1, 0) if status is Status.OK else (0, 1))
-    assert not cache.residents()
+    assert not residents_of(cache)
 
 
 @pytest.mark.parametrize(

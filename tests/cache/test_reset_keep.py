@@ -10,6 +10,7 @@ from test_recovery_and_reset import load
 from longshore.boundary import FILE, HOST, Cancel, Forget, Status
 from longshore.cache import MissReason
 from longshore.errors import CacheError
+from residents import residents_of
 
 BOTH = Setup(host=8, file=8, backup="write_through")
 FILES, ALL = (FILE,), (HOST, FILE)
@@ -114,7 +115,7 @@ def test_what_a_restart_found_outlives_a_reset_that_keeps_it() -> None:
     cache = BOTH.build()
     cache.adopt(FILE, [(3, key("a"), None, 0)])
     cache.reset(keep=FILES)
-    assert [each.key for each in cache.residents()] == [key("a")]
+    assert [each.key for each in residents_of(cache)] == [key("a")]
     cache.check_integrity()
 
 

@@ -15,6 +15,7 @@ from reference_kit import DECODER, SHAPE, Rig, resident, rig, same_bits, tokens,
 from longshore.boundary import DEVICE, FILE, HOST
 from longshore.transfer import ONBOARD
 from longshore.transfer.pieces import CopyBatch
+from residents import residents_of
 
 LAYERS = range(SHAPE.layers)
 
@@ -81,7 +82,7 @@ def flip_a_bit(made: Rig) -> None:
     with made.stack.runtime.observe() as cache:
         first = made.engine.submit(tokens(1, 45), 1)
         made.engine.waiting.remove(first)
-        (slot,) = [one.slot.index for one in cache.residents() if one.key == first.chains[1].keys[0]]
+        (slot,) = [one.slot.index for one in residents_of(cache) if one.key == first.chains[1].keys[0]]
     made.stack.arena.array[made.stack.host.offset(0, slot) + 3] ^= 0x40
 
 

@@ -10,8 +10,9 @@ from prometheus_client.samples import Sample
 from longshore import __version__
 from longshore.boundary import Route, Status, Transfer, TransferResult
 from longshore.cache import GroupKeys, TieredCache, TierSpec
+from longshore.cache.types import Histogram
 from longshore.metrics import LongshoreCollector
-from longshore.monitoring.table import EVICTED_AGE_SECONDS, LOOKUP_SECONDS, METRICS, Histogram
+from longshore.monitoring.table import EVICTED_AGE_SECONDS, LOOKUP_SECONDS, METRICS
 from longshore.runtime import Runtime
 from scripted import Scripted
 
@@ -155,7 +156,7 @@ def test_the_age_of_chunks_with_a_copy_below_is_observed() -> None:
 
 def test_chunks_of_an_earlier_process_have_no_age() -> None:
     cache = TieredCache([TierSpec("host", 2, IMAGE)])
-    cache.adopt("host", [(0, path(0)[0], None), (1, path(1)[0], None)])
+    cache.adopt("host", [(0, path(0)[0], None, 0), (1, path(1)[0], None, 0)])
     cache.apply((), 50.0)
     cache.store({0: GroupKeys(path(2))}, {0: (0,)}, evicting=True)
     assert cache.counters.evictions["host"] >= 1
@@ -177,7 +178,7 @@ def test_queue_wait_and_size_are_observed_by_route() -> None:
     assert watched.value("longshore_transfer_size_bytes_count", route="file->host") == 0
 
 
-@pytest.mark.parametrize("status", [Status.QUEUE_FULL, Status.CANCELLED, Status.AWAY])
+@pytest.mark.parametrize("status", [Status.QUEUE_FULL, Status.CANCELLED, Status.UNAVAILABLE])
 def test_a_transfer_that_moved_nothing_is_not_observed(status: Status) -> None:
     watched = Watched()
     with watched.runtime.control() as cache:

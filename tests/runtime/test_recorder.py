@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry
 from longshore.boundary import DEVICE, FILE, HOST, Route
 from longshore.cache import CacheSettings, EventKind, GroupKeys, TieredCache, TierSpec, Verdict, explain
 from longshore.cache.explain import read_events
-from longshore.cache.recovery import Recovered
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import EventRecorder, Runtime, recorder
+from longshore.tiers.base import StoredChunk
 from scripted import Scripted
 
 NOW, WALL = 50.0, 1_000_000.0
@@ -58,19 +58,19 @@ def test_recorded_times_are_wall_clock_times(rig: Rig) -> None:
     kinds = [EventKind.RESET, EventKind.ORDERED, EventKind.STORED, EventKind.REQUEST]
     assert [event.kind for event in events] == kinds
     assert {event.at for event in events} == {WALL}
-    assert [account.verdict for account in explain(events, "r")] == [Verdict.FOUND, Verdict.NEVER_SEEN]
+    assert [account.verdict for account in explain(events, "r")["r"]] == [Verdict.FOUND, Verdict.NEVER_SEEN]
     assert (rig.sample("written_total"), rig.sample("missed_total"), rig.sample("off")) == (4, 0, 0)
 
 
 def test_recovered_chunks_are_recorded_as_of_the_restart(tmp_path: Path) -> None:
     cache = TieredCache([TierSpec(HOST, 4, 4096), TierSpec(FILE, 4, 4096, outlives=True)], CacheSettings(events=100))
-    assert cache.adopt(FILE, [Recovered(0, bytes([1]) * 32, None)]) == 1
+    assert cache.adopt(FILE, [StoredChunk(0, bytes([1]) * 32, None)]) == 1
     runtime = Runtime(cache, [Scripted(Route(DEVICE, HOST), Route(HOST, DEVICE))], clock=lambda: NOW)
     recorded = EventRecorder(runtime, tmp_path / "events", 1 << 20, clock=lambda: WALL, start=False)
     with runtime.control() as cache:
         cache.lookup({0: GroupKeys([bytes([1]) * 32])}, NOW, request="r")
     recorded.close()
-    (account,) = explain(read_events(tmp_path / "events"), "r")
+    (account,) = explain(read_events(tmp_path / "events"), "r")["r"]
     assert (account.verdict, account.tier, account.at) == (Verdict.FOUND, FILE, WALL)
 
 
@@ -97,7 +97,7 @@ def test_new_process_begins_a_file_and_keeps_the_last(tmp_path: Path) -> None:
     with second.runtime.control() as cache:
         cache.lookup({0: GroupKeys([bytes([1]) * 32])}, NOW, request="r")
     second.recorder.close()
-    (account,) = explain(read_events(second.path), "r")
+    (account,) = explain(read_events(second.path), "r")["r"]
     assert (account.verdict, account.cause) == (Verdict.RESET, "start")
 
 

@@ -18,6 +18,7 @@ from longshore.layout import KVLayout, from_rows
 from longshore.runtime.stack import Stack, open_stack
 from longshore.transfer.device import CpuDevice, Stream, device_for
 from longshore.transfer.device.base import InOnePiece
+from residents import residents_of
 
 BLOCKS, ROW = 24, 6 * 1000  # rows that are no multiple of anything
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(3)]
@@ -158,7 +159,7 @@ class WithoutParent:
 
     @property
     def in_files(self) -> dict[bytes, int]:
-        return {each.key: each.slot.index for each in self.cache.residents() if each.slot.tier == FILE}
+        return {each.key: each.slot.index for each in residents_of(self.cache) if each.slot.tier == FILE}
 
     def found(self, first: int) -> int:
         return self.cache.lookup({0: GroupKeys(self.path, first)}, 0.0, until=Until.NOTHING).chunks

@@ -14,7 +14,7 @@ from longshore.errors import TraceError
 from longshore.trace.analysis import Paths, optimal_hits
 from longshore.trace.experiment import REFERENCES, Experiment, experiment, policy_named
 from longshore.trace.readers import read_excerpt, read_mooncake
-from longshore.trace.workload import synthesize
+from traffic import synthesize
 
 TABLE = {  # hit ratios at 1, 3, 10 and 20 % of the unique blocks of the conversation trace
     "lru": (0.052, 0.126, 0.279, 0.345),

@@ -14,7 +14,7 @@ from longshore.boundary import Cancel, Items, Route, Status, Transfer, TransferR
 from longshore.cache import DropReason
 from longshore.cache.eviction import DEFAULT_POLICY, LRU
 from longshore.errors import TraceError
-from longshore.trace import TraceRequest, read_excerpt, synthesize
+from longshore.trace import TraceRequest, read_excerpt
 from longshore.trace.machine import (
     MODELS,
     PROFILES,
@@ -29,6 +29,7 @@ from longshore.trace.machine import (
 from longshore.trace.replay import TieredReplay
 from longshore.trace.result import Replayed
 from longshore.trace.tally import Loss
+from traffic import synthesize
 
 BLOCK = 512
 TIMING = Timing(geometry_of("llama-3.1-8b"), PROFILES["h100"])
@@ -156,7 +157,7 @@ def test_a_request_whose_ids_do_not_cover_it_is_refused() -> None:
 
 
 def transfer(job: int, source: str, destination: str, **changes: object) -> Transfer:
-    items = Items((bytes(32),) * 2, (None,) * 2, None, None, 1)
+    items = Items((bytes(32),) * 2, (None,) * 2, None, None)
     return Transfer(job=job, route=Route(source, destination), items=items, **changes)  # type: ignore[arg-type]
 
 

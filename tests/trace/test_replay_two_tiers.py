@@ -9,8 +9,9 @@ from trace_kit import ROOT
 
 from depth import NIGHTLY
 from longshore.cache.eviction import POLICIES, Gittins
-from longshore.trace import read_mooncake, synthesize
+from longshore.trace import read_mooncake
 from longshore.trace.experiment import CacheReplay
+from traffic import synthesize
 
 TRACES = ROOT.parent / "shared" / "traces"
 """Recorded traces beside the clone, where there are any."""

@@ -16,7 +16,7 @@ from trace_kit import prompts, whole_trace
 
 from longshore.cache.eviction import DEFAULT_POLICY, LRU
 from longshore.errors import TraceError
-from longshore.trace import read_excerpt, read_mooncake, synthesize
+from longshore.trace import read_excerpt, read_mooncake
 from longshore.trace.analysis import NEVER, Paths, stack_distances
 from longshore.trace.experiment import experiment
 from longshore.trace.machine import PROFILES, Timing, geometry_of
@@ -35,6 +35,7 @@ from longshore.trace.sizing import (
     plan,
     sizes_for,
 )
+from traffic import synthesize
 
 TIMING = Timing(geometry_of("llama-3.1-8b"), PROFILES["h100"])
 

@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 
 from longshore.errors import TraceError
-from longshore.trace import FAMILIES, TraceRequest, parse_mooncake, synthesize
+from longshore.trace import TraceRequest, parse_mooncake
+from traffic import FAMILIES, synthesize
 
 REQUESTS = 800
 

@@ -36,8 +36,8 @@ from longshore.transfer.device.base import Device, Stream
 from longshore.transfer.device.cuda.arguments import KernelShape
 from longshore.transfer.device.cuda.calibration import Always, Effort
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.streams import CudaStream, Way, _CudaCopy
-from longshore.transfer.device.torch_streams import Accelerator, Point, StagedStream, TorchDevice, _StagedCopy
+from longshore.transfer.device.cuda.streams import CudaStream, Way
+from longshore.transfer.device.torch_streams import Accelerator, Point, StagedStream, StreamCopy, TorchDevice
 from longshore.transfer.ordering import EngineState
 
 PAUSE = 100
@@ -135,9 +135,8 @@ def unmarked(patch: pytest.MonkeyPatch) -> None:
 
 
 def ended_when_given(patch: pytest.MonkeyPatch) -> None:
-    for kind in (_CudaCopy, _StagedCopy):
-        patch.setattr(kind, "passed", lambda self: True)
-        patch.setattr(kind, "finish", lambda self: 0.0)
+    patch.setattr(StreamCopy, "passed", lambda self: True)
+    patch.setattr(StreamCopy, "finish", lambda self: 0.0)
 
 
 def unwaited(patch: pytest.MonkeyPatch) -> None:
