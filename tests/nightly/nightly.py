@@ -90,6 +90,13 @@ _MACHINES += [
     "tests/cache/test_slab_pool.py",
     "tests/cache/test_recovery.py",
 ]
+_DEEP = [
+    *("tests/tiers/test_file_crash.py", "tests/tiers/test_file_every_call.py", "tests/transfer/test_order_explore.py"),
+    *("tests/transfer/test_cuda_kernels.py", "tests/transfer/test_async_device.py"),
+    *("tests/cache/test_admission.py", "tests/trace", "tests/runtime/test_tier_host.py"),
+    *("tests/runtime/test_tier_host_conformance.py", "tests/runtime/test_hosted_store.py"),
+]
+"""Tests of which `make test` takes samples: see `depth.deep`."""
 _SGLANG = [f"tests/engines/sglang/test_sglang_{name}.py" for name in ("pools", "shared", "storage")]
 
 PARTS = (
@@ -115,6 +122,7 @@ PARTS = (
         r"(?P<kills>\d+) kills, (?P<records>\d+) records served",
     ),
     Part("machines", 2.0, lambda seed, left: _pytest(seed, *_MACHINES), _TESTS),
+    Part("deep", 1.0, lambda seed, left: _pytest(seed, *_DEEP), _TESTS),
     Part(
         "vllm",
         2.0,

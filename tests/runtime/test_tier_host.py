@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 from tier_host_kit import IMAGE, SLOTS, HostedHarness, is_running, program
 
+from depth import deep
 from longshore.boundary import Status, StoredChunk, StoredChunks
 from longshore.errors import FormatError, PlanError, TierClosedError, TierError, TierInUseError
 from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, tier, wire
@@ -368,7 +369,7 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("what", NONSENSE)
+@pytest.mark.parametrize("what", deep(["a frame without end", "a status that there is not", "no text"], list(NONSENSE)))
 def test_process_that_sends_nonsense_is_replaced_and_serves(tmp_path: Path, what: str) -> None:
     gate, said = tmp_path / "gate", tmp_path / "said"
     said.write_bytes(NONSENSE[what])
