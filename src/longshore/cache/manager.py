@@ -105,6 +105,8 @@ class TieredCache:
         self._prefetcher = Prefetcher(self._transfers, self._offloader, self._leases)
         self._lookups = Lookups(self._transfers, self._leases, self._remote, self._advance)
         self._device = DeviceBlocks(self.settings.device_blocks)
+        self._cleaned = -1
+        """`CacheState.changes` when backups were ordered last, so that their own changes cause another look."""
 
     @property
     def generation(self) -> int:
@@ -566,7 +568,8 @@ class TieredCache:
         """Order prefetches that have waited for room, then backups."""
         if self._prefetcher.queue:
             self._prefetcher.proceed()
-        if self._state.index.called or any(self._state.backlog.counts):
+        changed, self._cleaned = self._cleaned != self._state.changes, self._state.changes
+        if self._state.index.called or (changed and any(self._state.backlog.counts)):
             self._offloader.clean()
         if self._remote.tiers:
             self._remote.proceed()

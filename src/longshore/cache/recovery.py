@@ -177,6 +177,7 @@ def _insert(state: CacheState, tier: int, nodes: list[int], known: Sequence[int]
         state.log_arrivals(nodes, tier)
     state.policies[tier].insert(nodes[::-1])
     state.windows.mark_ready(nodes, tier)
+    state.changes += 1
     if state.last:
         # A chunk that only the coldest tier has is not dirty, and no other chunk waits for it.
         news = known if tier == state.last else nodes[::-1]
