@@ -141,9 +141,7 @@ class Workload:
             raise TraceError("expected a trace of at least one request, got none")
         prompts = [shaper.prompt(request) for request in taken]
         paths = [request.hash_ids[: len(p) // block_tokens] for request, p in zip(taken, prompts, strict=True)]
-        both = zip(
-            min(paths), max(paths), strict=False
-        )  # what these two share, all share
+        both = zip(min(paths), max(paths), strict=False)  # what these two share, all share
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
         nodes: dict[tuple[int, int], int] = {}  # the tree of blocks so far: an edge is an id, a node is a prefix
         requests = []
