@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import enum
 import math
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple, Protocol, Self, overload
+from typing import NamedTuple, Protocol, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -88,26 +89,23 @@ class Slots(NamedTuple):
     indices: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Addresses(Sequence[Slot]):
-    """The same slots as a sequence; each `Slot` is created when it is read."""
+R = TypeVar("R")
 
-    of: Slots
 
-    def __len__(self) -> int:
-        return len(self.of.indices)
+class _Rows(Sequence[R]):
+    """A sequence whose items are created when they are read; equal to any sequence of equal items."""
 
-    def __iter__(self) -> Iterator[Slot]:
-        return addresses(*self.of)
+    __slots__ = ()
+
+    def _row(self, at: int) -> R:
+        raise NotImplementedError
 
     @overload
-    def __getitem__(self, at: int) -> Slot: ...
+    def __getitem__(self, at: int) -> R: ...
     @overload
-    def __getitem__(self, at: slice) -> tuple[Slot, ...]: ...
-    def __getitem__(self, at: int | slice) -> Slot | tuple[Slot, ...]:
-        if isinstance(at, slice):
-            return tuple(self)[at]
-        return Slot(self.of.tier, self.of.pool, self.of.indices[at])
+    def __getitem__(self, at: slice) -> tuple[R, ...]: ...
+    def __getitem__(self, at: int | slice) -> R | tuple[R, ...]:
+        return tuple(self)[at] if isinstance(at, slice) else self._row(at)
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
@@ -117,11 +115,98 @@ class Addresses(Sequence[Slot]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Items(Sequence[Item]):
-    """Items of one transfer, kept as columns; each `Item` is created when it is read.
+class Addresses(_Rows[Slot]):
+    """The same slots as a sequence."""
 
-    A transfer may have thousands of items; as separate objects they would trigger garbage collection. Equal to any
-    sequence of equal items.
+    of: Slots
+
+    def __len__(self) -> int:
+        return len(self.of.indices)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return addresses(*self.of)
+
+    def _row(self, at: int) -> Slot:
+        return Slot(self.of.tier, self.of.pool, self.of.indices[at])
+
+
+class StoredChunk(NamedTuple):
+    """A chunk that a tier recovered at start: `key` (child of `parent`) is in `slot` of `pool`."""
+
+    slot: int
+    key: Key
+    parent: Key | None
+    pool: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredChunks(Sequence[StoredChunk]):
+    """Chunks that a tier recovered, kept as columns, because there may be ten million of them.
+
+    Attributes:
+        slots: int64, shape `(n,)`; the other columns have this shape, too.
+        keys: All keys, as bytes of one length (dtype `V32` for keys of 32 bytes).
+        parents: Keys of parents; meaningless without one.
+        has_parent: bool.
+        pools: int64.
+    """
+
+    slots: npt.NDArray[np.int64]
+    keys: npt.NDArray[np.void]
+    parents: npt.NDArray[np.void]
+    has_parent: npt.NDArray[np.bool_]
+    pools: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[StoredChunk]:
+        parents = (each if has else None for each, has in zip(self.parents.tolist(), self.has_parent, strict=True))
+        keys: list[Key] = self.keys.tolist()
+        return map(StoredChunk, self.slots.tolist(), keys, parents, self.pools.tolist())
+
+    @overload
+    def __getitem__(self, at: int) -> StoredChunk: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[StoredChunk]: ...
+    def __getitem__(self, at: int | slice) -> StoredChunk | list[StoredChunk]:
+        if isinstance(at, slice):
+            return list(self)[at]
+        parent = bytes(self.parents[at]) if self.has_parent[at] else None
+        return StoredChunk(self.slots.item(at), bytes(self.keys[at]), parent, self.pools.item(at))
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    @classmethod
+    def of(cls, chunks: Sequence[tuple[int, Key, Key | None, int]]) -> StoredChunks:
+        """`chunks` as columns. Raises `TypeError`, `ValueError` or `OverflowError` where they are of other types."""
+        slots, keys, parents, pools = zip(*chunks, strict=True) if chunks else ((), (), (), ())
+        has_parent = np.array([parent is not None for parent in parents], bool)
+        length = len(keys[0]) if keys else 1
+        names = [keys, [bytes(length) if parent is None else parent for parent in parents]]
+        for each in names:
+            if not all(isinstance(key, bytes) and len(key) == length > 0 for key in each):
+                raise TypeError("expected keys and parents as digests (non-empty bytes) of one length")
+        ours, theirs = (np.frombuffer(b"".join(each), np.dtype((np.void, length))) for each in names)
+        numbers = (np.frombuffer(array("q", each), np.int64) for each in (slots, pools))
+        at, of = numbers
+        return cls(at, ours, theirs, has_parent, of)
+
+    def where(self, wanted: npt.NDArray[np.bool_]) -> StoredChunks:
+        """Those that are `wanted`: bool, shape `(n,)`."""
+        keys, parents = self.keys[wanted], self.parents[wanted]
+        return StoredChunks(self.slots[wanted], keys, parents, self.has_parent[wanted], self.pools[wanted])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Items(_Rows[Item]):
+    """Items of one transfer, kept as columns.
+
+    A transfer may have thousands of items; as separate objects they would trigger garbage collection.
     """
 
     keys: tuple[Key, ...]
@@ -136,24 +221,12 @@ class Items(Sequence[Item]):
         sides = (repeat(None) if side is None else addresses(*side) for side in (self.source, self.destination))
         return map(_new_item, zip(self.keys, self.parents, *sides, strict=False))
 
-    @overload
-    def __getitem__(self, at: int) -> Item: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[Item, ...]: ...
-    def __getitem__(self, at: int | slice) -> Item | tuple[Item, ...]:
-        if isinstance(at, slice):
-            return tuple(self)[at]
+    def _row(self, at: int) -> Item:
         source, destination = (
             None if side is None else Slot(side.tier, side.pool, side.indices[at])
             for side in (self.source, self.destination)
         )
         return Item(self.keys[at], self.parents[at], source, destination)
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
 
 
 class Section(NamedTuple):
@@ -259,10 +332,8 @@ class Status(enum.Enum):
     DEADLINE = "deadline"  # not begun or not completed in time
     CANCELLED = "cancelled"  # cancelled by the requester
     TIER_OFF = "tier_off"  # the tier is closed or disabled
-    AWAY = (
-        "unavailable"  # no tier host runs, its disk is stalled, or a store's breaker is open; the source is still valid
-    )
-    LAPSED = "expired"  # a remote tier does not have the chunk
+    UNAVAILABLE = "unavailable"  # no tier host runs, its disk stalls, or a breaker is open; the source is still valid
+    EXPIRED = "expired"  # a remote tier does not have the chunk
     QUEUE_FULL = "queue_full"  # a bounded queue was full; nothing was started
 
     @property

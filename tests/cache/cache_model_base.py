@@ -355,7 +355,7 @@ class Stage:
     def reason(self, of: Key) -> MissReason:
         if self.is_absent(of):
             return MissReason.ABSENT
-        return MissReason.BEHIND if self.is_ready(of) else MissReason.IN_FLIGHT
+        return MissReason.AFTER_MISS if self.is_ready(of) else MissReason.IN_FLIGHT
 
     def free(self, tier: str) -> int:
         stats = next(s for s in self.cache.stats() if s.name == tier)

@@ -119,7 +119,7 @@ class Groups(Life):
         else:
             cold = [each for each in model.keys if (each, HOST) not in before]
             assert lost or self.setup.slabs or free < len(cold), "nothing was ordered although there was room"
-            no_room = [MissReason.NO_ROOM if each in cold else MissReason.BEHIND for each in model.keys]
+            no_room = [MissReason.NO_ROOM if each in cold else MissReason.AFTER_MISS for each in model.keys]
             model.cut = reasons if lost else no_room
             self.conclude(model, MissReason.CANCELLED)
         self.check()

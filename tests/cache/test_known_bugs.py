@@ -166,7 +166,7 @@ def test_trap_27_no_two_books_are_the_same_list() -> None:
     world.lookup("a", 0, None)
     world.store("abc", 1, False)
     drops = world.cache.counters.drops
-    assert (drops[HOST][DropReason.ORPHAN], drops[FILE][DropReason.ORPHAN]) == (1, 0)
+    assert (drops[HOST][DropReason.NO_PARENT], drops[FILE][DropReason.NO_PARENT]) == (1, 0)
     assert world.setup.build().counters.drops[HOST].total() == 0
     offloaded_twice = World(BOTH).stored("a", "b", evicting=True)
     slots = {(r.slot.tier, r.slot.index) for r in offloaded_twice.resident.values()}

@@ -252,7 +252,7 @@ def test_offer_whose_head_is_in_no_tier_does_not_wait() -> None:
     cache, keys = cache_of(3), keys_of("a", "b", "c", "d", "e")
     offload = cache.store({1: GroupKeys(keys, 1)}, patient=True)[1]
     assert (list(offload.positions), offload.again) == ([1, 2, 3], False)
-    assert cache.counters.drops["host"][DropReason.ORPHAN] == 1
+    assert cache.counters.drops["host"][DropReason.NO_PARENT] == 1
 
 
 def test_what_is_kept_alone_is_not_onboarded_as_a_path() -> None:

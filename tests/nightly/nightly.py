@@ -4,8 +4,8 @@
 
 Each part runs in rounds, each with another seed, for its share of the time. A round that fails is reported with the
 command that repeats it, and its part goes on with the next seed; so do the other parts. A round that does not end in
-`PATIENCE` times the time left to its part is killed, and reported as one that hangs. A part whose environment is missing
-is reported as such, and its share goes to the others. The exit status is 1 if anything has failed.
+`PATIENCE` times the time left to its part is killed, and reported as one that hangs. A part whose environment is
+missing is reported as such, and its share goes to the others. The exit status is 1 if anything has failed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,11 @@ def _pytest(seed: int, *arguments: str, by: str = sys.executable) -> list[str]:
 
 _TESTS = r"(?P<tests>\d+) passed"
 _MACHINES = ["tests/cache/test_state_machine.py", "tests/cache/test_state_machine_cascade.py"]
-_MACHINES += ["tests/cache/test_state_machine_groups.py", "tests/cache/test_slab_pool.py", "tests/cache/test_recovery.py"]
+_MACHINES += [
+    "tests/cache/test_state_machine_groups.py",
+    "tests/cache/test_slab_pool.py",
+    "tests/cache/test_recovery.py",
+]
 _SGLANG = [f"tests/engines/sglang/test_sglang_{name}.py" for name in ("pools", "shared", "storage")]
 
 PARTS = (
@@ -224,7 +228,9 @@ def main(parts: Sequence[Part] = PARTS, arguments: Sequence[str] | None = None) 
     """Run all parts, one after the other; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=8.0)
-    parser.add_argument("--seed", type=int, default=int(time.time()) // 86_400 * 100_000, help="that of the day if not given")
+    parser.add_argument(
+        "--seed", type=int, default=int(time.time()) // 86_400 * 100_000, help="that of the day if not given"
+    )
     parser.add_argument("--only", choices=[part.name for part in parts], action="append")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args(arguments)
@@ -235,7 +241,9 @@ def main(parts: Sequence[Part] = PARTS, arguments: Sequence[str] | None = None) 
         rest = sum(each.share for each in wanted[at:] if all(need.exists() for need in each.needs))
         outcome = run(part, (end - time.monotonic()) * part.share / max(rest, part.share), given.seed, given.out)
         outcomes.append(outcome)
-        print(f"{part.name}: {outcome.rounds} rounds, {len(outcome.failures)} failed, {outcome.seconds:.0f} s", flush=True)
+        print(
+            f"{part.name}: {outcome.rounds} rounds, {len(outcome.failures)} failed, {outcome.seconds:.0f} s", flush=True
+        )
         # After each part: what ends this run early loses no more than one.
         (given.out / "report.md").write_text(report(outcomes, given.hours, given.seed))
         told = {"hours": given.hours, "seed": given.seed, "parts": [asdict(each) for each in outcomes]}

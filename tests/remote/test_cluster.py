@@ -165,7 +165,7 @@ def test_a_slot_that_moves(own_cluster: LocalCluster, opened: Callable[..., Tier
     harness.store(0, new)
     assert source.command(b"EXISTS", name_of(harness, new)).startswith(b"-ASK")
     harness.assert_serves(0, new)
-    assert harness.load(0, absent)[0] is Status.LAPSED
+    assert harness.load(0, absent)[0] is Status.EXPIRED
     assert ask(harness, stored, new, absent) == (True, True, False)
     assert redirections(source, "ASK") > 4
     for node in (target, source):
@@ -191,7 +191,7 @@ def test_a_killed_node_costs_its_slots_until_others_have_them(
     lost = of_node(own_cluster, harness, 2)
     dead_id = dead.command(b"CLUSTER", b"MYID").split()[1]
     dead.kill()
-    until(lambda: {harness.load(0, each)[0] for each in lost} == {Status.AWAY})
+    until(lambda: {harness.load(0, each)[0] for each in lost} == {Status.UNAVAILABLE})
     for number in set(NUMBERS) - set(lost):
         harness.assert_serves(0, number)
         harness.store(0, number)
@@ -202,7 +202,7 @@ def test_a_killed_node_costs_its_slots_until_others_have_them(
     for node in own_cluster.nodes[:2]:
         until(lambda node=node: node.command(b"CLUSTER", b"FORGET", dead_id) == b"+OK\r\n")  # type: ignore[misc]
     assert own_cluster.nodes[0].command(b"CLUSTER", b"ADDSLOTSRANGE", b"%d" % first, b"%d" % last) == b"+OK\r\n"
-    until(lambda: {harness.load(0, each)[0] for each in lost} == {Status.LAPSED})
+    until(lambda: {harness.load(0, each)[0] for each in lost} == {Status.EXPIRED})
     store_all(harness)
     for number in NUMBERS:
         harness.assert_serves(0, number)
@@ -220,9 +220,9 @@ def test_a_killed_node_that_comes_back_is_used_again(
     store_all(harness)
     lost = of_node(own_cluster, harness, 1)
     own_cluster.nodes[1].kill()
-    until(lambda: harness.load(0, lost[0])[0] is Status.AWAY)
+    until(lambda: harness.load(0, lost[0])[0] is Status.UNAVAILABLE)
     own_cluster.nodes[1].start()
-    until(lambda: {harness.load(0, each)[0] for each in lost} == {Status.LAPSED})
+    until(lambda: {harness.load(0, each)[0] for each in lost} == {Status.EXPIRED})
     store_all(harness)
     for number in NUMBERS:
         harness.assert_serves(0, number)
@@ -251,21 +251,24 @@ def test_a_slot_without_a_node_is_a_miss(own_cluster: LocalCluster, opened: Call
     slot = b"%d" % slot_of(name_of(harness, number))
     for node in own_cluster.nodes:
         assert node.command(b"CLUSTER", b"DELSLOTS", slot) == b"+OK\r\n"
-    assert harness.load(0, number)[0] is Status.LAPSED
-    until(lambda: harness.load(0, number)[0] is Status.AWAY)  # the map says so now
+    assert harness.load(0, number)[0] is Status.EXPIRED
+    until(lambda: harness.load(0, number)[0] is Status.UNAVAILABLE)  # the map says so now
     assert ask(harness, number, *others) == (False, *[True] * len(others))
     assert remote(harness).failures == dict.fromkeys(remote(harness).failures, 0)
     assert own_cluster.nodes[1].command(b"CLUSTER", b"ADDSLOTS", slot) == b"+OK\r\n"
-    until(lambda: harness.load(0, number)[0] is Status.LAPSED)
+    until(lambda: harness.load(0, number)[0] is Status.EXPIRED)
     harness.store(0, number)
     harness.assert_serves(0, number)
 
 
 def test_no_node_at_all(opened: Callable[..., TierHarness]) -> None:
     harness = opened(f"valkey-cluster://127.0.0.1:{free_port()},127.0.0.1:{free_port()}")
-    assert harness.run(harness.op(Op.READ, 0, 1), harness.op(Op.WRITE, 0, 1)) == (Status.AWAY, Status.AWAY)
+    assert harness.run(harness.op(Op.READ, 0, 1), harness.op(Op.WRITE, 0, 1)) == (
+        Status.UNAVAILABLE,
+        Status.UNAVAILABLE,
+    )
     assert ask(harness, 1) is None
-    until(lambda: harness.load(0, 1)[0] is Status.AWAY and remote(harness).is_away)
+    until(lambda: harness.load(0, 1)[0] is Status.UNAVAILABLE and remote(harness).is_away)
 
 
 def test_the_first_node_may_be_down(own_cluster: LocalCluster, opened: Callable[..., TierHarness]) -> None:

@@ -170,7 +170,7 @@ def test_daily_write_budget_holds_without_host_tier(pages: Pages, tmp_path: Path
         with stack.runtime.observe() as cache:
             drops = {reason: n for reason, n in cache.counters.drops[FILE].items() if n}
     assert library.calls["write"] == 3
-    assert drops == {DropReason.BUDGET: CHUNKS - 3}
+    assert drops == {DropReason.RATE_LIMIT: CHUNKS - 3}
 
 
 def test_the_next_process_finds_what_was_written(pages: Pages, tmp_path: Path, library: StandInCuFile) -> None:

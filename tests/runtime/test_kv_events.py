@@ -130,14 +130,14 @@ class Storm:
             return
         command = self.waiting.pop(self.draw.randrange(len(self.waiting)))
         if isinstance(command, Probe):
-            status = Status.OK if self.draw.random() < 0.9 else Status.AWAY
+            status = Status.OK if self.draw.random() < 0.9 else Status.UNAVAILABLE
             self.done.append(ProbeResult(command.probe, tuple(key in self.there for key in command.keys), status))
             return
-        statuses, bad = [], (Status.IO_ERROR, Status.DEADLINE, Status.AWAY)
+        statuses, bad = [], (Status.IO_ERROR, Status.DEADLINE, Status.UNAVAILABLE)
         for item in command.items:
             status = Status.OK if self.draw.random() < 0.93 else self.draw.choice(bad)
             if command.route.source == REMOTE and item.key not in self.there:
-                status = Status.LAPSED
+                status = Status.EXPIRED
             if command.route.destination == REMOTE and status is Status.OK:
                 self.there.add(item.key)
             statuses.append(status)

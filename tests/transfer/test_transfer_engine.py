@@ -335,7 +335,7 @@ def test_layer_without_pages_of_the_group_is_ready_at_once() -> None:
     rig.engine.submit(transfer(1, ONBOARD, parts, [6, 2], by_layer=True))
     assert [rig.engine.wait_layer(1, layer, PATIENCE) for layer in range(4)] == [OK] * 4
     (result,) = rig.results(1)
-    assert (result.statuses, result.bytes) == ((OK, OK), 144)
+    assert (result.statuses, result.bytes) == ((OK, OK), 96)
     rig.model.move(parts, rig.pools.images([6, 2]), into=DEVICE)
     rig.model.check(rig.pools)
     rig.engine.close()

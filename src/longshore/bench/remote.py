@@ -247,7 +247,7 @@ def _late(name: str, ours: MeasuredTier, server: LocalServer | LocalS3) -> Case:
         if is_probe:
             ours.probe(expected=None)
         else:
-            ours.run(Op.READ, {Status.DEADLINE, Status.AWAY}, 1)
+            ours.run(Op.READ, {Status.DEADLINE, Status.UNAVAILABLE}, 1)
         seconds_taken.append(time.perf_counter() - begun)
     worst = float(np.percentile(seconds_taken, 99)) * 1e3
     return Case(name, worst, "ms", "its deadline", limit * 1e3, limit * 1e3 / worst)

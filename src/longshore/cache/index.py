@@ -17,7 +17,7 @@ An *orphan* is a child of `ORPHANS` and has the key of its missing parent. It is
 is readable, and in a tier that is as cold. Descendants of `ORPHANS` are closed under "parent of", too; no lookup from
 the first chunk returns them.
 
-`Lookup` finds both ends of a path by bisection. Behind an orphan, which only a request that has the chunks before it
+Both ends of a path are found by bisection. Behind an orphan, which only a request that has the chunks before it
 can use, it examines one chunk after the other.
 
     known       in a tier, or on its way into one             A ── B ── C ── D ── E
@@ -45,10 +45,12 @@ from longshore.cache.pool import READY, SlotPool
 from longshore.errors import CacheError, IntegrityError
 
 
-class Lookup(Nodes):
-    """Lookups of paths of keys."""
+class Index(Nodes):
+    """Nodes by key over the slots of `pools`, warmest tier first, kept closed over prefixes."""
 
     __slots__ = ()
+
+    # ------------------------------------------------------------------ paths of keys
 
     def reachable_prefix(self, keys: Sequence[Key], first: int) -> int:
         """The number of leading chunks of `keys` that are readable, at least `first`; found by bisection.
@@ -166,15 +168,7 @@ class Lookup(Nodes):
             raise _broken(keys, position)
         return node
 
-
-def _broken(keys: Sequence[Key], position: int) -> CacheError:
-    return CacheError(f"key {position} of a path, {keys[position].hex()[:12]}, is not the child of the key before it")
-
-
-class Index(Lookup):
-    """Nodes by key over the slots of `pools`, warmest tier first, kept closed over prefixes."""
-
-    __slots__ = ()
+    # ------------------------------------------------------------------ changes
 
     def are_reachable(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Whether each of the nodes `at` is reachable, or behind an orphan that is; false for `ROOT`. Shape of `at`.
@@ -188,20 +182,11 @@ class Index(Lookup):
         """Whether a child of `parent` may get a copy in `tier` without becoming an orphan."""
         return parent <= ORPHANS or self.coldest_tier(parent) >= tier
 
-    def extend(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
+    def link(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
         """New nodes for `keys`, a path behind `parent`, in `slots` of `tier`, none of them ready.
 
-        Raises `CacheError`, with nothing changed, for a key that is in the index, or if they would be orphans.
+        The caller has checked that they are new (`follow`), and that `parent` accepts them.
         """
-        if not self.accepts(parent, tier):
-            raise CacheError(f"chunk {keys[0].hex()[:12]} has no parent in tier {tier} or colder")
-        for key in keys:
-            if self.get(key):
-                raise CacheError(f"chunk {key.hex()[:12]} is in the index already")
-        return self.link(parent, keys, tier, slots)
-
-    def link(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
-        """`extend` without checks: `follow` has returned that the keys are new, and `parent` accepts them."""
         if not keys:
             return []
         at, depth = self._numbers(len(keys)), self.depth[parent] + 1
@@ -217,7 +202,7 @@ class Index(Lookup):
         if not keys:
             return []
         at = self._numbers(len(keys))
-        self._tree.append_firsts(at)
+        self._tree.link_trees(np.zeros_like(at), at)
         column(self.depth)[at] = 0
         for each in range(tier + 1):
             self.reach[each][ROOT] += len(keys)
@@ -225,11 +210,11 @@ class Index(Lookup):
 
     def link_trees(
         self,
-        keys: Sequence[Key],
+        keys: npt.NDArray[np.void],
         before: npt.NDArray[np.int64],
         above: npt.NDArray[np.int32],
         tier: int,
-        slots: Sequence[int],
+        slots: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.int32]:
         """New nodes for `keys`, a forest of paths, parents first, in `slots` of `tier`, which are ready.
 
@@ -239,32 +224,26 @@ class Index(Lookup):
         at = self._numbers(len(keys))
         if not len(at):
             return at
-        nodes = self._enter(keys, at, tier, slots)
+        self._enter(keys, at, tier, slots)
         parents = np.where(before >= 0, at[before], above)
         self._tree.link_trees(parents, at)
         for reach in self.reach[: tier + 1]:
             np.add.at(column(reach), parents, 1)
-        depth, reachable = self.depth, self.reachable
-        for node, parent in zip(nodes, parents.tolist(), strict=True):
-            depth[node] = depth[parent] + 1
-            reachable[node] = reachable[parent]
+        # Steps up to the first of its path, and that one's position, by pointer doubling.
+        up, steps = np.where(before >= 0, before, np.arange(len(at))), (before >= 0).astype(np.int32)
+        while steps.any() and not np.array_equal(above_up := up[up], up):
+            steps += steps[up]
+            up = above_up
+        tops = parents[up]
+        column(self.depth)[at] = column(self.depth)[tops] + 1 + steps
+        marks(self.reachable)[at] = marks(self.reachable)[tops]
         return at
 
-    def add_copy(self, node: int, tier: int, slot: int) -> None:
-        """Add a copy of `node` in `slot` of `tier`. Raises `IntegrityError` if it has one there, or no parent there."""
-        if self.slot[tier][node] >= 0:
-            raise IntegrityError(f"chunk {self.key[node].hex()[:12]} already has a copy in tier {tier}")
-        if not self.accepts(self.parent[node], tier):
-            raise IntegrityError(f"chunk {self.key[node].hex()[:12]} has no parent in tier {tier} or colder")
-        before = self.coldest_tier(node)
-        self.slot[tier][node] = slot
-        self.pools[tier].node[slot] = node
-        parent = self.parent[node]
-        for each in range(before + 1, tier + 1):
-            self.reach[each][parent] += 1
-
     def add_copies(self, nodes: Sequence[int], tier: int, slots: Sequence[int]) -> None:
-        """`add_copy` for distinct `nodes`, parents first. Raises `IntegrityError` with nothing changed."""
+        """Add copies of distinct `nodes`, parents first, in `slots` of `tier`.
+
+        Raises `IntegrityError`, with nothing changed, if one has a copy there, or its parent has none there or colder.
+        """
         at, columns = np.array(nodes, np.int32), [column(slot) for slot in self.slot]
         second = columns[tier][at] >= 0
         parents = column(self.parent)[at]
@@ -454,9 +433,12 @@ class Index(Lookup):
             raise CacheError(f"there are {len(self.orphans)} orphans, but {len(waiting)} are listed by parent")
 
     def _refuse(self, wrong: npt.NDArray[np.int32], why: str) -> None:
-        """Raise `CacheError` for the first of the nodes that are `wrong`, if there is one."""
         for node in wrong.tolist():
             raise CacheError(f"chunk {self.key[node].hex()[:12]} {why}")
+
+
+def _broken(keys: Sequence[Key], position: int) -> CacheError:
+    return CacheError(f"key {position} of a path, {keys[position].hex()[:12]}, is not the child of the key before it")
 
 
 class Presence(enum.Enum):

@@ -11,21 +11,33 @@ before it changes anything. `state` holds the state of the tiers, `transfers` th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
-from longshore.boundary import DEVICE, Cancel, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
+from longshore.boundary import (
+    DEVICE,
+    Cancel,
+    Command,
+    Discard,
+    Key,
+    ProbeResult,
+    Result,
+    Route,
+    StoredChunk,
+    StoredChunks,
+    TransferResult,
+)
 from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.eviction.hit_rates import check as check_return
-from longshore.cache.groups import GroupKeys, check_blocks, check_distinct, check_paths
 from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import Leases, LookupCall, Lookups, check_first
 from longshore.cache.offload import Offloader
-from longshore.cache.recovery import Chunk, Recovered, adopt
+from longshore.cache.recovery import Chunk, adopt
 from longshore.cache.remote import RemoteTiers
-from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_time, seconds
+from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, seconds
 from longshore.cache.settings import check as check_retention
 from longshore.cache.state import CacheState, Level
 from longshore.cache.transfers import Load, Transfers
@@ -33,6 +45,7 @@ from longshore.cache.types import (
     Counters,
     DeviceCopy,
     Found,
+    GroupKeys,
     Lease,
     LoadOrder,
     MissReason,
@@ -41,6 +54,9 @@ from longshore.cache.types import (
     StoreOrder,
     TierStats,
     Until,
+    check_blocks,
+    check_distinct,
+    check_paths,
     origins_of,
 )
 from longshore.errors import CacheError
@@ -138,13 +154,13 @@ class TieredCache:
             each: Look up each chunk by itself.
             asks: Remote tiers to ask for chunks that they are not known to have or lack: by name, only with `each` and
                 until nothing; `()` for none. If `None`, a lookup of paths asks all, unless it keeps nothing.
-            request: Name of the request, for events and `release`.
+            request: Name of the request, for events.
             tick: The tick that an earlier lookup of this request returned, so that its uses of a chunk count once.
             returns: Hint about when its chunks are used again, with the first lookup of a request.
             count: Count misses, and record the request as an event. An engine that looks up a waiting request
                 repeatedly does so once.
         """
-        check_time(now)
+        _check_time(now)
         self._state.check_tick(tick)
         check_paths(paths)
         check_return(returns)
@@ -180,7 +196,7 @@ class TieredCache:
         next lookup finds what has arrived. Remote tiers are asked for chunks of which they have not answered. These
         reads are not cancelled with the request; they end within `timeout` seconds, `settings.load_timeout` if `None`.
         """
-        check_time(now)
+        _check_time(now)
         if not isinstance(what, Mapping):
             record = self._leases.get(what)
             policy, longest = self._prefetcher.check(policy, timeout)
@@ -277,17 +293,7 @@ class TieredCache:
         self._state.check_pool([part.pins[0].node], self.settings.pool_of(group))
         self.settings.check_tokens(tokens, group)
         self._state.serve(record.tick)
-        record.load = self._loader.load(
-            part.keys[:chunks],
-            into,
-            part.positions[0] * per_chunk + skip,
-            timeout=longest,
-            tail=part.pins[0].node,
-            held=held,
-            group=group,
-            by_layer=by_layer,
-            tokens=tokens,
-        )
+        record.load = self._loader.load(part, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)
         record.load.asked, record.load.of_first = [(record.request, part.keys[:chunks])], 0 if group else chunks
         return self._ordered(record.load, origins)
 
@@ -317,23 +323,20 @@ class TieredCache:
             return Progress(is_over=False)
         return Progress(is_over=True, runs=self._state.runs(record.nodes(self._state.index)))
 
-    def release(self, what: Lease | str | int) -> int:
-        """Release a lease, all leases of a request, or a job that the engine carries out itself; returns how many.
+    def release(self, what: Lease | int) -> None:
+        """Release a lease, or a job that the engine carries out itself.
 
         Loads onto the device in flight are cancelled; they end when their movers report them. Raises `LeaseError` for a
         lease that was released before, `JobError` for a number that is no open job.
         """
         if isinstance(what, int):
             self._transfers.withdraw(what)
-            return 1
-        leases = self._leases.of(what) if isinstance(what, str) else [what]
-        for lease in leases:
-            record = self._leases.get(lease)
-            self._give_up(record.load, MissReason.CANCELLED)
-            if record.prefetch is not None:
-                self._prefetcher.cancel(record.prefetch)
-            self._leases.drop(lease)
-        return len(leases)
+            return
+        record = self._leases.get(what)
+        self._give_up(record.load, MissReason.CANCELLED)
+        if record.prefetch is not None:
+            self._prefetcher.cancel(record.prefetch)
+        self._leases.drop(what)
 
     # ------------------------------------------------------------------ stores
 
@@ -431,7 +434,7 @@ class TieredCache:
         Jobs that no request waits for any more are cancelled, and own their slots until they end. Raises `JobError`,
         with nothing applied, for a job or probe that is not in flight, or that a rank reports twice.
         """
-        check_time(now)
+        _check_time(now)
         answers = [result for result in results if isinstance(result, ProbeResult)]
         if answers:
             self._remote.check(answers)
@@ -452,18 +455,17 @@ class TieredCache:
 
     # ------------------------------------------------------------------ start, sleep, resize, reset
 
-    def adopt(self, tier: str, found: Iterable[Chunk | tuple[int, Key, Key | None]], others: Sequence[int] = ()) -> int:
+    def adopt(self, tier: str, found: Iterable[Chunk], others: Sequence[int] = ()) -> int:
         """Recover the chunks of a persistent tier: (slot, key, parent, pool), oldest first; returns how many.
 
         The slots `others` have records that this cache cannot use, least useful first: they are allocated after all
         empty slots. Chunks whose parents were not found are orphans. Raises `CacheError`, with nothing recovered, for
         two chunks in one slot, or with one key.
         """
-        at, chunks = self._tier(tier), list(found)
+        at = self._tier(tier)
         self._state.pools[at].check_slots(others)
-        named = set(map(len, chunks)) <= {4}  # fast for chunks from a tier, which may be half a million
-        whole = cast("list[Chunk]", chunks) if named else [Recovered(*each) for each in chunks]
-        adopted = adopt(self._state, at, whole)
+        chunks = found if isinstance(found, StoredChunks) else [StoredChunk(*each) for each in found]
+        adopted = adopt(self._state, at, chunks)
         self._state.pools[at].give_last(others)
         return adopted
 
@@ -597,3 +599,9 @@ class TieredCache:
             if level.name == name:
                 return tier
         raise CacheError(f"expected a tier of {[level.name for level in self._state.levels]}, got {name!r}")
+
+
+def _check_time(now: float) -> None:
+    """Raise `CacheError` unless `now` is a finite number: time would not return from infinity."""
+    if not isinstance(now, int | float) or not math.isfinite(now):
+        raise CacheError(f"now: expected a finite number of seconds, got {now!r}")

@@ -87,7 +87,7 @@ class Load:
             if reason is None and not has_failed and not self.is_whole:
                 arrived += 1
             elif reason is None or (has_failed and reason is MissReason.CANCELLED):
-                misses.append(MissReason.BEHIND)
+                misses.append(MissReason.AFTER_MISS)
             else:
                 has_failed = True
                 misses.append(reason)

@@ -203,15 +203,21 @@ class KVEventPublisher:
             "token_ids": tokens,
             "block_size": len(tokens),
             "lora_id": None,
-            **_place(change.tier),
+            "medium": _MEDIA.get(change.tier, "STORAGE"),
             "lora_name": None,
             "group_idx": 0,
             "kv_cache_spec_kind": "full_attention",
+            **_owner(change.tier),
         }
 
     def _removed(self, tier: str, changes: Sequence[Change[_Block]]) -> dict[str, Any]:
-        hashes = [block_hash(change.key) for change in changes]
-        return {"type": "BlockRemoved", "block_hashes": hashes, **_place(tier), "group_idx": 0}
+        return {
+            "type": "BlockRemoved",
+            "block_hashes": [block_hash(change.key) for change in changes],
+            "medium": _MEDIA.get(tier, "STORAGE"),
+            "group_idx": 0,
+            **_owner(tier),
+        }
 
     def _send(self, events: Sequence[dict[str, Any]]) -> None:
         sequence, body = self.batches.to_bytes(8, "big"), self._pack([self._clock(), events, 0])
@@ -228,8 +234,6 @@ def block_hash(key: Key) -> int:
     return int.from_bytes(key[-8:], "big")
 
 
-def _place(tier: str) -> dict[str, Any]:
-    """Where a copy is: in a tier of this process, or in a store, which all replicas read."""
-    if tier in _MEDIA:
-        return {"medium": _MEDIA[tier], "locality": "LOCAL"}
-    return {"medium": "STORAGE", "locality": "REMOTE", "ownership": tier}
+def _owner(tier: str) -> dict[str, str]:
+    """Whose a copy is: this process's own, or that of a store, which all replicas read."""
+    return {"locality": "LOCAL"} if tier in _MEDIA else {"locality": "REMOTE", "ownership": tier}

@@ -139,7 +139,7 @@ def test_a_fetch_ends_by_its_deadline_however_its_reply_comes(
     except StoreError as error:
         images.queue.fail(error.status)
         images.queue.expire()  # as a poll would have done meanwhile
-        images.queue.end_waiting(Status.AWAY)
+        images.queue.end_waiting(Status.UNAVAILABLE)
     assert len(images.ended) == len(within)
     for index, (status, when) in images.ended.items():
         assert when <= images.deadlines[index] + 1e-6 or status is Status.DEADLINE
@@ -184,7 +184,7 @@ def test_a_value_that_has_come_is_received_in_one_call() -> None:
     assert calls == 3
 
 
-OTHERS = {Status.LAPSED: b"$-1\r\n", Status.MISMATCH: b"-WRONGTYPE a list\r\n", Status.SHORT: b"$3\r\nabc\r\n"}
+OTHERS = {Status.EXPIRED: b"$-1\r\n", Status.MISMATCH: b"-WRONGTYPE a list\r\n", Status.SHORT: b"$3\r\nabc\r\n"}
 
 
 @given(
@@ -259,7 +259,7 @@ def test_whatever_a_server_says_is_an_answer_or_an_error(data: bytes, some: list
                 session.fetch(images.queue)
         except StoreError:
             pass
-        assert images.ended.get(0, (Status.LAPSED, 0))[0] is not Status.OK
+        assert images.ended.get(0, (Status.EXPIRED, 0))[0] is not Status.OK
 
 
 @pytest.mark.parametrize("reads", [1, 3])
@@ -365,7 +365,7 @@ def test_probes_that_hang_open_the_breaker_and_then_nothing_waits(hung: tuple[Dr
             pass
         driver.run(0.1)
     assert tier.is_away
-    assert driver.ended[waiting][0] == (Status.AWAY,)
+    assert driver.ended[waiting][0] == (Status.UNAVAILABLE,)
     late = tier.submit([TierOp(Op.READ, BY_KEY, key(1), None, 0, IMAGE, 0)], math.inf)
     asked = tier.ask([key(1)], 0, math.inf)
     assert [result.ticket for result in tier.poll()] == [late]

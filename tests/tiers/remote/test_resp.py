@@ -96,7 +96,7 @@ def test_close_ends_a_connection_that_hangs_and_every_operation_once(
     assert theirs.recv(4096).startswith(b"*2\r\n$3\r\nGET")
     tier.close()
     results = tier.poll()
-    assert [(each.ticket, each.statuses) for each in results] == [(ticket, (Status.AWAY,))]
+    assert [(each.ticket, each.statuses) for each in results] == [(ticket, (Status.UNAVAILABLE,))]
     assert tier.poll() == []
     assert not any(thread.is_alive() for thread in tier._threads)
 

@@ -279,17 +279,12 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             return 0
         if before is None:
             raise EngineError(f"SGLang does not say what precedes a page: set {PREFIX_KEYS} in its extra configuration")
-        pages, stack, jobs = self._kv.pages.pages(indices, len(names)), self._kv.stack, list[int]()
-        path, clock, longest = digests([*before, *names]), self._runtime.clock, self.settings.write_timeout
-        deadline = clock() + longest
-        patience = longest if self._kv.ring is None and clock() >= self._kv.no_wait_until else 0.0
-        try:
-            part = GroupKeys(path, len(before))
-            kept = stack.store_path(part, pages, lambda job, blocks: jobs.append(job), patience=patience)
-        finally:
-            self._kv.let_go(jobs)
-            if clock() >= deadline:
-                self._kv.no_wait_until = deadline + longest
+        pages, part = self._kv.pages.pages(indices, len(names)), GroupKeys(digests([*before, *names]), len(before))
+        longest = self.settings.write_timeout
+        waits = self._kv.ring is None and self._runtime.clock() >= self._kv.no_wait_until
+        with self._kv.bounded(longest) as jobs:
+            patience = longest if waits else 0.0
+            kept = self._kv.stack.store_path(part, pages, lambda job, blocks: jobs.append(job), patience=patience)
         return max(0, kept - len(before))
 
     def _note(self, asked: _LookedUp, keys: Sequence[Key]) -> None:

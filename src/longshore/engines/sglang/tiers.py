@@ -18,7 +18,7 @@ import contextlib
 import ctypes
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -187,6 +187,17 @@ class PoolTiers:
                 self.runtime.clock() - begun,
             )
 
+    @contextlib.contextmanager
+    def bounded(self, longest: float) -> Iterator[list[int]]:
+        """A call of at most `longest` seconds: its jobs, to be filled in. Afterwards no copy touches their pages."""
+        jobs, deadline = list[int](), self.runtime.clock() + longest
+        try:
+            yield jobs
+        finally:
+            self.let_go(jobs)
+            if self.runtime.clock() >= deadline:
+                self.no_wait_until = deadline + longest
+
     # ------------------------------------------------------------------ pages that stand alone, each a path of its own
 
     @contained(lambda self, names: [False] * len(names), expected=(LongshoreError,))
@@ -205,49 +216,40 @@ class PoolTiers:
         pages, runtime, timeout = self.pages.pages(indices, len(names)), self.runtime, self.settings.load_timeout
         if self.is_stuck():
             return 0
-        leases, jobs, tick, done = list[Lease](), list[int](), None, 0
-        deadline = runtime.clock() + timeout
-        try:
-            with runtime.control() as cache:
-                for key, page in zip(digests(names), pages, strict=True):
-                    found = cache.lookup({0: GroupKeys([key])}, runtime.clock(), asks=(), tick=tick)
-                    tick = found.tick
-                    if found.lease is None:
-                        break
-                    leases.append(found.lease)
-                    order = cache.load(found.lease, {0: [page]}, timeout=timeout)
-                    jobs += [part.job for part in order.parts]
-            for lease in leases:
-                outcome = runtime.wait_over(lease).outcome
-                if outcome is None or not outcome.chunks:
-                    break
-                done += 1
-        finally:
-            with contextlib.suppress(LongshoreError), runtime.control() as cache:
+        leases, tick, done = list[Lease](), None, 0
+        with self.bounded(timeout) as jobs:
+            try:
+                with runtime.control() as cache:
+                    for key, page in zip(digests(names), pages, strict=True):
+                        found = cache.lookup({0: GroupKeys([key])}, runtime.clock(), asks=(), tick=tick)
+                        tick = found.tick
+                        if found.lease is None:
+                            break
+                        leases.append(found.lease)
+                        order = cache.load(found.lease, {0: [page]}, timeout=timeout)
+                        jobs += [part.job for part in order.parts]
                 for lease in leases:
-                    cache.release(lease)
-            self.let_go(jobs)
-            if runtime.clock() >= deadline:
-                self.no_wait_until = deadline + timeout
+                    outcome = runtime.wait_over(lease).outcome
+                    if outcome is None or not outcome.chunks:
+                        break
+                    done += 1
+            finally:
+                with contextlib.suppress(LongshoreError), runtime.control() as cache:
+                    for lease in leases:
+                        cache.release(lease)
         return done
 
     @contained(lambda self, names, indices: [False] * len(names), expected=(LongshoreError,))
     def store(self, names: Sequence[str], indices: torch.Tensor) -> list[bool]:
         """Store the pages at `indices`; whether each was taken, or is stored."""
-        pages, longest = self.pages.pages(indices, len(names)), self.settings.write_timeout
+        pages = self.pages.pages(indices, len(names))
         if self.is_stuck():
             return [False] * len(names)
-        jobs, deadline = list[int](), self.runtime.clock() + longest
-        try:
-            kept = [
-                self.stack.store_path(GroupKeys([key]), [page], lambda job, blocks: jobs.append(job))
+        with self.bounded(self.settings.write_timeout) as jobs:
+            return [
+                bool(self.stack.store_path(GroupKeys([key]), [page], lambda job, blocks: jobs.append(job)))
                 for key, page in zip(digests(names), pages, strict=True)
             ]
-        finally:
-            self.let_go(jobs)
-            if self.runtime.clock() >= deadline:
-                self.no_wait_until = deadline + longest
-        return [bool(count) for count in kept]
 
 
 def digests(keys: Sequence[str]) -> list[Key]:

@@ -35,8 +35,7 @@ from longshore.boundary import DEVICE, FILE, HOST, Route, Slots
 from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, TieredCache, Until
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.connector import Backoff
-from longshore.engines.vllm.fetches import RemoteFetches, load_limit, tiers_of
-from longshore.engines.vllm.loads import Loads
+from longshore.engines.vllm.loads import Loads, RemoteFetches, load_limit, tiers_of
 from longshore.engines.vllm.metrics import EventTranslator, OffloadingMetrics
 from longshore.engines.vllm.requests import (
     GROUP_BYTES,

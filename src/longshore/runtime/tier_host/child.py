@@ -13,6 +13,7 @@ interrupt goes to all processes, and the engine may still have blocks to write.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import select
@@ -20,12 +21,14 @@ import signal
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from longshore import __version__
+from longshore.boundary import StoredChunks
 from longshore.errors import LongshoreError, TierError, TierInUseError
 from longshore.runtime.tier_host import wire
 from longshore.runtime.tier_host.wire import AWAY, Kind, frame
@@ -92,17 +95,16 @@ class TierHostServer:
         return 0
 
     def _first_order(self) -> Order | None:
-        """The OPEN request; `None` if the engine has closed the pipe."""
         while data := os.read(self._requests, _AT_ONCE):
             for _, body in self._frames.feed(data):
-                order: Order = wire.parse_json(body)
+                order: Order = json.loads(body)
                 return order
         return None
 
     def _serve(self, tier: FileTier | StoreTier, *, recover: bool) -> None:
         self._reported = failures_of(tier)
         if isinstance(tier, FileTier):
-            found = tier.recover() if recover else []
+            found = tier.recover() if recover else StoredChunks.of(())
             opened = wire.OpenedReply(
                 tier.slabs, tier.generation, dict(tier.fallbacks), self._reported, found, tier.others()
             )
@@ -134,16 +136,16 @@ class TierHostServer:
                 ticket, deadline, ops = wire.parse_submit(body)
                 self._tickets[tier.submit(ops, deadline)] = ticket
             case Kind.CANCEL:
-                theirs = wire.parse_cancel(body)
+                (theirs,) = wire.NUMBER.unpack(body)
                 for ours in [ours for ours, ticket in self._tickets.items() if ticket == theirs]:
                     tier.cancel(ours)
             case Kind.ASK if isinstance(tier, StoreTier):
                 ticket, generation, deadline, keys = wire.parse_ask(body)
                 self._asked[tier.ask(keys, generation, deadline)] = ticket
             case Kind.DISCARD:
-                tier.discard(wire.parse_discard(body))
+                tier.discard(array("I", body).tolist())
             case Kind.FORGET:
-                self._send(Kind.FORGOTTEN, _forget(tier, *wire.parse_forget(body)).encode())
+                self._send(Kind.FORGOTTEN, _forget(tier, *wire.FORGET.unpack(body)).encode())
             case _:
                 raise TierError(f"{kind.name} is not a request")
 
@@ -165,7 +167,7 @@ class TierHostServer:
         with contextlib.suppress(OSError):  # the engine has ended
             while True:
                 self._busy.wait()
-                self._send(Kind.ALIVE, wire.pack_alive(0 if self._tier is None else self._tier.ended))
+                self._send(Kind.ALIVE, wire.NUMBER.pack(0 if self._tier is None else self._tier.ended))
                 time.sleep(HEARTBEAT)
 
     def _send(self, kind: Kind, body: bytes) -> None:

@@ -317,7 +317,7 @@ class ClusterTier(KeyedTier):
             what = [whole.what[index] for index in indices]
             if node is None:
                 self._wanted.set()
-                self._end(whole, indices, [None if whole.generation is not None else Status.AWAY] * len(what))
+                self._end(whole, indices, [None if whole.generation is not None else Status.UNAVAILABLE] * len(what))
                 continue
             if whole.generation is not None:
                 ticket = self._at(node).ask(what, whole.generation, whole.deadline)
@@ -334,10 +334,10 @@ class ClusterTier(KeyedTier):
         again = {
             index
             for index, each in zip(part.indices, how, strict=True)
-            if (each is False or each is Status.LAPSED) and self._goes_on(node, part, index)
+            if (each is False or each is Status.EXPIRED) and self._goes_on(node, part, index)
         }
         self._end(part.whole, part.indices, how, but=again)
-        if Status.AWAY in how or None in how:
+        if Status.UNAVAILABLE in how or None in how:
             self._wanted.set()
         if again:
             self._send(part._replace(indices=sorted(again)))
@@ -352,11 +352,11 @@ class ClusterTier(KeyedTier):
         return name in self._asks or self._slots[slot_of(name)] not in {node, None}
 
     def _end(self, whole: _Split, indices: Sequence[int], how: Sequence[Any], but: Container[int] = ()) -> None:
-        elsewhere = Status.TIER_OFF if self._closed else Status.AWAY  # of writes: it was not sent on
+        elsewhere = Status.TIER_OFF if self._closed else Status.UNAVAILABLE  # of writes: it was not sent on
         for index, each in zip(indices, how, strict=True):
             if index not in but:
                 is_write = whole.generation is None and whole.what[index].op is Op.WRITE
-                whole.ended[index] = elsewhere if is_write and each is Status.LAPSED else each
+                whole.ended[index] = elsewhere if is_write and each is Status.EXPIRED else each
                 whole.open -= 1
 
     def _settle(self, whole: _Split) -> None:

@@ -57,7 +57,7 @@ _WRITE_PAUSE = 1.0
 """Seconds for which nothing is sent to a store that has said that it is full, or takes no writes."""
 
 _BAD_VALUES = frozenset({Status.CORRUPT, Status.MISMATCH, Status.SHORT})
-_ANSWERED = _BAD_VALUES | {Status.OK, Status.LAPSED, Status.NO_SPACE}
+_ANSWERED = _BAD_VALUES | {Status.OK, Status.EXPIRED, Status.NO_SPACE}
 """Statuses of operations that the store has answered."""
 
 _GRACE = 1.0
@@ -365,7 +365,7 @@ class RemoteTier(KeyedTier):
         if now >= until:
             return Status.DEADLINE
         if self._breaker.is_open:
-            return Status.AWAY
+            return Status.UNAVAILABLE
         return self._paused(now) if op.op is Op.WRITE else None
 
     def _paused(self, now: float) -> Status | None:
@@ -534,7 +534,7 @@ class RemoteTier(KeyedTier):
             now = self._clock()
             if self._breaker.failed(now, times):
                 for queue in self._queues.values():
-                    queue.end_waiting(Status.AWAY)
+                    queue.end_waiting(Status.UNAVAILABLE)
                 while self._asked:
                     self._answer(self._asked.popleft().ticket, None)
                 self._probing.notify_all()

@@ -29,7 +29,7 @@ class StoreError(Exception):
     `reason` is for logs and counts, one of `longshore.tiers.remote.FAILURE_REASONS`.
     """
 
-    def __init__(self, reason: str, message: str, status: Status = Status.AWAY) -> None:
+    def __init__(self, reason: str, message: str, status: Status = Status.UNAVAILABLE) -> None:
         super().__init__(message)
         self.reason = reason
         self.status = status

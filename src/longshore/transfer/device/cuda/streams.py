@@ -355,7 +355,9 @@ class CudaStream(Stream):
         pieces = buffer.planner.describe(batch, any_order=True)
         match self._choose(batch, pieces):
             case Way.DIRECT:
-                return self._copy_on(self._link, buffer, lambda: self._direct(pieces, buffer))
+                return self._copy_on(
+                    self._link, buffer, lambda: self._copy_over_link(buffer.keep(*pieces.directed(self._into)))
+                )
             case Way.ZERO_COPY:
                 return self._copy_on(self._kernels, buffer, lambda: self._zero_copy(batch, buffer))
             case Way.STAGED if self._ring is not None:
@@ -429,9 +431,6 @@ class CudaStream(Stream):
         ended.hold(other)
         buffer.used = ended
         return StreamCopy(self._resources.events, begun, ended, ended)
-
-    def _direct(self, pieces: Pieces, buffer: DescriptorBuffer) -> None:
-        self._copy_over_link(buffer.keep(*pieces.directed(self._into)))
 
     def _zero_copy(self, batch: CopyBatch, buffer: DescriptorBuffer) -> None:
         rows = [rows_in_images(batch.layout, part, batch.host_address) for part in batch.parts]
