@@ -50,7 +50,7 @@ def test_keys_of_another_length_are_not_found_and_not_taken() -> None:
     others = [b"a" * 15, b"a" * 17] * 40
     assert table.find(others) == [0] * 80 and table.get(b"a" * 17) == 0
     for keys in (others, [b"c" * 17], [b"c" * 16, b"d" * 17]):
-        with pytest.raises(CacheError, match="expected keys of 16 bytes, .* got"):
+        with pytest.raises(CacheError, match=r"expected keys of 16 bytes, .* got"):
             table.check(keys)
     with pytest.raises(CacheError, match="one number of bytes"):
         KeyTable(100).check(others)

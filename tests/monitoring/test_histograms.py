@@ -41,6 +41,12 @@ class Watched:
             cache.store({0: GroupKeys(path(*numbers))}, {0: tuple(range(len(numbers)))})
         self.end_all()
 
+    def back_up(self) -> None:
+        """Copies to the file tier."""
+        with self.runtime.control() as cache:
+            cache.flush()
+        self.end_all()
+
     def end_all(self) -> None:
         while self.mover.open:
             self.mover.end(Status.OK)
@@ -89,9 +95,7 @@ def test_every_histogram_has_ascending_buckets() -> None:
 def test_a_load_is_timed_by_its_slowest_tier() -> None:
     watched = Watched()
     watched.store(0, 1)
-    watched.runtime.flush(0.0)  # orders copies to the file tier
-    watched.runtime.pump()
-    watched.end_all()
+    watched.back_up()
     with watched.runtime.control() as cache:
         assert cache.discard(path(0, 1)[1:], "host") == 1
         lease = cache.lookup({0: GroupKeys(path(0, 1))}, watched.now, request="r").lease
@@ -143,9 +147,7 @@ def test_the_age_of_evicted_chunks_is_observed(alone: bool, slots: int) -> None:
 def test_the_age_of_chunks_with_a_copy_below_is_observed() -> None:
     watched = Watched()
     watched.store(0, 1, 2, 3)
-    watched.runtime.flush(0.0)
-    watched.runtime.pump()
-    watched.end_all()
+    watched.back_up()
     watched.now += 30.0
     watched.store(4, 5, 6, 7)
     gone = watched.value("longshore_demoted_chunks_total", tier="host")

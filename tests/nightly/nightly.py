@@ -4,8 +4,8 @@
 
 Each part runs in rounds, each with another seed, for its share of the time. A round that fails is reported with the
 command that repeats it, and its part goes on with the next seed; so do the other parts. A round that does not end in
-`PATIENCE` times the time left to its part is killed, and reported as one that hangs. A part whose environment is missing
-is reported as such, and its share goes to the others. The exit status is 1 if anything has failed.
+`PATIENCE` times the time left to its part is killed, and reported as one that hangs. A part whose environment is
+missing is reported as such, and its share goes to the others. The exit status is 1 if anything has failed.
 """
 
 from __future__ import annotations

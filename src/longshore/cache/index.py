@@ -202,7 +202,7 @@ class Index(Nodes):
         if not keys:
             return []
         at = self._numbers(len(keys))
-        self._tree.append_firsts(at)
+        self._tree.link_trees(np.zeros_like(at), at)
         column(self.depth)[at] = 0
         for each in range(tier + 1):
             self.reach[each][ROOT] += len(keys)
@@ -210,11 +210,11 @@ class Index(Nodes):
 
     def link_trees(
         self,
-        keys: Sequence[Key],
+        keys: npt.NDArray[np.void],
         before: npt.NDArray[np.int64],
         above: npt.NDArray[np.int32],
         tier: int,
-        slots: Sequence[int],
+        slots: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.int32]:
         """New nodes for `keys`, a forest of paths, parents first, in `slots` of `tier`, which are ready.
 
@@ -224,15 +224,19 @@ class Index(Nodes):
         at = self._numbers(len(keys))
         if not len(at):
             return at
-        nodes = self._enter(keys, at, tier, slots)
+        self._enter(keys, at, tier, slots)
         parents = np.where(before >= 0, at[before], above)
         self._tree.link_trees(parents, at)
         for reach in self.reach[: tier + 1]:
             np.add.at(column(reach), parents, 1)
-        depth, reachable = self.depth, self.reachable
-        for node, parent in zip(nodes, parents.tolist(), strict=True):
-            depth[node] = depth[parent] + 1
-            reachable[node] = reachable[parent]
+        # Steps up to the first of its path, and that one's position, by pointer doubling.
+        up, steps = np.where(before >= 0, before, np.arange(len(at))), (before >= 0).astype(np.int32)
+        while steps.any() and not np.array_equal(above_up := up[up], up):
+            steps += steps[up]
+            up = above_up
+        tops = parents[up]
+        column(self.depth)[at] = column(self.depth)[tops] + 1 + steps
+        marks(self.reachable)[at] = marks(self.reachable)[tops]
         return at
 
     def add_copies(self, nodes: Sequence[int], tier: int, slots: Sequence[int]) -> None:

@@ -86,7 +86,8 @@ class KeyTable:
         """`get` for many."""
         if len(keys) < _FEW:
             return list(map(self.get, keys))
-        return self.find_all(keys).tolist()
+        found: list[int] = self.find_all(keys).tolist()
+        return found
 
     def find_all(self, keys: Sequence[Key]) -> At:
         """`get` for many, as an array."""
@@ -95,7 +96,7 @@ class KeyTable:
             if len(lengths) > 1 or 0 in lengths:
                 return np.array([self.get(key) for key in keys], np.int32)
             found = column(self._first).take(self._buckets(keys))
-            wanted = np.frombuffer(b"".join(keys), np.dtype((np.void, *lengths)) if keys else "V1")
+            wanted = np.frombuffer(b"".join(keys), np.dtype((np.void, max(lengths, default=1))))
         except TypeError:
             raise no_key(next(key for key in keys if not isinstance(key, bytes))) from None
         if wanted.dtype != self._rows.dtype:
@@ -108,14 +109,15 @@ class KeyTable:
             left = left[found.take(left) != 0]
         return found
 
-    def insert(self, at: At, keys: Sequence[Key]) -> None:
+    def insert(self, at: At, keys: Sequence[Key] | npt.NDArray[np.void]) -> None:
         """Give each of the nodes `at`, which have none, its key. They are distinct, and in no table."""
-        if not self._count and self._width != len(keys[0]):
-            self._width = len(keys[0])
+        width = keys.itemsize if isinstance(keys, np.ndarray) else len(keys[0])
+        if not self._count and self._width != width:
+            self._width = width
             self._rows = np.empty(len(self._rows), f"V{self._width}")
-        self._rows[at] = np.frombuffer(b"".join(keys), self._rows.dtype)
+        self._rows[at] = keys if isinstance(keys, np.ndarray) else np.frombuffer(b"".join(keys), self._rows.dtype)
         self._count += len(at)
-        self._link(at, self._buckets(keys))
+        self._link(at, self._buckets(keys.tolist() if isinstance(keys, np.ndarray) else keys))
 
     def _buckets(self, keys: Sequence[Key]) -> npt.NDArray[np.int64]:
         return np.fromiter(map(hash, keys), np.int64, len(keys)) & self._mask

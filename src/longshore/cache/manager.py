@@ -16,7 +16,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
-from longshore.boundary import DEVICE, Cancel, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
+from longshore.boundary import (
+    DEVICE,
+    Cancel,
+    Command,
+    Discard,
+    Key,
+    ProbeResult,
+    Result,
+    Route,
+    StoredChunk,
+    StoredChunks,
+    TransferResult,
+)
 from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.eviction.hit_rates import check as check_return
@@ -450,8 +462,9 @@ class TieredCache:
         empty slots. Chunks whose parents were not found are orphans. Raises `CacheError`, with nothing recovered, for
         two chunks in one slot, or with one key.
         """
-        at, chunks = self._tier(tier), list(found)
+        at = self._tier(tier)
         self._state.pools[at].check_slots(others)
+        chunks = found if isinstance(found, StoredChunks) else [StoredChunk(*each) for each in found]
         adopted = adopt(self._state, at, chunks)
         self._state.pools[at].give_last(others)
         return adopted

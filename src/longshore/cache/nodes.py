@@ -1,7 +1,7 @@
 """Nodes: one small integer for each key that is in a tier, or on its way into one, and its attributes.
 
-The attributes are in arrays (29 bytes per node, and 8 for each tier), and so are the keys (`key_table`): a million nodes
-are about twenty Python objects, which saves memory and garbage collection.
+The attributes are in arrays (29 bytes per node, and 8 for each tier), and so are the keys (`key_table`): a million
+nodes are about twenty Python objects, which saves memory and garbage collection.
 """
 
 from __future__ import annotations
@@ -113,17 +113,6 @@ class NodeTree:
         if elder:
             self.younger[elder] = head
         self.child[parent] = head
-
-    def append_firsts(self, at: npt.NDArray[np.int32]) -> None:
-        """Add the new nodes `at` as children of the root."""
-        elder, first, last = self.child[_NOBODY], int(at[0]), int(at[-1])
-        column(self.parent)[at] = column(self.child)[at] = _NOBODY
-        column(self.older)[at[:-1]] = at[1:]
-        column(self.younger)[at[1:]] = at[:-1]
-        self.older[last], self.younger[first] = elder, _NOBODY
-        if elder:
-            self.younger[elder] = last
-        self.child[_NOBODY] = first
 
     def link_trees(self, parents: npt.NDArray[np.integer], nodes: npt.NDArray[np.int32]) -> None:
         """Add each new node of `nodes` as a child of its node of `parents`; the first of siblings is the youngest."""
@@ -348,7 +337,13 @@ class Nodes:
         self._free = FreeList(array("i", range(self.size + more - 1, self.size - 1, -1)) + array("i", self._free))
         self.size += more
 
-    def _enter(self, keys: Sequence[Key], at: npt.NDArray[np.int32], tier: int, slots: Sequence[int]) -> list[int]:
+    def _enter(
+        self,
+        keys: Sequence[Key] | npt.NDArray[np.void],
+        at: npt.NDArray[np.int32],
+        tier: int,
+        slots: Sequence[int] | npt.NDArray[np.int32],
+    ) -> list[int]:
         """Enter the nodes `at` for `keys`, in `slots` of `tier`; returns the nodes as a list."""
         nodes: list[int] = at.tolist()
         where = numbers(slots)

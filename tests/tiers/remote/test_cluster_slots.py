@@ -171,3 +171,18 @@ def test_redirections_without_end_are_misses(
         assert 1 <= sum(each.asked for each in servers) <= 3 * 2 * 5 + 5
     finally:
         tier.close()
+
+
+def test_what_is_redirected_while_the_tier_closes_is_not_sent_on(servers: tuple[Redirecting, Redirecting]) -> None:
+    first, other = servers
+    first.reply = b"-MOVED 1 127.0.0.1:%d\r\n" % other.port
+    url = f"valkey-cluster://127.0.0.1:{first.port}?fetch_timeout=20s&write_timeout=20s&connect_timeout=20s"
+    tier = ClusterTier(url, arena=Arena(IMAGE), image_bytes=IMAGE, namespace=bytes(32))
+    tier.submit([TierOp(Op.WRITE, BY_KEY, key(1), None, 0, IMAGE, 0)], math.inf)
+    give_up = time.monotonic() + 30
+    while tier.ended == 0:  # at its first node
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+    tier.close()
+    assert tier.poll()[0].statuses == (Status.TIER_OFF,)
+    assert other.asked == 0

@@ -352,10 +352,11 @@ class ClusterTier(KeyedTier):
         return name in self._asks or self._slots[slot_of(name)] not in {node, None}
 
     def _end(self, whole: _Split, indices: Sequence[int], how: Sequence[Any], but: Container[int] = ()) -> None:
+        elsewhere = Status.TIER_OFF if self._closed else Status.UNAVAILABLE  # of writes: it was not sent on
         for index, each in zip(indices, how, strict=True):
             if index not in but:
-                is_write = whole.generation is None and whole.what[index].op is Op.WRITE  # its slot moves to and fro
-                whole.ended[index] = Status.UNAVAILABLE if is_write and each is Status.EXPIRED else each
+                is_write = whole.generation is None and whole.what[index].op is Op.WRITE
+                whole.ended[index] = elsewhere if is_write and each is Status.EXPIRED else each
                 whole.open -= 1
 
     def _settle(self, whole: _Split) -> None:
