@@ -93,6 +93,12 @@ _MACHINES += [
 _DEEP = [
     *("tests/tiers/test_file_crash.py", "tests/tiers/test_file_every_call.py", "tests/transfer/test_order_explore.py"),
     *("tests/transfer/test_cuda_kernels.py", "tests/transfer/test_async_device.py"),
+    *(
+        "tests/transfer/test_transfer_order.py",
+        "tests/transfer/test_cuda_order.py",
+        "tests/tiers/test_file_invalidation.py",
+    ),
+    *("tests/cache/test_scenarios.py", "tests/examples/test_reference_engine.py"),
     *("tests/cache/test_admission.py", "tests/trace", "tests/runtime/test_tier_host.py"),
     *("tests/runtime/test_tier_host_conformance.py", "tests/runtime/test_hosted_store.py"),
 ]
