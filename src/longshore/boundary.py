@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple, Protocol, Self, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -145,15 +145,15 @@ class StoredChunks(Sequence[StoredChunk]):
 
     Attributes:
         slots: int64, shape `(n,)`; the other columns have this shape, too.
-        keys: All keys, as bytes of one length (dtype `V32` for keys of 32 bytes).
+        keys: Dtype `V32` for digests of 32 bytes; object (bytes) if keys differ in length.
         parents: Keys of parents; meaningless without one.
         has_parent: bool.
         pools: int64.
     """
 
     slots: npt.NDArray[np.int64]
-    keys: npt.NDArray[np.void]
-    parents: npt.NDArray[np.void]
+    keys: npt.NDArray[Any]
+    parents: npt.NDArray[Any]
     has_parent: npt.NDArray[np.bool_]
     pools: npt.NDArray[np.int64]
 
@@ -186,12 +186,12 @@ class StoredChunks(Sequence[StoredChunk]):
         """`chunks` as columns. Raises `TypeError`, `ValueError` or `OverflowError` where they are of other types."""
         slots, keys, parents, pools = zip(*chunks, strict=True) if chunks else ((), (), (), ())
         has_parent = np.array([parent is not None for parent in parents], bool)
-        length = len(keys[0]) if keys else 1
-        names = [keys, [bytes(length) if parent is None else parent for parent in parents]]
-        for each in names:
-            if not all(isinstance(key, bytes) and len(key) == length > 0 for key in each):
-                raise TypeError("expected keys and parents as digests (non-empty bytes) of one length")
-        ours, theirs = (np.frombuffer(b"".join(each), np.dtype((np.void, length))) for each in names)
+        names = [*keys, *(keys[0] if parent is None else parent for parent in parents)]
+        if not all(isinstance(key, bytes) and key for key in names):
+            raise TypeError("expected keys and parents as digests (non-empty bytes)")
+        lengths = set(map(len, names)) or {1}
+        table = np.array(names, object if len(lengths) > 1 else f"V{max(lengths)}")
+        ours, theirs = table[: len(keys)], table[len(keys) :]
         numbers = (np.frombuffer(array("q", each), np.int64) for each in (slots, pools))
         at, of = numbers
         return cls(at, ours, theirs, has_parent, of)

@@ -422,7 +422,7 @@ def test_ghosts_are_the_last_evicted_and_not_taken_back(steps: list[tuple[int, i
 
 def test_the_lowest_priority_goes_first_whatever_its_age() -> None:
     policy = banded()
-    policy.priorities[A], policy._priorities[B] = 90, 10
+    policy.priorities[A], policy.priorities[B] = 90, 10
     policy.insert([C, B, A])
     policy.touch([B])
     assert evict(policy, 3) == [B, C, A]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -339,7 +340,7 @@ class Nodes:
 
     def _enter(
         self,
-        keys: Sequence[Key] | npt.NDArray[np.void],
+        keys: Sequence[Key] | npt.NDArray[Any],
         at: npt.NDArray[np.int32],
         tier: int,
         slots: Sequence[int] | npt.NDArray[np.int32],

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import repeat
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +48,6 @@ def adopt(state: CacheState, tier: int, found: StoredChunks | Sequence[Chunk]) -
     if state.several_sizes:
         chunks = chunks.where(_of_the_last_size(chunks.slots // state.pools[tier].slabs.stride, chunks.pools))
     keys = chunks.keys.tolist() if len(state.index) else []
-    state.index.key.check(keys)
     known = np.array(state.index.find(keys), np.int64) if keys else np.zeros(len(chunks), np.int64)
     before, above = _parents(state, tier, chunks, known)
     rows = _newest_first(before)
@@ -89,13 +89,13 @@ def _parents(
     return before, above
 
 
-def _positions(keys: npt.NDArray[np.void], wanted: npt.NDArray[np.void]) -> _Numbers:
+def _positions(keys: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> _Numbers:
     """The position of each of `wanted` among `keys`, `_LOST` if it is not there. Raises `CacheError` for equal keys.
 
     Digests differ in their first eight bytes, by which they are sorted; other keys need a dictionary.
     """
     count, width = len(keys), keys.itemsize
-    if not count or width % 8:
+    if not count or keys.dtype == object or width % 8:
         return _positions_by_name(keys, wanted)
     ours, theirs = (
         np.ascontiguousarray(np.ascontiguousarray(each).view("<u8")[:: width // 8]) for each in (keys, wanted)
@@ -111,7 +111,7 @@ def _positions(keys: npt.NDArray[np.void], wanted: npt.NDArray[np.void]) -> _Num
     return found
 
 
-def _positions_by_name(keys: npt.NDArray[np.void], wanted: npt.NDArray[np.void]) -> _Numbers:
+def _positions_by_name(keys: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> _Numbers:
     count, places = len(keys), dict(zip(keys.tolist(), range(len(keys)), strict=True))
     if len(places) < count:
         raise CacheError(f"expected {count} chunks with distinct keys, got {len(places)}")
