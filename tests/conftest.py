@@ -2,7 +2,8 @@
 
 pytest                                 "ci": the same examples on every run
 HYPOTHESIS_PROFILE=mutants pytest ...  a few of them, for tests that are run over and over
-HYPOTHESIS_PROFILE=nightly pytest ...  new examples on every run, ten times as many; and all that `depth.deep` says
+HYPOTHESIS_PROFILE=nightly pytest ...  new examples by --hypothesis-seed, NIGHTLY_EXAMPLES of them (default 400); and
+                                       all that `depth.deep` says
 """
 
 import os
@@ -26,13 +27,17 @@ pytest.register_assert_rewrite(
 
 Edge = tuple[State, State]
 
-# Bits are compared: oneMKL must not pick its kernels by the alignment of its inputs. Read when torch is loaded.
+# Read when torch is loaded, here and by the processes that tests start. Bits are compared: oneMKL must not pick its
+# kernels by the alignment of its inputs. Tiny models run faster on one thread, far faster beside other processes.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
 settings.register_profile("ci", max_examples=40, derandomize=True, **_COMMON)
 settings.register_profile("mutants", max_examples=15, derandomize=True, **_COMMON)
-settings.register_profile("nightly", max_examples=400, **_COMMON)
+settings.register_profile(
+    "nightly", max_examples=int(os.environ.get("NIGHTLY_EXAMPLES", "400")), database=None, **_COMMON
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 _EDGES_TAKEN = "edges taken"

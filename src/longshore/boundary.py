@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import enum
 import math
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple, Protocol, Self, overload
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -63,15 +64,13 @@ class Item(NamedTuple):
     where `key` is the address. A copy inside the device has one item for each block; `source` is the slot to copy
     from, and `destination` `None`.
     `parent` is the key of the chunk before this one (`None` for the first of its path), which tiers that
-    outlive the process store with the image. `valid` is a bit mask of the chunk's blocks with valid bytes;
-    bit 0 is the first block.
+    outlive the process store with the image.
     """
 
     key: Key
     parent: Key | None
     source: Slot | None
     destination: Slot | None
-    valid: int
 
 
 _new_slot: Callable[[Iterable[object]], Slot] = partial(tuple.__new__, Slot)
@@ -92,9 +91,34 @@ class Slots(NamedTuple):
     indices: tuple[int, ...]
 
 
+R = TypeVar("R")
+
+
+class _Rows(Sequence[R]):
+    """A sequence whose items are created when they are read; equal to any sequence of equal items."""
+
+    __slots__ = ()
+
+    def _row(self, at: int) -> R:
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, at: int) -> R: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[R, ...]: ...
+    def __getitem__(self, at: int | slice) -> R | tuple[R, ...]:
+        return tuple(self)[at] if isinstance(at, slice) else self._row(at)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Addresses(Sequence[Slot]):
-    """The same slots as a sequence; each `Slot` is created when it is read."""
+class Addresses(_Rows[Slot]):
+    """The same slots as a sequence."""
 
     of: Slots
 
@@ -104,61 +128,107 @@ class Addresses(Sequence[Slot]):
     def __iter__(self) -> Iterator[Slot]:
         return addresses(*self.of)
 
-    @overload
-    def __getitem__(self, at: int) -> Slot: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[Slot, ...]: ...
-    def __getitem__(self, at: int | slice) -> Slot | tuple[Slot, ...]:
-        if isinstance(at, slice):
-            return tuple(self)[at]
+    def _row(self, at: int) -> Slot:
         return Slot(self.of.tier, self.of.pool, self.of.indices[at])
 
+
+class StoredChunk(NamedTuple):
+    """A chunk that a tier recovered at start: `key` (child of `parent`) is in `slot` of `pool`."""
+
+    slot: int
+    key: Key
+    parent: Key | None
+    pool: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredChunks(Sequence[StoredChunk]):
+    """Chunks that a tier recovered, kept as columns, because there may be ten million of them.
+
+    Attributes:
+        slots: int64, shape `(n,)`; the other columns have this shape, too.
+        keys: Dtype `V32` for digests of 32 bytes; object (bytes) if keys differ in length.
+        parents: Keys of parents; meaningless without one.
+        has_parent: bool.
+        pools: int64.
+    """
+
+    slots: npt.NDArray[np.int64]
+    keys: npt.NDArray[Any]
+    parents: npt.NDArray[Any]
+    has_parent: npt.NDArray[np.bool_]
+    pools: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[StoredChunk]:
+        parents = (each if has else None for each, has in zip(self.parents.tolist(), self.has_parent, strict=True))
+        keys: list[Key] = self.keys.tolist()
+        return map(StoredChunk, self.slots.tolist(), keys, parents, self.pools.tolist())
+
+    @overload
+    def __getitem__(self, at: int) -> StoredChunk: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[StoredChunk]: ...
+    def __getitem__(self, at: int | slice) -> StoredChunk | list[StoredChunk]:
+        if isinstance(at, slice):
+            return list(self)[at]
+        parent = bytes(self.parents[at]) if self.has_parent[at] else None
+        return StoredChunk(self.slots.item(at), bytes(self.keys[at]), parent, self.pools.item(at))
+
     def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(tuple(self))
 
+    @classmethod
+    def of(cls, chunks: Sequence[tuple[int, Key, Key | None, int]]) -> StoredChunks:
+        """`chunks` as columns. Raises `TypeError`, `ValueError` or `OverflowError` where they are of other types."""
+        slots, keys, parents, pools = zip(*chunks, strict=True) if chunks else ((), (), (), ())
+        has_parent = np.array([parent is not None for parent in parents], bool)
+        names = [*keys, *(keys[0] if parent is None else parent for parent in parents)]
+        if not all(isinstance(key, bytes) and key for key in names):
+            raise TypeError("expected keys and parents as digests (non-empty bytes)")
+        lengths = set(map(len, names)) or {1}
+        table = np.array(names, object if len(lengths) > 1 else f"V{max(lengths)}")
+        ours, theirs = table[: len(keys)], table[len(keys) :]
+        numbers = (np.frombuffer(array("q", each), np.int64) for each in (slots, pools))
+        at, of = numbers
+        return cls(at, ours, theirs, has_parent, of)
+
+    def where(self, wanted: npt.NDArray[np.bool_]) -> StoredChunks:
+        """Those that are `wanted`: bool, shape `(n,)`."""
+        keys, parents = self.keys[wanted], self.parents[wanted]
+        return StoredChunks(self.slots[wanted], keys, parents, self.has_parent[wanted], self.pools[wanted])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Items(Sequence[Item]):
-    """Items of one transfer, kept as columns; each `Item` is created when it is read.
+class Items(_Rows[Item]):
+    """Items of one transfer, kept as columns.
 
-    A transfer may have thousands of items; as separate objects they would trigger garbage collection. `valid` applies
-    to each item. Equal to any sequence of equal items.
+    A transfer may have thousands of items; as separate objects they would trigger garbage collection.
     """
 
     keys: tuple[Key, ...]
     parents: tuple[Key | None, ...]
     source: Slots | None
     destination: Slots | None
-    valid: int
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def __iter__(self) -> Iterator[Item]:
         sides = (repeat(None) if side is None else addresses(*side) for side in (self.source, self.destination))
-        return map(_new_item, zip(self.keys, self.parents, *sides, repeat(self.valid), strict=False))
+        return map(_new_item, zip(self.keys, self.parents, *sides, strict=False))
 
-    @overload
-    def __getitem__(self, at: int) -> Item: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[Item, ...]: ...
-    def __getitem__(self, at: int | slice) -> Item | tuple[Item, ...]:
-        if isinstance(at, slice):
-            return tuple(self)[at]
+    def _row(self, at: int) -> Item:
         source, destination = (
             None if side is None else Slot(side.tier, side.pool, side.indices[at])
             for side in (self.source, self.destination)
         )
-        return Item(self.keys[at], self.parents[at], source, destination, self.valid)
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
+        return Item(self.keys[at], self.parents[at], source, destination)
 
 
 class Section(NamedTuple):
@@ -264,10 +334,8 @@ class Status(enum.Enum):
     DEADLINE = "deadline"  # not begun or not completed in time
     CANCELLED = "cancelled"  # cancelled by the requester
     TIER_OFF = "tier_off"  # the tier is closed or disabled
-    AWAY = (
-        "unavailable"  # no tier host runs, its disk is stalled, or a store's breaker is open; the source is still valid
-    )
-    LAPSED = "expired"  # a remote tier does not have the chunk
+    UNAVAILABLE = "unavailable"  # no tier host runs, its disk stalls, or a breaker is open; the source is still valid
+    EXPIRED = "expired"  # a remote tier does not have the chunk
     QUEUE_FULL = "queue_full"  # a bounded queue was full; nothing was started
 
     @property

@@ -33,8 +33,9 @@ from longshore.errors import ConfigError, TierError
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import BY_KEY, KEY_BYTES, Op, TierOp
 from longshore.tiers.file.io import SystemIo, file_system_of
-from longshore.tiers.remote import RemoteSettings, RemoteTier, parse_url
+from longshore.tiers.remote import ClusterTier, RemoteSettings, RemoteTier, open_store, parse_url
 from longshore.tiers.remote.bucket import expiry_days
+from longshore.tiers.remote.cluster import SLOTS, read_slots
 from longshore.tiers.remote.format import HEADER_BYTES, VERSION, version_of
 from longshore.tiers.remote.resp import RespSession, RespStore
 from longshore.tiers.remote.settings import PASSWORD_VARIABLE, USER_VARIABLE
@@ -110,8 +111,9 @@ def check_store(
     """
     settings = parse_url(url)
     about = str(settings)
-    look = _bucket if settings.is_s3 else _directory if settings.is_directory else _server
-    connecting = 8 * max(settings.connect_timeout, _CALL_SECONDS)
+    looks = {"s3": _bucket, "file": _directory, "valkey-cluster": _cluster, "valkeys-cluster": _cluster}
+    look = looks.get(settings.scheme, _server)
+    connecting = 8 * max(settings.connect_timeout, _CALL_SECONDS) * (1 + len(settings.more))
     found = _by_deadline(about, lambda: look(settings), _CHECK_SECONDS + connecting)
     if all(each.level is not BROKEN for each in found) and write:
         trial = _Trial(settings, image_bytes, images)
@@ -142,10 +144,10 @@ def _by_deadline(about: str, check: Callable[[], Iterable[Finding]], seconds: fl
     return found
 
 
-def _server(settings: RemoteSettings) -> Iterator[Finding]:
-    for check in (_answers, _memory, _samples, _versions):
+def _server(settings: RemoteSettings, *, of_cluster: bool = False) -> Iterator[Finding]:
+    for check in (_answers, _memory, _samples, _versions, _of_cluster if of_cluster else _single):
         try:
-            with contextlib.closing(RespStore(settings, time.monotonic, 1 << 20).connect()) as session:
+            with _session(settings) as session:
                 said = list(check(session, time.monotonic() + max(settings.connect_timeout, _CALL_SECONDS), settings))
         except (StoreError, TierError) as error:
             if check is _answers:
@@ -154,6 +156,12 @@ def _server(settings: RemoteSettings) -> Iterator[Finding]:
             advice = "allow the user the commands INFO, CONFIG GET, SCAN and GETRANGE, or look yourself"
             said = [(WARNING, f"not everything could be checked: {error}", advice)]
         yield from said
+
+
+def _session(settings: RemoteSettings) -> contextlib.closing[RespSession]:
+    """A connection to this server; a node of a cluster answers, though keys are elsewhere."""
+    store = RespStore(settings, time.monotonic, 1 << 20)
+    return contextlib.closing(store.at(settings, lambda *_: None).connect())
 
 
 def _answers(session: RespSession, until: float, settings: RemoteSettings) -> Iterator[Finding]:
@@ -190,11 +198,9 @@ def _advice(error: Exception, settings: RemoteSettings) -> str:
 
 def _memory(session: RespSession, until: float, settings: RemoteSettings) -> Iterator[Finding]:
     """Whether the server evicts what we write."""
-    info = {name: value for what in (b"memory", b"server", b"cluster") for name, value in _info(session, what, until)}
+    info = {name: value for what in (b"memory", b"server") for name, value in _info(session, what, until)}
     kind = "Valkey" if "valkey_version" in info else "Redis"
     yield OK, f"{kind} {info.get('valkey_version', info.get('redis_version', '?'))}", ""
-    if info.get("cluster_enabled") == "1":
-        yield BROKEN, "it is a node of a cluster", "use a single server: clusters are not supported"
     limit, policy = int(info.get("maxmemory", 0)), info.get("maxmemory_policy", "?")
     has = f"maxmemory {format_bytes(limit)} (used {format_bytes(int(info.get('used_memory', 0)))}), policy {policy}"
     set_both = "CONFIG SET maxmemory 64gb; CONFIG SET maxmemory-policy allkeys-lru; CONFIG REWRITE keeps both"
@@ -227,6 +233,44 @@ def _samples(session: RespSession, until: float, settings: RemoteSettings) -> It
     if samples < _SAMPLES:
         what = f"maxmemory-samples is {samples}: with 5, ten replicas had 6 % fewer hits than with one exact cache"
         yield WARNING, what, f"CONFIG SET maxmemory-samples {_SAMPLES}; it costs some CPU time"
+
+
+def _single(session: RespSession, until: float, settings: RemoteSettings) -> Iterator[Finding]:
+    """Whether the server has all keys."""
+    if dict(_info(session, b"cluster", until)).get("cluster_enabled") == "1":
+        yield BROKEN, "it is a node of a cluster", "write valkey-cluster://HOST:PORT"
+
+
+def _of_cluster(session: RespSession, until: float, settings: RemoteSettings) -> Iterator[Finding]:
+    """Whether a node serves its own keys while another one is down."""
+    reply: Any = session.call(b"CONFIG", b"GET", b"cluster-require-full-coverage", deadline=until)
+    if reply and reply[1] == b"yes":
+        what = "cluster-require-full-coverage is yes: if one node fails without a replica, all of them refuse"
+        yield WARNING, what, "CONFIG SET cluster-require-full-coverage no; CONFIG REWRITE keeps it"
+
+
+def _cluster(settings: RemoteSettings) -> Iterator[Finding]:
+    """Whether the nodes of a cluster can be reached, and have all slots."""
+    failures: list[Finding] = []
+    for host, port in ((settings.host, settings.port), *settings.more):
+        try:
+            with _session(settings.node(host, port)) as session:
+                slots = read_slots(session, host, time.monotonic() + _CALL_SECONDS)
+            break
+        except (StoreError, TierError) as error:
+            failures.append((WARNING, f"{host}:{port}: {error}", _advice(error, settings)))
+    else:
+        yield from ((BROKEN, what, advice) for _, what, advice in failures)
+        return
+    yield from failures
+    if missing := slots.count(None):
+        advice = f"valkey-cli --cluster fix {host}:{port} gives them to nodes"
+        yield BROKEN, f"{missing} of {SLOTS} slots have no node", advice
+    nodes = sorted({each for each in slots if each is not None})
+    yield OK, f"a cluster with {len(nodes)} nodes that have slots", ""
+    for each in nodes:
+        found = _server(settings.node(each.host, each.port), of_cluster=True)
+        yield from ((level, f"{each.host}:{each.port}: {what}", advice) for level, what, advice in found)
 
 
 def _versions(session: RespSession, until: float, settings: RemoteSettings) -> Iterator[Finding]:
@@ -346,7 +390,7 @@ class _Trial:
         arena, namespace = Arena(2 * self._images * self._size), os.urandom(32)
         half = arena.array.nbytes // 2
         arena.array[:half] = np.random.default_rng().integers(0, 256, half, np.uint8)
-        tier = RemoteTier(self._settings, arena=arena, image_bytes=self._size, namespace=namespace)
+        tier = open_store(self._settings, arena=arena, image_bytes=self._size, namespace=namespace)
         tier.call_at_end(self._done.set)
         try:
             yield from self._tried(tier, recompute)
@@ -363,7 +407,7 @@ class _Trial:
                 what = f"the images of this check remain under ls1/{namespace.hex()}: {error}"
                 yield WARNING, what, "allow s3:DeleteObject, or remove them yourself"
 
-    def _tried(self, tier: RemoteTier, recompute: Recompute) -> Iterator[Finding]:
+    def _tried(self, tier: RemoteTier | ClusterTier, recompute: Recompute) -> Iterator[Finding]:
         writes, write_seconds = self._move(tier, Op.WRITE)
         if writes.keys() != {Status.OK}:
             yield self._failed("writing", writes, self._settings.write_timeout, "write_timeout")
@@ -378,7 +422,7 @@ class _Trial:
             taken.append(seconds)
         yield self._throughput(statistics.median(taken), write_seconds, recompute)
 
-    def _move(self, tier: RemoteTier, op: Op) -> tuple[Counter[Status], float]:
+    def _move(self, tier: RemoteTier | ClusterTier, op: Op) -> tuple[Counter[Status], float]:
         base = 0 if op is Op.WRITE else self._images * self._size
         batch = [
             TierOp(op, BY_KEY, key, None, base + index * self._size, self._size, 0)
@@ -389,7 +433,7 @@ class _Trial:
         (result,) = self._collected(tier.poll)
         return Counter(result.statuses), time.perf_counter() - begun
 
-    def _probe(self, tier: RemoteTier) -> float | None:
+    def _probe(self, tier: RemoteTier | ClusterTier) -> float | None:
         begun = time.perf_counter()
         tier.ask(self._keys[:PROBED], 0, math.inf)
         ((_, present),) = self._collected(tier.answers)

@@ -27,8 +27,9 @@ from prometheus_client.samples import Exemplar, Sample
 
 from longshore import __version__
 from longshore.cache import Counters, TierStats
+from longshore.cache.types import Histogram
 from longshore.monitoring.endpoint import HealthReport, serve_metrics
-from longshore.monitoring.table import LOOKUP_SECONDS, METRICS, Histogram, MetricKind
+from longshore.monitoring.table import LOOKUP_SECONDS, METRICS, MetricKind
 from longshore.runtime import EventRecorder, Runtime
 from longshore.runtime.stack import Stack
 from longshore.tiers.arena import ArenaReport
@@ -206,7 +207,6 @@ class MirroredMetrics:
                 child.observe(value)
 
     def _made_for(self, name: str, labels: Mapping[str, str]) -> Any:
-        """The object of the metric `name` with these labels."""
         if name not in self._made:
             about = METRICS[name]
             if about.kind is MetricKind.HISTOGRAM:

@@ -119,7 +119,7 @@ class Groups(Life):
         else:
             cold = [each for each in model.keys if (each, HOST) not in before]
             assert lost or self.setup.slabs or free < len(cold), "nothing was ordered although there was room"
-            no_room = [MissReason.NO_ROOM if each in cold else MissReason.BEHIND for each in model.keys]
+            no_room = [MissReason.NO_ROOM if each in cold else MissReason.AFTER_MISS for each in model.keys]
             model.cut = reasons if lost else no_room
             self.conclude(model, MissReason.CANCELLED)
         self.check()
@@ -203,7 +203,7 @@ class Groups(Life):
         (loan,) = self.call("load", {group: GroupKeys(keys)}).parts
         self.hits[HOST] += len(keys)
         assert list(loan.slots) == [self.resident[each, HOST].slot for each in keys]
-        items = tuple(Item(each, None, slot, None, 0) for each, slot in zip(keys, loan.slots, strict=True))
+        items = tuple(Item(each, None, slot, None) for each, slot in zip(keys, loan.slots, strict=True))
         self.note_host_job(
             Transfer(loan.job, Route(HOST, DEVICE), items, generation=self.generation, ranks=self.setup.ranks)
         )

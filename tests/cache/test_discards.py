@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from cache_kit import store
 
-from longshore.boundary import FILE, HOST, Cancel, Discard, Forget, Status, Transfer, TransferResult
+from longshore.boundary import FILE, HOST, Cancel, Discard, Forget, Status, StoredChunk, Transfer, TransferResult
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
-from longshore.cache.recovery import Recovered
 from residents import residents_of
 
 
@@ -19,7 +18,7 @@ def cache_with(files: int, found: int, *, outlives: bool = True) -> TieredCache:
     settings = CacheSettings(blocks_per_chunk=1, backup=WritePolicy("write_through"), admission=False)
     cache = TieredCache([TierSpec(HOST, 4), TierSpec(FILE, files, outlives=outlives)], settings)
     parents = [None, *map(key, range(found - 1))]
-    cache.adopt(FILE, [Recovered(slot, key(slot), parent) for slot, parent in enumerate(parents[:found])])
+    cache.adopt(FILE, [StoredChunk(slot, key(slot), parent) for slot, parent in enumerate(parents[:found])])
     return cache
 
 

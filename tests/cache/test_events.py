@@ -30,8 +30,8 @@ def put(cache: TieredCache, path: str, now: float = 0.0) -> None:
 
 
 def ask(cache: TieredCache, path: str, request: str, start: int = 0) -> None:
-    lookup(cache, chunks(path), 0.0, first=start, request=request)
-    cache.release(request)
+    if lease := lookup(cache, chunks(path), 0.0, first=start, request=request).lease:
+        cache.release(lease)
 
 
 def said(events: list[Event]) -> list[tuple[str, str, str]]:
@@ -153,7 +153,7 @@ def test_what_is_there_behind_a_miss_is_behind() -> None:
     assert jobs[1] is not None
     cache.apply([TransferResult(jobs[1], (Status.OK,))], 0.0)
     ask(cache, "ab", "r")
-    assert [verdict for verdict, _, _ in accounts(cache, "r")] == [Verdict.IN_FLIGHT, Verdict.BEHIND]
+    assert [verdict for verdict, _, _ in accounts(cache, "r")] == [Verdict.IN_FLIGHT, Verdict.AFTER_MISS]
 
 
 def test_a_bad_read_is_a_reason() -> None:

@@ -135,10 +135,10 @@ def test_a_number_that_comes_free_has_no_children_left() -> None:
     pool = SlotPool(2)
     index = Index([pool])
     keys = chunks("ab")
-    nodes = index.extend(ROOT, keys, 0, pool.allocate(2))
-    assert index.drop_leaves(np.array(nodes[::-1], np.int32), keys[::-1]) == [ROOT]
+    nodes = index.link(ROOT, keys, 0, pool.allocate(2))
+    assert index.drop_leaves(np.array(nodes[::-1], np.int32)) == [ROOT]
     for slot, path in enumerate("xy"):
-        (node,) = index.extend(ROOT, chunks(path), 0, [slot])
+        (node,) = index.link(ROOT, chunks(path), 0, [slot])
         assert index.reach[0][node] == 0
     index.check_integrity()
 

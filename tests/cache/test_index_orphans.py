@@ -57,7 +57,7 @@ def test_orphan_is_found_only_by_the_engine_with_its_head() -> None:
     assert [found(cache, PATH, first) for first in range(5)] == [0, 0, 2, 1, 0]
     assert cache.counters.drops[HOST].total() == 0
     misses = cache.counters.misses
-    assert (misses[MissReason.ABSENT], misses[MissReason.BEHIND]) == (2 + 1, 2 + 2)
+    assert (misses[MissReason.ABSENT], misses[MissReason.AFTER_MISS]) == (2 + 1, 2 + 2)
 
 
 def test_an_orphan_is_loaded_with_what_is_behind_it() -> None:
@@ -139,7 +139,9 @@ def test_orphans_go_first_their_leaves_before_their_roots(policy: str) -> None:
     put(cache, chunks("xyz"))
     put(cache, PATH, 1)
     for _ in range(3):
-        cache.release(cache.lookup({0: GroupKeys(PATH, 1)}, 0.0, request="used").lease or "")
+        lease = cache.lookup({0: GroupKeys(PATH, 1)}, 0.0, request="used").lease
+        assert lease is not None
+        cache.release(lease)
     gone = []
     for name in "klmn":
         before = host(cache)
@@ -181,7 +183,7 @@ def test_nothing_makes_way_for_an_orphan() -> None:
     put(cache, chunks("xy"))
     put(cache, PATH, 2)
     assert host(cache) == {*chunks("xy"), PATH[2]}
-    assert cache.counters.drops[HOST][DropReason.ORPHAN] == 1
+    assert cache.counters.drops[HOST][DropReason.NO_PARENT] == 1
     assert cache.counters.evictions[HOST] == 0
 
 
@@ -218,7 +220,7 @@ def test_under_pressure_it_goes_without_a_copy() -> None:
 
 def adopted(*paths: str, host: int = 8, **settings: Any) -> TieredCache:
     cache = made(host, 8, **settings)
-    records = [(slot, key(path), key(path[:-1]) if path[1:] else None) for slot, path in enumerate(paths)]
+    records = [(slot, key(path), key(path[:-1]) if path[1:] else None, 0) for slot, path in enumerate(paths)]
     assert cache.adopt(FILE, records) == len(paths)
     cache.check_integrity()
     return cache
@@ -293,7 +295,7 @@ def test_behind_what_is_found_in_its_place_no_orphan_is() -> None:
 
 def test_in_a_circle_nothing_is_an_orphan() -> None:
     cache = made(4, 4)
-    assert cache.adopt(FILE, [(0, key("x"), key("y")), (1, key("y"), key("x")), (2, key("z"), key("z"))]) == 0
+    assert cache.adopt(FILE, [(0, key("x"), key("y"), 0), (1, key("y"), key("x"), 0), (2, key("z"), key("z"), 0)]) == 0
     put(cache, [key("k"), key("x")], 1)
     put(cache, [key("x"), key("k")], 1)
     cache.check_integrity()

@@ -158,7 +158,7 @@ def test_what_is_no_key_is_refused() -> None:
     cache = cache_of(1)
     assert not residency(cache, [], Until.STEP).presences
     for wrong in ([b""], [None], keys_of("a")[0]):
-        with pytest.raises(CacheError, match="digests"):
+        with pytest.raises(CacheError, match="digest"):
             residency(cache, wrong, Until.STEP)  # type: ignore[arg-type]
 
 
@@ -252,7 +252,7 @@ def test_offer_whose_head_is_in_no_tier_does_not_wait() -> None:
     cache, keys = cache_of(3), keys_of("a", "b", "c", "d", "e")
     offload = cache.store({1: GroupKeys(keys, 1)}, patient=True)[1]
     assert (list(offload.positions), offload.again) == ([1, 2, 3], False)
-    assert cache.counters.drops["host"][DropReason.ORPHAN] == 1
+    assert cache.counters.drops["host"][DropReason.NO_PARENT] == 1
 
 
 def test_what_is_kept_alone_is_not_onboarded_as_a_path() -> None:

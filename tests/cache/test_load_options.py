@@ -43,7 +43,7 @@ def test_copy_inside_the_device_is_an_ordinary_job(cache: TieredCache, status: S
     slot = Slot(DEVICE, 1, 3)
     job = cache.load({1: DeviceCopy([slot], 5)}, {1: [9]}).parts[0].job
     transfer = one(cache)
-    assert transfer.items == (Item(b"", None, slot, None, 1),)
+    assert transfer.items == (Item(b"", None, slot, None),)
     assert (transfer.job, transfer.route, transfer.tokens) == (job, Route(DEVICE, DEVICE), 5)
     assert (transfer.sections, transfer.by_layer) == ((Section(1, 0, (9,)),), True)
     assert not cache.progress(job).is_over

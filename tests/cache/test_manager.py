@@ -225,7 +225,7 @@ def test_slots_of_a_residency_from_before_a_reset_are_nobodys() -> None:
 
 def test_a_prefetch_waits_from_the_time_that_it_is_told() -> None:
     cache = made()
-    cache.adopt(FILE, [(slot, key, above) for slot, (key, above) in enumerate(zip(keys("a"), [None, *keys("a")]))])  # noqa: B905
+    cache.adopt(FILE, [(slot, key, above, 0) for slot, (key, above) in enumerate(zip(keys("a"), [None, *keys("a")]))])  # noqa: B905
     lease = cache.lookup({0: GroupKeys(keys("a"))}, 1.0).lease
     cache.prefetch(lease, 100.0, policy=PrefetchPolicy.TIMEOUT, timeout=5.0)
     cache.apply((), 100.0)
@@ -238,7 +238,7 @@ def test_invalid_foreign_slots_are_refused_before_anything_is_adopted() -> None:
     cache = made()
     before = books(cache)
     with pytest.raises(CacheError, match="expected slots in"):
-        cache.adopt(FILE, [(0, keys("a")[0], None)], others=[99])
+        cache.adopt(FILE, [(0, keys("a")[0], None, 0)], others=[99])
     assert books(cache) == before
 
 

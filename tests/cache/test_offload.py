@@ -12,7 +12,7 @@ from longshore.errors import CacheError
 NO_ROOM, BACKPRESSURE, ORPHAN, WRITE_FAILED = (
     DropReason.NO_ROOM,
     DropReason.BACKPRESSURE,
-    DropReason.ORPHAN,
+    DropReason.NO_PARENT,
     DropReason.WRITE_FAILED,
 )
 
@@ -320,4 +320,4 @@ def test_answered_chunks_that_a_tier_already_has_stay() -> None:
     world.store("abcd", 0, False, prompt=None)
     world.settle_all()
     world.store("abcde", 0, False, prompt=2)
-    assert world.cache.counters.drops[HOST][DropReason.ANSWER] == 1
+    assert world.cache.counters.drops[HOST][DropReason.GENERATED] == 1

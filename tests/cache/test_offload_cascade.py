@@ -190,8 +190,8 @@ def test_what_a_warmer_tier_would_write_again_stays_below() -> None:
 
 def test_found_in_two_tiers_at_start() -> None:
     world = three(4, 4, 4)
-    assert world.cache.adopt(THIRD, [(0, key("a"), None), (1, key("ab"), key("a"))]) == 2
-    found = [(0, key("abc"), key("ab")), (3, key("xy"), key("x")), (2, key("ab"), key("a"))]
+    assert world.cache.adopt(THIRD, [(0, key("a"), None, 0), (1, key("ab"), key("a"), 0)]) == 2
+    found = [(0, key("abc"), key("ab"), 0), (3, key("xy"), key("x"), 0), (2, key("ab"), key("a"), 0)]
     assert world.cache.adopt(FILE, found) == 3
     world.cache.check_integrity()
     hold = lookup(world.cache, chunks("abc"), 0.0).lease

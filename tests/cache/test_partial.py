@@ -22,7 +22,6 @@ from longshore.cache import (
     TieredCache,
     WritePolicy,
 )
-from longshore.cache.columns import LISTS
 from longshore.errors import CacheError
 from longshore.keys import chain
 from residents import residents_of
@@ -169,7 +168,7 @@ def test_what_is_held_partially_does_not_make_way() -> None:
 
 def test_tokens_are_learnt_of_what_was_adopted() -> None:
     before = stored(ABC, file=8, backup=WritePolicy.THROUGH)
-    found = [(each.slot.index, each.key, each.parent) for each in residents_of(before) if each.slot.tier == FILE]
+    found = [(each.slot.index, each.key, each.parent, 0) for each in residents_of(before) if each.slot.tier == FILE]
     after = stored(file=8)
     after.adopt(FILE, found)
     tokens = [*ABC[:10], 7, 7]
@@ -193,17 +192,9 @@ def test_nothing_is_kept_unless_the_settings_ask_for_it() -> None:
     cache = grouped(FULL)
     store(cache, path(ABC), range(3), text=Text(ABC, ROOT))
     settle(cache)
-    books = cache._state.partials
-    assert (books.nbytes, books.on) == (0, False)
+    assert not cache._state.partials.on
     with pytest.raises(CacheError, match="expected groups as well"):
         CacheSettings(partial=True)
-
-
-def test_tokens_cost_four_bytes_each() -> None:
-    """And 16 for each chunk in columns; what follows whom is in a dictionary, counted by its entries."""
-    cache = stored(host=1000)
-    nodes = 1000 + LISTS
-    assert cache._state.partials.nbytes == nodes * (4 * 4 + 8 + 4 + 4)
 
 
 def test_texts_that_cannot_be_are_refused() -> None:

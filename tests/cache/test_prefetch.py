@@ -59,7 +59,7 @@ def test_an_onboarding_joins_what_is_under_way() -> None:
 def test_a_request_that_goes_away_cancels_its_prefetches(late: Status) -> None:
     world, hold = cold("ab")
     (job,) = world.prefetch(hold)
-    world.call("release", "request")
+    world.call("release", hold)
     world.let_go(hold)
     assert Cancel(job) in world.call("take")
     world.look()
@@ -120,7 +120,7 @@ def test_what_the_cache_prefetches_by_is_a_setting() -> None:
     cache = TieredCache(
         [TierSpec(HOST, 2, 1), TierSpec(FILE, 2, 1)], CacheSettings(prefetch=PrefetchPolicy.TIMEOUT, prefetch_timeout=3)
     )
-    cache.adopt(FILE, [(0, key("a"), None)])
+    cache.adopt(FILE, [(0, key("a"), None, 0)])
     hold = lookup(cache, [key("a")], 0.0).lease
     cache.prefetch(hold, 0.0)
     cache.apply((), 2.5)
@@ -151,7 +151,7 @@ def test_prefetch_that_two_joined_outlives_its_first_request() -> None:
     world.call("apply", (), 5.0)
     assert called_off(world) == []
     assert (prefetched(world, first), prefetched(world, second)) == (0, None)
-    world.call("release", "request")
+    world.call("release", first)
     assert called_off(world) == []
     world.call("apply", (), 7.0)
     assert called_off(world) == [job]

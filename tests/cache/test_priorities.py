@@ -167,9 +167,9 @@ def test_of_a_prompt_only_the_prompt_is_offloaded() -> None:
     cache = build(8, prompt_only=True)
     put(cache, "abcd", prompt=2)
     assert on(cache) == ["a", "ab"]
-    assert dropped(cache) == {DropReason.ANSWER: 2}
+    assert dropped(cache) == {DropReason.GENERATED: 2}
     put(cache, "abcd", first=3, prompt=2)
-    assert dropped(cache) == {DropReason.ANSWER: 3}
+    assert dropped(cache) == {DropReason.GENERATED: 3}
     put(cache, "abcd")  # the answer has become a part of the next prompt
     assert on(cache) == ["a", "ab", "abc", "abcd"]
     assert store(build(8), chunks("ab"), range(2), prompt=1).kept == 2
@@ -180,10 +180,10 @@ def test_a_selective_policy_offloads_what_is_offered_again() -> None:
     for _ in range(2):
         put(cache, "ab")
     assert on(cache) == []
-    assert dropped(cache) == {DropReason.SELDOM: 4}
+    assert dropped(cache) == {DropReason.BELOW_THRESHOLD: 4}
     put(cache, "abc")
     assert on(cache) == ["a", "ab"]
-    assert dropped(cache) == {DropReason.SELDOM: 5}
+    assert dropped(cache) == {DropReason.BELOW_THRESHOLD: 5}
 
 
 def test_sightings_are_counted_for_the_last_so_many_chunks() -> None:

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from object_state import state_of
 
 from depth import examples
-from longshore.boundary import FILE, HOST, Key, Slabs
+from longshore.boundary import FILE, HOST, Key, Slabs, StoredChunk
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import POLICIES
-from longshore.cache.recovery import Recovered
 from longshore.errors import CacheError
 from residents import residents_of
 
@@ -34,8 +33,8 @@ class Copy(NamedTuple):
     pool: int = 0
 
     @property
-    def found(self) -> Recovered:
-        return Recovered(self.slot, key(self.path), parent(key(self.path)), self.pool)
+    def found(self) -> StoredChunk:
+        return StoredChunk(self.slot, key(self.path), parent(key(self.path)), self.pool)
 
 
 def taken(found: list[Copy]) -> list[str]:
@@ -167,7 +166,7 @@ def test_many_chunks_are_evicted_in_the_order_found(policy: str, length: int) ->
     parents = [None if each % length == 0 else keys[each - 1] for each in range(count)]
     cache = TieredCache([TierSpec(HOST, 4), TierSpec(FILE, count, policy=POLICIES[policy])], CacheSettings())
     oldest_first = list(range(count))[::-1]
-    assert cache.adopt(FILE, ((each, keys[each], parents[each]) for each in oldest_first)) == count
+    assert cache.adopt(FILE, ((each, keys[each], parents[each], 0) for each in oldest_first)) == count
     cache.check_integrity()
     store = cache._state
     assert [store.index.slot[1][node] for node in store.policies[1].order()] == oldest_first

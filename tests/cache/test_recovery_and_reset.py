@@ -10,6 +10,7 @@ from cache_model import World
 from longshore.boundary import FILE, HOST, Cancel, Forget, Status, Transfer
 from longshore.cache import GroupKeys, MissReason, Outcome, TieredCache, TierSpec
 from longshore.errors import CacheError, JobError, LeaseError
+from longshore.tiers.base import StoredChunk
 from residents import residents_of
 
 BOTH = Setup(host=4, file=4, backup="write_through")
@@ -85,12 +86,12 @@ def test_chunk_written_last_before_restart_goes_last_after() -> None:
 )
 def test_what_cannot_have_been_found_is_refused_as_a_whole(bad: tuple[tuple[int, bytes, bytes | None], ...]) -> None:
     world = World(BOTH._replace(found=((1, key("x"), None),)))
-    world.refused(CacheError, "adopt", FILE, bad)
+    world.refused(CacheError, "adopt", FILE, [StoredChunk(*each) for each in bad])
 
 
 def test_restart_into_the_warmest_tier_knows_missing_backups() -> None:
     world = World(BOTH)
-    assert world.cache.adopt(HOST, [(3, key("a"), None)]) == 1
+    assert world.cache.adopt(HOST, [(3, key("a"), None, 0)]) == 1
     world.cache.check_integrity()
     world.cache.apply((), 0.0)
     (backup,) = world.cache.take()

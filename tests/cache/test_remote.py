@@ -189,9 +189,9 @@ def test_fetch_continues_after_local_chunks_and_chunks_in_flight() -> None:
 def test_lapsed_chunk_is_a_counted_miss_and_probed_again() -> None:
     desk = known("abc", "abc")
     desk.prefetch("abc")
-    desk.end(Status.OK, Status.LAPSED, Status.OK)
+    desk.end(Status.OK, Status.EXPIRED, Status.OK)
     assert desk.resident() == {"a"}
-    assert desk.misses() == {MissReason.ABSENT: 3, MissReason.LAPSED: 1, MissReason.BEHIND: 1}
+    assert desk.misses() == {MissReason.ABSENT: 3, MissReason.EXPIRED: 1, MissReason.AFTER_MISS: 1}
     found = desk.lookup("abc")
     assert (found.chunks, found.remote) == (1, 0)
     assert desk.probes[-1].keys == (key("ab"),)
@@ -205,7 +205,7 @@ def test_a_store_that_never_answers_costs_nothing_but_counted_misses(status: Sta
             found = desk.lookup(path)
             assert (found.chunks, found.remote) == (0, 0)
             desk.answer("", present=(False,) * 4, status=status)
-    assert desk.answers() == {Answer.NONE: 24}
+    assert desk.answers() == {Answer.NO_ANSWER: 24}
     assert desk.misses() == {MissReason.ABSENT: 24}
     desk.store("abcd")
     for _ in range(2):  # two slots of 32 at a time are kept for stores
@@ -228,7 +228,7 @@ def test_no_more_is_asked_than_may_be_under_way() -> None:
     desk.lookup("abcde")
     assert desk.probes[0].keys == tuple(chunks("abc"))
     assert desk.lookup("x").probes == ()
-    assert desk.answers() == {Answer.UNASKED: 3}
+    assert desk.answers() == {Answer.NOT_SENT: 3}
     desk.answer("")
     assert len(desk.lookup("x").probes) == 1
 
@@ -248,7 +248,7 @@ def test_an_answer_that_lacks_a_rank_says_nothing() -> None:
     desk.lookup("a")
     number = desk.probes[0].probe
     desk.cache.apply([ProbeResult(number, (True,)), ProbeResult(number, (False,), Status.DEADLINE, rank=1)], 0.0)
-    assert (desk.lookup("a").remote, desk.answers()) == (0, {Answer.NONE: 1})
+    assert (desk.lookup("a").remote, desk.answers()) == (0, {Answer.NO_ANSWER: 1})
 
 
 @pytest.mark.parametrize("wrong", ["unknown", "twice", "rank", "length"])
@@ -506,7 +506,9 @@ def test_a_chunk_that_was_queued_twice_is_stored_once() -> None:
         desk.store(each)
 
     def use(path: str) -> None:
-        desk.cache.release(str(lookup(desk.cache, chunks(path), 0.0, request=path).lease and path))
+        lease = lookup(desk.cache, chunks(path), 0.0, request=path).lease
+        if lease is not None:
+            desk.cache.release(lease)
         desk.cache.end_step()
         desk.look()
 
@@ -542,9 +544,9 @@ def test_chunks_that_stand_alone_are_fetched_each_for_itself() -> None:
     (transfer,) = desk.transfers
     assert [(item.key, item.parent) for item in transfer.items] == [(keys[0], None), (keys[2], None)]
     assert desk.cache.prefetch({0: GroupKeys(keys)}, 0.0) == (job,)  # it is joined
-    desk.end(Status.LAPSED, Status.OK)
+    desk.end(Status.EXPIRED, Status.OK)
     assert desk.resident() == {"c"}
-    assert desk.misses() == {MissReason.LAPSED: 1}, "what came stands alone: it is not behind what lapsed"
+    assert desk.misses() == {MissReason.EXPIRED: 1}, "what came stands alone: it is not behind what lapsed"
 
 
 def test_a_chunk_that_is_named_twice_is_asked_for_once() -> None:

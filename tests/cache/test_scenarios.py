@@ -10,6 +10,7 @@ import pytest
 from cache_kit import IMAGE_BYTES, chunks, key, lookup, residency, store
 from group_kit import settle
 
+from depth import deep
 from longshore.boundary import FILE, HOST, Status, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, TieredCache, TierSpec, Until, WritePolicy
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
@@ -35,7 +36,7 @@ def evictable(cache: TieredCache, paths: list[list[bytes]]) -> int:
 
 def test_a_hundred_branches_over_a_shared_prefix_fifty_released() -> None:
     trunk = chunks("abc")
-    branches = [[*trunk, b"branch" + bytes([i])] for i in range(100)]
+    branches = [[*trunk, b"branch".ljust(31) + bytes([i])] for i in range(100)]
     cache = stored(branches, 200)
     holds = [lookup(cache, branch, 0.0).lease for branch in branches]
     for hold in holds[:50]:
@@ -66,7 +67,7 @@ def test_overlapping_lookups_in_a_step_leave_the_order_whole(
         cache.end_step()
         cache.check_integrity()
         assert cache.held == 0
-    offload = store(cache, [b"new%i".ljust(29) % i for i in range(size)])
+    offload = store(cache, [(b"new%i" % i).ljust(32) for i in range(size)])
     # The end of a prompt promises less than what else is in: Gittins lets it pass where it knows the path.
     assert len(offload.positions) == size - (policy is Gittins and not alone and size < 300)
 
@@ -85,13 +86,13 @@ def test_siblings_that_go_in_several_runs_release_their_parent_once(policy: type
     cache = TieredCache([TierSpec(HOST, 32, IMAGE_BYTES, Watched), TierSpec(FILE, 15, IMAGE_BYTES, Watched)], settings)
     trunks = [[b"%c" % trunk * 32] for trunk in b"abc"]
     for i in range(12):
-        leaf = b"leaf%02i".ljust(32) % i
+        leaf = (b"leaf%02i" % i).ljust(32)
         store_in_both(cache, [*trunks[i % 3], leaf])
         assert cache.discard([leaf], HOST) == 1
     for trunk in trunks:
         store(cache, trunk)  # used last of all
     released.clear()
-    store_in_both(cache, [b"scan%02i".ljust(32) % at for at in range(12)])
+    store_in_both(cache, [(b"scan%02i" % at).ljust(32) for at in range(12)])
     cache.check_integrity()
     assert any(len(set(nodes)) == 3 for nodes in released), "the trunks are released"
     assert not [nodes for nodes in released if len(set(nodes)) < len(nodes)]
@@ -124,13 +125,13 @@ def test_what_is_held_has_an_address_for_each_chunk() -> None:
     assert residency(cache, chunks("abcd")[1:]).slots() == [at[each] for each in chunks("abcd")[1:]]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(deep(10, 30)))
 def test_overlapping_requests_by_chance_leave_every_structure_whole(seed: int) -> None:
     """Requests of many lengths, policies and sizes; more of them by `make cache-soak`."""
     assert cache_soak.run(seed, 150).total() == 150
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(deep(4, 12)))
 def test_logged_calls_made_again_lead_to_the_same_state(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although idle calls are left out of the log."""
     monkeypatch.setattr(containment, "_KEPT", 1 << 20)

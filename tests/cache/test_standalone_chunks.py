@@ -105,7 +105,7 @@ def test_orphans_are_adopted_after_a_restart() -> None:
     before = grouped(WINDOW, host=8, file=8, backup=WritePolicy.THROUGH)
     path = keys_of(0, 8)
     store(before, 0, path, first=4)
-    found = [(each.slot.index, each.key, each.parent) for each in residents_of(before) if each.slot.tier == FILE]
+    found = [(each.slot.index, each.key, each.parent, 0) for each in residents_of(before) if each.slot.tier == FILE]
     after = grouped(WINDOW, host=8, file=8, backup=WritePolicy.THROUGH)
     assert after.adopt(FILE, found) == 4
     after.check_integrity()
@@ -162,7 +162,7 @@ def test_the_write_policy_asks_of_each_chunk() -> None:
     offload = cache.store({0: GroupKeys(path, prompt=4, retention=low)}, {0: range(6)})[0]
     assert list(offload.positions) == [0, 2, 3]
     drops = cache.counters.drops[HOST]
-    assert (drops[DropReason.ANSWER], drops[DropReason.PRIORITY], drops[DropReason.SELDOM]) == (4, 2, 3)
+    assert (drops[DropReason.GENERATED], drops[DropReason.PRIORITY], drops[DropReason.BELOW_THRESHOLD]) == (4, 2, 3)
 
 
 def test_a_priority_outweighs_what_slid() -> None:

@@ -63,9 +63,9 @@ def test_what_is_beyond_the_budget_is_refused_and_counted_once() -> None:
     told = world(hourly=2)
     store(told, "a", "b", "c", "d")
     assert in_file(told) == {"a", "b"}
-    assert drops(told) == {DropReason.BUDGET: 2}
+    assert drops(told) == {DropReason.RATE_LIMIT: 2}
     told.tick(1.0)
-    assert drops(told) == {DropReason.BUDGET: 2}
+    assert drops(told) == {DropReason.RATE_LIMIT: 2}
     assert told.where("c") == {HOST: "ready"}
 
 
@@ -80,7 +80,7 @@ def test_refused_chunk_is_written_on_use_once_budget_returns() -> None:
     told.tick(SAVED_SECONDS)
     store(told, "b")
     assert in_file(told) == {"a", "b"}
-    assert drops(told) == {DropReason.BUDGET: 2}
+    assert drops(told) == {DropReason.RATE_LIMIT: 2}
 
 
 def test_path_is_written_within_the_budget_heads_first() -> None:

@@ -17,11 +17,12 @@ from longshore.config import Config
 from longshore.errors import ConfigError, HintError
 from longshore.keys import Scope
 from longshore.layout import from_rows
-from longshore.runtime.peer_server import COMING, PeerServer, TierSource
+from longshore.runtime.peer_server import PeerServer, TierSource
 from longshore.runtime.stack import Stack, open_stack
 from longshore.tiers.file import capacity_for
+from longshore.tiers.remote.cluster import ClusterNode
 from longshore.tiers.remote.format import HEADER_BYTES, address
-from longshore.tiers.remote.peers import Peer, parse_peer
+from longshore.tiers.remote.peers import parse_peer
 from longshore.tiers.remote.resp import RespSession, RespStore
 from longshore.tiers.remote.settings import parse_url
 from longshore.transfer import CpuDevice
@@ -73,7 +74,7 @@ def serve(prefiller: Stack) -> Iterator[Serve]:
 
     def start(url: str = "valkey://127.0.0.1:{port}", coming: set[bytes] = frozenset()) -> PeerServer:  # type: ignore[assignment]
         assert prefiller.host is not None
-        source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.root, coming.intersection)
+        source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.root, coming.__contains__)
         made.append(PeerServer(url.replace("{port}", str(free_port())), source))
         return made[-1]
 
@@ -224,7 +225,7 @@ def test_a_request_names_peers_of_known_networks_only(said: object, problem: str
 
     networks = [ip_network("10.0.0.0/8")]
     if not problem:
-        assert parse_peer(said, networks) == Peer("10.0.0.1", 7007)
+        assert parse_peer(said, networks) == ClusterNode("10.0.0.1", 7007)
         return
     with pytest.raises(HintError, match=problem):
         parse_peer(said, networks)

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from longshore.boundary import DEVICE, FILE, HOST, Route
+from longshore.boundary import DEVICE, FILE, HOST, Route, StoredChunk
 from longshore.cache import CacheSettings, EventKind, GroupKeys, TieredCache, TierSpec, Verdict, explain
 from longshore.cache.explain import read_events
-from longshore.cache.recovery import Recovered
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import EventRecorder, Runtime, recorder
 from scripted import Scripted
@@ -64,7 +63,7 @@ def test_recorded_times_are_wall_clock_times(rig: Rig) -> None:
 
 def test_recovered_chunks_are_recorded_as_of_the_restart(tmp_path: Path) -> None:
     cache = TieredCache([TierSpec(HOST, 4, 4096), TierSpec(FILE, 4, 4096, outlives=True)], CacheSettings(events=100))
-    assert cache.adopt(FILE, [Recovered(0, bytes([1]) * 32, None)]) == 1
+    assert cache.adopt(FILE, [StoredChunk(0, bytes([1]) * 32, None)]) == 1
     runtime = Runtime(cache, [Scripted(Route(DEVICE, HOST), Route(HOST, DEVICE))], clock=lambda: NOW)
     recorded = EventRecorder(runtime, tmp_path / "events", 1 << 20, clock=lambda: WALL, start=False)
     with runtime.control() as cache:

@@ -21,7 +21,8 @@ from pathlib import Path
 import pytest
 from tier_host_kit import IMAGE, SLOTS, HostedHarness, is_running, program
 
-from longshore.boundary import Status
+from depth import deep
+from longshore.boundary import Status, StoredChunk, StoredChunks
 from longshore.errors import FormatError, PlanError, TierClosedError, TierError, TierInUseError
 from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, tier, wire
 from longshore.runtime.tier_host import supervisor as watch
@@ -29,7 +30,7 @@ from longshore.runtime.tier_host.supervisor import HostProcess
 from longshore.runtime.tier_host.wire import Kind, frame
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import Arena
-from longshore.tiers.base import Op, StoredChunk
+from longshore.tiers.base import Op
 from longshore.tiers.file import FAILURE_REASONS as OF_FILES
 from longshore.tiers.file import FileTier, capacity_for
 
@@ -76,8 +77,11 @@ def test_work_of_a_killed_process_ends_and_another_serves(harness: HostedHarness
     tickets = reads(harness)
     assert harness.tier.poll() == []
     harness.kill()
-    assert [harness.wait(ticket).statuses for ticket in tickets] == [(Status.AWAY,)] * 4
-    assert harness.run(harness.op(Op.READ, 0, 0), harness.op(Op.WRITE, 1, 1)) == (Status.AWAY, Status.AWAY)
+    assert [harness.wait(ticket).statuses for ticket in tickets] == [(Status.UNAVAILABLE,)] * 4
+    assert harness.run(harness.op(Op.READ, 0, 0), harness.op(Op.WRITE, 1, 1)) == (
+        Status.UNAVAILABLE,
+        Status.UNAVAILABLE,
+    )
     harness.until_open()
     assert harness.pid != first
     for slot in range(SLOTS):
@@ -96,7 +100,7 @@ def test_no_result_before_the_process_is_reaped(harness: HostedHarness, monkeypa
         harness.until(lambda: process.is_eof)
         assert [harness.tier.poll() for _ in range(5)] == [[]] * 5
         assert harness._unclaimed == {}
-    assert [harness.wait(ticket).statuses for ticket in tickets] == [(Status.AWAY,)] * 4
+    assert [harness.wait(ticket).statuses for ticket in tickets] == [(Status.UNAVAILABLE,)] * 4
 
 
 def test_kills_at_any_instant_never_leave_a_wrong_byte(opener: Opener) -> None:
@@ -114,7 +118,7 @@ def test_kills_at_any_instant_never_leave_a_wrong_byte(opener: Opener) -> None:
             harness.until(lambda: True)
             harness._unclaimed.update({result.ticket: result for result in harness.tier.poll()})
         harness.kill()
-        away += sum(harness.wait(ticket).statuses == (Status.AWAY,) for ticket in tickets)
+        away += sum(harness.wait(ticket).statuses == (Status.UNAVAILABLE,) for ticket in tickets)
         harness.until_open()
         wanted = [harness.op(Op.READ, *each, place) for place, each in enumerate(known)]
         for read, status in zip(wanted, harness.run(*wanted), strict=True):
@@ -365,7 +369,7 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("what", NONSENSE)
+@pytest.mark.parametrize("what", deep(["a frame without end", "a status that there is not", "no text"], list(NONSENSE)))
 def test_process_that_sends_nonsense_is_replaced_and_serves(tmp_path: Path, what: str) -> None:
     gate, said = tmp_path / "gate", tmp_path / "said"
     said.write_bytes(NONSENSE[what])
@@ -382,7 +386,7 @@ def test_process_that_sends_nonsense_is_replaced_and_serves(tmp_path: Path, what
     ticket = harness.tier.submit([harness.op(Op.READ, 0, 0)], math.inf)
     harness.until(lambda: harness.tier.failures["tier_host"] == 1)
     assert not gate.exists(), "it was said"
-    assert harness.wait(ticket).statuses in ((Status.AWAY,), (Status.OK,))
+    assert harness.wait(ticket).statuses in ((Status.UNAVAILABLE,), (Status.OK,))
     harness.until_open()
     harness.assert_serves(0, 0)
     assert harness.tier.failures["tier_host"] == 1
@@ -397,10 +401,10 @@ def test_a_process_that_begins_with_nonsense_is_refused(tmp_path: Path, what: st
 
 
 def test_slots_that_cannot_be_are_nonsense(harness: HostedHarness) -> None:
-    opened = wire.OpenedReply(harness.tier.slabs, 0, {}, dict.fromkeys(OF_FILES, 0), [], [])
+    opened = wire.OpenedReply(harness.tier.slabs, 0, {}, dict.fromkeys(OF_FILES, 0), StoredChunks.of(()), [])
     assert wire.parse_opened(wire.pack_opened(opened), OF_FILES) == opened
     found = StoredChunk(harness.tier.slabs.indices, key(0), None)
-    for wrong in ({"found": [found]}, {"others": [harness.tier.slabs.indices]}, {"generation": -1}):
+    for wrong in ({"found": StoredChunks.of([found])}, {"others": [harness.tier.slabs.indices]}, {"generation": -1}):
         with pytest.raises(wire.WireError):
             wire.parse_opened(wire.pack_opened(opened._replace(**wrong)), OF_FILES)
 
@@ -458,7 +462,7 @@ def test_a_directory_that_cannot_be_opened_again_is_tried_again(harness: HostedH
     harness.directory.write_text("in the way")
     harness.kill()
     harness.until(lambda: harness.tier.failures["tier_host"] >= 2)
-    assert harness.run(harness.op(Op.READ, 0, 0)) == (Status.AWAY,)
+    assert harness.run(harness.op(Op.READ, 0, 0)) == (Status.UNAVAILABLE,)
     harness.directory.unlink()
     aside.rename(harness.directory)
     harness.until_open()

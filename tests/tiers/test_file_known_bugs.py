@@ -10,7 +10,6 @@ import pytest
 
 from longshore.boundary import FILE, HOST, Status
 from longshore.cache import CacheSettings, TieredCache, TierSpec
-from longshore.cache.recovery import Recovered
 from longshore.testing import TierHarness, TierTests
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op
@@ -30,7 +29,7 @@ def test_trap_36_tier_does_not_grow_and_restart_counts_records(harness: TierHarn
     on_disk = sum(max(path.stat().st_size, path.stat().st_blocks * 512) for path in [directory, *directory.iterdir()])
     assert on_disk <= capacity_for(SLOTS, IMAGE)
     cache = TieredCache([TierSpec(HOST, 4, STRIDE), TierSpec(FILE, SLOTS, STRIDE)], CacheSettings())
-    assert cache.adopt(FILE, [Recovered(each.slot, each.key, each.parent) for each in harness.tier.recover()]) == SLOTS
+    assert cache.adopt(FILE, harness.tier.recover()) == SLOTS
     assert cache.stats()[1].used_bytes == SLOTS * STRIDE
 
 

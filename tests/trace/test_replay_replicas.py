@@ -76,7 +76,7 @@ def test_replicas_queue_for_the_bandwidth_of_one_store() -> None:
     store.write([b"a", b"b"])
     ours, theirs = (VirtualMovers(TIMING, IMAGE, store) for _ in range(2))
     for movers, key in ((ours, b"a"), (theirs, b"b")):
-        movers.submit([Transfer(1, READ, Items((key,), (None,), None, None, 1))], 1.0)
+        movers.submit([Transfer(1, READ, Items((key,), (None,), None, None))], 1.0)
     pace = TIMING.paces[READ]
     assert ours.next_end == pytest.approx(1.0 + pace.seconds(IMAGE))
     assert theirs.next_end == pytest.approx(1.0 + pace.seconds(IMAGE) + IMAGE / pace.rate)
@@ -88,7 +88,7 @@ def test_an_image_in_the_store_is_not_sent_again() -> None:
     store = RemoteStore(100)
     store.write([b"a"])
     movers = VirtualMovers(TIMING, IMAGE, store)
-    movers.submit([Transfer(1, WRITE, Items((b"a", b"b"), (None, None), None, None, 2))], 0.0)
+    movers.submit([Transfer(1, WRITE, Items((b"a", b"b"), (None, None), None, None))], 0.0)
     assert (store.blocks[WRITE], store.busy[WRITE]) == (1, IMAGE / TIMING.paces[WRITE].rate)
     _, result = movers.pop()
     assert isinstance(result, TransferResult)
@@ -100,7 +100,7 @@ def test_an_image_that_comes_during_a_fetch_costs_no_bytes() -> None:
     store = RemoteStore(100)
     store.write([b"a"])
     movers = VirtualMovers(TIMING, IMAGE, store)
-    movers.submit([Transfer(1, READ, Items((b"a", b"b"), (None, None), None, None, 2))], 0.0)
+    movers.submit([Transfer(1, READ, Items((b"a", b"b"), (None, None), None, None))], 0.0)
     store.write([b"b"])
     _, result = movers.pop()
     assert isinstance(result, TransferResult)

@@ -249,14 +249,8 @@ class QueuedGpu(CudaAccelerator):
     def prepare(self, shape: KernelShape) -> None:
         self.prepared.append(shape)
 
-    def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        self._launch(kernel_references.gather_reference, blocks, rows, table, shape)
-
-    def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        self._launch(kernel_references.scatter_reference, blocks, rows, table, shape)
-
-    def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        self._launch(kernel_references.shift_reference, blocks, sources, table, shape)
+    def launch(self, kernel: str, *arguments: Any) -> None:
+        self._launch(getattr(kernel_references, f"{kernel}_reference"), *arguments)
 
     def wait(self) -> None:
         self.current_stream().synchronize()

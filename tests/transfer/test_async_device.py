@@ -29,6 +29,7 @@ from jobs_kit import (
 )
 
 import longshore
+from depth import deep
 from longshore.boundary import DEVICE, HOST
 from longshore.layout import KVLayout
 from longshore.tiers.arena import Arena
@@ -36,8 +37,8 @@ from longshore.transfer.device.base import Device, Stream
 from longshore.transfer.device.cuda.arguments import KernelShape
 from longshore.transfer.device.cuda.calibration import Always, Effort
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.streams import CudaStream, Way, _CudaCopy
-from longshore.transfer.device.torch_streams import Accelerator, Point, StagedStream, TorchDevice, _StagedCopy
+from longshore.transfer.device.cuda.streams import CudaStream, Way
+from longshore.transfer.device.torch_streams import Accelerator, Point, StagedStream, StreamCopy, TorchDevice
 from longshore.transfer.ordering import EngineState
 
 PAUSE = 100
@@ -135,9 +136,8 @@ def unmarked(patch: pytest.MonkeyPatch) -> None:
 
 
 def ended_when_given(patch: pytest.MonkeyPatch) -> None:
-    for kind in (_CudaCopy, _StagedCopy):
-        patch.setattr(kind, "passed", lambda self: True)
-        patch.setattr(kind, "finish", lambda self: 0.0)
+    patch.setattr(StreamCopy, "passed", lambda self: True)
+    patch.setattr(StreamCopy, "finish", lambda self: 0.0)
 
 
 def unwaited(patch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def jobs_that_lose(pools: Callable[..., DevicePools], kind: str) -> None:
 
 
 @pytest.mark.parametrize("guard", GUARDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", deep(["torch", "any"], list(KINDS)))
 def test_random_jobs_lose_bytes_without_a_guard(
     pools: Callable[..., DevicePools], kind: str, guard: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -391,9 +391,9 @@ def test_the_engine_over_the_device() -> None:
     before = [tensor.clone() for tensor in pools.tensors]
     engine = TransferEngine(pools.layout, gpu.device, pools.host, max_batch_bytes=10_000)
     try:
-        engine.submit(transfer(1, OFFLOAD, [Section(0, 0, tuple(range(32)))], list(range(16)), valid=3))
+        engine.submit(transfer(1, OFFLOAD, [Section(0, 0, tuple(range(32)))], list(range(16))))
         assert engine.wait([1], PATIENCE)
-        engine.submit(transfer(2, ONBOARD, [Section(0, 0, tuple(range(63, 31, -1)))], list(range(16)), valid=3))
+        engine.submit(transfer(2, ONBOARD, [Section(0, 0, tuple(range(63, 31, -1)))], list(range(16))))
         assert engine.wait([2], PATIENCE)
         assert {status for result in engine.poll() for status in result.statuses} == {Status.OK}
     finally:

@@ -162,7 +162,7 @@ class GdsTale(Tale):
         for chunk in chunks:
             slot = Slot(FILE, 0, chunk)
             source, destination = (None, slot) if route.destination == FILE else (slot, None)
-            items.append(Item(bytes([chunk]) * 32, None, source, destination, 1))
+            items.append(Item(bytes([chunk]) * 32, None, source, destination))
         self.mover.submit(Transfer(self._sent, route, tuple(items), (Section(0, 0, tuple(blocks)),)))
         return self._sent
 

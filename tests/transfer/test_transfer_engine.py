@@ -38,22 +38,17 @@ def test_offload_then_onboard_restores_bytes_in_other_blocks(data: st.DataObject
     items = chunks_of(layout, parts)
     pools = Pools(layout, slots=items + 2, seed=data.draw(st.integers(0, 99)))
     slots = data.draw(st.permutations(range(items + 2)))[:items]
-    valid = [
-        (1 << layout.groups[section.group].blocks_per_chunk) - 1
-        for section in parts
-        for _ in range(chunks_of(layout, [section]))
-    ]
     model = Model(pools)
     engine = TransferEngine(layout, CpuDevice(), pools.host, max_batch_bytes=data.draw(st.integers(1, 9000)))
     try:
-        engine.submit(transfer(1, OFFLOAD, parts, slots, valid=valid))
+        engine.submit(transfer(1, OFFLOAD, parts, slots))
         assert engine.wait([1], PATIENCE)
         model.move(parts, pools.images(slots), into=HOST)
         model.check(pools)
         for tensor in pools.tensors:
             tensor.bitwise_not_()
         model.device = pools.device_bytes()
-        engine.submit(transfer(2, ONBOARD, there, slots, valid=valid))
+        engine.submit(transfer(2, ONBOARD, there, slots))
         assert engine.wait([2], PATIENCE)
         model.move(there, pools.images(slots), into=DEVICE)
         model.check(pools)
@@ -96,8 +91,8 @@ def test_jobs_of_one_direction_end_in_order_of_submission(rig: Rig) -> None:
     assert rig.device.bound == 1
 
 
-def item(source: Slot | None, destination: Slot | None, valid: int = 1) -> Item:
-    return Item(b"k" * 32, None, source, destination, valid)
+def item(source: Slot | None, destination: Slot | None) -> Item:
+    return Item(b"k" * 32, None, source, destination)
 
 
 HERE = Slot(HOST, 0, 1)
@@ -114,7 +109,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("a slot of another pool", {"items": (item(None, Slot(HOST, 1, 1)),)}),
     ("a slot beyond the pool", {"items": (item(None, Slot(HOST, 0, 8)),)}),
     ("a negative slot", {"items": (item(None, Slot(HOST, 0, -1)),)}),
-    ("no valid sub-block", {"items": (item(None, HERE, 0),)}),
     ("an item too many", {"items": (item(None, HERE), item(None, Slot(HOST, 0, 2)))}),
     ("an item too few", {"items": ()}),
     ("one slot twice", {"items": (item(None, HERE),) * 2, "sections": (Section(0, 0, (3, 4)),)}),
@@ -176,16 +170,16 @@ def test_partial_blocks_move_their_bytes_only() -> None:
 def test_padding_of_every_image_is_zeroed() -> None:
     rig = Rig(flat(16, 24, refs=2, blocks_per_chunk=2))
     parts = [Section(0, 1, (5, 6, 7))]
-    rig.engine.submit(transfer(1, OFFLOAD, parts, [3, 4], valid=[0b01, 0b11]))
-    rig.model.move(parts, rig.pools.images([3, 4]), into=HOST, valid=[0b01, 0b11])
-    assert [(result.statuses, result.bytes) for result in rig.results(1)] == [((OK, OK), 96)]
+    rig.engine.submit(transfer(1, OFFLOAD, parts, [3, 4]))
+    rig.model.move(parts, rig.pools.images([3, 4]), into=HOST)
+    assert [(result.statuses, result.bytes) for result in rig.results(1)] == [((OK, OK), 144)]
     rig.model.check(rig.pools)
     rig.engine.close()
 
 
 def inside(job: int, pairs: dict[int, int], **fields: Any) -> Transfer:
     """Copies inside the device: `{target: source}`."""
-    items = tuple(Item(b"k" * 32, None, Slot(DEVICE, 0, source), None, 1) for source in pairs.values())
+    items = tuple(Item(b"k" * 32, None, Slot(DEVICE, 0, source), None) for source in pairs.values())
     return Transfer(job, INSIDE, items, (Section(0, 0, tuple(pairs)),), **fields)
 
 
@@ -215,7 +209,6 @@ REFUSED_INSIDE: list[tuple[str, dict[str, Any]]] = [
     ("a source that is no integer", {"items": (item(Slot(DEVICE, 0, 2.0), None),) * 2}),  # type: ignore[arg-type]
     ("an empty section of a group that does not exist", {"sections": (Section(0, 0, (5, 6)), Section(7, 0, ()))}),
     ("a negative first block", {"sections": (Section(0, -5, (5, 6)),)}),
-    ("sub-blocks", {"items": (item(Slot(DEVICE, 0, 2), None, 2),) * 2}),
     ("no source", {"items": (item(None, None),) * 2}),
     ("a destination", {"items": (item(Slot(DEVICE, 0, 2), HERE),) * 2}),
     ("a block beyond the pool", {"sections": (Section(0, 0, (5, 16)),), "items": None}),

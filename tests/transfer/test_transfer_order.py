@@ -11,6 +11,7 @@ import pytest
 from gated_device import A_MOMENT, PATIENCE, Compute, GatedDevice, SlowDevice
 from transfer_kit import Model, Pools, flat, transfer
 
+from depth import deep
 from longshore.boundary import DEVICE, HOST, Route, Section, Status
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
@@ -47,17 +48,6 @@ def test_groups_over_one_pool_share_their_blocks() -> None:
     assert not rig.device.gates[DEVICE].wait_arrived(1, A_MOMENT)
     rig.finish(1, 2)
     rig.model.check(rig.pools)
-
-
-def test_sub_blocks_that_mean_nothing_are_waited_for_by_nobody() -> None:
-    """A hole's block id is a placeholder: many requests have the same one."""
-    rig = Rig(flat(16, 24, refs=1, blocks_per_chunk=2))
-    rig.device.gates[HOST].shut()
-    rig.engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (0, 5))], [1], valid=0b10))
-    assert rig.device.gates[HOST].wait_arrived(1)
-    rig.engine.submit(transfer(2, ONBOARD, [Section(0, 0, (0, 6))], [2], valid=0b10))
-    assert rig.engine.wait([2], PATIENCE)
-    rig.finish(1, 2)
 
 
 def test_a_cancelled_job_waits_for_nobody() -> None:
@@ -118,7 +108,7 @@ def test_end_step_survives_failed_and_cancelled_jobs() -> None:
     assert Status.OK not in [status for result in rig.engine.poll() for status in result.statuses]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(deep(4, 12)))
 def test_many_jobs_on_few_slots_equal_a_sequential_run(seed: int) -> None:
     """Both directions at once, copies cut in halves with pauses: any overtaking leaves other bytes."""
     rng = random.Random(seed)
@@ -131,9 +121,8 @@ def test_many_jobs_on_few_slots_equal_a_sequential_run(seed: int) -> None:
         sections = [Section(0, rng.randrange(2), tuple(rng.sample(range(6), rng.randint(1, 4))))]
         chunks = (sections[0].first_block + len(sections[0].blocks) + 1) // 2
         slots = rng.sample(range(4), chunks)
-        valid = [rng.choice([1, 2, 3, 3, 3]) for _ in slots]
-        engine.submit(transfer(job, route, sections, slots, valid=valid))
-        model.move(sections, pools.images(slots), into=route.destination, valid=valid)
+        engine.submit(transfer(job, route, sections, slots))
+        model.move(sections, pools.images(slots), into=route.destination)
         if rng.random() < 0.1:
             engine.end_step()
     assert engine.wait(jobs, PATIENCE)

@@ -74,25 +74,18 @@ def _ignore_padding(model: Model, pools: Pools) -> None:
 
 @examples(60)
 @given(st.data())
-def test_leading_tokens_and_holes(data: st.DataObject) -> None:
+def test_leading_tokens(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     parts = data.draw(sections(layout))
     items = chunks_of(layout, parts)
     pools = Pools(layout, slots=items + 1)
     slots = data.draw(st.permutations(range(items + 1)))[:items]
     tokens = data.draw(st.none() | st.integers(-1, 17))
-    per_item = [
-        (1 << layout.groups[section.group].blocks_per_chunk) - 1
-        for section in parts
-        for _ in range(chunks_of(layout, [section]))
-    ]
-    valid = data.draw(st.none() | st.tuples(*(st.integers(1, full) for full in per_item)))
     into = data.draw(st.sampled_from([DEVICE, HOST]))
     model = Model(pools)
-    options: dict[str, Any] = {"tokens": tokens, "valid": valid}
 
-    run(make_plan(pools, parts, slots, into, **options))
-    model.move(parts, pools.images(slots), into=into, **options)
+    run(make_plan(pools, parts, slots, into, tokens=tokens))
+    model.move(parts, pools.images(slots), into=into, tokens=tokens)
 
     if into == HOST:
         _ignore_padding(model, pools)
@@ -329,9 +322,6 @@ REFUSED: list[tuple[str, list[Section], list[int], dict[str, Any]]] = [
     ("a negative first block", [Section(0, -2, (1, 2))], [0], {}),
     ("an image beyond the host", [Section(0, 0, (1, 2))], [4], {}),
     ("an image before the host", [Section(0, 0, (1, 2))], [-1], {}),
-    ("a mask of nothing", [Section(0, 0, (1, 2))], [0], {"valid": [0]}),
-    ("a mask of more sub-blocks than there are", [Section(0, 0, (1, 2))], [0], {"valid": [4]}),
-    ("a mask too few", [Section(0, 0, (1, 2))], [0], {"valid": []}),
     ("neither tier", [Section(0, 0, (1, 2))], [0], {"into": "file"}),
 ]
 
@@ -426,10 +416,9 @@ def test_item_bytes_are_what_moves_of_each() -> None:
         into=HOST,
         host_address=0,
         host_bytes=12288,
-        valid=[8, 0b1011, 1],
     )
-    assert plan.item_bytes.tolist() == [48, 3 * 48, 48]
-    assert plan.blocks()[0].tolist() == [1, 2, 3, 5, 6]
+    assert plan.item_bytes.tolist() == [48, 4 * 48, 48]
+    assert plan.blocks()[0].tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_plans_against_freed_memory_are_refused() -> None:

@@ -76,7 +76,7 @@ class PageSet:
         for slot in self.slots:
             host = Slot(HOST, 0, slot)
             source, destination = (None, host) if route.source == DEVICE else (host, None)
-            items.append(Item(slot.to_bytes(32, "little"), None, source, destination, 1))
+            items.append(Item(slot.to_bytes(32, "little"), None, source, destination))
         transfer = Transfer(self._job, route, tuple(items), (Section(0, 0, self.blocks),))
         begun = time.perf_counter()
         self._engine.submit(transfer)

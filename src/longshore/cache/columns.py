@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from mmap import MADV_NOHUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, TypeAlias
 
@@ -44,11 +45,11 @@ def sparse(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return np.frombuffer(places, dtype, count)
 
 
-def grown(numbers: Column, size: int) -> Column:
-    """The column extended with zeros to `size` elements, allocated when first written."""
+def grown(numbers: Column, size: int, dtype: npt.DTypeLike = _INT32) -> Column:
+    """The column of `dtype` extended with zeros to `size` elements, allocated when first written."""
     if size <= len(numbers):
         return numbers
-    places = sparse(size, _INT32).data
+    places = sparse(size, dtype).data
     places[: len(numbers)] = memoryview(numbers)
     return places
 
@@ -58,12 +59,12 @@ def column(numbers: Column) -> npt.NDArray[np.int32]:
     return _seen_as(numbers, _INT32)
 
 
-def marks(each: bytearray) -> npt.NDArray[np.uint8]:
+def marks(each: bytearray | memoryview[int]) -> npt.NDArray[np.uint8]:
     """A numpy view of a column of bytes."""
     return _seen_as(each, _UINT8)
 
 
-def words(each: array[int]) -> npt.NDArray[np.uint32]:
+def words(each: Column) -> npt.NDArray[np.uint32]:
     """A numpy view of a column of unsigned 32-bit numbers."""
     return _seen_as(each, _UINT32)
 
@@ -101,6 +102,18 @@ def runs(each: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.i
     np.not_equal(each[1:], each[:-1], out=begins[1:-1])
     edges = begins.nonzero()[0]
     return edges[:-1], edges[1:] - edges[:-1]
+
+
+def runs_of(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive numbers in the ascending `positions`: start and end index of each."""
+    if not positions:
+        return
+    if positions[-1] - positions[0] == len(positions) - 1:
+        yield 0, len(positions)
+        return
+    ends = np.flatnonzero(np.diff(positions) != 1) + 1
+    starts = [0, *ends.tolist(), len(positions)]
+    yield from pairwise(starts)
 
 
 class FreeList:
@@ -175,9 +188,13 @@ class LinkedLists:
 
     def first_few(self, which: int, count: int) -> list[int]:
         """The first elements of list `which`, at most `count`."""
-        after, number = self.after, which
-        found = [number := after[number] for _ in range(count)]  # wraps around if there are fewer
-        return found[: found.index(which)] if which in found else found
+        after, number, found, step = self.after, which, list[int](), 4
+        while len(found) < count:
+            some = [number := after[number] for _ in range(min(step, count - len(found)))]  # wraps around at the end
+            if which in some:
+                return found + some[: some.index(which)]
+            found, step = found + some, 4 * step  # most lists are short
+        return found
 
     def drop_first(self, which: int, last: int) -> None:
         """Remove the first elements of list `which`, up to `last`, which is in it."""
@@ -270,7 +287,7 @@ def known(node: int) -> IntegrityError:
     return IntegrityError(f"node {node} is already in the policy, or is below {LISTS}, the first number of a node")
 
 
-def check_new(place: bytearray | array[int], nodes: Sequence[int], out: int = 0) -> None:
+def check_new(place: bytearray | Column, nodes: Sequence[int], out: int = 0) -> None:
     """Raise `IntegrityError` if one of `nodes` is in the policy already, given twice, or no number of a node.
 
     `place` is the policy's column: a node that is not in it is marked `out`.
@@ -288,7 +305,7 @@ def check_new(place: bytearray | array[int], nodes: Sequence[int], out: int = 0)
         )
 
 
-def check_in(place: bytearray | array[int], nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
+def check_in(place: bytearray | Column, nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
     """Raise `IntegrityError` if one of `nodes` is not in the policy, by its mark in `place`."""
     if not all(
         map(place.__getitem__, nodes) if len(nodes) < FEW else (np.asarray(memoryview(place))[numbers(nodes)].all(),)

@@ -137,7 +137,7 @@ class EventLog:
         for request, keys in asked:
             length = min(arrived, len(keys))
             arrived -= length
-            cause = next(causes, MissReason.BEHIND).value if length < len(keys) else ""
+            cause = next(causes, MissReason.AFTER_MISS).value if length < len(keys) else ""
             self.record(EventKind.LOADED, request=request, keys=tuple(keys), length=length, cause=cause)
             if length < len(keys):
                 causes = iter(())

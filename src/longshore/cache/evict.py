@@ -358,7 +358,7 @@ class Evictor:
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
         policy.remove_victims(nodes, keys)
-        parents = index.drop_leaves(at, keys, tier)
+        parents = index.drop_leaves(at, tier)
         state.pools[tier].free_all(slots)
         state.backlog.forget_all(nodes)
         state.forget(nodes)

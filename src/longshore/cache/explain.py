@@ -23,7 +23,7 @@ class Verdict(enum.Enum):
     DEVICE = "device"  # the engine had it
     FOUND = "found"  # in a tier, and found by the lookup
     MISSED = "missed"  # found, but not loaded
-    BEHIND = "after a miss"  # in a tier, but after a chunk that was missed
+    AFTER_MISS = "after a miss"  # in a tier, but after a chunk that was missed
     IN_FLIGHT = "in flight"  # being written to its first tier
     FAILED = "failed"  # its last write or read failed
     EVICTED = "evicted"  # evicted
@@ -166,7 +166,7 @@ def _account(event: Event, position: int, histories: Mapping[Key, _History]) -> 
     found = position < event.start + event.length
     if history.tiers or found:
         tier = history.tiers[-1] if history.tiers else ""
-        return Account(position, key, Verdict.FOUND if found else Verdict.BEHIND, last and last.at, tier)
+        return Account(position, key, Verdict.FOUND if found else Verdict.AFTER_MISS, last and last.at, tier)
     if last is None:
         return Account(position, key, Verdict.NEVER_SEEN)
     verdict = Verdict.EVICTED if last.cause == "evicted" else _GONE[last.kind]

@@ -23,11 +23,10 @@ import numpy.typing as npt
 from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.columns import column, leading, marks
 from longshore.cache.lookups import Leases
-from longshore.cache.nodes import ROOT
 from longshore.cache.offload import Offloader
 from longshore.cache.pool import READY
 from longshore.cache.settings import PrefetchPolicy, seconds
-from longshore.cache.transfers import LeaseRecord, Load, TierSlots, Transfers, Wait
+from longshore.cache.transfers import LeasedChunks, LeaseRecord, Load, TierSlots, Transfers, Wait
 from longshore.cache.types import MissReason, origins_of
 from longshore.errors import CacheError
 
@@ -66,24 +65,22 @@ class Loader:
 
     def load(
         self,
-        keys: Sequence[Key],
+        part: LeasedChunks,
         blocks: Sequence[int],
-        first_block: int,
+        skip: int,
         *,
         timeout: float,
-        tail: int = ROOT,
-        held: int = 0,
-        group: int = 0,
         by_layer: bool = False,
         tokens: int | None = None,
     ) -> Load:
-        """Load `keys` into device `blocks`, as far as they are ready and the host tier has room.
+        """Load the leading chunks of a leased path into device `blocks`, as far as the host tier has room.
 
-        `first_block` is the logical index of `blocks[0]`, a block of the first chunk. `keys` are the first of `held`
-        leased chunks that end at the node `tail`, unless that is `ROOT`. Of the last block only `tokens` are loaded.
-        The load ends after `timeout` seconds.
+        `skip` sub-blocks of the first chunk are left out, and of the last block all but `tokens` tokens. The load ends
+        after `timeout` seconds.
         """
-        state = self._state
+        state, per_chunk = self._state, self._transfers.settings.blocks_per_chunk
+        keys, tail, held = part.keys[: -(-(skip + len(blocks)) // per_chunk)], part.pins[0].node, len(part.keys)
+        first_block = part.positions[0] * per_chunk + skip
         load, wait = self._begin(timeout)
         path = state.index.path(tail, held)[held - len(keys) :][::-1] if tail else state.index.readable(keys)
         tiers, slots, warm = self._claim(load, path, keys)
@@ -95,9 +92,8 @@ class Loader:
             parents = [above, *keys[start : end - 1]]
             batch = Batch(path[here], keys[here], parents, tiers[here], slots[here], warm=end <= warm)
             above = keys[end - 1]
-            per_chunk = self._transfers.settings.blocks_per_chunk
             taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
-            sections = (Section(group, first_block, tuple(blocks[:taken])),)
+            sections = (Section(part.group, first_block, tuple(blocks[:taken])),)
             last = tokens if end == len(keys) else None
             self._order_batch(load, wait, batch, sections, by_layer=by_layer, tokens=last)
             blocks, first_block = blocks[taken:], first_block + taken
@@ -129,7 +125,6 @@ class Loader:
         return load
 
     def _begin(self, timeout: float, *, is_whole: bool = False) -> tuple[Load, Wait]:
-        """A new load, and the wait for it."""
         load = Load(self._transfers.new_id(), began=self._transfers.now, is_whole=is_whole)
         wait = Wait(load.wait, self._transfers.now + timeout, load, patient=True)
         self._transfers.waits.begin(wait)
@@ -143,22 +138,24 @@ class Loader:
         origins: Mapping[Key, str] | None,
         *,
         is_first: bool,
+        count: bool = True,
     ) -> tuple[int, int, Addresses]:
         """Begin a job that reads `keys`, distinct chunks at the nodes `at`, ready in the warmest tier: a use, and hits.
 
         The engine carries it out itself. Returns the job, their number, and the slots, which are not written before the
-        job has ended. `is_first`: they are of the first group.
+        job has ended. `is_first`: they are of the first group. Unless `count`, it is neither a use nor hits.
         """
         state, nodes = self._state, at.tolist()
         taken = column(state.index.slot[0])[at]
         column(state.pools[0].readers)[taken] += 1
-        state.windows.serve(nodes)
-        state.serve(tick)
-        state.touch(nodes[::-1])
         slots, name = taken.tolist(), state.levels[0].name
         job = self._transfers.new_id()
-        hits = Counter(origins_of(keys, [name] * len(keys), origins)) if origins else {name: len(keys)}
-        state.counters.count_hits(hits, hits if is_first else {}, self._transfers.settings.first_tokens)
+        if count:
+            state.windows.serve(nodes)
+            state.serve(tick)
+            state.touch(nodes[::-1])
+            hits = Counter(origins_of(keys, [name] * len(keys), origins)) if origins else {name: len(keys)}
+            state.counters.count_hits(hits, hits if is_first else {}, self._transfers.settings.first_tokens)
         self._transfers.order(job, keys, [None] * len(nodes), TierSlots(0, slots), None, command=False)
         return job, len(keys), Addresses(Slots(name, state.pools[0].pool_of(slots[0]), tuple(slots)))
 
@@ -198,7 +195,7 @@ class Loader:
 
     def _cut(self, load: Load, tiers: Sequence[int], slots: Sequence[int]) -> None:
         """There is no room for the first of these copies: none of them is loaded."""
-        load.cut = [MissReason.NO_ROOM if tier else MissReason.BEHIND for tier in tiers]
+        load.cut = [MissReason.NO_ROOM if tier else MissReason.AFTER_MISS for tier in tiers]
         for tier in sorted(set(tiers)):
             self._state.end_reads(tier, [slot for slot, other in zip(slots, tiers, strict=True) if other == tier])
 
@@ -212,7 +209,6 @@ class Loader:
         by_layer: bool,
         tokens: int | None = None,
     ) -> None:
-        """Order one batch into the device blocks of `sections`."""
         names = [level.name for level in self._state.levels]
         warm = list(batch.slots)
         if batch.warm:

@@ -8,10 +8,20 @@
     fetch      chunks of one group that remote tiers have
 
 A prefix is of use for all groups or for none: if one chunk is not available, nothing is loaded.
+
+                          prefix end ─┐
+    full attention   ■ ■ ■ ■ ■ ■ ■ ■ ■ │       every chunk
+    sliding window               ■ ■ ■ │       the chunks of the last `window` tokens; older ones may be missing
+    recurrent                        ■ │       the last one, which has the state at its end
+
+A chunk can be served if the device has it, or a tier has a ready copy. With full attention, a served chunk implies its
+ancestors, so bisection finds the end. In other groups the search goes backwards: a missing chunk excludes every length
+that needs it, so the next length to try ends before it, and no key is looked up twice.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -20,16 +30,17 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key, Section
-from longshore.cache.columns import column, has_duplicates, leading, marks, numbers, once
+from longshore.cache.columns import column, has_duplicates, leading, marks, numbers, once, runs_of
 from longshore.cache.events import EventKind
 from longshore.cache.eviction.hit_rates import Return
-from longshore.cache.groups import UNTOLD, GroupKeys, GroupSearch, Need, check_distinct, longest_served, runs_of
-from longshore.cache.index import At, Residency, nodes_of
+from longshore.cache.index import At, Index, Residency, nodes_of
 from longshore.cache.nodes import ROOT
+from longshore.cache.partial import Partial, PartialPrefixes
 from longshore.cache.remote import RemoteTiers
+from longshore.cache.settings import CacheGroup
 from longshore.cache.state import CacheState
 from longshore.cache.transfers import LeasedChunks, LeaseRecord, Transfers
-from longshore.cache.types import Found, Lease, Until
+from longshore.cache.types import UNTOLD, Found, GroupKeys, Lease, Need, Until, check_distinct
 from longshore.errors import CacheError, LeaseError
 
 
@@ -86,10 +97,6 @@ class Leases:
             for pin in part.pins:
                 self._state.unpin(pin)
 
-    def of(self, request: str) -> list[Lease]:
-        """The leases of `request`."""
-        return [Lease(identity) for identity, record in self._records.items() if record.request == request]
-
     def protect(self, at: npt.NDArray[np.int32]) -> None:
         """Protect the nodes `at` from eviction until `end_step`, those in the warmest tier in that tier."""
         seen = marks(self._state.seen)
@@ -124,6 +131,93 @@ class Leases:
         seen = set(np.flatnonzero(marks(self._state.seen)).tolist())
         if not seen <= set(self._step):
             raise CacheError(f"{len(seen)} nodes are marked as protected, expected {len(set(self._step))}")
+
+
+class GroupSearch:
+    """The search for the longest served prefix in one group, whose chunks have `chunk_tokens` tokens each."""
+
+    def __init__(
+        self, index: Index, partials: PartialPrefixes, group: CacheGroup, chunk_tokens: int, wanted: GroupKeys
+    ) -> None:
+        self.keys, device = wanted.names, () if wanted.device is None else wanted.device
+        if len(device) > len(self.keys):
+            raise CacheError(f"device: expected at most {len(self.keys)} values, one for each key, got {len(device)}")
+        self.text = None if wanted.text is None else wanted.text.checked()
+        self.group = group
+        self.chunk_tokens = chunk_tokens
+        self.last_window = group.first_needed(len(self.keys) * chunk_tokens, chunk_tokens)
+        """The first chunk that would be needed if all of them were served."""
+        self._index = index
+        self._partials = partials
+        self._device = np.zeros(len(self.keys), bool)
+        self._device[: len(device)] = np.asarray(device, bool)
+        self._clear = len(self.keys)  # chunks from here on that were examined are served
+
+    def longest(self, tokens: int) -> int:
+        """An upper bound of the longest served prefix, at most `tokens`; equal to `tokens` if that is served."""
+        end = tokens // self.chunk_tokens
+        missing = self._missing(self.group.first_needed(tokens, self.chunk_tokens), end)
+        return tokens if missing is None else missing * self.chunk_tokens
+
+    def beyond(self, tokens: int, most: int) -> int:
+        """How many tokens behind a served prefix of `tokens` are served, with a partial chunk; at most `most`."""
+        if self.text is None or self.group.recurrent:
+            return 0
+        at, size = tokens // self.chunk_tokens, self.chunk_tokens
+        while at * size < tokens + most and self._serves(at):
+            at += 1
+        near = self._partials.closest(self.keys, at, self.text, size) if at <= len(self.keys) else None
+        return min(most, at * size - tokens + (near.tokens if near else 0))
+
+    def need(self, tokens: int) -> Need:
+        """What a served prefix of `tokens` tokens needs of this group."""
+        first, end = self.group.first_needed(tokens, self.chunk_tokens), tokens // self.chunk_tokens
+        load = first + np.flatnonzero(~self._device[first:end])
+        return Need(first, end, tuple(load.tolist()), self._partial(end, tokens % self.chunk_tokens))
+
+    def _partial(self, at: int, tokens: int) -> Partial | None:
+        """Where the first `tokens` tokens of the chunk at `at` come from, if any are needed."""
+        if not tokens or self.text is None:
+            return None
+        if self._serves(at):
+            return Partial(self.keys[at], tokens, bool(self._device[at]))
+        near = self._partials.closest(self.keys, at, self.text, self.chunk_tokens)
+        return near and near._replace(tokens=tokens)
+
+    def _serves(self, at: int) -> bool:
+        """Whether the chunk at `at` is on the device, or can be read from a tier."""
+        return at < len(self.keys) and bool(self._device[at] or self._index.is_readable(self.keys[at]))
+
+    def _missing(self, first: int, end: int) -> int | None:
+        """The last chunk of `[first, end)` that is not served, of those examined; `None` if all are served."""
+        if not self.group.alone:
+            ready = self._index.reachable_prefix(self.keys[:end], 0)
+            ready += leading(self._device[ready:end])
+            if self._index.orphans and 0 < ready < end and self._device[:ready].all():
+                ready = self._index.reachable_prefix(self.keys[:end], ready)
+                ready += leading(self._device[ready:end])
+            return None if ready >= end else ready
+        at = min(self._clear, end)
+        while at > first and self._serves(at - 1):
+            at -= 1
+        self._clear = at
+        return None if at <= first else at - 1
+
+
+def longest_served(paths: Sequence[GroupSearch]) -> int:
+    """The longest prefix, in tokens, that every one of `paths` serves.
+
+    It is a multiple of the chunk sizes of all groups, plus, for partial matches, fewer tokens than another multiple.
+    """
+    unit = math.lcm(*(path.chunk_tokens for path in paths))
+    tokens = min(len(path.keys) * path.chunk_tokens for path in paths) // unit * unit
+    while True:
+        shorter = tokens
+        for path in paths:
+            shorter = path.longest(shorter) // unit * unit
+        if shorter == tokens:
+            return tokens + min(path.beyond(tokens, unit - 1) for path in paths)
+        tokens = shorter
 
 
 class LookupCall(NamedTuple):
@@ -335,7 +429,6 @@ class Lookups:
         check_distinct([key for each in both for key in _leased(*each)[0]])
 
     def _count(self, request: str | None, search: GroupSearch, need: Need) -> None:
-        """Count the misses of one group, and record its request."""
         state, keys = self._state, search.keys
         if search.group.alone:
             state.counters.misses.update(map(state.miss, keys[max(need.end, search.last_window) :]))

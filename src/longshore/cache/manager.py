@@ -15,24 +15,34 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
-from longshore.boundary import DEVICE, Cancel, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
+from longshore.boundary import (
+    DEVICE,
+    Cancel,
+    Command,
+    Discard,
+    Key,
+    ProbeResult,
+    Result,
+    Route,
+    StoredChunk,
+    StoredChunks,
+    TransferResult,
+)
 from longshore.cache.events import Event
-from longshore.cache.eviction.hit_rates import Return
-from longshore.cache.eviction.hit_rates import check as check_return
-from longshore.cache.groups import GroupKeys, check_blocks, check_distinct, check_paths
+from longshore.cache.eviction.hit_rates import Return, check_return
 from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import Leases, LookupCall, Lookups, check_first
 from longshore.cache.offload import Offloader
-from longshore.cache.recovery import Chunk, Recovered, adopt
+from longshore.cache.recovery import Chunk, adopt
 from longshore.cache.remote import RemoteTiers
-from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_time, seconds
-from longshore.cache.settings import check as check_retention
+from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_retention, seconds
 from longshore.cache.state import CacheState, Level
 from longshore.cache.transfers import Load, Transfers
 from longshore.cache.types import (
     Counters,
     DeviceCopy,
     Found,
+    GroupKeys,
     Lease,
     LoadOrder,
     MissReason,
@@ -41,10 +51,13 @@ from longshore.cache.types import (
     StoreOrder,
     TierStats,
     Until,
+    check_blocks,
+    check_distinct,
+    check_paths,
+    check_time,
     origins_of,
 )
 from longshore.errors import CacheError
-from longshore.monitoring.table import LOAD_SECONDS
 
 
 class TieredCache:
@@ -89,6 +102,8 @@ class TieredCache:
         self._prefetcher = Prefetcher(self._transfers, self._offloader, self._leases)
         self._lookups = Lookups(self._transfers, self._leases, self._remote, self._advance)
         self._device = DeviceBlocks(self.settings.device_blocks)
+        self._cleaned = -1
+        """`CacheState.changes` when backups were ordered last, so that their own changes cause another look."""
 
     @property
     def generation(self) -> int:
@@ -138,7 +153,7 @@ class TieredCache:
             each: Look up each chunk by itself.
             asks: Remote tiers to ask for chunks that they are not known to have or lack: by name, only with `each` and
                 until nothing; `()` for none. If `None`, a lookup of paths asks all, unless it keeps nothing.
-            request: Name of the request, for events and `release`.
+            request: Name of the request, for events.
             tick: The tick that an earlier lookup of this request returned, so that its uses of a chunk count once.
             returns: Hint about when its chunks are used again, with the first lookup of a request.
             count: Count misses, and record the request as an event. An engine that looks up a waiting request
@@ -205,6 +220,7 @@ class TieredCache:
         timeout: float | None = None,
         tick: int | None = None,
         origins: Mapping[Key, str] | None = None,
+        count: bool = True,
     ) -> LoadOrder:
         """Load chunks onto the device, by group, as far as the host tier has room now. A lease serves one load.
 
@@ -226,6 +242,7 @@ class TieredCache:
             tick: Tick of the request, for chunks without a lease.
             origins: The tiers that chunks were brought up from for this request before, by key. They are hits of these
                 tiers; others are hits of the tier that they are read from.
+            count: Whether a read of chunks without a lease is a use by a request, and hits: that of a peer is neither.
 
         Chunks of one path for which the host tier has no room, and those behind them, are not loaded, and counted as
         misses. A load of all groups loads all chunks or none.
@@ -248,7 +265,7 @@ class TieredCache:
             warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
             self._remote.found([key for keys, _ in warm for key in keys])
             lend, pairs = self._loader.lease_slots, zip(paths, warm, strict=True)
-            parts = tuple(Part(*lend(*found, tick, origins, is_first=not group)) for group, found in pairs)
+            parts = tuple(Part(*lend(*found, tick, origins, is_first=not group, count=count)) for group, found in pairs)
             return LoadOrder(sum(part.chunks for part in parts), parts)
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
@@ -277,17 +294,7 @@ class TieredCache:
         self._state.check_pool([part.pins[0].node], self.settings.pool_of(group))
         self.settings.check_tokens(tokens, group)
         self._state.serve(record.tick)
-        record.load = self._loader.load(
-            part.keys[:chunks],
-            into,
-            part.positions[0] * per_chunk + skip,
-            timeout=longest,
-            tail=part.pins[0].node,
-            held=held,
-            group=group,
-            by_layer=by_layer,
-            tokens=tokens,
-        )
+        record.load = self._loader.load(part, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)
         record.load.asked, record.load.of_first = [(record.request, part.keys[:chunks])], 0 if group else chunks
         return self._ordered(record.load, origins)
 
@@ -317,23 +324,20 @@ class TieredCache:
             return Progress(is_over=False)
         return Progress(is_over=True, runs=self._state.runs(record.nodes(self._state.index)))
 
-    def release(self, what: Lease | str | int) -> int:
-        """Release a lease, all leases of a request, or a job that the engine carries out itself; returns how many.
+    def release(self, what: Lease | int) -> None:
+        """Release a lease, or a job that the engine carries out itself.
 
         Loads onto the device in flight are cancelled; they end when their movers report them. Raises `LeaseError` for a
         lease that was released before, `JobError` for a number that is no open job.
         """
         if isinstance(what, int):
             self._transfers.withdraw(what)
-            return 1
-        leases = self._leases.of(what) if isinstance(what, str) else [what]
-        for lease in leases:
-            record = self._leases.get(lease)
-            self._give_up(record.load, MissReason.CANCELLED)
-            if record.prefetch is not None:
-                self._prefetcher.cancel(record.prefetch)
-            self._leases.drop(lease)
-        return len(leases)
+            return
+        record = self._leases.get(what)
+        self._give_up(record.load, MissReason.CANCELLED)
+        if record.prefetch is not None:
+            self._prefetcher.cancel(record.prefetch)
+        self._leases.drop(what)
 
     # ------------------------------------------------------------------ stores
 
@@ -452,18 +456,17 @@ class TieredCache:
 
     # ------------------------------------------------------------------ start, sleep, resize, reset
 
-    def adopt(self, tier: str, found: Iterable[Chunk | tuple[int, Key, Key | None]], others: Sequence[int] = ()) -> int:
+    def adopt(self, tier: str, found: Iterable[Chunk], others: Sequence[int] = ()) -> int:
         """Recover the chunks of a persistent tier: (slot, key, parent, pool), oldest first; returns how many.
 
         The slots `others` have records that this cache cannot use, least useful first: they are allocated after all
         empty slots. Chunks whose parents were not found are orphans. Raises `CacheError`, with nothing recovered, for
         two chunks in one slot, or with one key.
         """
-        at, chunks = self._tier(tier), list(found)
+        at = self._tier(tier)
         self._state.pools[at].check_slots(others)
-        named = set(map(len, chunks)) <= {4}  # fast for chunks from a tier, which may be half a million
-        whole = cast("list[Chunk]", chunks) if named else [Recovered(*each) for each in chunks]
-        adopted = adopt(self._state, at, whole)
+        chunks = found if isinstance(found, StoredChunks) else [StoredChunk(*each) for each in found]
+        adopted = adopt(self._state, at, chunks)
         self._state.pools[at].give_last(others)
         return adopted
 
@@ -564,7 +567,8 @@ class TieredCache:
         """Order prefetches that have waited for room, then backups."""
         if self._prefetcher.queue:
             self._prefetcher.proceed()
-        if self._state.index.called or any(self._state.backlog.counts):
+        changed, self._cleaned = self._cleaned != self._state.changes, self._state.changes
+        if self._state.index.called or (changed and any(self._state.backlog.counts)):
             self._offloader.clean()
         if self._remote.tiers:
             self._remote.proceed()
@@ -581,10 +585,7 @@ class TieredCache:
         if load.outcome is not None and all(len(keys) != 1 or keys[0] != hidden for _, keys in load.asked):
             sources = load.outcome.sources
             self.counters.count_hits(sources, sources[: load.of_first], self.settings.first_tokens)
-            if sources:
-                by_tier = self.counters.histograms[LOAD_SECONDS]
-                slowest = next(tier for tier in reversed(by_tier) if tier in sources)
-                by_tier[slowest].observe(self._transfers.now - load.began, load.asked[0][0] if load.asked else None)
+            self.counters.observe_load(sources, self._transfers.now - load.began, load.asked)
         self._transfers.waits.close(load.wait)
 
     def _count_misses(self, load: Load, misses: Sequence[MissReason]) -> None:
@@ -593,7 +594,7 @@ class TieredCache:
             self._state.log.loaded(load.asked, load.outcome.chunks, misses)
 
     def _tier(self, name: str) -> int:
-        for tier, level in enumerate(self._state.levels):
-            if level.name == name:
-                return tier
-        raise CacheError(f"expected a tier of {[level.name for level in self._state.levels]}, got {name!r}")
+        names = [level.name for level in self._state.levels]
+        if name not in names:
+            raise CacheError(f"expected a tier of {names}, got {name!r}")
+        return names.index(name)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from longshore.boundary import Key, Probe, ProbeResult, Status
@@ -30,7 +31,7 @@ KNOWN = 1 << 16
 ANNOUNCED = 1 << 20
 """Copies in one remote tier that events tell of; beyond it, the one stored or read longest ago is withdrawn."""
 
-_GONE = frozenset({Status.LAPSED, Status.CORRUPT, Status.MISMATCH, Status.SHORT})
+_GONE = frozenset({Status.EXPIRED, Status.CORRUPT, Status.MISMATCH, Status.SHORT})
 """How reads end of what a remote tier does not have, or has damaged: it is absent until it is stored again."""
 
 
@@ -68,12 +69,12 @@ class RemoteKeys:
         settings, unknown = self._transfers.settings, [key for key in keys if self.has(key) is None]
         new = [key for key in dict.fromkeys(unknown) if key not in self._asked]
         room = max(0, settings.max_probes - len(self._asked))
-        self._transfers.state.counters.probes[self.name][Answer.UNASKED] += len(new) - len(new[:room])
+        self._transfers.state.counters.probes[self.name][Answer.NOT_SENT] += len(new) - len(new[:room])
         if asked := tuple(new[:room]):
             number, deadline = self._transfers.new_id(), self._transfers.now + settings.probe_timeout
             probe = Probe(number, self.name, asked, deadline, self._transfers.generation, settings.ranks)
             self._transfers.outbox.append(probe)
-            self._probes[number] = _ProbeInFlight(probe)
+            self._probes[number] = _ProbeInFlight(probe, set(range(probe.ranks)), [True] * len(asked))
             self._asked.update(dict.fromkeys(asked, number))
         return sorted({self._asked[key] for key in unknown if key in self._asked})
 
@@ -189,25 +190,23 @@ class RemoteKeys:
                 if present or self.name not in self._transfers.settings.read_only:
                     self.learn(key, present=present)
                 if not present and key not in asked.overtaken:
-                    self.withdraw(key, Status.LAPSED.value)
-            answer = (Answer.PRESENT if present else Answer.ABSENT) if asked.answered else Answer.NONE
+                    self.withdraw(key, Status.EXPIRED.value)
+            answer = (Answer.PRESENT if present else Answer.ABSENT) if asked.answered else Answer.NO_ANSWER
             counts[answer] += 1
 
 
+@dataclass(slots=True)
 class _ProbeInFlight:
     """A probe in flight: the ranks that have not answered, and the answers of the others.
 
     Keys that were stored or read meanwhile are `overtaken`: an answer that they are absent may be older.
     """
 
-    __slots__ = ("answered", "overtaken", "present", "probe", "waiting")
-
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-        self.waiting = set(range(probe.ranks))
-        self.present = [True] * len(probe.keys)
-        self.answered = True
-        self.overtaken: set[Key] = set()
+    probe: Probe
+    waiting: set[int]
+    present: list[bool]
+    answered: bool = True
+    overtaken: set[Key] = field(default_factory=set)
 
 
 FETCH_BATCH = 16
@@ -431,7 +430,7 @@ class RemoteTiers:
         wanted = [key for key in dict.fromkeys(keys) if not tier.has(key)]
         nodes = [node for node in index.find(wanted) if index.depth[node] >= 0 and index.is_ready(node, 0)]
         if len(nodes) < len(wanted):  # evicted from the warmest tier since, or orphans
-            here = set(index.key[nodes])
+            here = set(index.key[nodes].tolist())
             gone = [key for key in wanted if key not in here]
             tier.unmark_sent(gone)
             self._drop(tier, len(gone), DropReason.BACKPRESSURE)
@@ -463,7 +462,7 @@ class RemoteTiers:
                     tier.arrived(item.key)
                     if storing:
                         tier.announce(item.key)
-                    self._state.counters.misses[MissReason.BEHIND] += missed and item.parent is not None
+                    self._state.counters.misses[MissReason.AFTER_MISS] += missed and item.parent is not None
                 elif storing:
                     tier.forget(item.key)
                     self._drop(tier, 1, DropReason.WRITE_FAILED)

@@ -115,7 +115,6 @@ class AdmissionFilter:
         return next((i for i, each in enumerate(enough) if not each), len(enough))
 
     def _see(self, key: Key) -> bool:
-        """Count an offer; returns whether the threshold is reached."""
         last = self._steps[-1]
         for seen, following in zip(self._steps, [*self._steps[1:], last], strict=True):
             if seen.take(key):
@@ -154,7 +153,7 @@ class Retention(NamedTuple):
         return cls(first // chunk_tokens, None if end is None else -(-end // chunk_tokens), priority, seconds)
 
 
-def check(retention: Sequence[Retention]) -> None:
+def check_retention(retention: Sequence[Retention]) -> None:
     """Raise `CacheError` for an invalid range, priority or time."""
     for each in retention:
         good = each.first >= 0 and (each.end is None or each.end > each.first)
@@ -209,12 +208,6 @@ class PrefetchPolicy(enum.Enum):
     BEST_EFFORT = "best_effort"  # not at all: it uses the chunks that have arrived when it is scheduled
     WAIT = "wait_complete"  # until all chunks have arrived, at most `load_timeout`
     TIMEOUT = "timeout"  # until all chunks have arrived, at most the given seconds
-
-
-def check_time(now: float) -> None:
-    """Raise `CacheError` unless `now` is a finite number: time would not return from infinity."""
-    if not isinstance(now, int | float) or not math.isfinite(now):
-        raise CacheError(f"now: expected a finite number of seconds, got {now!r}")
 
 
 def seconds(given: float | None, usual: float) -> float:

@@ -90,7 +90,6 @@ class CacheState:
         self._begin()
 
     def _begin(self) -> None:
-        """New, empty structures over the present pools."""
         self.index = Index(self.pools)
         self.policies = [self._make_policy(level) for level in self.levels]
         self.backlog = Backlog(self.index, self.thresholds)
@@ -157,7 +156,7 @@ class CacheState:
         node = index.get(key)
         if not node:
             return MissReason.ABSENT
-        return MissReason.IN_FLIGHT if index.warmest_ready(node) < 0 else MissReason.BEHIND
+        return MissReason.IN_FLIGHT if index.warmest_ready(node) < 0 else MissReason.AFTER_MISS
 
     def count_misses(self, keys: Sequence[Key], end: int, known: int, remote: int = 0) -> None:
         """Count the misses of a request whose hit ended before `keys[end]`.
@@ -590,6 +589,5 @@ class CacheState:
             self.partials.forget(nodes)
 
     def _free_drained(self, tier: int, slot: int) -> None:
-        """Free a draining slot that no job uses any more."""
         if not self.pools[tier].is_busy(slot):
             self.pools[tier].move(slot, FREE)

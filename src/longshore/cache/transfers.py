@@ -87,7 +87,7 @@ class Load:
             if reason is None and not has_failed and not self.is_whole:
                 arrived += 1
             elif reason is None or (has_failed and reason is MissReason.CANCELLED):
-                misses.append(MissReason.BEHIND)
+                misses.append(MissReason.AFTER_MISS)
             else:
                 has_failed = True
                 misses.append(reason)
@@ -309,7 +309,6 @@ class Transfers:
         self.waits = Waits()
         self.now = 0.0
         self._last_id = 0
-        self._valid = (1 << settings.blocks_per_chunk) - 1
         self.writing: dict[int | str, int] = dict.fromkeys(range(len(state.levels)), 0)
         """Chunks being written to each tier from a warmer one; remote tiers by name."""
         self.offloaded: list[Key] | None = None
@@ -387,7 +386,7 @@ class Transfers:
         transfer = Transfer(
             job=job,
             route=Route(DEVICE, DEVICE),
-            items=tuple(Item(b"", None, source, None, 1) for source in sources),
+            items=tuple(Item(b"", None, source, None) for source in sources),
             sections=(Section(group, 0, tuple(blocks)),),
             by_layer=True,
             tokens=tokens,
@@ -499,10 +498,10 @@ class Transfers:
     ) -> Sequence[Item]:
         """The items, in columns if all slots of a side are in one pool."""
         if all(side is None or len(self._pools(side)) < 2 for side in (source, destination)):
-            return Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination), self._valid)
+            return Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination))
         begins, ends = (repeat(None) if side is None else self._addresses(*side) for side in (source, destination))
         rows = zip(keys, parents, begins, ends, strict=False)
-        return tuple(Item(key, above, begin, end, self._valid) for key, above, begin, end in rows)
+        return tuple(map(Item._make, rows))
 
     def _pools(self, side: TierSlots) -> set[int]:
         return set(map(self.state.pools[side.tier].pool_of, side.slots)) if self.state.several_sizes else {0}

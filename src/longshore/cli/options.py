@@ -205,25 +205,26 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """`command` for typer: a parameter that is a dataclass is replaced by those of its fields that are `Annotated`."""
+    parameters: list[Parameter] = []
+    groups: dict[str, tuple[Any, list[str]]] = {}
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters = []
     for name, own in inspect.signature(command).parameters.items():
-        group = fields(groups[name]) if name in groups else ()
-        types = get_type_hints(groups[name], include_extras=True) if group else {}
-        defaults = {each.name: Parameter.empty if each.default is MISSING else each.default for each in group}
-        given = {each: hint for each, hint in types.items() if get_origin(hint) is Annotated} or {name: hints[name]}
-        for each, hint in given.items():
-            default = defaults.get(each, own.default)
-            parameters.append(Parameter(each, Parameter.KEYWORD_ONLY, default=default, annotation=hint))
-
+        if not is_dataclass(kind := hints[name]):
+            parameters.append(own.replace(annotation=hints[name]))
+            continue
+        types = get_type_hints(kind, include_extras=True)
+        options = [each for each in fields(kind) if get_origin(types[each.name]) is Annotated]
+        groups[name] = kind, [each.name for each in options]
+        for each in options:
+            default = Parameter.empty if each.default is MISSING else each.default
+            parameters.append(
+                Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=types[each.name])
+            )
     parameters.sort(key=lambda each: each.default is not Parameter.empty)  # arguments before options
 
     def run(**given: Any) -> None:
-        for name, kind in groups.items():
-            names = [each.name for each in fields(kind) if each.name in given]
-            given[name] = kind(**{each: given.pop(each) for each in names})
-        command(**given)
+        made = {name: kind(**{each: given.pop(each) for each in own}) for name, (kind, own) in groups.items()}
+        command(**given, **made)
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

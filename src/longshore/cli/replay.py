@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from enum import StrEnum
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -177,24 +178,20 @@ def replay(
             "MiB",
         )
 
-        def made(count: int, admission: bool = True, store: bool = True) -> TieredReplay:
-            return TieredReplay(
-                timing,
-                block_tokens,
-                {tier: nbytes for tier, nbytes in tiers.items() if store or tier != REMOTE},
-                kind,
-                engines=count,
-                gated=gate,
-                admission=admission,
-                replicas=replicas or 1,
-                routing=route or Routing.ROUND_ROBIN,
-            )
-
-        run = made(machine.engines)
+        made = partial(
+            TieredReplay,
+            timing,
+            block_tokens,
+            policy=kind,
+            gated=gate,
+            replicas=replicas or 1,
+            routing=route or Routing.ROUND_ROBIN,
+        )
+        run = made(tiers=tiers, engines=machine.engines)
         with trace.opened(console) as requests, console.status("reading") as status:
             one_cache = Experiment(kind, run.slots) if len(run.replicas) > 1 else None
             blocks, outputs = _RequestedBlocks(optimum, console), report if wanted else None
-            facts, rows = _replay(run, made, requests, name, blocks, outputs, status, one_cache)
+            facts, rows = _replay(run, partial(made, tiers=tiers), requests, name, blocks, outputs, status, one_cache)
     if as_json:
         options.print_overload(facts, console)
         write_json({**facts, "provenance": provenance()})
@@ -313,8 +310,8 @@ def _replay(
     status: Status,
     one_cache: Experiment | None,
 ) -> tuple[dict[str, object], list[Row]]:
-    def other(how: str, engines: int = run.engines, **changes: bool) -> TieredReplay:
-        other = made(engines, **changes)
+    def other(how: str, engines: int = run.engines, **changes: Any) -> TieredReplay:
+        other = made(engines=engines, **changes)
         for _ in other.run(_progress(requests, status, how)):
             pass
         return other
@@ -340,7 +337,8 @@ def _replay(
     best = blocks.optimal(run.slots)
     sharing = None
     if one_cache is not None:
-        alone = None if run.remote is None else other(" without the store", store=False)
+        owned = {tier: slots * run.image_bytes for tier, slots in run.capacity.items() if tier != REMOTE}
+        alone = None if run.remote is None else other(" without the store", tiers=owned)
         sharing = Sharing(one_cache.totals().hits, alone)
     found = Replayed(run, policy, blocks.unique, best, too_much, requests.assumption, unfiltered(), sharing)
     if outputs is not None:

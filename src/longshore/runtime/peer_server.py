@@ -4,9 +4,10 @@
     GET     ──► header, and the image straight from host memory, whose slot is not written meanwhile
     AUTH    ──► before anything else, if there is a password; PING and SELECT 0 are answered, all else is an error
 
-Each connection has a thread. A client that sends nothing for `IDLE`, or does not take a value within `SENDING`, is
-dropped, so that it keeps no slot. Values have the header of every remote store, and the namespace is a part of their
-address: a replica with other weights finds nothing.
+Each connection has a thread, and a deadline: to log in, to send the next command, to take an answer. The thread that
+accepts connections shuts down those that are late, which wakes their threads, so that none keeps a slot. Values have
+the header of every remote store, and the namespace is a part of their address: a replica with other weights finds
+nothing.
 """
 
 from __future__ import annotations
@@ -15,38 +16,37 @@ import contextlib
 import hmac
 import ipaddress
 import logging
+import math
 import re
 import socket
 import ssl
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 from longshore.boundary import Key
-from longshore.cache import GroupKeys, PrefetchPolicy, Presence, Until
+from longshore.cache import GroupKeys, PrefetchPolicy, Presence, TieredCache, Until
 from longshore.errors import ConfigError, LongshoreError, TierError
 from longshore.runtime.loop import Runtime
 from longshore.tiers.host import HostTier
 from longshore.tiers.remote.format import HEADER_BYTES, Identity, pack_header
-from longshore.tiers.remote.resp import PlainStream, Stream, TlsStream
+from longshore.tiers.remote.resp import COMING
 from longshore.tiers.remote.settings import RemoteSettings, parse_url
-from longshore.tiers.remote.work import StoreError
+from longshore.tiers.remote.stream import parts_behind
 
 _log = logging.getLogger(__name__)
 
-COMING = -1
-"""The length of a value that is being computed, stored or read from files."""
-
+LOGIN = 5.0
+"""Seconds within which a client must have ended the TLS handshake, and given the password if there is one."""
 IDLE = 600.0
 """Seconds after which a client that sends nothing is dropped."""
 SENDING = 10.0
 """Seconds within which a client must have taken an answer."""
 READING = 2.0
 """Seconds for which a GET waits until a chunk has been read from files."""
-_MOST_CLIENTS = 64
-_HANDSHAKE = 5.0
-_WORDS, _WORD_BYTES = 4, 512
+MOST_CLIENTS = 64
+_LATE_SECONDS = 1.0
+_WORDS, _WORD_BYTES, _LINE_BYTES = 4, 512, 16
 _ADDRESS = re.compile(rb"ls1/([0-9a-f]{64})/([0-9a-f]{64})")
 _END = b"\r\n"
 
@@ -59,68 +59,65 @@ class TierSource:
         runtime: Runtime,
         host: HostTier,
         namespace: Callable[[], bytes],
-        is_coming: Callable[[Sequence[Key]], set[Key]] = lambda keys: set(),
+        is_coming: Callable[[Key], bool] = lambda key: False,
     ) -> None:
-        """`namespace` is the present one; `is_coming` says which of some keys are being computed, or stored."""
+        """`namespace` is the present one; `is_coming` says of a chunk that no tier has whether one will have it soon.
+
+        Both are called with the control of the cache, with which resets change the namespace, too.
+        """
         self._runtime = runtime
         self._host = host
         self._namespace = namespace
         self._is_coming = is_coming
         self._bytes = host.slabs.image_bytes[0]
+        self._tick: int | None = None
+        """Of all reads for peers: they are no requests of this engine."""
 
     def lengths(self, addresses: Sequence[bytes]) -> list[int]:
         """The length of each value; 0 for one that is not there, `COMING` for one that will be."""
-        keys = [self._key(each) for each in addresses]
-        known = [key for key in keys if key is not None]
         with self._runtime.control() as cache:
-            asked = {0: GroupKeys(known)}
-            found = cache.lookup(asked, self._runtime.clock(), until=Until.NOTHING, each=True, count=False, asks=())
-            where = dict(zip(known, found.residency[0].presences, strict=True))
-            absent = [key for key, each in where.items() if each is Presence.ABSENT]
-            coming = self._is_coming(absent) if absent else set()
-        return [0 if key is None else self._length(where[key], is_coming=key in coming) for key in keys]
+            keys = [self._key(each) for each in addresses]
+            known = [key for key in keys if key is not None]
+            where = dict(zip(known, self._presences(cache, known), strict=True))
+            return [0 if key is None else self._length(key, where[key]) for key in keys]
 
     @contextlib.contextmanager
     def held(self, address: bytes) -> Iterator[tuple[bytes, memoryview] | None]:
         """The header and the image of a value, whose slot is not written meanwhile; `None`: it is not there."""
-        key, job, namespace = self._key(address), None, self._namespace()
-        if key is not None:
-            job = self._hold(key)
-        if key is None or job is None:
+        if (found := self._hold(address)) is None:
             yield None
             return
-        number, index = job
+        job, slot, identity = found
         try:
-            offset = self._host.offset(0, index)
-            image = self._host.arena.view(offset, self._bytes)
-            yield pack_header(Identity(namespace, key, self._bytes), image), image
+            image = self._host.arena.view(self._host.offset(0, slot), self._bytes)
+            yield pack_header(identity, image), image
         finally:
             with self._runtime.control() as cache:
-                cache.release(number)
+                cache.release(job)
 
-    def _hold(self, key: Key) -> tuple[int, int] | None:
-        """A job that reads a slot of host memory with `key`, and the slot; it is read from files first if need be."""
-        path, deadline = {0: GroupKeys([key])}, self._runtime.clock() + READING
-        while True:
+    def _hold(self, address: bytes) -> tuple[int, int, Identity] | None:
+        """A job that reads a slot of host memory, the slot, and what is in it; it is read from files if need be."""
+        for was_read in (False, True):
             with self._runtime.control() as cache:
-                now = self._runtime.clock()
-                found = cache.lookup(path, now, until=Until.NOTHING, each=True, count=False, asks=())
-                (presence,) = found.residency[0].presences
-                if presence is Presence.READY:
-                    (part,) = cache.load(path).parts
-                    return part.job, part.slots.of.indices[0]
-                if presence is Presence.ABSENT or now >= deadline:
+                key = self._key(address)  # weights may have changed meanwhile
+                presence = Presence.ABSENT if key is None else self._presences(cache, [key])[0]
+                if key is None or presence is Presence.ABSENT or (was_read and presence is not Presence.READY):
                     return None
-                lease = cache.lookup(path, now, each=True, count=False, asks=()).lease
-                if lease is not None:
-                    cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=deadline - now)
-            if lease is None:
-                return None
+                path, now = {0: GroupKeys([key])}, self._runtime.clock()
+                if presence is Presence.READY:
+                    (part,) = cache.load(path, count=False).parts
+                    return part.job, part.slots.of.indices[0], Identity(self._namespace(), key, self._bytes)
+                found = cache.lookup(path, now, each=True, count=False, tick=self._tick)
+                self._tick = found.tick
+                if found.lease is None:
+                    return None
+                cache.prefetch(found.lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=READING)
             try:
-                self._runtime.wait_over(lease)
+                self._runtime.wait_over(found.lease, READING)
             finally:
                 with self._runtime.control() as cache:
-                    cache.release(lease)
+                    cache.release(found.lease)
+        return None
 
     def _key(self, address: bytes) -> Key | None:
         """The key in an address of the present namespace."""
@@ -129,40 +126,44 @@ class TierSource:
             return None
         return bytes.fromhex(found[2].decode())
 
-    def _length(self, presence: Presence, *, is_coming: bool) -> int:
+    def _presences(self, cache: TieredCache, keys: Sequence[Key]) -> Sequence[Presence]:
+        path = {0: GroupKeys(keys)}
+        found = cache.lookup(path, self._runtime.clock(), until=Until.NOTHING, each=True, count=False)
+        return found.residency[0].presences
+
+    def _length(self, key: Key, presence: Presence) -> int:
         if presence in (Presence.READY, Presence.COLDER):
             return HEADER_BYTES + self._bytes
-        return COMING if is_coming or presence is Presence.IN_FLIGHT else 0
+        return COMING if presence is Presence.IN_FLIGHT or self._is_coming(key) else 0
 
 
 class PeerServer:
     """Serves a `TierSource` at the address of a URL, such as `valkeys://10.0.0.7:7007?password_file=...`.
 
     Attributes:
+        settings: What the URL says.
         served: Values that were sent.
         refused: Connections that were refused, or gave a wrong password.
     """
 
     def __init__(self, url: str, source: TierSource) -> None:
-        """Raises `ConfigError` if the address cannot be bound, or every address of the machine without a password."""
-        self.settings = parse_url(url)
-        if self.settings.scheme not in ("valkey", "valkeys"):
-            raise ConfigError(f"serve is {url}: expected valkey://ADDRESS:PORT, or valkeys:// with TLS")
-        self._source = source
+        """Raises `ConfigError` if the address cannot be bound, or every address of the machine without a password.
+
+        Whether clients need a password is decided here: a file of it that is empty later lets nobody in.
+        """
+        self.settings, self.source = parse_url(url), source
         self.served = self.refused = 0
-        self._tls = self._context(self.settings)
-        self._clients: set[socket.socket] = set()
+        self.tls = tls_context(self.settings)
+        self.deadlines: dict[socket.socket, float] = {}
+        """When each client that is connected is dropped; a clock reading in seconds."""
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._closed = False
-        try:
-            self._listener = self._bind(self.settings)
-        except OSError as error:
-            raise ConfigError(f"serve is {url}, which cannot be bound: {error.strerror or error}") from error
-        if not self._password():
-            if ipaddress.ip_address(self._listener.getsockname()[0]).is_unspecified:
-                self._listener.close()
-                raise ConfigError(f"serve is {url}, which is every address of this machine: a password is needed")
+        self.needs_password = self.password() is not None
+        if self.settings.password_file and not self.needs_password:
+            raise ConfigError(f"serve is {url}: password_file is empty")
+        self._listener = _bind(self.settings, has_password=self.needs_password)
+        if not self.needs_password:
             _log.warning("anyone who can reach %s can read cached blocks: set password_file", self.settings)
         self._thread = threading.Thread(target=self._accept, name="longshore-peers", daemon=True)
         self._thread.start()
@@ -172,127 +173,98 @@ class PeerServer:
         """Drop all clients, and free the address. Idempotent."""
         with self._lock:
             self._closed = True
-            clients, threads = list(self._clients), list(self._threads)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        for client in clients:
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(client, socket.SHUT_RDWR)
-        for thread in (self._thread, *threads):
-            thread.join(SENDING)
+            threads = [self._thread, *self._threads]
+        _shut_down(self._listener)  # wakes the thread that accepts
+        self._drop(math.inf)
+        give_up = time.monotonic() + 2 * READING
+        for thread in threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
         self._listener.close()
 
-    # ------------------------------------------------------------------ connections
-
-    @staticmethod
-    def _bind(settings: RemoteSettings) -> socket.socket:
-        (family, _, _, _, address), *_ = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(_MOST_CLIENTS)
-        except BaseException:
-            listener.close()
-            raise
-        return listener
-
-    @staticmethod
-    def _context(settings: RemoteSettings) -> ssl.SSLContext | None:
-        if not settings.tls:
-            return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            context.load_cert_chain(settings.cert_file, settings.key_file or None)
-            if settings.ca_file:  # clients need a certificate then
-                context.load_verify_locations(settings.ca_file)
-                context.verify_mode = ssl.CERT_REQUIRED
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"serve is {settings}: cert_file, key_file or ca_file cannot be used: {error}") from error
-        return context
-
-    def _password(self) -> tuple[str, str] | None:
-        """User and password, if there is one; the file is read each time."""
+    def password(self) -> tuple[bytes, bytes] | None:
+        """User and password, if there is one; the file is read each time. Raises `ConfigError`."""
         try:
             user, password = self.settings.credentials()
         except TierError as error:
             raise ConfigError(f"serve: {error}") from error
-        return (user, password) if password else None
+        return (user.encode(), password.encode()) if password else None
+
+    # ------------------------------------------------------------------ connections
 
     def _accept(self) -> None:
         while not self._closed:
             try:
-                client, _ = self._listener.accept()
+                self._listener.settimeout(_LATE_SECONDS if self.deadlines else None)
+                sock, _ = self._listener.accept()
+            except TimeoutError:
+                pass
             except OSError as error:
                 if not self._closed:
                     _log.error("peers: no connection could be accepted: %s", error)
-                    time.sleep(1.0)
-                continue
-            thread = threading.Thread(target=self._run, args=(client,), name="longshore-peer", daemon=True)
-            with self._lock:
-                if self._closed or len(self._clients) >= _MOST_CLIENTS:
-                    self.refused += 1
-                    client.close()
-                    continue
-                self._clients.add(client)
-                self._threads.add(thread)
-            thread.start()
+                    time.sleep(_LATE_SECONDS)
+            else:
+                self._begin(sock)
+            self._drop(time.monotonic())
 
-    def _run(self, client: socket.socket) -> None:
+    def _begin(self, sock: socket.socket) -> None:
+        thread = None
+        with self._lock:
+            try:
+                if not self._closed and len(self.deadlines) < MOST_CLIENTS:
+                    if self.tls is not None:
+                        sock = self.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+                    thread = threading.Thread(target=self._run, args=(sock,), name="longshore-peer", daemon=True)
+                    thread.start()
+                    self.deadlines[sock] = time.monotonic() + LOGIN
+                    self._threads.add(thread)
+            except (OSError, RuntimeError) as error:  # the client has gone, or there are no more threads
+                _log.debug("peers: a client was not served: %s", error)
+                thread = None
+        if thread is None:
+            self.refused += 1
+            sock.close()
+
+    def _run(self, sock: socket.socket) -> None:
         """Serve one client until it ends, or breaks the rules."""
+        with self._lock:
+            pass  # it is known by now
         try:
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _Client(self, self._stream(client)).serve()
-        except (OSError, StoreError, LongshoreError) as error:
+            PeerClient(self, sock).serve()
+        except (OSError, LongshoreError) as error:
             if not self._closed:
                 _log.debug("peers: a client was dropped: %s", error)
         except Exception:  # noqa: BLE001 - others are served
             _log.exception("peers: a client could not be served; others are")
         finally:
-            client.close()
             with self._lock:
-                self._clients.discard(client)
+                self.deadlines.pop(sock, None)
                 self._threads.discard(threading.current_thread())
+                sock.close()
 
-    def _stream(self, client: socket.socket) -> Stream:
-        if self._tls is None:
-            return _ServedStream(client, time.monotonic)
-        client.settimeout(_HANDSHAKE)
-        secure = self._tls.wrap_socket(client, server_side=True)
-        with self._lock:
-            self._clients.add(secure)
-        return TlsStream(secure, time.monotonic)
-
-
-class _ServedStream(PlainStream):
-    """TCP, where the kernel bounds a whole send: it takes an image with one call."""
-
-    def __init__(self, sock: socket.socket, clock: Callable[[], float]) -> None:
-        super().__init__(sock, clock)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(SENDING), 0))
-
-    def send(self, parts: list[memoryview], deadline: float) -> None:
-        """Send `parts`, within `SENDING`. Raises `StoreError`."""
-        left = sum(map(len, parts))
-        try:
-            if self._sock.sendmsg(parts) < left:
-                raise StoreError("timeout", "a client did not take an answer in time")
-        except OSError as error:
-            raise StoreError("connection", f"could not send: {error.strerror or error}") from None
+    def _drop(self, now: float) -> None:
+        """Shut down the connections whose deadline has passed `now`."""
+        with self._lock:  # none is closed meanwhile
+            for client, deadline in list(self.deadlines.items()):
+                if now >= deadline:
+                    _shut_down(client)
 
 
-class _Client:
+class PeerClient:
     """One connection."""
 
-    def __init__(self, server: PeerServer, stream: Stream) -> None:
+    def __init__(self, server: PeerServer, sock: socket.socket) -> None:
         self._server = server
-        self._stream = stream
+        self._socket = sock
         self._buffer = bytearray()
-        self._into = memoryview(bytearray(1 << 16))
-        self._may = server._password() is None
+        self._may = False
+        """Whether it has logged in, or need not."""
 
     def serve(self) -> None:
-        """Answer commands, one after the other. Raises `StoreError` when the client ends, or is dropped."""
+        """Answer commands, one after the other, until the client ends. Raises `TierError` for what is none."""
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if isinstance(self._socket, ssl.SSLSocket):
+            self._socket.do_handshake()
+        self._may = not self._server.needs_password
         lengths: list[bytes] = []
         while True:
             words = self._next()
@@ -300,88 +272,139 @@ class _Client:
                 lengths.append(words[1])  # all that have come are looked up together
                 continue
             if lengths:
-                self._send([b"".join(b":%d\r\n" % each for each in self._server._source.lengths(lengths))])
+                self._send(b"".join([b":%d\r\n" % each for each in self._server.source.lengths(lengths)]))
                 lengths = []
             if words is not None:
                 self._answer(words)
                 continue
-            count = self._stream.receive_some(self._into, time.monotonic() + IDLE)
-            self._buffer += self._into[:count]
+            self._has(IDLE)
+            came = self._socket.recv(1 << 16)
+            if not came:
+                return
+            self._buffer += came
 
     def _answer(self, words: list[bytes]) -> None:
         name, *arguments = words
         match name.upper(), arguments:
-            case b"AUTH", [*_, password] if len(arguments) <= 2:
-                self._log_in(arguments[0] if len(arguments) == 2 else b"", password)
+            case b"AUTH", [password]:
+                self._log_in(None, password)
+            case b"AUTH", [user, password]:
+                self._log_in(user, password)
             case _ if not self._may:
-                self._send([b"-NOAUTH Authentication required.\r\n"])
+                self._send(b"-NOAUTH Authentication required.\r\n")
             case b"GET", [address]:
                 self._get(address)
             case b"PING", []:
-                self._send([b"+PONG\r\n"])
+                self._send(b"+PONG\r\n")
             case b"SELECT", [b"0"]:
-                self._send([b"+OK\r\n"])
+                self._send(b"+OK\r\n")
             case b"SET", _:
-                self._send([b"-READONLY a peer serves reads only\r\n"])
+                self._send(b"-READONLY a peer serves reads only\r\n")
             case _:
-                self._send([b"-ERR unknown command\r\n"])
+                self._send(b"-ERR unknown command\r\n")
 
     def _get(self, address: bytes) -> None:
-        with self._server._source.held(address) as value:
+        with self._server.source.held(address) as value:
             if value is None:
-                self._send([b"$-1\r\n"])
+                self._send(b"$-1\r\n")
                 return
             header, image = value
-            self._send([b"$%d\r\n%b" % (len(header) + len(image), header), image, _END])
-            self._server.served += 1
+            self._send(b"$%d\r\n%b" % (len(header) + len(image), header), image, _END)
+        self._server.served += 1
 
-    def _log_in(self, user: bytes, password: bytes) -> None:
-        known = self._server._password()
-        if known is None:
-            self._send([b"-ERR no password is set\r\n"])
+    def _log_in(self, user: bytes | None, password: bytes) -> None:
+        known = self._server.password()
+        if known is None and not self._server.needs_password:
+            self._send(b"-ERR no password is set\r\n")
             return
-        is_right = hmac.compare_digest(password, known[1].encode())
-        if is_right and (not user or not known[0] or hmac.compare_digest(user, known[0].encode())):
+        is_user = known is not None and (user is None or not known[0] or hmac.compare_digest(user, known[0]))
+        if known is not None and hmac.compare_digest(password, known[1]) and is_user:
             self._may = True
-            self._send([b"+OK\r\n"])
+            self._send(b"+OK\r\n")
             return
         self._server.refused += 1
-        self._send([b"-WRONGPASS invalid username-password pair\r\n"])
-        raise StoreError("refused", "a wrong password")
+        self._send(b"-WRONGPASS invalid username-password pair\r\n")
+        raise TierError("a wrong password")
 
-    def _send(self, parts: Sequence[bytes | memoryview]) -> None:
-        self._stream.send([memoryview(part) for part in parts], time.monotonic() + SENDING)
+    def _has(self, seconds: float) -> None:
+        """The client has so long for what comes next; before it has logged in, what is left of `LOGIN`."""
+        if self._may:
+            self._server.deadlines[self._socket] = time.monotonic() + seconds
+
+    def _send(self, *parts: bytes | memoryview) -> None:
+        self._has(SENDING)
+        if isinstance(self._socket, ssl.SSLSocket):
+            for part in parts:
+                self._socket.sendall(part)
+            return
+        left = [memoryview(part) for part in parts]
+        while left:
+            left = parts_behind(left, self._socket.sendmsg(left))
 
     def _next(self) -> list[bytes] | None:
-        """The next command, if all of it has come. Raises `StoreError` for what is none."""
-        line, at = self._line(0)
-        if line is None:
-            return None
-        count = _count(line, b"*", _WORDS)
+        """The next command, if all of it has come. Raises `TierError` for what is none."""
+        count, at = self._number(b"*", 0, _WORDS)
         words: list[bytes] = []
-        for _ in range(count):
-            line, at = self._line(at)
-            if line is None:
-                return None
-            length = _count(line, b"$", _WORD_BYTES)
-            if len(self._buffer) < at + length + len(_END):
+        while count is not None and len(words) < count:
+            length, at = self._number(b"$", at, _WORD_BYTES)
+            if length is None or len(self._buffer) < at + length + len(_END):
                 return None
             words.append(bytes(self._buffer[at : at + length]))
             at += length + len(_END)
             if self._buffer[at - len(_END) : at] != _END:
-                raise StoreError("broken", "a word without its end")
+                raise TierError("a word without its end")
+        if count is None:
+            return None
+        if not words:
+            raise TierError("a command without words")
         del self._buffer[:at]
         return words
 
-    def _line(self, begin: int) -> tuple[bytes | None, int]:
-        end = self._buffer.find(_END, begin, begin + 32)
-        if end < 0 and len(self._buffer) >= begin + 32:
-            raise StoreError("broken", "a line without an end")
-        return (None, begin) if end < 0 else (bytes(self._buffer[begin:end]), end + len(_END))
+    def _number(self, kind: bytes, begin: int, most: int) -> tuple[int | None, int]:
+        """The number in the line of this kind that begins there, and what is behind; `None` if it has not come."""
+        end = self._buffer.find(_END, begin, begin + _LINE_BYTES)
+        if end < 0 and len(self._buffer) < begin + _LINE_BYTES:
+            return None, begin
+        line = bytes(self._buffer[begin : max(begin, end)])
+        if line[:1] != kind or not line[1:].isdigit() or int(line[1:]) > most:
+            raise TierError(f"expected {kind.decode()} and a number up to {most}")
+        return int(line[1:]), end + len(_END)
 
 
-def _count(line: bytes, kind: bytes, most: int) -> int:
-    """The number in a line of this kind, at most `most`. Raises `StoreError`."""
-    if line[:1] != kind or not line[1:].isdigit() or int(line[1:]) > most or line == b"*0":
-        raise StoreError("broken", f"expected {kind.decode()} and a number up to {most}")
-    return int(line[1:])
+def tls_context(settings: RemoteSettings) -> ssl.SSLContext | None:
+    """What encrypts the connections of clients; `None` without TLS. Raises `ConfigError`."""
+    if not settings.tls:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.cert_file, settings.key_file or None)
+        if settings.ca_file:  # clients need a certificate then
+            context.load_verify_locations(settings.ca_file)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"serve is {settings}: cert_file, key_file or ca_file cannot be used: {error}") from error
+    return context
+
+
+def _bind(settings: RemoteSettings, *, has_password: bool) -> socket.socket:
+    """A socket that listens at the address of `settings`, and at no other. Raises `ConfigError`."""
+    with contextlib.ExitStack() as undo:
+        try:
+            (family, _, _, _, address), *_ = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+            if ipaddress.ip_address(address[0]).is_unspecified and not has_password:
+                raise ConfigError(f"serve is {settings}, which is every address of this machine: a password is needed")
+            listener = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(MOST_CLIENTS)
+        except OSError as error:
+            message = f"serve is {settings}, which cannot be bound: {error.strerror or error}"
+            raise ConfigError(message) from error
+        undo.pop_all()
+    return listener
+
+
+def _shut_down(sock: socket.socket) -> None:
+    """Make the calls on a socket fail, in whatever thread; `SSLSocket.shutdown` would end encryption."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

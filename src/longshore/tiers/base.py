@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longshore.boundary import Key, Slabs, Status
+from longshore.boundary import Key, Slabs, Status, StoredChunk
 from longshore.errors import PlanError, TierError
 
 
@@ -79,15 +79,6 @@ class TierResult(NamedTuple):
     queued_seconds: float
 
 
-class StoredChunk(NamedTuple):
-    """A chunk that a tier recovered at start: `key` (child of `parent`) is in `slot` of `pool`."""
-
-    slot: int
-    key: Key
-    parent: Key | None
-    pool: int = 0
-
-
 class Tier(ABC):
     """Storage for block images, addressed by slot, accessed through the host arena.
 
@@ -123,7 +114,7 @@ class Tier(ABC):
     def close(self) -> None:
         """Wait for operations that have begun, end the rest as `Status.TIER_OFF`, release all resources. Idempotent."""
 
-    def recover(self) -> list[StoredChunk]:
+    def recover(self) -> Sequence[StoredChunk]:
         """Chunks of an earlier process, least recently used first; none for most tiers."""
         return []
 
@@ -155,7 +146,7 @@ class Tier(ABC):
 
     @property
     def is_away(self) -> bool:
-        """Whether operations end as `Status.AWAY` at present."""
+        """Whether operations end as `Status.UNAVAILABLE` at present."""
         return False
 
     @property
@@ -178,7 +169,7 @@ class KeyedTier(Tier):
     """Storage for block images that Longshore does not own: addressed by key, shared, and free to drop images.
 
     The slot of every operation is `BY_KEY`; there are no slabs. A `READ` of a key that the tier does not have ends as
-    `Status.LAPSED`; a `WRITE` of a key that it has may end as `OK` without moving bytes.
+    `Status.EXPIRED`; a `WRITE` of a key that it has may end as `OK` without moving bytes.
     """
 
     @abstractmethod

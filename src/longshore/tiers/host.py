@@ -155,7 +155,7 @@ class KeyedMover(TierMover):
             if probe is not None and present is not None:
                 results.append(ProbeResult(probe.probe, present))
             elif probe is not None:
-                results.append(ProbeResult(probe.probe, (False,) * len(probe.keys), Status.AWAY))
+                results.append(ProbeResult(probe.probe, (False,) * len(probe.keys), Status.UNAVAILABLE))
         return results
 
     def _address(self, ours: Slot | None, hosts: Slot) -> int:

@@ -101,7 +101,7 @@ def test_what_has_expired_is_not_there(tmp_path: Path) -> None:
     harness.assert_serves(0, 5)
     os.utime(file_of(tmp_path, 5), (0, 0))
     assert wait_answer(harness, 5) == (False,)
-    assert harness.load(0, 5)[0] is Status.LAPSED
+    assert harness.load(0, 5)[0] is Status.EXPIRED
     harness.store(0, 5)
     harness.assert_serves(0, 5)
     harness.tier.close()
@@ -113,7 +113,7 @@ def test_the_directory_is_not_created(tmp_path: Path) -> None:
     harness = TierHarness(
         lambda: RemoteTier(f"file://{gone}", arena=arena, image_bytes=IMAGE, namespace=NAMESPACE), arena, by_key=True
     )
-    assert harness.run(harness.op(Op.WRITE, 0, 5)) == (Status.AWAY,)
+    assert harness.run(harness.op(Op.WRITE, 0, 5)) == (Status.UNAVAILABLE,)
     assert not gone.exists()
     harness.tier.close()
 

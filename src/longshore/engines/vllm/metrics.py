@@ -29,11 +29,11 @@ from longshore import __version__
 from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
 from longshore.cache import DropReason, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
 from longshore.cache.events import WEIGHTS, Announcements, Change
-from longshore.cache.types import Answer
-from longshore.monitoring.table import METRICS, QUEUE_SECONDS, Histogram, Metric, MetricKind
-from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, HostedRemoteTier
+from longshore.cache.types import Answer, Histogram
+from longshore.monitoring.table import METRICS, QUEUE_SECONDS, Metric, MetricKind
+from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier
+from longshore.tiers.base import Tier
 from longshore.tiers.remote import FAILURE_REASONS as OF_STORES
-from longshore.tiers.remote import RemoteTier
 
 _TIERS = (HOST, FILE)
 _ROUTES = tuple(
@@ -65,7 +65,7 @@ class OffloadingMetrics:
     def __init__(
         self,
         file: HostedFileTier | None = None,
-        stores: Sequence[HostedRemoteTier | RemoteTier] = (),
+        stores: Sequence[Tier] = (),
         *,
         histograms: Iterable[tuple[str, tuple[str, ...], Histogram]] = (),
         is_off: bool = False,
@@ -102,10 +102,10 @@ class OffloadingMetrics:
             if not late and not stalled and not (brought and found[first] is Presence.COLDER):
                 return None
             away = self._file is not None and self._file.is_away
-            reason = MissReason.DEADLINE if late else MissReason.AWAY if away else MissReason.NO_ROOM
+            reason = MissReason.DEADLINE if late else MissReason.UNAVAILABLE if away else MissReason.NO_ROOM
         behind = found[first + 1 :]
         absent = behind.count(Presence.ABSENT)
-        reasons = Counter({MissReason.ABSENT: absent, MissReason.BEHIND: len(behind) - absent})
+        reasons = Counter({MissReason.ABSENT: absent, MissReason.AFTER_MISS: len(behind) - absent})
         reasons[reason] += 1
         return reasons
 

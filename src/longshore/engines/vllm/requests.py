@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import count, islice, takewhile
 from operator import eq
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext
 
@@ -23,7 +23,11 @@ from longshore.boundary import FILE, REMOTE, Key, Slots, Status, TransferResult
 from longshore.cache import GroupKeys, Lease, Presence, Residency, TieredCache, Until
 from longshore.errors import HintError
 from longshore.hints import RequestHints
-from longshore.tiers.remote.peers import Peer, PeerTier, parse_peer
+from longshore.runtime.rank_reports import RankReports
+
+if TYPE_CHECKING:
+    from longshore.tiers.remote.cluster import ClusterNode
+    from longshore.tiers.remote.peers import PeerTier
 
 _KEY_BYTES = 32
 GROUP_BYTES = 4
@@ -139,8 +143,9 @@ class RequestState:
         paths: By our number of a KV cache group, the chunks that follow one another from the first one on.
         hints: Its `RequestHints`.
         tick: Its tick in the cache, from its first lookup or store on.
-        computes: The keys of chunks that no tier had when vLLM asked.
         source: The replica that it names as the source of its blocks.
+        asks_again: When that is asked again, as some of them were coming.
+        computes: Keys of its chunks that no tier had, if peers are told.
         lora: vLLM's `LoRARequest`, if the connector has reported one.
         adapter: Digest of that adapter, once it is known.
     """
@@ -171,8 +176,9 @@ class RequestState:
     paths: dict[int, RequestPath] = field(default_factory=dict)
     hints: RequestHints = field(default_factory=RequestHints)
     tick: int | None = None
+    source: ClusterNode | None = None
+    asks_again: float = 0.0
     computes: set[Key] = field(default_factory=set)
-    source: Peer | None = None
     lora: Any = None
     adapter: bytes = b""
 
@@ -233,8 +239,7 @@ class RequestState:
         return now - self.refused_since <= patience
 
     def end_step(self) -> None:
-        """Drop the answers of this step; what no tier has is computed."""
-        self.computes.update(self.ours(key for key, answer in self.answers.items() if answer is LookupResult.MISS))
+        """Drop the answers of this step."""
         self.answers, self.asked_keys, self.residency = {}, [], None
         self.colder, self.wanted, self.waits = set(), {}, False
 
@@ -259,21 +264,45 @@ class Ticket:
         """The slots of all jobs."""
         return [slot for _, run in self.jobs for slot in run.indices]
 
-    def end(
-        self, cache: TieredCache, good: Sequence[bool], now: float, image_bytes: Sequence[int]
-    ) -> list[TransferResult]:
-        """Tell the cache that all jobs have ended, and in which slots well, in order; none stands for all.
 
-        `image_bytes` are those of each pool. Returns the results.
+@dataclass(slots=True)
+class JobContext:
+    """What the loads and stores of one engine have in common.
+
+    Attributes:
+        groups: Its KV cache groups.
+        reports: Where ranks report what they have copied.
+        clock: In seconds.
+        patience: Seconds for which a request waits for chunks, or offers chunks again.
+        slots: Slots of host memory.
+        image_bytes: Bytes of an image of each pool.
+    """
+
+    groups: ChunkGroups
+    reports: RankReports
+    clock: Callable[[], float]
+    patience: float
+    slots: int
+    image_bytes: Sequence[int]
+    _numbers: Iterator[int] = field(default_factory=lambda: count(1))
+
+    def ticket(self) -> Ticket:
+        """A new ticket."""
+        return Ticket(next(self._numbers), self.clock())
+
+    def end(self, ticket: Ticket, cache: TieredCache, good: Sequence[bool] = ()) -> list[TransferResult]:
+        """Tell the cache that all jobs of `ticket` have ended, and in which slots well, in order; none stands for all.
+
+        Returns the results.
         """
-        said, results = iter(good), []
-        for job, run in self.jobs:
+        now, said, results = self.clock(), iter(good), []
+        for job, run in ticket.jobs:
             if all(good):
                 statuses = (OK,) * len(run.indices)
             else:
                 statuses = tuple(OK if next(said) else Status.IO_ERROR for _ in run.indices)
-            nbytes = statuses.count(OK) * image_bytes[run.pool]
-            results.append(TransferResult(job, statuses, nbytes, (now - self.since) / len(self.jobs)))
+            nbytes = statuses.count(OK) * self.image_bytes[run.pool]
+            results.append(TransferResult(job, statuses, nbytes, (now - ticket.since) / len(ticket.jobs)))
         cache.apply(results, now)
         return results
 
@@ -365,13 +394,12 @@ def hints_of(context: ReqContext, usual: RequestHints) -> RequestHints:
     return hints
 
 
-def source_of(context: ReqContext, peers: PeerTier | None) -> Peer | None:
+def source_of(context: ReqContext, peers: PeerTier | None) -> ClusterNode | None:
     """The replica that a request names as the source of its blocks; `None` if it names none, or one it may not."""
-    said = (context.kv_transfer_params or {}).get(SOURCE)
-    if said is None or peers is None:
+    if peers is None or (said := (context.kv_transfer_params or {}).get(SOURCE)) is None:
         return None
     try:
-        return parse_peer(said, peers.networks)
+        return peers.parse(said)
     except HintError as error:
         _log.warning("request %s: kv_transfer_params[%r] is not used: %s", context.req_id, SOURCE, error)
         return None

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from longshore.boundary import FILE, HOST, Mover
+from longshore.boundary import FILE, HOST, PEERS
 from longshore.cache import CacheGroup, TieredCache
 from longshore.cache.eviction import EvictionPolicy
 from longshore.config import Config, Kept
@@ -33,15 +33,17 @@ from longshore.errors import CapacityError, ConfigError, TierError
 from longshore.keys import Scope
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.rank_reports import RankReports
-from longshore.runtime.stack import close_runtime, make_gate, named_stores
+from longshore.runtime.stack import close_runtime, make_runtime, named_stores
 from longshore.runtime.stack import make_cache as make_tiered_cache
 from longshore.runtime.tier_host import HostedFileTier, HostedRemoteTier
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
 from longshore.tiers.file.recovery import slabs_within
 from longshore.tiers.host import HostTier, KeyedMover, TierMover
-from longshore.tiers.remote.peers import PeerTier
 from longshore.tiers.remote.settings import parse_url
+
+if TYPE_CHECKING:
+    from longshore.tiers.remote.peers import PeerTier
 
 _level: ContextVar[int] = ContextVar("level", default=0)
 """Level of the sleep whose reset is in progress; 0 in any other reset."""
@@ -177,7 +179,6 @@ class SchedulerTiers:
         windows: How many chunks the window of each group has; `None` for those that never slide.
         sleeps: What resets keep.
         write_timeout: Seconds for which a store waits for slots.
-        host: The slots of host memory.
         peers: The other replicas, which are the last of the stores.
     """
 
@@ -192,7 +193,6 @@ class SchedulerTiers:
     is_off: bool = False
     stores: tuple[HostedRemoteTier | PeerTier, ...] = ()
     write_timeout: float = 60.0
-    host: HostTier | None = None
     peers: PeerTier | None = None
 
     def close(self) -> None:
@@ -225,21 +225,18 @@ def open_tiers(
                 undo.callback(file.close)
         stores = tuple(_open_stores(config, note, arena, scope, file, undo))
         cache = make_cache(config, note, file, groups, events, stores=[store.name for store in stores])
+        movers = [] if file is None else [TierMover(file, host)]
         probers = [KeyedMover(store, host) for store in stores]
-        movers: list[Mover] = [*([] if file is None else [TierMover(file, host)]), *probers]
         sizes = [group.tokens_per_block * config.blocks_per_chunk for group in groups]
-        of_all_groups = sum(note.image_bytes[pool] for pool in note.pools)
-        tiers = [*([] if file is None else [file]), *stores]
-        names = [HOST, *(tier.name for tier in tiers)]
-        gate = make_gate(config, names, sizes[0], of_all_groups) if tiers else None
-        runtime = Runtime(cache, movers, tiers, probers=probers, gate=gate)
+        chunk = sizes[0], sum(note.image_bytes[pool] for pool in note.pools)  # of all groups
+        runtime = make_runtime(config, cache, file, movers, probers, chunk)
         loop = BackgroundLoop(runtime)
         undo.pop_all()
     windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))
     is_off = scope is not None and config.file_path is not None and file is None
     sleeps = SleepControl(runtime, reports, note.slabs, config)
-    peers = next((store for store in stores if isinstance(store, PeerTier)), None)
-    more = (note.model.base_is_mixed, is_off, stores, config.write_timeout, host, peers)
+    peers: Any = next((store for store in stores if store.name == PEERS), None)
+    more = (note.model.base_is_mixed, is_off, stores, config.write_timeout, peers)
     return SchedulerTiers(runtime, reports, arena, loop, file, windows, sleeps, *more)
 
 
@@ -268,7 +265,9 @@ def _open_stores(
         _log.info("%s: %s, namespace %s", name, store.settings, scope.root.hex()[:16])
         yield store
     if config.serve or config.peer_networks:
-        if len(note.image_bytes) > 1:
+        from longshore.tiers.remote.peers import PeerTier  # noqa: PLC0415 - only an engine with peers has it
+
+        if len(note.pools) > 1:
             raise ConfigError("serve and peer_networks are for models with one KV cache group: remove them")
         peers = PeerTier(
             parse_url(config.peer_url),
