@@ -19,6 +19,7 @@ from vllm_kit import Group, Rig, file_settings, keys_of
 from longshore.boundary import HOST, PEERS, REMOTE
 from longshore.cache import MissReason
 from longshore.engines.vllm import spec
+from longshore.engines.vllm.requests import ours
 from longshore.keys import Scope
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -80,6 +81,14 @@ def answered(rig: Rig, keys: Any, context: Any) -> list[LookupResult]:
     return said
 
 
+def named(rig: Rig, keys: Any, port: int) -> Any:
+    """A request that names a peer."""
+    context = rig.request("second", keys)
+    context.kv_transfer_params = {"remote_kv_source": {"host": "127.0.0.1", "port": port}}
+    rig.manager.on_new_request(context)
+    return context
+
+
 def test_another_engine_is_served_what_one_has_stored(opened: Opener) -> None:
     one, other = opened(), opened()
     expected = stored(one)
@@ -101,7 +110,7 @@ def test_another_engine_is_served_what_one_has_stored(opened: Opener) -> None:
     assert stats is not None and "valkey" not in str(stats.data)
 
 
-def test_a_request_that_names_a_peer_is_served_what_that_has(opened: Opener) -> None:
+def test_a_request_is_served_what_the_peer_it_names_has(opened: Opener) -> None:
     port = free_port()
     one = opened(remote=(), serve=f"valkey://127.0.0.1:{port}")
     other = opened(remote=(), peer_networks="127.0.0.0/8", peer_url=f"valkey://peer?{PATIENT}")
@@ -110,9 +119,7 @@ def test_a_request_that_names_a_peer_is_served_what_that_has(opened: Opener) -> 
     keys = keys_of(6)
     nobody = other.request("nobody", keys)
     assert answered(other, keys, nobody) == [MISS] * 6
-    context = other.request("second", keys)
-    context.kv_transfer_params = {"remote_kv_source": {"host": "127.0.0.1", "port": port}}
-    other.manager.on_new_request(context)
+    context = named(other, keys, port)
     assert answered(other, keys, context) == [HIT] * 4 + [MISS] * 2
     other.load(keys[:4], range(8, 12), context)
     found = [part for block in range(8, 12) for part in other.bytes_of(0, block)]
@@ -128,9 +135,7 @@ def test_what_a_peer_is_computing_is_waited_for(opened: Opener) -> None:
     keys = keys_of(4)
     prefill = one.request("first", keys)
     assert one.lookup(keys, prefill) == [MISS] * 4  # it computes them now
-    context = other.request("second", keys)
-    context.kv_transfer_params = {"remote_kv_source": {"host": "127.0.0.1", "port": port}}
-    other.manager.on_new_request(context)
+    context = named(other, keys, port)
     for _ in range(20):
         assert other.lookup(keys, context) == [PENDING] * 4
         time.sleep(0.01)
@@ -138,16 +143,14 @@ def test_what_a_peer_is_computing_is_waited_for(opened: Opener) -> None:
     assert answered(other, keys, context) == [HIT] * 4
 
 
-def test_a_peer_that_does_not_compute_after_all_is_not_waited_for(opened: Opener) -> None:
+def test_what_a_peer_does_not_compute_is_not_waited_for(opened: Opener) -> None:
     port = free_port()
     one = opened(remote=(), serve=f"valkey://127.0.0.1:{port}")
     other = opened(remote=(), peer_networks="127.0.0.0/8", peer_url=f"valkey://peer?{PATIENT}")
     keys = keys_of(4)
     prefill = one.request("first", keys)
     assert one.lookup(keys, prefill) == [MISS] * 4
-    context = other.request("second", keys)
-    context.kv_transfer_params = {"remote_kv_source": {"host": "127.0.0.1", "port": port}}
-    other.manager.on_new_request(context)
+    context = named(other, keys, port)
     assert other.lookup(keys, context) == [PENDING] * 4
     one.manager.on_request_finished(prefill)  # aborted
     assert answered(other, keys, context) == [MISS] * 4
@@ -164,15 +167,42 @@ def test_a_peer_that_may_not_be_named_is_not_asked(opened: Opener, said: Any, ca
     assert "is not used" in caplog.text
 
 
+def test_what_was_offered_and_not_stored_is_not_coming(opened: Opener) -> None:
+    port = free_port()
+    one = opened(remote=(), serve=f"valkey://127.0.0.1:{port}")
+    keys = keys_of(4)
+    prefill = one.request("first", keys)
+    assert one.lookup(keys, prefill) == [MISS] * 4
+    assert one.manager.is_coming(ours(keys)[0])
+    one.store(keys, range(4), prefill)
+    assert not any(map(one.manager.is_coming, ours(keys)))
+    one.manager.on_request_finished(prefill)
+    assert not one.manager._computes
+
+
+def test_a_request_that_names_nobody_asks_no_peer(opened: Opener) -> None:
+    """Though another request has named the peer that has its blocks, which is gone since."""
+    port = free_port()
+    one = opened(remote=(), serve=f"valkey://127.0.0.1:{port}")
+    other = opened(remote=(), peer_networks="127.0.0.0/8", peer_url=f"valkey://peer?{PATIENT}")
+    one.store(keys_of(4), range(4), one.request("first"))
+    keys = keys_of(4)
+    context = named(other, keys, port)
+    until(lambda: other.lookup(keys, context)[0] is HIT)
+    other.manager.on_request_finished(context)
+    with other.manager._runtime.control() as cache:
+        assert cache.discard(ours(keys), HOST) == 4
+    one.close()
+    assert other.lookup(keys, other.request("third", keys)) == [MISS] * 4
+
+
 def test_a_peer_of_other_weights_has_nothing(opened: Opener) -> None:
     port = free_port()
     one = opened(b"a" * 64, remote=(), serve=f"valkey://127.0.0.1:{port}")
     one.store(keys_of(4), range(4), one.request("first"))
     for weights, found in ((b"a" * 64, HIT), (b"b" * 64, MISS)):
         other = opened(weights, remote=(), peer_networks="127.0.0.0/8", peer_url=f"valkey://peer?{PATIENT}")
-        context = other.request("second", keys_of(4))
-        context.kv_transfer_params = {"remote_kv_source": {"host": "127.0.0.1", "port": port}}
-        other.manager.on_new_request(context)
+        context = named(other, keys_of(4), port)
         assert answered(other, keys_of(4), context) == [found] * 4
 
 

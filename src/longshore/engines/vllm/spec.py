@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.v1.kv_offload.base import OffloadingSpec
 
@@ -46,10 +46,6 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
 from longshore.transfer.device import device_for
 from longshore.transfer.engine import TransferEngine
-
-if TYPE_CHECKING:
-    from longshore.runtime.peer_server import PeerServer
-    from longshore.tiers.remote.peers import PeerTier
 
 
 def layout_of(caches: Any, config: Any) -> KVLayout:
@@ -152,10 +148,12 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         try:
             if self.settings.control:
                 serve_commands(manager, tiers, self.config, self.settings.control, note.model.hashing)
-            if self.settings.serve and tiers.peers is not None:
-                manager.peer_server = serve_peers(
-                    self.settings.serve, manager, tiers.peers, HostTier(tiers.arena, note.layout)
-                )
+            if self.settings.serve and (peers := tiers.peers) is not None:
+                from longshore.runtime.peer_server import PeerServer, TierSource  # noqa: PLC0415 - only for who serves
+
+                host = HostTier(tiers.arena, note.layout)
+                source = TierSource(tiers.runtime, host, lambda: peers.namespace, manager.is_coming)
+                manager.peer_server = PeerServer(self.settings.serve, source)
         except BaseException:
             manager.shutdown()
             raise
@@ -255,13 +253,6 @@ def serve_commands(manager: LongshoreManager, tiers: SchedulerTiers, config: Any
     metrics = LongshoreCollector(tiers.runtime, file=tiers.file, stores=tiers.stores)
     engine = ControlledEngine(lambda: tiers.runtime, keys_of(config, hashing), metrics.collect, len(config.groups))
     manager.control = ControlServer(name, engine)
-
-
-def serve_peers(url: str, manager: LongshoreManager, peers: PeerTier, host: HostTier) -> PeerServer:
-    """Let other replicas read what the tiers of `manager` have, at `url`. Raises `ConfigError`."""
-    from longshore.runtime.peer_server import PeerServer, TierSource  # noqa: PLC0415 - only an engine that serves has it
-
-    return PeerServer(url, TierSource(manager.runtime, host, lambda: peers.namespace, manager.is_coming))
 
 
 def keys_of(config: Any, hashing: str) -> Callable[[Sequence[int]], list[Key]]:
