@@ -46,6 +46,11 @@ READING = 2.0
 """Seconds for which a GET waits until a chunk has been read from files."""
 MOST_CLIENTS = 64
 _LATE_SECONDS = 1.0
+_AT_ONCE = 2 << 20
+"""Bytes of images that are held together for one client; one image may be larger."""
+_PARTS = 512
+"""Pieces of memory that one system call sends, at most: each value is three of them."""
+_THERE = (Presence.READY, Presence.COLDER)
 _WORDS, _WORD_BYTES, _LINE_BYTES = 4, 512, 16
 _ADDRESS = re.compile(rb"ls1/([0-9a-f]{64})/([0-9a-f]{64})")
 _END = b"\r\n"
@@ -70,6 +75,8 @@ class TierSource:
         self._namespace = namespace
         self._is_coming = is_coming
         self._bytes = host.slabs.image_bytes[0]
+        self.at_once = max(1, min(_AT_ONCE // self._bytes, _PARTS // 3))
+        """Values that are held together, at most."""
         self._tick: int | None = None
         """Of all reads for peers: they are no requests of this engine."""
 
@@ -82,42 +89,50 @@ class TierSource:
             return [0 if key is None else self._length(key, where[key]) for key in keys]
 
     @contextlib.contextmanager
-    def held(self, address: bytes) -> Iterator[tuple[bytes, memoryview] | None]:
-        """The header and the image of a value, whose slot is not written meanwhile; `None`: it is not there."""
-        if (found := self._hold(address)) is None:
-            yield None
-            return
-        job, slot, identity = found
+    def held(self, addresses: Sequence[bytes]) -> Iterator[list[tuple[bytes, memoryview] | None]]:
+        """Header and image of each value, whose slots are not written meanwhile; `None` for one that is not there."""
+        job, slots = self._hold(addresses)
         try:
-            image = self._host.arena.view(self._host.offset(0, slot), self._bytes)
-            yield pack_header(identity, image), image
+            yield [self._value(*slots[each]) if each in slots else None for each in addresses]
         finally:
-            with self._runtime.control() as cache:
-                cache.release(job)
-
-    def _hold(self, address: bytes) -> tuple[int, int, Identity] | None:
-        """A job that reads a slot of host memory, the slot, and what is in it; it is read from files if need be."""
-        for was_read in (False, True):
-            with self._runtime.control() as cache:
-                key = self._key(address)  # weights may have changed meanwhile
-                presence = Presence.ABSENT if key is None else self._presences(cache, [key])[0]
-                if key is None or presence is Presence.ABSENT or (was_read and presence is not Presence.READY):
-                    return None
-                path, now = {0: GroupKeys([key])}, self._runtime.clock()
-                if presence is Presence.READY:
-                    (part,) = cache.load(path, count=False).parts
-                    return part.job, part.slots.of.indices[0], Identity(self._namespace(), key, self._bytes)
-                found = cache.lookup(path, now, each=True, count=False, tick=self._tick)
-                self._tick = found.tick
-                if found.lease is None:
-                    return None
-                cache.prefetch(found.lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=READING)
-            try:
-                self._runtime.wait_over(found.lease, READING)
-            finally:
+            if job is not None:
                 with self._runtime.control() as cache:
-                    cache.release(found.lease)
-        return None
+                    cache.release(job)
+
+    def _value(self, slot: int, identity: Identity) -> tuple[bytes, memoryview]:
+        image = self._host.arena.view(self._host.offset(0, slot), self._bytes)
+        return pack_header(identity, image), image
+
+    def _hold(self, addresses: Sequence[bytes]) -> tuple[int | None, dict[bytes, tuple[int, Identity]]]:
+        """A job that reads slots of host memory, and these with what is in each, by address.
+
+        What only files have is read into host memory first, for at most `READING` seconds.
+        """
+        was_read = False
+        while True:
+            with self._runtime.control() as cache:  # while there was none, weights may have changed
+                names = {key: each for each in addresses if (key := self._key(each)) is not None}
+                where = dict(zip(names, self._presences(cache, list(names)), strict=True))
+                path = {0: GroupKeys([key for key, each in where.items() if each in _THERE])}
+                if was_read or Presence.COLDER not in where.values():
+                    ready = [key for key, each in where.items() if each is Presence.READY]
+                    if not ready:
+                        return None, {}
+                    (part,) = cache.load({0: GroupKeys(ready)}, count=False).parts
+                    found = [Identity(self._namespace(), key, self._bytes) for key in ready]
+                    slots = zip(part.slots.of.indices, found, strict=True)
+                    return part.job, {names[each[1].key]: each for each in slots}
+                now = self._runtime.clock()
+                order = cache.lookup(path, now, each=True, count=False, tick=self._tick)
+                self._tick, was_read = order.tick, True
+                if (lease := order.lease) is not None:
+                    cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=READING)
+            if lease is not None:
+                try:
+                    self._runtime.wait_over(lease, READING)
+                finally:
+                    with self._runtime.control() as cache:
+                        cache.release(lease)
 
     def _key(self, address: bytes) -> Key | None:
         """The key in an address of the present namespace."""
@@ -132,7 +147,7 @@ class TierSource:
         return found.residency[0].presences
 
     def _length(self, key: Key, presence: Presence) -> int:
-        if presence in (Presence.READY, Presence.COLDER):
+        if presence in _THERE:
             return HEADER_BYTES + self._bytes
         return COMING if presence is Presence.IN_FLIGHT or self._is_coming(key) else 0
 
@@ -265,23 +280,27 @@ class PeerClient:
         if isinstance(self._socket, ssl.SSLSocket):
             self._socket.do_handshake()
         self._may = not self._server.needs_password
-        lengths: list[bytes] = []
+        source = self._server.source
+        of_each: dict[bytes, Callable[[list[bytes]], None]] = {b"STRLEN": self._lengths, b"GET": self._get}
+        waiting: list[bytes] = []  # addresses of commands of one kind that have come together
+        name = b""
         while True:
             words = self._next()
-            if words is not None and self._may and words[0].upper() == b"STRLEN" and len(words) == 2:
-                lengths.append(words[1])  # all that have come are looked up together
-                continue
-            if lengths:
-                self._send(b"".join([b":%d\r\n" % each for each in self._server.source.lengths(lengths)]))
-                lengths = []
-            if words is not None:
+            kind = words[0].upper() if words is not None and self._may and len(words) == 2 else b""
+            if waiting and (kind != name or (name == b"GET" and len(waiting) == source.at_once)):
+                of_each[name](waiting)
+                waiting = []
+            if words is not None and kind in of_each:
+                waiting.append(words[1])
+                name = kind
+            elif words is not None:
                 self._answer(words)
-                continue
-            self._has(IDLE)
-            came = self._socket.recv(1 << 16)
-            if not came:
-                return
-            self._buffer += came
+            else:
+                self._has(IDLE)
+                came = self._socket.recv(1 << 16)
+                if not came:
+                    return
+                self._buffer += came
 
     def _answer(self, words: list[bytes]) -> None:
         name, *arguments = words
@@ -292,8 +311,6 @@ class PeerClient:
                 self._log_in(user, password)
             case _ if not self._may:
                 self._send(b"-NOAUTH Authentication required.\r\n")
-            case b"GET", [address]:
-                self._get(address)
             case b"PING", []:
                 self._send(b"+PONG\r\n")
             case b"SELECT", [b"0"]:
@@ -303,14 +320,20 @@ class PeerClient:
             case _:
                 self._send(b"-ERR unknown command\r\n")
 
-    def _get(self, address: bytes) -> None:
-        with self._server.source.held(address) as value:
-            if value is None:
-                self._send(b"$-1\r\n")
-                return
-            header, image = value
-            self._send(b"$%d\r\n%b" % (len(header) + len(image), header), image, _END)
-        self._server.served += 1
+    def _lengths(self, addresses: list[bytes]) -> None:
+        self._send(b"".join([b":%d\r\n" % each for each in self._server.source.lengths(addresses)]))
+
+    def _get(self, addresses: list[bytes]) -> None:
+        with self._server.source.held(addresses) as values:
+            parts: list[bytes | memoryview] = []
+            for each in values:
+                if each is None:
+                    parts.append(b"$-1\r\n")
+                else:
+                    header, image = each
+                    parts += [b"$%d\r\n%b" % (len(header) + len(image), header), image, _END]
+            self._send(*parts)
+        self._server.served += len(values) - values.count(None)
 
     def _log_in(self, user: bytes | None, password: bytes) -> None:
         known = self._server.password()
