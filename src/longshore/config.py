@@ -80,11 +80,13 @@ class Config(BaseModel):
     )
     serve: str = Field(
         "",
-        description="where other replicas may read what the tiers have: valkey://ADDRESS:PORT, or valkeys:// with TLS; "
-        "unset: nowhere; see `docs/remote.md`",
+        description="where other replicas may read what the tiers have, under vLLM: valkey://ADDRESS:PORT, or "
+        "valkeys:// with TLS; unset: nowhere; see `docs/remote.md`",
     )
     peer_networks: tuple[str, ...] = Field(
-        (), description="networks, such as 10.0.0.0/8, in which requests may name a replica to read from; unset: none"
+        (),
+        description="networks, such as 10.0.0.0/8, in which requests may name a replica to read from, under vLLM; "
+        "unset: none",
     )
     peer_url: str = Field(
         "valkey://peer?probe_timeout=1s&in_flight=2MiB",

@@ -168,16 +168,13 @@ class PeerServer:
         """
         self.settings, self.source = parse_url(url), source
         self.served = self.refused = 0
-        self.tls = tls_context(self.settings)
         self.deadlines: dict[socket.socket, float] = {}
         """When each client that is connected is dropped; a clock reading in seconds."""
         self._threads: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._closed = False
-        self.needs_password = self.password() is not None
-        if self.settings.password_file and not self.needs_password:
-            raise ConfigError(f"serve is {url}: password_file is empty")
-        self._listener = _bind(self.settings, has_password=self.needs_password)
+        self.tls = tls_context(self.settings)
+        self._listener, self.needs_password = listen(self.settings)
         if not self.needs_password:
             _log.warning("anyone who can reach %s can read cached blocks: set password_file", self.settings)
         self._thread = threading.Thread(target=self._accept, name="longshore-peers", daemon=True)
@@ -195,14 +192,6 @@ class PeerServer:
         for thread in threads:
             thread.join(max(0.0, give_up - time.monotonic()))
         self._listener.close()
-
-    def password(self) -> tuple[bytes, bytes] | None:
-        """User and password, if there is one; the file is read each time. Raises `ConfigError`."""
-        try:
-            user, password = self.settings.credentials()
-        except TierError as error:
-            raise ConfigError(f"serve: {error}") from error
-        return (user.encode(), password.encode()) if password else None
 
     # ------------------------------------------------------------------ connections
 
@@ -336,12 +325,12 @@ class PeerClient:
         self._server.served += len(values) - values.count(None)
 
     def _log_in(self, user: bytes | None, password: bytes) -> None:
-        known = self._server.password()
-        if known is None and not self._server.needs_password:
+        if not self._server.needs_password:
             self._send(b"-ERR no password is set\r\n")
             return
-        is_user = known is not None and (user is None or not known[0] or hmac.compare_digest(user, known[0]))
-        if known is not None and hmac.compare_digest(password, known[1]) and is_user:
+        name, right = [each.encode() for each in self._server.settings.credentials()]  # the file is read each time
+        is_user = user is None or not name or hmac.compare_digest(user, name)
+        if right and hmac.compare_digest(password, right) and is_user:
             self._may = True
             self._send(b"+OK\r\n")
             return
@@ -409,8 +398,17 @@ def tls_context(settings: RemoteSettings) -> ssl.SSLContext | None:
     return context
 
 
-def _bind(settings: RemoteSettings, *, has_password: bool) -> socket.socket:
-    """A socket that listens at the address of `settings`, and at no other. Raises `ConfigError`."""
+def listen(settings: RemoteSettings) -> tuple[socket.socket, bool]:
+    """A socket that listens at the address of `settings`, and at no other; and whether clients need a password.
+
+    Raises `ConfigError` if it cannot be bound, or is every address of the machine and there is no password.
+    """
+    try:
+        has_password = bool(settings.credentials()[1])
+    except TierError as error:
+        raise ConfigError(f"serve is {settings}: {error}") from error
+    if settings.password_file and not has_password:
+        raise ConfigError(f"serve is {settings}: password_file is empty")
     with contextlib.ExitStack() as undo:
         try:
             (family, _, _, _, address), *_ = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
@@ -424,7 +422,7 @@ def _bind(settings: RemoteSettings, *, has_password: bool) -> socket.socket:
             message = f"serve is {settings}, which cannot be bound: {error.strerror or error}"
             raise ConfigError(message) from error
         undo.pop_all()
-    return listener
+    return listener, has_password
 
 
 def _shut_down(sock: socket.socket) -> None:

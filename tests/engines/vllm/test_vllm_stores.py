@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -194,6 +196,27 @@ def test_a_request_that_names_nobody_asks_no_peer(opened: Opener) -> None:
         assert cache.discard(ours(keys), HOST) == 4
     one.close()
     assert other.lookup(keys, other.request("third", keys)) == [MISS] * 4
+
+
+def test_what_a_peer_stored_before_a_reset_is_gone(opened: Opener) -> None:
+    """It may mean other weights. What is stored under the same keys afterwards is the peer's own."""
+    port = free_port()
+    one = opened(remote=(), serve=f"valkey://127.0.0.1:{port}")
+    other = opened(remote=(), peer_networks="127.0.0.0/8", peer_url=f"valkey://peer?{PATIENT}")
+    keys = keys_of(4)
+    one.store(keys, range(4), one.request("first"))
+    one.manager.reset_cache()
+    one.store(keys, range(4, 8), one.request("second"))
+    assert answered(one, keys, one.request("third", keys)) == [HIT] * 4
+    assert answered(other, keys, named(other, keys, port)) == [MISS] * 4
+
+
+def test_engines_without_peers_import_nothing_of_them() -> None:
+    code = (
+        "import sys, longshore.engines.vllm.spec\n"
+        "assert not [name for name in sys.modules if 'peer' in name and name.startswith('longshore')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_peer_of_other_weights_has_nothing(opened: Opener) -> None:
