@@ -18,6 +18,7 @@ import math
 import os
 import threading
 import time
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
@@ -156,13 +157,13 @@ class NodesTier(KeyedTier):
         self._wanted, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep_nodes, name=f"longshore-{name}", daemon=True)
 
+    @abstractmethod
     def _node_of(self, name: bytes) -> ClusterNode | None:
         """Where the value with the address `name` is; `None` if nowhere. With the lock."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _redirected(self, node: ClusterNode, name: bytes, error: bytes) -> None:
         """`node` does not serve `name`. Called by the threads of its tier, before the operation ends."""
-        raise NotImplementedError
 
     def _goes_on(self, node: ClusterNode, part: Portion, index: int) -> bool:
         """Whether an item that was not found at `node` is to be looked for at another one."""
