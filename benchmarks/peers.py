@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="2MiB")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--in-flight", default="2MiB")
+    parser.add_argument("--in-flight", default="8MiB")
     parser.add_argument("--port", type=int, default=17007)
     given = parser.parse_args()
     namespace, images = os.urandom(32), RemoteImages(parse_size(given.size))

@@ -89,7 +89,7 @@ class Config(BaseModel):
         "unset: none",
     )
     peer_url: str = Field(
-        "valkey://peer?probe_timeout=1s&in_flight=2MiB",
+        "valkey://peer?probe_timeout=1s&in_flight=8MiB",
         description="what holds for each of these replicas but host and port: TLS, credentials and timeouts",
     )
     eviction: Literal["gittins", "arc", "lru"] = Field("gittins", description="eviction policy of every tier")

@@ -46,7 +46,7 @@ READING = 2.0
 """Seconds for which a GET waits until a chunk has been read from files."""
 MOST_CLIENTS = 64
 _LATE_SECONDS = 1.0
-_AT_ONCE = 2 << 20
+_AT_ONCE = 8 << 20
 """Bytes of images that are held together for one client; one image may be larger."""
 _PARTS = 512
 """Pieces of memory that one system call sends, at most: each value is three of them."""
