@@ -28,7 +28,8 @@ from longshore.hints import RequestHints
 from longshore.keys import chain
 from longshore.layout import from_rows
 from longshore.metrics import FollowingCollector
-from longshore.runtime.control import ControlledEngine, ControlServer
+from longshore.runtime.commands import ControlledEngine, ControlledGroup
+from longshore.runtime.control import ControlServer
 from longshore.runtime.remote_fetch import bring
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import open_stack
@@ -94,7 +95,11 @@ class PrefixStore:
         self._open()
         self._control: ControlServer | None = None
         if config.control:
-            engine = ControlledEngine(lambda: self._stack.runtime, self._keys, self.collector.collect)
+            engine = ControlledEngine(
+                lambda: [ControlledGroup(self._stack.runtime)],
+                lambda tokens: [self._keys(tokens)],
+                self.collector.collect,
+            )
             try:
                 self._control = ControlServer(config.control, engine)
             except BaseException:
