@@ -82,7 +82,7 @@ def violations() -> list[str]:
         for path, expected in functions.items():
             owner, _, method = path.partition(".")
             function = getattr(names.get(owner), method, None) if method else names.get(owner)
-            got = tuple(inspect.signature(function).parameters) if function is not None else ()
+            got = tuple(inspect.signature(function).parameters) if callable(function) else ()
             if got[: len(expected)] != expected:
                 found.append(f"expected {path}{expected}, got {got or 'nothing'}")
     names = vars(sys.modules.get(_STORAGE, object))
