@@ -215,7 +215,7 @@ class References:
         batch = plan_copy(
             pages.layout,
             [Section(0, 0, pages.blocks[route])],
-            pages.host.offsets(0, pages.slots[route]),
+            pages.host.slabs.offsets(0, pages.slots[route]),
             into=route.destination,
             host_address=pages.host.address,
             host_bytes=pages.host.nbytes,

@@ -316,8 +316,8 @@ class PrefixStore:
                 found = control.lookup({0: path}, runtime.clock(), tick=tick, returns=hints.returns, asks=())
             if found.lease is None:
                 return 0, found.tick
-            ready = control.progress(found.lease).leading(HOST)
-        end = path.first + (found.chunks if FILE in hints.load else min(ready, found.chunks))
+            most = found.chunks if FILE in hints.load else control.progress(found.lease).leading(HOST)
+        end = path.first + min(most, found.chunks)
         try:
             while done < end:
                 part = GroupKeys(path.names[: min(end, done + self._blocks // self._chunk)], done)
