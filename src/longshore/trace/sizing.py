@@ -65,15 +65,14 @@ class Prices:
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
             raise TraceError(f"{path}: expected prices in TOML: {why}") from error
-        table = {"store_per_gib": table.get("dram_per_gib"), **table}
+        prices = {"store_per_gib": table.get("dram_per_gib"), **table}
         known = {"dram_per_gib", "nvme_per_gib", "store_per_gib", "currency"}
-        numbers = [table.get(name) for name in known - {"currency"}]
+        numbers = [prices.get(name) for name in known - {"currency"}]
         good = all(type(n) in (int, float) and 0 < n < float("inf") for n in numbers)  # type: ignore[operator]
         if set(table) - known or not good or not isinstance(table.get("currency", ""), str):
-            raise TraceError(
-                f"{path}: expected dram_per_gib, nvme_per_gib, store_per_gib (positive) and currency, got {table}"
-            )
-        return cls(**table)
+            names = "dram_per_gib, nvme_per_gib, store_per_gib (positive; as dram_per_gib, unless given) and currency"
+            raise TraceError(f"{path}: expected {names}, got {table}")
+        return cls(**prices)
 
     def of(self, size: Size, replicas: int = 1) -> float:
         """The cost of the tiers of so many replicas, and of their store."""
