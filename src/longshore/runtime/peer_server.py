@@ -100,7 +100,7 @@ class TierSource:
                     cache.release(job)
 
     def _value(self, slot: int, identity: Identity) -> tuple[bytes, memoryview]:
-        image = self._host.arena.view(self._host.offset(0, slot), self._bytes)
+        image = self._host.arena.view(self._host.slabs.offset(0, slot), self._bytes)
         return pack_header(identity, image), image
 
     def _hold(self, addresses: Sequence[bytes]) -> tuple[int | None, dict[bytes, tuple[int, Identity]]]:
