@@ -30,7 +30,7 @@ import numpy as np
 from longshore.boundary import PAGE, Status
 from longshore.config import Config, available_memory, format_bytes
 from longshore.errors import ConfigError, TierError
-from longshore.tiers.arena import Arena
+from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.base import BY_KEY, KEY_BYTES, Op, TierOp
 from longshore.tiers.file.io import SystemIo, file_system_of
 from longshore.tiers.remote import ClusterTier, RemoteSettings, RemoteTier, open_store, parse_url
@@ -42,6 +42,7 @@ from longshore.tiers.remote.settings import PASSWORD_VARIABLE, USER_VARIABLE
 from longshore.tiers.remote.work import StoreError
 
 if TYPE_CHECKING:
+    from longshore.tiers.remote.mooncake import MooncakeSession
     from longshore.tiers.remote.s3 import S3Session
 
 PROBED = 512
@@ -112,6 +113,7 @@ def check_store(
     settings = parse_url(url)
     about = str(settings)
     looks = {"s3": _bucket, "file": _directory, "valkey-cluster": _cluster, "valkeys-cluster": _cluster}
+    looks["mooncake"] = _mooncake
     look = looks.get(settings.scheme, _server)
     connecting = 8 * max(settings.connect_timeout, _CALL_SECONDS) * (1 + len(settings.more))
     found = _by_deadline(about, lambda: look(settings), _CHECK_SECONDS + connecting)
@@ -358,6 +360,28 @@ def _bucket_session(settings: RemoteSettings) -> S3Session:
     return S3Session(settings, time.monotonic)
 
 
+def _mooncake(settings: RemoteSettings) -> Iterator[Finding]:
+    """Whether Mooncake's client can be started, and its master answers."""
+    try:
+        with _mooncake_session(settings) as session:
+            session.check(time.monotonic() + settings.connect_timeout)
+    except (StoreError, TierError) as error:
+        advice = "start mooncake_master, and machines that give it memory (mooncake_client); check host and port"
+        yield BROKEN, str(error), advice
+        return
+    yield OK, "its client runs, and the master answers", ""
+
+
+@contextlib.contextmanager
+def _mooncake_session(settings: RemoteSettings) -> Iterator[MooncakeSession]:
+    from longshore.tiers.remote.mooncake import MooncakeStore  # noqa: PLC0415 - its package is an extra
+
+    with contextlib.closing(Arena(PAGE, ArenaSettings(shared=True))) as arena:
+        session = MooncakeStore(settings, time.monotonic, arena, [PAGE]).connect()
+        with contextlib.closing(session):
+            yield session
+
+
 def _lifecycle(settings: RemoteSettings) -> Finding:
     """Whether the bucket removes what we write."""
     where = f"{settings.path}/ls1/".lstrip("/")
@@ -376,7 +400,7 @@ class _Trial:
     """Images that are written, probed and read, as an engine would."""
 
     def __init__(self, settings: RemoteSettings, image_bytes: int, images: int) -> None:
-        expires = not (settings.is_directory or settings.is_s3)
+        expires = not (settings.is_directory or settings.is_s3 or settings.is_mooncake)
         self._settings = replace(settings, ttl=_EXPIRY) if expires else settings
         self._images, self._size = images, image_bytes
         self._keys = [os.urandom(KEY_BYTES) for _ in range(max(PROBED, images))]
@@ -387,7 +411,8 @@ class _Trial:
 
     def findings(self, recompute: Recompute) -> Iterator[Finding]:
         """Write, probe and read; what came of it."""
-        arena, namespace = Arena(2 * self._images * self._size), os.urandom(32)
+        memory = ArenaSettings(shared=self._settings.is_mooncake)
+        arena, namespace = Arena(2 * self._images * self._size, memory), os.urandom(32)
         half = arena.array.nbytes // 2
         arena.array[:half] = np.random.default_rng().integers(0, 256, half, np.uint8)
         tier = open_store(self._settings, arena=arena, image_bytes=self._size, namespace=namespace)
@@ -399,13 +424,18 @@ class _Trial:
             arena.close()
             if self._settings.is_directory:
                 shutil.rmtree(Path(self._settings.path, "ls1", namespace.hex()), ignore_errors=True)
-        if self._settings.is_s3:
+        if self._settings.is_s3 or self._settings.is_mooncake:
             try:
-                with contextlib.closing(_bucket_session(self._settings)) as session:
+                with self._session() as session:
                     session.remove(namespace)
             except StoreError as error:
                 what = f"the images of this check remain under ls1/{namespace.hex()}: {error}"
                 yield WARNING, what, "allow s3:DeleteObject, or remove them yourself"
+
+    def _session(self) -> contextlib.AbstractContextManager[S3Session | MooncakeSession]:
+        if self._settings.is_mooncake:
+            return _mooncake_session(self._settings)
+        return contextlib.closing(_bucket_session(self._settings))
 
     def _tried(self, tier: RemoteTier | ClusterTier, recompute: Recompute) -> Iterator[Finding]:
         writes, write_seconds = self._move(tier, Op.WRITE)
