@@ -302,6 +302,11 @@ class LocalMooncake(LocalProcess):
         """The store; with another `port`, through a proxy before the master."""
         return f"mooncake://127.0.0.1:{port or self.port}?{options}".rstrip("?")
 
+    @property
+    def pids(self) -> set[int]:
+        """The ids of both processes."""
+        return {self.pid} if self.machine is None else {self.pid, self.machine.pid}
+
     def start(self) -> None:
         """Start the master, and the machine unless it runs; wait until the master knows it."""
         super().start()
