@@ -12,12 +12,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from remotes import IMAGE, PATIENCE, PATIENT, PLACES, ask, remote, until
 from typer.testing import CliRunner
 
 from longshore.boundary import Status
+from longshore.cache import GroupKeys
 from longshore.cli.app import app
+from longshore.config import Config
 from longshore.errors import TierError
+from longshore.keys import Scope
+from longshore.layout import from_rows
+from longshore.runtime.remote_fetch import bring
+from longshore.runtime.stack import open_stack
 from longshore.runtime.tier_host import HostedRemoteTier
 from longshore.testing import TierHarness, TierTests
 from longshore.testing.local_server import LocalMooncake, free_port
@@ -26,6 +33,7 @@ from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.base import Op, Tier
 from longshore.tiers.remote import open_store
 from longshore.tiers.remote.format import address
+from longshore.transfer import CpuDevice
 
 SHARED = ArenaSettings(shared=True)
 SHORT = "connect_timeout=20s&probe_timeout=20s&write_timeout=20s&fetch_timeout=1s"
@@ -55,8 +63,12 @@ def command_of(pid: int) -> bytes:
 
 
 def is_dead(pid: int) -> bool:
-    """Whether a process uses no memory any more: it has no command line then."""
-    return not command_of(pid)
+    """Whether a process and all its threads have ended: it has no memory and no open files any more."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+        return state == "Z" and len(list(Path(f"/proc/{pid}/task").iterdir())) == 1
+    except OSError:
+        return True
 
 
 def written(harness: TierHarness, number: int) -> bool:
@@ -160,6 +172,18 @@ def test_a_batch_takes_several_calls(mooncake: LocalMooncake, shared: Callable[.
     reads = [harness.op(Op.READ, 0, number, PLACES - 1 - number) for number in range(PLACES)]
     assert set(harness.run(*reads)) == {Status.OK}
     for number, read in enumerate(reads):
+        np.testing.assert_array_equal(harness.bytes_of(read), image(number, IMAGE))
+
+
+def test_one_key_twice_in_a_batch(mooncake: LocalMooncake, shared: Callable[..., TierHarness]) -> None:
+    harness = shared(mooncake.url(PATIENT))
+    writes = [harness.op(Op.WRITE, 0, number, place) for place, number in enumerate((1, 2, 1))]
+    for write, number in zip(writes, (1, 2, 1), strict=True):
+        harness.bytes_of(write)[:] = image(number, IMAGE)
+    assert harness.run(*writes) == (Status.OK,) * 3
+    reads = [harness.op(Op.READ, 0, number, 4 + place) for place, number in enumerate((1, 2, 1, 1))]
+    assert harness.run(*reads) == (Status.OK,) * 4
+    for read, number in zip(reads, (1, 2, 1, 1), strict=True):
         np.testing.assert_array_equal(harness.bytes_of(read), image(number, IMAGE))
 
 
@@ -307,6 +331,21 @@ def test_a_client_that_fails_in_a_call_is_replaced(
     harness.assert_serves(0, 1)
 
 
+def test_a_late_batch_takes_no_other_with_it(mooncake: LocalMooncake, shared: Callable[..., TierHarness]) -> None:
+    harness = shared(mooncake.url(PATIENT))
+    harness.assert_misses(0, 9)
+    (reading,) = clients()
+    harness.store(0, 1)
+    os.kill(reading, signal.SIGSTOP)
+    begun = time.monotonic()
+    soon, later = (
+        harness.tier.submit([harness.op(Op.READ, 0, 1, place) for place in places], begun + seconds)
+        for places, seconds in (((0, 1), 1.0), ((2, 3), PATIENCE))
+    )
+    assert harness.wait(soon).statuses == (Status.DEADLINE,) * 2
+    assert harness.wait(later).statuses == (Status.OK,) * 2, "by another process"
+
+
 def test_a_hung_client_keeps_its_slot_until_it_is_dead(
     mooncake: LocalMooncake, shared: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +415,33 @@ except TierError as error:
     text = said(LD_LIBRARY_PATH=str(tmp_path))
     for each in ("libibverbs1", "libnl-3-200", "libnl-route-3-200"):
         assert each in text
+
+
+def test_its_package_is_not_imported_unless_a_store_is_configured() -> None:
+    script = (
+        "import sys; from longshore.tiers.arena import Arena; from longshore.tiers.remote import open_store\n"
+        "open_store('valkey://127.0.0.1:1', arena=Arena(4096), image_bytes=4096, namespace=bytes(32)).close()\n"
+        "assert not [each for each in sys.modules if 'mooncake' in each], sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_two_stacks_share_blocks_and_their_memory_is_shared_with_the_client(mooncake: LocalMooncake) -> None:
+    rows = torch.randint(0, 256, (8, 4 * 65536), dtype=torch.uint8, generator=torch.manual_seed(3))
+    layout = from_rows(rows, pages_per_block=4, block_size=16)
+    scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=16, salt=os.urandom(8).hex())
+    config = Config.make(background=False, remote=mooncake.url(PATIENT), gate=False, host_size=16 * layout.image_bytes)
+    assert not config.host_shared
+    path = GroupKeys([key(number) for number in range(8)])
+    with open_stack(config, layout, scope, CpuDevice()) as writer, writer.runtime.control() as cache:
+        job = cache.store({0: path}, {0: range(8)})[0].job
+        assert job is not None
+        assert writer.runtime.wait_ended([job], PATIENCE)
+        assert writer.runtime.flush(PATIENCE)
+    with open_stack(config, layout, scope, CpuDevice()) as reader:
+        bring(reader.runtime, path, 0, 16, PATIENCE)
+        with reader.runtime.control() as cache:
+            assert cache.lookup({0: path}, reader.runtime.clock(), asks=()).chunks == 8
 
 
 def test_an_arena_that_is_not_shared_is_refused(mooncake: LocalMooncake) -> None:

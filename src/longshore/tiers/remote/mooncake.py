@@ -174,19 +174,15 @@ class MooncakeSession:
 
     def _calls(self, work: WorkQueue) -> Iterator[list[Image]]:
         """Images for one call each, held by the caller: of one deadline, because that of a call holds for all of it."""
-        images, size = list[Image](), 0
         while (image := work.take()) is not None:
-            size += len(image.memory)
-            if images and (size > self._in_flight or len(images) == _MOST or image.deadline != images[0].deadline):
-                work.defer(image)
-                yield images
-                images, size = [], len(image.memory)
-                if not work.hold(image):
-                    size = 0
-                    continue
-            images.append(image)
-        if images:
-            yield images
+            images, room = [image], self._in_flight - len(image.memory)
+            while len(images) < _MOST and (more := work.take(room, image.deadline)) is not None:
+                images.append(more)
+                room -= len(more.memory)
+            while images:  # each key once in a call: of equal keys, Mooncake reads only one
+                unique = {each.address: each for each in images}
+                yield list(unique.values())
+                images = [each for each in images if unique[each.address] is not each]
 
     def _fetched(self, index: int, image: Image, code: int) -> Status:
         """How a read ended."""

@@ -77,14 +77,14 @@ def main() -> None:
         answer(f"{type(error).__name__}: {error}")
         return
     mappings = mmap.mmap(arena, arena_bytes), mmap.mmap(headers, headers_bytes)  # as long as the process lives
-    places = [_address_of(each) for each in mappings]
+    first, second = map(_address_of, mappings)
     if code == 0:
-        code = client.register_buffer(places[0], arena_bytes) or client.register_buffer(places[1], headers_bytes)
+        code = client.register_buffer(first, arena_bytes) or client.register_buffer(second, headers_bytes)
     answer(code)
     with connection.makefile("rb") as orders:
         for line in orders:
             kind, *order = json.loads(line)
-            answer(carried_out(client, *places, kind, order))
+            answer(carried_out(client, first, second, kind, order))
 
 
 if __name__ == "__main__":

@@ -285,9 +285,8 @@ def _placed(scheme: str, host: str, port: int | None, path: str, options: dict[s
     if not host:
         raise ConfigError(f"remote store: expected {scheme}://HOST:PORT/DB, got no host")
     if "," in host:
-        raise ConfigError(
-            f"remote store: expected one host: for a cluster, write {scheme}-cluster://HOST:PORT,HOST:PORT"
-        )
+        advice = "" if scheme == "mooncake" else f": for a cluster, write {scheme}-cluster://HOST:PORT,HOST:PORT"
+        raise ConfigError(f"remote store: expected one host{advice}")
     number = path.strip("/")
     if number:
         options["db"] = _number("db", number)
