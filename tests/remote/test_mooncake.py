@@ -290,6 +290,19 @@ def test_a_master_that_is_killed_and_started_again(own: LocalMooncake, shared: C
     harness.assert_serves(0, 1)
 
 
+def test_a_machine_that_dies_costs_its_values_alone(own: LocalMooncake, shared: Callable[..., TierHarness]) -> None:
+    harness = shared(own.url(PATIENT))
+    harness.store(0, 1)
+    assert own.machine is not None
+    own.machine.kill()
+    own.machine.wait()
+    ended = [harness.load(0, 1)[0] for _ in range(4)]
+    assert set(ended) == {Status.UNAVAILABLE}
+    assert set(remote(harness).failures.values()) == {0}
+    assert not remote(harness).is_away
+    assert ask(harness, 2) == (False,)
+
+
 def test_a_client_that_was_killed_idle_is_replaced_without_a_miss(
     mooncake: LocalMooncake, shared: Callable[..., TierHarness]
 ) -> None:
