@@ -19,7 +19,7 @@ from transfer_kit import Pools, flat, transfer
 
 from longshore.boundary import DEVICE, HOST, Section, Status, Urgency
 from longshore.errors import FreedLayoutError, TierClosedError
-from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine, ordering
+from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine, lanes
 from longshore.transfer.pieces import CopyBatch
 
 OK = Status.OK
@@ -37,7 +37,7 @@ def test_cancel_takes_effect_between_batches() -> None:
     assert result.statuses == (OK, OK, OK, OK, Status.CANCELLED)
     assert result.bytes == 4 * 48
     rig.expect(HOST, (0, 2, 4, 6), [0, 1, 2, 3])
-    rig.model.host[rig.pools.host.offset(0, 4) + 48 :][: 4096 - 48] = 0
+    rig.model.host[rig.pools.host.slabs.offset(0, 4) + 48 :][: 4096 - 48] = 0
     rig.model.check(rig.pools)
     rig.engine.close()
 
@@ -405,7 +405,7 @@ def test_interpreter_exit_waits_for_threads_of_open_engines() -> None:
     assert gate.wait_arrived(1)
     opener = threading.Timer(A_MOMENT, gate.open)
     opener.start()
-    ordering._stop_all()  # as `atexit` does
+    lanes._stop_all()  # as `atexit` does
     assert not any(thread.is_alive() for thread in threads)
     opener.join()
     assert [result.statuses for result in rig.engine.poll()] == [(OK,)]
