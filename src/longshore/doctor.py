@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,10 +40,6 @@ from longshore.tiers.remote.format import HEADER_BYTES, VERSION, version_of
 from longshore.tiers.remote.resp import RespSession, RespStore
 from longshore.tiers.remote.settings import PASSWORD_VARIABLE, USER_VARIABLE
 from longshore.tiers.remote.work import StoreError
-
-if TYPE_CHECKING:
-    from longshore.tiers.remote.mooncake import MooncakeSession
-    from longshore.tiers.remote.s3 import S3Session
 
 PROBED = 512
 """Keys that one probe asks for."""
@@ -112,9 +108,8 @@ def check_store(
     """
     settings = parse_url(url)
     about = str(settings)
-    looks = {"s3": _bucket, "file": _directory, "valkey-cluster": _cluster, "valkeys-cluster": _cluster}
-    looks["mooncake"] = _mooncake
-    look = looks.get(settings.scheme, _server)
+    looks = {"s3": _objects, "mooncake": _objects, "file": _directory}
+    look = _cluster if settings.is_cluster else looks.get(settings.scheme, _server)
     connecting = 8 * max(settings.connect_timeout, _CALL_SECONDS) * (1 + len(settings.more))
     found = _by_deadline(about, lambda: look(settings), _CHECK_SECONDS + connecting)
     if all(each.level is not BROKEN for each in found) and write:
@@ -338,48 +333,33 @@ def _directory(settings: RemoteSettings) -> Iterator[Finding]:
     yield from _of_versions(headers, others)
 
 
-def _bucket(settings: RemoteSettings) -> Iterator[Finding]:
-    """Whether a bucket can be read, what removes our values from it, and which versions they have."""
+def _objects(settings: RemoteSettings) -> Iterator[Finding]:
+    """Whether a bucket or Mooncake can be read; what removes our values from a bucket, and which versions they have."""
     try:
-        with contextlib.closing(_bucket_session(settings)) as session:
-            session.check(math.inf)
+        with _open_session(settings) as session:
+            session.check(time.monotonic() + settings.connect_timeout)
             headers, versions = session.headers(_SAMPLED)
     except (StoreError, TierError) as error:
         advice = "check endpoint, region and the bucket's name; a proxy named by HTTP_PROXY holds here as well"
+        if settings.is_mooncake:
+            advice = "start mooncake_master, and machines that give it memory (mooncake_client); check host and port"
         what, _, said = str(error).partition(": ")
         yield BROKEN, what, said or advice
         return
-    yield OK, "it answers, and the access key may read", ""
-    yield _lifecycle(settings)
-    yield from _of_versions(headers, Counter(set(versions) - {"ls1"}))
+    yield OK, "it answers" + ("" if settings.is_mooncake else ", and the access key may read"), ""
+    if settings.is_s3:
+        yield _lifecycle(settings)
+        yield from _of_versions(headers, Counter(set(versions) - {"ls1"}))
 
 
-def _bucket_session(settings: RemoteSettings) -> S3Session:
+def _open_session(settings: RemoteSettings) -> contextlib.AbstractContextManager[Any]:
+    if settings.is_mooncake:
+        from longshore.tiers.remote.mooncake import open_session  # noqa: PLC0415 - its package is an extra
+
+        return open_session(settings)
     from longshore.tiers.remote.s3 import S3Session  # noqa: PLC0415 - its package is an extra
 
-    return S3Session(settings, time.monotonic)
-
-
-def _mooncake(settings: RemoteSettings) -> Iterator[Finding]:
-    """Whether Mooncake's client can be started, and its master answers."""
-    try:
-        with _mooncake_session(settings) as session:
-            session.check(time.monotonic() + settings.connect_timeout)
-    except (StoreError, TierError) as error:
-        advice = "start mooncake_master, and machines that give it memory (mooncake_client); check host and port"
-        yield BROKEN, str(error), advice
-        return
-    yield OK, "its client runs, and the master answers", ""
-
-
-@contextlib.contextmanager
-def _mooncake_session(settings: RemoteSettings) -> Iterator[MooncakeSession]:
-    from longshore.tiers.remote.mooncake import MooncakeStore  # noqa: PLC0415 - its package is an extra
-
-    with contextlib.closing(Arena(PAGE, ArenaSettings(shared=True))) as arena:
-        session = MooncakeStore(settings, time.monotonic, arena, [PAGE]).connect()
-        with contextlib.closing(session):
-            yield session
+    return contextlib.closing(S3Session(settings, time.monotonic))
 
 
 def _lifecycle(settings: RemoteSettings) -> Finding:
@@ -411,8 +391,8 @@ class _Trial:
 
     def findings(self, recompute: Recompute) -> Iterator[Finding]:
         """Write, probe and read; what came of it."""
-        memory = ArenaSettings(shared=self._settings.is_mooncake)
-        arena, namespace = Arena(2 * self._images * self._size, memory), os.urandom(32)
+        arena = Arena(2 * self._images * self._size, ArenaSettings(shared=self._settings.is_mooncake))
+        namespace = os.urandom(32)
         half = arena.array.nbytes // 2
         arena.array[:half] = np.random.default_rng().integers(0, 256, half, np.uint8)
         tier = open_store(self._settings, arena=arena, image_bytes=self._size, namespace=namespace)
@@ -426,16 +406,11 @@ class _Trial:
                 shutil.rmtree(Path(self._settings.path, "ls1", namespace.hex()), ignore_errors=True)
         if self._settings.is_s3 or self._settings.is_mooncake:
             try:
-                with self._session() as session:
+                with _open_session(self._settings) as session:
                     session.remove(namespace)
             except StoreError as error:
                 what = f"the images of this check remain under ls1/{namespace.hex()}: {error}"
                 yield WARNING, what, "allow s3:DeleteObject, or remove them yourself"
-
-    def _session(self) -> contextlib.AbstractContextManager[S3Session | MooncakeSession]:
-        if self._settings.is_mooncake:
-            return _mooncake_session(self._settings)
-        return contextlib.closing(_bucket_session(self._settings))
 
     def _tried(self, tier: RemoteTier | ClusterTier, recompute: Recompute) -> Iterator[Finding]:
         writes, write_seconds = self._move(tier, Op.WRITE)

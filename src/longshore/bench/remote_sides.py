@@ -141,9 +141,7 @@ class MeasuredTier:
             self.reconnect()
         elif isinstance(self._server, LocalMooncake):
             module = importlib.import_module("longshore.tiers.remote.mooncake")
-            settings, images = parse_url(self._url), self._images
-            store = module.MooncakeStore(settings, time.monotonic, images.arena, [images.image_bytes])
-            with contextlib.closing(store.connect()) as session:
+            with module.open_session(parse_url(self._url)) as session:
                 session.remove(self.namespace)
         elif self._server is not None:
             self._server.command(b"FLUSHALL", b"SYNC")

@@ -25,15 +25,16 @@ import select
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from longshore.boundary import Status
+from longshore.boundary import PAGE, Status
 from longshore.checksums import digest
 from longshore.errors import TierError, with_extra
-from longshore.tiers.arena import Arena
+from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.arena.memory import create_shared
 from longshore.tiers.remote.format import HEADER_BYTES, pack_header, verify
 from longshore.tiers.remote.settings import RemoteSettings
@@ -104,8 +105,8 @@ class MooncakeSession:
             undo.callback(self.close)
             other.close()  # else it would not be seen that the process has ended
             if (said := self._answer(deadline)) != 0:
-                what = said if isinstance(said, str) else f"its client answers {said}"
-                raise StoreError("refused", f"Mooncake cannot be set up: {what}", Status.IO_ERROR)
+                what = said if isinstance(said, str) else f"error {said}"
+                raise StoreError("refused", f"Mooncake's client cannot be set up ({what})", Status.IO_ERROR)
             undo.pop_all()
 
     def check(self, deadline: float) -> None:
@@ -148,6 +149,10 @@ class MooncakeSession:
                 raise _lost()
             for image, code in zip(waiting, codes, strict=True):
                 work.end(image, _STORED.get(code, Status.UNAVAILABLE))
+
+    def headers(self, count: int) -> tuple[list[bytes], list[str]]:
+        """Nothing: Mooncake lists no keys."""
+        return [], []
 
     def remove(self, namespace: bytes) -> None:
         """Remove all values of `namespace`."""
@@ -259,6 +264,15 @@ class MooncakeStore:
         return MooncakeSession(self._settings, self._clock, self._arena, self._largest)
 
 
+@contextlib.contextmanager
+def open_session(settings: RemoteSettings) -> Iterator[MooncakeSession]:
+    """A session that moves no images, to check and to remove. Raises `StoreError`."""
+    with contextlib.ExitStack() as undo:
+        arena = undo.enter_context(contextlib.closing(Arena(PAGE, ArenaSettings(shared=True))))
+        store = MooncakeStore(settings, time.monotonic, arena, [PAGE])
+        yield undo.enter_context(contextlib.closing(store.connect()))
+
+
 def _address_towards(settings: RemoteSettings) -> str:
     """Our address as the master sees it. Raises `StoreError` if nobody listens there: it costs no process."""
     try:
@@ -267,7 +281,7 @@ def _address_towards(settings: RemoteSettings) -> str:
     except TimeoutError:
         raise StoreError("timeout", "the master does not answer", Status.DEADLINE) from None
     except OSError as error:
-        raise StoreError("connection", f"could not connect to the master: {error.strerror or error}") from None
+        raise StoreError("connection", f"could not connect to the master ({error.strerror or error})") from None
 
 
 def _lost() -> StoreError:

@@ -538,13 +538,11 @@ class RemoteTier(KeyedTier):
                 while self._asked:
                     self._answer(self._asked.popleft().ticket, None)
                 self._probing.notify_all()
-                self._warn(
-                    now,
-                    error,
+                message = (
                     "remote tier %s is unreachable: %s; it is skipped until a health check succeeds (run: longshore "
-                    "doctor %s)",
-                    *(self.name, error, self.settings),
+                    "doctor %s)"
                 )
+                self._warn(now, error, message, self.name, error, self.settings)
 
     def _takes_no_writes(self, error: StoreError) -> None:
         """The store has answered that it takes no writes: a replica, a disk that fails. That says nothing of reads."""
