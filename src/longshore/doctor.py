@@ -30,6 +30,7 @@ import numpy as np
 from longshore.boundary import PAGE, Status
 from longshore.config import Config, available_memory, format_bytes
 from longshore.errors import ConfigError, TierError
+from longshore.runtime.peer_server import listen
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.base import BY_KEY, KEY_BYTES, Op, TierOp
 from longshore.tiers.file.io import SystemIo, file_system_of
@@ -44,8 +45,7 @@ from longshore.tiers.remote.work import StoreError
 PROBED = 512
 """Keys that one probe asks for."""
 
-_PROBES, _READS = 9, 3
-_CALL_SECONDS = 1.0
+_PROBES, _READS, _CALL_SECONDS, _PATIENCE = 9, 3, 1.0, 60.0
 _EXPIRY = 60.0
 """Seconds after which what was written to try a server expires."""
 
@@ -59,7 +59,6 @@ _LEAST_OPEN_FILES = 1024
 _SHARED_MEMORY, _LEAST_SHARED_MEMORY = "/dev/shm", 1 << 30  # noqa: S108 - only looked at
 _NETWORKED = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "fuse", "9p", "virtiofs", "glusterfs"})
 _RAM_DISKS = frozenset({"tmpfs", "ramfs"})
-_PATIENCE = 60.0
 _CHECK_SECONDS = 10.0
 """After so long a check hangs, beyond the timeouts that a store's settings give it."""
 
@@ -120,8 +119,7 @@ def check_store(
 
 def _by_deadline(about: str, check: Callable[[], Iterable[Finding]], seconds: float | None = None) -> list[Diagnosis]:
     """What `check` finds. One that hangs in a file system is left to itself, which is a finding as well."""
-    found: list[Diagnosis] = []
-    failed: list[Exception] = []
+    found, failed = list[Diagnosis](), list[Exception]()
 
     def run() -> None:
         try:
@@ -340,11 +338,10 @@ def _objects(settings: RemoteSettings) -> Iterator[Finding]:
             session.check(time.monotonic() + settings.connect_timeout)
             headers, versions = session.headers(_SAMPLED)
     except (StoreError, TierError) as error:
-        advice = "check endpoint, region and the bucket's name; a proxy named by HTTP_PROXY holds here as well"
-        if settings.is_mooncake:
-            advice = "start mooncake_master, and machines that give it memory (mooncake_client); check host and port"
+        bucket = "check endpoint, region and the bucket's name; a proxy named by HTTP_PROXY holds here as well"
+        master = "start mooncake_master, and machines that give it memory (mooncake_client); check host and port"
         what, _, said = str(error).partition(": ")
-        yield BROKEN, what, said or advice
+        yield BROKEN, what, said or (master if settings.is_mooncake else bucket)
         return
     yield OK, "it answers" + ("" if settings.is_mooncake else ", and the access key may read"), ""
     if settings.is_s3:
@@ -469,8 +466,7 @@ class _Trial:
 
     def _latency(self, seconds: list[float], recompute: Recompute) -> Finding:
         limit = self._settings.probe_timeout
-        late = _PROBES - len(seconds)
-        if late:
+        if late := _PROBES - len(seconds):
             what = f"{late} of {_PROBES} probes of {PROBED} keys had no answer within {limit * 1e3:g} ms"
             advice = "requests find nothing there: use a nearer or less busy server, or raise ?probe_timeout="
             return BROKEN, what, advice
@@ -509,7 +505,19 @@ def check_machine(config: Config) -> list[Diagnosis]:
     found += _by_deadline(_SHARED_MEMORY, _shared_memory)
     if (path := config.file_path) is not None:
         found += _by_deadline(f"file tier in {path}", lambda: _disk(path))
-    return found
+    return found + (_by_deadline(f"serve {config.serve}", lambda: _serving(config.serve)) if config.serve else [])
+
+
+def _serving(url: str) -> Iterator[Finding]:
+    try:
+        listener, has_password = listen(parse_url(url))
+        listener.close()
+        advice = (
+            "" if has_password else "without a password all who connect read cached blocks: add ?password_file=PATH"
+        )
+        yield OK if has_password else WARNING, "it can be bound", advice
+    except ConfigError as error:
+        yield BROKEN, str(error), "name an address of this machine, a port that is free, and files that can be read"
 
 
 def _memory_of(config: Config) -> Iterator[Finding]:
@@ -536,11 +544,8 @@ def _locked_memory(config: Config) -> Iterator[Finding]:
         yield OK, "unlimited" if locked < 0 else f"up to {format_bytes(locked)}", ""
     else:
         what = f"limited to {format_bytes(locked)}, host_size is {format_bytes(config.host_size)}"
-        advice = (
-            "a GPU's driver does not count here; RDMA does: ulimit -l unlimited, docker run --ulimit memlock=-1, or "
-            "LimitMEMLOCK=infinity for systemd"
-        )
-        yield WARNING, what, advice
+        unlimited = "ulimit -l unlimited, docker run --ulimit memlock=-1, or LimitMEMLOCK=infinity for systemd"
+        yield WARNING, what, f"a GPU's driver does not count here; RDMA does: {unlimited}"
 
 
 def _open_files() -> Iterator[Finding]:
@@ -575,8 +580,7 @@ def _disk(path: Path) -> Iterator[Finding]:
                 yield WARNING, f"no direct I/O (O_DIRECT) on {kind}", advice
                 return
             yield OK, "direct I/O works", ""
-            queue = io.open_queue(file.fileno(), 1, 1)
-            if queue is None:
+            if (queue := io.open_queue(file.fileno(), 1, 1)) is None:
                 raise OSError("the system has none")
             queue.close()
             yield OK, "asynchronous I/O works", ""

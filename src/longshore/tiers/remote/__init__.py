@@ -34,6 +34,7 @@ come from a file or from the environment, and stand in no message.
     s3          a bucket of S3                            bucket      its access key, and requests about it
     mooncake    Mooncake Store                            mooncake_child   the process of its client
     tier        the tier itself                           cluster     one for each node of a cluster
+    peers       one for each replica that requests name
 """
 
 from typing import Any
