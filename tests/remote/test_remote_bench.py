@@ -8,7 +8,7 @@ from longshore.bench import remote
 from longshore.errors import BenchError
 
 
-@pytest.mark.parametrize("server", ["valkey", "redis", "dir", "s3"])
+@pytest.mark.parametrize("server", ["valkey", "redis", "dir", "s3", "mooncake"])
 def test_the_cases_of_small_images(server: str, tmp_path: Path) -> None:
     wanted = [name for name in remote.names_for(server) if name.endswith("/256KiB")]
     cases = list(remote.run(server, tmp_path, repeats=1, only=wanted))

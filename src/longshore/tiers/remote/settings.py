@@ -6,6 +6,7 @@
     unix:///run/valkey.sock?db=0
     file:///mnt/shared?daily_writes=500GiB    a directory that all replicas mount
     s3://bucket/prefix?endpoint=http://h:9000 a bucket of S3; without `endpoint`, of AWS
+    mooncake://master:50051                   Mooncake Store, by its master
 
 A password never stands in a URL, because URLs are logged: it is refused. It comes from the file that `password_file`
 names, or from the environment (`LONGSHORE_REMOTE_PASSWORD`), and is read at each connection, so that it can be changed
@@ -34,11 +35,12 @@ PASSWORD_VARIABLE = "LONGSHORE_REMOTE_PASSWORD"  # noqa: S105 - the name of a va
 USER_VARIABLE = "LONGSHORE_REMOTE_USER"
 
 DEFAULT_PORT = 6379
+MASTER_PORT = 50051
 _PLAIN, _TLS = frozenset({"valkey", "redis"}), frozenset({"valkeys", "rediss"})
 _ALIASES = {"redis": "valkey", "rediss": "valkeys"}
 _CLUSTER = "-cluster"
 _SERVERS = sorted(_PLAIN | _TLS)
-_SCHEMES = (*_SERVERS, *(f"{each}{_CLUSTER}" for each in _SERVERS), "unix", "file", "s3")
+_SCHEMES = (*_SERVERS, *(f"{each}{_CLUSTER}" for each in _SERVERS), "unix", "file", "s3", "mooncake")
 _UNITS = {"ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)")
 _SIZE = TypeAdapter(ByteSize)
@@ -51,6 +53,7 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"(?:[A-Za-z0-9_.-]+(?:/[A-Za-z0-9_.-]+)*)?")
 _ENDPOINT = re.compile(r"https?://[A-Za-z0-9_.\[\]:-]+")
 _REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
+_METADATA = re.compile(r"P2PHANDSHAKE|(?:https?|etcd)://[A-Za-z0-9_.\[\]:/;-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,10 @@ class RemoteSettings:
     """One store. Times are in seconds, sizes in bytes; 0 for `ttl` and `daily_writes` means no limit.
 
     Attributes:
-        scheme: One of `valkey`, `valkeys`, `valkey-cluster`, `valkeys-cluster`, `unix`, `file`, `s3`.
-        host: Of a server reached over TCP; of a cluster, of the first node that is named; of S3, the bucket.
+        scheme: One of `valkey`, `valkeys`, `valkey-cluster`, `valkeys-cluster`, `unix`, `file`, `s3`,
+            `mooncake`.
+        host: Of a server reached over TCP; of a cluster, of the first node that is named; of S3, the bucket; of
+            Mooncake, its master.
         port: Of that server.
         more: Host and port of the other nodes of a cluster that are named.
         path: Of a unix socket, or of the shared directory; of S3, what precedes the addresses in the bucket.
@@ -77,10 +82,12 @@ class RemoteSettings:
         probe_timeout: Within which a probe must be answered.
         fetch_timeout: Within which a fetch must have ended, from its submission; a caller's earlier deadline counts.
         write_timeout: The same for a write.
-        in_flight: Bytes of values that may be under way on one connection. More than about 1 MiB is slower.
+        in_flight: Bytes of values that may be under way on one connection. More than about 1 MiB is slower. Of
+            Mooncake, bytes in one call of its client.
         endpoint: URL of a server of S3; empty: AWS.
         region: Of the bucket; empty: as AWS's variables say, else `us-east-1`.
         requests: Of S3, the requests for values that may be under way in each direction.
+        metadata: Of Mooncake, where its machines find each other.
     """
 
     scheme: str
@@ -105,6 +112,7 @@ class RemoteSettings:
     endpoint: str = ""
     region: str = ""
     requests: int = 16
+    metadata: str = "P2PHANDSHAKE"
     more: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -133,6 +141,11 @@ class RemoteSettings:
         """Whether the store is a bucket."""
         return self.scheme == "s3"
 
+    @property
+    def is_mooncake(self) -> bool:
+        """Whether the store is Mooncake's, whose client needs shared memory."""
+        return self.scheme == "mooncake"
+
     def __str__(self) -> str:
         """Where the store is, for logs; nothing secret is in it."""
         if self.is_s3:
@@ -144,7 +157,7 @@ class RemoteSettings:
             return f"{self.scheme}://{self.path}"
         nodes = ((self.host, self.port), *self.more)
         hosts = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in nodes)
-        return f"{self.scheme}://{hosts}" + ("" if self.is_cluster else f"/{self.db}")
+        return f"{self.scheme}://{hosts}" + ("" if self.is_cluster or self.is_mooncake else f"/{self.db}")
 
     def credentials(self, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
         """User and password as of now; empty: none. Raises `TierError` if the file cannot be read."""
@@ -208,9 +221,10 @@ _NUMBERS = {
     "db": "number",
     "requests": "number",
 }
-_TEXTS = ("user", "password_file", "ca_file", "cert_file", "key_file", "server_name", "endpoint", "region")
+_TEXTS = ("user", "password_file", "ca_file", "cert_file", "key_file", "server_name", "endpoint", "region", "metadata")
 _OF_S3 = frozenset({"endpoint", "region", "requests"})
 _NOT_OF_S3 = frozenset({"db", "cert_file", "key_file", "server_name", "in_flight"})
+_NOT_OF_MOONCAKE = frozenset({"db", "user", "password_file", "ttl"}) | _OF_S3
 _FILES = ("password_file", "ca_file", "cert_file", "key_file")
 _CHOICES = {"write": ("all", "second_use", "evict")}
 _OPTIONS = (*_NUMBERS, *_TEXTS, *_CHOICES)
@@ -271,21 +285,23 @@ def _placed(scheme: str, host: str, port: int | None, path: str, options: dict[s
     if not host:
         raise ConfigError(f"remote store: expected {scheme}://HOST:PORT/DB, got no host")
     if "," in host:
-        raise ConfigError(
-            f"remote store: expected one host: for a cluster, write {scheme}-cluster://HOST:PORT,HOST:PORT"
-        )
+        advice = "" if scheme == "mooncake" else f": for a cluster, write {scheme}-cluster://HOST:PORT,HOST:PORT"
+        raise ConfigError(f"remote store: expected one host{advice}")
     number = path.strip("/")
     if number:
         options["db"] = _number("db", number)
     if scheme.endswith(_CLUSTER) and options.get("db"):
         raise ConfigError(f"remote store: db: a cluster has database 0 only, got {options['db']}")
-    return RemoteSettings(scheme, host, port or DEFAULT_PORT, **options)
+    default = MASTER_PORT if scheme == "mooncake" else DEFAULT_PORT
+    return RemoteSettings(scheme, host, port or default, **{**_slower(scheme), **options})
 
 
 def _slower(scheme: str) -> dict[str, float]:
-    """Network file systems and object stores answer less quickly than a server in memory."""
+    """Network file systems and object stores are slower than a server in memory; Mooncake's client must be started."""
     if scheme == "s3":
         return {"connect_timeout": 1.0, "probe_timeout": 1.0, "fetch_timeout": 5.0, "write_timeout": 10.0}
+    if scheme == "mooncake":
+        return {"connect_timeout": 3.0, "probe_timeout": 0.5, "in_flight": 32 << 20}
     return {"probe_timeout": 0.5} if scheme == "file" else {}
 
 
@@ -336,6 +352,7 @@ def _check(settings: RemoteSettings, options: Mapping[str, object]) -> None:
         raise ConfigError(
             f"remote store: {', '.join(sorted(foreign))}: {'not' if settings.is_s3 else 'only'} for s3://"
         )
+    _check_mooncake(settings, options)
     if settings.requests > _MOST_REQUESTS:
         raise ConfigError(f"remote store: requests: expected at most {_MOST_REQUESTS}, got {settings.requests}")
     if settings.endpoint and not _ENDPOINT.fullmatch(settings.endpoint):
@@ -346,6 +363,16 @@ def _check(settings: RemoteSettings, options: Mapping[str, object]) -> None:
     server_only = {"db", "user", "password_file", "connect_timeout"} & options.keys()
     if server_only and settings.is_directory:
         raise ConfigError(f"remote store: {', '.join(sorted(server_only))}: not for file://")
+
+
+def _check_mooncake(settings: RemoteSettings, options: Mapping[str, object]) -> None:
+    if settings.is_mooncake and (foreign := _NOT_OF_MOONCAKE & options.keys()):
+        why = ": Mooncake evicts, and nothing expires" if "ttl" in foreign else ""
+        raise ConfigError(f"remote store: {', '.join(sorted(foreign))}: not for mooncake://{why}")
+    if "metadata" in options and not (settings.is_mooncake and _METADATA.fullmatch(settings.metadata)):
+        raise ConfigError(
+            "remote store: metadata: only for mooncake://: P2PHANDSHAKE, http://HOST:PORT/metadata or etcd://HOST:PORT"
+        )
 
 
 def _duration(name: str, text: str) -> float:

@@ -156,7 +156,7 @@ class RemoteTier(KeyedTier):
         self._pid = os.getpid()
         self._at_end: Callable[[], None] | None = None
         self.ended = 0
-        self._store = store = open_client(self.settings, clock, self.image_bytes) if store is None else store
+        self._store = store = open_client(self.settings, clock, arena, self.image_bytes) if store is None else store
         self._queues = {op: WorkQueue(op, self._lock, clock, self._image_ended) for op in Op}
         self._sessions: set[Session] = set()
         """Sessions that are open, of all threads."""
@@ -538,13 +538,11 @@ class RemoteTier(KeyedTier):
                 while self._asked:
                     self._answer(self._asked.popleft().ticket, None)
                 self._probing.notify_all()
-                self._warn(
-                    now,
-                    error,
+                message = (
                     "remote tier %s is unreachable: %s; it is skipped until a health check succeeds (run: longshore "
-                    "doctor %s)",
-                    *(self.name, error, self.settings),
+                    "doctor %s)"
                 )
+                self._warn(now, error, message, self.name, error, self.settings)
 
     def _takes_no_writes(self, error: StoreError) -> None:
         """The store has answered that it takes no writes: a replica, a disk that fails. That says nothing of reads."""
@@ -585,12 +583,18 @@ class RemoteTier(KeyedTier):
             raise TierClosedError(f"{self.settings}: the {self.name} tier was closed")
 
 
-def open_client(settings: RemoteSettings, clock: Callable[[], float], image_bytes: Sequence[int]) -> StoreClient:
+def open_client(
+    settings: RemoteSettings, clock: Callable[[], float], arena: Arena, sizes: Sequence[int]
+) -> StoreClient:
     """What connects to the store. Raises `TierError` if a package or certificates are missing."""
+    if settings.is_mooncake:
+        from longshore.tiers.remote.mooncake import MooncakeStore  # noqa: PLC0415 - its package is an extra
+
+        return MooncakeStore(settings, clock, arena, sizes)
     if settings.is_s3:
         from longshore.tiers.remote.s3 import S3Store  # noqa: PLC0415 - its package is an extra
 
-        return S3Store(settings, clock, min(image_bytes))
+        return S3Store(settings, clock, min(sizes))
     if settings.is_directory:
-        return DirectoryStore(settings, max(image_bytes))
-    return RespStore(settings, clock, max(image_bytes))
+        return DirectoryStore(settings, max(sizes))
+    return RespStore(settings, clock, max(sizes))

@@ -13,6 +13,7 @@ be ended at any time, so a file system that hangs keeps no slot of the arena.
 from __future__ import annotations
 
 import enum
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -102,11 +103,18 @@ class WorkQueue:
                 self._wake.wait()
             return not self._stopped
 
-    def take(self) -> Image | None:
-        """The next image, held by the caller; `None` without one."""
+    def take(self, room: float = math.inf, deadline: float | None = None) -> Image | None:
+        """The next image, held by the caller; `None` without one.
+
+        It is left there, too, if it has more than `room` bytes, or another deadline than the one that is given.
+        """
         with self._lock:
             while self._waiting and not self._stopped:
-                image = self._waiting.popleft()
+                image = self._waiting[0]
+                fits = len(image.memory) <= room and deadline in {None, image.deadline}
+                if image.phase is not Phase.ENDED and not fits:
+                    return None
+                self._waiting.popleft()
                 if image.phase is Phase.ENDED:
                     continue
                 now = self.clock()

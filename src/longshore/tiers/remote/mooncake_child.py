@@ -1,0 +1,92 @@
+"""The process of Mooncake's client: started by `longshore.tiers.remote.mooncake` only, as a program without Longshore.
+
+    socket      orders, one JSON list a line, and an answer to each
+    memory      descriptors of the arena and of the headers; both are mapped here, and registered with the client
+
+    ["exist", keys]                            1: it is there; 0: it is not; below 0: an error
+    ["get", keys, offsets, lengths]            the bytes of each value, as they are; below 0: an error
+    ["put", keys, offsets, lengths, replace]   0; below 0: an error. What is there stays, unless it is to be replaced
+    ["remove", pattern]                        how many keys matched the regular expression; below 0: an error
+
+The header of the value at index N of an order is at 128 * N in the memory for headers, its image at its offset in the
+arena. The first answer is Mooncake's code of its `setup`, 0 if it is connected, or the text of an error.
+The process ends at the end of its input, and with the thread that started it, whatever the client is doing.
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+HEADER_BYTES = 128
+_PR_SET_PDEATHSIG = 1
+_WRONG_LENGTHS = frozenset({-600, -800})
+"""Codes of a get whose value has another length, among others."""
+
+
+def _address_of(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+def carried_out(client: Any, arena: int, headers: int, kind: str, order: list[Any]) -> list[int]:
+    """The codes of an order to `client`, a `MooncakeDistributedStore`; arena and headers are at these addresses."""
+    if kind == "exist":
+        return list(client.batch_is_exist(*order))
+    if kind == "remove":
+        return [client.remove_by_regex(*order, True)]
+    keys, offsets, lengths, *more = order
+    places = [[headers + HEADER_BYTES * index, arena + offset] for index, offset in enumerate(offsets)]
+    sizes = [[HEADER_BYTES, length] for length in lengths]
+    if kind == "put":
+        for key, is_replaced in zip(keys, *more, strict=True):
+            if is_replaced:
+                client.remove(key, True)
+        return list(client.batch_put_from_multi_buffers(keys, places, sizes))
+    codes = list(client.batch_get_into_multi_buffers(keys, places, sizes))
+    for index, code in enumerate(codes):
+        if code in _WRONG_LENGTHS:
+            found = client.get_size(keys[index])
+            codes[index] = code if found == sum(sizes[index]) else found
+    return codes
+
+
+def main() -> None:
+    """Connect as the arguments say, and carry out orders until there are no more."""
+    sock, arena, arena_bytes, headers, headers_bytes, parent = map(int, sys.argv[1:7])
+    local, metadata, master = sys.argv[7:]
+    for each in (signal.SIGINT, signal.SIGTERM):  # meant for the engine
+        signal.signal(each, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before
+        return
+    connection = socket.socket(fileno=sock)
+
+    def answer(said: object) -> None:
+        connection.sendall(json.dumps(said).encode() + b"\n")
+
+    try:
+        from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415 - its errors are answers
+
+        client = MooncakeDistributedStore()
+        code = client.setup(local, metadata, 0, 0, "tcp", "", master)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is told
+        answer(f"{type(error).__name__}: {error}")
+        return
+    mappings = mmap.mmap(arena, arena_bytes), mmap.mmap(headers, headers_bytes)  # as long as the process lives
+    first, second = map(_address_of, mappings)
+    if code == 0:
+        code = client.register_buffer(first, arena_bytes) or client.register_buffer(second, headers_bytes)
+    answer(code)
+    with connection.makefile("rb") as orders:
+        for line in orders:
+            kind, *order = json.loads(line)
+            answer(carried_out(client, first, second, kind, order))
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # the client's own end takes a second
