@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from longshore.cache.columns import column
-from longshore.cache.pool import STATES
+from longshore.cache.pool import READY, STATES
 from longshore.cache.state import CacheState
 from longshore.cache.types import Resident, SizeStats, TierStats
 from longshore.errors import CacheError
@@ -32,12 +32,12 @@ def stats(state: CacheState) -> tuple[TierStats, ...]:
             level.name,
             pool.capacity,
             pool.used,
-            len(policy),
+            pool.state.count(READY),
             pool.slabs.nbytes,
             pool.used_bytes,
             tuple(SizeStats(size, *pool.used_by(each)) for each, size in enumerate(pool.slabs.image_bytes)),
         )
-        for level, pool, policy in zip(state.levels, state.pools, state.policies, strict=True)
+        for level, pool in zip(state.levels, state.pools, strict=True)
     )
 
 
@@ -52,7 +52,7 @@ def check_integrity(state: CacheState) -> None:
         live = nodes[column(index.slot[tier])[nodes] >= 0]
         if len(live) + len(pool.draining()) != pool.used:
             raise CacheError(f"{level.name}: {len(live)} copies use {pool.used} slots")
-        ready = live[index.are_ready(live, tier)]
+        ready = nodes[state.are_ranked(nodes, tier)]
         if len(policy) != len(ready) or not policy.resident(index.size)[ready].all():
             raise CacheError(f"{level.name}: the eviction policy has {len(policy)} of {len(ready)} ready chunks")
     for node, pins in state.pins.items():

@@ -316,9 +316,11 @@ class Offloader:
         for node in chosen if state.several_sizes else ():
             pools.setdefault(state.index.pool_of(node), []).append(node)
         for pool, nodes in pools.items():
-            # The ancestors of chosen chunks are in this tier, too, or are needed below: none is evicted for them.
+            # The ancestors of chosen chunks are in this tier, too, or are needed below: none is evicted for them. Some
+            # of the chosen may be refused.
             nbytes, allowed = state.pools[below].slabs.image_bytes[pool], self._allowed(below, nodes, pool)
-            chosen = self._admitted(below, allowed, pool)
+            room = self._room(below, len(allowed), pool)
+            chosen = [node for node in allowed if not state.backlog.is_refused(node)][:room]
             self._budgets[below].spend(len(chosen) * nbytes)
             self._copy_down(chosen, tier)
         state.log.by = by
@@ -336,36 +338,6 @@ class Offloader:
         for node in nodes[granted:]:
             self._state.backup_failed(node)
         return nodes[:granted]
-
-    def _admitted(self, tier: int, nodes: Sequence[int], pool: int) -> list[int]:
-        """Those of `nodes`, parents first, that `tier` stores; makes room for them.
-
-        If the tier is full, chunks with fewer expected hits than the chunks to evict for them are refused, with their
-        descendants. They are retried after their next use.
-        """
-        state, parent = self._state, self._state.index.parent
-        policy = state.order(tier, pool)
-        if not (self._transfers.settings.admission and policy.refuses) or state.pools[tier].room(pool) >= len(nodes):
-            return list(nodes[: self._room(tier, len(nodes), pool)])
-        if tier < state.last:
-            self._clean(tier, len(nodes))
-        chosen, left_out, refused = list[int](), set[int](), list[int]()
-
-        def make_room(most: int) -> int:
-            return self._room(tier, len(chosen) + most, pool, ahead=False, observes=not chosen) - len(chosen)
-
-        starts = [at for at, node in enumerate(nodes) if not at or parent[node] != nodes[at - 1]]
-        for start, end in pairwise([*starts, len(nodes)]):
-            path, taken, least = nodes[start:end], 0, 0
-            if parent[path[0]] not in left_out:
-                keys = [state.index.key[node] for node in path]
-                taken, least = policy.admit(keys, make_room, copies=True)
-            chosen += path[:taken]
-            refused += path[taken : taken + min(least, 1)]
-            left_out.update(path[taken:])
-        if refused:
-            self._transfers.drop(tier, state.refuse(refused), DropReason.ADMISSION)
-        return chosen
 
     def _copy_down(self, chosen: Sequence[int], tier: int) -> None:
         """Order one job that copies `chosen` from `tier` to the one below, which has room."""
@@ -405,6 +377,9 @@ class Offloader:
             return 0, 0
         patient, stream = (each and not orphan and bool(state.last) for each in (patient, stream))
         nbytes, pins = state.pools[0].slabs.image_bytes[pool], [state.pin(node) for node in needed if node]
+        asked = wanted
+        if state.ranks_all and path and not orphan:
+            wanted = self._promising(path, pool)
         once = min(wanted, state.total_room(0))
         again = patient and self._room(0, once, pool, observes=False) < once and self._may_get_room(0)
         granted = 0 if again else self._budgets[0].allows(self._transfers.now, wanted, nbytes)
@@ -416,7 +391,7 @@ class Offloader:
             def make_room(most: int) -> int:
                 return self._transfers.evictor.make_room(0, most, pool, spare_dirty=False)
 
-            room = state.policies[0].admit(path[:allowed], make_room)[0]
+            room = state.policies[0].admit(path[:allowed], make_room)
         else:
             room = self._room(0, allowed, pool, waits=patient or stream) if allowed else 0
         for pin in pins:
@@ -424,6 +399,7 @@ class Offloader:
         if again:
             return 0, wanted
         waiting = granted - room if stream and (room or self._may_get_room(0)) else 0
+        self._transfers.drop(0, asked - wanted, DropReason.ADMISSION)
         self._transfers.drop(0, wanted - granted, DropReason.BUDGET)
         if room + waiting < granted:
             busy = allowed < granted or self._is_copying_down(0)
@@ -431,6 +407,26 @@ class Offloader:
             self._transfers.drop(0, granted - room - waiting, DropReason.ORPHAN if orphan else reason)
         self._budgets[0].spend(room * nbytes)
         return room, waiting
+
+    def _promising(self, path: Sequence[Key], pool: int) -> int:
+        """How many leading chunks of `path` host memory stores.
+
+        For those, it has room, or chunks of any tier that promise fewer hits make room for them, now or when they are
+        copied down.
+        """
+        evictor, writing = self._transfers.evictor, self._transfers.writing
+        room = evictor.make_room(0, len(path), pool, spare_dirty=True)
+        if room == len(path):
+            return room
+
+        def make_room(most: int) -> int:
+            found = evictor.make_room(0, most, pool, spare_dirty=True, ahead=False)
+            if found < most:
+                self._clean(0, most - found)
+                found = evictor.make_room(0, most, pool, spare_dirty=True, ahead=False)
+            return min(most, found + writing[1] + self._state.pools[-1].room(pool))
+
+        return max(room, self._state.policies[-1].admit(path, make_room, least=0))
 
     def _worth(self, fresh: Sequence[Key], at: Sequence[int], retention: Sequence[Retention]) -> int:
         """How many leading new chunks of `fresh`, at positions `at`, the write policy stores; counts the others."""

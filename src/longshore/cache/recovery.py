@@ -173,7 +173,9 @@ def _insert(state: CacheState, tier: int, nodes: list[int], known: Sequence[int]
     """Enter the copies of `nodes`, the newest first, in policies and backlog; other tiers have `known`."""
     if state.log.on:
         state.log_arrivals(nodes, tier)
-    state.policies[tier].insert(nodes[::-1])
+    if tier < state.last or not state.ranks_all:
+        state.policies[tier].insert(nodes[::-1])
+    state.rank(nodes[::-1], tier)
     state.windows.mark_ready(nodes, tier)
     if state.last:
         # A chunk that only the coldest tier has is not dirty, and no other chunk waits for it.

@@ -32,7 +32,7 @@ class WritePolicy(enum.Enum):
 
     def clean_target(self, slots: int) -> int:
         """How many of the `slots` of the warmer tier to keep free or backed up."""
-        return slots // 4 if self is WritePolicy.BACK else slots
+        return slots // 16 if self is WritePolicy.BACK else slots
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,7 @@ class CacheState:
         thresholds: Sequence[int],
         events: int,
         token_width: int,
+        admission: bool = False,
     ) -> None:
         self.levels = list(levels)
         self.counters = counters
@@ -81,6 +82,8 @@ class CacheState:
         self.thresholds = thresholds
         self.last = len(levels) - 1
         """The coldest tier."""
+        self.ranks_all = admission and self.last > 0 and not self.several_sizes and levels[-1].make_policy.refuses
+        """Whether the policy of the coldest tier ranks the chunks of all tiers, as one tier of their size would."""
         self.log = EventLog(events)
         self._token_width = token_width
         self.returns = Returns()
@@ -93,7 +96,7 @@ class CacheState:
     def _begin(self) -> None:
         """New, empty structures over the present pools."""
         self.index = Index(self.pools)
-        self.policies = [self._make_policy(level) for level in self.levels]
+        self.policies = [self._make_policy(tier) for tier in self.index.tiers]
         self.backlog = Backlog(self.index, self.thresholds)
         self.priorities = Priorities(
             self.index,
@@ -116,10 +119,16 @@ class CacheState:
     def _serving(self) -> tuple[int, int]:
         return self.served, self.returns.of(self.served)
 
-    def _make_policy(self, level: Level) -> EvictionPolicy:
-        names, slabs = self.index.key, level.pool.slabs
+    def ranked_slots(self, tier: int) -> int:
+        """The slots of all chunks that the policy of `tier` ranks."""
+        ranked = self.pools if self.ranks_all and tier == self.last else [self.pools[tier]]
+        return sum(pool.capacity for pool in ranked)
+
+    def _make_policy(self, tier: int) -> EvictionPolicy:
+        level, names = self.levels[tier], self.index.key
+        slabs = level.pool.slabs
         if not self.several_sizes:
-            return level.make_policy(level.pool.capacity, names)
+            return level.make_policy(self.ranked_slots(tier), names)
         parts = [level.make_policy(slabs.slabs * images, names) for images in slabs.images]
         return PartitionedBySize(level.pool.capacity, names, parts, self.index.pools_of)
 
@@ -256,11 +265,12 @@ class CacheState:
         if self.log.on:
             self.log_arrivals(nodes, tier)
         leaf = bool(nodes) and not any(self.index.children(nodes[-1]))
-        if tier:
-            self.policies[tier].insert_copies(nodes[::-1], leaf=leaf)
-        else:
+        if not tier:
             self.policies[0].insert(nodes[::-1], leaf=leaf)
             self._record_uses_elsewhere(numbers(nodes)[::-1], leaf=leaf)
+        elif tier < self.last or not self.ranks_all:
+            self.policies[tier].insert_copies(nodes[::-1], leaf=leaf)
+        self.rank(nodes[::-1], tier, leaf=leaf)
         if self.several_sizes:
             slots = self.index.slot[tier]
             self.pools[tier].record_use([slots[node] for node in reversed(nodes)])
@@ -271,6 +281,27 @@ class CacheState:
             self.update_backlog(nodes, tier)
             self.reconsider(np.array(nodes, np.int32), apart_from=tier)
         return self.attach_orphans(news)
+
+    def rank(self, nodes: Sequence[int], tier: int, *, leaf: bool = False) -> None:
+        """Copies of `nodes`, tail first, have become ready in `tier`: the policy that ranks all chunks gets new ones."""
+        if self.ranks_all and nodes:
+            at = numbers(nodes)
+            new = ~self._are_ready(at, (each for each in self.index.tiers if each != tier))
+            if new.any():
+                self.policies[self.last].insert(at[new].tolist(), leaf=leaf and bool(new[0]))
+
+    def are_ranked(self, at: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
+        """Which of the nodes `at` the policy of `tier` ranks: those that are ready there, or in any tier."""
+        if self.ranks_all and tier == self.last:
+            return self._are_ready(at, self.index.tiers)
+        return self.index.are_ready(at, tier)
+
+    def _are_ready(self, at: npt.NDArray[np.int32], tiers: Iterable[int]) -> npt.NDArray[np.bool_]:
+        """Which of the nodes `at` are ready in one of `tiers`."""
+        ready = np.zeros(len(at), bool)
+        for tier in tiers:
+            ready |= self.index.are_ready(at, tier)
+        return ready
 
     def attach_orphans(self, nodes: Sequence[int]) -> list[int]:
         """Attach orphans to their parents among `nodes`, where allowed; returns those that are no orphans any more."""
@@ -306,7 +337,7 @@ class CacheState:
     def refuse(self, nodes: Sequence[int]) -> int:
         """The tier below takes no copy of `nodes`, nor of what waits for them, until they are used again; how many."""
         refused = self.backlog.refuse(nodes)
-        self.reconsider(numbers(refused))
+        self.reconsider(numbers(refused), apart_from=self.last)
         return len(refused)
 
     def end_reads(self, tier: int, slots: Sequence[int]) -> None:
@@ -316,7 +347,10 @@ class CacheState:
         readers[at] -= 1
         idle = at[readers[at] == 0]
         state = marks(pool.state)[idle]
-        self.policies[tier].release(column(pool.node)[idle[state == READY]].tolist())
+        ready = column(pool.node)[idle[state == READY]].tolist()
+        self.policies[tier].release(ready)
+        if self.ranks_all and tier < self.last:
+            self.policies[self.last].release(ready)
         for slot in idle[state == DRAINING].tolist():
             self._free_drained(tier, slot)
 
@@ -467,7 +501,10 @@ class CacheState:
         if not nodes:
             return
         used = numbers(nodes)
-        for pool, policy, slots in zip(self.pools, self.policies, self.index.slot, strict=True):
+        for tier, (pool, policy, slots) in enumerate(zip(self.pools, self.policies, self.index.slot, strict=True)):
+            if self.ranks_all and tier == self.last:
+                policy.touch(used[self.are_ranked(used, tier)].tolist())
+                continue
             at = column(slots)[used]
             live = at >= 0
             ready = marks(pool.state)[at[live]] == READY
@@ -503,7 +540,7 @@ class CacheState:
 
     def _record_uses_elsewhere(self, used: npt.NDArray[np.int32], *, leaf: bool = False) -> None:
         """Record uses, tail first, in the policies of colder tiers that lack the chunks. A `leaf` ends a prompt."""
-        for tier in self.index.tiers[1:]:
+        for tier in self.index.tiers[1 : self.last + (not self.ranks_all)]:
             slots = column(self.index.slot[tier])[used]
             there = slots >= 0
             there[there] = marks(self.pools[tier].state)[slots[there]] == READY
@@ -515,16 +552,16 @@ class CacheState:
         at = once(at)
         self.changes += bool(len(at))
         for tier, policy in enumerate(self.policies):
-            if tier != apart_from:
-                slots = column(self.index.slot[tier])[at]
-                live = at[slots >= 0]
-                policy.release(live[marks(self.pools[tier].state)[slots[slots >= 0]] == READY].tolist())
+            if tier == apart_from:
+                continue
+            policy.release(at[self.are_ranked(at, tier)].tolist())
 
     def _reconsider(self, node: int) -> None:
         """The same for one node."""
         self.changes += 1
         for tier, policy in enumerate(self.policies):
-            if self.index.is_ready(node, tier) and policy.is_held(node):
+            ranked = self.index.is_ready(node, tier) or (self.ranks_all and tier == self.last)
+            if ranked and policy.is_held(node):
                 policy.release((node,))
 
     def _update_backlog_of(self, node: int) -> None:
@@ -551,7 +588,11 @@ class CacheState:
         if self.log.on:
             self.log_loss(node, tier, cause)
         if pool.state[slot] == READY:
-            self.policies[tier].remove(node, evicted=index.key[node] if cause == EVICTED else None)
+            evicted = index.key[node] if cause == EVICTED else None
+            if tier < self.last or not self.ranks_all:
+                self.policies[tier].remove(node, evicted=evicted)
+            if self.ranks_all and not any(index.is_ready(node, each) for each in index.tiers if each != tier):
+                self.policies[self.last].remove(node, evicted=evicted)
         gone = index.drop_copy(node, tier)
         pool.move(slot, DRAINING if pool.is_busy(slot) else FREE)
         if gone:

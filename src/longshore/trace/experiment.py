@@ -436,7 +436,7 @@ def experiment(paths: Iterable[Sequence[int]], kind: type[EvictionPolicy], slots
     return tier.totals()
 
 
-_PARTS = 4
+_PARTS = 16
 """A load takes at most one slot in this many of host memory at a time."""
 
 _MAX_WRITES = 1 << 14
@@ -447,7 +447,7 @@ class CacheReplay:
     """A `TieredCache`, empty at the start, under policy `kind`: one tier of `slots` slots.
 
     With `file_slots`, there is a file tier of as many slots, under `write_back`. Copies between the tiers end as soon
-    as they are ordered. What is found is loaded in parts of a quarter of host memory, and a store waits for room that
+    as they are ordered. What is found is loaded in parts of a sixteenth of host memory, and a store waits for room that
     is being made.
 
     Attributes:
@@ -517,13 +517,13 @@ class CacheReplay:
     def _store(self, keys: Sequence[Key], first: int, tick: int | None) -> None:
         """Store what is behind the hits; if there are files, again as long as that makes room for more."""
         waits = bool(self._part)
-        while first < len(keys):
+        while True:
             blocks = {0: range(first, len(keys))}
-            order = self.cache.store({0: GroupKeys(keys, first)}, blocks, tick=tick, patient=waits)[0]
+            order = self.cache.store({0: GroupKeys(keys, first)}, blocks, tick=tick, stream=waits)[0]
             ordered = self._move()
-            if not waits or not (order.positions or (order.again and ordered)):
+            if not order.later or not ordered:
                 break
-            first = order.positions[-1] + 1 if order.positions else first
+            first, keys = order.later[0], keys[: order.later[-1] + 1]
 
     def _move(self) -> bool:
         """The simulated device: whatever was ordered has succeeded; whether anything was."""
