@@ -198,7 +198,8 @@ class Storing(Stage):
         if before.orphan:
             assert set(dropped) <= {DropReason.ORPHAN}
         elif count < fresh:
-            assert set(dropped) <= {DropReason.NO_ROOM, DropReason.BACKPRESSURE}
+            asks = self.setup.policy == "gittins" and self.setup.file is not None
+            assert set(dropped) <= {DropReason.NO_ROOM, DropReason.BACKPRESSURE, *[DropReason.ADMISSION] * asks}
         return count
 
     def check_evicted(self, before: Storing.Before) -> None:

@@ -333,7 +333,7 @@ def test_tiers_that_cannot_be_are_refused(tiers: list[TierSpec]) -> None:
 def test_a_policy_knows_when_it_wants_a_chunk() -> None:
     assert [WritePolicy.THROUGH.wants(evicting=e) for e in (False, True)] == [True, True]
     assert [WritePolicy.BACK.wants(evicting=e) for e in (False, True)] == [False, True]
-    assert (WritePolicy.THROUGH.clean_target(10), WritePolicy.BACK.clean_target(10)) == (10, 2)
+    assert (WritePolicy.THROUGH.clean_target(100), WritePolicy.BACK.clean_target(100)) == (100, 6)
 
 
 def test_chunks_of_an_answer_that_a_tier_has_already_are_not_dropped() -> None:

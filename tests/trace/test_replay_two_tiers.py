@@ -27,7 +27,7 @@ def ratios(paths: Sequence[Sequence[int]], host: float = 0.03, file: float = 0.1
     return hits[0] / asked, hits[1] / asked, tiers
 
 
-@pytest.mark.parametrize("family", ["mixed"])
+@pytest.mark.parametrize("family", ["agents", "chats", "documents", "mixed"])
 def test_two_tiers_find_what_one_of_their_size_does(family: str) -> None:
     paths = [request.hash_ids for request in synthesize(family, requests=800, seed=3)]
     two, one, tiers = ratios(paths)
@@ -53,7 +53,7 @@ def test_blocks_for_which_host_memory_has_no_slot_are_computed() -> None:
     assert (tiers.cache.held, tiers.cache.jobs_in_flight) == (0, 0)
 
 
-@pytest.mark.parametrize("name", ["mooncake_conversation", "agent_a", "agent_sparse"])
+@pytest.mark.parametrize("name", ["mooncake_conversation", "agent_a", "agent_dense", "agent_sparse"])
 @pytest.mark.skipif(not TRACES.is_dir(), reason="no recorded traces beside the clone")
 def test_two_tiers_find_what_one_of_their_size_does_on_recorded_traces(name: str) -> None:
     two, one, _ = ratios([request.hash_ids for request in read_mooncake(TRACES / f"{name}.jsonl")])
