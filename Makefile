@@ -9,7 +9,7 @@ BIN    := $(VENV)/bin
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
 .PHONY: demo test lint types tests contract vllm sglang newest newest-ready newest-vllm newest-sglang abi remote gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-carry bench-file \
-	eviction look orders soak cache-soak crash race-mutants cache-mutants monitoring monitoring-files house clean
+	eviction look orders soak cache-soak nightly crash race-mutants cache-mutants monitoring monitoring-files house clean
 
 demo: $(VENV)/ready
 	$(BIN)/longshore demo --report demo-report
@@ -188,11 +188,22 @@ CALLS ?= 1000000
 cache-soak: $(VENV)/ready
 	PYTHONPATH=tests $(BIN)/python tests/cache/cache_soak.py --calls $(CALLS) --first-seed $(FIRST_SEED)
 
+# All of these and more for HOURS, each with its share of the time and seeds of the day: soaks, kills, state machines, vLLM
+# and SGLang under load where their environments are there (make vllm, make sglang), and what leaks. The report is
+# build/nightly/report.md; ONLY names one part.
+HOURS ?= 8
+ONLY  ?=
+nightly: $(VENV)/ready
+	-$(BIN)/python tests/environments.py vllm
+	-$(BIN)/python tests/environments.py sglang
+	-$(BIN)/python tests/environments.py remote
+	$(BIN)/python tests/nightly/nightly.py --hours $(HOURS) $(if $(ONLY),--only $(ONLY))
+
 # Every state of a simulated disk that is too much for `make test`; then kills a process that writes to a file tier at N
 # random instants, and compares what the next one is served.
 N ?= 300
 crash: $(VENV)/ready
-	STATES=all $(BIN)/pytest -q tests/tiers/test_file_crash.py -k 'change_before_checkpoint or every_crash_state_serves'
+	STATES=all $(BIN)/pytest -q tests/tiers/test_file_crash.py -k 'slab_change or every_crash_state_serves'
 	$(BIN)/python tests/tiers/kill_kit.py --kills $(N)
 
 # Weakens the ordering code at one place after the other; a test must notice each time.

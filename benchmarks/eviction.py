@@ -23,9 +23,10 @@ from functools import cache
 
 from longshore.cache import Return
 from longshore.cache.eviction import Gittins
-from longshore.trace import FAMILIES, TraceRequest, read_mooncake, synthesize
+from longshore.trace import TraceRequest, read_mooncake
 from longshore.trace.analysis import Paths, optimal_hits
 from longshore.trace.experiment import Experiment, experiment, policy_named
+from traffic import FAMILIES, synthesize
 
 BLOCK_TOKENS = 512
 POLICIES = ("gittins", "lru", "arc", "lru-2", "s3-fifo")

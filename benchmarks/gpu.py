@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from gpu_pages import Pages, References, Rig
-from longshore.bench.harness import has_vllm, machine_facts
+from longshore.bench.harness import is_installed, machine_facts
 from longshore.boundary import Route
 from longshore.cache import GroupKeys
 from longshore.config import Config, parse_size
@@ -410,7 +410,7 @@ def _of_vllm(rig: Rig) -> dict[str, str | None]:
 
 def vllm_swap() -> Callable[[int, Route], Callable[..., object]] | None:
     """What vLLM's offloading worker swaps blocks with, by their bytes and the route; `None` where there is no vLLM."""
-    if not has_vllm():
+    if not is_installed("vllm"):
         return None
     from vllm.v1.kv_offload.base import CanonicalKVCacheRef
     from vllm.v1.kv_offload.cpu import gpu_worker

@@ -98,7 +98,7 @@ class Pages:
         for slot in self.slots[route]:
             place = Slot(HOST, 0, slot)
             source, destination = (None, place) if route == OFFLOAD else (place, None)
-            items.append(Item(slot.to_bytes(32, "little"), None, source, destination, (1 << self.per_chunk) - 1))
+            items.append(Item(slot.to_bytes(32, "little"), None, source, destination))
         return Transfer(self._jobs, route, tuple(items), (Section(0, 0, tuple(self.blocks[route])),))
 
     def move(self, engine: TransferEngine, routes: Sequence[Route]) -> float:

@@ -24,7 +24,7 @@ from typing import Any
 
 import vllm_manager
 from longshore.bench import vllm_runs
-from longshore.bench.harness import Case, machine_facts
+from longshore.bench.harness import Case, check_engine, machine_facts
 from longshore.engines.kv_transfer import kv_transfer
 from longshore.tiers.file.fsck import Fsck, inspect
 from longshore.trace.workload import FIRST_TOKEN
@@ -95,7 +95,7 @@ def storing(model: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator
     }
     scratch /= "storing"
     scratch.mkdir()
-    vllm_runs.check(model)
+    check_engine("vLLM", model)
     plan = vllm_runs.SessionPlan(engine=engine, settings={"backup": "write_through"})
     dice = random.Random(PROMPT)  # noqa: S311 - text to measure with
     with ExitStack() as engines:

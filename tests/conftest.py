@@ -2,7 +2,8 @@
 
 pytest                                 "ci": the same examples on every run
 HYPOTHESIS_PROFILE=mutants pytest ...  a few of them, for tests that are run over and over
-HYPOTHESIS_PROFILE=soak pytest ...     new examples on every run, twenty times as many
+HYPOTHESIS_PROFILE=nightly pytest ...  new examples by --hypothesis-seed, NIGHTLY_EXAMPLES of them (default 400); and
+                                       all that `depth.deep` says
 """
 
 import os
@@ -30,9 +31,11 @@ Edge = tuple[State, State]
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
-settings.register_profile("ci", max_examples=100, derandomize=True, **_COMMON)
+settings.register_profile("ci", max_examples=40, derandomize=True, **_COMMON)
 settings.register_profile("mutants", max_examples=15, derandomize=True, **_COMMON)
-settings.register_profile("soak", max_examples=2000, **_COMMON)
+settings.register_profile(
+    "nightly", max_examples=int(os.environ.get("NIGHTLY_EXAMPLES", "400")), database=None, **_COMMON
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 _EDGES_TAKEN = "edges taken"

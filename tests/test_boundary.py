@@ -9,11 +9,11 @@ import pytest
 from longshore.boundary import FILE, HOST, Item, Items, Slot, Slots
 
 KEYS = tuple(bytes([i]) * 32 for i in range(3))
-COLUMNS = Items(KEYS, (None, *KEYS[:2]), Slots(FILE, 0, (7, 8, 5)), None, 3)
+COLUMNS = Items(KEYS, (None, *KEYS[:2]), Slots(FILE, 0, (7, 8, 5)), None)
 ITEMS = (
-    Item(KEYS[0], None, Slot(FILE, 0, 7), None, 3),
-    Item(KEYS[1], KEYS[0], Slot(FILE, 0, 8), None, 3),
-    Item(KEYS[2], KEYS[1], Slot(FILE, 0, 5), None, 3),
+    Item(KEYS[0], None, Slot(FILE, 0, 7), None),
+    Item(KEYS[1], KEYS[0], Slot(FILE, 0, 8), None),
+    Item(KEYS[2], KEYS[1], Slot(FILE, 0, 5), None),
 )
 
 
@@ -28,7 +28,7 @@ def test_columns_are_read_as_items() -> None:
 
 
 def test_columns_equal_the_same_items_however_they_are_kept() -> None:
-    moved = Items(KEYS, (None, *KEYS[:2]), None, Slots(HOST, 0, (7, 8, 5)), 3)
+    moved = Items(KEYS, (None, *KEYS[:2]), None, Slots(HOST, 0, (7, 8, 5)))
     assert COLUMNS == ITEMS
     assert pickle.loads(pickle.dumps(COLUMNS)) == COLUMNS  # noqa: S301 - our own bytes
     assert hash(COLUMNS) == hash(ITEMS)

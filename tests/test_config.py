@@ -76,7 +76,7 @@ def test_sizes_are_numbers_or_text(text: str | int, size: int) -> None:
         ("salt", 3, "expected text"),
     ],
 )
-def test_an_error_names_the_key_the_value_and_what_is_allowed(setting: str, value: Any, allowed: str) -> None:
+def test_error_names_key_value_and_what_is_allowed(setting: str, value: Any, allowed: str) -> None:
     with pytest.raises(ConfigError) as info:
         Config.make(**{setting: value})
     message = str(info.value)
@@ -99,7 +99,7 @@ def test_an_unknown_key_gets_the_nearest_name() -> None:
         Config.make(host_siz=1)
 
 
-def test_an_unknown_key_that_is_near_to_nothing_gets_all_names() -> None:
+def test_unknown_key_near_to_nothing_gets_all_names() -> None:
     with pytest.raises(ConfigError, match=r"'zzz' is not a setting; known are host_size, host_numa, .*salt"):
         Config.make(zzz=1)
 
@@ -137,7 +137,7 @@ def test_settings_of_a_file_tier_are_accepted_with_one() -> None:
     assert (config.sleep_keep.value, config.reset_keep.value, config.file_daily_writes) == ("file", "file", GIB)
 
 
-def test_a_config_is_also_a_value_error_and_does_not_change() -> None:
+def test_config_error_is_a_value_error_and_config_frozen() -> None:
     with pytest.raises(ValueError, match="host_size"):
         Config.make(host_size=0)
     with pytest.raises(ValueError, match="frozen"):
@@ -191,14 +191,14 @@ def test_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None:
 # the machine
 
 
-def test_trap_29_host_size_beyond_free_memory_is_refused_with_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trap_29_host_size_beyond_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "available_memory", lambda: 3 * GIB)
     Config.make(host_size="3GiB").check_machine()
     with pytest.raises(ConfigError, match=r"host_size is 4\.0 TiB, but only 3\.0 GiB of memory is free"):
         Config.make(host_size="4TiB").check_machine()
 
 
-def test_a_numa_node_that_the_machine_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_numa_node_that_does_not_exist_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("node0", "node1", "online"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(module, "_NODES", tmp_path)
@@ -208,9 +208,7 @@ def test_a_numa_node_that_the_machine_does_not_have_is_refused(monkeypatch: pyte
         Config.make(host_size="1MiB", host_numa=2).check_machine()
 
 
-def test_a_file_size_beyond_free_space_is_refused_with_the_figure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_file_size_beyond_free_space_is_refused_with_figure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(8 * GIB, 6 * GIB, 2 * GIB))
     Config.make(host_size="1MiB", file_path=tmp_path, file_size="2GiB").check_machine()
@@ -276,9 +274,7 @@ def test_bytes_are_written_in_the_largest_unit(count: int, text: str) -> None:
     assert format_bytes(count) == text
 
 
-def test_a_file_of_events_needs_a_directory_that_can_be_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_event_file_needs_a_writable_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"events_path is .*, but .*nowhere is not a directory"):
         Config.make(host_size="1MiB", events_path=tmp_path / "nowhere" / "events").check_machine()
     Config.make(host_size="1MiB", events_path=tmp_path / "events").check_machine()
@@ -330,7 +326,7 @@ def test_stores_are_one_url_or_several_in_order(given: Any, urls: tuple[str, ...
         ("valkey://host/0 redis://host:6379/0?ttl=1h", "expected stores that differ"),
     ],
 )
-def test_a_store_that_cannot_be_is_refused_with_what_is_allowed(given: Any, allowed: str) -> None:
+def test_invalid_store_is_refused_with_what_is_allowed(given: Any, allowed: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(allowed)):
         Config.make(remote=given)
 

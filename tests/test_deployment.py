@@ -127,7 +127,7 @@ def _instructions() -> list[tuple[str, str]]:
     return [(line.partition(" ")[0], line.partition(" ")[2]) for line in lines]
 
 
-def test_the_base_of_the_image_is_pinned_and_has_a_python_that_is_served() -> None:
+def test_base_image_is_pinned_with_a_supported_python() -> None:
     (base,) = (rest for word, rest in _instructions() if word == "FROM")
     found = re.fullmatch(r"python:(3\.\d+)\.\d+-slim-\w+", base)
     assert found
@@ -135,7 +135,7 @@ def test_the_base_of_the_image_is_pinned_and_has_a_python_that_is_served() -> No
     assert f"Programming Language :: Python :: {found[1]}" in project["classifiers"]
 
 
-def test_vllm_is_installed_as_in_its_tests_where_commands_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_installed_as_tested_and_commands_found(monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = (found[1] for _, rest in _instructions() if (found := re.search(r'python -c "(.*)"$', rest)))
     made: list[tuple[Path, list[str]]] = []
     monkeypatch.setattr(environments, "make_environment", lambda where, more: made.append((where, more)))
@@ -145,7 +145,7 @@ def test_vllm_is_installed_as_in_its_tests_where_commands_are_found(monkeypatch:
     assert f"PATH={where}/bin:$PATH" in [rest for word, rest in _instructions() if word == "ENV"]
 
 
-def test_the_image_copies_what_exists_and_all_that_a_build_needs() -> None:
+def test_image_copies_existing_files_and_everything_needed() -> None:
     copied = [part for word, rest in _instructions() if word == "COPY" for part in rest.split()[:-1]]
     for path in copied:
         assert (ROOT / path).exists(), path
@@ -164,7 +164,7 @@ def test_the_command_of_the_image_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_directory_of_files_belongs_to_the_user_of_the_image() -> None:
+def test_directory_of_files_belongs_to_the_images_user() -> None:
     words = dict(_instructions())
     made = next(rest for word, rest in _instructions() if word == "RUN" and "install -d" in rest)
     assert f"-o {words['USER']} " in made and "-m 0700 /kv" in made

@@ -61,7 +61,7 @@ def test_hints_nested_too_deep_are_refused() -> None:
             RequestHints.parse(said)  # type: ignore[arg-type]
 
 
-def test_what_is_known_of_the_return_is_said_with_the_first_lookup() -> None:
+def test_known_return_is_told_with_the_first_lookup() -> None:
     assert RequestHints.parse({}).returns is None
     assert RequestHints.parse({"ends": True}).returns == Return(ends=True)
     assert RequestHints.parse({"returns_in": 0, "class": "chat"}).returns == Return(seconds=0, of="chat")

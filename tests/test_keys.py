@@ -54,7 +54,7 @@ def test_golden_scope() -> None:
     assert SCOPE.root.hex() == GOLDEN_ROOT
 
 
-def test_golden_chain_in_a_scope_leaves_out_what_is_no_whole_chunk() -> None:
+def test_golden_chain_in_a_scope_omits_partial_chunks() -> None:
     assert hexes(chain(SCOPE.root, range(10), 4)) == GOLDEN_SCOPED
 
 
@@ -191,7 +191,7 @@ def belonging(items: tuple[MediaItem, ...], chunk: int, size: int = 4) -> list[s
 
 
 @pytest.mark.parametrize(("chunk", "expected"), [(0, ["h0"]), (1, ["h0"]), (2, ["h1"]), (3, ["h2"]), (4, [])])
-def test_an_item_belongs_to_every_chunk_that_has_a_token_of_it(chunk: int, expected: list[str]) -> None:
+def test_item_belongs_to_every_chunk_with_its_tokens(chunk: int, expected: list[str]) -> None:
     assert belonging(ITEMS, chunk) == expected
 
 
@@ -211,7 +211,7 @@ def test_items_at_the_edges_of_chunks(start: int, end: int, chunks: list[int]) -
     assert [chunk for chunk in range(5) if belonging((MediaItem(start, end, b"x"),), chunk)] == chunks
 
 
-def test_several_items_in_one_chunk_are_all_part_of_its_key() -> None:
+def test_several_items_in_a_chunk_all_enter_its_key() -> None:
     items = (MediaItem(0, 1, b"a"), MediaItem(1, 2, b"b"), MediaItem(3, 4, b"c"))
     assert belonging(items, 0) == ["a", "b", "c"]
     for i in range(3):

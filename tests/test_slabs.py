@@ -86,7 +86,7 @@ def test_slabs_within_a_capacity_stay_within_it(nbytes: int, sizes: list[int]) -
     assert nbytes - slabs.nbytes < slabs.slab_bytes
 
 
-def test_pools_are_image_sizes_and_groups_of_one_size_share_one() -> None:
+def test_pools_are_image_sizes_shared_by_equal_groups() -> None:
     assert by_size([12, 4, 12, 7]) == ((4, 7, 12), (2, 0, 2, 1))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple, Protocol, Self, overload
+from typing import NamedTuple, Protocol, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -61,15 +61,13 @@ class Item(NamedTuple):
     where `key` is the address. A copy inside the device has one item for each block; `source` is the slot to copy
     from, and `destination` `None`.
     `parent` is the key of the chunk before this one (`None` for the first of its path), which tiers that
-    outlive the process store with the image. `valid` is a bit mask of the chunk's blocks with valid bytes;
-    bit 0 is the first block.
+    outlive the process store with the image.
     """
 
     key: Key
     parent: Key | None
     source: Slot | None
     destination: Slot | None
-    valid: int
 
 
 _new_slot: Callable[[Iterable[object]], Slot] = partial(tuple.__new__, Slot)
@@ -90,9 +88,34 @@ class Slots(NamedTuple):
     indices: tuple[int, ...]
 
 
+R = TypeVar("R")
+
+
+class _Rows(Sequence[R]):
+    """A sequence whose items are created when they are read; equal to any sequence of equal items."""
+
+    __slots__ = ()
+
+    def _row(self, at: int) -> R:
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, at: int) -> R: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[R, ...]: ...
+    def __getitem__(self, at: int | slice) -> R | tuple[R, ...]:
+        return tuple(self)[at] if isinstance(at, slice) else self._row(at)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Addresses(Sequence[Slot]):
-    """The same slots as a sequence; each `Slot` is created when it is read."""
+class Addresses(_Rows[Slot]):
+    """The same slots as a sequence."""
 
     of: Slots
 
@@ -102,61 +125,35 @@ class Addresses(Sequence[Slot]):
     def __iter__(self) -> Iterator[Slot]:
         return addresses(*self.of)
 
-    @overload
-    def __getitem__(self, at: int) -> Slot: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[Slot, ...]: ...
-    def __getitem__(self, at: int | slice) -> Slot | tuple[Slot, ...]:
-        if isinstance(at, slice):
-            return tuple(self)[at]
+    def _row(self, at: int) -> Slot:
         return Slot(self.of.tier, self.of.pool, self.of.indices[at])
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Items(Sequence[Item]):
-    """Items of one transfer, kept as columns; each `Item` is created when it is read.
+class Items(_Rows[Item]):
+    """Items of one transfer, kept as columns.
 
-    A transfer may have thousands of items; as separate objects they would trigger garbage collection. `valid` applies
-    to each item. Equal to any sequence of equal items.
+    A transfer may have thousands of items; as separate objects they would trigger garbage collection.
     """
 
     keys: tuple[Key, ...]
     parents: tuple[Key | None, ...]
     source: Slots | None
     destination: Slots | None
-    valid: int
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def __iter__(self) -> Iterator[Item]:
         sides = (repeat(None) if side is None else addresses(*side) for side in (self.source, self.destination))
-        return map(_new_item, zip(self.keys, self.parents, *sides, repeat(self.valid), strict=False))
+        return map(_new_item, zip(self.keys, self.parents, *sides, strict=False))
 
-    @overload
-    def __getitem__(self, at: int) -> Item: ...
-    @overload
-    def __getitem__(self, at: slice) -> tuple[Item, ...]: ...
-    def __getitem__(self, at: int | slice) -> Item | tuple[Item, ...]:
-        if isinstance(at, slice):
-            return tuple(self)[at]
+    def _row(self, at: int) -> Item:
         source, destination = (
             None if side is None else Slot(side.tier, side.pool, side.indices[at])
             for side in (self.source, self.destination)
         )
-        return Item(self.keys[at], self.parents[at], source, destination, self.valid)
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
+        return Item(self.keys[at], self.parents[at], source, destination)
 
 
 class Section(NamedTuple):
@@ -262,10 +259,8 @@ class Status(enum.Enum):
     DEADLINE = "deadline"  # not begun or not completed in time
     CANCELLED = "cancelled"  # cancelled by the requester
     TIER_OFF = "tier_off"  # the tier is closed or disabled
-    AWAY = (
-        "unavailable"  # no tier host runs, its disk is stalled, or a store's breaker is open; the source is still valid
-    )
-    LAPSED = "expired"  # a remote tier does not have the chunk
+    UNAVAILABLE = "unavailable"  # no tier host runs, its disk stalls, or a breaker is open; the source is still valid
+    EXPIRED = "expired"  # a remote tier does not have the chunk
     QUEUE_FULL = "queue_full"  # a bounded queue was full; nothing was started
 
     @property

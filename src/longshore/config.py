@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import enum
 import os
+import re
 import shutil
 import tomllib
 from pathlib import Path
@@ -35,6 +36,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _NODES = Path("/sys/devices/system/node")
 _SIZE = "a size is a whole number of bytes, or text such as '64GiB' or '1.5TB'"
 _MOST_BYTES = 1 << 60
+_ENDPOINT = re.compile(r"tcp://(\*|[\w.-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}|ipc:///.+")
 _BYTE_SIZE = TypeAdapter(ByteSize)
 
 
@@ -149,6 +151,16 @@ class Config(BaseModel):
     events_size: ByteSize = Field(
         ByteSize(64 << 20), ge=1 << 16, description="bytes of events to keep, total of the current and the rotated file"
     )
+    kv_events: str = Field(
+        "",
+        description="address of ZeroMQ at which events for routers are published, tcp://ADDRESS:PORT or ipc://PATH; it "
+        "is always bound; unset: none",
+    )
+    kv_events_replay: str = Field(
+        "", description="the same, for subscribers that ask for batches that they have missed"
+    )
+    kv_events_topic: str = Field("", description="topic of the events for routers")
+    kv_events_remote: bool = Field(False, description="events for routers tell of copies in `remote` stores, too")
     control: str = Field(
         "", description="name or path of a socket for `longshore ctl`, of this user alone; unset: no commands"
     )
@@ -182,6 +194,13 @@ class Config(BaseModel):
         if len(set(stores)) < len(stores):
             raise ValueError("expected stores that differ")
         return tuple(urls)
+
+    @field_validator("kv_events", "kv_events_replay")
+    @classmethod
+    def _is_endpoint(cls, value: str) -> str:
+        if value and not _ENDPOINT.fullmatch(value):
+            raise ValueError("expected an address such as tcp://10.0.0.7:5557, tcp://[::1]:5557 or ipc:///run/events")
+        return value
 
     @field_validator("request_hints", mode="before")
     @classmethod
@@ -237,6 +256,10 @@ class Config(BaseModel):
             for name, kept in (("reset_keep", self.reset_keep), ("sleep_keep", self.sleep_keep)):
                 if kept is Kept.FILE:
                     raise ValueError(f"{name} is file, {without} use all or none")
+        if self.kv_events_remote and not self.remote:
+            raise ValueError("kv_events_remote is set, but there is no store: set remote, or remove kv_events_remote")
+        if self.kv_events_replay and not self.kv_events:
+            raise ValueError(f"kv_events_replay is {self.kv_events_replay}, but kv_events is not set: set it as well")
         if self.reset_keep is not Kept.NONE and not self.fixed_weights:
             raise ValueError(
                 f"reset_keep is {self.reset_keep.value}, but fixed_weights is not set: a reset may mean changed "

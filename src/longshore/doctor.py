@@ -33,8 +33,9 @@ from longshore.errors import ConfigError, TierError
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import BY_KEY, KEY_BYTES, Op, TierOp
 from longshore.tiers.file.io import SystemIo, file_system_of
-from longshore.tiers.remote import RemoteSettings, RemoteTier, parse_url
+from longshore.tiers.remote import ClusterTier, RemoteSettings, RemoteTier, open_store, parse_url
 from longshore.tiers.remote.bucket import expiry_days
+from longshore.tiers.remote.cluster import SLOTS, read_slots
 from longshore.tiers.remote.format import HEADER_BYTES, VERSION, version_of
 from longshore.tiers.remote.resp import RespSession, RespStore
 from longshore.tiers.remote.settings import PASSWORD_VARIABLE, USER_VARIABLE
@@ -74,8 +75,13 @@ class Severity(enum.Enum):
     BROKEN = "broken"
 
 
+OK, WARNING, BROKEN = Severity
+Finding = tuple[Severity, str, str]
+"""How bad it is, what was found, and what to do."""
+
+
 class Diagnosis(NamedTuple):
-    """What was found about something, and what to do."""
+    """A finding about something."""
 
     about: str
     level: Severity
@@ -105,23 +111,24 @@ def check_store(
     """
     settings = parse_url(url)
     about = str(settings)
-    look = _bucket if settings.is_s3 else _directory if settings.is_directory else _server
-    connecting = 8 * max(settings.connect_timeout, _CALL_SECONDS)
-    found = _by_deadline(about, lambda: look(settings, about), _CHECK_SECONDS + connecting)
-    if all(each.level is not Severity.BROKEN for each in found) and write:
-        trial = _Trial(settings, about, image_bytes, images)
+    looks = {"s3": _bucket, "file": _directory, "valkey-cluster": _cluster, "valkeys-cluster": _cluster}
+    look = looks.get(settings.scheme, _server)
+    connecting = 8 * max(settings.connect_timeout, _CALL_SECONDS) * (1 + len(settings.more))
+    found = _by_deadline(about, lambda: look(settings), _CHECK_SECONDS + connecting)
+    if all(each.level is not BROKEN for each in found) and write:
+        trial = _Trial(settings, image_bytes, images)
         found += _by_deadline(about, lambda: trial.findings(recompute), _CHECK_SECONDS + trial.longest)
     return found
 
 
-def _by_deadline(about: str, check: Callable[[], Iterable[Diagnosis]], seconds: float | None = None) -> list[Diagnosis]:
+def _by_deadline(about: str, check: Callable[[], Iterable[Finding]], seconds: float | None = None) -> list[Diagnosis]:
     """What `check` finds. One that hangs in a file system is left to itself, which is a finding as well."""
     found: list[Diagnosis] = []
     failed: list[Exception] = []
 
     def run() -> None:
         try:
-            found.extend(check())
+            found.extend(Diagnosis(about, *each) for each in check())
         except Exception as error:  # noqa: BLE001 - it is raised by the thread that waits
             failed.append(error)
 
@@ -133,40 +140,33 @@ def _by_deadline(about: str, check: Callable[[], Iterable[Diagnosis]], seconds: 
         raise failed[0]
     if thread.is_alive():
         advice = "a file system does not answer: look at its server, at `mount` and at the kernel's log (dmesg)"
-        return [*found, Diagnosis(about, Severity.BROKEN, f"a check has not ended after {limit:g} s", advice)]
+        return [*found, Diagnosis(about, BROKEN, f"a check has not ended after {limit:g} s", advice)]
     return found
 
 
-def _server(settings: RemoteSettings, about: str) -> list[Diagnosis]:
-    found = []
-    checks: tuple[Callable[[RespSession, float], list[tuple[Severity, str, str]]], ...]
-    checks = (_answers, lambda session, until: _memory(session, until, settings), _samples, _versions)
-    for check in checks:
+def _server(settings: RemoteSettings, *, of_cluster: bool = False) -> Iterator[Finding]:
+    for check in (_answers, _memory, _samples, _versions, _of_cluster if of_cluster else _single):
         try:
             with _session(settings) as session:
-                said = check(session, time.monotonic() + max(settings.connect_timeout, _CALL_SECONDS))
+                said = list(check(session, time.monotonic() + max(settings.connect_timeout, _CALL_SECONDS), settings))
         except (StoreError, TierError) as error:
-            if check is not _answers:
-                advice = "allow the user the commands INFO, CONFIG GET, SCAN and GETRANGE, or look yourself"
-                found.append(Diagnosis(about, Severity.WARNING, f"not everything could be checked: {error}", advice))
-                continue
-            return [Diagnosis(about, Severity.BROKEN, str(error), _advice(error, settings))]
-        found += [Diagnosis(about, *each) for each in said]
-    return found
+            if check is _answers:
+                yield BROKEN, str(error), _advice(error, settings)
+                return
+            advice = "allow the user the commands INFO, CONFIG GET, SCAN and GETRANGE, or look yourself"
+            said = [(WARNING, f"not everything could be checked: {error}", advice)]
+        yield from said
 
 
-@contextlib.contextmanager
-def _session(settings: RemoteSettings) -> Iterator[RespSession]:
-    session = RespStore(settings, time.monotonic, 1 << 20).connect()
-    try:
-        yield session
-    finally:
-        session.close()
+def _session(settings: RemoteSettings) -> contextlib.closing[RespSession]:
+    """A connection to this server; a node of a cluster answers, though keys are elsewhere."""
+    store = RespStore(settings, time.monotonic, 1 << 20)
+    return contextlib.closing(store.at(settings, lambda *_: None).connect())
 
 
-def _answers(session: RespSession, until: float) -> list[tuple[Severity, str, str]]:
+def _answers(session: RespSession, until: float, settings: RemoteSettings) -> Iterator[Finding]:
     session.check(until)
-    return [(Severity.OK, "it answers", "")]
+    yield OK, "it answers", ""
 
 
 def _advice(error: Exception, settings: RemoteSettings) -> str:
@@ -196,49 +196,84 @@ def _advice(error: Exception, settings: RemoteSettings) -> str:
     return "read the server's log"
 
 
-def _memory(session: RespSession, until: float, settings: RemoteSettings) -> list[tuple[Severity, str, str]]:
+def _memory(session: RespSession, until: float, settings: RemoteSettings) -> Iterator[Finding]:
     """Whether the server evicts what we write."""
-    info = _fields(session.call(b"INFO", b"memory", deadline=until))
-    others = _fields(session.call(b"INFO", b"server", deadline=until))
-    others |= _fields(session.call(b"INFO", b"cluster", deadline=until))
-    kind = "Valkey" if "valkey_version" in others else "Redis"
-    said = [(Severity.OK, f"{kind} {others.get('valkey_version', others.get('redis_version', '?'))}", "")]
-    if others.get("cluster_enabled") == "1":
-        said.append((Severity.BROKEN, "it is a node of a cluster", "use a single server: clusters are not supported"))
+    info = {name: value for what in (b"memory", b"server") for name, value in _info(session, what, until)}
+    kind = "Valkey" if "valkey_version" in info else "Redis"
+    yield OK, f"{kind} {info.get('valkey_version', info.get('redis_version', '?'))}", ""
     limit, policy = int(info.get("maxmemory", 0)), info.get("maxmemory_policy", "?")
     has = f"maxmemory {format_bytes(limit)} (used {format_bytes(int(info.get('used_memory', 0)))}), policy {policy}"
     set_both = "CONFIG SET maxmemory 64gb; CONFIG SET maxmemory-policy allkeys-lru; CONFIG REWRITE keeps both"
     if not limit:
-        said.append((Severity.BROKEN, "maxmemory is 0: it grows until the system kills it", set_both))
+        yield BROKEN, "maxmemory is 0: it grows until the system kills it", set_both
     elif policy == "noeviction":
-        said.append((Severity.BROKEN, f"{has}: writes fail once it is full", set_both))
+        yield BROKEN, f"{has}: writes fail once it is full", set_both
     elif policy.startswith("volatile-") and not settings.ttl:
         advice = "CONFIG SET maxmemory-policy allkeys-lru, or add ?ttl=24h to the URL"
-        said.append((Severity.BROKEN, f"{has}: values without an expiry are never evicted, and ours have none", advice))
+        yield BROKEN, f"{has}: values without an expiry are never evicted, and ours have none", advice
     elif policy == "allkeys-random":
-        said.append((Severity.WARNING, f"{has}: also evicts what is in use", "CONFIG SET maxmemory-policy allkeys-lru"))
+        yield WARNING, f"{has}: also evicts what is in use", "CONFIG SET maxmemory-policy allkeys-lru"
     else:
-        said.append((Severity.OK, has, ""))
-    return said
+        yield OK, has, ""
 
 
-def _samples(session: RespSession, until: float) -> list[tuple[Severity, str, str]]:
+def _info(session: RespSession, what: bytes, until: float) -> Iterator[tuple[str, str]]:
+    """The fields of a reply to INFO."""
+    reply = session.call(b"INFO", what, deadline=until)
+    for line in reply.decode(errors="replace").splitlines() if isinstance(reply, bytes) else ():
+        name, _, value = line.partition(":")
+        if value:
+            yield name, value
+
+
+def _samples(session: RespSession, until: float, settings: RemoteSettings) -> Iterator[Finding]:
     """Whether the server looks at enough values before it evicts one."""
     reply: Any = session.call(b"CONFIG", b"GET", b"maxmemory-samples", deadline=until)
     samples = int(reply[1]) if reply else _SAMPLES
-    if samples >= _SAMPLES:
-        return []
-    what = f"maxmemory-samples is {samples}: with 5, ten replicas had 6 % fewer hits than with one exact cache"
-    return [(Severity.WARNING, what, f"CONFIG SET maxmemory-samples {_SAMPLES}; it costs some CPU time")]
+    if samples < _SAMPLES:
+        what = f"maxmemory-samples is {samples}: with 5, ten replicas had 6 % fewer hits than with one exact cache"
+        yield WARNING, what, f"CONFIG SET maxmemory-samples {_SAMPLES}; it costs some CPU time"
 
 
-def _fields(reply: object) -> dict[str, str]:
-    """The fields of a reply to INFO."""
-    text = reply.decode(errors="replace") if isinstance(reply, bytes) else ""
-    return {name: value for name, _, value in (line.partition(":") for line in text.splitlines()) if value}
+def _single(session: RespSession, until: float, settings: RemoteSettings) -> Iterator[Finding]:
+    """Whether the server has all keys."""
+    if dict(_info(session, b"cluster", until)).get("cluster_enabled") == "1":
+        yield BROKEN, "it is a node of a cluster", "write valkey-cluster://HOST:PORT"
 
 
-def _versions(session: RespSession, until: float) -> list[tuple[Severity, str, str]]:
+def _of_cluster(session: RespSession, until: float, settings: RemoteSettings) -> Iterator[Finding]:
+    """Whether a node serves its own keys while another one is down."""
+    reply: Any = session.call(b"CONFIG", b"GET", b"cluster-require-full-coverage", deadline=until)
+    if reply and reply[1] == b"yes":
+        what = "cluster-require-full-coverage is yes: if one node fails without a replica, all of them refuse"
+        yield WARNING, what, "CONFIG SET cluster-require-full-coverage no; CONFIG REWRITE keeps it"
+
+
+def _cluster(settings: RemoteSettings) -> Iterator[Finding]:
+    """Whether the nodes of a cluster can be reached, and have all slots."""
+    failures: list[Finding] = []
+    for host, port in ((settings.host, settings.port), *settings.more):
+        try:
+            with _session(settings.node(host, port)) as session:
+                slots = read_slots(session, host, time.monotonic() + _CALL_SECONDS)
+            break
+        except (StoreError, TierError) as error:
+            failures.append((WARNING, f"{host}:{port}: {error}", _advice(error, settings)))
+    else:
+        yield from ((BROKEN, what, advice) for _, what, advice in failures)
+        return
+    yield from failures
+    if missing := slots.count(None):
+        advice = f"valkey-cli --cluster fix {host}:{port} gives them to nodes"
+        yield BROKEN, f"{missing} of {SLOTS} slots have no node", advice
+    nodes = sorted({each for each in slots if each is not None})
+    yield OK, f"a cluster with {len(nodes)} nodes that have slots", ""
+    for each in nodes:
+        found = _server(settings.node(each.host, each.port), of_cluster=True)
+        yield from ((level, f"{each.host}:{each.port}: {what}", advice) for level, what, advice in found)
+
+
+def _versions(session: RespSession, until: float, settings: RemoteSettings) -> Iterator[Finding]:
     """In which versions of the format the values are that a scan comes across."""
     keys: list[bytes] = []
     others: Counter[str] = Counter()
@@ -257,142 +292,127 @@ def _versions(session: RespSession, until: float) -> list[tuple[Severity, str, s
     for key in keys[:_SAMPLED]:
         header = session.call(b"GETRANGE", key, b"0", b"%d" % (HEADER_BYTES - 1), deadline=until)
         headers.append(header if isinstance(header, bytes) else b"")
-    return _of_versions(headers, others)
+    yield from _of_versions(headers, others)
 
 
-def _of_versions(headers: list[bytes], others: Counter[str]) -> list[tuple[Severity, str, str]]:
+def _of_versions(headers: list[bytes], others: Counter[str]) -> Iterator[Finding]:
     versions = Counter(version_of(header) for header in headers)
     strange = {f"version {each}": count for each, count in versions.items() if each not in {VERSION, None}}
     strange |= {f"addresses {each}/": count for each, count in others.items()}
-    said = []
     if strange:
         named = ", ".join(f"{count} with {name}" for name, count in strange.items())
         advice = "run one release of Longshore on all replicas; what nobody reads is evicted, or remove it"
-        said.append(
-            (Severity.WARNING, f"values of another format: {named}; this release reads version {VERSION}", advice)
-        )
+        yield WARNING, f"values of another format: {named}; this release reads version {VERSION}", advice
     if versions[None]:
         advice = "find out who else writes there: they are misses, and are replaced when they are stored again"
-        said.append((Severity.WARNING, f"{versions[None]} of {len(headers)} sampled values are not ours", advice))
-    if not said:
+        yield WARNING, f"{versions[None]} of {len(headers)} sampled values are not ours", advice
+    if not strange and not versions[None]:
         what = f"{len(headers)} sampled values have format version {VERSION}" if headers else "it has no values of ours"
-        said.append((Severity.OK, what, ""))
-    return said
+        yield OK, what, ""
 
 
-def _directory(settings: RemoteSettings, about: str) -> list[Diagnosis]:
+def _directory(settings: RemoteSettings) -> Iterator[Finding]:
     root = Path(settings.path)
     if not root.is_dir():
         advice = "mount the file system; the directory itself must exist, and is never created"
-        return [Diagnosis(about, Severity.BROKEN, f"{root} is not a directory", advice)]
+        yield BROKEN, f"{root} is not a directory", advice
+        return
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         advice = "give the engine's user access, for example with a common group and chmod g+rwxs"
-        return [Diagnosis(about, Severity.BROKEN, f"{root} is not readable and writable for this user", advice)]
+        yield BROKEN, f"{root} is not readable and writable for this user", advice
+        return
     free, kind = shutil.disk_usage(root).free, _kind_of(root)
-    found = [Diagnosis(about, Severity.OK, f"{kind}, {format_bytes(free)} free")]
+    yield OK, f"{kind}, {format_bytes(free)} free", ""
     if kind not in _NETWORKED and not kind.startswith("fuse"):
         advice = "replicas on other machines do not see it: mount a shared file system there"
-        found.append(Diagnosis(about, Severity.WARNING, f"{kind} is a local file system", advice))
+        yield WARNING, f"{kind} is a local file system", advice
     if not settings.ttl:
         advice = "add ?ttl=24h to the URL, and remove old files: find DIR/ls1 -type f -mtime +N -delete"
-        found.append(Diagnosis(about, Severity.WARNING, "nothing evicts from a directory", advice))
-    headers, others = [], Counter[str]()
-    for each in root.glob("ls*"):
-        if each.name != "ls1":
-            others[each.name] += 1
+        yield WARNING, "nothing evicts from a directory", advice
+    others, headers = Counter(each.name for each in root.glob("ls*") if each.name != "ls1"), []
     for path in itertools.islice((root / "ls1").glob("*/*/[!.]*"), _SAMPLED):
         with contextlib.suppress(OSError), path.open("rb") as file:
             headers.append(file.read(HEADER_BYTES))
-    return [*found, *(Diagnosis(about, *each) for each in _of_versions(headers, others))]
+    yield from _of_versions(headers, others)
 
 
-def _bucket(settings: RemoteSettings, about: str) -> list[Diagnosis]:
+def _bucket(settings: RemoteSettings) -> Iterator[Finding]:
     """Whether a bucket can be read, what removes our values from it, and which versions they have."""
     try:
-        with _of_bucket(settings) as session:
+        with contextlib.closing(_bucket_session(settings)) as session:
             session.check(math.inf)
             headers, versions = session.headers(_SAMPLED)
     except (StoreError, TierError) as error:
         advice = "check endpoint, region and the bucket's name; a proxy named by HTTP_PROXY holds here as well"
         what, _, said = str(error).partition(": ")
-        return [Diagnosis(about, Severity.BROKEN, what, said or advice)]
-    found = [Diagnosis(about, Severity.OK, "it answers, and the access key may read"), _lifecycle(settings, about)]
-    return [*found, *(Diagnosis(about, *each) for each in _of_versions(headers, Counter(set(versions) - {"ls1"})))]
+        yield BROKEN, what, said or advice
+        return
+    yield OK, "it answers, and the access key may read", ""
+    yield _lifecycle(settings)
+    yield from _of_versions(headers, Counter(set(versions) - {"ls1"}))
 
 
-@contextlib.contextmanager
-def _of_bucket(settings: RemoteSettings) -> Iterator[S3Session]:
+def _bucket_session(settings: RemoteSettings) -> S3Session:
     from longshore.tiers.remote.s3 import S3Session  # noqa: PLC0415 - its package is an extra
 
-    session = S3Session(settings, time.monotonic)
-    try:
-        yield session
-    finally:
-        session.close()
+    return S3Session(settings, time.monotonic)
 
 
-def _lifecycle(settings: RemoteSettings, about: str) -> Diagnosis:
+def _lifecycle(settings: RemoteSettings) -> Finding:
     """Whether the bucket removes what we write."""
     where = f"{settings.path}/ls1/".lstrip("/")
     try:
         days = expiry_days(settings)
     except (StoreError, TierError) as error:
         advice = f"allow s3:GetLifecycleConfiguration, or look yourself whether a rule expires objects under {where}"
-        return Diagnosis(about, Severity.WARNING, f"its lifecycle rules could not be read: {error}", advice)
+        return WARNING, f"its lifecycle rules could not be read: {error}", advice
     if days is not None:
-        return Diagnosis(about, Severity.OK, f"a lifecycle rule removes our values after {days} days")
+        return OK, f"a lifecycle rule removes our values after {days} days", ""
     advice = f"add a rule that expires objects under {where}: aws s3api put-bucket-lifecycle-configuration"
-    return Diagnosis(about, Severity.WARNING, "no lifecycle rule removes our values: the bucket grows for ever", advice)
+    return WARNING, "no lifecycle rule removes our values: the bucket grows for ever", advice
 
 
 class _Trial:
     """Images that are written, probed and read, as an engine would."""
 
-    def __init__(self, settings: RemoteSettings, about: str, image_bytes: int, images: int) -> None:
+    def __init__(self, settings: RemoteSettings, image_bytes: int, images: int) -> None:
         expires = not (settings.is_directory or settings.is_s3)
         self._settings = replace(settings, ttl=_EXPIRY) if expires else settings
-        self._about, self._images, self._size = about, images, image_bytes
+        self._images, self._size = images, image_bytes
         self._keys = [os.urandom(KEY_BYTES) for _ in range(max(PROBED, images))]
         self._done = threading.Event()
         waits = _PROBES * settings.probe_timeout + _READS * settings.fetch_timeout + 2 * settings.write_timeout
         self.longest = waits + settings.connect_timeout + _CALL_SECONDS
         """Seconds that the settings give it."""
 
-    def findings(self, recompute: Recompute) -> list[Diagnosis]:
+    def findings(self, recompute: Recompute) -> Iterator[Finding]:
         """Write, probe and read; what came of it."""
         arena, namespace = Arena(2 * self._images * self._size), os.urandom(32)
         half = arena.array.nbytes // 2
         arena.array[:half] = np.random.default_rng().integers(0, 256, half, np.uint8)
-        tier = RemoteTier(self._settings, arena=arena, image_bytes=self._size, namespace=namespace)
+        tier = open_store(self._settings, arena=arena, image_bytes=self._size, namespace=namespace)
         tier.call_at_end(self._done.set)
-        found: list[Diagnosis] = []
         try:
-            found += self._tried(tier, recompute)
+            yield from self._tried(tier, recompute)
         finally:
             tier.close()
             arena.close()
-            found += self._removed(namespace)
-        return found
-
-    def _removed(self, namespace: bytes) -> Iterator[Diagnosis]:
-        """Remove what does not expire; what could not be."""
-        if self._settings.is_directory:
-            shutil.rmtree(Path(self._settings.path, "ls1", namespace.hex()), ignore_errors=True)
-        elif self._settings.is_s3:
+            if self._settings.is_directory:
+                shutil.rmtree(Path(self._settings.path, "ls1", namespace.hex()), ignore_errors=True)
+        if self._settings.is_s3:
             try:
-                with _of_bucket(self._settings) as session:
+                with contextlib.closing(_bucket_session(self._settings)) as session:
                     session.remove(namespace)
             except StoreError as error:
                 what = f"the images of this check remain under ls1/{namespace.hex()}: {error}"
-                yield Diagnosis(self._about, Severity.WARNING, what, "allow s3:DeleteObject, or remove them yourself")
+                yield WARNING, what, "allow s3:DeleteObject, or remove them yourself"
 
-    def _tried(self, tier: RemoteTier, recompute: Recompute) -> Iterator[Diagnosis]:
+    def _tried(self, tier: RemoteTier | ClusterTier, recompute: Recompute) -> Iterator[Finding]:
         writes, write_seconds = self._move(tier, Op.WRITE)
         if writes.keys() != {Status.OK}:
             yield self._failed("writing", writes, self._settings.write_timeout, "write_timeout")
             return
-        probes = [self._probe(tier) for _ in range(_PROBES)]
-        yield self._latency([each for each in probes if each is not None], recompute)
+        yield self._latency([each for _ in range(_PROBES) if (each := self._probe(tier)) is not None], recompute)
         taken = []
         for _ in range(_READS):
             reads, seconds = self._move(tier, Op.READ)
@@ -402,7 +422,7 @@ class _Trial:
             taken.append(seconds)
         yield self._throughput(statistics.median(taken), write_seconds, recompute)
 
-    def _move(self, tier: RemoteTier, op: Op) -> tuple[Counter[Status], float]:
+    def _move(self, tier: RemoteTier | ClusterTier, op: Op) -> tuple[Counter[Status], float]:
         base = 0 if op is Op.WRITE else self._images * self._size
         batch = [
             TierOp(op, BY_KEY, key, None, base + index * self._size, self._size, 0)
@@ -413,7 +433,7 @@ class _Trial:
         (result,) = self._collected(tier.poll)
         return Counter(result.statuses), time.perf_counter() - begun
 
-    def _probe(self, tier: RemoteTier) -> float | None:
+    def _probe(self, tier: RemoteTier | ClusterTier) -> float | None:
         begun = time.perf_counter()
         tier.ask(self._keys[:PROBED], 0, math.inf)
         ((_, present),) = self._collected(tier.answers)
@@ -425,10 +445,10 @@ class _Trial:
             self._done.wait(0.005)
             self._done.clear()
             if time.monotonic() > give_up:
-                raise TierError(f"{self._about}: a request has not ended")
+                raise TierError(f"{self._settings}: a request has not ended")
         return found
 
-    def _failed(self, doing: str, statuses: Counter[Status], limit: float, option: str) -> Diagnosis:
+    def _failed(self, doing: str, statuses: Counter[Status], limit: float, option: str) -> Finding:
         named = ", ".join(f"{count} {status.value}" for status, count in statuses.items() if status is not Status.OK)
         what = f"{doing} {self._images} images of {format_bytes(self._size)}: {named}"
         advice = "read the server's log; ACL LIST shows whether the user may GET, SET and STRLEN ls1/*"
@@ -440,24 +460,24 @@ class _Trial:
             advice = "daily_writes is too low for this check: raise it, or pass fewer --images"
         elif Status.DEADLINE in statuses:
             advice = f"they took longer than {option} ({limit:g} s): the way is too slow, or raise ?{option}="
-        return Diagnosis(self._about, Severity.BROKEN, what, advice)
+        return BROKEN, what, advice
 
-    def _latency(self, seconds: list[float], recompute: Recompute) -> Diagnosis:
+    def _latency(self, seconds: list[float], recompute: Recompute) -> Finding:
         limit = self._settings.probe_timeout
         late = _PROBES - len(seconds)
         if late:
             what = f"{late} of {_PROBES} probes of {PROBED} keys had no answer within {limit * 1e3:g} ms"
             advice = "requests find nothing there: use a nearer or less busy server, or raise ?probe_timeout="
-            return Diagnosis(self._about, Severity.BROKEN, what, advice)
+            return BROKEN, what, advice
         median = statistics.median(seconds)
         tokens = median * recompute.tokens_per_second
         what = f"a probe of {PROBED} keys takes {median * 1e3:.1f} ms, as long as computing {tokens:,.0f} tokens"
         if max(seconds) > limit / 2:
             advice = f"some take {max(seconds) * 1e3:.0f} ms, near ?probe_timeout= ({limit * 1e3:g} ms): raise it"
-            return Diagnosis(self._about, Severity.WARNING, what, advice)
-        return Diagnosis(self._about, Severity.OK, what)
+            return WARNING, what, advice
+        return OK, what, ""
 
-    def _throughput(self, read: float, write: float, recompute: Recompute) -> Diagnosis:
+    def _throughput(self, read: float, write: float, recompute: Recompute) -> Finding:
         nbytes = self._images * self._size
         tokens = nbytes / read / recompute.bytes_per_token
         what = (
@@ -465,12 +485,12 @@ class _Trial:
             f"tokens per second, {recompute.model} computes {recompute.tokens_per_second:,.0f}"
         )
         if tokens > recompute.tokens_per_second:
-            return Diagnosis(self._about, Severity.OK, what)
+            return OK, what, ""
         advice = (
             "computing is faster: the gate will seldom fetch. Use a faster link or a nearer store; a smaller cache "
             "(FP8) helps as well. --model, --profile and --prefill-rate say what computing costs"
         )
-        return Diagnosis(self._about, Severity.WARNING, what, advice)
+        return WARNING, what, advice
 
 
 # ---------------------------------------------------------------------- this machine
@@ -479,65 +499,67 @@ class _Trial:
 def check_machine(config: Config) -> list[Diagnosis]:
     """Findings about this machine, for the tiers of `config`."""
     found = _by_deadline("settings", lambda: _memory_of(config))
-    found += _limits(config)
+    found = [each if each.level is BROKEN else each._replace(about="memory") for each in found]
+    found += _by_deadline("locked memory", lambda: _locked_memory(config)) + _by_deadline("open files", _open_files)
     found += _by_deadline(_SHARED_MEMORY, _shared_memory)
     if (path := config.file_path) is not None:
         found += _by_deadline(f"file tier in {path}", lambda: _disk(path))
     return found
 
 
-def _memory_of(config: Config) -> Iterator[Diagnosis]:
+def _memory_of(config: Config) -> Iterator[Finding]:
     try:
         config.check_machine()
         has = f"{format_bytes(available_memory())} of memory are free, host_size is {format_bytes(config.host_size)}"
-        yield Diagnosis("memory", Severity.OK, has)
+        yield OK, has, ""
     except ConfigError as error:
-        yield Diagnosis("settings", Severity.BROKEN, str(error), "choose what this machine has, or free it")
+        yield BROKEN, str(error), "choose what this machine has, or free it"
 
 
-def _shared_memory() -> Iterator[Diagnosis]:
+def _shared_memory() -> Iterator[Finding]:
     shared = shutil.disk_usage(_SHARED_MEMORY) if Path(_SHARED_MEMORY).is_dir() else None
     if shared is None or shared.total < _LEAST_SHARED_MEMORY:
         has = "it is not there" if shared is None else f"it has {format_bytes(shared.total)}"
-        advice = "engines with several ranks pass tensors there: docker run --shm-size=16g or --ipc=host"
-        yield Diagnosis(_SHARED_MEMORY, Severity.WARNING, has, advice)
+        yield WARNING, has, "engines with several ranks pass tensors there: docker run --shm-size=16g or --ipc=host"
     else:
-        yield Diagnosis(_SHARED_MEMORY, Severity.OK, f"{format_bytes(shared.free)} free")
+        yield OK, f"{format_bytes(shared.free)} free", ""
 
 
-def _limits(config: Config) -> Iterator[Diagnosis]:
+def _locked_memory(config: Config) -> Iterator[Finding]:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked == resource.RLIM_INFINITY or locked >= config.host_size:
-        yield Diagnosis("locked memory", Severity.OK, "unlimited" if locked < 0 else f"up to {format_bytes(locked)}")
+        yield OK, "unlimited" if locked < 0 else f"up to {format_bytes(locked)}", ""
     else:
         what = f"limited to {format_bytes(locked)}, host_size is {format_bytes(config.host_size)}"
         advice = (
             "a GPU's driver does not count here; RDMA does: ulimit -l unlimited, docker run --ulimit memlock=-1, or "
             "LimitMEMLOCK=infinity for systemd"
         )
-        yield Diagnosis("locked memory", Severity.WARNING, what, advice)
+        yield WARNING, what, advice
+
+
+def _open_files() -> Iterator[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < _LEAST_OPEN_FILES:
         advice = "an engine needs one for each connection: ulimit -n 65536, or LimitNOFILE=65536 for systemd"
-        yield Diagnosis("open files", Severity.WARNING, f"limited to {files:,}", advice)
+        yield WARNING, f"limited to {files:,}", advice
     else:
-        yield Diagnosis("open files", Severity.OK, "unlimited" if files < 0 else f"up to {files:,}")
+        yield OK, "unlimited" if files < 0 else f"up to {files:,}", ""
 
 
-def _disk(path: Path) -> Iterator[Diagnosis]:
+def _disk(path: Path) -> Iterator[Finding]:
     if not path.is_dir():
         return
-    about = f"file tier in {path}"
     kind = _kind_of(path)
     has = f"{kind}, {format_bytes(shutil.disk_usage(path).free)} free"
     if kind in _RAM_DISKS:
         advice = "it takes the memory that host_size could have: raise host_size instead, or name a disk"
-        yield Diagnosis(about, Severity.WARNING, f"{has}: a RAM disk", advice)
+        yield WARNING, f"{has}: a RAM disk", advice
     elif kind in _NETWORKED or kind.startswith("fuse"):
         advice = "use a local NVMe drive here, and the shared file system as a store: file:///PATH (docs/remote.md)"
-        yield Diagnosis(about, Severity.WARNING, f"{has}: not a local disk", advice)
+        yield WARNING, f"{has}: not a local disk", advice
     else:
-        yield Diagnosis(about, Severity.OK, has)
+        yield OK, has, ""
     io = SystemIo()
     try:
         with tempfile.TemporaryFile(dir=path) as file:
@@ -545,20 +567,20 @@ def _disk(path: Path) -> Iterator[Diagnosis]:
             file.flush()
             if not io.enable_direct(file.fileno()):
                 advice = "reads and writes go through the page cache, which costs memory and CPU time: use ext4 or XFS"
-                yield Diagnosis(about, Severity.WARNING, f"no direct I/O (O_DIRECT) on {kind}", advice)
+                yield WARNING, f"no direct I/O (O_DIRECT) on {kind}", advice
                 return
-            yield Diagnosis(about, Severity.OK, "direct I/O works")
+            yield OK, "direct I/O works", ""
             queue = io.open_queue(file.fileno(), 1, 1)
             if queue is None:
                 raise OSError("the system has none")
             queue.close()
-            yield Diagnosis(about, Severity.OK, "asynchronous I/O works")
+            yield OK, "asynchronous I/O works", ""
     except OSError as error:
         advice = (
             "threads are used instead, with more CPU time. Containers: allow io_setup and io_submit (seccomp); hosts: "
             "raise the sysctl fs.aio-max-nr; file systems: ext4 or XFS"
         )
-        yield Diagnosis(about, Severity.WARNING, f"no asynchronous I/O: {error.strerror or error}", advice)
+        yield WARNING, f"no asynchronous I/O: {error.strerror or error}", advice
 
 
 def _kind_of(path: Path) -> str:

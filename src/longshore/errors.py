@@ -1,31 +1,4 @@
-"""Every error that Longshore raises, in one tree.
-
-    LongshoreError
-    ├── ConfigError          a setting is unknown or impossible (also a ValueError)
-    ├── LayoutError          tensors or sizes without a valid layout
-    │   └── FreedLayoutError a plan against device memory that was freed
-    ├── PlanError            ids out of range, or not consumed exactly
-    ├── DeviceError          a call of a device failed, or the device does not exist
-    ├── QueueFullError       a bounded queue is full; nothing was started
-    ├── TokenError           invalid token ids
-    ├── CacheError           a caller violated the control plane's contract
-    │   ├── CapacityError    more slots requested than available; nothing has changed
-    │   ├── LeaseError       an unknown or already released lease
-    │   ├── IntegrityError   the cache's data structures disagree: a bug in Longshore
-    │   │   └── StateError   a transition that the state table does not have
-    │   └── JobError         a result for an unknown job, or a second one from the same rank
-    ├── TierError            a tier cannot be opened or used
-    │   ├── TierClosedError  used after close
-    │   ├── TierInUseError   the directory is in use by a live process
-    │   ├── RegistrationError host memory could not be registered or unregistered
-    │   └── FormatError      bytes that are not in Longshore's format, or of another version
-    ├── TraceError           a trace that cannot be read; names the line
-    ├── ReportError          a report that cannot be written
-    ├── BenchError           a benchmark that cannot be run, or would give misleading figures
-    ├── SelfTestError        the test block differed after its round trip at start
-    ├── HintError            a request has invalid hints (also a ValueError)
-    └── EngineError          an engine, or a model in it, that Longshore cannot serve
-        └── ContractError    the engine's internals have changed
+"""Every error that Longshore raises; `LongshoreError` is their base.
 
 A failure of one chunk in flight (a short read, a corrupt record, a deadline) is not an exception. It is a
 `longshore.boundary.Status` in a result, and is counted as a miss.

@@ -144,7 +144,6 @@ class KeyChain:
         return fresh
 
     def _with_items(self, data: bytes) -> list[Key]:
-        """Keys of the whole chunks in `data`, the next of the sequence."""
         size = self.chunk_bytes // 4
         tip, fresh = self._tip, []
         for i in range(len(data) // self.chunk_bytes):

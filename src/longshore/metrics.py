@@ -27,8 +27,9 @@ from prometheus_client.samples import Exemplar, Sample
 
 from longshore import __version__
 from longshore.cache import Counters, TierStats
+from longshore.cache.types import Histogram
 from longshore.monitoring.endpoint import HealthReport, serve_metrics
-from longshore.monitoring.table import LOOKUP_SECONDS, METRICS, Histogram, MetricKind
+from longshore.monitoring.table import LOOKUP_SECONDS, METRICS, MetricKind
 from longshore.runtime import EventRecorder, Runtime
 from longshore.runtime.stack import Stack
 from longshore.tiers.arena import ArenaReport
@@ -103,7 +104,7 @@ class LongshoreCollector(Collector):
             _metric("longshore_build_info", {__version__: 1}),
         ]
         if self._host is not None:
-            metrics += _of_arena(self._host.report)
+            metrics += _of_arena(self._host.arena.report)
         if self._engine is not None:
             metrics += _of_engine(self._engine.stats())
         if self._events is not None:
@@ -206,7 +207,6 @@ class MirroredMetrics:
                 child.observe(value)
 
     def _made_for(self, name: str, labels: Mapping[str, str]) -> Any:
-        """The object of the metric `name` with these labels."""
         if name not in self._made:
             about = METRICS[name]
             if about.kind is MetricKind.HISTOGRAM:

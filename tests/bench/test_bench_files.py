@@ -82,7 +82,7 @@ def test_mixed_reads_one_half_and_writes_the_other(name: str, tmp_path: Path, im
     side.close()
 
 
-def test_a_prompt_is_asked_for_together_and_lies_in_one_piece_in_the_tier_alone(images: Images) -> None:
+def test_prompt_is_one_read_and_one_piece_in_the_tier(images: Images) -> None:
     prompts = images.batches("read")
     assert [len(prompt) for prompt in prompts] == [16, 16]
     assert all(image == prompt[0] + at for prompt in prompts for at, image in enumerate(prompt))
@@ -116,7 +116,7 @@ def test_without_fio_the_plain_loop_is_the_reference(tmp_path: Path, monkeypatch
     assert case.reference == PlainLoop.name
 
 
-def test_who_shares_the_file_of_the_tier_does_not_disturb_its_reads(tmp_path: Path) -> None:
+def test_another_user_of_the_tiers_file_does_not_disturb_reads(tmp_path: Path) -> None:
     """A read of the tier that finds anything else than its own record ends the benchmark."""
     per_file = ("vs-per-file-read", "vs-per-file-alone")
     names = [f"{kind}/256KiB" for kind in ("overwrite", "read", "mixed", SCATTERED, *per_file, "cpu")]

@@ -140,7 +140,7 @@ def test_a_function_of_vllm_that_fails_ends_the_benchmark(gpu: ModuleType, tmp_p
         gpu.References(rig, gpu.Pages(rig, 512, 1 << 15, "scattered")).vllm(gpu.ROUTES["both"])
 
 
-def test_a_run_that_is_cut_off_leaves_the_cases_that_were_done(
+def test_interrupted_run_keeps_the_cases_that_were_done(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slowdowns, written = gpu.slowdowns, []
@@ -230,7 +230,7 @@ def test_bytes_that_do_not_come_back_end_the_benchmark(gpu: ModuleType, tmp_path
     engine.close()
 
 
-def test_files_are_measured_by_cufile_alone_or_it_says_why_not(gpu: ModuleType, tmp_path: Path) -> None:
+def test_cufile_measures_files_or_the_reason_is_given(gpu: ModuleType, tmp_path: Path) -> None:
     from cufile_stand_in import StandInCuFile, cuFileError
 
     from longshore.transfer.device import CpuDevice
@@ -255,7 +255,7 @@ def test_files_are_measured_by_cufile_alone_or_it_says_why_not(gpu: ModuleType, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_gpu_nothing_is_measured_and_that_is_an_error() -> None:
+def test_no_gpu_is_an_error_and_measures_nothing() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={"CUDA_VISIBLE_DEVICES": "", **ENV})
     assert done.returncode == 2
@@ -284,7 +284,7 @@ def test_why_there_is_no_gpu_names_both_versions(
 
 
 @pytest.mark.parametrize("target", ["gpu-tests", "gpu-engine", "gpu-sanitize", "gpu-bench"])
-def test_targets_of_a_gpu_need_neither_a_registry_nor_an_environment(target: str) -> None:
+def test_gpu_targets_need_neither_registry_nor_environment(target: str) -> None:
     command = ["make", "-n", target, "GPU_PYTHON=python3"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert ".venv" not in done.stdout
@@ -293,7 +293,7 @@ def test_targets_of_a_gpu_need_neither_a_registry_nor_an_environment(target: str
     assert "--report-api-errors no" in done.stdout or target != "gpu-sanitize"
 
 
-def test_a_target_of_a_gpu_says_what_is_missing_and_fails() -> None:
+def test_gpu_target_names_what_is_missing_and_fails() -> None:
     command = ["make", "gpu-tests", f"GPU_PYTHON={sys.executable}"]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)

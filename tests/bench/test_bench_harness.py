@@ -53,7 +53,7 @@ def test_a_timed_call_runs_as_often_as_told() -> None:
     assert len(calls) == 5
 
 
-def test_sides_that_differ_much_run_for_the_same_time_and_each_at_least_once() -> None:
+def test_unequal_sides_run_equally_long_and_at_least_once() -> None:
     assert loops_within(lambda: time.sleep(0.002), seconds=1e-3) == 1
     assert loops_within(lambda: None, seconds=1.0) > 1
 
@@ -85,7 +85,7 @@ def test_cases_are_chosen_by_name() -> None:
 
 
 class TestDisks:
-    def test_the_type_of_a_file_system_is_that_of_its_mount_point(self, tmp_path: Path) -> None:
+    def test_file_system_type_is_that_of_its_mount_point(self, tmp_path: Path) -> None:
         inside = tmp_path / "my disk"
         inside.mkdir()
         mounts = tmp_path / "mounts"

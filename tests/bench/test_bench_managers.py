@@ -45,14 +45,14 @@ def test_memory_is_that_of_filled_tiers() -> None:
     assert memory.reference_value > 50
 
 
-def test_the_policy_and_its_ghost_list_take_no_more_than_their_bounds() -> None:
+def test_policy_and_ghost_list_stay_within_their_bounds() -> None:
     policy, ghosts = managers.run(blocks=[200_000], only=["policy/200000", "ghosts/200000"], repeats=1)
     assert (policy.reference_value, ghosts.reference_value) == (20, 60)
     assert 10 < policy.value < 20
     assert 25 < ghosts.value < 60
 
 
-def test_a_load_has_as_many_different_blocks_as_asked_for_and_shares_prefixes() -> None:
+def test_load_has_the_requested_distinct_blocks_and_shares_prefixes() -> None:
     load = PromptSet(5000)
     assert len({key for prompt in load.prompts for key in prompt}) == 5000
     assert any(load.shared)
@@ -61,7 +61,7 @@ def test_a_load_has_as_many_different_blocks_as_asked_for_and_shares_prefixes() 
     assert PromptSet(5000).prompts == load.prompts
 
 
-def test_what_was_stored_is_resident_and_what_is_evicted_is_not() -> None:
+def test_stored_blocks_are_resident_and_evicted_ones_are_not() -> None:
     load, ours = PromptSet(256), Ours(256)
     for prompt, shared in zip(load.prompts, load.shared, strict=True):
         ours.store(prompt, shared)

@@ -1,9 +1,10 @@
-"""The source tree stays as `make house` shows it: no import cycles, one meaning for a class name, no long modules."""
+"""The tree stays as `make house` shows it: no import cycles, one meaning for a class name, no long modules or names."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -14,6 +15,10 @@ spec.loader.exec_module(house)
 
 TIDY = ("bench", "cli", "layout", "report", "runtime", "testing", "tiers", "transfer")
 """Packages without import cycles."""
+
+TEST = re.compile(r"\bdef test_(\w+)\(")
+LONGEST_NAME = 10
+"""Words of the name of a test: what it shows, and nothing of how."""
 
 
 def of_tidy(modules: list[str]) -> list[str]:
@@ -31,6 +36,11 @@ def test_a_class_name_has_one_meaning() -> None:
 def test_no_module_over_600_lines() -> None:
     paths = sorted(house.SOURCE.rglob("*.py"))
     assert [path.name for path in paths if len(path.read_text().splitlines()) > house.LONGEST_MODULE] == []
+
+
+def test_names_of_tests_have_at_most_ten_words() -> None:
+    names = (name for path in (ROOT / "tests").rglob("test_*.py") for name in TEST.findall(path.read_text()))
+    assert [name for name in names if len(name.split("_")) > LONGEST_NAME] == []
 
 
 def test_cycles_and_names_are_found() -> None:

@@ -31,6 +31,7 @@ from longshore.cache import (
 )
 from longshore.cache.eviction import ARC, LRU, Gittins
 from longshore.errors import CacheError
+from longshore.tiers.base import StoredChunk
 
 IMAGE_BYTES = 4096
 LOAD, WRITE, PREFETCH, PROBE, PROBE_LIFE = 10.0, 60.0, 2.0, 0.5, 6.0
@@ -159,7 +160,7 @@ class Setup(NamedTuple):
         )
         cache = TieredCache(tiers, settings, remote=self.remote, generation=self.generation)
         if self.found:
-            cache.adopt(FILE, self.found)
+            cache.adopt(FILE, [StoredChunk(*each) for each in self.found])
         return cache
 
     def layout(self, slots: int) -> int | Slabs:

@@ -16,6 +16,7 @@ from cache_model_store import Storing
 from longshore.boundary import HOST
 from longshore.cache import Lease, MissReason, Outcome, State
 from longshore.cache.settings import DEFAULT_PRIORITY
+from residents import residents_of
 
 
 class World(Reading, Storing):
@@ -57,7 +58,7 @@ class World(Reading, Storing):
             self.forget_remote()
         self.seen_in_step.clear()
         self.warm.clear()
-        assert {(each.key, each.slot.tier) for each in self.cache.residents()} == kept
+        assert {(each.key, each.slot.tier) for each in residents_of(self.cache)} == kept
         self.settle()
         assert self.cache.generation == self.generation
 

@@ -34,8 +34,9 @@ from longshore.boundary import (
     TransferResult,
     Urgency,
 )
-from longshore.cache import Lease, MissReason, Presence, Resident, State
+from longshore.cache import Lease, MissReason, Presence, State
 from longshore.errors import CacheError
+from residents import Resident, residents_of
 
 
 class Stage:
@@ -287,7 +288,7 @@ class Stage:
     # ------------------------------------------------------------------ what the cache says it has
 
     def look(self) -> None:
-        residents, before = self.cache.residents(), {each for each, _ in self.resident}
+        residents, before = residents_of(self.cache), {each for each, _ in self.resident}
         self.resident = {(r.key, r.slot.tier): r for r in residents}
         assert len(self.resident) == len(residents)
         for each in dict.fromkeys(r.key for r in residents if r.parent is not None and self.is_absent(r.parent)):
@@ -354,7 +355,7 @@ class Stage:
     def reason(self, of: Key) -> MissReason:
         if self.is_absent(of):
             return MissReason.ABSENT
-        return MissReason.BEHIND if self.is_ready(of) else MissReason.IN_FLIGHT
+        return MissReason.AFTER_MISS if self.is_ready(of) else MissReason.IN_FLIGHT
 
     def free(self, tier: str) -> int:
         stats = next(s for s in self.cache.stats() if s.name == tier)

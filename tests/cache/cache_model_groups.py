@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import takewhile
 
 from cache_kit import GROUPS, LOAD, chunks, group_of, letters
 from cache_model_leases import ModelHold
@@ -35,20 +34,18 @@ class Groups(Life):
         """A request for `path`, of which the `device` has some chunks of each group, is served as far as can be."""
         keys, there = self.wanted(path, device)
         end, needs = self.longest(keys, there), []
-        more = self.longest(keys, there, remote=True) if self.setup.remote else end
         for group, (mine, has) in enumerate(zip(keys, there, strict=True)):
             needed = self.needed(group, end // letters(group))
             load = tuple(at for at in needed if not has[at])
             needs.append(Need(needed.start, needed.stop, load))
-            self.miss_of_group(group, mine, has, needed.stop)
+            self.miss_of_group(group, mine, needed.stop)
         found = self.call("lookup", self.paths(keys, there), self.now, request=request)
         per_letter = GROUPS[0].block_size * self.setup.per_chunk
-        assert (found.tokens, found.remote) == (end * per_letter, (more - end) * per_letter)
+        assert (found.tokens, found.remote, found.probes) == (end * per_letter, 0, ())
         assert found.needs == tuple(needs)
         loads = [mine[at] for mine, need in zip(keys, needs, strict=True) for at in need.load]
         self.held(found.lease, ModelHold(loads, request, joint=True))
         self.carry()
-        assert found.probes == self.probes()
         self.check()
         return found.lease
 
@@ -63,29 +60,10 @@ class Groups(Life):
         both = zip(keys, there, strict=True)
         return {group: GroupKeys(mine, device=tuple(has)) for group, (mine, has) in enumerate(both)}
 
-    def miss_of_group(self, group: int, keys: Sequence[Key], has: Sequence[bool], end: int) -> None:
-        """What is missing behind the first `end` chunks of a group is counted, and asked for."""
-        if not group:
-            self.miss(keys, end)
-            return
-        self.expect([each for at, each in enumerate(keys) if at >= end and not has[at] and self.is_absent(each)])
-        for each in keys[max(end, self.needed(group, len(keys)).start) :]:
-            remote = self.is_absent(each) and self.source(each)
-            self.misses[MissReason.REMOTE if remote else self.reason(each)] += 1
-
-    def prefetch_remote_groups(self, path: str, device: Sequence[Sequence[bool]]) -> None:
-        """What the longest prefix needs that could be served comes from a remote tier."""
-        keys, there = self.wanted(path, device)
-        end = self.longest(keys, there, remote=True)
-        coming: list[Key] = []
-        lacking: list[Key] = []
-        for group, (mine, has) in enumerate(zip(keys, there, strict=True)):
-            needed = self.needed(group, end // letters(group))
-            load = [mine[at] for at in needed if not has[at]]
-            some = self.apart(load) if group else self.behind(mine[: needed.stop])
-            coming += some[0]
-            lacking += some[1]
-        self.prefetched_remote(self.call("prefetch", self.paths(keys, there), self.now), coming, lacking)
+    def miss_of_group(self, group: int, keys: Sequence[Key], end: int) -> None:
+        """What is missing behind the first `end` chunks of a group is counted."""
+        for each in keys[max(end, self.needed(group, len(keys)).start) if group else end :]:
+            self.misses[self.reason(each)] += 1
 
     def prefetch_remote_alone(self, path: str, group: int) -> None:
         """Of chunks that stand alone each is fetched for itself."""
@@ -93,11 +71,9 @@ class Groups(Life):
         coming, lacking = self.apart(keys)
         self.prefetched_remote(self.call("prefetch", {group: GroupKeys(keys)}, self.now), coming, lacking)
 
-    def longest(self, keys: Sequence[Sequence[Key]], there: Sequence[Sequence[bool]], *, remote: bool = False) -> int:
-        """The longest prefix, in letters, of which every group has all that is needed; or could have, from `remote`."""
+    def longest(self, keys: Sequence[Sequence[Key]], there: Sequence[Sequence[bool]]) -> int:
+        """The longest prefix, in letters, of which every group has all that is needed."""
         served = [{each for each in mine if self.is_rooted(each)} for mine in keys]
-        if remote:
-            served = [set(self.could_be(mine, group)) for group, mine in enumerate(keys)]
         served[0] |= self.behind_device(keys[0], there[0], served[0])
         unit = math.lcm(*map(letters, range(self.setup.groups)))
         ends = [len(mine) * letters(group) for group, mine in enumerate(keys)]
@@ -109,13 +85,6 @@ class Groups(Life):
             ):
                 return end
         return 0
-
-    def could_be(self, keys: Sequence[Key], group: int) -> list[Key]:
-        """What is ready, or on its way, or remote; of a path only what is behind what is ours."""
-        ours = [each for each in keys if not self.is_absent(each) and not self.is_adrift(each)]
-        if group:
-            return ours + [each for each in keys if self.is_absent(each) and self.source(each)]
-        return ours + list(takewhile(self.source, keys[len(ours) :]))
 
     def behind_device(self, keys: Sequence[Key], has: Sequence[bool], served: set[Key]) -> set[Key]:
         """Orphans that can be used, as the device has all that is before them."""
@@ -150,7 +119,7 @@ class Groups(Life):
         else:
             cold = [each for each in model.keys if (each, HOST) not in before]
             assert lost or self.setup.slabs or free < len(cold), "nothing was ordered although there was room"
-            no_room = [MissReason.NO_ROOM if each in cold else MissReason.BEHIND for each in model.keys]
+            no_room = [MissReason.NO_ROOM if each in cold else MissReason.AFTER_MISS for each in model.keys]
             model.cut = reasons if lost else no_room
             self.conclude(model, MissReason.CANCELLED)
         self.check()
@@ -234,7 +203,7 @@ class Groups(Life):
         (loan,) = self.call("load", {group: GroupKeys(keys)}).parts
         self.hits[HOST] += len(keys)
         assert list(loan.slots) == [self.resident[each, HOST].slot for each in keys]
-        items = tuple(Item(each, None, slot, None, 0) for each, slot in zip(keys, loan.slots, strict=True))
+        items = tuple(Item(each, None, slot, None) for each, slot in zip(keys, loan.slots, strict=True))
         self.note_host_job(
             Transfer(loan.job, Route(HOST, DEVICE), items, generation=self.generation, ranks=self.setup.ranks)
         )

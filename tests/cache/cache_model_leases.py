@@ -55,11 +55,11 @@ class ModelHold:
                     reason: MissReason | None = unfinished
                 else:
                     reason = None if status is Status.OK else MissReason(status.value)
-                failed = any(each is not MissReason.BEHIND for each in misses)
+                failed = any(each is not MissReason.AFTER_MISS for each in misses)
                 if reason is None and not misses and not broken:
                     arrived += 1
                 elif (reason is None and (misses or broken)) or (failed and reason is MissReason.CANCELLED):
-                    misses.append(MissReason.BEHIND)
+                    misses.append(MissReason.AFTER_MISS)
                 else:
                     assert reason is not None
                     misses.append(reason)

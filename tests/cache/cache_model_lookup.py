@@ -120,7 +120,7 @@ class Reading(Remote):
         answer: LoadOrder = self.call("load", hold, {0: tuple(blocks)}, skip=skip, timeout=timeout)
         assert answer.chunks == sum(part.chunks for part in answer.parts) <= leading
         for each in keys[answer.chunks : leading]:
-            model.cut.append(MissReason.BEHIND if (each, HOST) in before else MissReason.NO_ROOM)
+            model.cut.append(MissReason.AFTER_MISS if (each, HOST) in before else MissReason.NO_ROOM)
         model.cut += [self.reason(each) for each in keys[leading:]]
         cold = [each for each in keys[:leading] if (each, HOST) not in before]
         assert answer.chunks == leading or free < len(cold), "chunks were left out although there was room"
@@ -176,11 +176,8 @@ class Reading(Remote):
         self.settle()
 
     def release_request(self, request: str) -> None:
-        mine = [hold for hold, model in self.holds.items() if model.request == request]
-        assert self.call("release", request) == len(mine)
-        for hold in mine:
-            self.let_go(hold)
-        self.settle()
+        for hold in [hold for hold, model in self.holds.items() if model.request == request]:
+            self.release(hold)
 
     def let_go(self, hold: Lease) -> None:
         model = self.holds.pop(hold)

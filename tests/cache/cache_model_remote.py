@@ -73,7 +73,7 @@ class Remote(Stage):
             under_way = {*self.asked(name), *(each for tier, keys in self.expected if tier == name for each in keys)}
             new = [each for each in wanted if self.has(name, each) is None and each not in under_way]
             room = max(0, self.setup.max_probes - len(under_way))
-            self.heard_of[name][Answer.UNASKED] += len(new[room:])
+            self.heard_of[name][Answer.NOT_SENT] += len(new[room:])
             if new[:room]:
                 self.expected.append((name, new[:room]))
 
@@ -120,7 +120,7 @@ class Remote(Stage):
         for each, present in zip(probe.keys, question.present, strict=True):
             if question.answered:
                 self.learn(probe.tier, each, present=present)
-            counts[(Answer.PRESENT if present else Answer.ABSENT) if question.answered else Answer.NONE] += 1
+            counts[(Answer.PRESENT if present else Answer.ABSENT) if question.answered else Answer.NO_ANSWER] += 1
 
     def learn(self, name: str, of: Key, *, present: bool) -> None:
         self.known[name][of] = present, self.now + PROBE_LIFE
@@ -204,7 +204,7 @@ class Remote(Stage):
         for item, status in zip(job.transfer.items, job.told, strict=True):
             if status is Status.OK:
                 self.learn(name, item.key, present=True)
-                self.misses[MissReason.BEHIND] += missed and item.parent is not None
+                self.misses[MissReason.AFTER_MISS] += missed and item.parent is not None
                 continue
             self.known[name].pop(item.key, None)
             if job.transfer.route.source == HOST:

@@ -13,8 +13,9 @@ from cache_model_base import Stage
 from cache_movers import Job, Tag
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Section, Status, Transfer, TransferResult, Urgency
-from longshore.cache import DropReason, GroupKeys, Resident, Retention, State, StoreOrder
+from longshore.cache import DropReason, GroupKeys, Retention, State, StoreOrder
 from longshore.cache.settings import DEFAULT_PRIORITY
+from residents import Resident
 
 
 class Storing(Stage):
@@ -93,7 +94,7 @@ class Storing(Stage):
         if offload.job is None:
             return
         items = tuple(
-            Item(keys[at], parent(keys[at]), None, slot, 0)
+            Item(keys[at], parent(keys[at]), None, slot)
             for at, slot in zip(offload.positions, offload.slots, strict=True)
         )
         write = Transfer(offload.job, Route(DEVICE, HOST), items, urgency=Urgency.WRITE)
@@ -181,7 +182,7 @@ class Storing(Stage):
             self.sightings.update(worth)
             seldom = (i for i, each in enumerate(worth) if self.sightings[each] < self.setup.threshold)
             ends.append(next(seldom, ends[-1]))
-        reasons = (DropReason.ANSWER, DropReason.PRIORITY, DropReason.SELDOM)
+        reasons = (DropReason.GENERATED, DropReason.PRIORITY, DropReason.BELOW_THRESHOLD)
         left = Counter({why: a - b for why, (a, b) in zip(reasons, pairwise(ends), strict=False) if a > b})
         return left, fresh[: ends[-1]]
 
@@ -196,7 +197,7 @@ class Storing(Stage):
         assert count >= before.least, "chunks were dropped although there was room"
         self.check_evicted(before)
         if before.orphan:
-            assert set(dropped) <= {DropReason.ORPHAN}
+            assert set(dropped) <= {DropReason.NO_PARENT}
         elif count < fresh:
             asks = self.setup.policy == "gittins" and self.setup.file is not None
             assert set(dropped) <= {DropReason.NO_ROOM, DropReason.BACKPRESSURE, *[DropReason.ADMISSION] * asks}

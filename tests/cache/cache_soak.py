@@ -36,6 +36,7 @@ from longshore.cache import (
     WritePolicy,
 )
 from longshore.cache.eviction import POLICIES, Gittins
+from residents import residents_of
 
 IMAGE = 4096
 THIRD = "third"
@@ -328,9 +329,10 @@ class Storm:
 
     def restart(self) -> None:
         """Another process finds what the files hold, in any order, and not all of it."""
-        kept, lost = [each for each in self.cache.residents() if each.slot.tier != HOST], self.draw.choice((0, 0, 0.1))
+        kept = [each for each in residents_of(self.cache) if each.slot.tier != HOST]
+        lost = self.draw.choice((0, 0, 0.1))
         self.cache.reset(keep=[tier.name for tier in self.tiers[1:]])
-        if set(self.cache.residents()) != set(kept):
+        if set(residents_of(self.cache)) != set(kept):
             raise AssertionError("a reset that keeps tiers forgets something there")
         self.cache, self.refused = TieredCache(self.tiers, self.cache.settings), None
         for tier in reversed(self.tiers[1:]):

@@ -10,6 +10,7 @@ from cache_kit import IMAGE_BYTES
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.cache.eviction import LRU
+from residents import residents_of
 
 FULL = CacheGroup(block_size=4)
 WINDOW = CacheGroup(block_size=2, window=5)
@@ -60,7 +61,7 @@ def store(cache: TieredCache, group: int, keys: Sequence[Key], first: int = 0) -
 
 def resident(cache: TieredCache, tier: str = HOST) -> list[str]:
     """The chunks in `tier`, by name."""
-    return sorted(each.key.rstrip(b".").decode() for each in cache.residents() if each.slot.tier == tier)
+    return sorted(each.key.rstrip(b".").decode() for each in residents_of(cache) if each.slot.tier == tier)
 
 
 def wanted(*paths: Sequence[Key]) -> dict[int, GroupKeys]:

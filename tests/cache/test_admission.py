@@ -10,8 +10,9 @@ from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.evict import Evictor
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
-from longshore.trace import synthesize
 from longshore.trace.replay import keys_of
+from residents import residents_of
+from traffic import synthesize
 
 
 class Tiers:
@@ -61,7 +62,7 @@ class Tiers:
         pytest.fail("a flush never ends")
 
     def in_file(self) -> set[bytes]:
-        return {each.key for each in self.cache.residents() if each.slot.tier == FILE}
+        return {each.key for each in residents_of(self.cache) if each.slot.tier == FILE}
 
     @property
     def refused(self) -> int:
@@ -82,7 +83,7 @@ def served(family: str, share: float, **how: object) -> Tiers:
 
 @pytest.mark.parametrize("backup", [WritePolicy.BACK, WritePolicy.THROUGH])
 @pytest.mark.parametrize("family", ["agents", "chats", "scans"])
-def test_a_full_file_tier_takes_fewer_writes_for_as_many_hits(family: str, backup: WritePolicy) -> None:
+def test_full_file_tier_takes_fewer_writes_for_as_many_hits(family: str, backup: WritePolicy) -> None:
     everything, chosen = (served(family, 0.05, backup=backup, admission=on) for on in (False, True))
     assert chosen.refused > 0 == everything.refused
     assert chosen.written < 0.7 * everything.written
@@ -90,7 +91,7 @@ def test_a_full_file_tier_takes_fewer_writes_for_as_many_hits(family: str, backu
 
 
 @pytest.mark.parametrize("policy", [LRU, ARC])
-def test_a_policy_that_does_not_know_what_chunks_promise_refuses_none(policy: type[EvictionPolicy]) -> None:
+def test_policy_without_hit_rates_refuses_no_chunk(policy: type[EvictionPolicy]) -> None:
     everything, chosen = (served("chats", 0.1, policy=policy, admission=on) for on in (False, True))
     assert (chosen.written, chosen.refused) == (everything.written, 0)
 
@@ -112,12 +113,12 @@ def popular(**how: object) -> Tiers:
     return tiers
 
 
-def test_a_chunk_that_was_refused_is_in_host_memory_and_is_offered_again_when_it_is_used() -> None:
+def test_refused_chunk_stays_in_host_memory_and_is_offered_again() -> None:
     tiers, new = popular(), range(900, 904)
     before, written = tiers.refused, tiers.written
     tiers.serve(new)
     assert tiers.refused - before >= 2  # two had room
-    assert {each.slot.tier for each in tiers.cache.residents() if each.key == keys_of(new)[3]} == {HOST}
+    assert {each.slot.tier for each in residents_of(tiers.cache) if each.key == keys_of(new)[3]} == {HOST}
     for _ in range(200):
         assert tiers.serve(new) == 4
     assert tiers.written > written
@@ -125,7 +126,7 @@ def test_a_chunk_that_was_refused_is_in_host_memory_and_is_offered_again_when_it
     tiers.cache.check_integrity()
 
 
-def test_what_follows_a_refused_chunk_is_refused_with_it_and_a_flush_ends() -> None:
+def test_chunks_after_a_refused_one_are_refused_and_flush_ends() -> None:
     tiers = popular()
     before, refused = tiers.written, tiers.refused
     tiers.serve(range(900, 910))
@@ -178,14 +179,14 @@ def test_a_priority_of_their_own_is_not_weighed_against_hits() -> None:
     tiers.cache.check_integrity()
 
 
-def test_an_orphan_that_lands_behind_a_refused_chunk_is_refused_with_it() -> None:
+def test_orphan_behind_a_refused_chunk_is_refused_with_it() -> None:
     tiers, keys = popular(), keys_of(range(900, 906))
     tiers.serve(range(900, 904))
     assert not set(keys[2:4]) & tiers.in_file()
     assert tiers.cache.discard(keys_of(range(100, 110)), HOST)
     tiers.cache.store({0: GroupKeys(keys, 5)}, {0: range(1)})
     tiers.move()
-    assert {keys[5]: HOST}.items() <= {each.key: each.slot.tier for each in tiers.cache.residents()}.items()
+    assert {keys[5]: HOST}.items() <= {each.key: each.slot.tier for each in residents_of(tiers.cache)}.items()
     tiers.cache.store({0: GroupKeys(keys[:5], 4)}, {0: range(1)})
     tiers.move()
     index = tiers.cache._state.index
@@ -193,7 +194,7 @@ def test_an_orphan_that_lands_behind_a_refused_chunk_is_refused_with_it() -> Non
     assert tiers.cache._state.backlog.counts == [0, 0]
 
 
-def test_what_the_third_tier_refuses_takes_along_nothing_that_may_go_to_the_second() -> None:
+def test_refusal_by_the_third_tier_spares_chunks_for_the_second() -> None:
     cache = TieredCache([TierSpec(name, 8) for name in (HOST, FILE, "third")], CacheSettings(backup=WritePolicy.BACK))
     keys, store = keys_of(range(3)), cache._state
     cache.store({0: GroupKeys(keys)}, {0: range(3)})

@@ -21,13 +21,3 @@ def test_a_stack_gives_what_a_list_would(first: list[int], steps: list[int | lis
             assert stack.take(step).tolist() == plain[len(plain) - step :]
             del plain[len(plain) - step :]
         assert (len(stack), list(stack)) == (len(plain), plain)
-
-
-def test_a_stack_stays_where_it_is() -> None:
-    stack = FreeList(array("i", range(100_000)))
-    where = stack._places.buffer_info()
-    for count in (1, 10_000, 50_000):
-        taken = stack.take(count)
-        assert stack._places.buffer_info() == where
-        stack.give(taken)
-        assert stack._places.buffer_info() == where

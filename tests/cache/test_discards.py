@@ -6,8 +6,8 @@ from cache_kit import store
 
 from longshore.boundary import FILE, HOST, Cancel, Discard, Forget, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
-from longshore.cache.pool import FILLING, READY
-from longshore.cache.recovery import Recovered
+from longshore.tiers.base import StoredChunk
+from residents import residents_of
 
 
 def key(number: int) -> bytes:
@@ -19,7 +19,7 @@ def cache_with(files: int, found: int, *, outlives: bool = True) -> TieredCache:
     settings = CacheSettings(blocks_per_chunk=1, backup=WritePolicy("write_through"), admission=False)
     cache = TieredCache([TierSpec(HOST, 4), TierSpec(FILE, files, outlives=outlives)], settings)
     parents = [None, *map(key, range(found - 1))]
-    cache.adopt(FILE, [Recovered(slot, key(slot), parent) for slot, parent in enumerate(parents[:found])])
+    cache.adopt(FILE, [StoredChunk(slot, key(slot), parent) for slot, parent in enumerate(parents[:found])])
     return cache
 
 
@@ -71,7 +71,7 @@ def test_evicted_record_is_discarded_before_its_slot_is_rewritten() -> None:
                     listed.pop(slot, None)
             elif command.route.destination == FILE:
                 listed.update({item.destination.index: item.key for item in command.items if item.destination})
-        residents = {each.slot.index: each.key for each in cache.residents() if each.slot.tier == FILE}
+        residents = {each.slot.index: each.key for each in residents_of(cache) if each.slot.tier == FILE}
         assert listed == residents, "what the tier lists is what the cache has there"
     assert not {key(slot) for slot in range(6)} & set(listed.values()), "all that was there at first has left"
 
@@ -81,15 +81,3 @@ def test_a_reset_says_it_all() -> None:
     cache.discard([key(3)], FILE)
     cache.reset()
     assert [command for command in cache.take() if not isinstance(command, Cancel)] == [Forget(1)]
-
-
-def test_slots_that_become_free_together_are_told() -> None:
-    pool = TierSpec(FILE, 6, outlives=True).make_pool()
-    taken = pool.allocate(4)
-    pool.move_all(taken, FILLING, READY)
-    pool.free_all(taken[1:])
-    assert pool.allocate(1)[0] in taken
-    told = pool.take_freed()
-    assert len(told) == 2
-    assert set(told) < set(taken[1:])
-    assert pool.take_freed() == ()

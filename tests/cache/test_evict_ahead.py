@@ -8,8 +8,8 @@ from group_kit import end, orders, settle
 from longshore.boundary import FILE, HOST, Key, Status, Transfer
 from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.cache.eviction import LRU
-from longshore.cache.settings import WritePolicy
 from longshore.keys import Scope, chain
+from residents import residents_of
 
 ROOT = Scope(model="m", weights="w", dtype="d", layout="l", block_size=1).root
 
@@ -51,13 +51,7 @@ def test_write_back_copies_a_few_more_than_it_must(slots: int, ahead: int) -> No
     cache.check_integrity()
 
 
-def test_write_through_copies_what_is_ready_and_no_more() -> None:
-    tiers = [TierSpec(HOST, 640, 64, LRU), TierSpec(FILE, 640, 64, LRU)]
-    cache = TieredCache(tiers, CacheSettings(backup=WritePolicy.THROUGH))
-    assert [len(each.items) for each in store(cache, 0, 3)] == [3, 3]
-
-
-def test_copies_that_leave_one_tier_are_told_from_those_that_leave_the_last() -> None:
+def test_evictions_from_the_last_tier_are_told_from_others() -> None:
     cache = TieredCache([TierSpec(HOST, 4, 64, LRU), TierSpec(FILE, 6, 64, LRU)], CacheSettings())
     for name in range(12):
         store(cache, name, 2)
@@ -70,7 +64,7 @@ def test_copies_that_leave_one_tier_are_told_from_those_that_leave_the_last() ->
     assert counters.demotions[FILE] == 0
 
 
-def test_what_is_not_backed_up_is_passed_over_once_and_goes_when_it_must() -> None:
+def test_chunk_without_backup_is_passed_over_once_then_evicted() -> None:
     """The file tier refuses, so nothing in host memory is safe; the coldest go all the same, in their order."""
     cache = TieredCache([TierSpec(HOST, 8, 64, LRU), TierSpec(FILE, 8, 64, LRU)], CacheSettings())
     for name in range(12):
@@ -79,6 +73,6 @@ def test_what_is_not_backed_up_is_passed_over_once_and_goes_when_it_must() -> No
             for each in ordered:
                 end(cache, [each], Status.NO_SPACE if each.route.destination == FILE else Status.OK)
         cache.check_integrity()
-    here = {resident.key for resident in cache.residents()}
+    here = {resident.key for resident in residents_of(cache)}
     assert here == {path(name, 1)[0] for name in range(4, 12)}
     assert (cache.counters.evictions[HOST], cache.counters.demotions[HOST]) == (4, 0)

@@ -18,6 +18,7 @@ from longshore.cache.index import Index
 from longshore.cache.nodes import ROOT
 from longshore.cache.pool import SlotPool
 from longshore.errors import CacheError
+from residents import residents_of
 
 
 def cache_of(slots: int) -> TieredCache:
@@ -41,10 +42,10 @@ def store(cache: TieredCache, path: str, first: int = 0) -> None:
 
 
 def residents(cache: TieredCache) -> set[str]:
-    return {path_of(each.key) for each in cache.residents()}
+    return {path_of(each.key) for each in residents_of(cache)}
 
 
-def test_places_of_a_path_that_went_can_be_taken_by_shorter_ones() -> None:
+def test_places_of_an_evicted_path_serve_shorter_paths() -> None:
     cache = cache_of(4)
     store(cache, "abcd")
     store(cache, "wxyz")
@@ -56,7 +57,7 @@ def test_places_of_a_path_that_went_can_be_taken_by_shorter_ones() -> None:
     assert residents(cache) == {"a", "ab", "abc", "abcd"}
 
 
-def test_a_path_that_was_stored_piece_by_piece_goes_from_its_end() -> None:
+def test_path_stored_piece_by_piece_is_evicted_from_its_end() -> None:
     cache = cache_of(6)
     for first in (0, 2, 4):
         store(cache, "abcdef"[: first + 2], first)
@@ -84,7 +85,7 @@ def test_what_an_eviction_sets_free_goes_before_what_is_younger() -> None:
     "branches",
     [("ab", "abc", "abd", "x"), ("abc", "abe", "abcd", "abef", "x"), ("abc", "abde", "abcd", "abdef", "abdeg", "x")],
 )
-def test_what_all_branches_set_free_together_goes_before_what_is_younger(branches: tuple[str, ...]) -> None:
+def test_chunk_freed_by_all_branches_goes_before_younger_ones(branches: tuple[str, ...]) -> None:
     known: set[str] = set()
     cache = cache_of(len({path[: i + 1] for path in branches for i in range(len(path))}))
     for path in branches:  # bodies before their tails
@@ -106,7 +107,7 @@ def test_a_head_stays_while_one_of_two_branches_does() -> None:
     cache.check_integrity()
 
 
-def test_what_a_hold_keeps_counts_as_a_child_however_many_branches_go() -> None:
+def test_held_chunk_counts_as_child_however_many_branches_go() -> None:
     cache = cache_of(5)
     store(cache, "abc")
     store(cache, "abcd", 3)
@@ -121,7 +122,7 @@ def test_what_a_hold_keeps_counts_as_a_child_however_many_branches_go() -> None:
     cache.check_integrity()
 
 
-def test_a_known_chunk_behind_another_one_than_its_own_is_refused() -> None:
+def test_known_chunk_behind_a_wrong_parent_is_refused() -> None:
     cache = cache_of(4)
     store(cache, "ab")
     store(cache, "c")
@@ -134,10 +135,10 @@ def test_a_number_that_comes_free_has_no_children_left() -> None:
     pool = SlotPool(2)
     index = Index([pool])
     keys = chunks("ab")
-    nodes = index.extend(ROOT, keys, 0, pool.allocate(2))
-    assert index.drop_leaves(np.array(nodes[::-1], np.int32), keys[::-1]) == [ROOT]
+    nodes = index.link(ROOT, keys, 0, pool.allocate(2))
+    assert index.drop_leaves(np.array(nodes[::-1], np.int32)) == [ROOT]
     for slot, path in enumerate("xy"):
-        (node,) = index.extend(ROOT, chunks(path), 0, [slot])
+        (node,) = index.link(ROOT, chunks(path), 0, [slot])
         assert index.reach[0][node] == 0
     index.check_integrity()
 
@@ -188,7 +189,7 @@ def chunks_of(step: int, count: int) -> list[Key]:
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=list(POLICIES))
 @pytest.mark.parametrize("seed", range(3))
-def test_many_that_go_together_are_those_that_go_one_by_one_in_the_same_order(
+def test_batched_eviction_picks_the_same_as_one_by_one(
     policy: type[EvictionPolicy], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = Life(policy, seed).run(300)

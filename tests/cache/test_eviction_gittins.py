@@ -66,13 +66,13 @@ class Tier:
         return False
 
 
-def test_of_a_loop_longer_than_the_tier_a_part_is_kept() -> None:
+def test_part_of_a_loop_longer_than_the_tier_is_kept() -> None:
     tier = Tier(500)
     hits = [tier.use(key) for _ in range(30) for key in range(700)]
     assert sum(hits[-7000:]) > 0.5 * 7000  # where LRU has none
 
 
-def test_what_ends_prompts_and_never_comes_back_goes_first_once_that_is_known() -> None:
+def test_prompt_ends_that_never_return_go_first_once_known() -> None:
     """Bodies come back 56 prompts later: there is room for 56 of them, and not for their ends as well."""
     tier = Tier(256)
     hits = []
@@ -103,7 +103,7 @@ def test_what_left_comes_back_with_its_uses() -> None:
     assert uses_of(tier.policy, key) == 4
 
 
-def test_resizing_forgets_what_left_and_a_new_column_of_names_does_not() -> None:
+def test_resizing_forgets_what_left_and_new_names_do_not() -> None:
     tier = Tier(64)
     tier.use(7)
     node = tier.node[7]
@@ -144,7 +144,7 @@ def test_told_together_or_one_by_one_is_the_same(steps: list[tuple[str, int, int
 
 
 @pytest.mark.parametrize("most", [40, 700])
-def test_long_paths_are_told_in_whole_arrays_to_the_same_end(most: int) -> None:
+def test_long_paths_in_whole_arrays_give_the_same_result(most: int) -> None:
     dice = random.Random(most)
     names = np.array([dice.randbytes(32) for _ in range(LISTS + 2000)], object)
     single, together = Gittins(1500, names), Gittins(1500, names)
@@ -185,7 +185,7 @@ def test_long_paths_are_told_in_whole_arrays_to_the_same_end(most: int) -> None:
     assert len(single._ghosts) == len(together._ghosts) > 0
 
 
-def test_what_is_released_among_older_ones_does_not_grow_older_with_them() -> None:
+def test_chunk_released_among_older_ones_does_not_age_with_them() -> None:
     policy = Gittins(64, np.array([bytes([i % 256]) * 32 for i in range(LISTS + 512)], object))
     policy.grow(LISTS + 512)
     older, younger, *others = range(LISTS, LISTS + 512)
@@ -207,7 +207,7 @@ def test_what_is_released_among_older_ones_does_not_grow_older_with_them() -> No
         min_size=8,
     )
 )
-def test_whatever_happens_each_node_is_in_the_list_of_its_kind_and_age(steps: list[tuple[str, int, int]]) -> None:
+def test_each_node_is_always_listed_by_kind_and_age(steps: list[tuple[str, int, int]]) -> None:
     names = np.array([i.to_bytes(32, "little") for i in range(LISTS + 200)], object)
     policy = Gittins(150, names)
     policy.grow(LISTS + 200)
@@ -228,7 +228,7 @@ def test_whatever_happens_each_node_is_in_the_list_of_its_kind_and_age(steps: li
         policy.check_integrity()
 
 
-def test_counts_lose_half_of_their_weight_in_so_many_uses_of_each_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_halve_after_a_number_of_uses_per_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     factors: list[float] = []
     monkeypatch.setattr(HitRates, "fade", lambda _, by: factors.append(by))
     tier = Tier(64)
@@ -265,7 +265,7 @@ def test_a_request_that_goes_on_counts_no_use_twice(count: int) -> None:
     assert [policy._used[node] for node in nodes] == [3] * count
 
 
-def test_what_follows_on_a_known_chunk_is_taken_for_as_much_used() -> None:
+def test_chunk_behind_a_known_one_counts_as_much_used() -> None:
     names = np.array([node.to_bytes(32, "little") for node in range(LISTS + 64)], object)
     for together in (False, True):
         policy = Gittins(64, names)
@@ -286,7 +286,7 @@ def test_what_follows_on_a_known_chunk_is_taken_for_as_much_used() -> None:
         assert [uses_of(policy, LISTS + i) for i in range(3)] == [5] * 3
 
 
-def test_a_host_that_tells_of_no_requests_takes_no_memory_for_that() -> None:
+def test_host_that_tells_no_requests_takes_no_memory() -> None:
     tier = Tier(8)
     for tick in range(20_000):
         tier.policy.insert([LISTS + tick % 64])
@@ -294,7 +294,7 @@ def test_a_host_that_tells_of_no_requests_takes_no_memory_for_that() -> None:
     assert len(tier.policy._hit_rates.events) < 20_000
 
 
-def test_a_long_path_that_is_used_is_one_chunk_after_the_other() -> None:
+def test_long_path_in_use_is_one_chunk_after_another() -> None:
     single, together = Tier(16_384).policy, Tier(16_384).policy
     nodes = list(range(LISTS, LISTS + 600))
     for policy in (single, together):
@@ -383,7 +383,7 @@ def full(count: int) -> Tier:
     return tier
 
 
-def test_new_chunks_that_promise_less_than_what_is_in_are_let_pass_but_one() -> None:
+def test_new_chunks_of_lower_promise_are_passed_but_one() -> None:
     tier = full(200)
     for tick in range(2, 400):
         tier.policy.begin(tick, 200, LISTS)
@@ -403,7 +403,7 @@ def test_new_chunks_take_the_place_of_what_promises_no_more() -> None:
     assert len(tier.policy) == 60 - path.free + 49
 
 
-def test_chunks_that_are_not_admitted_advance_the_policy_as_uses_do() -> None:
+def test_refused_chunks_advance_the_policy_as_uses_do() -> None:
     """How soon spans end, counts are halved and hit rates are learned anew must not depend on what is admitted."""
     tier = full(200)
     for tick in range(2, 400):
@@ -434,7 +434,7 @@ def visits(requests: int, hint_of: Callable[[int, int], int]) -> int:
     return hits
 
 
-def test_hints_that_hold_are_worth_hits_and_wrong_ones_cost_none() -> None:
+def test_right_hints_gain_hits_and_wrong_ones_lose_none() -> None:
     """Half of the sessions end at once; the tier has room for those that do not, and not for all."""
     dice = random.Random(7)
 

@@ -54,7 +54,7 @@ def best_by_hand(chances: list[float], age: int) -> float:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 400))
-def test_a_promise_is_the_best_rate_and_never_less_with_more_uses(seed: int, most: int) -> None:
+def test_promise_is_the_best_rate_and_grows_with_uses(seed: int, most: int) -> None:
     promises, dice = HitRates(), np.random.default_rng(seed)
     promises._reached[:] = dice.integers(0, most, (PLAIN, AGES))
     promises._back[:] = promises._reached * dice.random((PLAIN, AGES)) ** 3
@@ -71,7 +71,7 @@ def test_with_nothing_known_the_oldest_go_first() -> None:
     assert HitRates().order(np.array([7, 3, 3, 0])).tolist() == list(range(4 * PLAIN))
 
 
-def test_a_kind_that_returns_after_a_pause_promises_most_just_before() -> None:
+def test_kind_that_returns_after_a_pause_promises_most_before() -> None:
     promises = HitRates()
     promises._reached[1, :15], promises._back[1, 14] = 100_000, 90_000
     table = promises.table()[1]
@@ -111,7 +111,7 @@ def test_kinds_are_uses_in_doublings_by_gap(uses: int, gap: int, kind: int) -> N
     assert AGAIN[how] == ONCE + 8 * min(max(uses, 1), 63)
 
 
-def test_ages_are_two_for_each_doubling_and_gaps_lie_on_them() -> None:
+def test_ages_are_two_per_doubling_and_gaps_lie_between() -> None:
     assert [AGE_OF[age] for age in (0, 1, 3, 4, 5, 6, 8, 11, 12, OLDEST)] == [0, 1, 3, 4, 4, 5, 6, 6, 7, AGES - 1]
     assert [GAP_OF[AGE_OF[gap]] for gap in (0, 1, 2, 7, 8, 31, 32, 127, 128, OLDEST)] == [0, 1, 2, 2, 3, 3, 4, 4, 5, 5]
 
@@ -130,7 +130,7 @@ def test_spans_are_few_and_short_for_their_age(step: int) -> None:
 # ---------------------------------------------------------------------- ghost list
 
 
-def test_about_the_last_that_left_are_remembered_until_they_come_back() -> None:
+def test_ghost_list_remembers_the_last_that_left_until_their_return() -> None:
     dice = random.Random(3)
     keys = [dice.randbytes(32) for _ in range(20_000)]
     ghosts = GhostList(4_000)
@@ -147,7 +147,7 @@ def test_about_the_last_that_left_are_remembered_until_they_come_back() -> None:
 
 
 @pytest.mark.parametrize(("limit", "most"), [(7, 30), (300, 200), (1000, 700), (1000, 1500)])
-def test_many_that_leave_or_come_back_together_are_as_many_one_by_one(limit: int, most: int) -> None:
+def test_batch_that_leaves_or_returns_equals_one_by_one(limit: int, most: int) -> None:
     single, together, dice = GhostList(limit), GhostList(limit), random.Random(most)
     keys = [dice.randbytes(32) for _ in range(3 * limit)]
     hits = 0

@@ -181,7 +181,7 @@ def test_who_is_in_is_told_of_all_nodes_at_once(policy: EvictionPolicy) -> None:
     assert policy.resident(D + 1).tolist() == [node in (A, B) for node in range(D + 1)]
 
 
-def test_the_leading_ones_leave_together_and_the_others_stay_in_order(policy: EvictionPolicy) -> None:
+def test_leading_victims_leave_together_and_others_stay_in_order(policy: EvictionPolicy) -> None:
     assert policy.next_victims(2) == [A, B]
     policy.remove_victims([A], [policy.names[A]])
     assert (A in policy, len(policy), list(policy.order())) == (False, 2, [B, C])
@@ -190,7 +190,7 @@ def test_the_leading_ones_leave_together_and_the_others_stay_in_order(policy: Ev
     assert policy.next_victims(1) == []
 
 
-def test_the_leading_ones_are_kept_together_and_come_back_in_the_order_asked_for(policy: EvictionPolicy) -> None:
+def test_leading_victims_are_kept_together_and_return_in_order(policy: EvictionPolicy) -> None:
     policy.hold_victims(policy.next_victims(2))
     assert [policy.is_held(node) for node in (A, B, C)] == [True, True, False]
     assert (len(policy), policy.next_victims(3)) == (3, [C])
@@ -204,9 +204,7 @@ def test_the_leading_ones_are_kept_together_and_come_back_in_the_order_asked_for
     kind=st.sampled_from(sorted(MAKERS)),
     rounds=st.lists(st.tuples(st.permutations(NODES[:SLOTS]), st.integers(0, 5), st.integers(0, SLOTS)), max_size=6),
 )
-def test_together_the_same_go_in_the_same_order_as_one_by_one(
-    kind: str, rounds: list[tuple[list[int], int, int]]
-) -> None:
+def test_batched_victims_go_in_the_order_of_single_ones(kind: str, rounds: list[tuple[list[int], int, int]]) -> None:
     single, together = MAKERS[kind](), MAKERS[kind]()
     for nodes, used, count in rounds:
         for policy in (single, together):
@@ -333,7 +331,7 @@ def test_a_node_named_twice_in_a_call_counts_once(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["one LRU", "one ARC", "one Gittins", "banded LRU", "sized ARC"])
-def test_a_node_inserted_twice_is_an_error_and_none_comes_in(name: str) -> None:
+def test_node_inserted_twice_is_an_error_and_none_enters(name: str) -> None:
     policy = wide(name)
     for nodes in ([A, B, A], [A, B, C, 1], [*range(A, A + 300), A + 7]):
         with pytest.raises(CacheError, match="already in the policy"):
@@ -365,7 +363,7 @@ def test_arc_keeps_what_was_seen_often_through_a_scan() -> None:
     assert B in arc
 
 
-def test_arc_gives_more_room_to_the_list_whose_ghosts_come_back() -> None:
+def test_arc_gives_room_to_the_list_whose_ghosts_return() -> None:
     arc = make(ARC, 4)
     assert isinstance(arc, ARC)
     arc.insert([A, B, C, D])
@@ -379,7 +377,7 @@ def test_arc_gives_more_room_to_the_list_whose_ghosts_come_back() -> None:
     arc.check_integrity()
 
 
-def test_arc_learns_the_more_from_a_ghost_the_fewer_there_are_of_its_kind() -> None:
+def test_arc_learns_more_from_a_ghost_of_rarer_kind() -> None:
     arc = make(ARC, 8)
     assert isinstance(arc, ARC)
     arc.insert([A, *NODES[4:8]])
@@ -404,7 +402,7 @@ def test_many_ghosts_at_once_are_as_many_one_by_one(count: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 12))))
-def test_ghosts_are_the_last_that_left_each_list_and_were_not_taken_back(steps: list[tuple[int, int]]) -> None:
+def test_ghosts_are_the_last_evicted_and_not_taken_back(steps: list[tuple[int, int]]) -> None:
     ghosts = Ghosts(3)
     places: dict[int, list[bytes | None]] = {1: [None] * 3, 2: [None] * 3}
     at = {1: 0, 2: 0}
@@ -431,7 +429,7 @@ def test_the_lowest_priority_goes_first_whatever_its_age() -> None:
 
 
 @pytest.mark.parametrize("kind", [LRU, ARC, Gittins])
-def test_many_nodes_of_several_priorities_are_as_many_one_by_one(kind: type[EvictionPolicy]) -> None:
+def test_batch_of_several_priorities_equals_one_by_one(kind: type[EvictionPolicy]) -> None:
     """More of them than are looked at one by one."""
     nodes = list(range(LISTS, LISTS + 60))
     singly, together = banded(64, kind), banded(64, kind)
@@ -455,7 +453,7 @@ def test_many_nodes_of_several_priorities_are_as_many_one_by_one(kind: type[Evic
     assert set(order[-18:]) == {node for node in nodes[::3] if node not in nodes[50:55]}
 
 
-def test_a_change_of_priority_moves_a_node_and_it_goes_first_there() -> None:
+def test_changed_priority_moves_a_node_to_go_first_there() -> None:
     policy = banded()
     policy.insert([A, B, C])
     for node in (C, A, D):  # which is not in

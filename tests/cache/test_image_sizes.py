@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cache_kit import key, lookup, store
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from object_state import state_of
 
+from depth import examples
 from longshore.boundary import DEVICE, FILE, HOST, Cancel, Forget, Slabs, Status, Transfer, TransferResult
 from longshore.cache import (
     CacheSettings,
@@ -22,7 +23,9 @@ from longshore.cache import (
     WritePolicy,
 )
 from longshore.cache.eviction import ARC, LRU
+from longshore.cache.transfers import TierSlots
 from longshore.errors import CacheError, CapacityError
+from residents import residents_of
 
 SMALL, LARGE = 0, 1
 SIZES = (3, 12)
@@ -100,14 +103,14 @@ class Bytes:
             assert sum(each.used for each in stats.sizes) == stats.used
             assert sum(each.slabs for each in stats.sizes) <= self.slabs[stats.name].slabs
         owned = {name: np.zeros(len(memory), np.int64) for name, memory in self.memory.items()}
-        for resident in self.cache.residents():
+        for resident in residents_of(self.cache):
             slabs = self.slabs[resident.slot.tier]
             at = slabs.offset(resident.slot.pool, resident.slot.index)
             owned[resident.slot.tier][at : at + slabs.image_bytes[resident.slot.pool]] += 1
         assert all(memory.max(initial=0) <= 1 for memory in owned.values())
 
     def where(self, group: int, of: str) -> set[str]:
-        return {each.slot.tier for each in self.cache.residents() if each.key == path(group, of)[-1]}
+        return {each.slot.tier for each in residents_of(self.cache) if each.key == path(group, of)[-1]}
 
     def kept(self, group: int, *paths: str) -> list[str]:
         return [of for of in paths if HOST in self.where(group, of)]
@@ -125,7 +128,7 @@ def test_each_group_has_slots_of_its_size() -> None:
     length, hold = world.lookup(LARGE, "abc")
     assert length == 2
     assert hold is not None
-    at = {each.key: each.slot for each in world.cache.residents()}
+    at = {each.key: each.slot for each in residents_of(world.cache)}
     assert [(at[each].pool, at[each].index) for each in path(LARGE, "ab")] == [(1, 4), (1, 8)]
 
 
@@ -206,7 +209,7 @@ def test_a_slab_that_jobs_read_or_write_stays() -> None:
     assert world.store(LARGE, "x").job is not None
 
 
-def test_what_is_behind_a_chunk_goes_with_its_slab_tails_first() -> None:
+def test_chunks_behind_one_go_with_its_slab_tails_first() -> None:
     world = Bytes(host=3, events=100)
     world.store(SMALL, "abcdefg")  # heads in slab 0, the tail in slab 1
     world.store(LARGE, "x")
@@ -220,7 +223,7 @@ def test_what_is_behind_a_chunk_goes_with_its_slab_tails_first() -> None:
     assert gone == path(SMALL, "abcdefg")[::-1]
 
 
-def test_a_size_that_has_nothing_to_give_takes_a_younger_slab() -> None:
+def test_size_with_nothing_to_give_takes_a_younger_slab() -> None:
     world = Bytes(host=2)
     world.store(LARGE, "x")
     world.settle()
@@ -250,7 +253,7 @@ def test_backups_and_loads_stay_in_their_pools() -> None:
     assert world.checked >= 18
 
 
-def test_groups_and_paths_of_the_wrong_size_are_refused_before_anything_changes() -> None:
+def test_groups_and_paths_of_wrong_size_are_refused_unchanged() -> None:
     world = Bytes(host=3)
     world.store(SMALL, "ab")
     world.settle()
@@ -279,7 +282,7 @@ def test_tiers_have_the_same_pools() -> None:
             TieredCache(specs, CacheSettings(pools=pools))
 
 
-def test_what_a_slab_had_before_it_changed_its_size_is_not_adopted() -> None:
+def test_chunks_of_a_slab_before_its_resize_are_not_adopted() -> None:
     world = Bytes(host=2, file=2)
     (a, b), (x,) = path(SMALL, "ab"), path(LARGE, "x")
     found = [(0, a, None, SMALL), (5, b, a, SMALL), (0, x, None, LARGE)]
@@ -331,7 +334,7 @@ def test_a_reset_leaves_slabs_that_jobs_touch_to_their_size() -> None:
 PROMPTS = ("a", "ab", "abc", "abd", "abcde", "f", "fg", "fgh", "ij", "ijklm", "n", "no")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_whatever_is_done_bytes_stay_with_their_chunks(data: st.DataObject) -> None:
     draw = data.draw
@@ -413,20 +416,17 @@ def test_a_fetch_behind_a_chunk_of_another_size_is_refused() -> None:
     assert state_of(cache) == before
 
 
-def test_a_quarter_is_kept_safe_of_images_of_the_largest_size_too() -> None:
+def test_quarter_is_protected_also_among_the_largest_images() -> None:
     bytes_ = Bytes(8, 64, backup=WritePolicy.BACK)
     for each in "abcdefgh":
         bytes_.store(LARGE, each)
         bytes_.settle()
-    below = [each for each in bytes_.cache.residents() if each.slot.tier == FILE]
+    below = [each for each in residents_of(bytes_.cache) if each.slot.tier == FILE]
     assert len(below) == 2
 
 
 def test_slots_of_any_two_sizes_are_not_of_one() -> None:
     cache = TieredCache([TierSpec(HOST, Slabs(12, (3, 4, 12), 4))], CacheSettings(pools=(0, 1, 2)))
     slots = [store(cache, [key(str(group))], [0], group=group).slots[0].index for group in range(3)]
-    is_of_one_pool = cache._state.is_of_one_pool
-    assert [is_of_one_pool(0, each) for each in (slots, slots[:2], slots[1:], slots[:1], [])] == [
-        *(False, False, False),
-        *(True, True),
-    ]
+    pools = [cache._transfers._pools(TierSlots(0, each)) for each in (slots, slots[:2], slots[1:], slots[:1], [])]
+    assert pools == [{0, 1, 2}, {0, 1}, {1, 2}, {0}, set()]

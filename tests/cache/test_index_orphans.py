@@ -25,6 +25,7 @@ from longshore.cache import (
 from longshore.cache.eviction import LRU, POLICIES, Gittins
 from longshore.cache.eviction.partitioned import PartitionedByPriority
 from longshore.errors import CacheError
+from residents import residents_of
 
 PATH = chunks("abcd")
 
@@ -47,7 +48,7 @@ def found(cache: TieredCache, path: list[Key], first: int = 0) -> int:
 
 
 def host(cache: TieredCache) -> set[Key]:
-    return {each.key for each in cache.residents() if each.slot.tier == HOST}
+    return {each.key for each in residents_of(cache) if each.slot.tier == HOST}
 
 
 def test_orphan_is_found_only_by_the_engine_with_its_head() -> None:
@@ -56,7 +57,7 @@ def test_orphan_is_found_only_by_the_engine_with_its_head() -> None:
     assert [found(cache, PATH, first) for first in range(5)] == [0, 0, 2, 1, 0]
     assert cache.counters.drops[HOST].total() == 0
     misses = cache.counters.misses
-    assert (misses[MissReason.ABSENT], misses[MissReason.BEHIND]) == (2 + 1, 2 + 2)
+    assert (misses[MissReason.ABSENT], misses[MissReason.AFTER_MISS]) == (2 + 1, 2 + 2)
 
 
 def test_an_orphan_is_loaded_with_what_is_behind_it() -> None:
@@ -72,7 +73,7 @@ def test_an_orphan_is_loaded_with_what_is_behind_it() -> None:
     cache.check_integrity()
 
 
-def test_a_single_chunk_is_looked_at_and_lent_whatever_is_before_it() -> None:
+def test_single_chunk_is_found_and_leased_whatever_precedes_it() -> None:
     cache = made()
     put(cache, PATH, 2)
     (residency,) = cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, each=True).residency.values()
@@ -121,7 +122,7 @@ def test_it_survives_a_parent_that_does_not_arrive() -> None:
     assert found(cache, PATH) == 4
 
 
-def test_a_lease_on_an_orphan_outlives_that_it_becomes_one_of_many() -> None:
+def test_lease_outlives_its_orphan_becoming_one_of_many() -> None:
     cache = made(3)
     put(cache, PATH[:3], 1)
     lease = cache.lookup({0: GroupKeys(PATH[:3], 1)}, 0.0).lease
@@ -138,7 +139,9 @@ def test_orphans_go_first_their_leaves_before_their_roots(policy: str) -> None:
     put(cache, chunks("xyz"))
     put(cache, PATH, 1)
     for _ in range(3):
-        cache.release(cache.lookup({0: GroupKeys(PATH, 1)}, 0.0, request="used").lease or "")
+        lease = cache.lookup({0: GroupKeys(PATH, 1)}, 0.0, request="used").lease
+        assert lease is not None
+        cache.release(lease)
     gone = []
     for name in "klmn":
         before = host(cache)
@@ -180,11 +183,11 @@ def test_nothing_makes_way_for_an_orphan() -> None:
     put(cache, chunks("xy"))
     put(cache, PATH, 2)
     assert host(cache) == {*chunks("xy"), PATH[2]}
-    assert cache.counters.drops[HOST][DropReason.ORPHAN] == 1
+    assert cache.counters.drops[HOST][DropReason.NO_PARENT] == 1
     assert cache.counters.evictions[HOST] == 0
 
 
-def test_what_follows_an_orphan_whose_parent_is_on_its_way_gets_room() -> None:
+def test_chunk_behind_an_orphan_with_arriving_parent_gets_room() -> None:
     cache = made(5)
     put(cache, chunks("xy"))
     put(cache, PATH[:2], 1)
@@ -203,7 +206,7 @@ def test_it_is_backed_up_behind_its_parent_and_not_before(backup: WritePolicy) -
     put(cache, PATH[:1])
     cache.flush()
     settle(cache)
-    written = {each.key: each.parent for each in cache.residents() if each.slot.tier == FILE}
+    written = {each.key: each.parent for each in residents_of(cache) if each.slot.tier == FILE}
     assert written == dict(zip(PATH, [None, *PATH], strict=False))
 
 
@@ -212,12 +215,12 @@ def test_under_pressure_it_goes_without_a_copy() -> None:
     put(cache, PATH, 1)
     put(cache, chunks("wxyz"))
     assert host(cache) == set(chunks("wxyz"))
-    assert not set(PATH) & {each.key for each in cache.residents()}
+    assert not set(PATH) & {each.key for each in residents_of(cache)}
 
 
 def adopted(*paths: str, host: int = 8, **settings: Any) -> TieredCache:
     cache = made(host, 8, **settings)
-    records = [(slot, key(path), key(path[:-1]) if path[1:] else None) for slot, path in enumerate(paths)]
+    records = [(slot, key(path), key(path[:-1]) if path[1:] else None, 0) for slot, path in enumerate(paths)]
     assert cache.adopt(FILE, records) == len(paths)
     cache.check_integrity()
     return cache
@@ -266,7 +269,7 @@ def test_orphan_stays_when_its_parent_cannot_be_copied_down() -> None:
     assert found(cache, PATH[:2]) == 2
 
 
-def test_an_orphan_that_is_not_as_cold_any_more_follows_its_parent() -> None:
+def test_orphan_that_is_no_longer_cold_follows_its_parent() -> None:
     cache = adopted("ab")
     lease = cache.lookup({0: GroupKeys(PATH[:2], 1)}, 0.0).lease
     cache.prefetch(lease, 0.0)
@@ -292,7 +295,7 @@ def test_behind_what_is_found_in_its_place_no_orphan_is() -> None:
 
 def test_in_a_circle_nothing_is_an_orphan() -> None:
     cache = made(4, 4)
-    assert cache.adopt(FILE, [(0, key("x"), key("y")), (1, key("y"), key("x")), (2, key("z"), key("z"))]) == 0
+    assert cache.adopt(FILE, [(0, key("x"), key("y"), 0), (1, key("y"), key("x"), 0), (2, key("z"), key("z"), 0)]) == 0
     put(cache, [key("k"), key("x")], 1)
     put(cache, [key("x"), key("k")], 1)
     cache.check_integrity()
@@ -304,7 +307,7 @@ def test_in_a_circle_nothing_is_an_orphan() -> None:
 def test_what_does_not_follow_is_refused_and_changes_nothing() -> None:
     cache = made()
     put(cache, PATH, 2)
-    before = cache.residents()
+    before = residents_of(cache)
     for path, first in (
         ([key("x"), PATH[2]], 1),
         ([PATH[2]], 0),
@@ -316,11 +319,11 @@ def test_what_does_not_follow_is_refused_and_changes_nothing() -> None:
         if path[1:] != PATH[2:]:  # of which a lookup looks at some keys only
             with pytest.raises(CacheError):
                 cache.lookup({0: GroupKeys(path, first)}, 0.0, until=Until.NOTHING)
-    assert cache.residents() == before
+    assert residents_of(cache) == before
     cache.check_integrity()
 
 
-def test_of_several_groups_the_one_with_full_attention_may_have_orphans() -> None:
+def test_only_the_full_attention_group_may_have_orphans() -> None:
     cache = grouped(FULL, WINDOW)
     full, window = keys_of(0, 4), keys_of(1, 8)
     cache.store({0: GroupKeys(full, 2), 1: GroupKeys(window, 4)}, {0: range(2), 1: range(2, 6)})
@@ -343,7 +346,7 @@ def test_of_several_groups_the_one_with_full_attention_may_have_orphans() -> Non
     assert cache.lookup({0: GroupKeys(full, device=()), 1: GroupKeys(window)}, 0.0).tokens == 16
 
 
-def test_a_lease_of_all_groups_keeps_no_orphan_behind_what_tiers_have() -> None:
+def test_lease_of_all_groups_keeps_no_orphan_behind_tier_hits() -> None:
     cache = grouped(FULL)
     full = keys_of(0, 4)
     for path, first in ((full[:1], 0), (full, 2)):
@@ -373,7 +376,7 @@ def test_remote_tiers_get_it_once_it_is_none() -> None:
     assert sorted(sent) == PATH
 
 
-def test_the_first_orphan_is_used_by_the_request_that_it_came_with() -> None:
+def test_first_orphan_is_used_by_its_own_request() -> None:
     cache = made(policy="gittins")
     for tick in range(5):
         put(cache, chunks("xy")[: tick % 2 + 1])

@@ -48,7 +48,7 @@ def test_a_match_of_nothing_holds_nothing() -> None:
     assert world.cache.held == 0
 
 
-def test_what_is_on_its_way_into_its_first_tier_is_a_miss() -> None:
+def test_chunk_in_flight_to_its_first_tier_is_a_miss() -> None:
     world = World(BOTH)
     world.store("a", 0, False)
     world.store("ab", 0, False)
@@ -116,7 +116,7 @@ def test_a_joined_load_that_fails_is_a_miss_for_both() -> None:
     assert world.where("ab") == {}
 
 
-def test_chunks_without_room_in_the_host_tier_are_left_out_and_counted() -> None:
+def test_chunks_without_host_room_are_left_out_and_counted() -> None:
     world = cold(Setup(host=3, file=8, backup="write_through"), "abc", "xyz")
     load(world, "abc")
     hold = load(world, "xyz")
@@ -141,7 +141,7 @@ def test_as_much_is_loaded_as_there_is_room_for() -> None:
     assert misses(world) == {"no_room": 2}
 
 
-def test_a_chunk_with_a_slot_behind_one_without_room_is_behind_it() -> None:
+def test_chunk_with_slot_behind_one_without_room_follows_it() -> None:
     world = World(Setup(host=1, file=1, found=((0, key("a"), None),), backup="write_through")).stored("ab")
     load(world, "ab")
     assert misses(world) == {"no_room": 1, "after_miss": 1}
@@ -156,7 +156,7 @@ def test_what_is_loaded_does_not_evict_itself() -> None:
     assert world.cache.progress(hold).outcome == (3, (HOST, HOST, FILE))
 
 
-def test_what_is_ready_does_not_wait_and_the_rest_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ready_chunks_do_not_wait_the_rest_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longshore.cache.load.LOAD_BATCH", 2)
     world = cold(BOTH, "abcdef")
     load(world, "a")
@@ -253,7 +253,7 @@ def test_a_chunk_counts_only_when_all_ranks_have_it() -> None:
 
 @pytest.mark.parametrize("said", [(Status.DEADLINE, Status.CORRUPT), (Status.CORRUPT, Status.DEADLINE)])
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 0)])
-def test_bad_bytes_on_one_rank_outweigh_a_late_part_of_another(
+def test_bad_bytes_on_one_rank_outweigh_another_ranks_delay(
     ranks: tuple[int, int], said: tuple[Status, Status]
 ) -> None:
     world = cold(BOTH._replace(ranks=2), "a")
@@ -275,7 +275,7 @@ def test_a_late_load_leaves_its_source_good() -> None:
     world.drain()
 
 
-def test_what_others_found_bad_has_not_arrived_whatever_the_mover_says() -> None:
+def test_chunk_others_found_bad_has_not_arrived_for_anyone() -> None:
     world = World(BOTH)
     world.store("a", 0, False)
     world.end(world.on("device->host")[0])
@@ -308,7 +308,7 @@ def test_copy_reported_before_its_read_arrives_only_with_the_read(arrives: Statu
     assert cache.jobs_in_flight == 0
 
 
-def test_a_backup_of_bytes_that_turn_out_bad_is_not_kept() -> None:
+def test_backup_of_bytes_that_turn_out_bad_is_not_kept() -> None:
     world = World(BOTH)
     world.store("a", 0, False)
     world.end(world.on("device->host")[0])

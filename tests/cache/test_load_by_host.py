@@ -248,11 +248,11 @@ def test_a_patient_offer_behind_its_head_waits_for_room() -> None:
     cache.check_integrity()
 
 
-def test_an_offer_whose_head_no_tier_has_does_not_wait_for_room() -> None:
+def test_offer_whose_head_is_in_no_tier_does_not_wait() -> None:
     cache, keys = cache_of(3), keys_of("a", "b", "c", "d", "e")
     offload = cache.store({1: GroupKeys(keys, 1)}, patient=True)[1]
     assert (list(offload.positions), offload.again) == ([1, 2, 3], False)
-    assert cache.counters.drops["host"][DropReason.ORPHAN] == 1
+    assert cache.counters.drops["host"][DropReason.NO_PARENT] == 1
 
 
 def test_what_is_kept_alone_is_not_onboarded_as_a_path() -> None:

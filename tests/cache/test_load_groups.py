@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 from group_kit import FULL, STATE, WINDOW, end, grouped, keys_of, orders, resident, settle, store, wanted
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import examples
 from longshore.boundary import FILE, HOST, Section, Status, TransferResult
 from longshore.cache import GroupKeys, MissReason, Outcome, TieredCache, Verdict, WritePolicy, explain
 from longshore.errors import CacheError, LeaseError
+from residents import residents_of
 
 PATHS = [keys_of(0, 8), keys_of(1, 16), keys_of(2, 4)]
 NAMES = [FULL, WINDOW, STATE]
@@ -35,7 +37,7 @@ def test_all_groups_travel_in_one_transfer_with_a_section_each() -> None:
         Section(2, 3, (11,)),
     )
     assert [item.key for item in transfer.items] == [*PATHS[0], *PATHS[1][13:], PATHS[2][3]]
-    at = {each.key: each.slot for each in cache.residents()}
+    at = {each.key: each.slot for each in residents_of(cache)}
     assert [item.source for item in transfer.items] == [at[item.key] for item in transfer.items]
     end(cache, [transfer])
     assert cache.progress(hold).outcome == Outcome(12, (HOST,) * 12)
@@ -43,7 +45,7 @@ def test_all_groups_travel_in_one_transfer_with_a_section_each() -> None:
     cache.check_integrity()
 
 
-def test_a_group_that_lacks_some_in_the_middle_has_several_sections() -> None:
+def test_group_with_gaps_has_several_sections() -> None:
     cache = stored()
     device = [False, True, False, False, True, False, True, True]
     found = cache.lookup({**wanted(*PATHS), 0: GroupKeys(PATHS[0], device=device)}, 0.0)
@@ -54,7 +56,7 @@ def test_a_group_that_lacks_some_in_the_middle_has_several_sections() -> None:
     assert [item.key for item in transfer.items][:4] == [PATHS[0][at] for at in (0, 2, 3, 5)]
 
 
-def test_a_group_of_which_the_device_has_all_travels_not_at_all() -> None:
+def test_group_whole_on_the_device_does_not_travel() -> None:
     cache = stored()
     found = cache.lookup({**wanted(*PATHS), 0: GroupKeys(PATHS[0], device=[True] * 8)}, 0.0)
     cache.load(found.lease, {0: (), 1: [0, 1, 2], 2: [3]})
@@ -104,7 +106,7 @@ def test_a_chunk_that_was_lost_meanwhile_keeps_all_away() -> None:
     assert len(resident(cache)) == 13 + 3  # what a match did not need
 
 
-def test_a_chunk_of_a_window_that_was_lost_keeps_all_away() -> None:
+def test_lost_chunk_of_a_window_keeps_all_away() -> None:
     cache = grouped(WINDOW)
     path = keys_of(0, 3)
     store(cache, 0, path)
@@ -172,18 +174,18 @@ def test_each_group_of_a_load_that_fails_is_accounted_for() -> None:
     cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]})
     cache.apply((), 20.0)
     events = cache.events()
-    assert [(a.verdict, a.cause) for a in explain(events, "r/0")] == [
+    assert [(a.verdict, a.cause) for a in explain(events, "r/0")["r/0"]] == [
         (Verdict.MISSED, "deadline"),
         *[(Verdict.MISSED, "after_miss")] * 7,
     ]
-    assert {(a.verdict, a.cause) for a in explain(events, "r/2")} == {(Verdict.MISSED, "after_miss")}
+    assert {(a.verdict, a.cause) for a in explain(events, "r/2")["r/2"]} == {(Verdict.MISSED, "after_miss")}
 
 
 FAILURES = [Status.OK, Status.IO_ERROR, Status.CORRUPT, Status.CANCELLED, Status.DEADLINE]
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_joint_load_reports_all_its_chunks_or_none(data: st.DataObject) -> None:
     """Items fail at random, on several ranks, in any order; some chunks are read from a file first."""
     ranks = data.draw(st.integers(1, 3), "ranks")
@@ -213,7 +215,7 @@ def test_a_joint_load_reports_all_its_chunks_or_none(data: st.DataObject) -> Non
 
 
 @pytest.mark.parametrize("lends", [True, False])
-def test_hits_count_for_the_tier_that_chunks_were_brought_up_from(lends: bool) -> None:
+def test_hits_count_for_the_tier_chunks_came_from(lends: bool) -> None:
     """As an adapter tells it that has fetched chunks for a request before it loads them; for each form of a load."""
     cache = grouped(*NAMES, host=64, file=64, backup=WritePolicy.THROUGH)
     for group, path in enumerate(PATHS):
@@ -238,7 +240,7 @@ def test_hits_count_for_the_tier_that_chunks_were_brought_up_from(lends: bool) -
     assert cache.counters.hit_tokens == {HOST: 5 * tokens, FILE: 3 * tokens}  # of the first group alone
 
 
-def test_an_origin_that_is_no_tier_is_refused_before_anything_has_changed() -> None:
+def test_origin_that_is_no_tier_is_refused_unchanged() -> None:
     cache = grouped(*NAMES, host=64)
     store(cache, 0, PATHS[0])
     with pytest.raises(CacheError, match="origins: expected tiers"):

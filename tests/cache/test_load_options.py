@@ -6,6 +6,7 @@ from cache_kit import lookup, store
 from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slot, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DeviceCopy, TieredCache, TierSpec
 from longshore.errors import CacheError
+from residents import residents_of
 
 KEYS = [bytes([i]) * 32 for i in range(3)]
 
@@ -25,7 +26,7 @@ def cache() -> TieredCache:
     return TieredCache([TierSpec(HOST, 8, 4096)], CacheSettings(device_blocks=16))
 
 
-def test_blocks_of_a_group_go_down_and_come_back_as_that_group(cache: TieredCache) -> None:
+def test_blocks_of_a_group_go_and_return_as_that_group(cache: TieredCache) -> None:
     store(cache, KEYS, [4, 5, 6], group=2)
     down = one(cache)
     assert down.sections == (Section(2, 0, (4, 5, 6)),)
@@ -38,11 +39,11 @@ def test_blocks_of_a_group_go_down_and_come_back_as_that_group(cache: TieredCach
 
 
 @pytest.mark.parametrize("status", [Status.OK, Status.IO_ERROR])
-def test_a_copy_inside_the_device_is_a_job_like_any_other(cache: TieredCache, status: Status) -> None:
+def test_copy_inside_the_device_is_an_ordinary_job(cache: TieredCache, status: Status) -> None:
     slot = Slot(DEVICE, 1, 3)
     job = cache.load({1: DeviceCopy([slot], 5)}, {1: [9]}).parts[0].job
     transfer = one(cache)
-    assert transfer.items == (Item(b"", None, slot, None, 1),)
+    assert transfer.items == (Item(b"", None, slot, None),)
     assert (transfer.job, transfer.route, transfer.tokens) == (job, Route(DEVICE, DEVICE), 5)
     assert (transfer.sections, transfer.by_layer) == ((Section(1, 0, (9,)),), True)
     assert not cache.progress(job).is_over
@@ -51,7 +52,7 @@ def test_a_copy_inside_the_device_is_a_job_like_any_other(cache: TieredCache, st
     assert cache.progress(job).is_over
     moved = cache.counters.routes["device->device"]
     assert (moved.chunks, moved.failed) == ((1, 0) if status is Status.OK else (0, 1))
-    assert not cache.residents()
+    assert not residents_of(cache)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from longshore.cache import (
 )
 from longshore.cache.eviction import LRU
 from longshore.errors import CacheError, LongshoreError
+from residents import residents_of
 
 GROUPS = (CacheGroup(block_size=16), CacheGroup(block_size=16))
 FILE = "file"
@@ -45,7 +46,7 @@ def stored(cache: TieredCache, *names: str) -> None:
 
 def books(cache: TieredCache) -> tuple[Any, ...]:
     cache.check_integrity()
-    return cache.stats(), cache.held, cache.jobs_in_flight, cache.residents(), cache.counters.copy()
+    return cache.stats(), cache.held, cache.jobs_in_flight, residents_of(cache), cache.counters.copy()
 
 
 def test_there_are_twenty_verbs() -> None:
@@ -75,8 +76,8 @@ def test_a_store_of_several_groups_is_one_of_each(known: tuple[int, int]) -> Non
         apart.store({group: path}, {group: blocks[group]})
     settle(cache)
     settle(apart)
-    assert {(each.key, each.parent) for each in cache.residents()} == {
-        (each.key, each.parent) for each in apart.residents()
+    assert {(each.key, each.parent) for each in residents_of(cache)} == {
+        (each.key, each.parent) for each in residents_of(apart)
     }
     cache.check_integrity()
 
@@ -90,7 +91,7 @@ def test_store_of_one_group_may_evict_chunks_of_the_next() -> None:
     assert len(orders[0].positions) == 4
     assert (orders[1].kept, list(orders[1].known), orders[1].job) == (0, [], None)
     settle(cache)
-    assert {each.key for each in cache.residents()} == set(keys("a", 4))
+    assert {each.key for each in residents_of(cache)} == set(keys("a", 4))
     cache.check_integrity()
 
 
@@ -180,7 +181,7 @@ WRONG_LOOKUPS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_LOOKUPS)
-def test_a_lookup_that_is_refused_changes_nothing_and_ends_no_load(wrong: str) -> None:
+def test_refused_lookup_changes_nothing_and_ends_no_load(wrong: str) -> None:
     cache = made(load_timeout=2.0)
     stored(cache, "a", "b")
     lease = cache.lookup({0: GroupKeys(keys("a"))}, 1.0).lease
@@ -196,7 +197,7 @@ def test_a_lookup_that_is_refused_changes_nothing_and_ends_no_load(wrong: str) -
 
 @pytest.mark.parametrize("paths", [{0: "a"}, {0: "a", 1: "b"}])
 @pytest.mark.parametrize("each", [False, True])
-def test_what_a_lookup_keeps_until_the_step_ends_is_kept_until_then(paths: dict[int, str], each: bool) -> None:
+def test_lookup_keeps_chunks_until_its_step_ends(paths: dict[int, str], each: bool) -> None:
     cache = made(slots=6)
     stored(cache, "a", "b")
     asked = {group: GroupKeys(keys(name)) for group, name in paths.items()}
@@ -224,7 +225,7 @@ def test_slots_of_a_residency_from_before_a_reset_are_nobodys() -> None:
 
 def test_a_prefetch_waits_from_the_time_that_it_is_told() -> None:
     cache = made()
-    cache.adopt(FILE, [(slot, key, above) for slot, (key, above) in enumerate(zip(keys("a"), [None, *keys("a")]))])  # noqa: B905
+    cache.adopt(FILE, [(slot, key, above, 0) for slot, (key, above) in enumerate(zip(keys("a"), [None, *keys("a")]))])  # noqa: B905
     lease = cache.lookup({0: GroupKeys(keys("a"))}, 1.0).lease
     cache.prefetch(lease, 100.0, policy=PrefetchPolicy.TIMEOUT, timeout=5.0)
     cache.apply((), 100.0)
@@ -233,11 +234,11 @@ def test_a_prefetch_waits_from_the_time_that_it_is_told() -> None:
     assert cache.progress(lease).leading(HOST) == 3
 
 
-def test_slots_of_others_that_are_none_are_refused_before_anything_is_adopted() -> None:
+def test_invalid_foreign_slots_are_refused_before_anything_is_adopted() -> None:
     cache = made()
     before = books(cache)
     with pytest.raises(CacheError, match="expected slots in"):
-        cache.adopt(FILE, [(0, keys("a")[0], None)], others=[99])
+        cache.adopt(FILE, [(0, keys("a")[0], None, 0)], others=[99])
     assert books(cache) == before
 
 
@@ -247,10 +248,10 @@ def test_a_store_of_known_chunks_is_a_use_of_them() -> None:
     for path in (a, b, a, c):
         cache.store({0: GroupKeys(path)}, {0: range(len(path))})
         settle(cache)
-    assert {each.key for each in cache.residents()} == {*a, *c}
+    assert {each.key for each in residents_of(cache)} == {*a, *c}
 
 
-def test_a_lookup_whose_host_does_not_say_what_is_before_its_keys() -> None:
+def test_lookup_of_a_host_that_omits_what_precedes_keys() -> None:
     cache, path = made(), keys("a")
     stored(cache, "a")
     told = cache.lookup({0: GroupKeys(path, 1)}, 0.0)

@@ -16,8 +16,8 @@ NODES = 40
 def tree() -> NodeTree:
     """First chunks 1 to 20, in two calls; and behind the third of them 21 to 40, one after the other."""
     made = NodeTree(NODES + 1)
-    made.append_firsts(range(1, 11))
-    made.append_firsts(range(11, 21))
+    for first in (1, 11):
+        made.link_trees(np.zeros(10, np.int32), np.arange(first, first + 10, dtype=np.int32))
     for node in range(21, NODES + 1):
         made.append(3, [node])
     return made
@@ -63,6 +63,6 @@ def test_a_path_ends_with_its_length_or_with_its_head() -> None:
     assert tree().path(0, 9) == []
 
 
-def test_what_was_stored_together_is_one_run_from_the_eldest_on() -> None:
+def test_chunks_stored_together_are_one_run_from_the_eldest() -> None:
     at = np.arange(20, 10, -1, dtype=np.int32)
     assert list(tree().siblings(at, np.zeros(10, np.int32))) == [(20, 11, 0, 10)]

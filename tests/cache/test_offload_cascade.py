@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from cache_kit import Setup, chunks, key, lookup, path_of, store
+from cache_kit import Setup, chunks, key, lookup, path_of
 from cache_model import World
 
-from longshore.boundary import DEVICE, FILE, HOST, Key, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, DropReason, EventKind, Lease, TieredCache, TierSpec, WritePolicy, WriteRule
+from longshore.boundary import DEVICE, FILE, HOST, Status
+from longshore.cache import CacheSettings, DropReason, Lease, TieredCache, TierSpec, WritePolicy, WriteRule
 from longshore.errors import CacheError
 
 THIRD = "third"
@@ -73,7 +73,7 @@ def safe(world: World) -> World:
     return world
 
 
-def test_a_full_tier_has_its_own_copied_down_before_it_makes_room() -> None:
+def test_full_tier_copies_its_own_down_before_making_room() -> None:
     world = safe(three(2, 2, 4, backup="write_back").stored("a", "b", evicting=True))
     world.stored("c", "d", evicting=True)  # what is safe in the file tier went from the host tier
     assert (there(world, FILE), there(world, THIRD)) == ({"a", "b"}, set())
@@ -86,7 +86,7 @@ def test_a_full_tier_has_its_own_copied_down_before_it_makes_room() -> None:
     world.drain()
 
 
-def test_what_waits_for_a_cascade_is_not_given_up_for_an_offload() -> None:
+def test_chunks_waiting_for_a_cascade_survive_an_offload() -> None:
     world = safe(three(1, 1, 4, backup="write_back").stored("a", evicting=True))
     world.stored("b", evicting=True)
     world.store("c", 0, True)
@@ -190,30 +190,12 @@ def test_what_a_warmer_tier_would_write_again_stays_below() -> None:
 
 def test_found_in_two_tiers_at_start() -> None:
     world = three(4, 4, 4)
-    assert world.cache.adopt(THIRD, [(0, key("a"), None), (1, key("ab"), key("a"))]) == 2
-    found = [(0, key("abc"), key("ab")), (3, key("xy"), key("x")), (2, key("ab"), key("a"))]
+    assert world.cache.adopt(THIRD, [(0, key("a"), None, 0), (1, key("ab"), key("a"), 0)]) == 2
+    found = [(0, key("abc"), key("ab"), 0), (3, key("xy"), key("x"), 0), (2, key("ab"), key("a"), 0)]
     assert world.cache.adopt(FILE, found) == 3
     world.cache.check_integrity()
     hold = lookup(world.cache, chunks("abc"), 0.0).lease
     assert world.cache.progress(hold).runs == ((THIRD, 1), (FILE, 2))
-
-
-def test_events_name_the_tier_that_a_copy_came_from() -> None:
-    settings = CacheSettings(backup=WritePolicy.THROUGH, events=100)
-    cache = TieredCache([TierSpec(name, 2, 1) for name in (HOST, FILE, THIRD)], settings)
-    copies(cache, [key("a")])
-    moved = [(event.source, event.tier) for event in cache.events() if event.kind is EventKind.MOVED]
-    assert moved == [(HOST, FILE), (FILE, THIRD)]
-
-
-def copies(cache: TieredCache, keys: list[Key]) -> None:
-    """Commit `keys`, and let everything that comes of it end well."""
-    store(cache, keys, range(len(keys)))
-    while commands := cache.take():
-        for command in commands:
-            if isinstance(command, Transfer):
-                cache.apply([TransferResult(command.job, (Status.OK,) * len(command.items))], 0.0)
-    cache.check_integrity()
 
 
 @pytest.mark.parametrize("batch", ["end_step", "tick", "apply"])

@@ -22,9 +22,9 @@ from longshore.cache import (
     TieredCache,
     WritePolicy,
 )
-from longshore.cache.columns import LISTS
 from longshore.errors import CacheError
 from longshore.keys import chain
+from residents import residents_of
 
 ROOT = b"root".ljust(32, b".")
 ROOTS = [ROOT, *(f"root {group}".encode().ljust(32, b".") for group in (1, 2))]
@@ -114,7 +114,7 @@ def test_only_the_last_of_several_jobs_is_partial() -> None:
     assert [(t.route.source, t.tokens) for t in orders(cache)] == [(HOST, None), (FILE, None), (HOST, 2)]
 
 
-def test_the_first_chunk_of_all_may_be_partial_under_its_own_root() -> None:
+def test_first_chunk_may_be_partial_under_its_own_root() -> None:
     """Chunks of another scope may have the same tokens, and other bytes."""
     cache = stored()
     other = b"other".ljust(32, b".")
@@ -168,7 +168,7 @@ def test_what_is_held_partially_does_not_make_way() -> None:
 
 def test_tokens_are_learnt_of_what_was_adopted() -> None:
     before = stored(ABC, file=8, backup=WritePolicy.THROUGH)
-    found = [(each.slot.index, each.key, each.parent) for each in before.residents() if each.slot.tier == FILE]
+    found = [(each.slot.index, each.key, each.parent, 0) for each in residents_of(before) if each.slot.tier == FILE]
     after = stored(file=8)
     after.adopt(FILE, found)
     tokens = [*ABC[:10], 7, 7]
@@ -192,17 +192,9 @@ def test_nothing_is_kept_unless_the_settings_ask_for_it() -> None:
     cache = grouped(FULL)
     store(cache, path(ABC), range(3), text=Text(ABC, ROOT))
     settle(cache)
-    books = cache._state.partials
-    assert (books.nbytes, books.on) == (0, False)
+    assert not cache._state.partials.on
     with pytest.raises(CacheError, match="expected groups as well"):
         CacheSettings(partial=True)
-
-
-def test_tokens_cost_four_bytes_each() -> None:
-    """And 16 for each chunk in columns; what follows whom is in a dictionary, counted by its entries."""
-    cache = stored(host=1000)
-    nodes = 1000 + LISTS
-    assert cache._state.partials.nbytes == nodes * (4 * 4 + 8 + 4 + 4)
 
 
 def test_texts_that_cannot_be_are_refused() -> None:
@@ -328,7 +320,7 @@ def furthest(texts: list[list[int]], tokens: list[int], size: int, whole: int) -
     return max(common)
 
 
-def test_a_text_that_cannot_be_is_refused_before_a_miss_is_counted() -> None:
+def test_impossible_text_is_refused_before_a_miss_is_counted() -> None:
     cache = stored(ABC, events=10)
     cache.events()
     before = cache.counters.copy()

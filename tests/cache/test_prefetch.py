@@ -59,7 +59,7 @@ def test_an_onboarding_joins_what_is_under_way() -> None:
 def test_a_request_that_goes_away_cancels_its_prefetches(late: Status) -> None:
     world, hold = cold("ab")
     (job,) = world.prefetch(hold)
-    world.call("release", "request")
+    world.call("release", hold)
     world.let_go(hold)
     assert Cancel(job) in world.call("take")
     world.look()
@@ -69,7 +69,7 @@ def test_a_request_that_goes_away_cancels_its_prefetches(late: Status) -> None:
     world.evict_all()
 
 
-def test_a_prefetch_takes_no_more_than_the_room_that_is_clean() -> None:
+def test_prefetch_takes_only_room_that_is_clean() -> None:
     world, hold = cold("abcd", Setup(host=4, file=8, backup="write_through"))
     other = store(world.cache, [key("x")])  # one slot is being written
     assert other.job is not None
@@ -98,7 +98,7 @@ def called_off(world: World) -> list[int]:
 @pytest.mark.parametrize(
     ("policy", "ends"), [(PrefetchPolicy.BEST_EFFORT, 0.0), (PrefetchPolicy.WAIT, LOAD), (PrefetchPolicy.TIMEOUT, 3.0)]
 )
-def test_how_long_a_request_waits_for_its_prefetch_is_its_policy(policy: PrefetchPolicy, ends: float) -> None:
+def test_request_waits_for_its_prefetch_as_its_policy_says(policy: PrefetchPolicy, ends: float) -> None:
     world, hold = cold("ab")
     (job,) = world.prefetch(hold, policy, 3.0 if policy is PrefetchPolicy.TIMEOUT else None)
     if ends:
@@ -116,19 +116,11 @@ def test_how_long_a_request_waits_for_its_prefetch_is_its_policy(policy: Prefetc
     world.drain()
 
 
-def test_a_patient_request_waits_no_longer_when_all_is_there() -> None:
-    world, hold = cold("ab")
-    world.prefetch(hold, PrefetchPolicy.WAIT)
-    assert prefetched(world, hold) is None
-    world.settle_all()
-    assert prefetched(world, hold) == 2
-
-
 def test_what_the_cache_prefetches_by_is_a_setting() -> None:
     cache = TieredCache(
         [TierSpec(HOST, 2, 1), TierSpec(FILE, 2, 1)], CacheSettings(prefetch=PrefetchPolicy.TIMEOUT, prefetch_timeout=3)
     )
-    cache.adopt(FILE, [(0, key("a"), None)])
+    cache.adopt(FILE, [(0, key("a"), None, 0)])
     hold = lookup(cache, [key("a")], 0.0).lease
     cache.prefetch(hold, 0.0)
     cache.apply((), 2.5)
@@ -150,7 +142,7 @@ def test_only_one_policy_has_a_timeout() -> None:
     world.refused(CacheError, "prefetch", hold, 0.0, timeout=1.0)
 
 
-def test_a_prefetch_that_two_have_joined_outlives_the_one_that_began_it() -> None:
+def test_prefetch_that_two_joined_outlives_its_first_request() -> None:
     world, first = cold("ab")
     (job,) = world.prefetch(first, PrefetchPolicy.TIMEOUT, 5.0)
     world.tick(3.0)
@@ -159,7 +151,7 @@ def test_a_prefetch_that_two_have_joined_outlives_the_one_that_began_it() -> Non
     world.call("apply", (), 5.0)
     assert called_off(world) == []
     assert (prefetched(world, first), prefetched(world, second)) == (0, None)
-    world.call("release", "request")
+    world.call("release", first)
     assert called_off(world) == []
     world.call("apply", (), 7.0)
     assert called_off(world) == [job]
@@ -177,7 +169,7 @@ def test_an_onboarding_keeps_a_prefetch_alive_whose_request_has_gone() -> None:
     assert world.cache.progress(second).outcome == (2, (FILE,) * 2)
 
 
-def test_each_waiter_of_a_load_has_a_deadline_of_its_own() -> None:
+def test_each_waiter_of_a_load_has_its_own_deadline() -> None:
     world, first = cold("ab")
     world.load(first, 2, 0, 0, 2.0)
     world.tick(1.0)
@@ -243,7 +235,7 @@ def test_waits_that_are_over_are_not_kept() -> None:
     assert len(waits._due) == 1
 
 
-def test_a_hold_of_which_all_was_lost_has_nothing_to_prefetch() -> None:
+def test_hold_that_lost_everything_has_nothing_to_prefetch() -> None:
     world, hold = cold("ab")
     world.loading("ab")
     world.end(world.on("file->host")[0], Status.CORRUPT)
@@ -316,7 +308,7 @@ def test_prefetch_waits_for_end_of_step_that_protects_its_victims() -> None:
     world.drain()
 
 
-def test_copies_down_that_take_too_long_end_a_prefetch_at_its_deadline() -> None:
+def test_slow_copies_down_end_a_prefetch_at_its_deadline() -> None:
     world, (hold,) = crowded("abc")
     world.prefetch(hold, PrefetchPolicy.TIMEOUT, 3.0)
     world.tick(2.5)
@@ -409,7 +401,7 @@ def test_prefetches_that_wait_for_room_cost_nothing_while_nothing_changes(monkey
     assert looks == [], "one that has all it wants costs nothing until it lets go"
 
 
-def test_a_prefetch_gives_up_in_time_behind_one_that_waits_longer() -> None:
+def test_prefetch_times_out_behind_one_that_waits_longer() -> None:
     world, (first, second) = crowded("abc", "def")
     world.prefetch(first, PrefetchPolicy.TIMEOUT, 9.0)
     world.prefetch(second, PrefetchPolicy.TIMEOUT, 2.0)
@@ -438,7 +430,7 @@ def test_a_waiting_prefetch_takes_room_that_no_job_has_made(event: str) -> None:
     assert reads(world.cache)
 
 
-def test_a_waiting_prefetch_takes_the_room_of_what_a_load_has_read() -> None:
+def test_waiting_prefetch_takes_the_room_a_load_has_read() -> None:
     world, (hold,) = crowded("abcd")
     while not world.flush():
         step(world)

@@ -13,6 +13,7 @@ from longshore.cache import CacheSettings, DropReason, Retention, TieredCache, T
 from longshore.cache.eviction import LRU
 from longshore.cache.settings import DEFAULT_PRIORITY, AdmissionFilter, priorities, said
 from longshore.errors import CacheError, JobError
+from residents import residents_of
 
 
 def build(host: int, file: int = 0, **settings: object) -> TieredCache:
@@ -27,7 +28,7 @@ def put(cache: TieredCache, path: str, *retention: Retention, first: int = 0, pr
 
 
 def on(cache: TieredCache, tier: str = HOST) -> list[str]:
-    return sorted(path_of(r.key) for r in cache.residents() if r.slot.tier == tier)
+    return sorted(path_of(r.key) for r in residents_of(cache) if r.slot.tier == tier)
 
 
 def dropped(cache: TieredCache, tier: str = HOST) -> dict[DropReason, int]:
@@ -150,7 +151,7 @@ def test_a_retention_that_cannot_be_is_refused(wrong: Retention) -> None:
     ):
         with pytest.raises(CacheError, match="retention: expected a range"):
             call()
-    assert not cache.residents()
+    assert not residents_of(cache)
 
 
 def test_below_the_floor_nothing_is_offloaded() -> None:
@@ -166,9 +167,9 @@ def test_of_a_prompt_only_the_prompt_is_offloaded() -> None:
     cache = build(8, prompt_only=True)
     put(cache, "abcd", prompt=2)
     assert on(cache) == ["a", "ab"]
-    assert dropped(cache) == {DropReason.ANSWER: 2}
+    assert dropped(cache) == {DropReason.GENERATED: 2}
     put(cache, "abcd", first=3, prompt=2)
-    assert dropped(cache) == {DropReason.ANSWER: 3}
+    assert dropped(cache) == {DropReason.GENERATED: 3}
     put(cache, "abcd")  # the answer has become a part of the next prompt
     assert on(cache) == ["a", "ab", "abc", "abcd"]
     assert store(build(8), chunks("ab"), range(2), prompt=1).kept == 2
@@ -179,10 +180,10 @@ def test_a_selective_policy_offloads_what_is_offered_again() -> None:
     for _ in range(2):
         put(cache, "ab")
     assert on(cache) == []
-    assert dropped(cache) == {DropReason.SELDOM: 4}
+    assert dropped(cache) == {DropReason.BELOW_THRESHOLD: 4}
     put(cache, "abc")
     assert on(cache) == ["a", "ab"]
-    assert dropped(cache) == {DropReason.SELDOM: 5}
+    assert dropped(cache) == {DropReason.BELOW_THRESHOLD: 5}
 
 
 def test_sightings_are_counted_for_the_last_so_many_chunks() -> None:
@@ -228,7 +229,7 @@ def test_an_offer_that_is_withdrawn_leaves_nothing_behind() -> None:
     job = store(cache, keys).job
     cache.apply([TransferResult(job, (Status.OK, Status.OK), rank=1)], 0.0)
     cache.release(job)
-    assert (cache.jobs_in_flight, cache.residents(), cache.stats()[0].used) == (0, [], 0)
+    assert (cache.jobs_in_flight, residents_of(cache), cache.stats()[0].used) == (0, [], 0)
     cache.check_integrity()
     with pytest.raises(JobError, match="cannot be released"):
         cache.release(job)

@@ -56,12 +56,12 @@ def test_nothing_known_loads_and_says_so() -> None:
 
 
 @pytest.mark.parametrize(("context", "tokens"), [(0, 16), (0, 100_000), (100_000, 1000), (1_000_000, 16)])
-def test_a_prefill_speed_that_was_set_holds_for_prompts_of_every_length(context: int, tokens: int) -> None:
+def test_fixed_prefill_speed_holds_for_every_prompt_length(context: int, tokens: int) -> None:
     told = Gate(("host",), CHUNK_TOKENS, CHUNK_BYTES, prefill_speed=16_000.0)
     assert told.prefill_seconds(context, tokens) == pytest.approx(tokens / 16_000)
 
 
-def test_what_loads_in_spare_time_is_loaded_behind_host_memory_too() -> None:
+def test_spare_time_loads_run_behind_host_memory_too() -> None:
     known = Gate(("host", "file"), CHUNK_TOKENS, CHUNK_BYTES, explore=0.0, prefill_speed=1e6)
     for chunks in (1, 4, 16, 64):
         known.observe_load("host", chunks * CHUNK_BYTES, chunks * 1e-5, 0.0, 0.0)
@@ -104,7 +104,7 @@ def test_what_the_caller_says_of_the_queue_is_believed() -> None:
     assert known.chunks_to_load(0, runs, 0.0, queued={"host": 0.0}) == 8
 
 
-def test_what_was_ordered_here_and_has_not_ended_is_waited_for() -> None:
+def test_load_ordered_here_and_unfinished_is_waited_for() -> None:
     known = taught(5e9)
     runs = [Run("host", 40)]
     alone = known.load_seconds(runs, 0.0)
@@ -120,7 +120,7 @@ def test_what_was_ordered_here_and_has_not_ended_is_waited_for() -> None:
     assert known.load_seconds(runs, 1000.0) == pytest.approx(alone)
 
 
-def test_a_wait_for_a_load_of_ours_is_no_wait_for_others() -> None:
+def test_wait_for_our_own_load_is_no_wait_for_others() -> None:
     known = taught(5e9)
     moving = 0.001 + 40 * CHUNK_BYTES / 5e9
     for i in range(50):
@@ -130,7 +130,7 @@ def test_a_wait_for_a_load_of_ours_is_no_wait_for_others() -> None:
     assert known.load_seconds([Run("host", 40)], 99_999.0) == pytest.approx(moving, rel=0.01)
 
 
-def test_others_who_pile_up_behind_loads_of_ours_are_expected_there_only() -> None:
+def test_queue_behind_our_loads_is_expected_there_only() -> None:
     known = taught(5e9)
     moving = 0.001 + 40 * CHUNK_BYTES / 5e9
     for i in range(200):
@@ -183,7 +183,7 @@ def test_chunks_of_a_remote_store_do_not_wait_for_files() -> None:
     assert seconds == pytest.approx(8 * CHUNK_BYTES / 6e9, rel=0.01)
 
 
-def test_steps_of_one_size_are_believed_to_cost_what_their_tokens_cost() -> None:
+def test_equal_steps_are_believed_to_cost_their_tokens() -> None:
     known = gate()
     for _ in range(10):
         known.observe_prefill(0, 4096, 0.4)
@@ -221,7 +221,7 @@ def test_an_impossible_gate_is_refused(arguments: tuple[tuple[str, ...], int, in
         Gate(*arguments)
 
 
-def test_a_gate_that_refused_finds_out_that_loading_has_become_fast() -> None:
+def test_refusing_gate_finds_out_that_loading_became_fast() -> None:
     known = taught(0.3e9, explore=EXPLORE)
     runs = [Run("host", 20)]
     counts = []
@@ -290,9 +290,7 @@ def mean_ttft(choose: str, bandwidth: float, chunks: int, busy: float, seed: int
 @pytest.mark.parametrize("busy", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize("chunks", [2, 16, 120])
 @pytest.mark.parametrize("bandwidth", [0.1e9, 0.5e9, 1.5e9, 2.2e9, 3e9, 6e9, 25e9])
-def test_never_five_percent_worse_than_the_better_of_loading_and_computing(
-    bandwidth: float, chunks: int, busy: float
-) -> None:
+def test_never_five_percent_worse_than_loading_or_computing(bandwidth: float, chunks: int, busy: float) -> None:
     """Whether it is told how long the queue is (as by a replay), or finds out by what it has ordered and seen."""
     fixed = [mean_ttft(choose, bandwidth, chunks, busy) for choose in ("load", "compute")]
     assert mean_ttft("told", bandwidth, chunks, busy) <= 1.05 * min(fixed)
@@ -364,7 +362,7 @@ def known_store(bandwidth: float, round_trip: float) -> SimulatedStore:
 
 
 @pytest.mark.parametrize("round_trip", [0.0003, 0.005])
-def test_a_store_twice_as_fast_as_computing_serves_what_it_holds(round_trip: float) -> None:
+def test_store_twice_as_fast_as_computing_serves_its_chunks(round_trip: float) -> None:
     store = known_store(2 * COMPUTING, round_trip)
     for _ in range(400):
         store.request()
@@ -393,7 +391,7 @@ def test_a_store_that_becomes_fast_is_found_out() -> None:
     assert store.served >= 0.95 * store.held
 
 
-def test_a_store_is_asked_if_loads_ordered_after_its_answer_pay() -> None:
+def test_store_is_asked_whether_loads_after_its_answer_pay() -> None:
     """Loads after a pause wait for long, those right behind another one do not: what counts is when loading begins."""
     known = gate("host", "store")
     known.observe_load("host", CHUNK_BYTES, 1e-4, 0.0, 0.0)

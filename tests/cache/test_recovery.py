@@ -7,15 +7,17 @@ from typing import Any, NamedTuple
 import pytest
 from cache_kit import key, lookup, parent, path_of, store
 from group_kit import end, orders
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from object_state import state_of
 
+from depth import examples
 from longshore.boundary import FILE, HOST, Key, Slabs
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import POLICIES
-from longshore.cache.recovery import Recovered
 from longshore.errors import CacheError
+from longshore.tiers.base import StoredChunk
+from residents import residents_of
 
 THIRD = "third"
 SMALL, LARGE = 0, 1
@@ -32,8 +34,8 @@ class Copy(NamedTuple):
     pool: int = 0
 
     @property
-    def found(self) -> Recovered:
-        return Recovered(self.slot, key(self.path), parent(key(self.path)), self.pool)
+    def found(self) -> StoredChunk:
+        return StoredChunk(self.slot, key(self.path), parent(key(self.path)), self.pool)
 
 
 def taken(found: list[Copy]) -> list[str]:
@@ -72,7 +74,7 @@ def order_of(cache: TieredCache, tier: int) -> list[str]:
 
 
 def where(cache: TieredCache, tier: str) -> dict[str, int]:
-    return {path_of(each.key): each.slot.index for each in cache.residents() if each.slot.tier == tier}
+    return {path_of(each.key): each.slot.index for each in residents_of(cache) if each.slot.tier == tier}
 
 
 def check(cache: TieredCache, tier: int, found: list[Copy], expected: list[str]) -> None:
@@ -104,7 +106,7 @@ def lists_found(draw: st.DrawFn, slots: int = 40) -> list[Copy]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(found=lists_found())
 def test_recovered_chunks_are_adopted_and_oldest_orphans_evicted_first(policy: str, found: list[Copy]) -> None:
     tiers = [TierSpec(HOST, 4, 4096, POLICIES[policy]), TierSpec(FILE, 40, 4096, POLICIES[policy])]
@@ -115,7 +117,7 @@ def test_recovered_chunks_are_adopted_and_oldest_orphans_evicted_first(policy: s
     check_matches(cache, paths - orphans, paths)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(third=lists_found(), file=lists_found(), policy=st.sampled_from(sorted(POLICIES)))
 def test_recovery_beside_a_warmer_tier_with_same_chunks_or_descendants(
     third: list[Copy], file: list[Copy], policy: str
@@ -133,9 +135,9 @@ def test_recovery_beside_a_warmer_tier_with_same_chunks_or_descendants(
     assert sorted(moved) == sorted(paths - {copy.path for copy in third} - orphans)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data(), policy=st.sampled_from(sorted(POLICIES)))
-def test_images_of_several_sizes_are_taken_in_each_into_its_order(data: st.DataObject, policy: str) -> None:
+def test_images_of_several_sizes_each_keep_their_order(data: st.DataObject, policy: str) -> None:
     found = []
     free = {SMALL: list(range(0, 20 * 4)), LARGE: list(range(20 * 4, 40 * 4, 4))}
     for copy in data.draw(lists_found(20)):
@@ -159,13 +161,13 @@ def test_images_of_several_sizes_are_taken_in_each_into_its_order(data: st.DataO
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("length", [1, 100, 5000], ids=["alone", "prompts", "one path"])
-def test_many_chunks_go_in_the_order_in_which_they_were_found(policy: str, length: int) -> None:
+def test_many_chunks_are_evicted_in_the_order_found(policy: str, length: int) -> None:
     count = 5000
     keys: list[Key] = [b"%032d" % (each * 7919 % count) for each in range(count)]
     parents = [None if each % length == 0 else keys[each - 1] for each in range(count)]
     cache = TieredCache([TierSpec(HOST, 4), TierSpec(FILE, count, policy=POLICIES[policy])], CacheSettings())
     oldest_first = list(range(count))[::-1]
-    assert cache.adopt(FILE, ((each, keys[each], parents[each]) for each in oldest_first)) == count
+    assert cache.adopt(FILE, ((each, keys[each], parents[each], 0) for each in oldest_first)) == count
     cache.check_integrity()
     store = cache._state
     assert [store.index.slot[1][node] for node in store.policies[1].order()] == oldest_first
@@ -173,7 +175,7 @@ def test_many_chunks_go_in_the_order_in_which_they_were_found(policy: str, lengt
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_what_was_found_has_no_advantage_over_what_comes_after_it(policy: str) -> None:
+def test_recovered_chunk_has_no_advantage_over_later_ones(policy: str) -> None:
     cache = TieredCache([TierSpec(HOST, 4, 4096, POLICIES[policy])], CacheSettings())
     cache.adopt(HOST, [Copy(slot, path).found for slot, path in enumerate("ab")])
     for path in "cdef":
@@ -197,7 +199,7 @@ def test_what_was_found_has_no_advantage_over_what_comes_after_it(policy: str) -
     ],
     ids=["key twice", "no key", "list", "no parent", "number", "text", "fraction", "huge", "no pool"],
 )
-def test_what_is_no_chunk_is_refused_and_nothing_is_taken_in(bad: list[tuple[Any, Any, Any, Any]]) -> None:
+def test_invalid_chunk_is_refused_and_nothing_is_taken_in(bad: list[tuple[Any, Any, Any, Any]]) -> None:
     cache = TieredCache([TierSpec(name, 4, policy=POLICIES["lru"]) for name in (HOST, FILE)], CacheSettings())
     before = state_of(cache)
     with pytest.raises(CacheError):

@@ -10,6 +10,8 @@ from cache_model import World
 from longshore.boundary import FILE, HOST, Cancel, Forget, Status, Transfer
 from longshore.cache import GroupKeys, MissReason, Outcome, TieredCache, TierSpec
 from longshore.errors import CacheError, JobError, LeaseError
+from longshore.tiers.base import StoredChunk
+from residents import residents_of
 
 BOTH = Setup(host=4, file=4, backup="write_through")
 
@@ -63,17 +65,7 @@ def test_what_a_restart_finds_can_be_matched() -> None:
     assert load(world, "abc") == (3, (FILE,) * 3)
 
 
-def test_chunks_whose_parents_are_gone_wait_for_them() -> None:
-    world = World(BOTH._replace(file=6, found=found("a", "xy", "xyz", "ac")))
-    assert sorted(path_of(each) for each, _ in world.resident) == ["a", "ac", "xy", "xyz"]
-    assert world.ready_end(chunks("xyz"), 0) == 0
-    world.stored("xyz")
-    assert (world.where("x"), world.where("xy")) == ({HOST: "ready", FILE: "ready"}, {FILE: "ready"})
-    assert world.ready_end(chunks("xyz"), 0) == 3
-    world.drain()
-
-
-def test_what_was_written_last_before_a_restart_goes_last_after_it() -> None:
+def test_chunk_written_last_before_restart_goes_last_after() -> None:
     world = World(Setup(host=2, file=4, backup="write_through", found=found("b", "a", "ab", "c")))
     for newcomer, left in (("x", ["a", "ab", "c", "x"]), ("y", ["a", "c", "x", "y"]), ("z", ["c", "x", "y", "z"])):
         world.stored(newcomer)
@@ -94,18 +86,12 @@ def test_what_was_written_last_before_a_restart_goes_last_after_it() -> None:
 )
 def test_what_cannot_have_been_found_is_refused_as_a_whole(bad: tuple[tuple[int, bytes, bytes | None], ...]) -> None:
     world = World(BOTH._replace(found=((1, key("x"), None),)))
-    world.refused(CacheError, "adopt", FILE, bad)
+    world.refused(CacheError, "adopt", FILE, [StoredChunk(*each) for each in bad])
 
 
-def test_chunks_that_claim_to_be_their_own_ancestors_are_left_out() -> None:
+def test_restart_into_the_warmest_tier_knows_missing_backups() -> None:
     world = World(BOTH)
-    assert world.cache.adopt(FILE, [(0, key("a"), key("b")), (1, key("b"), key("a")), (2, key("c"), key("c"))]) == 0
-    assert world.free(FILE) == 4
-
-
-def test_a_restart_into_the_warmest_tier_knows_what_is_not_backed_up() -> None:
-    world = World(BOTH)
-    assert world.cache.adopt(HOST, [(3, key("a"), None)]) == 1
+    assert world.cache.adopt(HOST, [(3, key("a"), None, 0)]) == 1
     world.cache.check_integrity()
     world.cache.apply((), 0.0)
     (backup,) = world.cache.take()
@@ -122,22 +108,8 @@ def test_a_reset_forgets_everything_and_waits_for_slots_in_use() -> None:
     world.generation += 1
     assert world.cache.reset() == 1
     assert world.cache.take() == [*map(Cancel, in_flight), Forget(1)]
-    assert world.cache.residents() == []
+    assert residents_of(world.cache) == []
     assert [(s.used, s.ready) for s in world.cache.stats()] == [(3, 0), (2, 0)]
-
-
-def test_results_from_before_a_reset_only_free_their_slots() -> None:
-    world = World(BOTH)
-    world.store("abc", 0, False)
-    world.reset()
-    world.store("a", 0, False)
-    old, new = world.on("device->host")
-    world.end(old)
-    assert world.where("a") == {HOST: "filling"}
-    assert world.where("ab") == {}
-    world.end(new, Status.IO_ERROR)
-    assert world.where("a") == {}
-    world.drain()
 
 
 def test_an_onboarding_from_before_a_reset_has_brought_nothing() -> None:
@@ -157,14 +129,6 @@ def test_an_onboarding_from_before_a_reset_has_brought_nothing() -> None:
     world.load(before, 2, 0, 0)
     assert world.cache.progress(before).outcome == (0, ())
     world.drain()
-
-
-def test_a_reset_lets_go_of_what_was_peeked_at() -> None:
-    world = World(BOTH).stored("a")
-    world.lookup_each(key("a"))
-    world.reset()
-    assert world.cache.held == 0
-    world.end_step()
 
 
 def test_commands_come_once_and_in_order() -> None:
@@ -236,7 +200,7 @@ def test_a_result_is_taken_once() -> None:
     world.refused(JobError, "apply", (result,), 0.0)
 
 
-def test_the_first_generation_is_that_of_the_persistent_tier_or_zero() -> None:
+def test_first_generation_is_the_persistent_tiers_or_zero() -> None:
     assert Setup(host=1).build().generation == 0
     assert TieredCache([TierSpec(HOST, 1, 1)]).generation == 0
     assert TieredCache([TierSpec(HOST, 1, 1)], generation=5).reset() == 6

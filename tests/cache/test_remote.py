@@ -26,6 +26,7 @@ from longshore.cache import (
 )
 from longshore.cache.types import Answer
 from longshore.errors import CacheError, JobError
+from residents import residents_of
 
 STORE = "store"
 
@@ -89,7 +90,7 @@ class Desk:
         return {answer: count for answer, count in self.cache.counters.probes[tier].items() if count}
 
     def resident(self) -> set[str]:
-        return {path_of(each.key) for each in self.cache.residents() if each.state.value == "ready"}
+        return {path_of(each.key) for each in residents_of(self.cache) if each.state.value == "ready"}
 
 
 def keys_of(transfer: Transfer) -> list[str]:
@@ -104,7 +105,7 @@ def known(path: str, there: str, **settings: Any) -> Desk:
     return desk
 
 
-def test_what_is_not_known_is_asked_for_and_not_waited_for() -> None:
+def test_unknown_keys_are_probed_and_not_waited_for() -> None:
     desk = Desk(probe_timeout=0.5)
     desk.now = 3.0
     found = desk.lookup("abc")
@@ -144,7 +145,7 @@ def test_only_what_our_tiers_have_not_is_asked_for() -> None:
     assert (found.chunks, desk.probes[0].keys) == (2, (key("abc"),))
 
 
-def test_what_is_there_is_fetched_into_the_host_tier_and_then_matched() -> None:
+def test_present_keys_are_fetched_into_host_memory_and_matched() -> None:
     desk = known("abcd", "abc")
     (job,) = desk.prefetch("abcd")
     (transfer,) = desk.transfers
@@ -188,9 +189,9 @@ def test_fetch_continues_after_local_chunks_and_chunks_in_flight() -> None:
 def test_lapsed_chunk_is_a_counted_miss_and_probed_again() -> None:
     desk = known("abc", "abc")
     desk.prefetch("abc")
-    desk.end(Status.OK, Status.LAPSED, Status.OK)
+    desk.end(Status.OK, Status.EXPIRED, Status.OK)
     assert desk.resident() == {"a"}
-    assert desk.misses() == {MissReason.ABSENT: 3, MissReason.LAPSED: 1, MissReason.BEHIND: 1}
+    assert desk.misses() == {MissReason.ABSENT: 3, MissReason.EXPIRED: 1, MissReason.AFTER_MISS: 1}
     found = desk.lookup("abc")
     assert (found.chunks, found.remote) == (1, 0)
     assert desk.probes[-1].keys == (key("ab"),)
@@ -204,7 +205,7 @@ def test_a_store_that_never_answers_costs_nothing_but_counted_misses(status: Sta
             found = desk.lookup(path)
             assert (found.chunks, found.remote) == (0, 0)
             desk.answer("", present=(False,) * 4, status=status)
-    assert desk.answers() == {Answer.NONE: 24}
+    assert desk.answers() == {Answer.NO_ANSWER: 24}
     assert desk.misses() == {MissReason.ABSENT: 24}
     desk.store("abcd")
     for _ in range(2):  # two slots of 32 at a time are kept for stores
@@ -227,12 +228,12 @@ def test_no_more_is_asked_than_may_be_under_way() -> None:
     desk.lookup("abcde")
     assert desk.probes[0].keys == tuple(chunks("abc"))
     assert desk.lookup("x").probes == ()
-    assert desk.answers() == {Answer.UNASKED: 3}
+    assert desk.answers() == {Answer.NOT_SENT: 3}
     desk.answer("")
     assert len(desk.lookup("x").probes) == 1
 
 
-def test_trap_34_a_chunk_is_there_when_all_ranks_have_their_part() -> None:
+def test_trap_34_chunk_is_present_when_all_ranks_have_parts() -> None:
     desk = Desk(ranks=2)
     desk.lookup("ab")
     (probe,) = desk.probes
@@ -247,11 +248,11 @@ def test_an_answer_that_lacks_a_rank_says_nothing() -> None:
     desk.lookup("a")
     number = desk.probes[0].probe
     desk.cache.apply([ProbeResult(number, (True,)), ProbeResult(number, (False,), Status.DEADLINE, rank=1)], 0.0)
-    assert (desk.lookup("a").remote, desk.answers()) == (0, {Answer.NONE: 1})
+    assert (desk.lookup("a").remote, desk.answers()) == (0, {Answer.NO_ANSWER: 1})
 
 
 @pytest.mark.parametrize("wrong", ["unknown", "twice", "rank", "length"])
-def test_answers_that_nobody_waits_for_are_refused_and_nothing_is_applied(wrong: str) -> None:
+def test_unrequested_answers_are_refused_and_nothing_is_applied(wrong: str) -> None:
     desk = Desk()
     desk.lookup("ab")
     number = desk.probes[0].probe
@@ -369,7 +370,7 @@ def test_a_selective_store_takes_what_comes_back() -> None:
     assert keys_of(desk.transfers[0]) == ["a"]
 
 
-def test_a_write_back_store_takes_what_is_about_to_be_evicted() -> None:
+def test_write_back_store_takes_what_is_about_to_leave() -> None:
     desk = Desk(slots=40, into={STORE: WriteRule(WritePolicy.BACK)})
     desk.store("abcdefghijkl")
     assert desk.transfers == []
@@ -400,7 +401,7 @@ def test_remote_writes_hold_few_slots_and_drops_are_counted() -> None:
     assert desk.cache.counters.drops[STORE][DropReason.BACKPRESSURE] == 1 + 2
 
 
-def test_what_went_before_it_was_stored_is_stored_when_it_comes_again() -> None:
+def test_chunk_evicted_before_its_store_is_stored_on_return() -> None:
     desk = Desk(slots=16)  # of which one is kept for stores under way
     desk.store("ab")
     assert desk.cache.discard(chunks("ab"), HOST) == 1
@@ -433,7 +434,7 @@ def test_a_fetch_takes_no_room_from_what_others_hold() -> None:
     assert [keys_of(transfer) for transfer in desk.transfers] == [["a"]]
 
 
-def test_a_fetch_takes_no_room_from_what_is_not_backed_up() -> None:
+def test_fetch_takes_no_room_from_chunks_without_backup() -> None:
     desk = Desk()
     desk.cache = TieredCache([TierSpec(HOST, 2, 4096), TierSpec(FILE, 4, 4096)], remote=(STORE,))
     for path in "ab":
@@ -444,7 +445,7 @@ def test_a_fetch_takes_no_room_from_what_is_not_backed_up() -> None:
     desk.lookup("x")
     desk.answer("x")
     assert desk.prefetch("x") == ()
-    assert {path_of(each.key) for each in desk.cache.residents()} == {"a", "b"}
+    assert {path_of(each.key) for each in residents_of(desk.cache)} == {"a", "b"}
 
 
 def test_a_fetch_takes_no_room_from_what_it_follows() -> None:
@@ -482,7 +483,7 @@ def test_names_and_rules_that_cannot_be_are_refused() -> None:
 
 
 @pytest.mark.parametrize("call", ["lookup", "prefetch"])
-def test_keys_that_are_no_path_are_neither_asked_for_nor_fetched(call: str) -> None:
+def test_keys_that_are_no_path_are_not_fetched(call: str) -> None:
     desk = known("ab", "ab")
     before = state_of(desk.cache)
     with pytest.raises(CacheError, match="distinct new keys of a path"):
@@ -541,9 +542,9 @@ def test_chunks_that_stand_alone_are_fetched_each_for_itself() -> None:
     (transfer,) = desk.transfers
     assert [(item.key, item.parent) for item in transfer.items] == [(keys[0], None), (keys[2], None)]
     assert desk.cache.prefetch({0: GroupKeys(keys)}, 0.0) == (job,)  # it is joined
-    desk.end(Status.LAPSED, Status.OK)
+    desk.end(Status.EXPIRED, Status.OK)
     assert desk.resident() == {"c"}
-    assert desk.misses() == {MissReason.LAPSED: 1}, "what came stands alone: it is not behind what lapsed"
+    assert desk.misses() == {MissReason.EXPIRED: 1}, "what came stands alone: it is not behind what lapsed"
 
 
 def test_a_chunk_that_is_named_twice_is_asked_for_once() -> None:

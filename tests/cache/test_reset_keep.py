@@ -10,6 +10,7 @@ from test_recovery_and_reset import load
 from longshore.boundary import FILE, HOST, Cancel, Forget, Status
 from longshore.cache import MissReason
 from longshore.errors import CacheError
+from residents import residents_of
 
 BOTH = Setup(host=8, file=8, backup="write_through")
 FILES, ALL = (FILE,), (HOST, FILE)
@@ -25,7 +26,7 @@ def test_files_stay_and_are_served() -> None:
     world.drain()
 
 
-def test_what_no_kept_tier_has_is_gone_with_all_behind_it() -> None:
+def test_chunk_in_no_kept_tier_goes_with_all_behind() -> None:
     world = World(BOTH._replace(backup="write_back")).stored("ab")
     world.flush()
     world.settle_all()
@@ -49,7 +50,7 @@ def test_all_tiers_stay_and_only_what_is_in_flight_goes() -> None:
     world.drain()
 
 
-def test_a_chunk_behind_one_that_is_in_flight_goes_with_it() -> None:
+def test_chunk_behind_one_in_flight_goes_with_it() -> None:
     world = World(BOTH)
     world.store("a", 0, False)
     world.store("ab", 0, False)
@@ -114,7 +115,7 @@ def test_what_a_restart_found_outlives_a_reset_that_keeps_it() -> None:
     cache = BOTH.build()
     cache.adopt(FILE, [(3, key("a"), None, 0)])
     cache.reset(keep=FILES)
-    assert [each.key for each in cache.residents()] == [key("a")]
+    assert [each.key for each in residents_of(cache)] == [key("a")]
     cache.check_integrity()
 
 

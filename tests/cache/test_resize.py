@@ -28,7 +28,7 @@ def refused(
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_a_tier_that_grows_takes_more_and_keeps_what_it_has(policy: str) -> None:
+def test_growing_tier_takes_more_and_keeps_what_it_has(policy: str) -> None:
     world = World(Setup(host=2, policy=policy)).stored("ab")
     resize(world, HOST, 5)
     world.stored("xyz")

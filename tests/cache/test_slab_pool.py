@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from object_state import state_of
 
+from depth import examples
 from longshore.boundary import Slabs
 from longshore.cache.pool import DRAINING, FILLING, FREE, READY
 from longshore.cache.slab_pool import NOBODY, SlabPool
@@ -171,7 +171,7 @@ class Model(RuleBasedStateMachine):
             assert {slab for slab, _ in pool.slabs_of_others(each)} == others
 
 
-Model.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Model.TestCase.settings = examples(60, stateful_step_count=40)
 TestSlabPool = Model.TestCase
 
 
@@ -186,7 +186,7 @@ def test_a_slab_that_is_empty_goes_to_whoever_needs_one() -> None:
     assert pool.room(SMALL) == 0
 
 
-def test_the_slab_that_was_not_used_for_longest_is_named_first() -> None:
+def test_least_recently_used_slab_is_named_first() -> None:
     pool = SlabPool(Slabs(12, (3, 12), 4))
     a, b = pool.allocate(4, SMALL), pool.allocate(4, SMALL)
     pool.allocate(1, LARGE)

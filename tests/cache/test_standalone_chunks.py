@@ -8,6 +8,7 @@ from group_kit import FULL, STATE, WINDOW, end, grouped, keys_of, orders, reside
 from longshore.boundary import FILE, HOST, Section, Status, TransferResult
 from longshore.cache import DropReason, GroupKeys, MissReason, Retention, WritePolicy
 from longshore.errors import CacheError
+from residents import residents_of
 
 
 def test_an_orphan_is_taken_and_served() -> None:
@@ -100,47 +101,11 @@ def test_a_backup_waits_for_no_parent() -> None:
     cache.check_integrity()
 
 
-def test_device_host_file_host_device_gone() -> None:
-    """With an orphan, and the index right at each step."""
-    cache = grouped(WINDOW, host=3, file=3, backup=WritePolicy.THROUGH)
-    path = keys_of(0, 8)
-
-    def where() -> dict[str, list[str]]:
-        cache.check_integrity()
-        states: dict[str, list[str]] = {HOST: [], FILE: []}
-        for each in cache.residents():
-            states[each.slot.tier].append(each.state.value)
-        return states
-
-    cache.store({0: GroupKeys(path, 5)}, {0: range(3)})
-    assert where() == {HOST: ["filling"] * 3, FILE: []}
-    end(cache, orders(cache))
-    assert where() == {HOST: ["ready"] * 3, FILE: ["filling"] * 3}
-    end(cache, orders(cache))
-    assert where() == {HOST: ["ready"] * 3, FILE: ["ready"] * 3}
-    assert cache.discard(path, HOST) == 3
-    assert where() == {HOST: [], FILE: ["ready"] * 3}
-    hold = cache.lookup(wanted(path), 0.0).lease
-    cache.load(hold, {0: [1, 2, 3]})
-    read, load = orders(cache)
-    assert where() == {HOST: ["filling"] * 3, FILE: ["ready"] * 3}
-    end(cache, [read])
-    assert where() == {HOST: ["ready"] * 3, FILE: ["ready"] * 3}
-    assert cache.progress(hold).outcome is None
-    end(cache, [load])
-    assert cache.progress(hold).outcome == (3, (FILE,) * 3)
-    assert cache.discard(path, FILE) == 3
-    assert cache.discard(path, HOST) == 0  # held
-    cache.release(hold)
-    assert cache.discard(path, HOST) == 3
-    assert where() == {HOST: [], FILE: []}
-
-
 def test_orphans_are_adopted_after_a_restart() -> None:
     before = grouped(WINDOW, host=8, file=8, backup=WritePolicy.THROUGH)
     path = keys_of(0, 8)
     store(before, 0, path, first=4)
-    found = [(each.slot.index, each.key, each.parent) for each in before.residents() if each.slot.tier == FILE]
+    found = [(each.slot.index, each.key, each.parent, 0) for each in residents_of(before) if each.slot.tier == FILE]
     after = grouped(WINDOW, host=8, file=8, backup=WritePolicy.THROUGH)
     assert after.adopt(FILE, found) == 4
     after.check_integrity()
@@ -197,7 +162,7 @@ def test_the_write_policy_asks_of_each_chunk() -> None:
     offload = cache.store({0: GroupKeys(path, prompt=4, retention=low)}, {0: range(6)})[0]
     assert list(offload.positions) == [0, 2, 3]
     drops = cache.counters.drops[HOST]
-    assert (drops[DropReason.ANSWER], drops[DropReason.PRIORITY], drops[DropReason.SELDOM]) == (4, 2, 3)
+    assert (drops[DropReason.GENERATED], drops[DropReason.PRIORITY], drops[DropReason.BELOW_THRESHOLD]) == (4, 2, 3)
 
 
 def test_a_priority_outweighs_what_slid() -> None:
@@ -242,14 +207,7 @@ def test_a_failed_offload_of_one_leaves_the_others() -> None:
     assert cache.counters.misses[MissReason.ABSENT] == 1
 
 
-def test_a_path_that_repeats_a_key_is_refused() -> None:
-    cache = grouped(WINDOW)
-    (one,) = keys_of(0, 1)
-    with pytest.raises(CacheError, match="expected 2 distinct"):
-        cache.store({0: GroupKeys([one, one])}, {0: [0, 1]})
-
-
-def test_hosts_that_do_not_offer_whole_paths_say_what_has_slid() -> None:
+def test_hosts_without_whole_paths_say_what_has_slid() -> None:
     cache = grouped(FULL, WINDOW, host=8)
     store(cache, 0, keys_of(0, 2, "old"))
     path = keys_of(1, 6)
@@ -263,13 +221,8 @@ def test_hosts_that_do_not_offer_whole_paths_say_what_has_slid() -> None:
     assert len(resident(cache)) == 8
 
 
-def test_no_window_slides_past_a_path() -> None:
-    with pytest.raises(CacheError, match="only for groups with a window"):
-        grouped(FULL, WINDOW, host=8).store({0: GroupKeys((), slid=keys_of(0, 1))})
-
-
 @pytest.mark.parametrize("offload", list(WritePolicy))
-def test_keys_that_are_not_distinct_are_refused_whatever_the_write_policy(offload: WritePolicy) -> None:
+def test_repeated_keys_are_refused_whatever_the_write_policy(offload: WritePolicy) -> None:
     cache = grouped(WINDOW, offload=offload)
     (key,) = keys_of(0, 1)
     with pytest.raises(CacheError, match="distinct keys of a path, got 1"):

@@ -97,7 +97,7 @@ def test_only_the_last_tier_gives_anything_up(first: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_copies_that_go_together_are_those_that_go_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batched_copies_equal_those_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     together = Waterfall(seed)
     for _ in range(120):
         together.live()
@@ -170,9 +170,7 @@ class Prompts:
 
 
 @pytest.mark.parametrize("seed", [13, 18, 28, 39])
-def test_a_chunk_that_came_back_to_a_warmer_tier_is_not_evicted_below_it(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunk_back_in_a_warmer_tier_is_kept_below(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spared = 0
     is_passed_over = Evictor._is_passed_over
 

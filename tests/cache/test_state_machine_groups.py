@@ -164,20 +164,17 @@ class Several(Machine):
             self.world.prefetch_remote(path, 0)
 
     @precondition(lambda self: self.world.setup.remote)
-    @rule(path=prompts, device=st.lists(has, min_size=3, max_size=3))
-    def prefetch_remote_groups(self, path: str, device: list[list[bool]]) -> None:
-        self.world.prefetch_remote_groups(path, device)
-
-    @precondition(lambda self: self.world.setup.remote)
     @rule(path=prompts, there=st.sampled_from((2, 4, 6, 6)), lapsed=st.integers(0, 9), settle=st.booleans())
     def come_from_remote(self, path: str, there: int, lapsed: int, settle: bool) -> None:
-        """A request that waits for all that others have of its prompt."""
+        """A request that waits for all that others have of its prompt, group by group."""
         self.others_have(path, there, lapsed)
-        self.world.lookup_groups(path, [[], [], []], None)
+        for group in range(self.world.setup.groups):
+            self.prefetch_remote(path, group)
         for number, question in list(self.world.questions.items()):
             for rank in sorted(question.waiting):
                 self.world.answer(number, rank, True, Status.OK)
-        self.world.prefetch_remote_groups(path, [[], [], []])
+        for group in range(self.world.setup.groups):
+            self.prefetch_remote(path, group)
         if settle:
             self.world.settle_all()
 

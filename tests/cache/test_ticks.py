@@ -52,7 +52,7 @@ def ticks(cache: TieredCache) -> int:
     return int(policy._now)
 
 
-def test_match_onboard_release_and_commit_of_a_request_are_one_use() -> None:
+def test_match_onboard_release_commit_of_a_request_is_one_use() -> None:
     cache, keys = cache_of(), keys_of("a", "b")
     store(cache, keys, (0, 1), tick=lookup(cache, keys, 0.0).tick)
     deliver(cache)
@@ -96,7 +96,7 @@ def test_what_arrives_for_a_request_has_its_age() -> None:
     assert uses(cache, a) == 0
 
 
-def test_a_request_asked_for_key_by_key_counts_its_uses_once() -> None:
+def test_request_asked_key_by_key_counts_its_uses_once() -> None:
     cache, keys = alone(), keys_of("a")
     tick = look(cache, keys)
     deliver(cache, store(cache, keys, tick=tick).job)

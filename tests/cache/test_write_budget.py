@@ -10,6 +10,7 @@ from longshore.boundary import FILE, HOST, Status
 from longshore.cache import DropReason, WritePolicy, WriteRule
 from longshore.cache.settings import SAVED_SECONDS, WriteBudget
 from longshore.errors import CacheError
+from residents import residents_of
 
 RATE = IMAGE_BYTES / SAVED_SECONDS
 """One image an hour."""
@@ -29,14 +30,14 @@ def store(world: World, *paths: str) -> None:
 
 
 def in_file(world: World) -> set[str]:
-    return {path_of(each.key) for each in world.cache.residents() if each.slot.tier == FILE}
+    return {path_of(each.key) for each in residents_of(world.cache) if each.slot.tier == FILE}
 
 
 def drops(world: World) -> dict[DropReason, int]:
     return {reason: n for reason, n in world.cache.counters.drops[FILE].items() if n}
 
 
-def test_a_bucket_fills_at_its_rate_up_to_what_can_be_saved() -> None:
+def test_bucket_fills_at_its_rate_up_to_its_bound() -> None:
     budget = WriteBudget(10.0)
     assert budget.allows(0.0, 10**9, 1) == 36_000
     budget.spend(36_000)
@@ -62,9 +63,9 @@ def test_what_is_beyond_the_budget_is_refused_and_counted_once() -> None:
     told = world(hourly=2)
     store(told, "a", "b", "c", "d")
     assert in_file(told) == {"a", "b"}
-    assert drops(told) == {DropReason.BUDGET: 2}
+    assert drops(told) == {DropReason.RATE_LIMIT: 2}
     told.tick(1.0)
-    assert drops(told) == {DropReason.BUDGET: 2}
+    assert drops(told) == {DropReason.RATE_LIMIT: 2}
     assert told.where("c") == {HOST: "ready"}
 
 
@@ -79,10 +80,10 @@ def test_refused_chunk_is_written_on_use_once_budget_returns() -> None:
     told.tick(SAVED_SECONDS)
     store(told, "b")
     assert in_file(told) == {"a", "b"}
-    assert drops(told) == {DropReason.BUDGET: 2}
+    assert drops(told) == {DropReason.RATE_LIMIT: 2}
 
 
-def test_a_path_is_written_as_far_as_the_budget_goes_heads_first() -> None:
+def test_path_is_written_within_the_budget_heads_first() -> None:
     told = world(hourly=2)
     store(told, "abcd")
     assert in_file(told) == {"a", "ab"}

@@ -91,9 +91,7 @@ def test_commands_go_on_through_sleep_and_other_weights(store: PrefixStore, conf
             model.model.norm.weight.div_(1.5)
 
 
-def test_clear_between_the_steps_of_a_restore_gives_no_wrong_byte(
-    store: PrefixStore, config: Config, model: Any
-) -> None:
+def test_clear_within_a_restore_gives_no_wrong_byte(store: PrefixStore, config: Config, model: Any) -> None:
     with torch.no_grad():
         past = model(torch.tensor([TOKENS]), past_key_values=DynamicCache(), use_cache=True).past_key_values
     over = threading.Event()
@@ -138,7 +136,7 @@ def test_a_call_that_makes_no_sense_is_refused(tmp_path: Path, arguments: tuple[
         run(Config.make(control=str(tmp_path / "none.ctl")), *arguments)
 
 
-def test_an_engine_that_is_not_there_is_named_with_those_that_are(store: PrefixStore, config: Config) -> None:
+def test_missing_engine_is_named_with_those_that_run(store: PrefixStore, config: Config) -> None:
     other = Config.make(control=config.control.replace("one.ctl", "two.ctl"))
     with pytest.raises(CommandError, match=r"two\.ctl: no such socket\. Engines with one: one; .* setting control"):
         run(other, "stats")

@@ -44,7 +44,7 @@ def test_a_request_is_explained_as_a_table_and_as_json(tmp_path: Path) -> None:
     assert second["verdict"] == "never seen"
 
 
-def test_times_are_those_of_a_calendar_and_all_requests_are_listed(tmp_path: Path) -> None:
+def test_times_are_calendar_times_and_all_requests_are_listed(tmp_path: Path) -> None:
     record(tmp_path / "events")
     wide = {"COLUMNS": "160"}
     told = CliRunner().invoke(app, ["explain", str(tmp_path / "events"), "--request", "r"], env=wide)

@@ -139,7 +139,7 @@ def test_an_index_that_cannot_be_used_is_said(directory: Path) -> None:
     assert told("inspect", directory)["from_index"] is True
 
 
-def test_without_an_index_a_record_of_which_there_are_two_counts_once(directory: Path) -> None:
+def test_duplicate_record_without_an_index_counts_once(directory: Path) -> None:
     with opened_harness(directory) as harness:
         harness.store(6, 0)  # the same key once more, elsewhere
         harness.tier.discard([0])

@@ -73,7 +73,7 @@ def test_json_and_a_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [(), ("--engines", "2", "--file-read", "2GB/s", "--limit", "70", "--profile", "a100")]
 )
-def test_a_replay_of_what_is_recommended_finds_what_the_plan_says(options: tuple[str, ...]) -> None:
+def test_replay_of_the_recommendation_finds_what_the_plan_says(options: tuple[str, ...]) -> None:
     asked = ["--ttft-p95", "600ms", *options] if not options else ["--ttft-p95", "300ms", *options]
     check_promise(json.loads(run(EXCERPT, *MODEL, *asked, "--json")))
 
@@ -91,7 +91,7 @@ def check_promise(found: Any) -> None:
     assert chosen["busy"] == replayed["engine_busy"]
 
 
-def test_a_plan_with_drives_keeps_its_promise_and_says_their_endurance(tmp_path: Path) -> None:
+def test_plan_with_drives_keeps_its_promise_and_shows_endurance(tmp_path: Path) -> None:
     """Thirty prompts, of a GiB each, take turns: a drive is the cheapest that holds them."""
     trace, prices = tmp_path / "trace.jsonl", tmp_path / "prices.toml"
     prices.write_text("dram_per_gib = 2.5\nnvme_per_gib = 0.01\n")

@@ -68,7 +68,7 @@ def test_the_experiment_with_files_below_host_memory() -> None:
     assert "file tier" in run(*options)
 
 
-def test_without_vllm_its_interface_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_its_interface_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("longshore.engines.vllm")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)
@@ -107,7 +107,7 @@ def test_a_replay_in_virtual_time(tmp_path: Path) -> None:
     assert "assumed:" in table
 
 
-def test_drive_writes_are_told_with_and_without_what_the_file_tier_refuses() -> None:
+def test_drive_writes_are_shown_with_and_without_refused_ones() -> None:
     small = (EXCERPT, "--model", "llama-3.1-8b", "--host", "2GiB", "--file", "8GiB", "--no-optimum")
     chosen = facts(*small)
     drops, blocks, size = chosen["drops"], chosen["blocks_by_tier"], chosen["block_bytes"]
@@ -124,7 +124,7 @@ def test_drive_writes_are_told_with_and_without_what_the_file_tier_refuses() -> 
     assert "if it refused no block" in run(*small, "--limit", "50")
 
 
-def test_writes_to_a_store_are_told_with_and_without_what_is_not_sent() -> None:
+def test_store_writes_are_shown_with_and_without_unsent_ones() -> None:
     small = (EXCERPT, "--model", "llama-3.1-8b", "--host", "2GiB", "--remote", "4GiB", "--no-gate", "--no-optimum")
     chosen = facts(*small)
     drops = chosen["drops"]
@@ -144,7 +144,7 @@ def test_an_optimum_that_takes_much_memory_says_so_once(monkeypatch: pytest.Monk
     assert "--no-optimum" not in CliRunner().invoke(app, [*experiment, "--no-optimum"], catch_exceptions=False).stderr
 
 
-def test_overload_is_a_banner_with_engines_that_a_replay_found_enough(tmp_path: Path) -> None:
+def test_overload_is_a_banner_with_enough_engines(tmp_path: Path) -> None:
     slow = (EXCERPT, *TIMED, "--prefill-rate", "50")
     page = ("--report", str(tmp_path / "page"))
     done = CliRunner().invoke(app, ["replay", *slow, *page, "--json"], catch_exceptions=False)
@@ -269,7 +269,7 @@ def test_replicas_that_share_a_store_are_compared_with_others() -> None:
     assert "replicas" not in facts(EXCERPT, *TIMED)
 
 
-def test_the_help_names_every_policy_and_an_unknown_one_gets_the_nearest() -> None:
+def test_help_names_every_policy_and_suggests_the_nearest() -> None:
     text = " ".join(CliRunner().invoke(app, ["replay", "--help"], terminal_width=200).output.split())
     for name in POLICIES | REFERENCES:
         assert name in text

@@ -90,7 +90,7 @@ def test_hits_queue_and_overload_over_time() -> None:
     assert not figures(busy)["Queue"]["layout"].get("shapes")
 
 
-def test_drives_last_as_long_as_their_warranty_covers_what_is_written() -> None:
+def test_drives_last_as_long_as_warranty_covers_their_writes() -> None:
     choice = Choice(1 << 30, 4 * 10**12, 1.0, 0.5, 0.2, 0.1, 0.2, file_write_bytes_per_day=8e12)
     assert drive_life(choice) == [
         ("read-intensive (1 DWPD)", "7.30 PB", "2.50 years", "too short"),

@@ -23,9 +23,7 @@ def printed(*options: str) -> dict[str, str]:
     return dict(zip(words[1::2], words[2::2], strict=True))
 
 
-def test_it_prints_flags_whose_extra_configuration_is_read_as_it_was_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_printed_flags_are_read_back_as_they_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     flags = printed(
         *("--file-path", "it's", "--file-size", "64MiB", "--set", "load_timeout=2.5"),

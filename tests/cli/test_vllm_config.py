@@ -65,7 +65,7 @@ def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("setting", sorted(set(Config.model_fields) - {"host_size", "file_path", "file_size"}))
-def test_every_setting_can_be_set_or_is_refused_with_the_reason(setting: str, tmp_path: Path) -> None:
+def test_every_setting_can_be_set_or_is_refused_with_reason(setting: str, tmp_path: Path) -> None:
     default = Config.make().model_dump(mode="json")[setting]
     text = str(tmp_path / "x") if default is None else str(default)
     if setting == "remote":

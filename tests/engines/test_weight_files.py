@@ -129,7 +129,7 @@ def test_a_memo_that_cannot_be_written_costs_time_alone(model: Path, tmp_path: P
     assert FileDigests(tmp_path / "file" / "memo").of([model]) == FileDigests().of([model])
 
 
-def test_a_file_that_changes_while_it_is_read_has_no_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_changes_while_read_has_no_digest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, hashed = model / "model.safetensors", weight_files._hash
     times = iter(range(1, 100))
 
@@ -276,7 +276,7 @@ def test_links_in_a_circle_are_an_error_on_the_way(tmp_path: Path) -> None:
         list(weight_files._way(tmp_path / "one"))
 
 
-def test_a_stamp_of_whole_seconds_may_be_of_a_later_change(tmp_path: Path) -> None:
+def test_whole_second_stamp_may_be_of_a_later_change(tmp_path: Path) -> None:
     fine, coarse = (os.stat_result([0] * 10, {"st_ctime_ns": at}) for at in (5_000_000_001, 5_000_000_000))
     assert weight_files._stamp(fine) < 5_100_000_000
     assert weight_files._stamp(coarse) == 7_000_000_000

@@ -15,6 +15,7 @@ from reference_kit import DECODER, SHAPE, Rig, resident, rig, same_bits, tokens,
 from longshore.boundary import DEVICE, FILE, HOST
 from longshore.transfer import ONBOARD
 from longshore.transfer.pieces import CopyBatch
+from residents import residents_of
 
 LAYERS = range(SHAPE.layers)
 
@@ -81,7 +82,7 @@ def flip_a_bit(made: Rig) -> None:
     with made.stack.runtime.observe() as cache:
         first = made.engine.submit(tokens(1, 45), 1)
         made.engine.waiting.remove(first)
-        (slot,) = [one.slot.index for one in cache.residents() if one.key == first.chains[1].keys[0]]
+        (slot,) = [one.slot.index for one in residents_of(cache) if one.key == first.chains[1].keys[0]]
     made.stack.arena.array[made.stack.host.offset(0, slot) + 3] ^= 0x40
 
 
@@ -248,9 +249,7 @@ def test_whole_load_arrives_before_any_layer_computes() -> None:
         assert made.tiers.overlapped == 0
 
 
-def test_first_layers_compute_while_later_layers_of_a_file_prefix_are_in_flight(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_layers_compute_while_later_ones_are_in_flight(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [tokens(1, 45), tokens(1, 45)]
     with rig(file_path=tmp_path, file_size="4MiB", backup="write_through") as made:
         requests = [made.serve(prompts[0])]
@@ -343,7 +342,7 @@ def test_source_of_a_partial_copy_may_be_in_flight(by_layer: bool) -> None:
 
 
 @pytest.mark.parametrize("by_layer", [True, False], ids=["layer by layer", "whole"])
-def test_source_of_a_partial_copy_may_still_be_read_from_a_file(by_layer: bool, tmp_path: Any) -> None:
+def test_source_of_a_partial_copy_may_still_be_loading(by_layer: bool, tmp_path: Any) -> None:
     """The load that fills it has not begun: it waits for the file tier."""
     prompts = [tokens(1, 45), tokens(1, 45), tokens(1, 37) + tokens(2, 9)]
     with rig(48, by_layer=by_layer, file_path=tmp_path, file_size="4MiB", backup="write_through") as made:

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import kernel_references
 import numpy as np
 import pytest
 import torch
 from cuda_stand_in import AnyWay
 from jobs_kit import DevicePools, Hardware, compute_is_late, layer_by_layer, random_jobs, round_trip, side_by_side
 
-from longshore.testing import kernel_references
 from longshore.transfer.device.cuda import kernels
 from longshore.transfer.device.cuda.arguments import COLUMNS, KernelShape
 from longshore.transfer.device.cuda.calibration import QUICK, Always, all_registered

@@ -77,7 +77,7 @@ def test_a_permuted_view_of_it() -> None:
 
 
 @pytest.mark.parametrize("shown", [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4)])
-def test_as_many_heads_as_tokens_are_told_apart_by_the_strides(shown: tuple[int, ...]) -> None:
+def test_strides_tell_heads_from_as_many_tokens(shown: tuple[int, ...]) -> None:
     tensor = torch.zeros(9, 2, 16, 16, 5).permute(shown)
     layout = from_backend(BlocksFirst(), [tensor], kernel_block_size=16, num_kv_heads=16, head_size=5)
     assert layout.groups[0].refs[0].inner == "kv0 head:16,token:16,dim:5"
@@ -160,7 +160,7 @@ class ByDtype:
         return (num_blocks, block_size, 656 if cache_dtype_str == "fp8_ds_mla" else head_size)
 
 
-def test_the_dtype_of_the_cache_is_passed_to_the_back_end() -> None:
+def test_cache_dtype_is_passed_to_the_back_end() -> None:
     sizes = {"kernel_block_size": 64, "num_kv_heads": 1, "head_size": 576}
     tensor = torch.zeros(9, 64, 656, dtype=torch.uint8)
     layout = from_backend(ByDtype(), [tensor], cache_dtype="fp8_ds_mla", **sizes)

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import examples
 from longshore.boundary import HOST, Section
 from longshore.errors import LayoutError
 from longshore.layout import KVLayout, from_axes, from_rows, group_from_axes
@@ -118,7 +119,7 @@ def test_heads_before_tokens_are_another_image() -> None:
 NAMES = ("layer", "kv", "block", "token", "head", "dim")
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(st.permutations(NAMES), st.permutations(NAMES), st.integers(1, 3))
 def test_one_fingerprint_is_one_image_under_any_strides(memory: list[str], shown: list[str], per_chunk: int) -> None:
     order, names = tuple(memory), tuple(shown)

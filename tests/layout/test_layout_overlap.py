@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import examples
 from longshore.errors import LayoutError
 from longshore.layout import KVGroup, KVLayout, PageRef
 
@@ -28,7 +29,7 @@ def test_pages_of_one_group_must_not_overlap() -> None:
         build([PageRef(0, 0, 16, 8), PageRef(0, 0, 16, 8)])
 
 
-def test_a_page_may_not_reach_into_the_next_block_of_another() -> None:
+def test_page_may_not_reach_into_anothers_next_block() -> None:
     build([PageRef(0, 0, 16, 8), PageRef(0, 24, 16, 8)])
     with pytest.raises(LayoutError, match="pages overlap"):
         build([PageRef(0, 0, 16, 8), PageRef(0, 25, 16, 8)])
@@ -79,7 +80,7 @@ refs = st.builds(
 ).filter(lambda ref: ref.page_bytes <= ref.stride)
 
 
-@settings(deadline=None, max_examples=400)
+@examples(400)
 @given(st.lists(st.lists(refs, min_size=1, max_size=3), min_size=1, max_size=3), st.integers(1, 5))
 def test_it_agrees_with_looking_at_every_byte(groups: list[list[PageRef]], num_blocks: int) -> None:
     flat = [(group, ref) for group, refs in enumerate(groups) for ref in refs]

@@ -127,7 +127,7 @@ def test_an_invalid_address_is_refused(address: str) -> None:
         serve_metrics(LongshoreCollector(make()[0]), address)
 
 
-def test_a_port_that_is_taken_is_refused_and_a_closed_one_is_free() -> None:
+def test_taken_port_is_refused_and_a_closed_one_free() -> None:
     source: Any = LongshoreCollector(make()[0])
     with serve_metrics(source, "127.0.0.1:0") as server, pytest.raises(ConfigError, match="choose a free port"):
         serve_metrics(source, server.address)

@@ -10,8 +10,9 @@ from prometheus_client.samples import Sample
 from longshore import __version__
 from longshore.boundary import Route, Status, Transfer, TransferResult
 from longshore.cache import GroupKeys, TieredCache, TierSpec
+from longshore.cache.types import Histogram
 from longshore.metrics import LongshoreCollector
-from longshore.monitoring.table import EVICTED_AGE_SECONDS, LOOKUP_SECONDS, METRICS, Histogram
+from longshore.monitoring.table import EVICTED_AGE_SECONDS, LOOKUP_SECONDS, METRICS
 from longshore.runtime import Runtime
 from scripted import Scripted
 
@@ -38,6 +39,12 @@ class Watched:
     def store(self, *numbers: int) -> None:
         with self.runtime.control() as cache:
             cache.store({0: GroupKeys(path(*numbers))}, {0: tuple(range(len(numbers)))})
+        self.end_all()
+
+    def back_up(self) -> None:
+        """Copies to the file tier."""
+        with self.runtime.control() as cache:
+            cache.flush()
         self.end_all()
 
     def end_all(self) -> None:
@@ -88,9 +95,7 @@ def test_every_histogram_has_ascending_buckets() -> None:
 def test_a_load_is_timed_by_its_slowest_tier() -> None:
     watched = Watched()
     watched.store(0, 1)
-    watched.runtime.flush(0.0)  # orders copies to the file tier
-    watched.runtime.pump()
-    watched.end_all()
+    watched.back_up()
     with watched.runtime.control() as cache:
         assert cache.discard(path(0, 1)[1:], "host") == 1
         lease = cache.lookup({0: GroupKeys(path(0, 1))}, watched.now, request="r").lease
@@ -142,9 +147,7 @@ def test_the_age_of_evicted_chunks_is_observed(alone: bool, slots: int) -> None:
 def test_the_age_of_chunks_with_a_copy_below_is_observed() -> None:
     watched = Watched()
     watched.store(0, 1, 2, 3)
-    watched.runtime.flush(0.0)
-    watched.runtime.pump()
-    watched.end_all()
+    watched.back_up()
     watched.now += 30.0
     watched.store(4, 5, 6, 7)
     gone = watched.value("longshore_demoted_chunks_total", tier="host")
@@ -155,14 +158,14 @@ def test_the_age_of_chunks_with_a_copy_below_is_observed() -> None:
 
 def test_chunks_of_an_earlier_process_have_no_age() -> None:
     cache = TieredCache([TierSpec("host", 2, IMAGE)])
-    cache.adopt("host", [(0, path(0)[0], None), (1, path(1)[0], None)])
+    cache.adopt("host", [(0, path(0)[0], None, 0), (1, path(1)[0], None, 0)])
     cache.apply((), 50.0)
     cache.store({0: GroupKeys(path(2))}, {0: (0,)}, evicting=True)
     assert cache.counters.evictions["host"] >= 1
     assert sum(cache.counters.histograms[EVICTED_AGE_SECONDS]["host"].counts) == 0
 
 
-def test_queue_wait_and_size_of_a_transfer_are_observed_by_route() -> None:
+def test_queue_wait_and_size_are_observed_by_route() -> None:
     watched = Watched()
     with watched.runtime.control() as cache:
         cache.store({0: GroupKeys(path(0, 1))}, {0: (0, 1)})
@@ -177,7 +180,7 @@ def test_queue_wait_and_size_of_a_transfer_are_observed_by_route() -> None:
     assert watched.value("longshore_transfer_size_bytes_count", route="file->host") == 0
 
 
-@pytest.mark.parametrize("status", [Status.QUEUE_FULL, Status.CANCELLED, Status.AWAY])
+@pytest.mark.parametrize("status", [Status.QUEUE_FULL, Status.CANCELLED, Status.UNAVAILABLE])
 def test_a_transfer_that_moved_nothing_is_not_observed(status: Status) -> None:
     watched = Watched()
     with watched.runtime.control() as cache:

@@ -88,7 +88,7 @@ def test_a_running_store_is_shown_with_its_hits_and_misses(address: str) -> None
     assert "absent" in text
 
 
-def test_an_engine_that_is_away_is_shown_and_the_others_too(address: str) -> None:
+def test_absent_engine_is_shown_with_the_others(address: str) -> None:
     gone = f"127.0.0.1:{free_port()}"
     up, away = told(address, gone, status=1)
     assert (up["state"], away["state"], away["error"]) == ("up", "away", "Connection refused")

@@ -11,10 +11,10 @@ import pytest
 from remotes import IMAGE, PLACES
 
 from longshore.testing import TierHarness
-from longshore.testing.local_server import LocalS3, LocalServer
+from longshore.testing.local_server import LocalCluster, LocalS3, LocalServer
 from longshore.testing.tier_harness import span
 from longshore.tiers.arena import Arena
-from longshore.tiers.remote import RemoteTier
+from longshore.tiers.remote import open_store
 
 if "LONGSHORE_SERVERS" not in os.environ:
     collect_ignore_glob = ["test_*.py"]
@@ -59,7 +59,7 @@ def opened() -> Iterator[Callable[..., TierHarness]]:
     def open_harness(url: str, namespace: bytes | None = None, **options: object) -> TierHarness:
         arena, name = Arena(PLACES * span(IMAGE)), namespace or os.urandom(32)
         harness = TierHarness(
-            lambda: RemoteTier(url, arena=arena, image_bytes=IMAGE, namespace=name, **options),  # type: ignore[arg-type]
+            lambda: open_store(url, arena=arena, image_bytes=IMAGE, namespace=name, **options),
             arena,
             by_key=True,
         )
@@ -69,3 +69,17 @@ def opened() -> Iterator[Callable[..., TierHarness]]:
     yield open_harness
     for each in harnesses:
         each.tier.close()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """A cluster that tests share which leave it as it was."""
+    with LocalCluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+@pytest.fixture
+def own_cluster(tmp_path: Path) -> Iterator[LocalCluster]:
+    """A cluster of the test's own, whose nodes are stopped and killed, and whose slots move."""
+    with LocalCluster(tmp_path / "cluster") as running:
+        yield running

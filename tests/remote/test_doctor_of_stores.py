@@ -119,7 +119,7 @@ def test_passwords_are_used_and_never_shown(
     assert "password file" in broken(found)[0]
 
 
-def test_a_database_that_is_not_there_and_a_password_that_nobody_asks_for(
+def test_missing_database_and_needless_password_are_reported(
     started: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = started(**GOOD).port

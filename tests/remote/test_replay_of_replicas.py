@@ -8,9 +8,10 @@ import pytest
 
 from longshore.boundary import HOST, REMOTE
 from longshore.cache.eviction import DEFAULT_POLICY
-from longshore.trace import TraceRequest, synthesize
+from longshore.trace import TraceRequest
 from longshore.trace.machine import PROFILES, Timing, geometry_of
 from longshore.trace.replay import TieredReplay
+from traffic import synthesize
 
 REPLICAS, BLOCK, GAP = 3, 512, 20.0
 TIMING = Timing(geometry_of("llama-3.1-8b"), PROFILES["h100"])

@@ -148,7 +148,7 @@ def test_values_expire(s3: LocalS3, opened: Callable[..., TierHarness]) -> None:
     harness = opened(s3.url(f"ttl=3s&{PATIENT}"))
     harness.store(0, 1)
     until(lambda: ask(harness, 1) == (False,))
-    assert harness.load(0, 1)[0] is Status.LAPSED
+    assert harness.load(0, 1)[0] is Status.EXPIRED
     written = remote(harness).bytes_written
     harness.store(0, 1)
     assert remote(harness).bytes_written == 2 * written
@@ -197,7 +197,7 @@ def test_a_store_that_is_set_up_wrongly_says_so_once(
     endpoint = f"endpoint=http://127.0.0.1:{weed.port}"
     harness = opened(f"s3://{bucket}?{endpoint}&user={user}&password_file={file}&{PATIENT}")
     ended = {harness.run(harness.op(Op.READ, 0, number))[0] for number in range(8)}
-    assert ended == {Status.IO_ERROR, Status.AWAY}
+    assert ended == {Status.IO_ERROR, Status.UNAVAILABLE}
     assert remote(harness).failures[reason] >= 3
     assert remote(harness).failures["breaker"] == 1
     assert caplog.text.count(said) == 1
@@ -227,13 +227,13 @@ def test_access_keys_come_from_our_variables_and_awss(
     assert opened(url, failures=NEVER).load(0, 1)[0] is Status.IO_ERROR
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKadmin")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-admin")
-    assert opened(url).load(0, 1)[0] is Status.LAPSED
+    assert opened(url).load(0, 1)[0] is Status.EXPIRED
     monkeypatch.setenv("LONGSHORE_REMOTE_USER", "AKreader")
-    assert opened(url).load(0, 1)[0] is Status.AWAY  # half of an access key
+    assert opened(url).load(0, 1)[0] is Status.UNAVAILABLE  # half of an access key
     monkeypatch.setenv("LONGSHORE_REMOTE_PASSWORD", "secret-of-reader")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of another key")
     harness = opened(url)
-    assert harness.load(0, 1)[0] is Status.LAPSED
+    assert harness.load(0, 1)[0] is Status.EXPIRED
     assert harness.run(harness.op(Op.WRITE, 0, 1)) == (Status.IO_ERROR,)
     assert remote(harness).failures["denied"] == 1
 
@@ -245,7 +245,7 @@ def test_tls_verifies_the_server(tmp_path: Path, opened: Callable[..., TierHarne
         good.assert_serves(0, 1)
         assert ask(good, 1, 2) == (True, False)
         unknown = opened(server.url(PATIENT).replace(f"&ca_file={tmp_path / 'cert.pem'}", ""))
-        assert unknown.run(unknown.op(Op.READ, 0, 1)) == (Status.AWAY,)
+        assert unknown.run(unknown.op(Op.READ, 0, 1)) == (Status.UNAVAILABLE,)
         assert remote(unknown).failures["connection"] >= 1
 
 
@@ -257,11 +257,11 @@ def test_tls_verifies_the_server(tmp_path: Path, opened: Callable[..., TierHarne
         (HttpFault.NO_BUCKET, "refused", Status.IO_ERROR),
         (HttpFault.THROTTLED, "throttled", Status.IO_ERROR),
         (HttpFault.SLOW_DOWN, "throttled", Status.IO_ERROR),
-        (HttpFault.MISSING, "", Status.LAPSED),
+        (HttpFault.MISSING, "", Status.EXPIRED),
         (WireFault.ERROR, "server", Status.IO_ERROR),
         (WireFault.STALL, "timeout", Status.DEADLINE),
         (WireFault.SLOW, "timeout", Status.DEADLINE),
-        (WireFault.HALF, "connection", Status.AWAY),
+        (WireFault.HALF, "connection", Status.UNAVAILABLE),
     ],
 )
 def test_each_refusal_is_a_miss_that_is_counted_by_name(
@@ -323,7 +323,10 @@ def test_throttled_writes_pause_and_reads_go_on(
 
 def test_no_server_costs_nothing_but_misses(opened: Callable[..., TierHarness]) -> None:
     harness = opened(f"s3://images?endpoint=http://127.0.0.1:{free_port()}")
-    assert harness.run(harness.op(Op.READ, 0, 1), harness.op(Op.WRITE, 0, 1)) == (Status.AWAY, Status.AWAY)
+    assert harness.run(harness.op(Op.READ, 0, 1), harness.op(Op.WRITE, 0, 1)) == (
+        Status.UNAVAILABLE,
+        Status.UNAVAILABLE,
+    )
     assert ask(harness, 1) is None
     assert remote(harness).failures["connection"] >= 1
 
@@ -340,11 +343,11 @@ def test_a_server_that_stops_dies_and_restarts(tmp_path: Path, opened: Callable[
         assert ask(harness, 1) is None
         server.resume()
         assert ended[0] is Status.DEADLINE
-        assert ended[-1] is Status.AWAY
+        assert ended[-1] is Status.UNAVAILABLE
         assert remote(harness).failures["breaker"] == 1
         until(lambda: not remote(harness).is_away)
         server.kill()
-        assert {patient.run(patient.op(Op.READ, 0, 1))[0] for _ in range(4)} == {Status.AWAY}
+        assert {patient.run(patient.op(Op.READ, 0, 1))[0] for _ in range(4)} == {Status.UNAVAILABLE}
         assert remote(patient).is_away
         server.start()
         until(lambda: not remote(patient).is_away)
@@ -361,12 +364,12 @@ def test_idle_connections_that_a_server_closed_cost_no_request(
         server.kill()
         server.start()
         assert ask(harness, 1) == (False,)
-        assert harness.load(0, 1)[0] is Status.LAPSED
+        assert harness.load(0, 1)[0] is Status.EXPIRED
         harness.store(0, 1)
         assert remote(harness).failures == dict.fromkeys(remote(harness).failures, 0)
 
 
-def test_a_request_that_hangs_ends_at_its_deadline_and_never_writes_the_arena(
+def test_hung_request_ends_at_its_deadline_without_arena_writes(
     proxied: FaultyHttpProxy, weed: LocalS3, opened: Callable[..., TierHarness]
 ) -> None:
     harness = opened(weed.url(PATIENT, port=proxied.port), failures=NEVER)

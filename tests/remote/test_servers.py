@@ -88,7 +88,7 @@ def test_values_expire(server: LocalServer, opened: Callable[..., TierHarness]) 
     harness = opened(f"valkey://127.0.0.1:{server.port}?ttl=1500ms&{PATIENT}")
     harness.store(0, 1)
     until(lambda: ask(harness, 1) == (False,))
-    assert harness.load(0, 1)[0] is Status.LAPSED
+    assert harness.load(0, 1)[0] is Status.EXPIRED
 
 
 def test_something_else_under_our_key_is_a_miss(server: LocalServer, opened: Callable[..., TierHarness]) -> None:
@@ -133,7 +133,7 @@ def test_a_user_with_a_password(
         good.store(0, 1)
         good.assert_serves(0, 1)
         bad = opened(f"redis://kv@127.0.0.1:{server.port}?password_file={wrong}&{PATIENT}")
-        assert bad.run(bad.op(Op.READ, 0, 1)) == (Status.AWAY,)
+        assert bad.run(bad.op(Op.READ, 0, 1)) == (Status.UNAVAILABLE,)
         assert remote(bad).failures["refused"] >= 3
         assert "WRONGPASS" in caplog.text
         assert secret not in caplog.text
@@ -150,9 +150,9 @@ def test_tls_verifies_the_server(tmp_path: Path, opened: Callable[..., TierHarne
         good.assert_serves(0, 1)
         assert ask(good, 1, 2) == (True, False)
         unknown = opened(f"rediss://127.0.0.1:{port}?{PATIENT}")
-        assert unknown.run(unknown.op(Op.READ, 0, 1)) == (Status.AWAY,)
+        assert unknown.run(unknown.op(Op.READ, 0, 1)) == (Status.UNAVAILABLE,)
         misnamed = opened(f"rediss://127.0.0.1:{port}?ca_file={certificate}&server_name=other&{PATIENT}")
-        assert misnamed.run(misnamed.op(Op.READ, 0, 1)) == (Status.AWAY,)
+        assert misnamed.run(misnamed.op(Op.READ, 0, 1)) == (Status.UNAVAILABLE,)
 
 
 # A server that does not answer
@@ -160,7 +160,10 @@ def test_tls_verifies_the_server(tmp_path: Path, opened: Callable[..., TierHarne
 
 def test_no_server_costs_nothing_but_misses(opened: Callable[..., TierHarness]) -> None:
     harness = opened(f"valkey://127.0.0.1:{free_port()}")
-    assert harness.run(harness.op(Op.READ, 0, 1), harness.op(Op.WRITE, 0, 1)) == (Status.AWAY, Status.AWAY)
+    assert harness.run(harness.op(Op.READ, 0, 1), harness.op(Op.WRITE, 0, 1)) == (
+        Status.UNAVAILABLE,
+        Status.UNAVAILABLE,
+    )
     assert ask(harness, 1) is None
     assert remote(harness).is_away
 
@@ -172,8 +175,8 @@ def test_a_stopped_server_is_left_alone(own_server: LocalServer, opened: Callabl
     own_server.pause()
     ended = [harness.run(harness.op(Op.READ, 0, 1))[0] for _ in range(8)]
     assert ended[0] is Status.DEADLINE
-    assert ended[-1] is Status.AWAY
-    assert set(ended) == {Status.DEADLINE, Status.AWAY}
+    assert ended[-1] is Status.UNAVAILABLE
+    assert set(ended) == {Status.DEADLINE, Status.UNAVAILABLE}
     assert tier.failures["breaker"] == 1
     own_server.resume()
     until(lambda: not tier.is_away)
@@ -185,11 +188,11 @@ def test_a_killed_server_is_used_when_it_is_back(own_server: LocalServer, opened
     tier = remote(harness)
     harness.store(0, 1)
     own_server.kill()
-    assert harness.run(harness.op(Op.READ, 0, 1)) == (Status.AWAY,)
+    assert harness.run(harness.op(Op.READ, 0, 1)) == (Status.UNAVAILABLE,)
     assert tier.is_away
     own_server.start()
     until(lambda: not tier.is_away)
-    assert harness.load(0, 1)[0] is Status.LAPSED
+    assert harness.load(0, 1)[0] is Status.EXPIRED
     harness.store(0, 1)
     harness.assert_serves(0, 1)
 
@@ -201,7 +204,7 @@ def test_a_server_that_restarts_between_requests_costs_no_request(
     harness.store(0, 1)
     own_server.kill()
     own_server.start()
-    assert harness.load(0, 1)[0] is Status.LAPSED
+    assert harness.load(0, 1)[0] is Status.EXPIRED
     harness.store(0, 1)
     assert remote(harness).failures == dict.fromkeys(remote(harness).failures, 0)
 
@@ -251,7 +254,7 @@ def test_close_does_not_wait_for_a_stopped_server(own_server: LocalServer, opene
     own_server.pause()
     ticket = harness.tier.submit([harness.op(Op.READ, 0, 1)], math.inf)
     harness.tier.close()
-    assert harness.wait(ticket).statuses[0] in {Status.DEADLINE, Status.TIER_OFF, Status.AWAY}
+    assert harness.wait(ticket).statuses[0] in {Status.DEADLINE, Status.TIER_OFF, Status.UNAVAILABLE}
     own_server.resume()
 
 

@@ -175,7 +175,7 @@ def test_a_fetch_ends_after_twice_what_the_gate_expects(opened: Callable[..., St
         assert patience(runtime, cache, runs, runtime.clock()) is None
 
 
-def test_a_store_that_hangs_holds_up_no_prompt_longer_than_host_memory(
+def test_hung_store_does_not_delay_long_prompts(
     opened: Callable[..., Stack], server: LocalServer, tmp_path: Path
 ) -> None:
     patient = "connect_timeout=20s&write_timeout=50s"

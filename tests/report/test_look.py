@@ -17,10 +17,11 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+from browser import Browser, PageView
 
 from longshore.errors import ReportError
 from longshore.report import RUNS, SOURCES, Curve, Page, Points, TierSeries, curves, levels, paired_points, stacked_bars
-from longshore.report.browser import Browser, PageView, export_figures, find_browser
+from longshore.report.images import export_figures, find_browser
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason="no Chromium here: `make look` installs it")
 
@@ -98,7 +99,7 @@ def parts_page() -> Page:
     page.figure("Levels", "x", levels([0, 1], rows, x_title="x", unit="MiB"))
     page.table("Wide", [f"column {n}" for n in range(12)], [["1,234,567"] * 12], "Scrolls within itself.")
     page.table("Facts", ("", "", ""), [("moved per hit", "48.5 MiB file->host", "blocks have 64.0 MiB " * 3)])
-    page.made(["longshore 0.1.0, 2026-11-24", "a machine", "longshore replay " + "x" * 300])
+    page.provenance = ["longshore 0.1.0, 2026-11-24", "a machine", "longshore replay " + "x" * 300]
     return page
 
 
@@ -147,7 +148,7 @@ def test_faults_of_a_page_are_noticed(browser: Browser, tmp_path: Path) -> None:
 def test_figures_are_exported_with_how_they_were_made(tmp_path: Path) -> None:
     page = parts_page()
     folders = {"svg": tmp_path / "svg", "png": tmp_path / "a" / "png"}
-    written = list(export_figures(page.write(tmp_path / "index.html"), page.figures, page.provenance, folders))
+    written = list(export_figures(page, folders))
     assert [path.name for path in written if path.suffix == ".svg"] == [
         "curves.svg", "bars.svg", "pairs.svg", "levels.svg",
     ]  # fmt: skip
@@ -163,14 +164,21 @@ def test_figures_are_exported_with_how_they_were_made(tmp_path: Path) -> None:
 
 def test_a_browser_that_does_not_start_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = parts_page()
-    path = page.write(tmp_path / "index.html")
     monkeypatch.setenv("LONGSHORE_BROWSER", "/bin/false")
-    with pytest.raises(ReportError, match="the browser ended"):
-        list(export_figures(path, page.figures, page.provenance, {"svg": tmp_path}))
+    with pytest.raises(ReportError, match="ended with 1 and drew nothing"):
+        list(export_figures(page, {"svg": tmp_path}))
     monkeypatch.setenv("LONGSHORE_BROWSER", "/nowhere/chromium")
     with pytest.raises(ReportError, match="apt-get install chromium"):
-        list(export_figures(path, page.figures, page.provenance, {"svg": tmp_path}))
-    assert [each.name for each in tmp_path.iterdir()] == ["index.html"]
+        list(export_figures(page, {"svg": tmp_path}))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_figure_that_cannot_be_drawn_is_a_typed_error(tmp_path: Path) -> None:
+    page = parts_page()
+    page.figures[0] = ("figure-99", "Curves")
+    with pytest.raises(ReportError, match="the page failed: TypeError"):
+        list(export_figures(page, {"svg": tmp_path}))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(not os.environ.get("LONGSHORE_LOOK"), reason="the pages of the commands: `make look`")

@@ -12,7 +12,7 @@ import pytest
 
 from longshore.errors import LongshoreError, ReportError
 from longshore.report import RUNS, SOURCES, Page, Points, levels, paired_points, stacked_bars
-from longshore.report.page import script
+from longshore.report.page import theme
 from longshore.report.plots import TierSeries, plotly_javascript
 
 NASTY = "<script>alert(1)</script> & \"quotes\" 'and' </script><!-- \u2028"
@@ -184,7 +184,7 @@ def test_missing_plotly_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> N
 def test_every_series_colour_has_its_dark_form_in_the_script() -> None:
     for colour in (*SOURCES.values(), *RUNS.values()):
         for form in (colour, colour.wash()):
-            assert f'"{form.light}": "{form.dark}"' in script()
+            assert f'"{form.light}": "{form.dark}"' in theme()
     figures = [
         bars().to_json(),
         levels([0], [TierSeries("a", [1], 2, SOURCES["file"])], x_title="x", unit="B").to_json(),
@@ -193,7 +193,7 @@ def test_every_series_colour_has_its_dark_form_in_the_script() -> None:
         re.findall(r'"(#[0-9a-f]{6}|rgba\([^"]*0\.45\))"', "".join(json.dumps(json.loads(f)["data"]) for f in figures))
     )
     assert used
-    assert all(f'"{colour}": ' in script() for colour in used)
+    assert all(f'"{colour}": ' in theme() for colour in used)
 
 
 def test_stacked_bars_hold_their_values() -> None:
@@ -225,7 +225,7 @@ def test_paired_points_tell_the_emphasised_from_the_rest() -> None:
     assert [note["text"] for note in figure["layout"]["annotations"]] == ["p50 20.0"]
 
 
-def test_a_limit_far_above_the_scale_is_said_instead_of_drawn() -> None:
+def test_limit_far_above_the_scale_is_text_not_line() -> None:
     rows = [TierSeries("near", [1, 8], 10, SOURCES["host"]), TierSeries("far", [1, 8], 1000, SOURCES["file"])]
     layout = json.loads(levels([0, 1], rows, x_title="x", unit="MiB").to_json())["layout"]
     assert [shape["y0"] for shape in layout["shapes"]] == [10]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import longshore
-from longshore.cli.output import ReportOutputs, provenance, provenance_lines
+from longshore.cli.output import ReportOptions, provenance, provenance_lines
 from longshore.errors import ConfigError, ReportError
 
 EXCERPT = str(resources.files("longshore.trace").joinpath("data", "conversation_excerpt.jsonl"))
@@ -61,10 +61,10 @@ def test_a_seed_of_zero_is_a_seed() -> None:
 def test_images_without_chromium_are_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LONGSHORE_BROWSER", "/nowhere/chromium")
     with pytest.raises(ReportError, match="apt-get install chromium"):
-        ReportOutputs.checked(None, tmp_path / "svg", None)
+        ReportOptions(None, tmp_path / "svg", None).check()
     (tmp_path / "file").write_text("")
     for option, given in {"--svg": (None, tmp_path / "file", None), "--png": (None, None, tmp_path / "file")}.items():
         with pytest.raises(ConfigError, match=f"{option} .*: File exists"):
-            ReportOutputs.checked(*given)
+            ReportOptions(*given).check()
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
-    assert ReportOutputs.checked(None, None, None) is None
+    assert not ReportOptions().check()

@@ -111,7 +111,7 @@ def in_chain(*jobs: int) -> list[Transfer]:
         Transfer(
             job,
             Route(HOST, HOST),
-            (Item(path(1)[0], None, Slot(HOST, 0, i), Slot(HOST, 0, i + 1), 1),),
+            (Item(path(1)[0], None, Slot(HOST, 0, i), Slot(HOST, 0, i + 1)),),
             deadline=10.0,
             after=jobs[i - 1 : i] if i else (),
         )
@@ -176,7 +176,7 @@ class Machine:
         self.memory = Memory(8, host)
         tiers = [TierSpec(HOST, 4, IMAGE), TierSpec(FILE, 8, IMAGE)]
         self.cache = TieredCache(tiers, CacheSettings(), generation=self.file.generation)
-        self.found = self.cache.adopt(FILE, ((c.slot, c.key, c.parent) for c in self.file.recover()))
+        self.found = self.cache.adopt(FILE, self.file.recover())
         self.runtime = Runtime(self.cache, [self.memory, TierMover(self.file, host)], [self.file])
 
     def load(self, keys: list[bytes], blocks: list[int]) -> tuple[int, tuple[str, ...]]:

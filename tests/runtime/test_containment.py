@@ -23,6 +23,7 @@ from longshore.cache import (
 )
 from longshore.errors import TraceError
 from longshore.runtime.containment import CallLog
+from residents import residents_of
 
 
 def test_idle_calls_do_not_evict_others_from_the_call_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +44,7 @@ def test_idle_calls_do_not_evict_others_from_the_call_log(tmp_path: Path, monkey
     assert len(names) <= 16
     written = log.write()
     assert written is not None
-    assert {each.key for each in replay(written).residents()} == set(path(3))
+    assert {each.key for each in residents_of(replay(written))} == set(path(3))
 
 
 def test_call_log_keeps_arguments_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +67,7 @@ def test_call_log_keeps_arguments_as_they_were(tmp_path: Path, monkeypatch: pyte
     written = log.write()
     assert written is not None
     again = replay(written)
-    assert {each.key for each in again.residents()} == {each.key for each in cache.residents()} == set(path(3))
+    assert {each.key for each in residents_of(again)} == {each.key for each in residents_of(cache)} == set(path(3))
     assert again.jobs_in_flight == cache.jobs_in_flight == 1
     calls = pickle.loads(written.read_bytes())[1]  # noqa: S301
     (matched,) = [call for call in calls if call[0] == "lookup" and len(call[1][0]) == 2]

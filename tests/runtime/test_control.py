@@ -345,7 +345,7 @@ def test_a_pin_of_chunks_that_stand_alone_is_refused() -> None:
     runtime.close()
 
 
-def test_a_killed_engine_leaves_a_socket_that_the_next_one_takes(
+def test_next_engine_takes_the_socket_of_a_killed_one(
     process: subprocess.Popen[str], opened: Opened, path: Path
 ) -> None:
     assert ask(path, {"command": "stats"}, PATIENCE)["pid"] == process.pid

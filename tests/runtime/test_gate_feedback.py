@@ -84,7 +84,7 @@ def learned(per_chunk: float, *, at_hand: int = 0, gated: bool = True) -> Rig:
     return rig
 
 
-def test_what_is_slower_to_read_than_to_compute_is_computed_and_counted() -> None:
+def test_blocks_slower_to_read_are_computed_and_counted() -> None:
     rig = learned(1.0)
     assert rig.runtime.worth_loading(rig.lookup(), 0) == 0
     assert rig.runtime.gate.refused == 4
@@ -110,7 +110,7 @@ def test_what_is_quicker_to_read_is_loaded() -> None:
     assert rig.runtime.gate.refused == 0
 
 
-def test_what_lies_in_host_memory_is_loaded_whatever_is_behind_it() -> None:
+def test_host_memory_is_loaded_whatever_is_behind_it() -> None:
     rig = learned(1.0, at_hand=3)
     assert rig.runtime.worth_loading(rig.lookup(), 0) == 3
     rig = learned(1.0, at_hand=4)

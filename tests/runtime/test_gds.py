@@ -19,6 +19,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from longshore.cache import GroupKeys
+from residents import residents_of
 
 sys.path.append(str(Path(__file__).parents[1] / "tiers"))
 from cufile_stand_in import StandInCuFile, cuFileError
@@ -169,7 +170,7 @@ def test_daily_write_budget_holds_without_host_tier(pages: Pages, tmp_path: Path
         with stack.runtime.observe() as cache:
             drops = {reason: n for reason, n in cache.counters.drops[FILE].items() if n}
     assert library.calls["write"] == 3
-    assert drops == {DropReason.BUDGET: CHUNKS - 3}
+    assert drops == {DropReason.RATE_LIMIT: CHUNKS - 3}
 
 
 def test_the_next_process_finds_what_was_written(pages: Pages, tmp_path: Path, library: StandInCuFile) -> None:
@@ -231,7 +232,7 @@ def test_what_rots_ends_the_load_there_and_nothing_else_changes(
     with opened(pages, tmp_path, library) as stack:
         store(stack, blocks)
         with stack.runtime.control() as cache:
-            (slot,) = [each.slot.index for each in cache.residents() if each.key == KEYS[5]]
+            (slot,) = [each.slot.index for each in residents_of(cache) if each.key == KEYS[5]]
         flip_image_bit(tmp_path, slot, 12345)
         pages.fill(2)
         after = pages.read(blocks)
@@ -308,7 +309,7 @@ class Machine:
         for chunk in chunks:
             slot = Slot(FILE, 0, chunk)
             source, destination = (None, slot) if route == WRITE else (slot, None)
-            items.append(Item(KEYS[chunk], None, source, destination, (1 << PER_CHUNK) - 1))
+            items.append(Item(KEYS[chunk], None, source, destination))
         blocks = tuple(range(PER_CHUNK * chunks.start, PER_CHUNK * chunks.stop))
         return Transfer(job, route, tuple(items), (Section(0, 0, blocks),), **changes)
 
@@ -352,8 +353,7 @@ def test_a_section_that_begins_within_a_chunk_goes_in_pieces(machine: Machine, p
     whole = machine.transfer(2, READ, range(CHUNKS))
     (section,) = whole.sections
     section = section._replace(first_block=first_block, blocks=section.blocks[1:])
-    first = whole.items[0]._replace(valid=2)
-    result = machine.run(Transfer(2, READ, (first, *whole.items[1:]), (section,)))
+    result = machine.run(Transfer(2, READ, whole.items, (section,)))
     assert set(result.statuses) == {Status.OK}
     np.testing.assert_array_equal(pages.read(range(1, 2 * CHUNKS)), before[1:])
     assert (pages.read([0]) != before[:1]).any()
@@ -380,7 +380,7 @@ def test_urgent_jobs_get_the_ring_first(machine: Machine, monkeypatch: pytest.Mo
     assert begun == [2, 3, 2, 2]
 
 
-def test_what_has_not_begun_can_be_cancelled_and_can_be_late(machine: Machine) -> None:
+def test_unstarted_transfers_can_be_cancelled_and_late(machine: Machine) -> None:
     machine.mover.submit(machine.transfer(1, WRITE, range(CHUNKS)))
     machine.mover.cancel(1)
     statuses = machine.wait(1).statuses

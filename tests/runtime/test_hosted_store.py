@@ -101,7 +101,7 @@ def test_what_is_stored_is_probed_and_read_by_another_engine(opener: Opener) -> 
     one.store(0, 0)
     assert two.ask(0, 1) == (True, False)
     assert two.read(0) is Status.OK
-    assert two.read(1) is Status.LAPSED
+    assert two.read(1) is Status.EXPIRED
     assert other.ask(0, 1) == (False, False)
 
 
@@ -125,7 +125,7 @@ def test_resets_keep_the_name_of_fixed_weights_alone(opener: Opener) -> None:
     assert fixed.tier.namespace == private
 
 
-def test_a_process_that_was_killed_is_started_again_with_the_latest_generation(opener: Opener) -> None:
+def test_killed_process_restarts_with_the_latest_generation(opener: Opener) -> None:
     harness = opener()
     harness.store(0, 0)
     former = harness.pid
@@ -133,7 +133,7 @@ def test_a_process_that_was_killed_is_started_again_with_the_latest_generation(o
     harness.until(lambda: harness.tier.failures["tier_host"] == 1)
     assert harness.tier.is_away
     assert harness.ask(0) is None
-    assert harness.read(0) is Status.AWAY
+    assert harness.read(0) is Status.UNAVAILABLE
     harness.tier.forget(5, bytes(32))
     harness.until(lambda: not harness.tier.is_away)
     assert harness.pid != former
@@ -150,7 +150,7 @@ def test_questions_and_operations_of_a_process_that_dies_are_answered(opener: Op
     os.kill(harness.pid, signal.SIGKILL)
     harness.until(lambda: not harness.tier._asked and not harness.tier._in_flight)
     assert [present for _, present in harness.tier.answers()] == [None]
-    assert harness._unclaimed.pop(ticket).statuses == (Status.AWAY,)
+    assert harness._unclaimed.pop(ticket).statuses == (Status.UNAVAILABLE,)
 
 
 def test_a_stopped_process_is_left_alone_and_then_killed(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_a_stopped_process_is_left_alone_and_then_killed(opener: Opener, monkeyp
     harness.until(lambda: harness.tier.is_stalled)
     assert harness.ask(0) is None
     harness.until(lambda: harness.tier.failures["tier_host"] == 1)
-    assert harness._unclaimed.pop(ticket).statuses == (Status.AWAY,)
+    assert harness._unclaimed.pop(ticket).statuses == (Status.UNAVAILABLE,)
 
 
 def test_a_store_that_is_away_says_so_and_comes_back(opener: Opener, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_store_that_is_away_says_so_and_comes_back(opener: Opener, tmp_path: P
     while not harness.tier.is_away:
         assert harness.ask(0) is None
     assert harness.tier.failures["breaker"] == 1
-    assert harness.read(0) is Status.AWAY
+    assert harness.read(0) is Status.UNAVAILABLE
     directory.mkdir()
     harness.until(lambda: not harness.tier.is_away)
     assert harness.ask(0) == (False,)
@@ -188,9 +188,7 @@ def test_what_cannot_be_is_refused_at_once(opener: Opener, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("status", ["ends", "is no program"])
-def test_a_process_that_cannot_be_started_at_first_is_started_later(
-    opener: Opener, tmp_path: Path, status: str
-) -> None:
+def test_process_that_fails_to_start_is_started_later(opener: Opener, tmp_path: Path, status: str) -> None:
     began = tmp_path / "began"
     fails = (
         f"import os; began = os.path.exists({str(began)!r}); open({str(began)!r}, 'w').close(); began or sys.exit(3)"
@@ -199,7 +197,7 @@ def test_a_process_that_cannot_be_started_at_first_is_started_later(
     harness = opener(program=command)
     assert harness.tier.is_away
     assert harness.ask(0) is None
-    assert harness.read(0) is Status.AWAY
+    assert harness.read(0) is Status.UNAVAILABLE
     if status == "ends":
         assert harness.tier.failures["tier_host"] == 1
     else:
@@ -211,7 +209,7 @@ def test_a_process_that_cannot_be_started_at_first_is_started_later(
     assert harness.ask(0, 1) == (True, False)
 
 
-def test_an_answer_without_a_value_for_each_key_is_an_invalid_message(opener: Opener) -> None:
+def test_answer_without_a_value_per_key_is_invalid(opener: Opener) -> None:
     harness = opener()
     os.kill(harness.pid, signal.SIGSTOP)
     ticket = harness.tier.ask([key(0)], 0, math.inf)
@@ -220,10 +218,10 @@ def test_an_answer_without_a_value_for_each_key_is_an_invalid_message(opener: Op
     assert harness.tier.answers() == [(ticket, None)]
 
 
-def test_certificates_on_a_file_system_that_hangs_hold_up_no_start(opener: Opener, tmp_path: Path) -> None:
+def test_certificates_on_a_hung_file_system_delay_no_start(opener: Opener, tmp_path: Path) -> None:
     hung = tmp_path / "ca.pem"
     os.mkfifo(hung)  # opening it for reading blocks, as a file on a mount does whose server is gone
     harness = opener(f"valkeys://127.0.0.1:1?ca_file={hung}&connect_timeout=100ms")
-    assert harness.read(0) in {Status.DEADLINE, Status.AWAY}
+    assert harness.read(0) in {Status.DEADLINE, Status.UNAVAILABLE}
     # A writer can open it only while somebody waits to read it: the certificates are still being read.
     os.close(os.open(hung, os.O_WRONLY | os.O_NONBLOCK))

@@ -16,6 +16,7 @@ from longshore.cache import (
     PrefetchPolicy,
     load,
 )
+from residents import residents_of
 
 
 def test_transfer_not_begun_by_its_deadline_ends(rig: Rig) -> None:
@@ -33,7 +34,7 @@ def test_transfer_not_begun_by_its_deadline_ends(rig: Rig) -> None:
     assert rig.misses() == {"deadline": 1}
     rig.files.end(Status.CANCELLED)
     rig.check_idle()
-    assert [r.slot.tier for r in rig.cache.residents()] == [FILE]
+    assert [r.slot.tier for r in residents_of(rig.cache)] == [FILE]
 
 
 def test_each_deadline_passes_without_a_call_of_the_engine(rig: Rig) -> None:
@@ -120,7 +121,7 @@ def test_cancelled_waiting_transfer_is_never_submitted(rig: Rig) -> None:
     rig.files.end()
     rig.check_idle()
     assert rig.device.submitted == []
-    assert {r.slot.tier for r in rig.cache.residents()} == {HOST, FILE}  # what was on its way in is there for the next
+    assert {r.slot.tier for r in residents_of(rig.cache)} == {HOST, FILE}  # what arrives is there for the next
 
 
 def test_cancelled_running_transfer_ends_with_a_result(rig: Rig) -> None:

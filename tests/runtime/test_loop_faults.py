@@ -31,6 +31,7 @@ from longshore.cache import (
 from longshore.cache.eviction import LRU
 from longshore.errors import CacheError, JobError, StateError, TierClosedError
 from longshore.runtime import BackgroundLoop, Runtime
+from residents import residents_of
 from scripted import Scripted
 
 
@@ -67,8 +68,8 @@ def test_fault_is_logged_once_and_its_call_log_replays(
     refused = [call for call in calls if call[0] == "store" and len(set(call[1][0][0].keys)) < len(call[1][0][0].keys)]
     assert len(refused) == 1
     again = replay(written)
-    assert {each.key for each in again.residents()} <= {*keys, b"new".ljust(32)}
-    assert again.residents()
+    assert {each.key for each in residents_of(again)} <= {*keys, b"new".ljust(32)}
+    assert residents_of(again)
     runtime.close(0.0)
 
 
@@ -105,7 +106,7 @@ def test_internal_error_of_any_method_is_a_fault(
 
 
 @pytest.mark.parametrize(("method", "faults"), [("lookup", 1), ("take", 1), ("progress", 0)])
-def test_interrupt_is_a_fault_if_it_may_have_left_something_half_changed(
+def test_interrupt_is_a_fault_if_state_may_be_half_changed(
     method: str, faults: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TieredCache, method, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))

@@ -16,6 +16,7 @@ from longshore.boundary import FILE, HOST, Cancel, Route, Status
 from longshore.cache import CacheGroup, GroupKeys
 from longshore.errors import CacheError, PlanError, TierClosedError, TierError
 from longshore.runtime import Runtime
+from residents import residents_of
 from scripted import Scripted
 
 
@@ -102,7 +103,7 @@ def test_failed_first_upstream_item_ends_the_dependent_transfer(rig: Rig) -> Non
     [TierError("no"), PlanError("no"), TierClosedError("no"), RuntimeError("CUDA error")],
     ids=lambda e: type(e).__name__,
 )
-def test_refused_load_is_a_miss_and_its_slots_are_not_copied(error: Any) -> None:
+def test_refused_load_is_a_miss_and_copies_no_slots(error: Any) -> None:
     rig = Rig()
     rig.store(path(2))
     rig.files.refuse = error
@@ -111,7 +112,7 @@ def test_refused_load_is_a_miss_and_its_slots_are_not_copied(error: Any) -> None
     assert rig.device.submitted == [], "bytes that never came were copied to the device"
     assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
     assert rig.misses() == {"tier_off": 2}
-    assert {r.slot.tier for r in rig.cache.residents()} == {FILE}, "a refusal is not the fault of the stored bytes"
+    assert {r.slot.tier for r in residents_of(rig.cache)} == {FILE}, "a refusal is not the fault of the stored bytes"
     rig.check_idle()
 
 
@@ -121,7 +122,7 @@ def test_refused_backup_keeps_the_chunk_in_host_memory(rig: Rig) -> None:
     hold = rig.load(path(1), [1])
     rig.files.end()
     assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
-    assert {r.slot.tier for r in rig.cache.residents()} == {HOST, FILE}
+    assert {r.slot.tier for r in residents_of(rig.cache)} == {HOST, FILE}
     rig.check_idle()
 
 
@@ -132,7 +133,7 @@ def test_route_without_a_mover_is_a_miss() -> None:
     rig.device.end()
     rig.check_idle()
     assert rig.cache.counters.drops[FILE].total() == 1
-    assert [r.slot.tier for r in rig.cache.residents()] == [HOST]
+    assert [r.slot.tier for r in residents_of(rig.cache)] == [HOST]
 
 
 def test_transfer_ends_when_all_ranks_have_ended(rig: Rig) -> None:

@@ -35,6 +35,7 @@ from longshore.runtime import BackgroundLoop, Runtime
 from longshore.runtime.stack import adopt_found, close_runtime
 from longshore.tiers.arena import Arena
 from longshore.tiers.file import FileTier, capacity_for
+from residents import residents_of
 
 
 def test_close_leaves_nothing_in_flight(rig: Rig) -> None:
@@ -81,7 +82,7 @@ def test_close_flushes_first(rig: Rig) -> None:
     assert rig.runtime.close(10.0)
     sooner.join()
     later.join()
-    assert {r.slot.tier for r in rig.cache.residents()} == {HOST, FILE}
+    assert {r.slot.tier for r in residents_of(rig.cache)} == {HOST, FILE}
     assert rig.runtime.close()
 
 
@@ -179,7 +180,7 @@ def test_tier_that_cannot_store_a_reset_is_disabled(tmp_path: Path, monkeypatch:
         job = cache.store({0: GroupKeys(path(1))}, {0: [0]})[0].job
     assert job is not None
     assert machine.runtime.flush(10.0)
-    assert [r.slot.tier for r in machine.cache.residents()] == [HOST]
+    assert [r.slot.tier for r in residents_of(machine.cache)] == [HOST]
     assert machine.cache.counters.drops[FILE].total() == 1
     with pytest.raises(TierClosedError):
         machine.file.recover()
@@ -224,7 +225,7 @@ def test_records_of_other_scopes_are_logged_at_start(tmp_path: Path, caplog: pyt
         assert said[0] == f"file tier: recovered {found} of {found} block images"
         assert len(said) == 1 + told
         assert all("3 records belong to other models" in each and "longshore gc" in each for each in said[1:])
-        assert len(cache.residents()) == found
+        assert len(residents_of(cache)) == found
         cache.check_integrity()
         file.close()
         arena.close()

@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry
 from longshore.boundary import DEVICE, FILE, HOST, Route
 from longshore.cache import CacheSettings, EventKind, GroupKeys, TieredCache, TierSpec, Verdict, explain
 from longshore.cache.explain import read_events
-from longshore.cache.recovery import Recovered
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import EventRecorder, Runtime, recorder
+from longshore.tiers.base import StoredChunk
 from scripted import Scripted
 
 NOW, WALL = 50.0, 1_000_000.0
@@ -49,7 +49,7 @@ def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path / "events")
 
 
-def test_the_file_tells_what_happened_by_the_clock_on_the_wall(rig: Rig) -> None:
+def test_recorded_times_are_wall_clock_times(rig: Rig) -> None:
     rig.store(1)
     with rig.runtime.control() as cache:
         cache.lookup({0: GroupKeys([bytes([1]) * 32, bytes([2]) * 32])}, NOW, request="r")
@@ -58,23 +58,23 @@ def test_the_file_tells_what_happened_by_the_clock_on_the_wall(rig: Rig) -> None
     kinds = [EventKind.RESET, EventKind.ORDERED, EventKind.STORED, EventKind.REQUEST]
     assert [event.kind for event in events] == kinds
     assert {event.at for event in events} == {WALL}
-    assert [account.verdict for account in explain(events, "r")] == [Verdict.FOUND, Verdict.NEVER_SEEN]
+    assert [account.verdict for account in explain(events, "r")["r"]] == [Verdict.FOUND, Verdict.NEVER_SEEN]
     assert (rig.sample("written_total"), rig.sample("missed_total"), rig.sample("off")) == (4, 0, 0)
 
 
-def test_what_was_found_at_a_restart_is_there_since_the_restart(tmp_path: Path) -> None:
+def test_recovered_chunks_are_recorded_as_of_the_restart(tmp_path: Path) -> None:
     cache = TieredCache([TierSpec(HOST, 4, 4096), TierSpec(FILE, 4, 4096, outlives=True)], CacheSettings(events=100))
-    assert cache.adopt(FILE, [Recovered(0, bytes([1]) * 32, None)]) == 1
+    assert cache.adopt(FILE, [StoredChunk(0, bytes([1]) * 32, None)]) == 1
     runtime = Runtime(cache, [Scripted(Route(DEVICE, HOST), Route(HOST, DEVICE))], clock=lambda: NOW)
     recorded = EventRecorder(runtime, tmp_path / "events", 1 << 20, clock=lambda: WALL, start=False)
     with runtime.control() as cache:
         cache.lookup({0: GroupKeys([bytes([1]) * 32])}, NOW, request="r")
     recorded.close()
-    (account,) = explain(read_events(tmp_path / "events"), "r")
+    (account,) = explain(read_events(tmp_path / "events"), "r")["r"]
     assert (account.verdict, account.tier, account.at) == (Verdict.FOUND, FILE, WALL)
 
 
-def test_what_is_in_both_files_is_bounded_and_the_newest_is_there(tmp_path: Path) -> None:
+def test_both_files_are_bounded_and_hold_the_newest(tmp_path: Path) -> None:
     rig = Rig(tmp_path / "events", limit=4096)
     for number in range(100):
         rig.store(number)
@@ -89,7 +89,7 @@ def test_what_is_in_both_files_is_bounded_and_the_newest_is_there(tmp_path: Path
     assert rig.recorder.written > len(events)
 
 
-def test_a_new_process_begins_a_new_file_and_keeps_the_one_before(tmp_path: Path) -> None:
+def test_new_process_begins_a_file_and_keeps_the_last(tmp_path: Path) -> None:
     first = Rig(tmp_path / "events")
     first.store(1)
     first.recorder.close()
@@ -97,7 +97,7 @@ def test_a_new_process_begins_a_new_file_and_keeps_the_one_before(tmp_path: Path
     with second.runtime.control() as cache:
         cache.lookup({0: GroupKeys([bytes([1]) * 32])}, NOW, request="r")
     second.recorder.close()
-    (account,) = explain(read_events(second.path), "r")
+    (account,) = explain(read_events(second.path), "r")["r"]
     assert (account.verdict, account.cause) == (Verdict.RESET, "start")
 
 

@@ -37,7 +37,7 @@ class Machine:
         host = HostTier(self.arena, Slabs.of_one_size(size, SLOTS))
         device = device_for(layout)
         device.reach(self.arena.in_one_piece)
-        self.store = KeyStore(self.arena, host.image_bytes, images=images)
+        self.store = KeyStore(self.arena, host.slabs.image_bytes, images=images)
         self.cache = TieredCache([TierSpec(HOST, SLOTS, size)], CacheSettings(**settings), remote=[self.store.name])
         remote = KeyedMover(self.store, host)
         movers = [TransferEngine(layout, device, host), remote]
@@ -131,14 +131,14 @@ def test_a_broken_image_would_be_noticed_here(pair: tuple[Machine, Machine]) -> 
     assert not torch.equal(there.load(), written)
 
 
-def test_what_lapsed_between_the_answer_and_the_read_is_a_miss(pair: tuple[Machine, Machine]) -> None:
+def test_chunk_that_lapses_between_probe_and_read_misses(pair: tuple[Machine, Machine]) -> None:
     here, there = pair
     written = here.offload(4)
     here.settle()
     there.store.lapse(KEYS[2])
     assert there.prefetch() == 2
     assert there.store.fired[StoreFault.LAPSE] == 1
-    assert there.misses()[MissReason.LAPSED] == 1
+    assert there.misses()[MissReason.EXPIRED] == 1
     assert torch.equal(there.load(), written[:2])
 
 
@@ -163,10 +163,10 @@ def test_an_answer_that_comes_too_late_changes_nothing(background: bool) -> None
     machine.settle()
     assert machine.store.fired[StoreFault.LATE] > 0
     assert machine.cache.counters.probes["store"] == {
-        Answer.NONE: len(KEYS),
+        Answer.NO_ANSWER: len(KEYS),
         Answer.PRESENT: 0,
         Answer.ABSENT: 0,
-        Answer.UNASKED: 0,
+        Answer.NOT_SENT: 0,
     }
     assert machine.lookup().remote == 0
     machine.close()
@@ -182,7 +182,7 @@ def test_a_silent_store_costs_nothing_but_counted_misses() -> None:
         assert machine.runtime.wait_ended(found.probes, PATIENCE)
     machine.settle()
     assert machine.store.fired[StoreFault.SILENT] > 0
-    assert machine.cache.counters.probes["store"][Answer.NONE] == 3
+    assert machine.cache.counters.probes["store"][Answer.NO_ANSWER] == 3
     assert machine.cache.counters.drops["store"][DropReason.WRITE_FAILED] == 3
     assert torch.equal(machine.load(), written)
     assert machine.misses() == {MissReason.ABSENT: 4}
@@ -190,7 +190,7 @@ def test_a_silent_store_costs_nothing_but_counted_misses() -> None:
     machine.close()
 
 
-def test_a_store_that_falls_silent_during_a_fetch_is_a_miss() -> None:
+def test_store_that_falls_silent_during_a_fetch_misses() -> None:
     images: Images = {}
     writer = Machine(images)
     writer.offload(2)
@@ -212,7 +212,7 @@ def test_a_store_that_is_closed_answers_at_once() -> None:
     machine.store.close()
     (probe,) = machine.lookup().probes
     assert machine.cache.progress(probe).is_over
-    assert machine.cache.counters.probes["store"][Answer.NONE] == len(KEYS)
+    assert machine.cache.counters.probes["store"][Answer.NO_ANSWER] == len(KEYS)
     machine.offload(1)
     machine.settle()
     assert machine.cache.counters.drops["store"][DropReason.WRITE_FAILED] == 1
@@ -223,6 +223,6 @@ def test_a_store_that_nobody_asks_answers_at_once(caplog: pytest.LogCaptureFixtu
     machine = Machine({})
     machine.runtime._probers.clear()
     machine.lookup()
-    assert machine.cache.counters.probes["store"][Answer.NONE] == len(KEYS)
+    assert machine.cache.counters.probes["store"][Answer.NO_ANSWER] == len(KEYS)
     assert "could not be submitted" in caplog.text
     machine.close()

@@ -18,6 +18,7 @@ from longshore.layout import KVLayout, from_rows
 from longshore.runtime.stack import Stack, open_stack
 from longshore.transfer.device import CpuDevice, Stream, device_for
 from longshore.transfer.device.base import InOnePiece
+from residents import residents_of
 
 BLOCKS, ROW = 24, 6 * 1000  # rows that are no multiple of anything
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(3)]
@@ -158,7 +159,7 @@ class WithoutParent:
 
     @property
     def in_files(self) -> dict[bytes, int]:
-        return {each.key: each.slot.index for each in self.cache.residents() if each.slot.tier == FILE}
+        return {each.key: each.slot.index for each in residents_of(self.cache) if each.slot.tier == FILE}
 
     def found(self, first: int) -> int:
         return self.cache.lookup({0: GroupKeys(self.path, first)}, 0.0, until=Until.NOTHING).chunks
@@ -180,7 +181,7 @@ def without_parent(tmp_path: Path) -> Iterator[WithoutParent]:
     made.stack.close()
 
 
-def test_chunks_whose_parent_a_restart_does_not_find_are_whole_once_it_is_stored_again(
+def test_chunks_are_whole_once_their_lost_parent_is_restored(
     without_parent: WithoutParent,
 ) -> None:
     cache, runtime, rows = without_parent.cache, without_parent.stack.runtime, without_parent.rows
@@ -200,7 +201,7 @@ def test_chunks_whose_parent_a_restart_does_not_find_are_whole_once_it_is_stored
     cache.check_integrity()
 
 
-def test_chunks_whose_parent_a_restart_does_not_find_are_evicted_first(without_parent: WithoutParent) -> None:
+def test_chunks_whose_parent_is_not_recovered_go_first(without_parent: WithoutParent) -> None:
     tier, prompt = without_parent.cache.stats()[1], 0
     room = tier.slots - tier.used
     while room >= 0:  # the last chunk takes the slot of another

@@ -22,6 +22,7 @@ from longshore.runtime.selftest import copy_test, self_test
 from longshore.runtime.stack import Stack, open_stack
 from longshore.tiers.file.fsck import Fsck
 from longshore.transfer.device import device_for
+from residents import residents_of
 
 
 class Rows:
@@ -58,7 +59,7 @@ def test_it_passes_at_every_start_over_the_same_directory(tmp_path: Path, backup
         with stack_over(rows, tmp_path / "kv", backup) as stack:
             self_test(stack, rows, [5])
             with stack.runtime.observe() as cache:
-                assert cache.residents() == []
+                assert residents_of(cache) == []
                 assert (cache.held, cache.jobs_in_flight) == (0, 0)
                 assert cache.counters.hits == {HOST: 0, FILE: 0}
                 assert not any(total.bytes or total.chunks for total in cache.counters.routes.values())
@@ -102,7 +103,7 @@ def write_as(directory: Path, salt: str, count: int) -> None:
             assert stack.runtime.flush(30.0)
 
 
-def test_a_start_under_another_scope_leaves_records_while_there_are_empty_slots(tmp_path: Path) -> None:
+def test_start_under_another_scope_spares_records_beside_empty_slots(tmp_path: Path) -> None:
     write_as(tmp_path / "kv", "a", 5)
     before = records(tmp_path / "kv")
     assert len(before) == 5
@@ -111,7 +112,7 @@ def test_a_start_under_another_scope_leaves_records_while_there_are_empty_slots(
     assert before.items() <= after.items()
     assert len(after) == 10
     with stack_over(Rows(), tmp_path / "kv", "write_back", "a") as stack, stack.runtime.observe() as cache:
-        assert len(cache.residents()) == 5
+        assert len(residents_of(cache)) == 5
 
 
 def test_without_empty_slots_the_records_of_others_go_oldest_first(tmp_path: Path) -> None:

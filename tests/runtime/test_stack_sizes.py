@@ -113,7 +113,7 @@ def test_each_group_comes_back_from_slots_of_its_size(machine: Machine) -> None:
     assert machine.load(WINDOW, path(WINDOW, 0, 8)) == (7, {HOST})
 
 
-def test_host_memory_goes_from_one_size_to_the_other_and_back(machine: Machine) -> None:
+def test_host_memory_goes_between_image_sizes_and_back(machine: Machine) -> None:
     for prompt in range(5):
         machine.store(WINDOW, path(WINDOW, prompt, 3))
     assert sizes(machine.stack, HOST) == [(5, 15), (0, 0)]

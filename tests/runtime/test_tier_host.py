@@ -60,7 +60,7 @@ def reads(harness: HostedHarness) -> list[int]:
     return [harness.tier.submit([harness.op(Op.READ, slot, slot, slot)], math.inf) for slot in range(4)]
 
 
-def test_results_are_told_as_they_come_and_not_at_the_next_look(tmp_path: Path) -> None:
+def test_results_are_told_when_they_come(tmp_path: Path) -> None:
     harness = HostedHarness(tmp_path / "tier", program("child._LOOK = 1e6"))
     for slot in range(SLOTS):
         harness.store(slot, slot)
@@ -68,7 +68,7 @@ def test_results_are_told_as_they_come_and_not_at_the_next_look(tmp_path: Path) 
     harness.close()
 
 
-def test_what_a_killed_process_was_doing_ends_and_another_one_serves_it(harness: HostedHarness) -> None:
+def test_work_of_a_killed_process_ends_and_another_serves(harness: HostedHarness) -> None:
     for slot in range(SLOTS):
         harness.store(slot, slot)
     first = harness.pid
@@ -76,8 +76,11 @@ def test_what_a_killed_process_was_doing_ends_and_another_one_serves_it(harness:
     tickets = reads(harness)
     assert harness.tier.poll() == []
     harness.kill()
-    assert [harness.wait(ticket).statuses for ticket in tickets] == [(Status.AWAY,)] * 4
-    assert harness.run(harness.op(Op.READ, 0, 0), harness.op(Op.WRITE, 1, 1)) == (Status.AWAY, Status.AWAY)
+    assert [harness.wait(ticket).statuses for ticket in tickets] == [(Status.UNAVAILABLE,)] * 4
+    assert harness.run(harness.op(Op.READ, 0, 0), harness.op(Op.WRITE, 1, 1)) == (
+        Status.UNAVAILABLE,
+        Status.UNAVAILABLE,
+    )
     harness.until_open()
     assert harness.pid != first
     for slot in range(SLOTS):
@@ -96,7 +99,7 @@ def test_no_result_before_the_process_is_reaped(harness: HostedHarness, monkeypa
         harness.until(lambda: process.is_eof)
         assert [harness.tier.poll() for _ in range(5)] == [[]] * 5
         assert harness._unclaimed == {}
-    assert [harness.wait(ticket).statuses for ticket in tickets] == [(Status.AWAY,)] * 4
+    assert [harness.wait(ticket).statuses for ticket in tickets] == [(Status.UNAVAILABLE,)] * 4
 
 
 def test_kills_at_any_instant_never_leave_a_wrong_byte(opener: Opener) -> None:
@@ -114,7 +117,7 @@ def test_kills_at_any_instant_never_leave_a_wrong_byte(opener: Opener) -> None:
             harness.until(lambda: True)
             harness._unclaimed.update({result.ticket: result for result in harness.tier.poll()})
         harness.kill()
-        away += sum(harness.wait(ticket).statuses == (Status.AWAY,) for ticket in tickets)
+        away += sum(harness.wait(ticket).statuses == (Status.UNAVAILABLE,) for ticket in tickets)
         harness.until_open()
         wanted = [harness.op(Op.READ, *each, place) for place, each in enumerate(known)]
         for read, status in zip(wanted, harness.run(*wanted), strict=True):
@@ -125,7 +128,7 @@ def test_kills_at_any_instant_never_leave_a_wrong_byte(opener: Opener) -> None:
     assert served > 0
 
 
-def test_orders_that_the_pipe_does_not_take_at_once_are_not_lost(harness: HostedHarness) -> None:
+def test_orders_that_the_full_pipe_delays_are_not_lost(harness: HostedHarness) -> None:
     harness.store(0, 0)
     harness.signal(signal.SIGSTOP)
     batch = [harness.op(Op.READ, 0, 0)] * 400
@@ -135,7 +138,7 @@ def test_orders_that_the_pipe_does_not_take_at_once_are_not_lost(harness: Hosted
     assert {harness.wait(ticket).statuses for ticket in tickets} == {(Status.OK,) * 400}
 
 
-def test_what_the_process_would_refuse_is_refused_before_it_is_told(harness: HostedHarness) -> None:
+def test_invalid_order_is_refused_before_the_process_sees_it(harness: HostedHarness) -> None:
     write, most = harness.op(Op.WRITE, 0, 0), harness.tier.slabs.indices
     for wrong in ({"generation": 1}, {"slot": most}, {"offset": harness.arena.nbytes}, {"pool": 1}, {"length": 0}):
         with pytest.raises(TierError):
@@ -188,7 +191,7 @@ def test_pauses_grow_and_begin_anew_after_a_good_process(tmp_path: Path) -> None
 # ---------------------------------------------------------------------- resets
 
 
-def test_a_reset_reaches_the_files_also_when_the_process_is_away(opener: Opener) -> None:
+def test_reset_reaches_files_while_the_process_is_away(opener: Opener) -> None:
     harness = opener(fixed_weights=True)
     harness.store(0, 0)
     harness.kill()
@@ -231,7 +234,7 @@ def test_reset_during_opening_restarts_tier_host_with_the_reset(
     assert harness.tier.failures["tier_host"] == 2
 
 
-def test_what_is_written_after_a_reset_is_for_this_engine_alone(opener: Opener) -> None:
+def test_records_after_a_reset_are_for_this_engine_alone(opener: Opener) -> None:
     harness = opener()
     harness.tier.forget(1)
     harness.store(0, 0)
@@ -281,7 +284,7 @@ def found_after_a_kill(harness: HostedHarness) -> tuple[int, list[StoredChunk]]:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_reset_while_the_process_is_away_outlives_a_kill_of_everything(harness: HostedHarness, times: int) -> None:
+def test_reset_without_the_process_survives_a_kill_of_everything(harness: HostedHarness, times: int) -> None:
     harness.store(0, 0)
     harness.kill()
     for generation in range(1, times + 1):
@@ -318,7 +321,7 @@ def test_unwritten_reset_is_written_on_close(harness: HostedHarness, monkeypatch
     assert found_after_a_kill(harness) == (1, [])
 
 
-def test_a_reset_that_nobody_can_ever_write_leaves_nothing_to_be_found(
+def test_reset_that_cannot_be_written_leaves_nothing_readable(
     harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness.store(0, 0)
@@ -366,7 +369,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("what", NONSENSE)
-def test_a_process_that_talks_nonsense_is_ended_and_the_next_one_serves(tmp_path: Path, what: str) -> None:
+def test_process_that_sends_nonsense_is_replaced_and_serves(tmp_path: Path, what: str) -> None:
     gate, said = tmp_path / "gate", tmp_path / "said"
     said.write_bytes(NONSENSE[what])
     lines = (
@@ -382,7 +385,7 @@ def test_a_process_that_talks_nonsense_is_ended_and_the_next_one_serves(tmp_path
     ticket = harness.tier.submit([harness.op(Op.READ, 0, 0)], math.inf)
     harness.until(lambda: harness.tier.failures["tier_host"] == 1)
     assert not gate.exists(), "it was said"
-    assert harness.wait(ticket).statuses in ((Status.AWAY,), (Status.OK,))
+    assert harness.wait(ticket).statuses in ((Status.UNAVAILABLE,), (Status.OK,))
     harness.until_open()
     harness.assert_serves(0, 0)
     assert harness.tier.failures["tier_host"] == 1
@@ -406,7 +409,7 @@ def test_slots_that_cannot_be_are_nonsense(harness: HostedHarness) -> None:
 
 
 @pytest.mark.parametrize("after", [0.0, 0.02, 0.1, 0.3])
-def test_an_interrupt_while_a_process_is_starting_does_not_end_it(
+def test_interrupt_does_not_end_a_starting_process(
     opener: Opener, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, after: float
 ) -> None:
     started, start = [], HostedFileTier._start
@@ -429,7 +432,7 @@ def test_an_interrupt_while_a_process_is_starting_does_not_end_it(
 # ---------------------------------------------------------------------- disks
 
 
-def test_a_full_disk_is_counted_and_what_was_written_is_served(harness: HostedHarness) -> None:
+def test_full_disk_is_counted_and_written_records_are_served(harness: HostedHarness) -> None:
     harness.store(0, 0)
     resource.prlimit(harness.pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     assert harness.run(harness.op(Op.WRITE, 1, 1)) == (Status.NO_SPACE,)
@@ -458,7 +461,7 @@ def test_a_directory_that_cannot_be_opened_again_is_tried_again(harness: HostedH
     harness.directory.write_text("in the way")
     harness.kill()
     harness.until(lambda: harness.tier.failures["tier_host"] >= 2)
-    assert harness.run(harness.op(Op.READ, 0, 0)) == (Status.AWAY,)
+    assert harness.run(harness.op(Op.READ, 0, 0)) == (Status.UNAVAILABLE,)
     harness.directory.unlink()
     aside.rename(harness.directory)
     harness.until_open()

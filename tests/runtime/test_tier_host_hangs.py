@@ -125,7 +125,7 @@ def test_one_that_is_stopped_is_ended_and_another_one_serves(opener: Callable[..
     harness.look(2)
     harness.until(lambda: harness.tier.failures["tier_host"] == 1)
     assert not is_running(pid)
-    assert harness.wait(ticket).statuses == (Status.AWAY,)
+    assert harness.wait(ticket).statuses == (Status.UNAVAILABLE,)
     harness.clock.now += watch.FIRST_PAUSE
     harness.until_open()
     assert harness.pid != pid
@@ -143,7 +143,7 @@ def test_one_that_is_stopped_is_waited_for_once(opener: Callable[..., Hanging]) 
     assert harness.tier.is_away
     for place in range(1, 4):
         (result,) = harness.look_at(harness.tier.submit([harness.op(Op.READ, 0, 0, place=place)], math.inf))
-        assert result.statuses == (Status.AWAY,), "at once"
+        assert result.statuses == (Status.UNAVAILABLE,), "at once"
     harness.signal(signal.SIGCONT)
     harness.until(lambda: not harness.tier.is_away)
     harness.assert_serves(0, 0)
@@ -164,7 +164,7 @@ def test_its_slots_are_its_own_until_it_is_reaped(
         harness.look(LOOKS + 1)
         harness.until(lambda: process.is_eof)
         assert harness.look(5) == []
-    assert harness.wait(ticket).statuses == (Status.AWAY,)
+    assert harness.wait(ticket).statuses == (Status.UNAVAILABLE,)
 
 
 def test_one_that_has_nothing_to_do_may_be_silent(opener: Callable[..., Hanging]) -> None:
@@ -201,7 +201,10 @@ def test_a_disk_that_hangs_costs_misses_and_no_process(opener: Callable[..., Han
     assert not harness.tier.is_away
     harness.hear(2 * LOOKS)
     assert harness.tier.is_away
-    assert harness.run(harness.op(Op.READ, 0, 1), harness.op(Op.WRITE, 1, 1)) == (Status.AWAY, Status.AWAY)
+    assert harness.run(harness.op(Op.READ, 0, 1), harness.op(Op.WRITE, 1, 1)) == (
+        Status.UNAVAILABLE,
+        Status.UNAVAILABLE,
+    )
     assert ticket in harness.tier._in_flight  # it may read yet
     harness.gate.unlink()
     assert harness.wait(ticket).statuses == (Status.OK,)
@@ -257,9 +260,7 @@ def test_a_tier_is_closed_though_its_process_is_stopped(
     assert {result.ticket: result.statuses for result in harness.tier.poll()} == {ticket: (Status.TIER_OFF,)}
 
 
-def test_one_that_is_silent_before_it_has_opened_stops_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_process_silent_before_it_opened_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "SILENCE", 0.5)
     with pytest.raises(TierError, match="by signal 9 before it opened"):
         HostedHarness(tmp_path / "tier", ("sleep", "1000"))

@@ -8,44 +8,36 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longshore.boundary import Slabs, Status
+from longshore.boundary import Status
 from longshore.errors import ConfigError, TierError
 from longshore.testing import Fault, FaultPlan, FaultyTier, Rule, TierHarness, TierTests
 from longshore.testing.tier_harness import image, span
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, Tier
 from longshore.tiers.file import FileTier, capacity_for
-from longshore.tiers.host import HostTier
 
 IMAGE = TierTests.image_bytes
 WITHOUT_END = FaultPlan((Rule(Op.READ, Fault.DELAY, 1.0, seconds=1e9), Rule(Op.WRITE, Fault.DELAY, 1.0, seconds=1e9)))
 
 
-class OverHost(TierTests):
-    reserved_bytes = TierTests.slots * IMAGE
-    plan = FaultPlan()
-
-    def open_tier(self, arena: Arena, directory: Path) -> Tier:
-        return FaultyTier(HostTier(arena, Slabs.of_one_size(IMAGE, self.slots)), self.plan, arena)
-
-
-class TestWithoutFaultsOverHost(OverHost):
-    pass
-
-
-class TestWithShortDelays(OverHost):
-    plan = FaultPlan(
-        (Rule(Op.READ, Fault.DELAY, 0.5, seconds=0.001), Rule(Op.WRITE, Fault.DELAY, 0.5, seconds=0.001)), seed=3
-    )
-
-
-class TestWithoutFaultsOverFile(TierTests):
+class OverFile(TierTests):
     persistent = True
+    plan = FaultPlan()
 
     def open_tier(self, arena: Arena, directory: Path) -> Tier:
         capacity = capacity_for(self.slots, IMAGE)
         inner = FileTier(directory, capacity=capacity, image_bytes=IMAGE, arena=arena, scope=bytes(32))
-        return FaultyTier(inner, FaultPlan(), arena)
+        return FaultyTier(inner, self.plan, arena)
+
+
+class TestWithoutFaults(OverFile):
+    pass
+
+
+class TestWithShortDelays(OverFile):
+    plan = FaultPlan(
+        (Rule(Op.READ, Fault.DELAY, 0.5, seconds=0.001), Rule(Op.WRITE, Fault.DELAY, 0.5, seconds=0.001)), seed=3
+    )
 
 
 @pytest.fixture
@@ -53,10 +45,10 @@ def harness_of(tmp_path: Path) -> Iterator[Callable[..., TierHarness]]:
     opened: list[TierHarness] = []
 
     def open_one(*rules: Rule, seed: int = 0) -> TierHarness:
-        suite = OverHost()
+        suite = OverFile()
         suite.plan = FaultPlan(rules, seed)
-        arena = Arena(suite.reserved_bytes + 32 * span(IMAGE))
-        opened.append(TierHarness(lambda: suite.open_tier(arena, tmp_path), arena, suite.reserved_bytes))
+        arena = Arena(32 * span(IMAGE))
+        opened.append(TierHarness(lambda: suite.open_tier(arena, tmp_path), arena))
         return opened[-1]
 
     yield open_one
@@ -179,15 +171,15 @@ def test_faults_strike_single_operations_of_a_batch(harness_of: HarnessOf) -> No
 
 def test_a_refused_batch_uses_up_no_faults(harness_of: HarnessOf) -> None:
     harness = harness_of(Rule(Op.WRITE, Fault.FAIL, nth=frozenset({1})))
-    inside_the_tier = harness.op(Op.WRITE, 0, 0, offset=0)
+    outside_the_arena = harness.op(Op.WRITE, 0, 0, offset=harness.arena.nbytes)
     with pytest.raises(TierError):
-        harness.tier.submit([harness.op(Op.WRITE, 0, 0), inside_the_tier], math.inf)
+        harness.tier.submit([harness.op(Op.WRITE, 0, 0), outside_the_arena], math.inf)
     assert harness.tier.poll() == []
     assert fired(harness) == {}
     assert harness.run(harness.op(Op.WRITE, 0, 0)) == (Status.IO_ERROR,)
 
 
-def test_a_plan_is_the_same_every_time_and_differs_by_seed() -> None:
+def test_fault_plan_repeats_and_differs_by_seed() -> None:
     def struck(seed: int) -> list[int]:
         plan = FaultPlan((Rule(Op.READ, Fault.FAIL, 0.2),), seed)
         return [number for number in range(1, 2001) if plan.rule(Op.READ, number)]

@@ -105,7 +105,7 @@ class StandInCuFile:
 
 
 class HostAsDevice:
-    """A `DeviceMemory` that is an arena in host memory; counts how bytes go in and out other than by cuFile."""
+    """An `ImageMemory` that is an arena in host memory; counts how bytes go in and out other than by cuFile."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena

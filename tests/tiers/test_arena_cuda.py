@@ -40,7 +40,7 @@ def test_trap_16_failed_registration_is_counted_logged_and_clears_error(
     assert runtime.left_behind == 0
 
 
-def test_trap_16_a_failed_unregistration_leaves_no_error_and_is_raised() -> None:
+def test_trap_16_failed_unregistration_is_raised_and_leaves_nothing() -> None:
     runtime = CudaStandIn()
     arena = Arena(2 * PAGE)
     arena.register(CudaRegistrar(runtime), PAGE, largest=PAGE)
@@ -55,7 +55,7 @@ def test_a_device_says_where_it_is(pci: str | None, expected: str) -> None:
     assert CudaRegistrar(CudaStandIn(pci=pci)).pci_address() == expected
 
 
-def test_a_runtime_whose_errors_could_not_be_taken_back_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runtime_whose_errors_would_stick_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("this process has a CUDA runtime")

@@ -101,7 +101,7 @@ def test_what_is_no_device_has_no_node(tmp_path: Path, address: str) -> None:
 # the bind call
 
 
-def test_the_arena_is_bound_to_the_devices_node_before_its_first_touch(tmp_path: Path) -> None:
+def test_arena_is_bound_to_the_devices_node_before_touch(tmp_path: Path) -> None:
     calls = Calls()
     arena = Arena(
         3 * MIB, ArenaSettings(pci_address=DEVICE), system=System(calls.syscall, calls.madvise, sysfs(tmp_path))
@@ -117,7 +117,7 @@ def test_the_arena_is_bound_to_the_devices_node_before_its_first_touch(tmp_path:
 @pytest.mark.parametrize(
     ("node", "mask", "bits"), [(0, [1], 65), (63, [1 << 63], 65), (64, [0, 1], 129), (130, [0, 0, 4], 193)]
 )
-def test_the_mask_has_the_bit_of_the_node_and_no_other(tmp_path: Path, node: int, mask: list[int], bits: int) -> None:
+def test_mask_has_the_bit_of_the_node_alone(tmp_path: Path, node: int, mask: list[int], bits: int) -> None:
     calls = Calls(lambda index: node)
     report = report_of(calls, ArenaSettings(numa_node=node), tmp_path)
     assert calls.log[0][4:6] == (mask, bits)  # type: ignore[index]
@@ -179,7 +179,7 @@ def test_pages_on_another_node_are_counted(tmp_path: Path, caplog: pytest.LogCap
 @pytest.mark.parametrize(
     "calls", [Calls(silent=True), Calls(lambda index: -errno.ENOENT if index == 5 else 1)], ids=["refused", "one page"]
 )
-def test_a_system_that_does_not_say_where_pages_are_is_counted(tmp_path: Path, calls: Calls) -> None:
+def test_system_that_hides_where_pages_are_is_counted(tmp_path: Path, calls: Calls) -> None:
     report = report_of(calls, ArenaSettings(numa_node=1), tmp_path)
     assert (report.numa_bound, report.fallbacks[Fallback.NUMA_UNVERIFIED]) == (True, 1)
     assert report.fallbacks[Fallback.NUMA_STRAYS] == 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -51,7 +53,8 @@ class Advice:
 def test_the_ranges_cover_all_of_it_exactly(nbytes: int, threads: int) -> None:
     advice = Advice(then=lambda *_: None)
     nbytes = min(nbytes, 200 << 26)
-    assert populate(System(madvise=advice), 1 << 20, nbytes, threads)
+    with mock.patch.object(os, "sched_getaffinity", lambda process: range(threads)):
+        assert populate(System(madvise=advice), 1 << 20, nbytes)
     ranges = sorted((address, size) for address, size, _ in advice.calls)
     assert ranges[0][0] == 1 << 20
     assert all(size > 0 for _, size in ranges)
@@ -61,18 +64,19 @@ def test_the_ranges_cover_all_of_it_exactly(nbytes: int, threads: int) -> None:
     assert {kind for _, _, kind in advice.calls} == {MADV_POPULATE_WRITE}
 
 
-def test_several_threads_are_at_it_at_once() -> None:
+def test_several_threads_are_at_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3))
     together = threading.Barrier(3)
 
     def meet(address: int, nbytes: int, advice: int) -> None:
         together.wait(timeout=60)  # breaks, and raises, when fewer come
 
-    assert populate(System(madvise=meet), 0, 3 << 26, 3)
+    assert populate(System(madvise=meet), 0, 3 << 26)
 
 
 def test_kernel_without_populate_is_counted_and_pages_are_touched() -> None:
     nbytes = 130 * MIB + PAGE
-    arena = Arena(nbytes, ArenaSettings(threads=2), system=System(madvise=Advice(MADV_POPULATE_WRITE)))
+    arena = Arena(nbytes, system=System(madvise=Advice(MADV_POPULATE_WRITE)))
     assert arena.report.fallbacks[Fallback.POPULATE] == 1
     assert mapped(arena.address)["Rss"] == nbytes
     arena.close()
@@ -80,7 +84,7 @@ def test_kernel_without_populate_is_counted_and_pages_are_touched() -> None:
 
 def test_touching_writes_one_byte_of_each_page() -> None:
     array = np.ones(65 * MIB, dtype=np.uint8)
-    touch_pages(array, 2)
+    touch_pages(array)
     pages = array.reshape(-1, PAGE)
     assert not pages[:, 0].any()
     assert pages[:, 1:].all()
@@ -92,7 +96,7 @@ def test_an_error_in_one_range_is_not_lost() -> None:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     with pytest.raises(OSError, match="Cannot allocate"):
-        populate(System(madvise=third_fails), 0, 5 << 26, 2)
+        populate(System(madvise=third_fails), 0, 5 << 26)
 
 
 # huge pages
@@ -108,7 +112,7 @@ def test_huge_pages_are_asked_for_before_the_first_touch() -> None:
     arena.close()
 
 
-def test_huge_pages_that_are_not_wanted_are_refused_and_not_missed() -> None:
+def test_unwanted_huge_pages_are_refused_and_not_missed() -> None:
     advice = Advice(mmap.MADV_NOHUGEPAGE)
     arena = Arena(5 * MIB, ArenaSettings(huge_pages=False), system=System(madvise=advice))
     assert [kind for _, _, kind in advice.calls] == [mmap.MADV_NOHUGEPAGE, MADV_POPULATE_WRITE]

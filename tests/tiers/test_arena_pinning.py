@@ -48,7 +48,7 @@ def test_boundaries_are_between_two_pages_of_the_system(monkeypatch: pytest.Monk
     assert all(offset % page == 0 and offset % SLOT == 0 for offset, _ in pieces)
 
 
-def test_trap_14_a_terabyte_is_registered_in_pieces_well_below_what_fails() -> None:
+def test_trap_14_terabyte_is_registered_in_safe_pieces() -> None:
     pieces = cut(1 << 40, 5 << 20)
     assert LARGEST_PIECE < 64 * GIB
     assert max(length for _, length in pieces) <= LARGEST_PIECE
@@ -90,7 +90,7 @@ def test_a_device_gets_all_of_the_arena_in_pieces() -> None:
     refused=st.sets(st.integers(0, 4)),
     spans=st.lists(st.tuples(st.integers(-PAGE, 21 * PAGE), st.integers(0, 8 * PAGE)), min_size=1, max_size=50),
 )
-def test_trap_14_the_arena_knows_which_copies_lie_in_one_piece(refused: set[int], spans: list[tuple[int, int]]) -> None:
+def test_trap_14_arena_knows_copies_within_one_piece(refused: set[int], spans: list[tuple[int, int]]) -> None:
     arena, device = Arena(20 * PAGE), PinningDevice(refused)
     arena.register(device, PAGE, largest=4 * PAGE)
     spans += [(4 * PAGE * i + edge, 4 * PAGE + wide) for i in range(5) for edge in (-1, 0, 1) for wide in (-1, 0, 1)]
@@ -116,7 +116,7 @@ def test_the_question_is_broadcast() -> None:
     assert not arena.in_one_piece(0, PAGE)
 
 
-def test_a_piece_that_fails_is_counted_and_the_rest_is_usable(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_piece_is_counted_and_the_rest_usable(caplog: pytest.LogCaptureFixture) -> None:
     arena, device = Arena(8 * SLOT), PinningDevice(refused={1, 3})
     arena.register(device, SLOT, largest=2 * SLOT)
     report = arena.report
@@ -129,7 +129,7 @@ def test_a_piece_that_fails_is_counted_and_the_rest_is_usable(caplog: pytest.Log
     assert device.ranges == {}
 
 
-def test_an_arena_that_a_device_takes_nothing_of_is_still_memory() -> None:
+def test_arena_that_no_device_registers_is_still_memory() -> None:
     arena, device = Arena(4 * SLOT), PinningDevice(refused=range(4))
     arena.register(device, SLOT, largest=SLOT)
     assert (arena.report.registered_pieces, arena.report.fallbacks[Fallback.REGISTRATION]) == (0, 4)
@@ -186,7 +186,7 @@ def test_failed_unregistration_raises_after_the_rest_is_released() -> None:
     assert len(device.unregistered) == 3
 
 
-def test_what_was_registered_before_a_fault_of_ours_is_still_taken_back() -> None:
+def test_registrations_before_our_own_fault_are_taken_back() -> None:
     class Faulty(PinningDevice):
         def register(self, address: int, nbytes: int) -> None:
             super().register(address, nbytes)
@@ -202,7 +202,7 @@ def test_what_was_registered_before_a_fault_of_ours_is_still_taken_back() -> Non
     assert device.ranges == {}
 
 
-def test_memory_that_is_given_back_is_unregistered_before_and_registered_alike_after() -> None:
+def test_freed_memory_is_unregistered_first_and_registered_alike_again() -> None:
     arena, device = Arena(6 * SLOT), PinningDevice()
     arena.register(device, SLOT, largest=2 * SLOT)
     pieces = dict(device.ranges)

@@ -92,7 +92,7 @@ def test_attaching_changes_no_byte_and_finds_all_pages_there() -> None:
     arena.close()
 
 
-def test_attaching_changes_no_byte_where_the_kernel_cannot_make_pages_ahead() -> None:
+def test_attaching_changes_no_byte_without_pages_made_ahead() -> None:
     def old(address: int, nbytes: int, advice: int) -> None:
         if advice == MADV_POPULATE_WRITE:
             raise OSError(errno.EINVAL, "Invalid argument")

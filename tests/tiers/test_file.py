@@ -73,7 +73,7 @@ class TestCapacity:
         harness.reopen()
         harness.assert_serves(0, 0)
 
-    def test_a_disk_that_fills_up_while_allocating_gives_back_what_it_took(
+    def test_disk_that_fills_while_allocating_regains_its_space(
         self, opener: Opener, harness: TierHarness, directory: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         harness.store(0, 0)
@@ -104,7 +104,9 @@ class TestCapacity:
 
 
 class TestRestart:
-    def test_another_scope_recovers_nothing_and_is_never_served(self, harness: TierHarness, opener: Opener) -> None:
+    def test_trap_35_another_scope_recovers_nothing_and_is_never_served(
+        self, harness: TierHarness, opener: Opener
+    ) -> None:
         harness.store(0, 0)
         harness.tier.close()
         harness.tier = opener(scope=bytes(32))
@@ -138,7 +140,7 @@ class TestRestart:
         assert harness.tier.recover() == []
         assert harness.load(SLOTS - 1, 0)[0] is Status.MISMATCH
 
-    def test_images_of_another_size_start_empty_in_a_generation_of_their_own(
+    def test_images_of_another_size_start_an_empty_generation(
         self, harness: TierHarness, opener: Opener, caplog: pytest.LogCaptureFixture
     ) -> None:
         harness.tier.forget(5)
@@ -220,7 +222,7 @@ class TestRestart:
         assert tier.generation == 1
         assert tier.recover() == [StoredChunk(1, key(1), None)]
 
-    def test_a_late_write_of_a_forgotten_generation_does_not_reach_the_disk(self, harness: TierHarness) -> None:
+    def test_late_write_of_a_forgotten_generation_is_dropped(self, harness: TierHarness) -> None:
         harness.tier.forget(1)
         harness.store(0, 0)
         assert harness.run(harness.op(Op.WRITE, 0, 1, generation=0)) == (Status.CANCELLED,)
@@ -316,7 +318,7 @@ class TestTornRecords:
         assert served == [(0, 0), (STRIDE, 1)]
 
     @pytest.mark.parametrize("left", [0, 1, 511, PAGE, PAGE + 1, 2 * PAGE + 17, STRIDE - 1])
-    def test_a_truncated_segment_is_short(self, harness: TierHarness, directory: Path, left: int) -> None:
+    def test_trap_35_a_truncated_record_is_a_miss(self, harness: TierHarness, directory: Path, left: int) -> None:
         harness.store(SLOTS - 1, 0)
         os.truncate(directory / "segment", (SLOTS - 1) * STRIDE + left)
         assert harness.load(SLOTS - 1, 0)[0] is Status.SHORT

@@ -104,7 +104,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 NUMBERS = file_io._CALLS[os.uname().machine]
 
 
-def test_pieces_of_several_buffers_come_from_and_go_to_where_they_belong(queue: AioQueue) -> None:
+def test_pieces_of_several_buffers_go_where_they_belong(queue: AioQueue) -> None:
     one, two, three = memory(1), memory(2), memory(1)
     assert move(queue, [Piece([one, two], 3 * PAGE), Piece([three], 9 * PAGE)], writing=False) == [3 * PAGE, PAGE]
     assert [one[0], two[0], two[PAGE], three[0]] == [3, 4, 5, 9]
@@ -155,14 +155,14 @@ def test_failed_wait_ends_io_in_flight_and_destroys_the_context(queue: AioQueue,
     assert move(queue, [piece, piece], writing=False) == [PAGE] * 2, "there is a new one"
 
 
-def test_where_there_is_no_new_context_pieces_fail_until_there_is_one(queue: AioQueue, calls: Calls) -> None:
+def test_pieces_fail_until_there_is_a_new_context(queue: AioQueue, calls: Calls) -> None:
     calls.answers = {NUMBERS.getevents: [fails(errno.EFAULT)], NUMBERS.setup: [fails(errno.EAGAIN)]}
     piece = Piece([memory(1)], 9 * PAGE)
     for outcome in (-errno.EFAULT, -errno.EAGAIN, PAGE):
         assert move(queue, [piece], writing=False) == [outcome]
 
 
-def test_pieces_that_were_begun_one_after_the_other_are_under_way_together(queue: AioQueue) -> None:
+def test_pieces_begun_one_by_one_run_together(queue: AioQueue) -> None:
     """And the numbers of those that have ended are given again, however often."""
     for _ in range(10 * PIECES):
         pieces = [Piece([memory(1)], page * PAGE) for page in range(PIECES)]
@@ -186,7 +186,7 @@ def test_numbers_of_what_was_refused_are_given_once(queue: AioQueue, calls: Call
     assert sorted(numbers) == list(range(PIECES))
 
 
-def test_whoever_waits_can_be_woken_up_before_and_while_it_does(queue: AioQueue) -> None:
+def test_waiter_can_be_woken_before_and_while_waiting(queue: AioQueue) -> None:
     queue.wake()
     assert queue.reap() == []
     waiting = threading.Thread(target=queue.reap)
@@ -227,7 +227,7 @@ def test_a_tier_without_a_queue_does_what_others_do(
 
 
 @pytest.mark.parametrize(("kind", "no_queue"), [("xfs", 0), ("ext4", 0), ("fuse", 1), ("tmpfs", 1)])
-def test_threads_are_taken_where_a_submission_may_wait_for_the_disk(
+def test_threads_serve_where_a_submission_may_block(
     harness_of: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch, kind: str, no_queue: int
 ) -> None:
     monkeypatch.setattr(file_io, "file_system_of", lambda fd: kind)
@@ -350,18 +350,6 @@ def test_distant_records_move_in_parallel_and_adjacent_ones_together(harness: Ti
     assert harness.tier.fallbacks == {"no_direct_io": 0, "no_queue": 0}
 
 
-def test_a_rotten_record_among_others_is_a_miss_and_they_are_served(
-    harness: TierHarness, io: Spied, directory: Path
-) -> None:
-    store(harness, APART)
-    with (directory / "segment").open("r+b") as segment:
-        segment.seek(4 * STRIDE + PAGE)
-        segment.write(b"rot")
-    assert load(harness, APART) == (Status.OK, Status.OK, Status.CORRUPT, Status.OK)
-    assert io.alone == []
-    assert {chunk.slot for chunk in harness.tier.recover()} == {0, 2, 6}
-
-
 @pytest.mark.parametrize("kind", [Op.READ, Op.WRITE])
 @pytest.mark.parametrize(("number", "status"), [(errno.EIO, Status.IO_ERROR), (errno.ENOSPC, Status.NO_SPACE)])
 def test_a_bad_sector_fails_the_record_that_it_is_in(
@@ -416,7 +404,7 @@ def test_what_only_the_queue_cannot_do_is_done_without_it(
     assert cast(FileTier, harness.tier).failures["read_io_error"] == 0
 
 
-def test_a_forked_child_that_closes_its_copy_leaves_the_queue_alone(harness: TierHarness, io: Spied) -> None:
+def test_forked_child_closing_its_copy_spares_the_queue(harness: TierHarness, io: Spied) -> None:
     store(harness, APART)
     child = os.fork()
     if not child:

@@ -94,7 +94,7 @@ def load(harness: TierHarness, slots: Sequence[int], first: int = 0) -> tuple[St
     return statuses
 
 
-def test_neighbours_are_written_and_read_in_one_call_whatever_their_order(harness: TierHarness, io: Sectors) -> None:
+def test_neighbours_share_one_call_whatever_their_order(harness: TierHarness, io: Sectors) -> None:
     assert set(store(harness, [3, 1, 7, 2])) == {Status.OK}
     assert io.calls == [(1 * STRIDE, 3 * STRIDE), (7 * STRIDE, STRIDE)]
     io.calls.clear()
@@ -102,9 +102,7 @@ def test_neighbours_are_written_and_read_in_one_call_whatever_their_order(harnes
     assert io.calls == [(1 * STRIDE, 3 * STRIDE), (7 * STRIDE, STRIDE)]
 
 
-def test_a_rotten_record_between_others_is_a_miss_and_they_are_served(
-    harness: TierHarness, io: Sectors, directory: Path
-) -> None:
+def test_rotten_record_between_others_is_the_only_miss(harness: TierHarness, io: Sectors, directory: Path) -> None:
     store(harness, range(4))
     for slot, at in ((1, PAGE + 17), (2, 3)):  # an image, and a header
         with (directory / "segment").open("r+b") as segment:
@@ -138,16 +136,14 @@ def test_a_bad_sector_fails_the_record_that_it_is_in(harness: TierHarness, io: S
     assert load(harness, [0, 1, 3]) == (Status.OK,) * 3
 
 
-def test_a_disk_without_room_for_one_of_them_takes_the_others(harness: TierHarness, io: Sectors) -> None:
+def test_full_disk_refuses_one_record_and_takes_others(harness: TierHarness, io: Sectors) -> None:
     io.bad = {STRIDE: errno.ENOSPC}
     assert store(harness, range(3)) == (Status.OK, Status.NO_SPACE, Status.OK)
     assert io.fired == 2
     assert cast(FileTier, harness.tier).failures["write_no_space"] == 1
 
 
-def test_a_file_that_ends_within_them_serves_those_before_its_end(
-    harness: TierHarness, io: Sectors, directory: Path
-) -> None:
+def test_truncated_file_serves_those_before_its_end(harness: TierHarness, io: Sectors, directory: Path) -> None:
     store(harness, range(4))
     os.truncate(directory / "segment", 2 * STRIDE + PAGE)
     assert load(harness, range(4)) == (Status.OK, Status.OK, Status.SHORT, Status.SHORT)
@@ -177,12 +173,6 @@ def test_unaligned_records_are_not_coalesced(harness: TierHarness, io: Sectors) 
     assert set(harness.run(*ops)) == {Status.OK}
     direct = cast(FileTier, harness.tier).direct
     assert [nbytes for _, nbytes in io.calls] == [2 * STRIDE - PAGE, STRIDE, STRIDE] if direct else [2 * STRIDE] * 2
-
-
-def test_a_reset_between_two_writes_keeps_them_apart(harness: TierHarness, io: Sectors) -> None:
-    harness.tier.forget(1)
-    old, new = batch(harness, Op.WRITE, range(2))
-    assert harness.run(old._replace(generation=0), new) == (Status.CANCELLED, Status.OK)
 
 
 @given(

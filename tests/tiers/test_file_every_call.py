@@ -230,7 +230,7 @@ class FailsFrom(FailsOnce):
 
 @pytest.mark.parametrize("kind", [FailsOnce, FailsFrom])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_reset_that_returned_or_was_closed_has_happened_whatever_call_fails(wrong: str, kind: Any) -> None:
+def test_reset_that_returned_or_was_closed_holds_under_faults(wrong: str, kind: Any) -> None:
     """But where a disk takes nothing at all any more, not even that a file becomes shorter: the log says so."""
     shape, failed, lost = one_size(), [], 0
     first = SimulatedDisk()

@@ -205,7 +205,7 @@ def test_bytes_in_flight_fill_the_window_plus_one_task(harness: TierHarness, io:
     assert io.queue.most == 3
 
 
-def test_a_batch_whose_pieces_are_there_ends_while_others_are_under_way(harness: TierHarness, io: HeldIo) -> None:
+def test_complete_batch_ends_while_others_are_under_way(harness: TierHarness, io: HeldIo) -> None:
     io.queue.hold()
     first, second = reads(harness)[:2]
     before, after = ask(harness, first), ask(harness, second)
@@ -217,7 +217,7 @@ def test_a_batch_whose_pieces_are_there_ends_while_others_are_under_way(harness:
     served(harness, after, second)
 
 
-def test_a_task_goes_on_when_the_last_of_its_pieces_is_there(harness: TierHarness, io: HeldIo) -> None:
+def test_task_continues_when_its_last_piece_arrives(harness: TierHarness, io: HeldIo) -> None:
     io.queue.hold()
     ops = reads(harness)[::2][:3]
     ticket = ask(harness, *ops)
@@ -341,7 +341,7 @@ def test_reads_overtake_writes_that_wait_for_their_window(harness: TierHarness, 
     assert windows(harness)[True] == 1
 
 
-def test_no_more_tasks_than_that_are_ready_for_room_in_the_window(harness: TierHarness, io: HeldIo) -> None:
+def test_tasks_ready_for_the_window_are_bounded(harness: TierHarness, io: HeldIo) -> None:
     windows(harness)[False] = 1
     io.queue.hold()
     tickets = [ask(harness, op) for op in reads(harness)[: 2 + executor.AHEAD]]
@@ -393,7 +393,7 @@ def test_a_queue_that_breaks_ends_all_and_closes_the_tier(
     harness.tier.close()
 
 
-def test_an_unexpected_error_ends_one_task_and_the_others_go_on(
+def test_unexpected_error_ends_one_task_alone(
     harness: TierHarness, io: HeldIo, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settle, tier = FileTier._record_results, cast(FileTier, harness.tier)
@@ -440,7 +440,7 @@ class TestStuck:
         io.queue.let()
         assert {harness.wait(ticket).statuses for ticket in stuck} == {(Status.OK,)}
 
-    def test_close_waits_for_what_is_under_way_and_ends_the_rest(
+    def test_close_waits_for_running_tasks_and_ends_others(
         self, harness: TierHarness, io: HeldIo, stuck: list[int]
     ) -> None:
         waiting = ask(harness, reads(harness)[-1])
@@ -462,7 +462,7 @@ class TestStuck:
         assert {harness.wait(ticket).statuses for ticket in stuck} == {(Status.MISMATCH,)}
 
 
-def test_a_tier_that_has_nothing_to_do_is_closed_at_once(harness: TierHarness, io: HeldIo) -> None:
+def test_idle_tier_is_closed_at_once(harness: TierHarness, io: HeldIo) -> None:
     io.queue.hold()
     closing = threading.Thread(target=harness.tier.close)
     closing.start()
@@ -471,7 +471,7 @@ def test_a_tier_that_has_nothing_to_do_is_closed_at_once(harness: TierHarness, i
 
 
 @pytest.mark.parametrize("io", [PlainIo(), None], ids=["threads", "a queue"])
-def test_whoever_wants_to_know_is_called_when_there_is_a_result(
+def test_subscriber_is_called_when_there_is_a_result(
     io: PlainIo | None, harness_of: Callable[..., TierHarness]
 ) -> None:
     harness = harness_of(io=io, slots=SLOTS)

@@ -157,7 +157,7 @@ def test_an_unexpected_error_is_logged_and_ends_one_operation(
     harness.assert_serves(0, 0)
 
 
-def test_what_the_system_says_when_it_takes_a_descriptor_back_stops_nothing(
+def test_error_of_closing_a_descriptor_stops_nothing(
     opener: Callable[..., FileTier], directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each descriptor of a tier, from its opening to its end, the last checkpoint's included."""
@@ -228,7 +228,7 @@ class TestStuckDisk:
         yield ticket
         io.go_on.set()
 
-    def test_what_waits_behind_it_ends_by_its_deadline(self, harness: TierHarness, stuck: int) -> None:
+    def test_trap_38_what_waits_behind_it_ends_by_its_deadline(self, harness: TierHarness, stuck: int) -> None:
         waiting = harness.tier.submit([harness.op(Op.READ, 1, 1), harness.op(Op.WRITE, 2, 2)], time.monotonic() + 0.01)
         assert harness.wait(waiting).statuses == (Status.DEADLINE, Status.DEADLINE)
 
@@ -250,15 +250,6 @@ class TestStuckDisk:
         io.go_on.set()
         closer.join()
         assert harness.wait(stuck).statuses == (Status.OK,)
-
-    def test_what_was_forgotten_while_it_was_read_is_not_served(self, harness: TierHarness, io: StuckIo) -> None:
-        harness.store(0, 0)
-        io.stuck = True
-        ticket = harness.tier.submit([harness.op(Op.READ, 0, 0)], math.inf)
-        assert io.entered.wait(60)
-        harness.tier.forget(1)
-        io.go_on.set()
-        assert harness.wait(ticket).statuses == (Status.MISMATCH,)
 
     def test_reads_overtake_writes_but_do_not_starve_them(self, harness: TierHarness, io: StuckIo, stuck: int) -> None:
         def op(kind: Op, slot: int) -> TierOp:

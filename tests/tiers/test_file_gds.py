@@ -110,7 +110,7 @@ def test_images_go_by_cufile_and_by_nothing_else(open_gds: Callable[..., TierHar
     assert fallbacks(harness) == {}
 
 
-def test_cufile_is_called_only_where_the_device_is_the_threads_own(
+def test_cufile_is_called_only_on_the_threads_device(
     open_gds: Callable[..., TierHarness], library: StandInCuFile
 ) -> None:
     library.wants_context = True
@@ -154,7 +154,7 @@ def test_strict_mode_refuses_a_tier_without_cufile(open_gds: Callable[..., TierH
 
 @pytest.mark.parametrize("name", ["read", "write"])
 @pytest.mark.parametrize("how", ["raises", "short"])
-def test_what_cufile_refuses_goes_by_way_of_the_host_and_is_counted(
+def test_transfers_that_cufile_refuses_use_the_host_counted(
     open_gds: Callable[..., TierHarness], library: StandInCuFile, name: str, how: str
 ) -> None:
     harness = open_gds()
@@ -229,7 +229,7 @@ def test_images_are_with_the_device_several_at_once(
 
 @pytest.mark.parametrize("missing", ["driver_open", "handle_register", "buf_register", "read"])
 @pytest.mark.parametrize("how", ["missing", "raises"])
-def test_without_a_cufile_that_works_everything_goes_by_way_of_the_host(
+def test_without_working_cufile_everything_uses_the_host(
     open_gds: Callable[..., TierHarness],
     missing: str,
     how: str,
@@ -290,7 +290,7 @@ def test_without_the_package_it_says_which(monkeypatch: pytest.MonkeyPatch) -> N
         gds_module.load_cufile()
 
 
-def test_what_was_registered_is_given_back_when_the_next_step_fails() -> None:
+def test_registrations_are_undone_when_the_next_step_fails() -> None:
     library = library_of(buf_register=None)
     with pytest.raises(DeviceError, match="buf_register"):
         CuFile(library, 0, 1 << 20, PAGE)
@@ -298,7 +298,7 @@ def test_what_was_registered_is_given_back_when_the_next_step_fails() -> None:
     assert library.calls["handle_deregister"] == library.calls["driver_close"] == 1
 
 
-def test_a_record_is_the_same_on_disk_whichever_way_it_went(
+def test_record_is_the_same_on_disk_whichever_way(
     open_gds: Callable[..., TierHarness], library: StandInCuFile, directory: Path
 ) -> None:
     harness = open_gds()
@@ -362,7 +362,7 @@ def test_an_image_within_pages_goes_by_way_of_the_host(open_gds: Callable[..., T
     assert fallbacks(harness) == {"unaligned": 3}
 
 
-def test_an_image_that_changes_while_it_is_written_is_not_served(
+def test_image_that_changes_while_written_is_not_served(
     open_gds: Callable[..., TierHarness], library: StandInCuFile, arena: Arena
 ) -> None:
     """Whoever lets others touch the memory before the result has come is found out."""

@@ -183,7 +183,7 @@ class TestNotes:
     def test_what_another_epoch_left_behind_them_does_not_count(self) -> None:
         assert self.serials(notes((1, 1, INSERTED, self.ENTRIES[1]), (0, 2, INSERTED, self.ENTRIES[2]))) == [1]
 
-    def test_what_an_append_that_failed_left_behind_them_does_not_count(self) -> None:
+    def test_leftovers_of_a_failed_append_do_not_count(self) -> None:
         newer, older = (1, 9, INSERTED, self.ENTRIES[1]), (1, 8, INSERTED, self.ENTRIES[2])
         assert self.serials(notes(newer, older)) == [9]
         assert self.serials(notes(newer, newer)) == [9]

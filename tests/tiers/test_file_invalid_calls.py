@@ -73,17 +73,6 @@ def test_a_lost_index_is_made_from_headers_without_threads(
     harness.assert_serves(0, 0)
 
 
-def test_a_tier_without_threads_is_refused(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(TierError, match="thread"):
-            opener()
-    opener()
-
-
 @pytest.mark.parametrize("name", ["a\0b", "n" * 300])
 def test_a_directory_that_cannot_be_named_is_refused(opener: Opener, tmp_path: Path, name: str) -> None:
     with pytest.raises(TierError, match=r"cannot be used: .*(null byte|too long)"):

@@ -213,7 +213,7 @@ def write_to(world: World, slot: int) -> None:
     world.index.flush()
 
 
-def test_a_checkpoint_that_failed_does_not_hide_what_the_disk_lists(world: World) -> None:
+def test_failed_checkpoint_does_not_hide_listed_records(world: World) -> None:
     """It knew already of what could not be struck; the one before it does not."""
     write_to(world, 0)
     for refused in ("journal", "index"):

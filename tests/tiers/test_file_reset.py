@@ -211,7 +211,7 @@ class TestTwins:
         assert {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"} == before
 
     @pytest.mark.parametrize("name", COPIES)
-    def test_a_crash_while_a_damaged_copy_is_written_anew_leaves_one(self, name: str) -> None:
+    def test_crash_while_rewriting_a_damaged_copy_leaves_one(self, name: str) -> None:
         story = Story()
         story.forget()
         story.write(0, 1)
@@ -275,7 +275,7 @@ class TestPending:
         with pytest.raises(TierError, match="reset"):
             PendingReset(directory)
 
-    def test_every_state_that_a_crash_can_leave_keeps_a_reset_that_returned(self) -> None:
+    def test_every_crash_state_keeps_a_reset_that_returned(self) -> None:
         story = Story()
         story.write(0, 1)
         began = len(story.disk.moments)

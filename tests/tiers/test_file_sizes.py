@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from depth import examples
 from longshore.boundary import Slabs, Status
 from longshore.cli.app import app
 from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_image_bit
@@ -131,7 +132,7 @@ class TestCapacity:
 
 
 class TestASlabThatChangesHands:
-    def test_what_was_there_is_gone_for_this_process_and_the_next(self, harness: TierHarness, killed: Killed) -> None:
+    def test_replaced_record_is_gone_for_this_process_and_next(self, harness: TierHarness, killed: Killed) -> None:
         for slot in range(2 * PER_SLAB):
             harness.store(slot, slot)
         harness.tier.checkpoint()  # type: ignore[attr-defined]
@@ -155,9 +156,7 @@ class TestASlabThatChangesHands:
             harness.assert_serves(2, 2)
             killed()
 
-    def test_a_write_that_never_begins_ends_what_was_there_all_the_same(
-        self, harness: TierHarness, killed: Killed
-    ) -> None:
+    def test_write_that_never_begins_still_ends_the_old_record(self, harness: TierHarness, killed: Killed) -> None:
         """As a slot does: who orders it has given up what it held."""
         harness.store(1, 1)
         at, what = large(0, 50)
@@ -211,9 +210,7 @@ class TestRestart:
         assert harness.tier.recover() == []
         harness.assert_misses(0, 0)
 
-    def test_without_an_index_the_newest_record_says_whose_a_slab_is(
-        self, harness: TierHarness, directory: Path
-    ) -> None:
+    def test_newest_record_tells_a_slabs_owner_without_index(self, harness: TierHarness, directory: Path) -> None:
         for slot in range(2 * PER_SLAB):
             harness.store(slot, slot)
         store_large(harness, 0, 50)
@@ -228,9 +225,7 @@ class TestRestart:
         assert serves_large(harness, 0, 50)
         harness.assert_serves(9, 9)
 
-    def test_entries_of_slots_that_a_size_does_not_have_are_left_out(
-        self, harness: TierHarness, directory: Path
-    ) -> None:
+    def test_entries_beyond_the_slots_of_a_size_are_ignored(self, harness: TierHarness, directory: Path) -> None:
         store_large(harness, 0, 50)
         harness.tier.close()
         header = RecordHeader(key(7), None, SCOPE, 5, 0, PAGE, 9, 0, pool=1)
@@ -275,7 +270,7 @@ class TestDamage:
             flip(directory, PER_SLAB, at, pool=1)
             assert serves_large(harness, 1, 1)
 
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @examples(25, suppress_health_check=list(HealthCheck))
     @given(
         places=st.lists(
             st.tuples(

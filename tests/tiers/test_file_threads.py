@@ -67,7 +67,7 @@ def test_one_thread_does_it_where_the_system_has_a_queue(opener: Callable[..., F
     assert set(threading.enumerate()) == before
 
 
-def test_a_checkpoint_that_gets_no_thread_is_counted_and_holds_up_nothing(
+def test_checkpoint_without_a_thread_is_counted_and_delays_nothing(
     harness: TierHarness, refuse: Refuse, directory: Path
 ) -> None:
     tier = cast(FileTier, harness.tier)

@@ -8,10 +8,11 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trace_kit import prompts
 
+from depth import examples
 from longshore.trace.analysis import Paths, next_references, optimal_hits
 
 
@@ -31,7 +32,7 @@ def best_of_all(paths: list[list[int]], slots: int) -> int:
     return best(0, frozenset())
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(paths=prompts(blocks=7, requests=7), slots=st.integers(1, 4))
 def test_nothing_that_could_be_kept_would_hit_more(paths: list[list[int]], slots: int) -> None:
     assert optimal_hits(Paths(paths), slots) == best_of_all(paths, slots)
@@ -59,7 +60,7 @@ def test_paths_are_numbered_as_they_first_appear() -> None:
         paths[3]
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(blocks=st.lists(st.integers(0, 5), max_size=20), at_once=st.integers(1, 21))
 def test_next_references_are_found_some_at_a_time(blocks: list[int], at_once: int) -> None:
     following = [next((j for j in range(i + 1, len(blocks)) if blocks[j] == blocks[i]), -1) for i in range(len(blocks))]

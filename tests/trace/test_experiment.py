@@ -13,7 +13,7 @@ from longshore.errors import TraceError
 from longshore.trace.analysis import Paths, optimal_hits
 from longshore.trace.experiment import REFERENCES, Experiment, experiment, policy_named
 from longshore.trace.readers import read_excerpt, read_mooncake
-from longshore.trace.workload import synthesize
+from traffic import synthesize
 
 TABLE = {  # hit ratios at 1, 3, 10 and 20 % of the unique blocks of the conversation trace
     "lru": (0.052, 0.126, 0.279, 0.345),
@@ -48,7 +48,7 @@ def test_every_policy_has_a_model() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 5, 40, 700])
-def test_over_many_steps_of_its_clock_gittins_hits_what_its_model_hits(slots: int) -> None:
+def test_gittins_hits_what_its_model_hits_over_many_steps(slots: int) -> None:
     paths = [request.hash_ids for request in synthesize("mixed", requests=300, load=0.2)]
     tier, model = Experiment(Gittins, slots), GittinsModel(slots)
     assert [tier.serve(path) for path in paths] == hits_of(model, paths)

@@ -39,7 +39,7 @@ def test_without_use_the_oldest_go_first(policy: EvictionPolicy) -> None:
     assert policy.next_victims(1) == []
 
 
-def test_what_is_released_goes_first_and_what_is_kept_does_not_go(policy: EvictionPolicy) -> None:
+def test_released_goes_first_and_kept_does_not_go(policy: EvictionPolicy) -> None:
     assert policy.next_victims(1) == [A]
     policy.hold_victims([A])
     assert policy.is_held(A)

@@ -47,7 +47,7 @@ def test_sessions_share_prefixes_and_come_by_time(tmp_path: Path) -> None:
     assert (third.input_length, third.output_length) == (50, 3)
 
 
-def test_sessions_are_merged_by_time_whatever_their_order_in_the_file(tmp_path: Path) -> None:
+def test_sessions_are_merged_by_time_not_file_order(tmp_path: Path) -> None:
     dice = random.Random(4)
     times = [sorted(dice.randrange(1000) for _ in range(dice.randint(1, 6))) for _ in range(40)]
     sessions = [

@@ -7,10 +7,11 @@ import pytest
 from longshore.boundary import REMOTE, Items, Probe, ProbeResult, Route, Status, Transfer, TransferResult
 from longshore.cache import DropReason
 from longshore.cache.eviction import LRU, Gittins
-from longshore.trace import TraceRequest, synthesize
+from longshore.trace import TraceRequest
 from longshore.trace.machine import PROFILES, RemoteStore, Timing, VirtualMovers, geometry_of, with_changes
 from longshore.trace.replay import TieredReplay
 from longshore.trace.result import Replayed
+from traffic import synthesize
 
 BLOCK = 512
 TIMING = Timing(geometry_of("llama-3.1-8b"), PROFILES["h100"])
@@ -82,7 +83,7 @@ def test_a_slow_store_is_left_alone_by_the_gate() -> None:
 
 
 @pytest.mark.parametrize("family", ["chats", "mixed"])
-def test_a_store_that_has_lost_chunks_is_sent_fewer_for_as_many_hits(family: str) -> None:
+def test_store_that_lost_chunks_gets_fewer_for_equal_hits(family: str) -> None:
     requests = list(synthesize(family, requests=600, seed=3))
     unique = len({block for request in requests for block in request.hash_ids})
 
@@ -130,13 +131,13 @@ def test_files_and_a_store_together_are_deterministic() -> None:
 def test_the_store_keeps_what_was_used_last() -> None:
     store = RemoteStore(2)
     store.write([b"a", b"b"])
-    assert store.read([b"a", b"x"]) == (Status.OK, Status.LAPSED)
+    assert store.read([b"a", b"x"]) == (Status.OK, Status.EXPIRED)
     store.write([b"c"])
     assert store.probe([b"a", b"b", b"c"]) == (True, False, True)
     assert (len(store), store.evictions) == (2, 1)
 
 
-def test_a_probe_of_the_store_is_a_use_as_in_valkey() -> None:
+def test_probe_of_the_store_is_a_use() -> None:
     store = RemoteStore(2)
     store.write([b"a", b"b"])
     store.probe([b"a"])
@@ -148,7 +149,7 @@ def test_movers_ask_the_store_and_bring_what_it_still_has() -> None:
     store = RemoteStore(1)
     movers = VirtualMovers(TIMING, IMAGE, store)
     keys = (b"a", b"b")
-    items = Items(keys, (None, None), None, None, 1)
+    items = Items(keys, (None, None), None, None)
     movers.submit([Transfer(1, Route("host", REMOTE), items), Probe(2, REMOTE, keys, 9.0)], 0.0)
     command, answer = movers.pop()
     assert isinstance(command, Probe)
@@ -158,4 +159,4 @@ def test_movers_ask_the_store_and_bring_what_it_still_has() -> None:
     assert movers.pop()[1] == ProbeResult(4, (False, False), Status.DEADLINE)
     result = movers.pop()[1]
     assert isinstance(result, TransferResult)
-    assert (result.statuses, result.bytes) == ((Status.LAPSED, Status.OK), IMAGE)
+    assert (result.statuses, result.bytes) == ((Status.EXPIRED, Status.OK), IMAGE)

@@ -7,11 +7,12 @@ import pytest
 from longshore.boundary import HOST, REMOTE, Items, Route, Status, Transfer, TransferResult
 from longshore.cache.eviction import LRU
 from longshore.errors import TraceError
-from longshore.trace import TraceRequest, synthesize
+from longshore.trace import TraceRequest
 from longshore.trace.machine import PROFILES, RemoteStore, Timing, VirtualMovers, geometry_of
 from longshore.trace.replay import Router, Routing, TieredReplay
 from longshore.trace.result import Overload, Replayed, Sharing
 from longshore.trace.tally import Loss
+from traffic import synthesize
 
 BLOCK = 512
 TIMING = Timing(geometry_of("llama-3.1-8b"), PROFILES["h100"])
@@ -52,7 +53,7 @@ def test_without_a_store_the_other_replicas_are_the_loss() -> None:
     assert replay.tally.hits == {HOST: 24}
 
 
-def test_what_came_from_the_store_and_was_evicted_is_told_so() -> None:
+def test_evictions_of_what_the_store_sent_are_reported() -> None:
     prompt, others = list(range(8)), [list(range(100 * i, 100 * i + 8)) for i in range(1, 6)]
     asked = [prompt, prompt, *others, prompt]
     replay = serve([ask(20.0 * i, each) for i, each in enumerate(asked)], 2, host=12, remote=12)
@@ -75,7 +76,7 @@ def test_replicas_queue_for_the_bandwidth_of_one_store() -> None:
     store.write([b"a", b"b"])
     ours, theirs = (VirtualMovers(TIMING, IMAGE, store) for _ in range(2))
     for movers, key in ((ours, b"a"), (theirs, b"b")):
-        movers.submit([Transfer(1, READ, Items((key,), (None,), None, None, 1))], 1.0)
+        movers.submit([Transfer(1, READ, Items((key,), (None,), None, None))], 1.0)
     pace = TIMING.paces[READ]
     assert ours.next_end == pytest.approx(1.0 + pace.seconds(IMAGE))
     assert theirs.next_end == pytest.approx(1.0 + pace.seconds(IMAGE) + IMAGE / pace.rate)
@@ -87,7 +88,7 @@ def test_an_image_in_the_store_is_not_sent_again() -> None:
     store = RemoteStore(100)
     store.write([b"a"])
     movers = VirtualMovers(TIMING, IMAGE, store)
-    movers.submit([Transfer(1, WRITE, Items((b"a", b"b"), (None, None), None, None, 2))], 0.0)
+    movers.submit([Transfer(1, WRITE, Items((b"a", b"b"), (None, None), None, None))], 0.0)
     assert (store.blocks[WRITE], store.busy[WRITE]) == (1, IMAGE / TIMING.paces[WRITE].rate)
     _, result = movers.pop()
     assert isinstance(result, TransferResult)
@@ -99,7 +100,7 @@ def test_an_image_that_comes_during_a_fetch_costs_no_bytes() -> None:
     store = RemoteStore(100)
     store.write([b"a"])
     movers = VirtualMovers(TIMING, IMAGE, store)
-    movers.submit([Transfer(1, READ, Items((b"a", b"b"), (None, None), None, None, 2))], 0.0)
+    movers.submit([Transfer(1, READ, Items((b"a", b"b"), (None, None), None, None))], 0.0)
     store.write([b"b"])
     _, result = movers.pop()
     assert isinstance(result, TransferResult)

@@ -14,7 +14,7 @@ from longshore.boundary import Cancel, Items, Route, Status, Transfer, TransferR
 from longshore.cache import DropReason
 from longshore.cache.eviction import DEFAULT_POLICY, LRU
 from longshore.errors import TraceError
-from longshore.trace import TraceRequest, read_excerpt, synthesize
+from longshore.trace import TraceRequest, read_excerpt
 from longshore.trace.machine import (
     MODELS,
     PROFILES,
@@ -29,6 +29,7 @@ from longshore.trace.machine import (
 from longshore.trace.replay import TieredReplay
 from longshore.trace.result import Replayed
 from longshore.trace.tally import Loss
+from traffic import synthesize
 
 BLOCK = 512
 TIMING = Timing(geometry_of("llama-3.1-8b"), PROFILES["h100"])
@@ -51,7 +52,7 @@ def serve(
     return replay
 
 
-def test_what_comes_back_is_loaded_in_the_time_that_the_link_takes() -> None:
+def test_returning_blocks_load_in_the_links_time() -> None:
     replay = serve([ask(0, [1, 2, 3, 4]), ask(10, [1, 2, 3, 4]), ask(20, [1, 2, 9])])
     assert replay.tally.hits == {"host": 4 + 2}
     assert replay.tally.block_refs == 11
@@ -68,7 +69,7 @@ def test_fully_cached_prompt_still_computes_its_last_block() -> None:
     assert replay.tally.hits == {"host": 1}
 
 
-def test_one_engine_computes_one_prompt_at_a_time_and_two_compute_two() -> None:
+def test_engine_computes_one_prompt_and_two_compute_two() -> None:
     each = TIMING.prefill(0, 2 * BLOCK + 10)
     requests = [ask(0, [1, 2]), ask(0, [3, 4]), ask(0, [5, 6])]
     assert list(serve(requests).tally.ttft) == pytest.approx([each, 2 * each, 3 * each])
@@ -76,7 +77,7 @@ def test_one_engine_computes_one_prompt_at_a_time_and_two_compute_two() -> None:
     assert list(serve(requests, engines=2).tally.recompute) == pytest.approx([each, each, 2 * each])
 
 
-def test_what_host_memory_lost_comes_from_files_and_goes_there_only_once() -> None:
+def test_file_serves_host_evictions_and_is_written_once() -> None:
     requests = [ask(10.0 * i, [100 * (i % 5) + j for j in range(4)]) for i in range(15)]
     replay = serve(requests, host=16, file=40)
     assert replay.tally.hits["file"] > 0
@@ -111,7 +112,7 @@ def test_virtual_time_is_deterministic() -> None:
     assert json.loads(json.dumps(first[0])) == first[0]
 
 
-def test_the_excerpt_through_plenty_of_room_hits_all_that_can_be_hit() -> None:
+def test_excerpt_with_plenty_of_room_hits_everything_possible() -> None:
     requests = list(read_excerpt())
     seen: set[int] = set()
     possible = 0
@@ -158,11 +159,11 @@ def test_a_request_whose_ids_do_not_cover_it_is_refused() -> None:
 
 
 def transfer(job: int, source: str, destination: str, **changes: object) -> Transfer:
-    items = Items((bytes(32),) * 2, (None,) * 2, None, None, 1)
+    items = Items((bytes(32),) * 2, (None,) * 2, None, None)
     return Transfer(job=job, route=Route(source, destination), items=items, **changes)  # type: ignore[arg-type]
 
 
-def test_a_route_serves_one_after_the_other_and_routes_side_by_side() -> None:
+def test_route_serves_in_turn_and_routes_run_in_parallel() -> None:
     movers = VirtualMovers(TIMING, IMAGE)
     movers.submit([transfer(1, "file", "host"), transfer(2, "file", "host"), transfer(3, "host", "device")], 5.0)
     read, link = (TIMING.paces[Route(*r)].seconds(2 * IMAGE) for r in (("file", "host"), ("host", "device")))
@@ -185,7 +186,7 @@ def test_what_comes_after_another_job_begins_when_that_has_ended() -> None:
     assert (first.job, second.job, second.statuses) == (1, 2, (Status.OK,) * 2)
 
 
-def test_what_is_cancelled_or_late_before_it_begins_ends_without_a_byte() -> None:
+def test_unstarted_cancelled_or_late_transfers_move_no_byte() -> None:
     movers = VirtualMovers(TIMING, IMAGE)
     jobs = [
         transfer(1, "file", "host"),
@@ -274,7 +275,7 @@ FILES = [
 ]
 
 
-def test_benchmarks_give_the_speeds_of_files_of_the_link_and_of_prefill(tmp_path: Path) -> None:
+def test_benchmarks_give_speeds_of_files_link_and_prefill(tmp_path: Path) -> None:
     usual, path = PROFILES["h100"], tmp_path / "bench.json"
 
     def found(report: object) -> Profile:
@@ -341,7 +342,7 @@ def test_each_block_that_was_not_loaded_has_one_cause() -> None:
         assert ("file->host" in found.bytes_per_hit) is (file > 0)
 
 
-def test_a_block_is_lost_for_the_cause_that_kept_it_out_last() -> None:
+def test_block_is_lost_for_its_latest_cause() -> None:
     """Sixteen blocks in a host tier of eight: the tail is not stored; what is forgotten had no copy."""
     replay = serve([ask(0, list(range(16))), ask(20, list(range(16)))], host=8)
     assert (replay.losses[Loss.NOT_STORED], replay.losses[Loss.FIRST_USE]) == (8, 16)

@@ -16,7 +16,7 @@ from trace_kit import prompts, whole_trace
 
 from longshore.cache.eviction import DEFAULT_POLICY, LRU
 from longshore.errors import TraceError
-from longshore.trace import read_excerpt, read_mooncake, synthesize
+from longshore.trace import read_excerpt, read_mooncake
 from longshore.trace.analysis import NEVER, Paths, stack_distances
 from longshore.trace.experiment import experiment
 from longshore.trace.machine import PROFILES, Timing, geometry_of
@@ -35,6 +35,7 @@ from longshore.trace.sizing import (
     plan,
     sizes_for,
 )
+from traffic import synthesize
 
 TIMING = Timing(geometry_of("llama-3.1-8b"), PROFILES["h100"])
 
@@ -52,7 +53,7 @@ def test_the_curve_is_what_simulation_of_every_capacity_finds(paths: list[list[i
 
 
 @given(prompts(blocks=14, requests=25))
-def test_distances_never_shrink_along_a_path_and_hits_never_with_room(paths: list[list[int]]) -> None:
+def test_distances_grow_along_paths_and_hits_with_room(paths: list[list[int]]) -> None:
     found = Paths(paths)
     curve = stack_distances(found)
     for start, end in zip(found.starts[:-1], found.starts[1:], strict=True):
@@ -170,7 +171,7 @@ def synthetic_replays(times: dict[Size, float]) -> tuple[list[Size], Replay]:
     return asked, pretend
 
 
-def test_what_is_recommended_keeps_the_target_in_its_replay_whatever_was_estimated() -> None:
+def test_recommendation_keeps_the_target_in_its_replay() -> None:
     known = arrivals()
     estimated = estimates(known, [(16 << 30, 0), (32 << 30, 0)])
     between = (estimated[0].ttft_p95 + estimated[1].ttft_p95) / 2
@@ -212,7 +213,7 @@ def test_overload_of_a_plan_names_engines_that_were_replayed() -> None:
     assert made().overload is None
 
 
-def test_under_overload_one_size_is_replayed_and_the_engines_keep_the_target() -> None:
+def test_overload_replays_one_size_and_engines_meet_the_target() -> None:
     asked: list[tuple[Size, int]] = []
 
     def rushed(host: int, file: int, engines: int) -> TieredReplay:

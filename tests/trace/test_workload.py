@@ -22,7 +22,7 @@ def build(*requests: TraceRequest, block_tokens: int = 32, **options: int) -> Wo
     return Workload.from_trace(requests, vocab_size=VOCAB, block_tokens=block_tokens, **options)
 
 
-def test_prompt_is_the_runs_of_its_ids_with_the_last_one_cut() -> None:
+def test_prompt_is_its_ids_runs_the_last_cut() -> None:
     (only,) = build(request(512 + 256, 5, 9))
     assert only.prompt == tokens_of(5, 32, VOCAB) + tokens_of(9, 16, VOCAB)
     assert (only.index, only.hash_ids, only.full_blocks) == (0, (5, 9), 1)
@@ -73,7 +73,7 @@ def test_reuse_of_a_conversation() -> None:
     assert (work.unique_blocks, work.longest_blocks, work.total_blocks) == (4, 4, 1 + 2 + 4 + 4)
 
 
-def test_a_partial_block_is_not_reusable_even_with_an_equal_id() -> None:
+def test_partial_block_is_not_reusable_despite_an_equal_id() -> None:
     work = build(request(512 + 100, 1, 2), request(1024 + 5, 1, 2, 3), request(1024 + 5, 1, 2, 4))
     assert [r.reusable_blocks for r in work] == [0, 1, 2]
 

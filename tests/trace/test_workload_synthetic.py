@@ -9,7 +9,8 @@ from itertools import pairwise
 import pytest
 
 from longshore.errors import TraceError
-from longshore.trace import FAMILIES, TraceRequest, parse_mooncake, synthesize
+from longshore.trace import TraceRequest, parse_mooncake
+from traffic import FAMILIES, synthesize
 
 REQUESTS = 800
 
@@ -80,7 +81,7 @@ def test_more_load_brings_more_works_in_between() -> None:
     assert reuse(heavy) < reuse(light)
 
 
-def test_in_a_scan_the_same_texts_come_in_the_same_order() -> None:
+def test_scan_repeats_its_texts_in_one_order() -> None:
     beginnings = [request.hash_ids[0] for request in made("scans", 3000)]
     often = Counter(beginnings)
     one_round = list(dict.fromkeys(text for text in beginnings if 2 < often[text] < 50))

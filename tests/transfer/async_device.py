@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
+import kernel_references
 import torch
 from cuda_stand_in import CONTEXT, StandInLibrary, World
 from jobs_kit import Hardware, images_of_two_ranks, one_rank
@@ -26,7 +27,6 @@ from torch.utils import cpp_extension
 
 import environments
 from longshore.checksums import mix64
-from longshore.testing import kernel_references
 from longshore.tiers.arena import Arena
 from longshore.transfer.device.cuda.arguments import KernelShape
 from longshore.transfer.device.cuda.calibration import Always, all_registered
@@ -249,14 +249,8 @@ class QueuedGpu(CudaAccelerator):
     def prepare(self, shape: KernelShape) -> None:
         self.prepared.append(shape)
 
-    def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        self._launch(kernel_references.gather_reference, blocks, rows, table, shape)
-
-    def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        self._launch(kernel_references.scatter_reference, blocks, rows, table, shape)
-
-    def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        self._launch(kernel_references.shift_reference, blocks, sources, table, shape)
+    def launch(self, kernel: str, *arguments: Any) -> None:
+        self._launch(getattr(kernel_references, f"{kernel}_reference"), *arguments)
 
     def wait(self) -> None:
         self.current_stream().synchronize()

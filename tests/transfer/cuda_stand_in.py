@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
+import kernel_references
 import torch
 from device_kit import Lane
 
 from longshore.checksums import mix64
 from longshore.layout import KVLayout
-from longshore.testing import kernel_references
 from longshore.transfer.device.cuda import driver as ours
 from longshore.transfer.device.cuda.arguments import KernelShape
 from longshore.transfer.device.cuda.calibration import all_registered
@@ -422,14 +422,8 @@ class StandInAccelerator(CudaAccelerator):
             raise self.compiler_error
         self.prepared.add(kernels_for(shape))
 
-    def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        self._later(kernel_references.gather_reference, blocks, rows, table, shape)
-
-    def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        self._later(kernel_references.scatter_reference, blocks, rows, table, shape)
-
-    def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        self._later(kernel_references.shift_reference, blocks, sources, table, shape)
+    def launch(self, kernel: str, *arguments: Any) -> None:
+        self._later(getattr(kernel_references, f"{kernel}_reference"), *arguments)
 
     def wait(self) -> None:
         stream = cast(LazyStream, self.current_stream())

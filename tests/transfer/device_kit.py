@@ -36,7 +36,7 @@ def between(
 def inside(layout: KVLayout, group: int, blocks: Sequence[int], sources: Sequence[int]) -> CopyPlan:
     """What a job moves from `sources` to `blocks` of one group."""
     pool = layout.pools[group]
-    items = [Item(bytes(32), None, Slot(DEVICE, pool, source), None, 1) for source in sources]
+    items = [Item(bytes(32), None, Slot(DEVICE, pool, source), None) for source in sources]
     return plan_copy_inside(layout, [Section(group, 0, tuple(blocks))], items)
 
 

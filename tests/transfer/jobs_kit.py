@@ -29,7 +29,7 @@ from longshore.transfer.device.base import Device
 
 
 def inside_transfer(job: int, layout: KVLayout, group: int, written: Sequence[int], read: Sequence[int]) -> Transfer:
-    items = [Item(bytes(32), None, Slot(DEVICE, layout.pools[group], block), None, 1) for block in read]
+    items = [Item(bytes(32), None, Slot(DEVICE, layout.pools[group], block), None) for block in read]
     return Transfer(job, INSIDE, tuple(items), (Section(group, 0, tuple(written)),))
 
 
@@ -92,7 +92,7 @@ class Jobs:
         parts = [Section(group, first, tuple(blocks))]
         chunks = (first + len(blocks) - 1) // per_chunk - first // per_chunk + 1
         slots = chance.sample(range(self.pools.host.slabs.indices), chunks)
-        self.submit(transfer(self.given, route, parts, slots, valid=(1 << per_chunk) - 1))
+        self.submit(transfer(self.given, route, parts, slots))
         into = HOST if route == OFFLOAD else DEVICE
         self.model.move(parts, self.pools.images(slots), into=into)
 
@@ -186,11 +186,11 @@ def round_trip(pools: DevicePools, device: Device, compute: object = None) -> No
         out = [Section(0, 1, (3, 0, 17, 4, 5)), Section(1, 2, (9, 8, 7, 20))]
         slots = [4, 0, 9, 3, 2]
         engine.begin_step(compute)
-        engine.submit(transfer(1, OFFLOAD, out, slots, valid=[3, 3, 3, 7, 7]))
+        engine.submit(transfer(1, OFFLOAD, out, slots))
         assert engine.wait([1], PATIENCE)
         model.move(out, pools.images(slots), into=HOST)
         back = [Section(0, 1, (10, 11, 12, 13, 14)), Section(1, 2, (23, 1, 2, 15))]
-        engine.submit(transfer(2, ONBOARD, back, slots, valid=[3, 3, 3, 7, 7]))
+        engine.submit(transfer(2, ONBOARD, back, slots))
         assert engine.wait([2], PATIENCE)
         model.move(back, pools.images(slots), into=DEVICE)
         engine.submit(inside_transfer(3, pools.layout, 0, [20, 21, 22], [10, 12, 14]))
@@ -279,7 +279,7 @@ def layer_by_layer(pools: DevicePools, device: Device, rounds: int = 4) -> None:
             section = [Section(0, 0, blocks)]
             model.move(section, pools.images(list(slots)), into=DEVICE)
             engine.begin_step(compute)
-            engine.submit(transfer(turn, ONBOARD, section, list(slots), valid=3, by_layer=True))
+            engine.submit(transfer(turn, ONBOARD, section, list(slots), by_layer=True))
             seen = []
             for layer, ref in enumerate(group.refs):
                 assert engine.wait_layer(turn, layer, 60 * PATIENCE) is Status.OK

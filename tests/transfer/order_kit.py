@@ -175,7 +175,7 @@ class Tale:
         return self._submit(transfer(self._number(), ONBOARD, [Section(0, 0, tuple(blocks))], slots, **fields), slots)
 
     def inside(self, source: int, target: int, **fields: Any) -> int:
-        item = Item(b"k" * 32, None, Slot(DEVICE, 0, source), None, 1)
+        item = Item(b"k" * 32, None, Slot(DEVICE, 0, source), None)
         return self._submit(Transfer(self._number(), INSIDE, (item,), (Section(0, 0, (target,)),), **fields), [source])
 
     def cancel(self, job: int) -> None:

@@ -36,8 +36,8 @@ from longshore.transfer.device.base import Device, Stream
 from longshore.transfer.device.cuda.arguments import KernelShape
 from longshore.transfer.device.cuda.calibration import Always, Effort
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.streams import CudaStream, Way, _CudaCopy
-from longshore.transfer.device.torch_streams import Accelerator, Point, StagedStream, TorchDevice, _StagedCopy
+from longshore.transfer.device.cuda.streams import CudaStream, Way
+from longshore.transfer.device.torch_streams import Accelerator, Point, StagedStream, StreamCopy, TorchDevice
 from longshore.transfer.ordering import EngineState
 
 PAUSE = 100
@@ -135,9 +135,8 @@ def unmarked(patch: pytest.MonkeyPatch) -> None:
 
 
 def ended_when_given(patch: pytest.MonkeyPatch) -> None:
-    for kind in (_CudaCopy, _StagedCopy):
-        patch.setattr(kind, "passed", lambda self: True)
-        patch.setattr(kind, "finish", lambda self: 0.0)
+    patch.setattr(StreamCopy, "passed", lambda self: True)
+    patch.setattr(StreamCopy, "finish", lambda self: 0.0)
 
 
 def unwaited(patch: pytest.MonkeyPatch) -> None:
@@ -182,7 +181,7 @@ def test_random_jobs_lose_bytes_without_a_guard(
 
 
 @pytest.mark.parametrize("guard", INNER)
-def test_random_jobs_lose_bytes_when_streams_do_not_wait_for_each_other(
+def test_random_jobs_lose_bytes_when_streams_do_not_wait(
     pools: Callable[..., DevicePools], guard: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind, name = INNER[guard]
@@ -253,7 +252,7 @@ def test_lanes_of_device_1_never_touch_device_0(
 
 
 @pytest.mark.parametrize("kind", ON)
-def test_a_lane_that_is_not_on_its_stream_and_device_is_noticed(
+def test_lane_off_its_stream_or_device_is_noticed(
     both: tuple[Queued, Queued], pools: Callable[..., DevicePools], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Accelerator, "use", nothing)
@@ -342,7 +341,7 @@ def started(hardware: Queued, path: Path) -> tuple[CudaDevice, QueuedGpu, Queued
     return device, accelerator, library, taken
 
 
-def test_streams_and_memory_that_a_start_takes_are_bounded_and_its_own(
+def test_start_takes_bounded_streams_and_memory_its_own(
     both: tuple[Queued, Queued], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a calibration, and with the file that it leaves."""
@@ -366,7 +365,7 @@ def test_calibration_gives_all_its_memory_back(both: tuple[Queued, Queued], tmp_
     assert hardware.reserved == before
 
 
-def test_torch_alone_takes_two_streams_and_the_engine_keeps_its_own(
+def test_torch_takes_two_streams_beside_the_engines_own(
     both: tuple[Queued, Queued], pools: Callable[..., DevicePools]
 ) -> None:
     given = pools(656)

@@ -62,7 +62,7 @@ def test_small_pages_that_merge_go_directly() -> None:
     assert calibration().choose(load, WAYS) is Way.DIRECT
 
 
-def test_staging_does_not_help_where_the_images_are_in_short_runs() -> None:
+def test_staging_does_not_help_images_in_short_runs() -> None:
     assert calibration().choose(scattered(4096, 8192, run=4096), WAYS) is Way.ZERO_COPY
 
 
@@ -324,7 +324,7 @@ def test_a_start_on_another_link_measures_anew(tmp_path: Path, monkeypatch: pyte
     assert measures == [True, False, True]
 
 
-def test_the_link_is_that_of_the_slower_side_whatever_its_speed_now(tmp_path: Path) -> None:
+def test_link_is_that_of_the_slower_side(tmp_path: Path) -> None:
     bridge = tmp_path / "devices" / "0000:00:01.0"
     device = bridge / "0000:3b:00.0"
     device.mkdir(parents=True)

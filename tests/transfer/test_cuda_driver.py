@@ -96,7 +96,7 @@ def test_what_the_driver_refuses_is_named() -> None:
         bench.driver.copy(bench.stream.cuda_stream, one, one, one)
 
 
-def test_a_thread_gets_the_context_of_the_device_whatever_it_had() -> None:
+def test_thread_gets_the_context_of_the_device() -> None:
     bench = Bench()
     bench.library.contexts.now = 7
     assert bench.driver.make_current(3) == 7

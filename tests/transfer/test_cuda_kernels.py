@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import kernel_references
 import numpy as np
 import pytest
 import torch
@@ -21,7 +22,6 @@ import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
 from longshore.checksums import FACTOR, STEP
-from longshore.testing import kernel_references
 from longshore.transfer.device.cuda import kernels as compiled
 from longshore.transfer.device.cuda.arguments import KernelShape
 

@@ -69,7 +69,7 @@ def test_images_in_the_memory_of_the_device(mood: str | int) -> None:
     assert stand_in.device.fallbacks() == {}
 
 
-def test_checksums_and_stores_do_not_wait_for_what_the_engine_computes() -> None:
+def test_checksums_and_stores_do_not_wait_for_compute() -> None:
     """Each thread has a stream of its own, with the device's context current and no capture of a graph ended."""
     stand_in = StandIn(None)
     images = stand_in.device.allocate_images(16384)

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from cuda_stand_in import AnyWay, StandIn
 from device_kit import between, copied_inside, inside
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Bytes, Model, Pools, flat
 
+from depth import examples
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.transfer.device.cuda.calibration import Always, all_registered
 from longshore.transfer.device.cuda.streams import PLACES, Way
@@ -21,7 +22,7 @@ MOODS: list[str | int] = ["lazy", "eager", 1, 2, 3]
 
 
 @pytest.mark.parametrize("mood", ["lazy", "eager", "random"])
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(seed=st.integers(0, 1 << 30), staging=st.sampled_from([0, 4096, 1 << 20]))
 def test_what_follows_another_way_sees_its_bytes(mood: str, seed: int, staging: int) -> None:
     """Onboard into some blocks, copy them on inside the device, onboard over what was copied: in one lane's order.
@@ -112,7 +113,7 @@ def test_after_a_drain_nothing_is_in_flight(way: Way | None, into: str) -> None:
 
 @pytest.mark.parametrize("into", [HOST, DEVICE])
 @pytest.mark.parametrize("way", WAYS)
-def test_copies_are_in_flight_together_and_each_says_when_it_has_passed(way: Way, into: str) -> None:
+def test_copies_in_flight_together_each_say_their_end(way: Way, into: str) -> None:
     """Nobody waits to give a stream as many copies as it takes."""
     pools = Pools(flat(8, 4096), slots=8)
     gpu = StandIn(Always(way))
@@ -128,7 +129,7 @@ def test_copies_are_in_flight_together_and_each_says_when_it_has_passed(way: Way
     assert all(copy.finish() >= 0 for copy in copies)
 
 
-def test_bounced_copies_come_after_all_and_before_all_on_both_streams() -> None:
+def test_bounced_copies_are_ordered_on_both_streams() -> None:
     pools = Pools(flat(8, 4096), slots=8)
     gpu = StandIn(Always(Way.DIRECT), mood="eager", in_one_piece=None)
     lane = gpu.lane(pools.layout, HOST)
@@ -183,7 +184,7 @@ def test_an_onboard_waits_for_compute_that_still_reads(way: Way, mood: str | int
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mood", MOODS)
-def test_pages_may_be_written_again_once_an_offload_has_reached_its_point(way: Way, mood: str | int) -> None:
+def test_pages_are_reusable_once_an_offload_passed_its_point(way: Way, mood: str | int) -> None:
     pools = Pools(flat(64, 4096), slots=64)
     gpu = StandIn(Always(way), mood=mood, staging_bytes=1 << 16)
     lane = gpu.lane(pools.layout, HOST)

@@ -14,10 +14,11 @@ import torch
 from cuda_stand_in import AnyWay, StandIn, StandInLibrary, World
 from device_kit import Lane, between, copied_inside, inside
 from gated_device import PATIENCE
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Bytes, Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
 
+from depth import examples
 from longshore.boundary import DEVICE, HOST, Section, Status
 from longshore.errors import DeviceError, FreedLayoutError
 from longshore.layout import KVGroup, KVLayout, PageRef
@@ -33,7 +34,7 @@ WAYS = list(Way)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(data=st.data())
 def test_offload_then_onboard(way: Way, data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -64,7 +65,7 @@ def test_offload_then_onboard(way: Way, data: st.DataObject) -> None:
     gpu.device.close()
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_copies_inside_the_device(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -153,7 +154,7 @@ def test_copies_inside_the_device_do_not_ask_for_host_memory() -> None:
     np.testing.assert_array_equal(pools.device_bytes(), expected)
 
 
-def test_stages_for_host_memory_that_nobody_spoke_for_are_taken_at_start() -> None:
+def test_stages_for_unregistered_host_memory_are_taken_at_start() -> None:
     pools = Pools(flat(8), slots=8)
     gpu = StandIn(Always(Way.DIRECT), mood="eager", in_one_piece=None)
     lane = gpu.lane(pools.layout, HOST)
@@ -262,7 +263,7 @@ def test_more_orders_than_was_taken_room_for_are_counted() -> None:
     assert gpu.device.fallbacks() == {"longer_slip": 1}
 
 
-def test_kernels_do_not_touch_host_memory_where_its_addresses_do_not_serve() -> None:
+def test_kernels_leave_host_memory_of_useless_addresses_alone() -> None:
     world = World()
     library = StandInLibrary(world)
     library.host_pointers_serve = 0
@@ -362,7 +363,7 @@ def test_images_are_padded_where_they_are_kept(on_device: bool) -> None:
     assert found == b"\xff" * 4096 + bytes(24) + b"\xff" * (4096 - 24)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_loads_fit_and_lose_nothing(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -390,9 +391,9 @@ def test_the_engine_over_the_device() -> None:
     before = [tensor.clone() for tensor in pools.tensors]
     engine = TransferEngine(pools.layout, gpu.device, pools.host, max_batch_bytes=10_000)
     try:
-        engine.submit(transfer(1, OFFLOAD, [Section(0, 0, tuple(range(32)))], list(range(16)), valid=3))
+        engine.submit(transfer(1, OFFLOAD, [Section(0, 0, tuple(range(32)))], list(range(16))))
         assert engine.wait([1], PATIENCE)
-        engine.submit(transfer(2, ONBOARD, [Section(0, 0, tuple(range(63, 31, -1)))], list(range(16)), valid=3))
+        engine.submit(transfer(2, ONBOARD, [Section(0, 0, tuple(range(63, 31, -1)))], list(range(16))))
         assert engine.wait([2], PATIENCE)
         assert {status for result in engine.poll() for status in result.statuses} == {Status.OK}
     finally:
@@ -440,7 +441,7 @@ def test_a_slip_keeps_descriptors_until_it_is_used_again() -> None:
     assert gone() is None
 
 
-def test_the_thread_of_a_lane_ends_no_capture_of_a_graph() -> None:
+def test_lane_thread_ends_no_capture_of_a_graph() -> None:
     gpu = StandIn(Always(Way.DIRECT))
     engine = TransferEngine(flat(4), gpu.device, Pools(flat(4), slots=4).host)
     try:

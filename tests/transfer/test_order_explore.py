@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from order_cases import STORIES, Chance
 from order_kit import Tale, tale
 
+from depth import deep
 from longshore.testing.simulated_device import SimulatedDevice
 from longshore.testing.simulation import (
     BlockedError,
@@ -21,12 +20,10 @@ from longshore.testing.simulation import (
 )
 
 LONG = {"layers while others leave", "two each way, layers, cancel", "a step around copies"}
-"""Those with the most orders: `make orders` tells them too, and these tests with STORIES=all in the environment."""
+"""Those with the most orders: `make orders` tells them, and these tests do at night."""
 
 
-@pytest.mark.parametrize(
-    "name", STORIES if os.environ.get("STORIES") == "all" else [name for name in STORIES if name not in LONG]
-)
+@pytest.mark.parametrize("name", [name for name in STORIES if name not in deep(LONG, ())])
 def test_every_order_of_a_story_ends_as_it_should(name: str) -> None:
     script, options = STORIES[name]
     explored = explore(tale(script, **options))
@@ -48,7 +45,7 @@ def test_the_same_seed_tells_the_same_story() -> None:
 # Controls: the judge can say no.
 
 
-def test_what_comes_after_a_wait_that_timed_out_is_tried_too() -> None:
+def test_steps_after_a_timed_out_wait_are_tried() -> None:
     def script(told: Tale) -> None:
         job = told.onboard([0], [0], by_layer=True)
         told.wait_layer(job, 0, timeout=1.0)
@@ -127,7 +124,7 @@ def test_a_wait_that_nothing_can_end_is_found() -> None:
         Simulation(lambda count: 0).wait_for(lambda: False)
 
 
-def test_a_story_that_is_too_long_is_not_cut_short_in_silence() -> None:
+def test_too_long_story_is_an_error_not_cut() -> None:
     script, options = STORIES["a step around copies"]
     with pytest.raises(WrongError, match="more than 5 runs"):
         explore(tale(script, **options), max_runs=5)

@@ -162,7 +162,7 @@ class GdsTale(Tale):
         for chunk in chunks:
             slot = Slot(FILE, 0, chunk)
             source, destination = (None, slot) if route.destination == FILE else (slot, None)
-            items.append(Item(bytes([chunk]) * 32, None, source, destination, 1))
+            items.append(Item(bytes([chunk]) * 32, None, source, destination))
         self.mover.submit(Transfer(self._sent, route, tuple(items), (Section(0, 0, tuple(blocks)),)))
         return self._sent
 
@@ -233,7 +233,7 @@ def test_trap_5_files_keep_stream_order(script: Callable[[GdsTale], None]) -> No
 
 
 @pytest.mark.parametrize("script", [two_through_a_ring_of_one, load_after_load_through_a_ring_of_one])
-def test_a_place_in_the_ring_has_one_user_at_a_time(script: Callable[[GdsTale], None]) -> None:
+def test_ring_place_has_one_user_at_a_time(script: Callable[[GdsTale], None]) -> None:
     explore(gds(script, images=1))
 
 

@@ -116,7 +116,7 @@ def a_step_begun_and_never_ended(told: Tale) -> None:
 @pytest.mark.parametrize(
     "script", [layers_for_another_stream, copies_between_steps_of_another_stream, a_step_begun_and_never_ended]
 )
-def test_the_stream_of_the_last_step_is_the_one_that_counts(script: Script) -> None:
+def test_stream_of_the_last_step_is_what_counts(script: Script) -> None:
     explore(tale(script))
 
 
@@ -264,7 +264,7 @@ def a_copy_fails_half_way(told: Tale) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_job_that_failed_ends_when_nothing_of_it_is_in_flight(monkeypatch: Patch) -> None:
+def test_failed_job_ends_when_nothing_is_in_flight(monkeypatch: Patch) -> None:
     explore(tale(a_copy_fails_half_way))
     monkeypatch.setattr(SimulatedStream, "drain", lambda self: None)
     goes_wrong(a_copy_fails_half_way, "WAR: compute")

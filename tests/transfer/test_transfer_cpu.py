@@ -5,15 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import flat
 
+from depth import examples
 from longshore.transfer import CpuDevice, device_for
 from longshore.transfer.device.base import SMALL, copy_pieces
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(st.lists(st.sampled_from([1, 7, 8, 24, 656, SMALL - 1, SMALL, SMALL + 1, 70_000]), max_size=40), st.randoms())
 def test_pieces_arrive_and_nothing_else_changes(sizes: list[int], random: object) -> None:
     seed = getattr(random, "randrange")(1 << 30)  # noqa: B009 - hypothesis gives an untyped Random
@@ -42,7 +43,7 @@ def test_pieces_arrive_and_nothing_else_changes(sizes: list[int], random: object
     np.testing.assert_array_equal(destination, expected)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     st.sampled_from([1024, 4096, 6144, 12288, 16384, 20 << 10, 70_000]),
     st.integers(1, 40),

@@ -302,7 +302,7 @@ def test_failed_lane_ends_its_jobs_and_closes_the_engine(caplog: pytest.LogCaptu
     assert "transfer lane into host failed" in caplog.text
 
 
-def test_single_fault_in_a_wait_condition_ends_the_jobs_of_its_lane() -> None:
+def test_single_fault_in_a_wait_ends_its_lanes_jobs() -> None:
     """The lane stands at its gate when the clock fails: it is told, and does not take the gate for open."""
     pools = Pools(flat(16), 8)
     device = GatedDevice()
@@ -394,7 +394,7 @@ def test_threads_of_a_collected_engine_end() -> None:
         assert not thread.is_alive()
 
 
-def test_exit_of_the_interpreter_waits_for_the_threads_of_open_engines() -> None:
+def test_interpreter_exit_waits_for_threads_of_open_engines() -> None:
     before = set(threading.enumerate())
     rig = Rig()
     threads = set(threading.enumerate()) - before

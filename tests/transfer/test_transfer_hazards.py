@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import examples
 from longshore.transfer.ordering import Access, Hazards, LanePosition, Place
 
 DEVICE = Place("device", 0)
 HOST = Place("host", 0)
+PLACES = (DEVICE, HOST, Place("device", 1))
 
 
 def reads(place: Place, *slots: int) -> Access:
@@ -21,60 +23,16 @@ def writes(place: Place, *slots: int) -> Access:
 
 
 def hazards(lanes: int = 2) -> Hazards:
-    return Hazards({DEVICE: 16, HOST: 16, Place("device", 1): 16}, lanes)
-
-
-def test_a_reader_waits_for_the_writer() -> None:
-    records = hazards()
-    assert records.admit(0, [writes(HOST, 3)]).needs == (0, 0)
-    assert records.admit(1, [reads(HOST, 3)]).needs == (1, 0)
-
-
-def test_a_writer_waits_for_readers_and_writers() -> None:
-    records = hazards(lanes=3)
-    records.admit(0, [reads(HOST, 3)])
-    records.admit(1, [writes(HOST, 3)])
-    assert records.admit(2, [writes(HOST, 2, 3)]).needs == (1, 1, 0)
-
-
-def test_all_readers_are_kept_not_only_the_last() -> None:
-    records = hazards(lanes=3)
-    records.admit(0, [reads(DEVICE, 3)])
-    records.admit(1, [reads(DEVICE, 3)])
-    assert records.admit(2, [writes(DEVICE, 3)]).needs == (1, 1, 0)
-
-
-def test_readers_do_not_wait_for_readers() -> None:
-    records = hazards()
-    records.admit(0, [reads(HOST, 3)])
-    assert records.admit(1, [reads(HOST, 3)]).needs == (0, 0)
-
-
-def test_a_slot_is_its_tier_and_pool_too() -> None:
-    records = hazards()
-    records.admit(0, [writes(HOST, 5), writes(Place("device", 1), 5)])
-    assert records.admit(1, [writes(DEVICE, 5)]).needs == (0, 0)
-
-
-def test_nothing_is_forgotten_when_a_later_job_touches_the_slot() -> None:
-    records = hazards(lanes=3)
-    records.admit(0, [writes(HOST, 3)])
-    records.admit(1, [reads(HOST, 3)])
-    assert records.admit(2, [reads(HOST, 3)]).needs == (1, 0, 0)
-    assert records.admit(2, [writes(HOST, 3)]).needs == (1, 1, 1)
-
-
-def test_an_access_to_no_slots_waits_for_nobody() -> None:
-    assert hazards().admit(0, [writes(HOST)]).needs == (0, 0)
+    return Hazards(dict.fromkeys(PLACES, 16), lanes)
 
 
 JOB = st.tuples(
     st.integers(0, 2),
-    st.lists(st.tuples(st.sampled_from([DEVICE, HOST]), st.integers(0, 3), st.booleans()), max_size=4),
+    st.lists(st.tuples(st.sampled_from(PLACES), st.integers(0, 3), st.booleans()), max_size=4),
 )
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.lists(JOB, max_size=14))
 def test_it_agrees_with_comparing_every_pair_of_jobs(jobs: list[tuple[int, list[tuple[Place, int, bool]]]]) -> None:
     records = hazards(lanes=3)

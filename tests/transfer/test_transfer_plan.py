@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections
 
+from depth import examples
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError, PlanError
 from longshore.layout import KVGroup, KVLayout, PageRef, from_axes, from_rows
@@ -39,7 +40,7 @@ def run(made: Copies) -> None:
     copy_pieces(*made)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_offload_then_onboard_restores_bytes_in_other_blocks(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -71,27 +72,20 @@ def _ignore_padding(model: Model, pools: Pools) -> None:
     model.host[differs] = pools.arena.array[differs]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
-def test_leading_tokens_and_holes(data: st.DataObject) -> None:
+def test_leading_tokens(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     parts = data.draw(sections(layout))
     items = chunks_of(layout, parts)
     pools = Pools(layout, slots=items + 1)
     slots = data.draw(st.permutations(range(items + 1)))[:items]
     tokens = data.draw(st.none() | st.integers(-1, 17))
-    per_item = [
-        (1 << layout.groups[section.group].blocks_per_chunk) - 1
-        for section in parts
-        for _ in range(chunks_of(layout, [section]))
-    ]
-    valid = data.draw(st.none() | st.tuples(*(st.integers(1, full) for full in per_item)))
     into = data.draw(st.sampled_from([DEVICE, HOST]))
     model = Model(pools)
-    options: dict[str, Any] = {"tokens": tokens, "valid": valid}
 
-    run(make_plan(pools, parts, slots, into, **options))
-    model.move(parts, pools.images(slots), into=into, **options)
+    run(make_plan(pools, parts, slots, into, tokens=tokens))
+    model.move(parts, pools.images(slots), into=into, tokens=tokens)
 
     if into == HOST:
         _ignore_padding(model, pools)
@@ -127,7 +121,7 @@ def test_runs_that_are_adjacent_on_both_sides_are_one_copy() -> None:
     assert [int(size) // 4096 for size in apart.size] == [1, 1, 1]
 
 
-def test_a_row_that_holds_all_pages_of_a_block_is_one_copy() -> None:
+def test_row_of_all_a_blocks_pages_is_one_copy() -> None:
     rows = torch.zeros(10, 12 * 40, dtype=torch.uint8)
     pools = Pools(from_rows(rows, pages_per_block=12, block_size=4), slots=4)
     made = make_plan(pools, [Section(0, 0, (7, 2))], [0, 3], DEVICE)
@@ -155,7 +149,7 @@ def ascending(draw: st.DrawFn, layout: KVLayout) -> tuple[Section, ...]:
     return tuple(drawn)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.data())
 def test_nothing_that_is_adjacent_is_left_apart(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -168,9 +162,9 @@ def test_nothing_that_is_adjacent_is_left_apart(data: st.DataObject) -> None:
         assert adjacent(Pieces(made.source, made.destination, made.size)) == []
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.data())
-def test_a_batch_is_cut_into_shorter_ones_that_move_the_same_bytes(data: st.DataObject) -> None:
+def test_cut_batches_move_the_same_bytes(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     parts = data.draw(sections(layout))
     items = chunks_of(layout, parts)
@@ -191,7 +185,7 @@ def every_byte(pieces: Pieces) -> list[tuple[int, int]]:
     return [(d + i, h + i) for d, h, n in zip(*lists, strict=True) for i in range(n)]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_both_piece_orders_move_the_same_bytes(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -227,7 +221,7 @@ def test_a_plan_leaves_the_settings_of_numpy_alone() -> None:
         np.setbufsize(before)
 
 
-def test_a_run_goes_on_from_a_partial_chunk_into_whole_ones() -> None:
+def test_run_continues_from_a_partial_chunk_into_whole_ones() -> None:
     pools = Pools(flat(64, 4096, refs=1, blocks_per_chunk=2), slots=8)
     made = make_plan(pools, [Section(0, 1, (7, 8, 9))], [3, 4], HOST)
     assert made.size.tolist() == [3 * 4096]
@@ -244,7 +238,7 @@ def test_k_and_v_of_one_tensor_merge_at_their_seam(blocks_per_chunk: int) -> Non
     assert one.size.tolist() == ([24, 72, 48] if blocks_per_chunk == 3 else [24, 24])
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 3)), max_size=30))
 def test_merged_pieces_are_the_same_bytes(steps: list[tuple[int, int, int]]) -> None:
     device = host = 100
@@ -261,7 +255,7 @@ def test_merged_pieces_are_the_same_bytes(steps: list[tuple[int, int, int]]) -> 
     assert adjacent(merged) == []
 
 
-def test_a_planner_makes_one_plan_after_the_other_in_the_same_arrays() -> None:
+def test_planner_reuses_its_arrays_for_each_plan() -> None:
     pools = Pools(flat(64, 24, refs=3), slots=64)
     planner = PieceBuilder()
     for blocks in [(5, 9), tuple(range(60)), (7,), ()]:
@@ -273,7 +267,7 @@ def test_a_planner_makes_one_plan_after_the_other_in_the_same_arrays() -> None:
             np.testing.assert_array_equal(one, other)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_reused_planner_makes_the_same_plans_as_a_new_one(data: st.DataObject) -> None:
     planner = PieceBuilder()
@@ -328,9 +322,6 @@ REFUSED: list[tuple[str, list[Section], list[int], dict[str, Any]]] = [
     ("a negative first block", [Section(0, -2, (1, 2))], [0], {}),
     ("an image beyond the host", [Section(0, 0, (1, 2))], [4], {}),
     ("an image before the host", [Section(0, 0, (1, 2))], [-1], {}),
-    ("a mask of nothing", [Section(0, 0, (1, 2))], [0], {"valid": [0]}),
-    ("a mask of more sub-blocks than there are", [Section(0, 0, (1, 2))], [0], {"valid": [4]}),
-    ("a mask too few", [Section(0, 0, (1, 2))], [0], {"valid": []}),
     ("neither tier", [Section(0, 0, (1, 2))], [0], {"into": "file"}),
 ]
 
@@ -384,7 +375,7 @@ def test_small_images_close_to_one_another_are_not_one() -> None:
     assert made.destination.tolist() == images
 
 
-def test_blocks_of_one_id_in_groups_apart_are_not_one_block() -> None:
+def test_equal_block_ids_in_separate_groups_are_distinct() -> None:
     tensors = [torch.zeros(16 * 24, dtype=torch.uint8) for _ in range(2)]
     groups = [KVGroup(name, 16, 1, (PageRef(i, 0, 24, 24),)) for i, name in enumerate("ab")]
     parts = [Section(0, 0, (3,)), Section(1, 0, (3,))]
@@ -425,10 +416,9 @@ def test_item_bytes_are_what_moves_of_each() -> None:
         into=HOST,
         host_address=0,
         host_bytes=12288,
-        valid=[8, 0b1011, 1],
     )
-    assert plan.item_bytes.tolist() == [48, 3 * 48, 48]
-    assert plan.blocks()[0].tolist() == [1, 2, 3, 5, 6]
+    assert plan.item_bytes.tolist() == [48, 4 * 48, 48]
+    assert plan.blocks()[0].tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_plans_against_freed_memory_are_refused() -> None:

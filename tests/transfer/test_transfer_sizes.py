@@ -57,7 +57,7 @@ def moving(job: int, route: Route, group: int, blocks: tuple[int, ...], pool: in
     """As the control plane orders it: items in columns."""
     side = Slots(HOST, pool, slots)
     source, destination = (None, side) if route == OFFLOAD else (side, None)
-    items = Items((KEY,) * len(slots), (None,) * len(slots), source, destination, 1)
+    items = Items((KEY,) * len(slots), (None,) * len(slots), source, destination)
     return Transfer(job, route, items, (Section(group, 0, blocks),))
 
 
@@ -91,7 +91,7 @@ def test_a_slot_that_its_pool_does_not_have_is_refused(machine: Machine, pool: i
 
 
 def test_two_sizes_in_one_slab_are_refused(machine: Machine) -> None:
-    items = (Item(KEY, None, None, Slot(HOST, LARGE, 3), 1), Item(KEY, None, None, Slot(HOST, SMALL, 5), 1))
+    items = (Item(KEY, None, None, Slot(HOST, LARGE, 3)), Item(KEY, None, None, Slot(HOST, SMALL, 5)))
     with pytest.raises(PlanError, match="different image sizes overlap in one slab"):
         machine.engine.submit(Transfer(1, OFFLOAD, items, (Section(FULL, 0, (0,)), Section(WINDOW, 0, (0,)))))
     apart = (items[0], items[1]._replace(destination=Slot(HOST, SMALL, 6)))
@@ -99,7 +99,7 @@ def test_two_sizes_in_one_slab_are_refused(machine: Machine) -> None:
     assert bytes(machine.arena.array[6 * PAGE : 7 * PAGE]) == machine.page(3, 0)
 
 
-def test_a_slab_that_changes_its_size_is_written_after_its_readers(machine: Machine) -> None:
+def test_resized_slab_is_written_after_its_readers(machine: Machine) -> None:
     """The hazard is between slots of different numbers: image 5 of the small size lies in image 3 of the large one."""
     before = [machine.page(tensor, 0) for tensor in range(3)]
     for job in range(1, 60, 3):  # many times: the last two go down two lanes at once

@@ -16,10 +16,11 @@ import pytest
 import torch
 from device_kit import Lane, between, copied_inside, inside
 from gated_device import PATIENCE
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
 
+from depth import examples
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError
 from longshore.transfer import OFFLOAD, TransferEngine
@@ -90,7 +91,7 @@ class FakeAccelerator(Accelerator):
         return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.data())
 def test_offload_then_onboard_through_the_stages(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -118,7 +119,7 @@ def test_offload_then_onboard_through_the_stages(data: st.DataObject) -> None:
     device.close()
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(st.data())
 def test_copies_inside_the_device(data: st.DataObject) -> None:
     layout = data.draw(layouts())
@@ -155,7 +156,7 @@ def pieces_through(into: str, blocks: int) -> tuple[FakeAccelerator, list[tuple[
 
 
 @pytest.mark.parametrize("into", [HOST, DEVICE])
-def test_a_stage_is_used_again_only_when_its_last_use_has_ended(into: str) -> None:
+def test_stage_is_reused_only_after_its_last_use(into: str) -> None:
     _, lines = pieces_through(into, 5)
     recorded = [line[1] for line in lines if line[0] == "record"][1:-1]  # the first and the last one keep time
     assert len(recorded) == 5
@@ -204,7 +205,7 @@ def test_the_stream_waits_for_what_used_the_stages_memory_before() -> None:
     assert wait == ("wait", record[1], "stream 1")
 
 
-def test_copies_wait_for_compute_and_compute_for_copies_on_the_device() -> None:
+def test_copies_and_compute_wait_for_each_other_on_device() -> None:
     accelerator = FakeAccelerator()
     device = TorchDevice("cpu", accelerator=accelerator, staging_bytes=0)
     pools = Pools(flat(4), slots=4)
@@ -398,7 +399,7 @@ def test_no_call_waits_for_the_stream_to_bring_ids(into: str, monkeypatch: pytes
     model.check(pools)
 
 
-def test_ids_in_a_stage_are_overwritten_only_when_they_were_used() -> None:
+def test_staged_ids_are_overwritten_only_after_use() -> None:
     accelerator = FakeAccelerator()
     pools = Pools(flat(16, 4096, refs=1), slots=1)
     stream = TorchDevice("cpu", staging_bytes=0, accelerator=accelerator).stream(pools.layout, DEVICE)

@@ -59,7 +59,6 @@ class Model:
         images: Sequence[int],
         *,
         into: str,
-        valid: Sequence[int] | None = None,
         layers: tuple[int, int] | None = None,
         tokens: int | None = None,
     ) -> None:
@@ -72,8 +71,6 @@ class Model:
             for position, block in enumerate(section.blocks):
                 logical = section.first_block + position
                 chunk, sub = logical // per_chunk - first_chunk, logical % per_chunk
-                if valid is not None and not valid[item + chunk] >> sub & 1:
-                    continue
                 is_last = section is filled[-1] and position == len(section.blocks) - 1
                 self._move_block(
                     section.group, block, images[item + chunk], sub, into, layers, tokens if is_last else None
@@ -213,15 +210,12 @@ def transfer(
     route: Route,
     sections: Sequence[Section],
     slots: Sequence[int],
-    *,
-    valid: int | Sequence[int] = 1,
     **fields: object,
 ) -> Transfer:
     """A transfer whose items lie in `slots` of the host."""
-    masks = [valid] * len(slots) if isinstance(valid, int) else list(valid)
     items = []
-    for slot, mask in zip(slots, masks, strict=True):
+    for slot in slots:
         place = Slot(HOST, 0, slot)
         source, destination = (None, place) if route.source == DEVICE else (place, None)
-        items.append(Item(bytes([slot]) * 32, None, source, destination, mask))
+        items.append(Item(bytes([slot]) * 32, None, source, destination))
     return Transfer(job, route, tuple(items), tuple(sections), **fields)  # type: ignore[arg-type]

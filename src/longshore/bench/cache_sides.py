@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from longshore.bench.harness import SEED, has_vllm
+from longshore.bench.harness import SEED, is_installed
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.columns import LISTS
@@ -40,17 +40,13 @@ class Rival(Protocol):
 
     name: str
 
-    def match(self, keys: Sequence[Key]) -> None:
-        """Look up, protect, touch, release."""
+    def match(self, keys: Sequence[Key]) -> None: ...
 
-    def known(self, keys: Sequence[Key]) -> None:
-        """Store resident blocks."""
+    def known(self, keys: Sequence[Key]) -> None: ...
 
-    def store(self, keys: Sequence[Key]) -> None:
-        """Store new blocks, and complete the store."""
+    def store(self, keys: Sequence[Key]) -> None: ...
 
-    def slots(self, keys: Sequence[Key]) -> None:
-        """Resolve the slots of resident blocks."""
+    def slots(self, keys: Sequence[Key]) -> None: ...
 
 
 class PlainLRU:
@@ -63,19 +59,16 @@ class PlainLRU:
         self._free = list(range(slots))
 
     def match(self, keys: Sequence[Key]) -> None:
-        """Look up and touch, tail first."""
         known = self._slots
         for key in reversed(keys):
             if key in known:
                 known.move_to_end(key)
 
     def known(self, keys: Sequence[Key]) -> None:
-        """Look up."""
         for key in keys:
             self._slots.get(key)
 
     def store(self, keys: Sequence[Key]) -> None:
-        """Insert, with eviction of the least recently used if no slot is free."""
         known, free = self._slots, self._free
         for key in keys:
             if not free:
@@ -83,7 +76,6 @@ class PlainLRU:
             known[key] = free.pop()
 
     def slots(self, keys: Sequence[Key]) -> None:
-        """Look up."""
         [self._slots[key] for key in keys]
 
 
@@ -97,7 +89,6 @@ class VllmManager:
         self.name = f"vLLM's {policy.upper()} manager"
 
     def match(self, keys: Sequence[Key]) -> None:
-        """Lookups up to the first miss, a load from begin to end, and a touch."""
         manager, request, ours = self._manager, self._request(), [key + _GROUP for key in keys]
         hit = self._base.LookupResult.HIT
         found = 0
@@ -111,13 +102,11 @@ class VllmManager:
         manager.on_request_finished(request)
 
     def known(self, keys: Sequence[Key]) -> None:
-        """A store of resident blocks, which stores nothing."""
         request = self._request()
         self._manager.prepare_store([key + _GROUP for key in keys], request)
         self._manager.on_request_finished(request)
 
     def store(self, keys: Sequence[Key]) -> None:
-        """A store that begins and ends."""
         request, ours = self._request(), [key + _GROUP for key in keys]
         output = self._manager.prepare_store(ours, request)
         if output is None:
@@ -126,7 +115,6 @@ class VllmManager:
         self._manager.on_request_finished(request)
 
     def slots(self, keys: Sequence[Key]) -> None:
-        """A load from begin to end; its specification names the blocks."""
         request, ours = self._request(), [key + _GROUP for key in keys]
         self._manager.prepare_load(ours, request)
         self._manager.complete_load(ours, request)
@@ -139,7 +127,7 @@ class VllmManager:
 
 def makers_of_rivals() -> list[Callable[[int], Rival]]:
     """Constructors, by number of slots, of vLLM's two managers if it is installed, else of the ordered dictionary."""
-    if not has_vllm():
+    if not is_installed("vllm"):
         return [PlainLRU]
     try:
         VllmManager(64, "lru")
@@ -158,7 +146,6 @@ class AdmitsAll(Gittins):
     """The default policy without admission, because evictions are measured and rivals admit all blocks."""
 
     def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, least: int = 1) -> int:
-        """As many as there is room for."""
         return make_room(len(keys))
 
 
@@ -172,7 +159,6 @@ class Policy:
         self._turn = 0
 
     def store(self, keys: Sequence[Key]) -> None:
-        """Insert the blocks of one request, with evictions if there is no room."""
         policy, count = self._policy, len(keys)
         nodes, self._unused = list(self._unused[:count]), self._unused[count:]
         while len(nodes) < count:
@@ -195,17 +181,14 @@ class Ours:
         self.longest = 0.0
 
     def match(self, keys: Sequence[Key]) -> None:
-        """Look up and release."""
         lease = self._call(lambda: self.cache.lookup({0: GroupKeys(keys)}, 0.0)).lease
         if lease is not None:
             self._call(lambda: self.cache.release(lease))
 
     def known(self, keys: Sequence[Key]) -> None:
-        """A store of resident blocks, which stores nothing."""
         self._call(lambda: self.cache.store({0: GroupKeys(keys)}, {0: range(len(keys))}))
 
     def store(self, keys: Sequence[Key], first: int = 0, *, evicting: bool = False) -> None:
-        """A store, its command, and its result."""
         for start in range(first, len(keys), PIECE):
             path, blocks = keys[: start + PIECE], range(min(PIECE, len(keys) - start))
             store = partial(self.cache.store, {0: GroupKeys(path, start)}, {0: blocks})
@@ -258,7 +241,6 @@ class TwoTiers(Ours):
         self.cache = TieredCache(tiers, CacheSettings(max_writes=PIECE, backup=WritePolicy.THROUGH))
 
     def store(self, keys: Sequence[Key], first: int = 0, *, evicting: bool = False) -> None:
-        """A store, and all copies that follow from it."""
         for start in range(first, len(keys), PIECE):
             path = keys[: start + PIECE]
             self.cache.store({0: GroupKeys(path, start)}, {0: range(len(path) - start)})
@@ -300,7 +282,6 @@ class PromptSet:
         return [*elder[:shared], *self.fresh(length - shared)], shared
 
     def fresh(self, count: int) -> list[Key]:
-        """New keys."""
         return [self._dice.randbytes(32) for _ in range(count)]
 
     def sample(self, blocks: int) -> list[list[Key]]:
@@ -329,8 +310,7 @@ _WARM_UP = 100 * _PROMPT
 class Filled(Protocol):
     """A side that stores prompts, with evictions."""
 
-    def store(self, keys: Sequence[Key]) -> None:
-        """Store a new prompt."""
+    def store(self, keys: Sequence[Key]) -> None: ...
 
 
 def bytes_per_block(make: Callable[[int], Filled], blocks: int, refills: int = 0) -> tuple[float, float]:

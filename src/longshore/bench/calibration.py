@@ -3,71 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from longshore.boundary import HOST
 from longshore.errors import BenchError
 from longshore.transfer.device.cuda.calibration import THOROUGH, Calibration, Effort
 from longshore.transfer.device.cuda.device import CudaDevice
-from longshore.transfer.device.cuda.streams import CopyShape, Way
+from longshore.transfer.device.cuda.streams import CopyShape
 
 LOADS = (1 << 20, 32 << 20)
 """Bytes of the transfers in the table: a short job, and a full batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class Calibrated:
-    """A calibration, and the path of its file."""
+def run(device: CudaDevice | None = None, effort: Effort = THOROUGH) -> dict[str, Any]:
+    """Measure the current GPU, or `device`; raises `BenchError` where there is none.
 
-    calibration: Calibration
-    path: Path
-
-    def as_json(self) -> dict[str, object]:
-        """The output of `--json`: the calibration, its path, and the chosen ways by direction and sizes."""
-        chosen = [
-            {
-                "direction": line.direction,
-                "page_bytes": line.page_bytes,
-                "bytes": line.nbytes,
-                "way": line.way.value,
-                "gb_per_s": line.rates[line.way],
-            }
-            for line in self.lines()
-        ]
-        return {**self.calibration.as_json(), "path": str(self.path), "chosen": chosen}
-
-    def lines(self) -> Iterator[CalibrationRow]:
-        """The expected rate of each way, by direction, size of transfer and of page."""
-        for into, ways in self.calibration.curves.items():
-            sizes = sorted({sample.page_bytes for samples in ways.values() for sample in samples})
-            for nbytes in LOADS:
-                for size in sizes:
-                    pages = max(1, nbytes // size)
-                    load = CopyShape(into, pages * size, pages, pages, max(1, nbytes >> 20))
-                    rates = {way: load.nbytes / self.calibration.seconds(load, way) / 1e9 for way in ways}
-                    direction = "offload" if into == HOST else "onboard"
-                    yield CalibrationRow(
-                        direction, size, load.nbytes, rates, self.calibration.choose(load, tuple(ways))
-                    )
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationRow:
-    """GB/s of each way for scattered pages of one size, and the chosen way."""
-
-    direction: str
-    page_bytes: int
-    nbytes: int
-    rates: dict[Way, float]
-    way: Way
-
-
-def run(device: CudaDevice | None = None, effort: Effort = THOROUGH) -> Calibrated:
-    """Measure the current GPU, or `device`; raises `BenchError` where there is none."""
+    Returns what `--json` prints: the calibration, its path, and the ways `chosen` by direction and sizes.
+    """
     with contextlib.closing(device or _current()) as gpu:
-        return Calibrated(gpu.calibrate(effort), gpu.calibration_path)
+        calibration, path = gpu.calibrate(effort), str(gpu.calibration_path)
+    return {**calibration.as_json(), "path": path, "chosen": list(_chosen(calibration))}
+
+
+def _chosen(calibration: Calibration) -> Iterator[dict[str, Any]]:
+    """The way for scattered pages by direction, size of transfer and of page, and the GB/s expected of each way."""
+    for into, ways in calibration.curves.items():
+        sizes = sorted({sample.page_bytes for samples in ways.values() for sample in samples})
+        for nbytes, size in itertools.product(LOADS, sizes):
+            pages = max(1, nbytes // size)
+            load = CopyShape(into, pages * size, pages, pages, max(1, nbytes >> 20))
+            rates = {way.value: load.nbytes / calibration.seconds(load, way) / 1e9 for way in ways}
+            way = calibration.choose(load, tuple(ways)).value
+            direction = "offload" if into == HOST else "onboard"
+            sizes_of = {"page_bytes": size, "bytes": load.nbytes}
+            yield {"direction": direction, **sizes_of, "way": way, "gb_per_s": rates[way], "rates": rates}
 
 
 def _current() -> CudaDevice:

@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 
-from longshore.bench.harness import ByteTensor, Case, chosen, compare, rate
+from longshore.bench.harness import ArrayTensor, Case, chosen, compare, rate
 from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slabs, Slot, Status, Transfer
 from longshore.config import parse_size
 from longshore.errors import BenchError
@@ -60,7 +60,7 @@ class PageSet:
         self.blocks = tuple(chooser.sample(range(blocks), blocks))
         self.slots = chooser.sample(range(blocks), blocks)
         self.pages = [Arena(blocks * page_bytes) for _ in range(REFERENCES)]
-        tensors = [ByteTensor(arena.address, arena.nbytes) for arena in self.pages]
+        tensors = [ArrayTensor(arena.array) for arena in self.pages]
         refs = tuple(PageRef(index, 0, page_bytes, page_bytes) for index in range(REFERENCES))
         self._layout = KVLayout((KVGroup("kv", 16, 1, refs),), tensors, blocks)
         self.arena = Arena(blocks * self._layout.image_bytes)
@@ -76,7 +76,7 @@ class PageSet:
         for slot in self.slots:
             host = Slot(HOST, 0, slot)
             source, destination = (None, host) if route.source == DEVICE else (host, None)
-            items.append(Item(slot.to_bytes(32, "little"), None, source, destination, 1))
+            items.append(Item(slot.to_bytes(32, "little"), None, source, destination))
         transfer = Transfer(self._job, route, tuple(items), (Section(0, 0, self.blocks),))
         begun = time.perf_counter()
         self._engine.submit(transfer)
@@ -94,7 +94,6 @@ class PageSet:
         return time.perf_counter() - begun
 
     def close(self) -> None:
-        """Release the memory."""
         self._engine.close()
         for arena in (self.arena, self._plain, *self.pages):
             arena.close()

@@ -37,7 +37,6 @@ import random
 import shutil
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +47,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import xxhash
 
-from longshore.bench.harness import Case, Seconds, check_direct, chosen, has_vllm, medians, rate
+from longshore.bench.harness import Case, Seconds, check_direct, chosen, is_installed, medians, rate
 from longshore.boundary import Status
 from longshore.config import parse_size
 from longshore.errors import BenchError
@@ -106,15 +105,12 @@ class Images:
         self.arena.array[:] = 0x5A
 
     def batches(self, kind: str) -> list[list[int]]:
-        """All images by prompt, in the order of requests."""
         return self._scattered if kind == SCATTERED else self._prompts
 
     def order(self, kind: str) -> list[int]:
-        """All images, in the same order."""
         return [image for batch in self.batches(kind) for image in batch]
 
     def reads(self, kind: str) -> bool:
-        """Whether `kind` writes nothing."""
         return kind in _READS
 
     def at_once(self, kind: str) -> int | None:
@@ -126,11 +122,9 @@ class Images:
         return image // self.prompt % 2 == 1 if kind == "mixed" else not self.reads(kind)
 
     def offset(self, image: int) -> int:
-        """Its offset in the arena."""
         return self._places[image] * self.image_bytes
 
     def view(self, image: int) -> memoryview:
-        """Its bytes."""
         return self.arena.view(self.offset(image), self.image_bytes)
 
 
@@ -142,8 +136,7 @@ class FileSide(Protocol):
     def move(self, kind: str) -> float:
         """Move every image once; returns seconds. `write` is to space that was never written."""
 
-    def close(self) -> None:
-        """Release files and threads."""
+    def close(self) -> None: ...
 
 
 class FileTierSide:
@@ -158,7 +151,6 @@ class FileTierSide:
 
     @property
     def direct(self) -> bool:
-        """Whether it has direct I/O."""
         return self._tier.direct
 
     @property
@@ -167,7 +159,6 @@ class FileTierSide:
         return self._directory / SEGMENT
 
     def move(self, kind: str) -> float:
-        """A batch for each prompt, from the first `submit` to the last result."""
         if kind == "write":
             self._tier.close()
             shutil.rmtree(self._directory)
@@ -196,7 +187,6 @@ class FileTierSide:
         return TierOp(op, image, image.to_bytes(32, "little"), None, images.offset(image), images.image_bytes, 0)
 
     def close(self) -> None:
-        """Close the tier."""
         self._tier.close()
 
     def _open(self) -> FileTier:
@@ -222,7 +212,6 @@ class PlainLoop:
         self._fd = self._open()
 
     def move(self, kind: str) -> float:
-        """Into place, image by image."""
         images = self._images
         if kind == "write":
             self.close()
@@ -238,7 +227,6 @@ class PlainLoop:
         return in_threads(one, images.order(kind))
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
     def _open(self) -> int:
@@ -258,11 +246,9 @@ class Fio:
 
     @staticmethod
     def is_installed() -> bool:
-        """Whether fio is on the PATH."""
         return shutil.which("fio") is not None
 
     def move(self, kind: str) -> float:
-        """A run over the whole file."""
         if kind == "write":
             self._path.unlink()
             os.close(_preallocated(self._path, self._images.nbytes, direct=self._direct))
@@ -277,8 +263,7 @@ class Fio:
         (job,) = json.loads(done.stdout)["jobs"]
         return max(float(job[side]["runtime"]) for side in ("read", "write")) / 1000
 
-    def close(self) -> None:
-        """Nothing is open between two runs."""
+    def close(self) -> None: ...
 
 
 class PerFile:
@@ -310,7 +295,6 @@ class PerFile:
         return time.perf_counter() - begun
 
     def close(self) -> None:
-        """End the threads."""
         self._threads.shutdown()
 
     def _path(self, image: int) -> str:
@@ -355,43 +339,31 @@ def keep_in_flight(
 
 def in_threads(work: Callable[[int], None], items: Sequence[int]) -> float:
     """Do `work` on all `items` with `THREADS` threads, each of which takes the next item; returns seconds."""
-    turns = itertools.count()
-    failures: list[Exception] = []
+    turns = iter(items)
 
     def take_turns() -> None:
-        try:
-            while (turn := next(turns)) < len(items):
-                work(items[turn])
-        except (OSError, BenchError) as error:
-            failures.append(error)
+        for item in turns:
+            work(item)
 
-    workers = [threading.Thread(target=take_turns) for _ in range(THREADS)]
-    begun = time.perf_counter()
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    seconds = time.perf_counter() - begun
-    if failures:
-        raise BenchError(f"a reference failed: {failures[0]}")
-    return seconds
+    with ThreadPoolExecutor(THREADS) as threads:
+        begun = time.perf_counter()
+        try:
+            for ended in [threads.submit(take_turns) for _ in range(THREADS)]:
+                ended.result()
+        except OSError as error:
+            raise BenchError(f"a reference failed: {error}") from error
+        return time.perf_counter() - begun
 
 
 def _preallocated(path: Path, nbytes: int, *, direct: bool) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0), 0o600)
-    with _closed_on_error(fd):
+    try:
         os.posix_fallocate(fd, 0, nbytes)
         os.fsync(fd)
-    return fd
-
-
-@contextlib.contextmanager
-def _closed_on_error(fd: int) -> Iterator[None]:
-    try:
-        yield
     except BaseException:
         os.close(fd)
         raise
+    return fd
 
 
 _TIERING = "vllm.v1.kv_offload.tiering"
@@ -419,7 +391,6 @@ class VllmFiles:
         self._numbers = itertools.count()
 
     def move(self, kind: str) -> float:
-        """Such stores never overwrite: for `overwrite`, files are removed first, which is not measured."""
         loading = self._images.reads(kind)
         if not loading:
             for path in self._directory.rglob("*.bin"):
@@ -429,7 +400,6 @@ class VllmFiles:
         return keep_in_flight(jobs, submit, self._ended, self._images.at_once(kind))
 
     def close(self) -> None:
-        """End its threads."""
         self._tier.shutdown()
 
     def _make_job(self, batch: Sequence[int], loading: bool) -> Any:
@@ -470,6 +440,7 @@ COPIES = 3
 _PER_FILE = "vs-per-file-"
 _OF_PER_FILE = {f"{_PER_FILE}write": "overwrite", **{f"{_PER_FILE}{kind}": kind for kind in ("read", SCATTERED, ALONE)}}
 _IN_PLACE = frozenset({"overwrite", "read", SCATTERED})
+_scratch = functools.partial(tempfile.TemporaryDirectory, prefix="longshore-bench-", ignore_cleanup_errors=True)
 KINDS = ("write", "overwrite", "read", "mixed", SCATTERED, *_OF_PER_FILE, "cpu")
 NAMES = tuple(f"{kind}/{size}" for size in SIZES for kind in KINDS)
 
@@ -495,7 +466,8 @@ def run(
         kinds = [kind for kind in KINDS if f"{kind}/{size}" in names]
         if not kinds or 2 * parse_size(size) > total_bytes:
             continue
-        with _scratch(parent) as directory, contextlib.ExitStack() as undo:
+        with _scratch(dir=parent) as name, contextlib.ExitStack() as undo:
+            directory = Path(name)
             images = Images(parse_size(size), total_bytes)
             undo.callback(images.arena.close)
             ours = FileTierSide(directory / "tier", images)
@@ -504,13 +476,15 @@ def run(
             if marks is not None:
                 marks.update(found)
             for kind in kinds:
-                with _scratch(directory) as scratch:
-                    yield _measure(f"{kind}/{size}", kind, ours, scratch, images, repeats)
+                with _scratch(dir=directory) as scratch:
+                    yield _measure(f"{kind}/{size}", kind, ours, Path(scratch), images, repeats)
 
 
 def _measure(name: str, kind: str, ours: FileTierSide, scratch: Path, images: Images, repeats: int) -> Case:
     if kind in _OF_PER_FILE:
-        with contextlib.closing(_per_file(scratch / "images", images, direct=ours.direct)) as files:
+        folder = scratch / "images"
+        files = VllmFiles(folder, images) if is_installed("vllm") else PerFile(folder, images, direct=ours.direct)
+        with contextlib.closing(files):
             return _beside(name, _OF_PER_FILE[kind], ours, [files], images, repeats)
     plain = PlainLoop(ours.segment if kind in _IN_PLACE else scratch / "plain", images, direct=ours.direct)
     with contextlib.closing(plain):
@@ -521,10 +495,6 @@ def _measure(name: str, kind: str, ours: FileTierSide, scratch: Path, images: Im
             path = ours.segment if kind in _IN_PLACE else scratch / "fio"
             references.append(Fio(path, images, direct=ours.direct))
         return _beside(name, kind, ours, references, images, repeats)
-
-
-def _per_file(directory: Path, images: Images, *, direct: bool) -> FileSide:
-    return VllmFiles(directory, images) if has_vllm() else PerFile(directory, images, direct=direct)
 
 
 def _beside(name: str, kind: str, ours: FileTierSide, references: list[FileSide], images: Images, repeats: int) -> Case:
@@ -550,12 +520,3 @@ def _cpu(name: str, ours: FileTierSide, plain: PlainLoop, images: Images, repeat
     taken = medians([functools.partial(used, side) for side in (ours, plain)], repeats=repeats)
     value, reference = (seconds / (2 * images.nbytes / 1e9) for seconds in taken)
     return Case(name, value, "core-s/GB", plain.name, reference, reference / value)
-
-
-@contextlib.contextmanager
-def _scratch(parent: Path) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="longshore-bench-", dir=parent))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)

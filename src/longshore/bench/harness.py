@@ -11,13 +11,14 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from longshore.errors import BenchError
 
@@ -27,10 +28,22 @@ SEED = 0
 """Of the random numbers of all benchmarks."""
 
 
-def has_vllm() -> bool:
-    """Whether vLLM is installed; a directory of that name does not count."""
-    found = find_spec("vllm")
-    return found is not None and found.origin is not None
+Tell = Callable[[str], None]
+"""Shows a line about the progress of a benchmark."""
+
+
+def is_installed(*packages: str) -> bool:
+    """Whether all `packages` are installed; a directory of such a name does not count."""
+    found = map(find_spec, packages)
+    return all(each is not None and each.origin is not None for each in found)
+
+
+def check_engine(name: str, model: Path) -> None:
+    """Raise `BenchError` if the engine `name` is not installed, or `model` is not the directory of a model."""
+    if not is_installed(name.lower()):
+        raise BenchError(f"{name} is not installed beside Longshore: run this with the Python that runs {name}")
+    if not (model / "config.json").is_file():
+        raise BenchError(f"expected the directory of a model, {model / 'config.json'} is not there")
 
 
 def machine_facts() -> dict[str, object]:
@@ -190,6 +203,13 @@ def rate(name: str, taken: Seconds, reference: str, nbytes: int) -> Case:
     return Case(name, ours, "GB/s", reference, other, ours / other)
 
 
+def first_tokens(name: str, ours: Sequence[float], theirs: Sequence[float], reference: str) -> Iterator[Case]:
+    """Cases of seconds to the first token, in ms; `{}` in `name` is the percentile."""
+    for percentile, share in (("p50", 0.5), ("p95", 0.95)):
+        mine, others = (1e3 * sorted(each)[min(len(each) - 1, int(share * len(each)))] for each in (ours, theirs))
+        yield Case(name.format(percentile), mine, "ms", reference, others, others / mine)
+
+
 def chosen(names: Sequence[str], only: Sequence[str]) -> list[str]:
     """The `names` that are in `only`, in order; all if `only` is empty. Raises `BenchError` for an unknown name."""
     unknown = sorted(set(only) - set(names))
@@ -198,32 +218,30 @@ def chosen(names: Sequence[str], only: Sequence[str]) -> list[str]:
     return [name for name in names if not only or name in only]
 
 
-class ByteTensor:
-    """A tensor of `nbytes` bytes at `address`, with the attributes that a layout reads; it does not own the memory."""
+class ArrayTensor:
+    """An array of bytes with the methods of a torch tensor that layouts and planners call."""
 
     dtype = "uint8"
     device = "cpu"
 
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.shape = (nbytes,)
-        self._address, self._nbytes = address, nbytes
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self.shape, self._array = array.shape, array
 
     def data_ptr(self) -> int:
-        """Address of the first byte."""
-        return self._address
+        return int(self._array.__array_interface__["data"][0])
 
     def nbytes(self) -> int:
-        """Bytes of the storage."""
-        return self._nbytes
+        return self._array.nbytes
 
     def element_size(self) -> int:
-        """One."""
         return 1
 
-    def stride(self) -> tuple[int, ...]:
-        """One."""
-        return (1,)
+    @overload
+    def stride(self) -> tuple[int, ...]: ...
+    @overload
+    def stride(self, axis: int) -> int: ...
+    def stride(self, axis: int | None = None) -> int | tuple[int, ...]:
+        return self._array.strides if axis is None else self._array.strides[axis]
 
-    def untyped_storage(self) -> ByteTensor:
-        """Itself."""
+    def untyped_storage(self) -> ArrayTensor:
         return self

@@ -14,12 +14,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from longshore.bench.harness import SEED, ByteTensor, Case, Seconds, chosen, compare, duration, loops_within, timed
+from longshore.bench.harness import SEED, ArrayTensor, Case, Seconds, chosen, compare, duration, loops_within, timed
 from longshore.boundary import HOST, I64, Section
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer.pieces import PieceBuilder, Pieces
@@ -87,7 +87,7 @@ class Work:
         chooser = random.Random(seed)  # noqa: S311 - no secret
         num_blocks = shape.blocks * _SPARE
         pages = tuple(np.empty((num_blocks, _PAGE_BYTES), np.int8) for _ in range(shape.references))
-        tensors = [ByteTensor(_address(rows), rows.nbytes) for rows in pages]
+        tensors = [ArrayTensor(rows) for rows in pages]
         refs = tuple(PageRef(index, 0, _PAGE_BYTES, _PAGE_BYTES) for index in range(shape.references))
         layout = KVLayout((KVGroup("kv", 16, shape.blocks_per_chunk, refs),), tensors, num_blocks)
         chunks = -(-shape.blocks // shape.blocks_per_chunk)
@@ -98,7 +98,7 @@ class Work:
             np.array(chooser.sample(range(num_blocks), shape.blocks), dtype=np.int32),
             np.array(chooser.sample(range(chunks * _SPARE), chunks), dtype=np.int32),
             host,
-            _address(host),
+            ArrayTensor(host).data_ptr(),
         )
 
 
@@ -154,7 +154,7 @@ def baseline(work: Work) -> Callable[[], PlannedCopies]:
     return per_reference
 
 
-def _fill(out: I64, rows: _RowTensor, ids: I32, per_row: int) -> None:
+def _fill(out: I64, rows: ArrayTensor, ids: I32, per_row: int) -> None:
     """Addresses of the first `len(out)` pages in the rows `ids`, `per_row` in each."""
     first, pitch = rows.data_ptr(), rows.stride(0)
     starts = ids.astype(np.uint64) * pitch + first
@@ -210,7 +210,7 @@ def vllm(work: Work) -> tuple[Callable[[], PlannedCopies], str] | None:
     return planned, f"vLLM {version}"
 
 
-def _rows(work: Work) -> tuple[Sequence[_RowTensor], Sequence[_RowTensor]]:
+def _rows(work: Work) -> tuple[Sequence[ArrayTensor], Sequence[ArrayTensor]]:
     """Pages of device and host, as a tensor of rows for each reference."""
     group, table = work.layout.groups[0], work.layout.table(0)
     images = work.host.reshape(-1, work.layout.image_bytes)
@@ -221,37 +221,9 @@ def _rows(work: Work) -> tuple[Sequence[_RowTensor], Sequence[_RowTensor]]:
     return [_tensor(rows) for rows in work.pages], [_tensor(rows) for rows in host]
 
 
-class _RowTensor(Protocol):
-    """The attributes that a planner reads of a tensor of rows."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def data_ptr(self) -> int: ...
-
-    def stride(self, axis: int) -> int: ...
-
-
-def _tensor(rows: npt.NDArray[np.int8]) -> _RowTensor:
+def _tensor(rows: npt.NDArray[np.int8]) -> ArrayTensor:
     """`rows` as a tensor of torch, as in vLLM; without torch, an object with the same methods."""
     try:
-        return cast("_RowTensor", importlib.import_module("torch").from_numpy(rows))
+        return cast("ArrayTensor", importlib.import_module("torch").from_numpy(rows))
     except ImportError:
-        return _StandIn(rows)
-
-
-class _StandIn:
-    def __init__(self, rows: npt.NDArray[np.int8]) -> None:
-        self.shape = rows.shape
-        self._address = _address(rows)
-        self._strides = rows.strides
-
-    def data_ptr(self) -> int:
-        return self._address
-
-    def stride(self, axis: int) -> int:
-        return self._strides[axis]
-
-
-def _address(array: npt.NDArray[np.int8]) -> int:
-    return int(array.__array_interface__["data"][0])
+        return ArrayTensor(rows)

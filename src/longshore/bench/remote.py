@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import statistics
 import tempfile
@@ -31,16 +30,16 @@ from pathlib import Path
 
 import numpy as np
 
-from longshore.bench.harness import Case, Seconds, chosen, compare, duration, medians, rate, timed
+from longshore.bench.harness import Case, Seconds, chosen, compare, duration, is_installed, medians, rate, timed
 from longshore.bench.remote_sides import (
     IMAGES,
+    PACKAGES,
     PATIENT,
     BareObstore,
     MeasuredTier,
     PackagedClient,
     RemoteImages,
     RemoteSide,
-    is_installed,
     plain_side,
 )
 from longshore.boundary import Status
@@ -68,21 +67,19 @@ def names_for(server: str) -> list[str]:
 def run(server: str, parent: Path, *, repeats: int = 9, only: Sequence[str] = ()) -> Iterator[Case]:
     """The cases of `names_for(server)`; a directory lies in `parent`, and is removed at the end."""
     names = chosen(names_for(server), only)
-    scratch = Path(tempfile.mkdtemp(prefix="longshore-bench-", dir=parent))
-    try:
-        with contextlib.ExitStack() as undo:
-            running = None if server == "dir" else _server_of(server, scratch)
-            if running is not None:
-                undo.enter_context(running)
-            for size in SIZES:
-                kinds = [kind for kind in _BY_SIZE if f"{kind}/{size}" in names]
-                if kinds:
-                    yield from _of_size(size, kinds, running, scratch, repeats)
-            away = [name for name in names if name in _AWAY]
-            if running is not None and away:
-                yield from _away(running, away)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with contextlib.ExitStack() as undo:
+        made = tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=parent, ignore_cleanup_errors=True)
+        scratch = Path(undo.enter_context(made))
+        running = None if server == "dir" else _server_of(server, scratch)
+        if running is not None:
+            undo.enter_context(running)
+        for size in SIZES:
+            kinds = [kind for kind in _BY_SIZE if f"{kind}/{size}" in names]
+            if kinds:
+                yield from _of_size(size, kinds, running, scratch, repeats)
+        away = [name for name in names if name in _AWAY]
+        if running is not None and away:
+            yield from _away(running, away)
 
 
 def _server_of(kind: str, scratch: Path) -> LocalServer | LocalS3:
@@ -104,7 +101,7 @@ def _of_size(
         undo.callback(plain.close)
         clients: list[RemoteSide] = []
         if isinstance(server, LocalServer):
-            clients = [PackagedClient(images, server, name) for name in ("redis", "valkey") if is_installed(name)]
+            clients = [PackagedClient(images, server, each) for each in PACKAGES if is_installed(each, PACKAGES[each])]
             for client in clients:
                 undo.callback(client.close)
         empty = ours.empty
@@ -250,7 +247,7 @@ def _late(name: str, ours: MeasuredTier, server: LocalServer | LocalS3) -> Case:
         if is_probe:
             ours.probe(expected=None)
         else:
-            ours.run(Op.READ, {Status.DEADLINE, Status.AWAY}, 1)
+            ours.run(Op.READ, {Status.DEADLINE, Status.UNAVAILABLE}, 1)
         seconds_taken.append(time.perf_counter() - begun)
     worst = float(np.percentile(seconds_taken, 99)) * 1e3
     return Case(name, worst, "ms", "its deadline", limit * 1e3, limit * 1e3 / worst)

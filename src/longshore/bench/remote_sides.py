@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import hashlib
 import importlib
-import importlib.util
 import math
 import multiprocessing
 import os
@@ -51,11 +50,9 @@ class RemoteImages:
         self.keys = [hashlib.sha256(b"%d" % index).digest() for index in range(PROBED)]
 
     def written(self, index: int) -> memoryview:
-        """An image to write."""
         return self.arena.view(index * self.image_bytes, self.image_bytes)
 
     def read(self, index: int) -> memoryview:
-        """Where it is read to."""
         return self.arena.view(self.nbytes + index * self.image_bytes, self.image_bytes)
 
 
@@ -64,17 +61,13 @@ class RemoteSide(Protocol):
 
     name: str
 
-    def get(self) -> None:
-        """Read all images."""
+    def get(self) -> None: ...
 
-    def put(self) -> None:
-        """Write all images."""
+    def put(self) -> None: ...
 
-    def reconnect(self) -> None:
-        """Move the next images over new connections."""
+    def reconnect(self) -> None: ...
 
-    def close(self) -> None:
-        """Give back connections and processes."""
+    def close(self) -> None: ...
 
 
 class MeasuredTier:
@@ -116,11 +109,9 @@ class MeasuredTier:
         return tier
 
     def get(self) -> None:
-        """Read all images, verified."""
         self.run(Op.READ, {Status.OK}, IMAGES)
 
     def put(self) -> None:
-        """Write all images."""
         self.run(Op.WRITE, {Status.OK}, IMAGES)
 
     def run(self, op: Op, expected: set[Status], count: int) -> None:
@@ -151,12 +142,10 @@ class MeasuredTier:
             shutil.rmtree(self._directory / "ls1", ignore_errors=True)
 
     def reconnect(self) -> None:
-        """Open the tier anew."""
         self.tier.close()
         self.tier = self._open()
 
     def close(self) -> None:
-        """Close the tier."""
         self.tier.close()
 
     def _wait(self, collect: Callable[[], Any]) -> Any:
@@ -199,25 +188,21 @@ class PlainTcp:
         return sock
 
     def get(self) -> None:
-        """Have the images sent."""
         self._sock.sendall(b"g")
         for index in range(IMAGES):
             _receive(self._sock, self._images.read(index))
 
     def put(self) -> None:
-        """Send the images, and wait until they were received."""
         self._sock.sendall(b"p")
         for index in range(IMAGES):
             self._sock.sendall(self._images.written(index))
         self._sock.recv(1)
 
     def reconnect(self) -> None:
-        """Connect again."""
         self._sock.close()
         self._sock = self._connect()
 
     def close(self) -> None:
-        """End the process."""
         self._sock.close()
         self._peer.kill()
         self._peer.join()
@@ -265,24 +250,20 @@ class PlainFiles:
         directory.mkdir()
 
     def get(self) -> None:
-        """Read all files."""
         for index in range(IMAGES):
             with (self._directory / str(index)).open("rb", buffering=0) as file:
                 file.readinto(self._images.read(index))
 
     def put(self) -> None:
-        """Write all files anew."""
         for index in range(IMAGES):
             temporary = self._directory / f"{index}.tmp"
             with temporary.open("wb", buffering=0) as file:
                 file.write(self._images.written(index))
             temporary.rename(self._directory / str(index))
 
-    def reconnect(self) -> None:
-        """There is no connection."""
+    def reconnect(self) -> None: ...
 
-    def close(self) -> None:
-        """The directory is removed by whoever made it."""
+    def close(self) -> None: ...
 
 
 class BareObstore:
@@ -297,15 +278,12 @@ class BareObstore:
         self.reconnect()
 
     def get(self) -> None:
-        """Read all objects."""
-
         async def one(path: str) -> None:
             await (await self._client.get_async(path)).bytes_async()
 
         self._all(one, IMAGES, self._settings.requests)
 
     def put(self) -> None:
-        """Write all objects, which lack their headers."""
         left = iter(range(IMAGES))
 
         async def one(path: str) -> None:
@@ -314,8 +292,6 @@ class BareObstore:
         self._all(one, IMAGES, self._settings.requests)
 
     def probe(self) -> None:
-        """Ask for all objects."""
-
         async def one(path: str) -> None:
             with contextlib.suppress(FileNotFoundError):
                 await self._client.head_async(path)
@@ -323,11 +299,9 @@ class BareObstore:
         self._all(one, PROBED, self._module.PROBES)
 
     def reconnect(self) -> None:
-        """Begin new connections."""
         self._client: Any = self._module.make_client(self._settings, _PATIENCE)
 
     def close(self) -> None:
-        """Close the connections."""
         del self._client
 
     def _all(self, one: Callable[[str], Awaitable[None]], count: int, in_flight: int) -> None:
@@ -343,18 +317,21 @@ class BareObstore:
         asyncio.run(everything())
 
 
+PACKAGES = {"redis": "hiredis", "valkey": "libvalkey"}
+"""Packages of clients, and of their parsers in C."""
+
+
 class PackagedClient:
     """redis-py or valkey-py with its parser in C: one pipeline for the batch, values copied to where they belong."""
 
     def __init__(self, images: RemoteImages, server: LocalServer, package: str) -> None:
-        self.name = {"redis": "redis-py (hiredis)", "valkey": "valkey-py (libvalkey)"}[package]
+        self.name = f"{package}-py ({PACKAGES[package]})"
         self._images = images
         module = importlib.import_module(package)
         kind = module.Redis if package == "redis" else module.Valkey
         self._client = kind(host="127.0.0.1", port=server.port)
 
     def get(self) -> None:
-        """Read all values, into the arena."""
         pipeline = self._client.pipeline(transaction=False)
         for index in range(IMAGES):
             pipeline.get(self._images.keys[index])
@@ -362,29 +339,19 @@ class PackagedClient:
             self._images.read(index)[:] = value
 
     def put(self) -> None:
-        """Write all values."""
         pipeline = self._client.pipeline(transaction=False)
         for index in range(IMAGES):
             pipeline.set(self._images.keys[index], self._images.written(index))
         pipeline.execute()
 
     def probe(self) -> None:
-        """Ask for the length of all values."""
         pipeline = self._client.pipeline(transaction=False)
         for key in self._images.keys:
             pipeline.strlen(key)
         pipeline.execute()
 
     def reconnect(self) -> None:
-        """Close the connection; the client connects again with its next command."""
         self._client.close()
 
     def close(self) -> None:
-        """Close the connection."""
         self._client.close()
-
-
-def is_installed(package: str) -> bool:
-    """Whether the client `redis` or `valkey` is there, with its parser in C."""
-    parser = {"redis": "hiredis", "valkey": "libvalkey"}[package]
-    return all(importlib.util.find_spec(each) is not None for each in (package, parser))

@@ -10,57 +10,37 @@ from __future__ import annotations
 import json
 import random
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
-from longshore.bench.harness import Case
+import typer
+
+from longshore.bench.harness import Case, Tell, check_engine, first_tokens
 from longshore.bench.sglang_server import ServerAnswer, SglangServer
 from longshore.engines.sglang.flags import server_flags
-from longshore.errors import BenchError
 from longshore.trace.workload import FIRST_TOKEN
 
 ALONE, OWN = "the same SGLang without storage", "SGLang's file back end"
 _OURS = "SGLang with Longshore"
 
-Tell = Callable[[str], None]
-"""Shows a line about the progress of a benchmark."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnPlan:
-    """The prompts to send.
+    """The prompts to send; `flags` of all servers, and those `of_cache`, SGLang's hierarchical cache."""
 
-    Attributes:
-        sessions: Number of prompts.
-        prompt: Tokens of a first turn.
-        more: Tokens that the second turn adds to prompt and answer.
-        answer: Tokens of each answer.
-        file_size: As in the settings.
-        threshold: Least number of tokens that SGLang reads from storage.
-        flags: Further flags of all servers.
-        of_cache: Flags of the hierarchical cache.
-    """
-
-    sessions: int = 20
-    prompt: int = 512
-    more: int = 64
-    answer: int = 16
-    file_size: str = "2GiB"
-    threshold: int = 64
+    sessions: Annotated[int, typer.Option(min=1, max=10**6, help="Number of prompts, each of which returns.")] = 20
+    prompt: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens of a first turn.")] = 512
+    more: Annotated[
+        int, typer.Option("--turn-tokens", min=1, max=10**7, help="Prompt tokens that the second turn adds.")
+    ] = 64
+    answer: Annotated[int, typer.Option("--output-tokens", min=1, max=10**7, help="Tokens of each answer.")] = 16
+    file_size: Annotated[str, typer.Option(help="Disk space for pages.")] = "2GiB"
+    threshold: Annotated[int, typer.Option(min=1, help="SGLang's prefetch_threshold, in tokens.")] = 64
     flags: Sequence[str] = ()
     of_cache: Sequence[str] = ()
-
-
-def check(model: Path) -> None:
-    """Raise `BenchError` if SGLang is not installed, or `model` is not the directory of a model."""
-    found = find_spec("sglang")
-    if found is None or found.origin is None:
-        raise BenchError("SGLang is not installed beside Longshore: run this with the Python that runs SGLang")
-    if not (model / "config.json").is_file():
-        raise BenchError(f"expected the directory of a model, {model / 'config.json'} is not there")
 
 
 def run(model: Path, scratch: Path, plan: TurnPlan, *, tell: Tell = lambda line: None) -> Iterator[Case]:
@@ -68,7 +48,7 @@ def run(model: Path, scratch: Path, plan: TurnPlan, *, tell: Tell = lambda line:
 
     Raises `BenchError` if there is no model, or a server ends.
     """
-    check(model)
+    check_engine("SGLang", model)
     vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
     dice = random.Random(plan.sessions)  # noqa: S311 - text for measurements
 
@@ -145,10 +125,8 @@ def _throughput(firsts: Sequence[tuple[list[int], Said]], plan: TurnPlan) -> Ite
 def _returned(returns: Sequence[Said], plan: TurnPlan) -> Iterator[Case]:
     asked = len(returns) * (plan.prompt + plan.answer + plan.more)
     for other, short in ((ALONE, "alone"), (OWN, "file")):
-        for name, share in (("p50", 0.5), ("p95", 0.95)):
-            at = min(len(returns) - 1, int(share * len(returns)))
-            ours, theirs = (1e3 * sorted(said[side][1].ttft for said in returns)[at] for side in (_OURS, other))
-            yield Case(f"ttft-returning/{name}/{short}", ours, "ms", other, theirs, theirs / ours)
+        ours, theirs = ([said[side][1].ttft for said in returns] for side in (_OURS, other))
+        yield from first_tokens(f"ttft-returning/{{}}/{short}", ours, theirs, other)
     restored = {name: sum(said[name][1].storage for said in returns) for name in returns[0]}
     ratio = restored[_OURS] / max(restored[OWN], 1)
     yield Case("restored", restored[_OURS], "tokens", OWN, restored[OWN], ratio)

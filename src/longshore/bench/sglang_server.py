@@ -88,7 +88,6 @@ class SglangServer:
         raise BenchError(f"the server did not answer in {START_SECONDS:.0f} s; the end of its output:\n{words}")
 
     def text(self) -> str:
-        """What it has logged so far."""
         return self.log.read_text(errors="replace")
 
     def ask(self, tokens: Sequence[int], new: int = 8, **more: object) -> ServerAnswer:
@@ -118,7 +117,6 @@ class SglangServer:
         )
 
     def timed(self, tokens: Sequence[int], new: int) -> tuple[float, ServerAnswer]:
-        """`ask`, and the seconds that it took."""
         begun = time.perf_counter()
         answer = self.ask(tokens, new)
         return time.perf_counter() - begun, answer
@@ -134,7 +132,6 @@ class SglangServer:
         raise BenchError(f"the caches of the server could not be flushed within {_FLUSH_SECONDS:.0f} s")
 
     def post(self, path: str, body: object, *, parse: bool = True) -> Any:
-        """Its answer to a request."""
         with self._request(path, body) as response:
             said = response.read()
         return json.loads(said) if parse else said.decode()

@@ -13,15 +13,17 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from longshore.bench.harness import Case, has_vllm
+import typer
+
+from longshore.bench.harness import Case, Tell, check_engine, first_tokens
 from longshore.engines.kv_transfer import kv_transfer
 from longshore.errors import BenchError
 from longshore.trace.parsing import TraceRequest
@@ -30,23 +32,12 @@ from longshore.trace.workload import FIRST_TOKEN, tokens_of
 
 WITHOUT = "the same vLLM without Longshore"
 
-Tell = Callable[[str], None]
-"""Shows a line about the progress of a benchmark."""
-
 _KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(16 << 30)}
 """For the C library of both engines. Whether it returns the memory of each step's tensors to the system, and faults it
 in again, depends on the layout of its heap, and takes a sixth of a step on the CPU. So both keep it."""
 
 _LAST_LINES = 8
 """Lines of an engine's output that the error shows when it has ended."""
-
-
-def check(model: Path) -> None:
-    """Raise `BenchError` if vLLM is not installed, or `model` is not the directory of a model."""
-    if not has_vllm():
-        raise BenchError("vLLM is not installed beside Longshore: run this with the Python that runs vLLM")
-    if not (model / "config.json").is_file():
-        raise BenchError(f"expected the directory of a model, {model / 'config.json'} is not there")
 
 
 def options_of(text: str) -> dict[str, Any]:
@@ -153,10 +144,7 @@ class ReturnedTurns:
 
     def cases(self, tier: str) -> list[Case]:
         """Times to first token in ms, and the share of prompt tokens that was not computed."""
-        found = []
-        for name, share in (("p50", 0.5), ("p95", 0.95)):
-            ours, theirs = (1e3 * sorted(each)[min(len(each) - 1, int(share * len(each)))] for each in self._times)
-            found.append(Case(f"ttft-{tier}/{name}", ours, "ms", WITHOUT, theirs, theirs / ours))
+        found = first_tokens(f"ttft-{tier}/{{}}", *self._times, WITHOUT)
         had = [cached / self.asked for cached in self._cached]
         return [*found, Case(f"found-{tier}", had[0], "share", WITHOUT, had[1], had[0] / max(had[1], 1 / self.asked))]
 
@@ -170,27 +158,18 @@ _BATCHES = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionPlan:
-    """The prompts to send.
+    """The prompts to send, further settings of Longshore, and further arguments of `vllm.LLM`."""
 
-    Attributes:
-        sessions: Number of interleaved conversations.
-        prompt: Tokens of a first turn.
-        more: Tokens that each later turn adds.
-        answer: Tokens of each answer.
-        host_size: As in the settings.
-        file_size: As in the settings.
-        settings: Further settings of Longshore.
-        engine: Further arguments of `vllm.LLM`.
-    """
-
-    sessions: int = 20
-    prompt: int = 512
-    more: int = 64
-    answer: int = 16
-    host_size: str = "1GiB"
-    file_size: str = "2GiB"
+    sessions: Annotated[int, typer.Option(min=1, max=10**6, help="Number of interleaved conversations.")] = 20
+    prompt: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens of a first turn.")] = 512
+    more: Annotated[
+        int, typer.Option("--turn-tokens", min=1, max=10**7, help="Prompt tokens that each later turn adds.")
+    ] = 64
+    answer: Annotated[int, typer.Option("--output-tokens", min=1, max=10**7, help="Tokens of each answer.")] = 16
+    host_size: Annotated[str, typer.Option(help="Host memory for blocks.")] = "1GiB"
+    file_size: Annotated[str, typer.Option(help="Disk space for blocks.")] = "2GiB"
     settings: Mapping[str, Any] = field(default_factory=dict)
-    engine: Mapping[str, Any]
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_sessions(model: Path, scratch: Path, plan: SessionPlan, *, tell: Tell = lambda line: None) -> Iterator[Case]:
@@ -198,7 +177,7 @@ def run_sessions(model: Path, scratch: Path, plan: SessionPlan, *, tell: Tell = 
 
     Raises `BenchError` if there is no model, or an engine ends.
     """
-    check(model)
+    check_engine("vLLM", model)
     with ExitStack() as plain:
         theirs = plain.enter_context(EngineProcess(model, plan.engine, scratch / "without.log", tell))
         sessions = Sessions(plan, theirs.facts, tell)
@@ -300,7 +279,7 @@ def run_trace(
     Before an engine is started, raises `TraceError` if the trace cannot be read, and `BenchError` if none of its
     requests returns or there is no model.
     """
-    check(model)
+    check_engine("vLLM", model)
     asked = _read(trace, requests, block_tokens)
     with (
         EngineProcess(model, plan.engine, scratch / "without.log", tell) as theirs,

@@ -3,7 +3,6 @@
 from longshore.cache.events import Event, EventKind
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.explain import Account, Verdict, explain
-from longshore.cache.groups import UNTOLD, GroupKeys, Need
 from longshore.cache.index import Presence, Residency
 from longshore.cache.manager import TieredCache
 from longshore.cache.partial import Partial, Text
@@ -20,17 +19,19 @@ from longshore.cache.settings import (
     WriteRule,
 )
 from longshore.cache.types import (
+    UNTOLD,
     Counters,
     DeviceCopy,
     DropReason,
     Found,
+    GroupKeys,
     Lease,
     LoadOrder,
     MissReason,
+    Need,
     Outcome,
     Part,
     Progress,
-    Resident,
     RouteTotals,
     Run,
     SizeStats,
@@ -65,7 +66,6 @@ __all__ = [
     "Presence",
     "Progress",
     "Residency",
-    "Resident",
     "Retention",
     "Return",
     "RouteTotals",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from mmap import MADV_NOHUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, TypeAlias
 
@@ -103,6 +104,18 @@ def runs(each: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.i
     return edges[:-1], edges[1:] - edges[:-1]
 
 
+def runs_of(positions: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive numbers in the ascending `positions`: start and end index of each."""
+    if not positions:
+        return
+    if positions[-1] - positions[0] == len(positions) - 1:
+        yield 0, len(positions)
+        return
+    ends = np.flatnonzero(np.diff(positions) != 1) + 1
+    starts = [0, *ends.tolist(), len(positions)]
+    yield from pairwise(starts)
+
+
 class FreeList:
     """A stack of free numbers. The array never shrinks, because moving a million elements takes 2 ms."""
 
@@ -175,9 +188,13 @@ class LinkedLists:
 
     def first_few(self, which: int, count: int) -> list[int]:
         """The first elements of list `which`, at most `count`."""
-        after, number = self.after, which
-        found = [number := after[number] for _ in range(count)]  # wraps around if there are fewer
-        return found[: found.index(which)] if which in found else found
+        after, number, found, step = self.after, which, list[int](), 4
+        while len(found) < count:
+            some = [number := after[number] for _ in range(min(step, count - len(found)))]  # wraps around at the end
+            if which in some:
+                return found + some[: some.index(which)]
+            found, step = found + some, 4 * step  # most lists are short
+        return found
 
     def drop_first(self, which: int, last: int) -> None:
         """Remove the first elements of list `which`, up to `last`, which is in it."""

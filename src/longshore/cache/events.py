@@ -1,12 +1,12 @@
-"""Events of chunks, in order, in a bounded log: for routers that track which engine has which blocks, and for
-diagnosis.
+"""Events of chunks, in order, in a bounded log: for routers, which are told what tiers have, and for diagnosis.
 
     ordered ──► stored ──► moved (copied to another tier) ──► removed (from one tier; cause, and for which chunk)
          └───► failed                                         reset (from all)
+    shared (a store that replicas share has confirmed it) ──► lapsed (an answer of that store says that it is gone)
     request: keys that a lookup requested and found ──► loaded: those that arrived on the device
 
 Nothing is recorded without a limit. A reader that is too slow gets a `GAP` in place of the oldest events, with their
-number; it has to read `TieredCache.residents` again.
+number; what is there then is told by `TieredCache.ready`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from longshore.boundary import Key
 from longshore.cache.types import MissReason
@@ -25,6 +26,9 @@ EVICTED = "evicted"
 
 RESET = "reset"
 """The cause of removals by a reset that keeps tiers."""
+
+WEIGHTS = "weights"
+"""The cause of a reset because weights have changed."""
 
 
 class EventKind(enum.Enum):
@@ -38,6 +42,8 @@ class EventKind(enum.Enum):
     RESET = "reset"  # all chunks were removed from all tiers
     REQUEST = "request"  # `request` asked for `keys` from position `start` on, and found `length` of them
     LOADED = "loaded"  # the first `length` of `keys` were loaded; the next was not, for `cause`
+    SHARED = "shared"  # the remote tier `tier` has confirmed that it has it
+    LAPSED = "lapsed"  # it is not announced as being in the remote tier `tier` any more, for `cause`
     GAP = "gap"  # `length` events are missing here
 
 
@@ -131,7 +137,7 @@ class EventLog:
         for request, keys in asked:
             length = min(arrived, len(keys))
             arrived -= length
-            cause = next(causes, MissReason.BEHIND).value if length < len(keys) else ""
+            cause = next(causes, MissReason.AFTER_MISS).value if length < len(keys) else ""
             self.record(EventKind.LOADED, request=request, keys=tuple(keys), length=length, cause=cause)
             if length < len(keys):
                 causes = iter(())
@@ -143,3 +149,88 @@ class EventLog:
         count = len(self._events) if limit is None else min(limit, len(self._events))
         events += [self._events.popleft() for _ in range(count)]
         return events
+
+
+N = TypeVar("N")
+
+
+class Change(NamedTuple, Generic[N]):
+    """What routers are to be told: `tier` has got the chunk that they know as `name`, or does not have it any more."""
+
+    tier: str
+    removed: bool
+    key: Key
+    name: N
+
+
+class Announcements(Generic[N]):
+    """Which tiers have which of the chunks that have a name outside.
+
+    A name is kept for as long as a tier has its chunk. Nothing is told of chunks without one.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[Key, N] = {}
+        self._copies: dict[Key, set[str]] = {}
+
+    def has(self, key: Key) -> bool:
+        """Whether a tier has `key`."""
+        return key in self._copies
+
+    def name(self, key: Key, name: N) -> list[Change[N]]:
+        """`key` is known as `name` from now on; what is to be told of copies that tiers had before."""
+        is_new, self.names[key] = key not in self.names, name
+        return [Change(tier, False, key, name) for tier in sorted(self._copies.get(key, ()))] if is_new else []
+
+    def changes(self, event: Event) -> list[Change[N]]:
+        """What `event` means for routers. A reset removes everything."""
+        key = event.key
+        if event.kind is EventKind.RESET:
+            return self.clear()
+        if key is None:
+            return []
+        if event.kind in (EventKind.STORED, EventKind.MOVED, EventKind.SHARED):
+            return self._add(key, event.tier)
+        if event.kind in (EventKind.REMOVED, EventKind.LAPSED):
+            return self._remove(key, event.tier)
+        return []
+
+    def again(self) -> list[Change[N]]:
+        """All that was announced, for routers that have dropped it."""
+        named = [(key, tier) for key, tiers in self._copies.items() if key in self.names for tier in tiers]
+        return [Change(tier, False, key, self.names[key]) for key, tier in sorted(named, key=itemgetter(1))]
+
+    def reconcile(self, ready: Iterable[tuple[str, Key]]) -> list[Change[N]]:
+        """Events are missing, and these copies are `TieredCache.ready`: what has changed.
+
+        Copies in stores are withdrawn.
+        """
+        there = {(key, tier): None for tier, key in ready}
+        known = {(key, tier): None for key, tiers in self._copies.items() for tier in sorted(tiers)}
+        changes = [change for key, tier in known if (key, tier) not in there for change in self._remove(key, tier)]
+        return changes + [change for key, tier in there if (key, tier) not in known for change in self._add(key, tier)]
+
+    def clear(self) -> list[Change[N]]:
+        """Forget everything, names included; the removals of what was announced."""
+        known = [(key, tier) for key, tiers in self._copies.items() for tier in sorted(tiers)]
+        removals = [change for key, tier in known for change in self._remove(key, tier)]
+        self.names.clear()
+        return removals
+
+    def _add(self, key: Key, tier: str) -> list[Change[N]]:
+        copies = self._copies.setdefault(key, set())
+        if tier in copies:  # routers may count: nothing is told twice
+            return []
+        copies.add(tier)
+        return [Change(tier, False, key, self.names[key])] if key in self.names else []
+
+    def _remove(self, key: Key, tier: str) -> list[Change[N]]:
+        copies = self._copies.get(key, set())
+        if tier not in copies:
+            return []
+        changes = [Change(tier, True, key, self.names[key])] if key in self.names else []
+        copies.discard(tier)
+        if not copies:
+            del self._copies[key]
+            self.names.pop(key, None)
+        return changes

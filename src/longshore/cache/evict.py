@@ -128,8 +128,8 @@ class Evictor:
         index.resize()
         self._state.fit()
         self._state.changes += 1
-        for tier, policy in enumerate(self._state.policies):
-            policy.resize(self._state.ranked_slots(tier), index.key)
+        for each, policy in enumerate(self._state.policies):
+            policy.resize(self._state.ranked_slots(each), index.key)
 
     # ------------------------------------------------------------------ in policy order
 
@@ -401,7 +401,7 @@ class Evictor:
         if state.ranks_all and tier < state.last:
             state.policies[state.last].hold_all(nodes)
             state.policies[state.last].remove_victims(nodes, keys)
-        parents = index.drop_leaves(at, keys, tier)
+        parents = index.drop_leaves(at, tier)
         state.pools[tier].free_all(slots)
         state.backlog.forget_all(nodes)
         state.forget(nodes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,13 +23,12 @@ class Verdict(enum.Enum):
     DEVICE = "device"  # the engine had it
     FOUND = "found"  # in a tier, and found by the lookup
     MISSED = "missed"  # found, but not loaded
-    BEHIND = "after a miss"  # in a tier, but after a chunk that was missed
+    AFTER_MISS = "after a miss"  # in a tier, but after a chunk that was missed
     IN_FLIGHT = "in flight"  # being written to its first tier
     FAILED = "failed"  # its last write or read failed
     EVICTED = "evicted"  # evicted
     REMOVED = "removed"  # removed for another reason
     RESET = "reset"  # removed by the last reset
-    OTHER_SCOPE = "other scope"  # the same tokens were stored under another scope
     NEVER_SEEN = "never seen"  # as far back as the events go
 
 
@@ -73,38 +72,28 @@ _GONE = {
 }
 
 
-def explain(
-    events: Iterable[Event], request: str, *, scopes: Mapping[str, Sequence[Key]] | None = None
-) -> list[Account]:
-    """The outcome of each chunk of `request`, in its last lookup.
+def explain(events: Iterable[Event], only: str | None = None) -> dict[str, list[Account]]:
+    """The outcome of each chunk of every named request, or of `only` one, in its last lookup; by name of the request,
+    in order of their first lookups.
 
-    `scopes` are the keys of the same tokens under other scopes, by name of the scope, for chunks that were never stored
-    under this one. Raises `TraceError` if there is no event of such a request.
+    Raises `TraceError` if there is no event of such a request.
     """
-    answers = explain_all(events, only=request, scopes=scopes)
-    if request not in answers:
-        raise TraceError(f"no event is about a request called {request!r}")
-    return answers[request]
-
-
-def explain_all(
-    events: Iterable[Event], *, only: str | None = None, scopes: Mapping[str, Sequence[Key]] | None = None
-) -> dict[str, list[Account]]:
-    """The same for every named request, or for `only` one, by name, in order of their first lookups."""
     histories: dict[Key, _History] = {}
     answers: dict[str, list[Account]] = {}
     for event in events:
         if event.kind is EventKind.REQUEST:
             if event.request is not None and only in (None, event.request):
-                answers[event.request] = [_account(event, i, histories, scopes or {}) for i in range(len(event.keys))]
+                answers[event.request] = [_account(event, i, histories) for i in range(len(event.keys))]
         elif event.kind is EventKind.LOADED:
             if event.request in answers:
                 _miss(answers[event.request], event)
         elif event.kind is EventKind.RESET:
             for history in histories.values():
                 history.apply(event)
-        elif event.key is not None:
+        elif event.key is not None and event.kind not in (EventKind.SHARED, EventKind.LAPSED):
             histories.setdefault(event.key, _History()).apply(event)
+    if only is not None and only not in answers:
+        raise TraceError(f"no event is about a request called {only!r}")
     return answers
 
 
@@ -168,9 +157,7 @@ def _miss(answer: list[Account], loaded: Event) -> None:
             answer[i] = account._replace(verdict=Verdict.MISSED, at=loaded.at, cause=causes[account.key])
 
 
-def _account(
-    event: Event, position: int, histories: Mapping[Key, _History], scopes: Mapping[str, Sequence[Key]]
-) -> Account:
+def _account(event: Event, position: int, histories: Mapping[Key, _History]) -> Account:
     key = event.keys[position]
     if position < event.start:
         return Account(position, key, Verdict.DEVICE)
@@ -179,11 +166,8 @@ def _account(
     found = position < event.start + event.length
     if history.tiers or found:
         tier = history.tiers[-1] if history.tiers else ""
-        return Account(position, key, Verdict.FOUND if found else Verdict.BEHIND, last and last.at, tier)
+        return Account(position, key, Verdict.FOUND if found else Verdict.AFTER_MISS, last and last.at, tier)
     if last is None:
-        for name, keys in scopes.items():
-            if position < len(keys) and keys[position] in histories:
-                return Account(position, key, Verdict.OTHER_SCOPE, cause=name)
         return Account(position, key, Verdict.NEVER_SEEN)
     verdict = Verdict.EVICTED if last.cause == "evicted" else _GONE[last.kind]
     return Account(position, key, verdict, last.at, last.tier, last.cause, last.by)

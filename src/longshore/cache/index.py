@@ -17,7 +17,7 @@ An *orphan* is a child of `ORPHANS` and has the key of its missing parent. It is
 is readable, and in a tier that is as cold. Descendants of `ORPHANS` are closed under "parent of", too; no lookup from
 the first chunk returns them.
 
-`Lookup` finds both ends of a path by bisection. Behind an orphan, which only a request that has the chunks before it
+Both ends of a path are found by bisection. Behind an orphan, which only a request that has the chunks before it
 can use, it examines one chunk after the other.
 
     known       in a tier, or on its way into one             A ── B ── C ── D ── E
@@ -45,10 +45,12 @@ from longshore.cache.pool import READY, SlotPool
 from longshore.errors import CacheError, IntegrityError
 
 
-class Lookup(Nodes):
-    """Lookups of paths of keys."""
+class Index(Nodes):
+    """Nodes by key over the slots of `pools`, warmest tier first, kept closed over prefixes."""
 
     __slots__ = ()
+
+    # ------------------------------------------------------------------ paths of keys
 
     def reachable_prefix(self, keys: Sequence[Key], first: int) -> int:
         """The number of leading chunks of `keys` that are readable, at least `first`; found by bisection.
@@ -90,16 +92,17 @@ class Lookup(Nodes):
             before = self._at(keys, first - 1) if first else ROOT
             end = self.known_prefix(keys, first)
             path = self.path(self.get(keys[end - 1]), end - first)[::-1] if end > first else []
-            if path and (self.parent[path[0]] != before or self.key[path].tolist() != list(keys[first:end])):
+            if path and (self.parent[path[0]] != before or self.key[path].tobytes() != b"".join(keys[first:end])):
                 raise _broken(keys, first)
             if self.orphans:
                 path += self._follow_orphans(keys, end)
                 end = first + len(path)
-            rest, shards = keys[end:], self._shards
-            for key in rest:
-                if key in shards[key[0]] and self.depth[self.get(key)] >= 0:
-                    raise _broken(keys, keys.index(key, first))
-        except (IndexError, TypeError):
+            rest = keys[end:]
+            for node in filter(None, self.find(rest)):
+                if self.depth[node] >= 0:
+                    raise _broken(keys, keys.index(self.key[node], first))
+            self.key.check(rest)
+        except TypeError:
             raise CacheError("expected the keys of a path as digests (non-empty bytes)") from None
         if len(set(rest)) != len(rest):
             raise CacheError(f"expected {len(rest)} distinct new keys of a path, got {len(set(rest))}")
@@ -118,24 +121,14 @@ class Lookup(Nodes):
 
     def readable(self, keys: Sequence[Key]) -> list[int]:
         """Nodes of the leading chunks of `keys` that are readable, now or when a copy in flight has arrived."""
-        shards, reachable = self._shards, self.reachable
+        find, reachable = self.get, self.reachable
         path: list[int] = []
         for key in keys:
-            node = shards[key[0]].get(key, ROOT)
+            node = find(key)
             if not node or not reachable[node]:
                 break
             path.append(node)
         return path
-
-    def path_to(self, key: Key) -> list[Key]:
-        """The keys from the first chunk of a prompt to `key`; none if no tier has it, or it is behind an orphan."""
-        node, path = self.get(key), list[Key]()
-        if self.depth[node] < 0:
-            return path
-        while node != ROOT:
-            path.append(self.key[node])
-            node = self.parent[node]
-        return path[::-1]
 
     def is_readable(self, key: Key) -> bool:
         """Whether `key` and all its ancestors are ready."""
@@ -147,6 +140,7 @@ class Lookup(Nodes):
         Raises `CacheError` if they are not distinct, or one is the child of another chunk.
         """
         nodes = self.find(keys)
+        self.key.check(keys)
         if len(set(keys)) != len(keys):
             raise CacheError(f"expected {len(keys)} distinct keys of a path, got {len(set(keys))}")
         self.check_alone(numbers(nodes))
@@ -174,15 +168,7 @@ class Lookup(Nodes):
             raise _broken(keys, position)
         return node
 
-
-def _broken(keys: Sequence[Key], position: int) -> CacheError:
-    return CacheError(f"key {position} of a path, {keys[position].hex()[:12]}, is not the child of the key before it")
-
-
-class Index(Lookup):
-    """Nodes by key over the slots of `pools`, warmest tier first, kept closed over prefixes."""
-
-    __slots__ = ()
+    # ------------------------------------------------------------------ changes
 
     def are_reachable(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Whether each of the nodes `at` is reachable, or behind an orphan that is; false for `ROOT`. Shape of `at`.
@@ -196,20 +182,11 @@ class Index(Lookup):
         """Whether a child of `parent` may get a copy in `tier` without becoming an orphan."""
         return parent <= ORPHANS or self.coldest_tier(parent) >= tier
 
-    def extend(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
+    def link(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
         """New nodes for `keys`, a path behind `parent`, in `slots` of `tier`, none of them ready.
 
-        Raises `CacheError`, with nothing changed, for a key that is in the index, or if they would be orphans.
+        The caller has checked that they are new (`follow`), and that `parent` accepts them.
         """
-        if not self.accepts(parent, tier):
-            raise CacheError(f"chunk {keys[0].hex()[:12]} has no parent in tier {tier} or colder")
-        for key in keys:
-            if self.get(key):
-                raise CacheError(f"chunk {key.hex()[:12]} is in the index already")
-        return self.link(parent, keys, tier, slots)
-
-    def link(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
-        """`extend` without checks: `follow` has returned that the keys are new, and `parent` accepts them."""
         if not keys:
             return []
         at, depth = self._numbers(len(keys)), self.depth[parent] + 1
@@ -225,7 +202,7 @@ class Index(Lookup):
         if not keys:
             return []
         at = self._numbers(len(keys))
-        self._tree.append_firsts(at)
+        self._tree.link_trees(np.zeros_like(at), at)
         column(self.depth)[at] = 0
         for each in range(tier + 1):
             self.reach[each][ROOT] += len(keys)
@@ -258,21 +235,11 @@ class Index(Lookup):
             reachable[node] = reachable[parent]
         return at
 
-    def add_copy(self, node: int, tier: int, slot: int) -> None:
-        """Add a copy of `node` in `slot` of `tier`. Raises `IntegrityError` if it has one there, or no parent there."""
-        if self.slot[tier][node] >= 0:
-            raise IntegrityError(f"chunk {self.key[node].hex()[:12]} already has a copy in tier {tier}")
-        if not self.accepts(self.parent[node], tier):
-            raise IntegrityError(f"chunk {self.key[node].hex()[:12]} has no parent in tier {tier} or colder")
-        before = self.coldest_tier(node)
-        self.slot[tier][node] = slot
-        self.pools[tier].node[slot] = node
-        parent = self.parent[node]
-        for each in range(before + 1, tier + 1):
-            self.reach[each][parent] += 1
-
     def add_copies(self, nodes: Sequence[int], tier: int, slots: Sequence[int]) -> None:
-        """`add_copy` for distinct `nodes`, parents first. Raises `IntegrityError` with nothing changed."""
+        """Add copies of distinct `nodes`, parents first, in `slots` of `tier`.
+
+        Raises `IntegrityError`, with nothing changed, if one has a copy there, or its parent has none there or colder.
+        """
         at, columns = np.array(nodes, np.int32), [column(slot) for slot in self.slot]
         second = columns[tier][at] >= 0
         parents = column(self.parent)[at]
@@ -304,15 +271,13 @@ class Index(Lookup):
         """`drop_copy` for nodes that a colder tier has; keeps the nodes of their slots."""
         column(self.slot[tier])[at] = NONE
 
-    def drop_leaves(self, at: npt.NDArray[np.int32], keys: Sequence[Key], tier: int = 0) -> list[int]:
-        """`drop_copy` for the nodes `at`, with `keys`, of which only `tier` has a copy.
+    def drop_leaves(self, at: npt.NDArray[np.int32], tier: int = 0) -> list[int]:
+        """`drop_copy` for the nodes `at`, of which only `tier` has a copy.
 
         Keeps the nodes of their slots. The only child that a node of `at` may have is the node before it. Returns the
         parents that have lost a child, each once.
         """
-        shards = self._shards
-        for key in keys:
-            del shards[key[0]][key]
+        self.key.remove(at.tolist())
         above = column(self.parent)[at]
         tops = np.ones(len(at), bool)
         np.not_equal(above[:-1], at[1:], out=tops[:-1])
@@ -328,10 +293,8 @@ class Index(Lookup):
         column(self.slot[tier])[at] = NONE
         for reach in self.reach[: tier + 1]:
             column(reach)[at] = 0
-        self.key[at] = None
         marks(self.reachable)[at] = 0
         self._free.give(array("i", at.tobytes()))
-        self._count -= len(at)
         self.gone += len(at)
         return list(parents)
 
@@ -346,7 +309,7 @@ class Index(Lookup):
             self.reach[each][parent] -= 1
         if after >= 0:
             return False
-        self._forget(node, self.key[node], parent)
+        self._forget(node, parent)
         return True
 
     def reveal(self, nodes: Sequence[int]) -> Sequence[int]:
@@ -436,8 +399,7 @@ class Index(Lookup):
     def check_integrity(self) -> None:
         """Raise `CacheError` unless parent and child links, reach counts and closure hold everywhere."""
         at = self.entered()
-        if len(at) != self._count or sum(map(len, self._shards)) != self._count:
-            raise CacheError(f"the index counts {self._count} chunks, but has {len(at)}")
+        self.key.check_integrity()
         self._tree.check_integrity(at)
         parent, coldest, is_ready = column(self.parent)[at], np.full(self.size, NONE), np.zeros(self.size, bool)
         for tier in self.tiers:
@@ -446,10 +408,9 @@ class Index(Lookup):
             is_ready[at] |= self.are_ready(at, tier)
             has = at[slots[at] >= 0]
             self._refuse(has[column(self.pools[tier].node)[slots[has]] != has], f"has another's slot in tier {tier}")
-        found = np.array(self.find(self.key[at].tolist()), np.int32)
-        self._refuse(at[(found != at) | (coldest[at] < 0)], "has no copy, or is not found by its key")
+        self._refuse(at[coldest[at] < 0], "has no copy")
         has_parent = parent > ORPHANS
-        self._refuse(at[has_parent & (self.key[parent] == None)], "has outlived its parent")  # noqa: E711 - an array
+        self._refuse(at[has_parent & ~self.key.has(parent)], "has outlived its parent")
         is_apart = (has_parent & (coldest[parent] < coldest[at])) | (
             column(self.depth)[at] != column(self.depth)[parent] + 1
         )
@@ -468,9 +429,12 @@ class Index(Lookup):
             raise CacheError(f"there are {len(self.orphans)} orphans, but {len(waiting)} are listed by parent")
 
     def _refuse(self, wrong: npt.NDArray[np.int32], why: str) -> None:
-        """Raise `CacheError` for the first of the nodes that are `wrong`, if there is one."""
         for node in wrong.tolist():
             raise CacheError(f"chunk {self.key[node].hex()[:12]} {why}")
+
+
+def _broken(keys: Sequence[Key], position: int) -> CacheError:
+    return CacheError(f"key {position} of a path, {keys[position].hex()[:12]}, is not the child of the key before it")
 
 
 class Presence(enum.Enum):

@@ -23,11 +23,10 @@ import numpy.typing as npt
 from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.columns import column, leading, marks
 from longshore.cache.lookups import Leases
-from longshore.cache.nodes import ROOT
 from longshore.cache.offload import Offloader
 from longshore.cache.pool import READY
 from longshore.cache.settings import PrefetchPolicy, seconds
-from longshore.cache.transfers import Job, LeaseRecord, Load, TierSlots, Transfers, Wait
+from longshore.cache.transfers import LeasedChunks, LeaseRecord, Load, TierSlots, Transfers, Wait
 from longshore.cache.types import MissReason, origins_of
 from longshore.errors import CacheError
 
@@ -66,34 +65,26 @@ class Loader:
 
     def load(
         self,
-        keys: Sequence[Key],
+        part: LeasedChunks,
         blocks: Sequence[int],
-        first_block: int,
+        skip: int,
         *,
         timeout: float,
-        tail: int = ROOT,
-        held: int = 0,
-        group: int = 0,
         by_layer: bool = False,
         tokens: int | None = None,
     ) -> Load:
-        """Load `keys` into device `blocks`, as far as they are ready and the host tier has room.
+        """Load the leading chunks of a leased path into device `blocks`, as far as the host tier has room.
 
-        `first_block` is the logical index of `blocks[0]`, a block of the first chunk. `keys` are the first of `held`
-        leased chunks that end at the node `tail`, unless that is `ROOT`. Of the last block only `tokens` are loaded.
-        The load ends after `timeout` seconds.
+        `skip` sub-blocks of the first chunk are left out, and of the last block all but `tokens` tokens. The load ends
+        after `timeout` seconds.
         """
-        state = self._state
+        state, per_chunk = self._state, self._transfers.settings.blocks_per_chunk
+        keys, tail, held = part.keys[: -(-(skip + len(blocks)) // per_chunk)], part.pins[0].node, len(part.keys)
+        first_block = part.positions[0] * per_chunk + skip
         load, wait = self._begin(timeout)
         path = state.index.path(tail, held)[held - len(keys) :][::-1] if tail else state.index.readable(keys)
-        tiers, slots, warm = self._pin(path)
-        cold = [i for i, tier in enumerate(tiers) if tier]
-        state.log.by = keys[cold[0]] if cold else None
-        room = self._make_room([path[i] for i in cold])
-        if room < len(cold):
-            cut = cold[room]
-            self._cut(load, tiers[cut:], slots[cut:])
-            path, tiers, slots = path[:cut], tiers[:cut], slots[:cut]
+        tiers, slots, warm = self._claim(load, path, keys)
+        path = path[: len(tiers)]
         load.cut += [state.miss(key) for key in keys[len(path) + len(load.cut) :]]
         above = state.index.before(path[:1])[0] if path else None
         for start, end in _batches(warm, len(path)):
@@ -101,9 +92,8 @@ class Loader:
             parents = [above, *keys[start : end - 1]]
             batch = Batch(path[here], keys[here], parents, tiers[here], slots[here], warm=end <= warm)
             above = keys[end - 1]
-            per_chunk = self._transfers.settings.blocks_per_chunk
             taken = min(len(blocks), len(batch.nodes) * per_chunk - first_block % per_chunk)
-            sections = (Section(group, first_block, tuple(blocks[:taken])),)
+            sections = (Section(part.group, first_block, tuple(blocks[:taken])),)
             last = tokens if end == len(keys) else None
             self._order_batch(load, wait, batch, sections, by_layer=by_layer, tokens=last)
             blocks, first_block = blocks[taken:], first_block + taken
@@ -128,19 +118,13 @@ class Loader:
         if len(nodes) < len(keys):
             load.cut = [state.miss(key) for key in keys]
             return load
-        tiers, slots, warm = self._pin(nodes)
-        cold = [i for i, tier in enumerate(tiers) if tier]
-        state.log.by = keys[cold[0]] if cold else None
-        if self._make_room([nodes[i] for i in cold]) < len(cold):
-            self._cut(load, tiers, slots)
-            return load
-        parents = state.index.before(nodes)
-        batch = Batch(nodes, keys, parents, tiers, slots, warm=warm == len(nodes))
-        self._order_batch(load, wait, batch, tuple(sections), by_layer=by_layer)
+        tiers, slots, warm = self._claim(load, nodes, keys)
+        if tiers:
+            batch = Batch(nodes, keys, state.index.before(nodes), tiers, slots, warm=warm == len(nodes))
+            self._order_batch(load, wait, batch, tuple(sections), by_layer=by_layer)
         return load
 
     def _begin(self, timeout: float, *, is_whole: bool = False) -> tuple[Load, Wait]:
-        """A new load, and the wait for it."""
         load = Load(self._transfers.new_id(), began=self._transfers.now, is_whole=is_whole)
         wait = Wait(load.wait, self._transfers.now + timeout, load, patient=True)
         self._transfers.waits.begin(wait)
@@ -190,14 +174,26 @@ class Loader:
             pools[tier].readers[slots[i]] += 1
         return tiers, slots, warm
 
-    def _make_room(self, nodes: Sequence[int]) -> int:
-        """Make room for `nodes` in the host tier, if necessary without backups; returns for how many leading ones."""
-        room = self._transfers.evictor.room_for(0, nodes, spare_dirty=True)
-        return room if room == len(nodes) else self._transfers.evictor.room_for(0, nodes, spare_dirty=False)
+    def _claim(self, load: Load, path: Sequence[int], keys: Sequence[Key]) -> tuple[list[int], list[int], int]:
+        """`_pin`, and make room in the host tier for those that it lacks, if necessary without backups.
+
+        What there is no room for, and what is behind it, is cut off; all of it, if the load is a whole.
+        """
+        tiers, slots, warm = self._pin(path)
+        cold = [i for i, tier in enumerate(tiers) if tier]
+        self._state.log.by = keys[cold[0]] if cold else None
+        lacking, evictor = [path[i] for i in cold], self._transfers.evictor
+        if (room := evictor.room_for(0, lacking, spare_dirty=True)) < len(cold):
+            room = evictor.room_for(0, lacking, spare_dirty=False)
+        if room < len(cold):
+            cut = 0 if load.is_whole else cold[room]
+            self._cut(load, tiers[cut:], slots[cut:])
+            return tiers[:cut], slots[:cut], warm
+        return tiers, slots, warm
 
     def _cut(self, load: Load, tiers: Sequence[int], slots: Sequence[int]) -> None:
         """There is no room for the first of these copies: none of them is loaded."""
-        load.cut = [MissReason.NO_ROOM if tier else MissReason.BEHIND for tier in tiers]
+        load.cut = [MissReason.NO_ROOM if tier else MissReason.AFTER_MISS for tier in tiers]
         for tier in sorted(set(tiers)):
             self._state.end_reads(tier, [slot for slot, other in zip(slots, tiers, strict=True) if other == tier])
 
@@ -211,7 +207,6 @@ class Loader:
         by_layer: bool,
         tokens: int | None = None,
     ) -> None:
-        """Order one batch into the device blocks of `sections`."""
         names = [level.name for level in self._state.levels]
         warm = list(batch.slots)
         if batch.warm:
@@ -219,7 +214,11 @@ class Loader:
         else:
             load.sources += [names[self._state.index.warmest_ready(node)] for node in batch.nodes]
             for tier in sorted({tier for tier in batch.tiers if tier}):
-                self._order_read(batch, tier, warm)
+                chosen = [i for i, each in enumerate(batch.tiers) if each == tier]
+                job = self._transfers.order_copies([batch.nodes[i] for i in chosen], tier, 0, has_readers=True)
+                for i, slot in zip(chosen, job.destination.slots if job.destination else (), strict=True):
+                    warm[i] = slot
+                    self._state.pools[0].readers[slot] += 1
         load.parts.append(
             self._transfers.order(
                 self._transfers.new_id(),
@@ -234,21 +233,6 @@ class Loader:
                 by_layer=by_layer,
                 tokens=tokens,
             )
-        )
-
-    def _order_read(self, batch: Batch, tier: int, warm: list[int]) -> None:
-        """Order the reads of a batch from a colder `tier` into the host tier; stores their slots there in `warm`."""
-        job = self._transfers.new_id()
-        chosen = [i for i, each in enumerate(batch.tiers) if each == tier]
-        for i, slot in zip(chosen, self._state.place_copies([batch.nodes[i] for i in chosen], 0, job), strict=True):
-            warm[i] = slot
-            self._state.pools[0].readers[slot] += 1
-        self._transfers.order(
-            job,
-            [batch.keys[i] for i in chosen],
-            [batch.parents[i] for i in chosen],
-            TierSlots(tier, [batch.slots[i] for i in chosen]),
-            TierSlots(0, [warm[i] for i in chosen]),
         )
 
 
@@ -279,10 +263,7 @@ class Prefetcher:
     def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, longest: float) -> Wait:
         """Prefetch the chunks of `record` that are not in the warmest tier; ends the wait of an earlier prefetch."""
         patient = policy is not PrefetchPolicy.BEST_EFFORT
-        former, wait = (
-            record.prefetch,
-            Wait(self._transfers.new_id(), self._transfers.now + longest, None, patient=patient),
-        )
+        former, wait = record.prefetch, Wait(self._transfers.new_id(), self._transfers.now + longest, patient=patient)
         self._order(record, wait, waits_its_turn=patient and any(before.lacks for _, before in self.queue.values()))
         record.prefetch = wait
         if former is not None:
@@ -353,14 +334,13 @@ class Prefetcher:
         """
         state, transfers, path = self._state, self._transfers, self._path(record)
         state.serve(record.tick)
-        keys = [state.index.key[node] for node in path]
         transfers.join(wait, [slot for node in path if (slot := state.index.slot[0][node]) >= 0])
         cold = [i for i, node in enumerate(path) if state.index.slot[0][node] < 0]
         wait.lacks = waits_its_turn and bool(cold)
         if wait.lacks or not cold:
             transfers.waits.begin(wait)
             return
-        state.log.by = keys[cold[0]]
+        state.log.by = state.index.key[path[cold[0]]]
         warm = state.kept_in_host
         state.keep_in_host(warm.union(path))
         room = self._offloader.clean_room([path[i] for i in cold], cleans=wait.patient)
@@ -368,19 +348,8 @@ class Prefetcher:
         wait.lacks, cold = wait.patient and room < len(cold), cold[:room]
         for start in range(0, len(cold), LOAD_BATCH):
             chosen = cold[start : start + LOAD_BATCH]
-            nodes, mine = [path[i] for i in chosen], [keys[i] for i in chosen]
-            above = state.index.before(nodes)
-            for tier in sorted({state.index.warmest_ready(node) for node in nodes}):
-                transfers.waits.join(wait, [self._read(tier, nodes, mine, above)])
+            warmest = {path[i]: state.index.warmest_ready(path[i]) for i in chosen}
+            for tier in sorted(set(warmest.values())):
+                nodes = [node for node, each in warmest.items() if each == tier]
+                transfers.waits.join(wait, [transfers.order_copies(nodes, tier, 0, prefetch=True)])
         transfers.waits.begin(wait)
-
-    def _read(self, tier: int, nodes: Sequence[int], keys: Sequence[Key], above: Sequence[Key | None]) -> Job:
-        """Order the reads of those `nodes` whose warmest copy is in `tier`."""
-        state, job = self._state, self._transfers.new_id()
-        ours = [i for i, node in enumerate(nodes) if state.index.warmest_ready(node) == tier]
-        sources = [state.index.slot[tier][nodes[i]] for i in ours]
-        for slot in sources:
-            state.pools[tier].readers[slot] += 1
-        slots = state.place_copies([nodes[i] for i in ours], 0, job)
-        sides = TierSlots(tier, sources), TierSlots(0, slots)
-        return self._transfers.order(job, [keys[i] for i in ours], [above[i] for i in ours], *sides, prefetch=True)

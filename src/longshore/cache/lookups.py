@@ -5,13 +5,23 @@
     groups     all groups of a request: the longest prefix that every one of them serves. One lease keeps the chunks of
                all groups. Its load is one job with a section for each run of chunks, so that a layer-wise copy has
                the layers of all groups in the model's order
-    fetch      the longest prefix with the chunks of remote tiers; those that it needs are read from there
+    fetch      chunks of one group that remote tiers have
 
 A prefix is of use for all groups or for none: if one chunk is not available, nothing is loaded.
+
+                          prefix end ─┐
+    full attention   ■ ■ ■ ■ ■ ■ ■ ■ ■ │       every chunk
+    sliding window               ■ ■ ■ │       the chunks of the last `window` tokens; older ones may be missing
+    recurrent                        ■ │       the last one, which has the state at its end
+
+A chunk can be served if the device has it, or a tier has a ready copy. With full attention, a served chunk implies its
+ancestors, so bisection finds the end. In other groups the search goes backwards: a missing chunk excludes every length
+that needs it, so the next length to try ends before it, and no key is looked up twice.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -20,17 +30,17 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key, Section
-from longshore.cache.columns import column, has_duplicates, leading, marks, numbers, once
+from longshore.cache.columns import column, has_duplicates, leading, marks, numbers, once, runs_of
 from longshore.cache.events import EventKind
 from longshore.cache.eviction.hit_rates import Return
-from longshore.cache.groups import UNTOLD, GroupKeys, GroupSearch, Need, check_distinct, longest_served, runs_of
-from longshore.cache.index import At, Residency, nodes_of
+from longshore.cache.index import At, Index, Residency, nodes_of
 from longshore.cache.nodes import ROOT
+from longshore.cache.partial import Partial, PartialPrefixes
 from longshore.cache.remote import RemoteTiers
-from longshore.cache.state import CacheState, Pin
-from longshore.cache.transfers import LeasedChunks, Transfers
-from longshore.cache.transfers import LeaseRecord as Record
-from longshore.cache.types import Found, Lease, MissReason, Until
+from longshore.cache.settings import CacheGroup
+from longshore.cache.state import CacheState
+from longshore.cache.transfers import LeasedChunks, LeaseRecord, Transfers
+from longshore.cache.types import UNTOLD, Found, GroupKeys, Lease, Need, Until, check_distinct
 from longshore.errors import CacheError, LeaseError
 
 
@@ -39,7 +49,7 @@ class Leases:
 
     def __init__(self, state: CacheState) -> None:
         self._state = state
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, LeaseRecord] = {}
         self._step = array("i")
         """Nodes protected in this step, each once; some may have been removed since."""
 
@@ -47,24 +57,24 @@ class Leases:
         """Number of leases not released, and of chunks protected until the end of the step."""
         return len(self._records) + int(np.count_nonzero(marks(self._state.seen)[np.unique(column(self._step))]))
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[LeaseRecord]:
         return iter(self._records.values())
 
     def take(
         self, identity: int, parts: Sequence[LeasedChunks], request: str | None, *, is_multi_group: bool = False
     ) -> Lease:
         """A new lease on `parts`, whose nodes are pinned."""
-        self._records[identity] = Record(parts, request, self._state.served, is_multi_group=is_multi_group)
+        self._records[identity] = LeaseRecord(parts, request, self._state.served, is_multi_group=is_multi_group)
         return Lease(identity)
 
-    def get(self, lease: Lease) -> Record:
+    def get(self, lease: Lease) -> LeaseRecord:
         """The record of `lease`. Raises `LeaseError` if it was released, or is no lease of this cache."""
         record = self._records.get(lease.id) if isinstance(lease, Lease) else None
         if record is None:
             raise LeaseError(f"expected a lease of this cache that was not released, got {lease!r}")
         return record
 
-    def to_load(self, lease: Lease) -> Record:
+    def to_load(self, lease: Lease) -> LeaseRecord:
         """The record of `lease`, to load it. Raises `LeaseError` if it was loaded, or is of single chunks."""
         record = self.get(lease)
         if not record.is_multi_group and record.parts[0].alone:
@@ -86,10 +96,6 @@ class Leases:
             self._state.touch(nodes if not part.alone else nodes[::-1])
             for pin in part.pins:
                 self._state.unpin(pin)
-
-    def of(self, request: str) -> list[Lease]:
-        """The leases of `request`."""
-        return [Lease(identity) for identity, record in self._records.items() if record.request == request]
 
     def protect(self, at: npt.NDArray[np.int32]) -> None:
         """Protect the nodes `at` from eviction until `end_step`, those in the warmest tier in that tier."""
@@ -127,12 +133,103 @@ class Leases:
             raise CacheError(f"{len(seen)} nodes are marked as protected, expected {len(set(self._step))}")
 
 
-class MultiGroupPrefix(NamedTuple):
-    """The longest prefix that the `paths` of all groups serve, in `tokens`, and what each needs of it."""
+class GroupSearch:
+    """The search for the longest served prefix in one group, whose chunks have `chunk_tokens` tokens each."""
 
-    paths: Sequence[GroupSearch]
-    tokens: int
-    needs: tuple[Need, ...]
+    def __init__(
+        self, index: Index, partials: PartialPrefixes, group: CacheGroup, chunk_tokens: int, wanted: GroupKeys
+    ) -> None:
+        self.keys, device = wanted.names, () if wanted.device is None else wanted.device
+        if len(device) > len(self.keys):
+            raise CacheError(f"device: expected at most {len(self.keys)} values, one for each key, got {len(device)}")
+        self.text = None if wanted.text is None else wanted.text.checked()
+        self.group = group
+        self.chunk_tokens = chunk_tokens
+        self.last_window = group.first_needed(len(self.keys) * chunk_tokens, chunk_tokens)
+        """The first chunk that would be needed if all of them were served."""
+        self._index = index
+        self._partials = partials
+        self._device = np.zeros(len(self.keys), bool)
+        self._device[: len(device)] = np.asarray(device, bool)
+        self._clear = len(self.keys)  # chunks from here on that were examined are served
+
+    def longest(self, tokens: int) -> int:
+        """An upper bound of the longest served prefix, at most `tokens`; equal to `tokens` if that is served."""
+        end = tokens // self.chunk_tokens
+        missing = self._missing(self.group.first_needed(tokens, self.chunk_tokens), end)
+        return tokens if missing is None else missing * self.chunk_tokens
+
+    def beyond(self, tokens: int, most: int) -> int:
+        """How many tokens behind a served prefix of `tokens` are served, with a partial chunk; at most `most`."""
+        if self.text is None or self.group.recurrent:
+            return 0
+        at, size = tokens // self.chunk_tokens, self.chunk_tokens
+        while at * size < tokens + most and self._serves(at):
+            at += 1
+        near = self._partials.closest(self.keys, at, self.text, size) if at <= len(self.keys) else None
+        return min(most, at * size - tokens + (near.tokens if near else 0))
+
+    def need(self, tokens: int) -> Need:
+        """What a served prefix of `tokens` tokens needs of this group."""
+        first, end = self.group.first_needed(tokens, self.chunk_tokens), tokens // self.chunk_tokens
+        load = first + np.flatnonzero(~self._device[first:end])
+        return Need(first, end, tuple(load.tolist()), self._partial(end, tokens % self.chunk_tokens))
+
+    def _partial(self, at: int, tokens: int) -> Partial | None:
+        """Where the first `tokens` tokens of the chunk at `at` come from, if any are needed."""
+        if not tokens or self.text is None:
+            return None
+        if self._serves(at):
+            return Partial(self.keys[at], tokens, bool(self._device[at]))
+        near = self._partials.closest(self.keys, at, self.text, self.chunk_tokens)
+        return near and near._replace(tokens=tokens)
+
+    def _serves(self, at: int) -> bool:
+        """Whether the chunk at `at` is on the device, or can be read from a tier."""
+        return at < len(self.keys) and bool(self._device[at] or self._index.is_readable(self.keys[at]))
+
+    def _missing(self, first: int, end: int) -> int | None:
+        """The last chunk of `[first, end)` that is not served, of those examined; `None` if all are served."""
+        if not self.group.alone:
+            ready = self._index.reachable_prefix(self.keys[:end], 0)
+            ready += leading(self._device[ready:end])
+            if self._index.orphans and 0 < ready < end and self._device[:ready].all():
+                ready = self._index.reachable_prefix(self.keys[:end], ready)
+                ready += leading(self._device[ready:end])
+            return None if ready >= end else ready
+        at = min(self._clear, end)
+        while at > first and self._serves(at - 1):
+            at -= 1
+        self._clear = at
+        return None if at <= first else at - 1
+
+
+def longest_served(paths: Sequence[GroupSearch]) -> int:
+    """The longest prefix, in tokens, that every one of `paths` serves.
+
+    It is a multiple of the chunk sizes of all groups, plus, for partial matches, fewer tokens than another multiple.
+    """
+    unit = math.lcm(*(path.chunk_tokens for path in paths))
+    tokens = min(len(path.keys) * path.chunk_tokens for path in paths) // unit * unit
+    while True:
+        shorter = tokens
+        for path in paths:
+            shorter = path.longest(shorter) // unit * unit
+        if shorter == tokens:
+            return tokens + min(path.beyond(tokens, unit - 1) for path in paths)
+        tokens = shorter
+
+
+class LookupCall(NamedTuple):
+    """Arguments of `TieredCache.lookup`, checked. `asks`: whether a lookup of a path asks remote tiers."""
+
+    now: float
+    until: Until
+    request: str | None
+    tick: int | None
+    returns: Return | None
+    counts: bool
+    asks: bool
 
 
 class Lookups:
@@ -149,31 +246,21 @@ class Lookups:
 
     # ------------------------------------------------------------------ one group
 
-    def path(
-        self,
-        group: int,
-        path: GroupKeys,
-        now: float,
-        until: Until,
-        request: str | None,
-        tick: int | None,
-        said: Return | None,
-        *,
-        count: bool,
-        asks: bool,
-    ) -> Found:
-        """`TieredCache.lookup` of one `path` of `group`; `asks`: remote tiers, for what is missing."""
+    def path(self, group: int, path: GroupKeys, call: LookupCall) -> Found:
+        """`TieredCache.lookup` of one `path` of `group`."""
         keys, start, text, index = path.names, path.first, path.text, self._state.index
+        settings = self._transfers.settings
         before: Sequence[Key] = ()
         if start == UNTOLD and keys:
-            before = index.path_to(keys[0])[:-1]
+            node = index.get(keys[0])
+            before = [index.key[each] for each in index.path(node, index.depth[node] + 1)[:0:-1]]
             keys, start = [*before, *keys], len(before)
         check_first(keys, start)
-        self._transfers.settings.pool_of(group)
-        if self._transfers.settings.groups:
-            self._transfers.settings.group(group)
-        size = 0 if text is None else self._transfers.settings.group(group)[1]
-        if text is not None and self._transfers.settings.stands_alone(group):
+        settings.pool_of(group)
+        if settings.groups:
+            settings.group(group)
+        size = 0 if text is None else settings.group(group)[1]
+        if text is not None and settings.stands_alone(group):
             raise CacheError(f"expected no text with group {group}, whose chunks stand alone")
         text = text and text.checked()
         end = index.reachable_prefix(keys, start)
@@ -183,61 +270,52 @@ class Lookups:
         # Remote tiers are asked for each key behind these, so their order is checked; else a bisection suffices.
         known = end + len(index.follow(keys, end)) if self._remote.tiers else index.known_prefix(keys, end)
         partial = None if text is None else self._state.partials.closest(keys, end, text, size)
-        self._advance(now)
-        tick = self._serve(tick, keys, until, end, said=said)
+        self._advance(call.now)
+        tick = self._serve(call, keys, end)
         remote, probes = 0, tuple[int, ...]()
         if self._remote.tiers:
-            remote, probes = self._remote.look(keys, known, asks=asks)
-        if count:
+            remote, probes = self._remote.look(keys, known, asks=call.asks)
+        if call.counts:
             self._state.count_misses(keys, end, known, remote)
             if self._state.log.on:
                 asked, found = tuple(keys), end - start
-                self._state.log.record(EventKind.REQUEST, request=request, keys=asked, start=start, length=found)
+                self._state.log.record(EventKind.REQUEST, request=call.request, keys=asked, start=start, length=found)
         leased = keys[start:end] if partial is None or partial.device else [*keys[start:end], partial.key]
         lease = None
-        if until is Until.STEP:
+        if call.until is Until.STEP:
             self._leases.protect(numbers(index.find(leased)))
-        elif leased and until is Until.RELEASE:
+        elif leased and call.until is Until.RELEASE:
             if self._remote.tiers:
                 self._remote.found(keys[start:end])
             pins = (self._state.pin(index.get(leased[-1])),)
             held = LeasedChunks(leased, range(start, start + len(leased)), pins, group)
-            lease = self._leases.take(self._transfers.new_id(), (held,), request)
+            lease = self._leases.take(self._transfers.new_id(), (held,), call.request)
         return Found(lease, end - start, partial=partial, remote=remote, probes=probes, tick=tick, before=before)
 
-    def chunks(
-        self,
-        paths: Mapping[int, GroupKeys],
-        now: float,
-        until: Until,
-        request: str | None,
-        tick: int | None,
-        said: Return | None,
-        *,
-        asks: Collection[str] = (),
-    ) -> Found:
-        """`TieredCache.lookup` with `each`."""
+    def chunks(self, paths: Mapping[int, GroupKeys], call: LookupCall, tiers: Collection[str]) -> Found:
+        """`TieredCache.lookup` with `each`, which asks the remote `tiers`."""
         if any(path.first or path.device is not None for path in paths.values()):
             raise CacheError("expected no `first` and no `device` in a lookup with `each`")
-        found = {group: self._residency(path.keys) for group, path in paths.items()}
         index, parts = self._state.index, list[tuple[int, Residency, list[int]]]()
-        if until is Until.RELEASE:
+        found = {group: Residency.take(index, self._state.pools[0], path.names) for group, path in paths.items()}
+        if call.until is Until.RELEASE:
             for group, here in found.items():
                 there = np.flatnonzero(index.are_reachable(here.at)).tolist()
                 self._check_chunks(group, here.at[there])
                 parts.append((group, here, there))
-        self._advance(now)
-        if until is Until.NOTHING:
-            probes = self._remote.ask([key for here in found.values() for key in here.keys], asks) if asks else ()
+        self._advance(call.now)
+        if call.until is Until.NOTHING:
+            probes = self._remote.ask([key for here in found.values() for key in here.keys], tiers) if tiers else ()
             theirs = found if self._remote.tiers else {}
             sources = {group: self._remote.sources(here.keys) for group, here in theirs.items()}
-            return Found(probes=probes, tick=tick, residency=found, remote_sources=sources)
+            return Found(probes=probes, tick=call.tick, residency=found, remote_sources=sources)
+        tick = call.tick
         if tick is None:
             asked = [key for here in found.values() for key in here.keys]
             head = next((here.at for here in found.values()), np.zeros(0, np.int32))
-            tick = self._state.begin(asked, leading(head != ROOT), said)
+            tick = self._state.begin(asked, leading(head != ROOT), call.returns)
         self._state.serve(tick)
-        if until is Until.STEP:
+        if call.until is Until.STEP:
             for here in found.values():
                 self._leases.protect(here.at[index.are_reachable(here.at)])
             return Found(tick=tick, residency=found)
@@ -252,11 +330,13 @@ class Lookups:
             for group, here, there in parts
             if there
         ]
-        lease = self._leases.take(self._transfers.new_id(), held, request) if held else None
+        lease = self._leases.take(self._transfers.new_id(), held, call.request) if held else None
         return Found(lease, sum(len(part.keys) for part in held), tick=tick, residency=found)
 
-    def fetch_path(self, group: int, path: GroupKeys, now: float, longest: float) -> tuple[int, ...]:
-        """Read chunks behind the ready prefix of one path from remote tiers that have them; as `fetch`."""
+    def fetch(self, group: int, path: GroupKeys, now: float, longest: float) -> tuple[int, ...]:
+        """Read chunks behind the ready prefix of `path` from remote tiers that have them, for at most `longest`
+        seconds; returns its jobs, and those in flight.
+        """
         keys, start = path.names, path.first
         check_first(keys, start)
         pool, index = self._transfers.settings.pool_of(group), self._state.index
@@ -288,132 +368,34 @@ class Lookups:
 
     # ------------------------------------------------------------------ all groups
 
-    def groups(
-        self,
-        paths: Mapping[int, GroupKeys],
-        now: float,
-        until: Until,
-        request: str | None,
-        tick: int | None,
-        said: Return | None,
-        *,
-        count: bool,
-        asks: bool,
-    ) -> Found:
-        """`TieredCache.lookup` of all groups; `asks` as for `path`."""
-        wanted = self._of_all_groups(paths)
-        plan = self._checked_plan(wanted)
-        self._advance(now)
-        tick = self._serve(tick, [key for path in wanted for key in path.names], until, said=said)
-        return self._found(plan, wanted, request, tick, until, count=count, asks=asks)
-
-    def _checked_plan(self, wanted: Sequence[GroupKeys]) -> MultiGroupPrefix:
-        """The longest prefix that all groups serve. Raises `CacheError` for invalid keys, also behind it."""
-        plan = self._plan(self._paths(wanted))
-        self._check(plan)
-        self._check_all(wanted)  # keys that are not found are checked, too
-        return plan
-
-    def _check_all(self, wanted: Sequence[GroupKeys]) -> None:
-        """Raise `CacheError` unless all keys are valid, whatever the prefix."""
-        index, keys = self._state.index, list[Key]()
-        for group, path in enumerate(self._paths(wanted)):
-            keys += path.keys
-            ready = 0 if path.group.alone else index.reachable_prefix(path.keys, 0)
-            nodes = index.find_alone(path.keys) if path.group.alone else index.follow(path.keys, ready)
-            head = [index.get(path.keys[ready - 1])] if ready else []
-            self._state.check_pool([*head, *nodes], self._transfers.settings.pool_of(group))
-        check_distinct(keys)
-
-    def _paths(self, wanted: Sequence[GroupKeys], *, with_remote: bool = False) -> list[GroupSearch]:
-        state, settings = self._state, self._transfers.settings
-        has = self._remote.has if with_remote else None
-        return [
-            GroupSearch(state.index, state.partials, *settings.group(group), each, has_remote=has)
-            for group, each in enumerate(wanted)
-        ]
-
-    @staticmethod
-    def _plan(paths: Sequence[GroupSearch]) -> MultiGroupPrefix:
-        tokens = longest_served(paths)
-        return MultiGroupPrefix(paths, tokens, tuple(path.need(tokens) for path in paths))
-
-    def _could_be(self, wanted: Sequence[GroupKeys]) -> MultiGroupPrefix:
-        """The longest prefix with the chunks that remote tiers are known to have, and those in flight."""
-        return self._plan(self._paths([each._replace(text=None) for each in wanted], with_remote=True))
-
-    def _found(
-        self,
-        plan: MultiGroupPrefix,
-        wanted: Sequence[GroupKeys],
-        request: str | None,
-        tick: int | None,
-        until: Until,
-        *,
-        count: bool,
-        asks: bool,
-    ) -> Found:
-        """The result for `plan`, with a lease on the chunks that it needs."""
-        paths, tokens, needs = plan
-        probes = tuple(
-            probe
-            for group, (path, need) in enumerate(zip(paths, needs, strict=True))
-            for probe in self._note(request and f"{request}/{group}", path, need, count=count, asks=asks)
-        )
-        needed = [
-            (group, path, need)
-            for group, (path, need) in enumerate(zip(paths, needs, strict=True))
-            if need.load or (need.partial and not need.partial.device)
-        ]
+    def groups(self, paths: Mapping[int, GroupKeys], call: LookupCall) -> Found:
+        """`TieredCache.lookup` of all groups. Remote tiers are not asked."""
+        state, settings, groups = self._state, self._transfers.settings, range(len(self._transfers.settings.groups))
+        if not groups or set(paths) != set(groups):
+            raise CacheError(f"expected the keys of one group, or of all {len(groups)}, got groups {sorted(paths)}")
+        if any(path.first for path in paths.values()):
+            raise CacheError("expected `device` in a lookup of all groups, got `first`")
+        searches = [GroupSearch(state.index, state.partials, *settings.group(at), paths[at]) for at in groups]
+        tokens = longest_served(searches)
+        needs = tuple(search.need(tokens) for search in searches)
+        both = list(zip(searches, needs, strict=True))
+        self._check_searches(both)
+        self._advance(call.now)
+        tick = self._serve(call, [key for search in searches for key in search.keys])
+        for group, (search, need) in enumerate(both) if call.counts else ():
+            self._count(call.request and f"{call.request}/{group}", search, need)
+        leased = [(group, search, *_leased(search, need)) for group, (search, need) in enumerate(both)]
+        leased = [each for each in leased if each[2]]
         lease = None
-        if until is Until.STEP:
-            for _, path, need in needed:
-                self._leases.protect(numbers(self._state.index.find(self._leased(path, need)[0])))
-        elif until is Until.RELEASE and needed:
-            parts = [self._hold(*each) for each in needed]
-            lease = self._leases.take(self._transfers.new_id(), parts, request, is_multi_group=True)
-        more = self._could_be(wanted).tokens if self._remote.tiers else 0
-        remote = max(0, more - tokens)
-        return Found(lease, tokens=tokens, needs=needs, remote=remote, probes=probes, tick=tick)
+        if call.until is Until.STEP:
+            for _, _, keys, _ in leased:
+                self._leases.protect(numbers(state.index.find(keys)))
+        elif call.until is Until.RELEASE and leased:
+            parts = [self._hold(needs[each[0]], *each) for each in leased]
+            lease = self._leases.take(self._transfers.new_id(), parts, call.request, is_multi_group=True)
+        return Found(lease, tokens=tokens, needs=needs, tick=tick)
 
-    def fetch(self, paths: Mapping[int, GroupKeys], now: float, longest: float) -> tuple[int, ...]:
-        """Read from remote tiers what the longest prefix needs and no own tier has, for at most `longest` seconds;
-        returns its jobs, and those in flight.
-
-        No chunk that the prefix needs is evicted for the others.
-        """
-        wanted = self._of_all_groups(paths)
-        self._check_all(wanted)
-        self._advance(now)
-        state, plan, jobs = self._state, self._could_be(wanted), dict[int, None]()
-        pins = [state.pin(node) for node in self._needed(plan)]
-        for group, (path, need) in enumerate(zip(plan.paths, plan.needs, strict=True)):
-            index, pool = state.index, self._transfers.settings.pool_of(group)
-            if path.group.alone:
-                lacking = [path.keys[at] for at in need.load]
-                found = self._remote.fetch_alone(
-                    lacking, index.find_alone(lacking), pool, self._transfers.now + longest
-                )
-            else:
-                keys = path.keys[: need.end]
-                end = index.reachable_prefix(keys, 0)
-                found = self._remote.fetch(keys, end, index.follow(keys, end), pool, self._transfers.now + longest)
-            jobs.update(dict.fromkeys(found))
-        for pin in pins:
-            state.unpin(pin)
-        return tuple(jobs)
-
-    def _needed(self, plan: MultiGroupPrefix) -> list[int]:
-        """The nodes to pin for the prefix of `plan`: of a path only the last one, which keeps its ancestors."""
-        index, nodes = self._state.index, list[int]()
-        for path, need in zip(plan.paths, plan.needs, strict=True):
-            if path.group.alone:
-                nodes += index.find_alone([path.keys[at] for at in need.load])
-            elif end := index.known_prefix(path.keys[: need.end], 0):
-                nodes.append(index.get(path.keys[end - 1]))
-        return [node for node in nodes if node]
-
-    def sections(self, record: Record, blocks: Sequence[Sequence[int]]) -> list[Section]:
+    def sections(self, record: LeaseRecord, blocks: Sequence[Sequence[int]]) -> list[Section]:
         """The sections that load the leased chunks into `blocks`, by group. Raises `CacheError` for a wrong number."""
         per_chunk, held = self._transfers.settings.blocks_per_chunk, {part.group: part.blocks for part in record.parts}
         counts = [held.get(group, 0) for group in range(len(self._transfers.settings.groups))]
@@ -429,83 +411,55 @@ class Lookups:
             for start, end in runs_of(part.positions)
         ]
 
-    def _check(self, plan: MultiGroupPrefix) -> None:
-        """Raise `CacheError` for invalid keys among the chunks to load, before anything has changed."""
-        index, (paths, _, needs) = self._state.index, plan
-        for path, need in zip(paths, needs, strict=True):
-            if path.group.alone:
-                index.find_alone([path.keys[at] for at in need.load])
+    def _check_searches(self, both: Sequence[tuple[GroupSearch, Need]]) -> None:
+        """Raise `CacheError` for invalid keys, also for those that are not found, before anything has changed."""
+        index = self._state.index
+        for group, (search, need) in enumerate(both):
+            keys = search.keys
+            if search.group.alone:
+                nodes = index.find_alone(keys)
             else:
                 for at in {*need.load[:1], *need.load[-1:]}:
-                    index.check_link(path.keys, at)
-                index.known_prefix(path.keys, need.end)  # as when misses are counted
-        keys = [path.keys[at] for path, need in zip(paths, needs, strict=True) for at in need.load]
-        check_distinct([*keys, *(n.partial.key for n in needs if n.partial and not n.partial.device)])
+                    index.check_link(keys, at)
+                index.known_prefix(keys, need.end)  # as when misses are counted
+                ready = index.reachable_prefix(keys, 0)
+                nodes = [index.get(keys[ready - 1]) if ready else ROOT, *index.follow(keys, ready)]
+            self._state.check_pool(nodes, self._transfers.settings.pool_of(group))
+        check_distinct([key for search, _ in both for key in search.keys])
+        check_distinct([key for each in both for key in _leased(*each)[0]])
 
-    def _leased(self, path: GroupSearch, need: Need) -> tuple[list[Key], list[int]]:
-        """The chunks to lease for `need`, and their positions."""
-        positions = list(need.load)
-        in_a_row = bool(positions) and positions[-1] - positions[0] < len(positions)
-        keys = list(path.keys[positions[0] : positions[-1] + 1]) if in_a_row else [path.keys[at] for at in positions]
-        if need.partial and not need.partial.device:
-            keys.append(need.partial.key)
-            positions.append(need.end)
-        return keys, positions
+    def _count(self, request: str | None, search: GroupSearch, need: Need) -> None:
+        state, keys = self._state, search.keys
+        if search.group.alone:
+            state.counters.misses.update(map(state.miss, keys[max(need.end, search.last_window) :]))
+        else:
+            state.count_misses(keys, need.end, state.index.known_prefix(keys, need.end))
+        if state.log.on:
+            asked = tuple(keys[need.first :])
+            state.log.record(EventKind.REQUEST, request=request, keys=asked, length=need.end - need.first)
 
-    def _hold(self, group: int, path: GroupSearch, need: Need) -> LeasedChunks:
-        state, (keys, positions) = self._state, self._leased(path, need)
+    def _hold(
+        self, need: Need, group: int, search: GroupSearch, keys: Sequence[Key], positions: Sequence[int]
+    ) -> LeasedChunks:
+        state, kind = self._state, search.group
         blocks = len(need.load) * self._transfers.settings.blocks_per_chunk
         if need.partial and not need.partial.device:
-            blocks += -(-need.partial.tokens // path.group.block_size)
-        pinned = keys if path.group.alone else keys[-1:]
-        pins: list[Pin] = [state.pin(state.index.get(key)) for key in pinned]
-        return LeasedChunks(keys, positions, pins, group, alone=path.group.alone, blocks=blocks)
-
-    def _note(self, request: str | None, path: GroupSearch, need: Need, *, count: bool, asks: bool) -> tuple[int, ...]:
-        """With `asks`, probe remote tiers for missing chunks; with `count`, count misses and the request."""
-        state, misses = self._state, list[MissReason]()
-        if path.group.alone:
-            theirs = self._remote.tiers
-            probes = self._remote.ask(path.unserved(need.end)) if theirs and asks else ()
-            for key in path.keys[max(need.end, path.last_window) :]:
-                reason = state.miss(key)
-                is_remote = theirs and reason is MissReason.ABSENT and self._remote.has(key)
-                misses.append(MissReason.REMOTE if is_remote else reason)
-            state.counters.misses.update(misses if count else ())
-        else:
-            known = state.index.known_prefix(path.keys, need.end)
-            remote, probes = self._remote.look(path.keys, known, asks=asks) if self._remote.tiers else (0, ())
-            if count:
-                state.count_misses(path.keys, need.end, known, remote)
-        if count and state.log.on:
-            asked: tuple[Key, ...] = tuple(path.keys[need.first :])
-            state.log.record(EventKind.REQUEST, request=request, keys=asked, length=need.end - need.first)
-        return probes
+            blocks += -(-need.partial.tokens // kind.block_size)
+        pins = [state.pin(state.index.get(key)) for key in (keys if kind.alone else keys[-1:])]
+        return LeasedChunks(keys, positions, pins, group, alone=kind.alone, blocks=blocks)
 
     # ------------------------------------------------------------------ inside
 
-    def _serve(
-        self,
-        tick: int | None,
-        keys: Sequence[Key],
-        until: Until,
-        known: int | None = None,
-        *,
-        said: Return | None,
-    ) -> int | None:
-        """Set the request that the following uses are counted for: that of `tick`, or a new one for `keys`."""
-        if tick is None and until is not Until.NOTHING:
-            if known is None:
-                known = leading(nodes_of(self._state.index, keys)[1] != ROOT)
-            tick = self._state.begin(keys, known, said)
-        if until is not Until.NOTHING:
+    def _serve(self, call: LookupCall, keys: Sequence[Key], known: int | None = None) -> int | None:
+        """Set the request that the following uses are counted for: that of the call, or a new one for `keys`."""
+        tick = call.tick
+        if call.until is not Until.NOTHING:
+            if tick is None:
+                if known is None:
+                    known = leading(nodes_of(self._state.index, keys)[1] != ROOT)
+                tick = self._state.begin(keys, known, call.returns)
             self._state.serve(tick)
         return tick
-
-    def _residency(self, keys: Sequence[Key] | Residency) -> Residency:
-        if isinstance(keys, Residency):
-            keys = keys.keys
-        return Residency.take(self._state.index, self._state.pools[0], keys)
 
     def _check_chunks(self, group: int, at: At) -> None:
         """Raise `CacheError` unless the nodes `at` are distinct, and of `group`."""
@@ -517,14 +471,14 @@ class Lookups:
             at.tolist() if self._state.several_sizes else (), self._transfers.settings.pool_of(group)
         )
 
-    def _of_all_groups(self, paths: Mapping[int, GroupKeys]) -> list[GroupKeys]:
-        """`paths` in order of group. Raises `CacheError` unless there is one of each."""
-        groups = range(len(self._transfers.settings.groups))
-        if not groups or set(paths) != set(groups):
-            raise CacheError(f"expected the keys of one group, or of all {len(groups)}, got groups {sorted(paths)}")
-        if any(path.first for path in paths.values()):
-            raise CacheError("expected `device` in a lookup of all groups, got `first`")
-        return [paths[group] for group in groups]
+
+def _leased(search: GroupSearch, need: Need) -> tuple[list[Key], list[int]]:
+    """The chunks to lease for `need`, and their positions."""
+    keys, positions = [search.keys[at] for at in need.load], list(need.load)
+    if need.partial and not need.partial.device:
+        keys.append(need.partial.key)
+        positions.append(need.end)
+    return keys, positions
 
 
 def check_first(keys: Sequence[Key], first: int) -> None:

@@ -11,22 +11,21 @@ before it changes anything. `state` holds the state of the tiers, `transfers` th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
-from longshore.boundary import DEVICE, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
-from longshore.cache import inspect
+from longshore.boundary import DEVICE, Cancel, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
 from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cache.eviction.hit_rates import check as check_return
-from longshore.cache.groups import GroupKeys, check_blocks, check_distinct, check_paths
 from longshore.cache.load import Loader, Prefetcher
-from longshore.cache.lookups import Leases, Lookups, check_first
+from longshore.cache.lookups import Leases, LookupCall, Lookups, check_first
 from longshore.cache.offload import Offloader
-from longshore.cache.recovery import Chunk, Recovered, adopt
+from longshore.cache.recovery import Chunk, adopt
 from longshore.cache.remote import RemoteTiers
-from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_time, seconds
+from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, seconds
 from longshore.cache.settings import check as check_retention
 from longshore.cache.state import CacheState, Level
 from longshore.cache.transfers import Load, Transfers
@@ -34,15 +33,18 @@ from longshore.cache.types import (
     Counters,
     DeviceCopy,
     Found,
+    GroupKeys,
     Lease,
     LoadOrder,
     MissReason,
     Part,
     Progress,
-    Resident,
     StoreOrder,
     TierStats,
     Until,
+    check_blocks,
+    check_distinct,
+    check_paths,
     origins_of,
 )
 from longshore.errors import CacheError
@@ -137,7 +139,8 @@ class TieredCache:
         has a `device`: the longest prefix that every group can serve. With `each`: where each chunk is, by itself; the
         keys need not form a path, and no misses are counted. A chunk is in flight if it or a chunk before it is.
 
-        Remote tiers are asked for chunks that they are not known to have or lack. A lookup does not wait for them.
+        Remote tiers are asked for chunks that they are not known to have or lack, by lookups of one path and with
+        `each`. A lookup does not wait for them.
 
         Args:
             paths: Keys by group.
@@ -146,13 +149,13 @@ class TieredCache:
             each: Look up each chunk by itself.
             asks: Remote tiers to ask for chunks that they are not known to have or lack: by name, only with `each` and
                 until nothing; `()` for none. If `None`, a lookup of paths asks all, unless it keeps nothing.
-            request: Name of the request, for events and `release`.
+            request: Name of the request, for events.
             tick: The tick that an earlier lookup of this request returned, so that its uses of a chunk count once.
             returns: Hint about when its chunks are used again, with the first lookup of a request.
             count: Count misses, and record the request as an event. An engine that looks up a waiting request
                 repeatedly does so once.
         """
-        check_time(now)
+        _check_time(now)
         self._state.check_tick(tick)
         check_paths(paths)
         check_return(returns)
@@ -160,13 +163,13 @@ class TieredCache:
             raise CacheError(f"until: expected one of {list(Until)}, got {until!r}")
         if asks and (not each or until is not Until.NOTHING):
             raise CacheError("`asks` needs `each`, and `until` nothing: other lookups ask all tiers, or none")
+        asks_all = asks is None and until is not Until.NOTHING
+        call = LookupCall(now, until, request, tick, returns, count, asks_all)
         if each:
-            return self._lookups.chunks(paths, now, until, request, tick, returns, asks=asks or ())
-        by_itself = asks is None and until is not Until.NOTHING
+            return self._lookups.chunks(paths, call, asks or ())
         if len(paths) == 1 and next(iter(paths.values())).device is None:
-            ((group, path),) = paths.items()
-            return self._lookups.path(group, path, now, until, request, tick, returns, count=count, asks=by_itself)
-        return self._lookups.groups(paths, now, until, request, tick, returns, count=count, asks=by_itself)
+            return self._lookups.path(*next(iter(paths.items())), call)
+        return self._lookups.groups(paths, call)
 
     def prefetch(
         self,
@@ -184,12 +187,11 @@ class TieredCache:
         one after the other. Reads that are in flight for other requests are joined. Reads that no request waits for any
         more are cancelled at the deadline, or when the lease is released. Another call replaces the first.
 
-        Of paths: chunks behind the ready prefix that remote tiers are known to have, from `first` on; with the paths
-        of all groups, those that the longest prefix needs. The next lookup finds what has arrived. Remote tiers are
-        asked for chunks of which they have not answered. These reads are not cancelled with the request; they end
-        within `timeout` seconds, `settings.load_timeout` if `None`.
+        Of a path of one group: chunks behind the ready prefix that remote tiers are known to have, from `first` on. The
+        next lookup finds what has arrived. Remote tiers are asked for chunks of which they have not answered. These
+        reads are not cancelled with the request; they end within `timeout` seconds, `settings.load_timeout` if `None`.
         """
-        check_time(now)
+        _check_time(now)
         if not isinstance(what, Mapping):
             record = self._leases.get(what)
             policy, longest = self._prefetcher.check(policy, timeout)
@@ -199,10 +201,9 @@ class TieredCache:
             raise CacheError("expected a `policy` only with a lease")
         longest = seconds(timeout, self.settings.load_timeout)
         check_paths(what)
-        if len(what) == 1 and next(iter(what.values())).device is None:
-            ((group, path),) = what.items()
-            return self._lookups.fetch_path(group, path, now, longest)
-        return self._lookups.fetch(what, now, longest)
+        if len(what) != 1 or next(iter(what.values())).device is not None:
+            raise CacheError(f"expected a lease, or the keys of one group without `device`, got groups {sorted(what)}")
+        return self._lookups.fetch(*next(iter(what.items())), now, longest)
 
     def load(
         self,
@@ -287,17 +288,7 @@ class TieredCache:
         self._state.check_pool([part.pins[0].node], self.settings.pool_of(group))
         self.settings.check_tokens(tokens, group)
         self._state.serve(record.tick)
-        record.load = self._loader.load(
-            part.keys[:chunks],
-            into,
-            part.positions[0] * per_chunk + skip,
-            timeout=longest,
-            tail=part.pins[0].node,
-            held=held,
-            group=group,
-            by_layer=by_layer,
-            tokens=tokens,
-        )
+        record.load = self._loader.load(part, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)
         record.load.asked, record.load.of_first = [(record.request, part.keys[:chunks])], 0 if group else chunks
         return self._ordered(record.load, origins)
 
@@ -327,25 +318,20 @@ class TieredCache:
             return Progress(is_over=False)
         return Progress(is_over=True, runs=self._state.runs(record.nodes(self._state.index)))
 
-    def release(self, what: Lease | str | int) -> int:
-        """Release a lease, all leases of a request, or a job that the engine carries out itself; returns how many.
+    def release(self, what: Lease | int) -> None:
+        """Release a lease, or a job that the engine carries out itself.
 
         Loads onto the device in flight are cancelled; they end when their movers report them. Raises `LeaseError` for a
         lease that was released before, `JobError` for a number that is no open job.
         """
         if isinstance(what, int):
             self._transfers.withdraw(what)
-            return 1
-        leases = self._leases.of(what) if isinstance(what, str) else [what]
-        for lease in leases:
-            record = self._leases.get(lease)
-            if record.load is not None and record.load.outcome is None:
-                self._transfers.cancel_load(record.load)
-                self._conclude(record.load, MissReason.CANCELLED)
-            if record.prefetch is not None:
-                self._prefetcher.cancel(record.prefetch)
-            self._leases.drop(lease)
-        return len(leases)
+            return
+        record = self._leases.get(what)
+        self._give_up(record.load, MissReason.CANCELLED)
+        if record.prefetch is not None:
+            self._prefetcher.cancel(record.prefetch)
+        self._leases.drop(what)
 
     # ------------------------------------------------------------------ stores
 
@@ -443,7 +429,7 @@ class TieredCache:
         Jobs that no request waits for any more are cancelled, and own their slots until they end. Raises `JobError`,
         with nothing applied, for a job or probe that is not in flight, or that a rank reports twice.
         """
-        check_time(now)
+        _check_time(now)
         answers = [result for result in results if isinstance(result, ProbeResult)]
         if answers:
             self._remote.check(answers)
@@ -464,7 +450,7 @@ class TieredCache:
 
     # ------------------------------------------------------------------ start, sleep, resize, reset
 
-    def adopt(self, tier: str, found: Iterable[Chunk | tuple[int, Key, Key | None]], others: Sequence[int] = ()) -> int:
+    def adopt(self, tier: str, found: Iterable[Chunk], others: Sequence[int] = ()) -> int:
         """Recover the chunks of a persistent tier: (slot, key, parent, pool), oldest first; returns how many.
 
         The slots `others` have records that this cache cannot use, least useful first: they are allocated after all
@@ -473,9 +459,7 @@ class TieredCache:
         """
         at, chunks = self._tier(tier), list(found)
         self._state.pools[at].check_slots(others)
-        named = set(map(len, chunks)) <= {4}  # fast for chunks from a tier, which may be half a million
-        whole = cast("list[Chunk]", chunks) if named else [Recovered(*each) for each in chunks]
-        adopted = adopt(self._state, at, whole)
+        adopted = adopt(self._state, at, chunks)
         self._state.pools[at].give_last(others)
         return adopted
 
@@ -532,11 +516,11 @@ class TieredCache:
 
     def stats(self) -> tuple[TierStats, ...]:
         """Occupancy per tier, warmest first."""
-        return inspect.stats(self._state)
+        return self._state.stats()
 
-    def residents(self) -> list[Resident]:
-        """Every chunk that is ready or being filled, once for each tier that it is in."""
-        return inspect.residents(self._state)
+    def ready(self) -> list[tuple[str, Key]]:
+        """Tier and key of each copy that is ready, for readers that have missed events."""
+        return [(self._state.levels[tier].name, key) for tier, key in self._state.index.ready()]
 
     def events(self, limit: int | None = None) -> list[Event]:
         """Events since the last call, in order, at most `limit`; the others are returned by the next call.
@@ -549,7 +533,7 @@ class TieredCache:
 
     def check_integrity(self) -> None:
         """Check all data structures; raises `CacheError` where two of them are inconsistent."""
-        inspect.check_integrity(self._state)
+        self._state.check_integrity()
         self._transfers.check_integrity()
         self._leases.check_integrity()
         self._remote.check_integrity()
@@ -561,9 +545,7 @@ class TieredCache:
         if self._state.priorities.used:
             self._state.priorities.expire(self._transfers.now)
         for wait in self._transfers.waits.due(self._transfers.now) if self._transfers.waits.open else ():
-            if wait.load is not None and wait.load.outcome is None:
-                self._transfers.cancel_load(wait.load)
-                self._conclude(wait.load, MissReason.DEADLINE)
+            self._give_up(wait.load, MissReason.DEADLINE)
             self._transfers.cancel_wait(wait)
 
     def _ordered(self, load: Load, origins: Mapping[Key, str] | None) -> LoadOrder:
@@ -582,6 +564,12 @@ class TieredCache:
             self._offloader.clean()
         if self._remote.tiers:
             self._remote.proceed()
+
+    def _give_up(self, load: Load | None, reason: MissReason) -> None:
+        """End `load`, unless it has ended: cancel its copies onto the device. Reads into the host tier go on."""
+        if load is not None and load.outcome is None:
+            self._transfers.outbox += [Cancel(job.transfer.job) for job in load.pending]
+            self._conclude(load, reason)
 
     def _conclude(self, load: Load, unfinished: MissReason) -> None:
         self._count_misses(load, load.conclude(unfinished))
@@ -605,3 +593,9 @@ class TieredCache:
             if level.name == name:
                 return tier
         raise CacheError(f"expected a tier of {[level.name for level in self._state.levels]}, got {name!r}")
+
+
+def _check_time(now: float) -> None:
+    """Raise `CacheError` unless `now` is a finite number: time would not return from infinity."""
+    if not isinstance(now, int | float) or not math.isfinite(now):
+        raise CacheError(f"now: expected a finite number of seconds, got {now!r}")

@@ -1,8 +1,7 @@
 """Nodes: one small integer for each key that is in a tier, or on its way into one, and its attributes.
 
-The attributes are in arrays (29 bytes per node, and 8 for each tier): a million nodes are about twenty Python objects,
-which saves memory and garbage collection. 256 dictionaries by the first byte of the key (keys are digests) map keys to
-nodes, so that no dictionary takes long to grow.
+The attributes are in arrays (29 bytes per node, and 8 for each tier), and so are the keys (`key_table`): a million nodes
+are about twenty Python objects, which saves memory and garbage collection.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import LISTS, FreeList, column, marks, numbers, zeros
+from longshore.cache.key_table import KeyTable
 from longshore.cache.pool import READY, SlotPool
 from longshore.errors import CacheError, IntegrityError
 
@@ -114,17 +114,6 @@ class NodeTree:
             self.younger[elder] = head
         self.child[parent] = head
 
-    def append_firsts(self, at: npt.NDArray[np.int32]) -> None:
-        """Add the new nodes `at` as children of the root."""
-        elder, first, last = self.child[_NOBODY], int(at[0]), int(at[-1])
-        column(self.parent)[at] = column(self.child)[at] = _NOBODY
-        column(self.older)[at[:-1]] = at[1:]
-        column(self.younger)[at[1:]] = at[:-1]
-        self.older[last], self.younger[first] = elder, _NOBODY
-        if elder:
-            self.younger[elder] = last
-        self.child[_NOBODY] = first
-
     def link_trees(self, parents: npt.NDArray[np.integer], nodes: npt.NDArray[np.int32]) -> None:
         """Add each new node of `nodes` as a child of its node of `parents`; the first of siblings is the youngest."""
         order = np.argsort(parents, kind="stable")
@@ -195,17 +184,13 @@ NONE = -1
 _MANY = 64
 """From this number of nodes on, array operations are faster than a loop."""
 
-_SHARDS = 256
-
 
 class Nodes:
     """Nodes by key over the slots of `pools`, warmest tier first."""
 
     __slots__ = (
-        "_count",
         "_free",
         "_others",
-        "_shards",
         "_tree",
         "called",
         "child",
@@ -233,7 +218,7 @@ class Nodes:
         self.size = LISTS + sum(pool.capacity for pool in pools)
         """Nodes are below this number. They begin at `LISTS`, because policies number their lists below that."""
         # Allocated for all slots from the start: growing columns would have to be copied from time to time.
-        self.key = np.full(self.size, None, object)
+        self.key = KeyTable(self.size)
         self._tree = NodeTree(self.size)
         self.parent, self.children, self.path = self._tree.parent, self._tree.children, self._tree.path
         self.child, self.older = self._tree.child, self._tree.older
@@ -251,13 +236,11 @@ class Nodes:
         self.called: set[int] = set()
         """Parents of orphans whose children are in colder tiers than they: they are to be copied down."""
         self._free = FreeList(array("i", range(self.size - 1, LISTS - 1, -1)))
-        self._shards: tuple[dict[Key, int], ...] = tuple({} for _ in range(_SHARDS))
-        self._count = 0
         self.gone = 0
         """Number of nodes removed so far: while it is unchanged, all node numbers stand for the same keys."""
 
     def __len__(self) -> int:
-        return self._count
+        return len(self.key)
 
     def __iter__(self) -> Iterator[int]:
         """All nodes, in order of their numbers."""
@@ -265,29 +248,28 @@ class Nodes:
 
     def entered(self) -> npt.NDArray[np.int32]:
         """All nodes, ascending; int32."""
-        return np.flatnonzero(self.key[LISTS:] != None).astype(np.int32) + np.int32(LISTS)  # noqa: E711 - an array
+        return self.key.nodes()
+
+    def ready(self) -> list[tuple[int, Key]]:
+        """Tier and key of each copy that is ready."""
+        nodes = self.entered().tolist()
+        return [(tier, self.key[node]) for node in nodes for tier in self.tiers if self.is_ready(node, tier)]
 
     def get(self, key: Key) -> int:
         """The node of `key`; `ROOT` if no tier has it. Raises `CacheError` if `key` is not bytes."""
-        try:
-            return self._shards[key[0]].get(key, ROOT)
-        except (IndexError, TypeError):
-            raise _no_key(key) from None
+        return self.key.get(key)
 
     def find(self, keys: Sequence[Key]) -> list[int]:
         """`get` for many."""
-        shards = self._shards
-        try:
-            return [shards[key[0]].get(key, ROOT) for key in keys]
-        except (IndexError, TypeError):
-            raise CacheError("expected keys as digests (non-empty bytes)") from None
+        return self.key.find(keys)
 
     def before(self, nodes: Sequence[int]) -> list[Key | None]:
         """The parent key of each of `nodes`, also if no tier has it; `None` for first chunks."""
-        key, parent, orphans = self.key, self.parent, self.orphans
-        if not orphans:
-            return [key[parent[node]] for node in nodes]
-        return [orphans.get(node) or key[parent[node]] for node in nodes]
+        above = column(self.parent)[numbers(nodes)]
+        keys: list[Key | None] = self.key[above].tolist()
+        for position in np.flatnonzero(~self.key.has(above)).tolist():  # of `ROOT` and `ORPHANS`
+            keys[position] = self.orphans.get(nodes[position])
+        return keys
 
     def coldest_tier(self, node: int) -> int:
         """The coldest tier that has a copy; -1 if none has."""
@@ -324,8 +306,6 @@ class Nodes:
 
     def pools_of(self, nodes: Sequence[int]) -> list[int]:
         """`pool_of` for many."""
-        if len(nodes) < _MANY:
-            return [self.pool_of(node) for node in nodes]
         at = np.array(nodes, np.int32)
         pools = np.full(len(at), NONE)
         for tier in self.tiers:
@@ -347,7 +327,7 @@ class Nodes:
     def resize(self) -> None:
         """The pools were resized: make room for as many chunks. Existing nodes keep their numbers."""
         more = max(0, LISTS + sum(pool.capacity for pool in self.pools) - self.size)
-        self.key = np.concatenate([self.key, np.full(more, None, object)])
+        self.key.grow(self.size + more)
         self._tree.grow(more)
         for counts in (self.depth, *self.reach):
             counts.extend(zeros(more))
@@ -360,14 +340,10 @@ class Nodes:
     def _enter(self, keys: Sequence[Key], at: npt.NDArray[np.int32], tier: int, slots: Sequence[int]) -> list[int]:
         """Enter the nodes `at` for `keys`, in `slots` of `tier`; returns the nodes as a list."""
         nodes: list[int] = at.tolist()
-        shards = self._shards
-        for key, node in zip(keys, nodes, strict=True):
-            shards[key[0]][key] = node
         where = numbers(slots)
-        self.key[at] = keys
+        self.key.insert(at, keys)
         column(self.slot[tier])[at] = where
         column(self.pools[tier].node)[where] = at
-        self._count += len(nodes)
         return nodes
 
     def _numbers(self, count: int) -> npt.NDArray[np.int32]:
@@ -390,18 +366,12 @@ class Nodes:
             del self.waiting[before]
             self.called.discard(self.get(before))
 
-    def _forget(self, node: int, key: Key, parent: int) -> None:
+    def _forget(self, node: int, parent: int) -> None:
         if parent == ORPHANS:
             self._stop_waiting(node)
         self.called.discard(node)
-        del self._shards[key[0]][key]
         self._tree.unlink(node, parent)
-        self.key[node] = None
+        self.key.remove((node,))
         self.reachable[node] = 0
         self._free.give(array("i", (node,)))
-        self._count -= 1
         self.gone += 1
-
-
-def _no_key(key: object) -> CacheError:
-    return CacheError(f"expected a key as a digest (non-empty bytes), got {key!r}")

@@ -15,18 +15,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import compress, pairwise
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
-from longshore.cache.columns import column, leading, numbers
-from longshore.cache.groups import GroupKeys, runs_of
+from longshore.cache.columns import column, leading, numbers, runs_of
 from longshore.cache.nodes import ROOT
 from longshore.cache.settings import AdmissionFilter, Retention, WriteBudget, WriteRule, priorities
 from longshore.cache.transfers import TierSlots, Transfers
-from longshore.cache.types import DropReason, StoreOrder
+from longshore.cache.types import DropReason, GroupKeys, StoreOrder
 
 ADMISSION_FILTER_SIZE = 1 << 16
 """Number of chunks whose offers a selective write policy counts before they are stored."""
@@ -102,7 +101,7 @@ class Offloader:
             )
         else:
             answer = keys[max(end, first + len(nodes)) :]
-            self._transfers.drop(0, state.index.find(answer).count(ROOT), DropReason.ANSWER)
+            self._transfers.drop(0, state.index.find(answer).count(ROOT), DropReason.GENERATED)
             nodes = nodes[: max(0, end - first)]
             offload = self._offload(keys[:end], first, nodes, blocks, retention, group, patient=patient, stream=stream)
         if text is not None:
@@ -269,13 +268,13 @@ class Offloader:
         """Those of the ascending positions `fresh` that the write policy stores; the others are counted as dropped."""
         floor, seen = self._transfers.settings.priority_floor, self._admission_filter
         worth = list(fresh[: bisect_left(fresh, prompt)])
-        self._transfers.drop(0, len(fresh) - len(worth), DropReason.ANSWER)
+        self._transfers.drop(0, len(fresh) - len(worth), DropReason.GENERATED)
         if floor:
             asked, worth = worth, list(compress(worth, priorities(retention, worth) >= floor))
             self._transfers.drop(0, len(asked) - len(worth), DropReason.PRIORITY)
         if seen is not None:
             asked, worth = worth, [each for each in worth if seen.leading([keys[each]])]
-            self._transfers.drop(0, len(asked) - len(worth), DropReason.SELDOM)
+            self._transfers.drop(0, len(asked) - len(worth), DropReason.BELOW_THRESHOLD)
         return worth
 
     def clean_room(self, nodes: Sequence[int], *, cleans: bool) -> int:
@@ -338,7 +337,7 @@ class Offloader:
             granted, reason = 0, DropReason.TIER_OFF
         else:
             nbytes = self._state.pools[tier].slabs.image_bytes[pool]
-            granted, reason = self._budgets[tier].allows(self._transfers.now, len(nodes), nbytes), DropReason.BUDGET
+            granted, reason = self._budgets[tier].allows(self._transfers.now, len(nodes), nbytes), DropReason.RATE_LIMIT
         if granted == len(nodes):
             return nodes
         self._transfers.drop(tier, len(nodes) - granted, reason)
@@ -348,16 +347,8 @@ class Offloader:
 
     def _copy_down(self, chosen: Sequence[int], tier: int) -> None:
         """Order one job that copies `chosen` from `tier` to the one below, which has room."""
-        if not chosen:
-            return
-        state, index, job = self._state, self._state.index, self._transfers.new_id()
-        sources = [index.slot[tier][node] for node in chosen]
-        for slot in sources:
-            state.pools[tier].readers[slot] += 1
-        copies = state.place_copies(chosen, tier + 1, job)
-        keys = [index.key[node] for node in chosen]
-        parents = [index.key[index.parent[node]] for node in chosen]
-        self._transfers.order(job, keys, parents, TierSlots(tier, sources), TierSlots(tier + 1, copies))
+        if chosen:
+            self._transfers.order_copies(chosen, tier, tier + 1)
 
     def _admit(
         self,
@@ -407,19 +398,19 @@ class Offloader:
             return 0, wanted
         waiting = granted - room if stream and (room or self._may_get_room(0)) else 0
         self._transfers.drop(0, asked - wanted, DropReason.ADMISSION)
-        self._transfers.drop(0, wanted - granted, DropReason.BUDGET)
+        self._transfers.drop(0, wanted - granted, DropReason.RATE_LIMIT)
         if room + waiting < granted:
             busy = allowed < granted or self._is_copying_down(0)
             reason = DropReason.BACKPRESSURE if busy else DropReason.NO_ROOM
-            self._transfers.drop(0, granted - room - waiting, DropReason.ORPHAN if orphan else reason)
+            self._transfers.drop(0, granted - room - waiting, DropReason.NO_PARENT if orphan else reason)
         self._budgets[0].spend(room * nbytes)
         return room, waiting
 
     def _promising(self, path: Sequence[Key], pool: int) -> int:
         """How many leading chunks of `path` host memory stores.
 
-        For those, it has room, or chunks of any tier that promise fewer hits make room for them, now or when others were
-        copied down.
+        For those, it has room, or chunks of any tier that promise fewer hits make room for them, now or when others
+        were copied down.
         """
         evictor, writing, policy = self._transfers.evictor, self._transfers.writing, self._state.policies[-1]
         room = evictor.make_room(0, len(path), pool, spare_dirty=True)
@@ -445,7 +436,7 @@ class Offloader:
             worth = above
         if self._admission_filter is not None:
             often = self._admission_filter.leading(fresh[:worth])
-            self._transfers.drop(0, worth - often, DropReason.SELDOM)
+            self._transfers.drop(0, worth - often, DropReason.BELOW_THRESHOLD)
             worth = often
         return worth
 

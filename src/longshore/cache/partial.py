@@ -90,12 +90,6 @@ class PartialPrefixes:
         self._older, self._younger = zeros(0), zeros(0)
         self._youngest: dict[Key, int] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the columns, without the dictionary of children."""
-        links = self._older.itemsize * len(self._older) + self._younger.itemsize * len(self._younger)
-        return self._tokens.nbytes + self._above.nbytes + links
-
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
         more = nodes - len(self._older)
@@ -167,7 +161,6 @@ class PartialPrefixes:
 
 
 def _common(tokens: Tokens, wanted: Tokens) -> int:
-    """The number of equal leading tokens."""
     count = min(len(tokens), len(wanted))
     return leading(tokens[:count] == wanted[:count]) if count else 0
 

@@ -257,10 +257,6 @@ class SlotPool:
         if self.freed is not None:
             self.freed = []
 
-    def draining(self) -> list[int]:
-        """Number of draining slots."""
-        return np.flatnonzero(marks(self.state) == DRAINING).tolist()
-
     def check_integrity(self) -> None:
         """Raise `CacheError` if free list, states and counts are inconsistent."""
         state, busy = marks(self.state), column(self.readers) > 0

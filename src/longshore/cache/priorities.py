@@ -122,7 +122,6 @@ class Priorities:
                 self._until.pop(node, None)
 
     def _list_anew(self) -> None:
-        """Rebuild the heap without outdated entries."""
         due: dict[float, list[int]] = {}
         for node, until in self._until.items():
             due.setdefault(until, []).append(node)
@@ -130,12 +129,10 @@ class Priorities:
         self._listed = len(self._until)
 
     def _move(self, at: npt.NDArray[np.int32]) -> None:
-        """Move the nodes `at` to the policies of their priorities."""
         for band in self._bands:
             band.move(at)
 
     def _begin(self) -> None:
-        """Partition the eviction policies."""
         self.used = True
         self._priority = bytearray([_USUAL]) * self._index.size
         for tier, make in enumerate(self._makers):

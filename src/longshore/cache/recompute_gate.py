@@ -250,7 +250,6 @@ class Gate:
     def _gain(
         self, context: int, runs: Sequence[Run], count: int, now: float, queued: Mapping[str, float], spare: float
     ) -> float:
-        """Seconds saved by loading the first `count` chunks instead of computing them."""
         saved = self.prefill_seconds(context, count * self._chunk_tokens)
         cost = self._cost(self._tally(_first(runs, count)), now, queued)
         return (saved or 0.0) - max(0.0, (cost or 0.0) - spare)
@@ -278,7 +277,6 @@ class Gate:
         return ends
 
     def _tally(self, runs: Sequence[Run]) -> dict[str, int]:
-        """Chunks that take the route of each tier."""
         tally = dict.fromkeys(self._routes, 0)
         for run in runs:
             self._route(run.tier)
@@ -457,7 +455,6 @@ def _prefill_terms(context: int, tokens: int) -> tuple[float, float, float]:
 
 
 def _first(runs: Sequence[Run], count: int) -> list[Run]:
-    """The first `count` chunks of `runs`."""
     taken = []
     for run in runs:
         if count <= 0:

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from itertools import compress, repeat
 from operator import itemgetter
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -35,15 +35,6 @@ _TOP, _LOST = -2, -1
 
 Chunk = tuple[int, Key, Key | None, int]
 """A chunk found at start: slot, key, parent key, pool of the slot."""
-
-
-class Recovered(NamedTuple):
-    """`Chunk` with names of its fields."""
-
-    slot: int
-    key: Key
-    parent: Key | None
-    pool: int = 0
 
 
 def adopt(state: CacheState, tier: int, found: Sequence[Chunk]) -> int:
@@ -68,10 +59,9 @@ def adopt(state: CacheState, tier: int, found: Sequence[Chunk]) -> int:
 
 
 def _numbers(numbers: Iterable[int]) -> _Numbers:
-    """`numbers` as int64. Raises `CacheError` if they are no integers."""
     try:
         return np.frombuffer(array("q", numbers), np.int64)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, IndexError, OverflowError) as error:
         raise CacheError(f"expected slots and pools as integers: {error}") from None
 
 
@@ -151,10 +141,9 @@ def _enter(
 ) -> list[int]:
     """Nodes of the chunks at `rows`, parents first, each with its copy."""
     index, new = state.index, rows[known[rows] == 0]
-    for row in rows[known[rows] > 0].tolist():
-        node = int(known[row])
-        index.add_copy(node, tier, int(slots[row]))
-        index.reveal([node])
+    shared = rows[known[rows] > 0]
+    index.add_copies(known[shared].tolist(), tier, slots[shared].tolist())
+    index.reveal(known[shared].tolist())
     place, parent = np.full(len(found) + 2, -1), before[new]  # position among the new chunks
     place[new] = np.arange(len(new))
     outside = np.where(parent >= 0, np.append(known, [ROOT, ROOT])[parent], above[new]).astype(np.int32)
@@ -179,6 +168,9 @@ def _insert(state: CacheState, tier: int, nodes: list[int], known: Sequence[int]
     state.windows.mark_ready(nodes, tier)
     if state.last:
         # A chunk that only the coldest tier has is not dirty, and no other chunk waits for it.
-        state.update_backlog(known if tier == state.last else nodes[::-1], tier)
+        news = known if tier == state.last else nodes[::-1]
+        state.backlog.arrived(news)
+        if tier and news:
+            state.backlog.backed_up(news, tier)
         state.reconsider(np.array(known, np.int32), apart_from=tier)
     state.attach_orphans(nodes)

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from longshore.boundary import Key, Probe, ProbeResult, Status
+from longshore.cache.events import EventKind
 from longshore.cache.settings import AdmissionFilter, WritePolicy, WriteRule
 from longshore.cache.transfers import Job, TierSlots, Transfers
 from longshore.cache.types import Answer, DropReason, MissReason
@@ -25,6 +27,12 @@ from longshore.errors import JobError
 
 KNOWN = 1 << 16
 """Answers kept of one remote tier; the oldest are removed first."""
+
+ANNOUNCED = 1 << 20
+"""Copies in one remote tier that events tell of; beyond it, the one stored or read longest ago is withdrawn."""
+
+_GONE = frozenset({Status.EXPIRED, Status.CORRUPT, Status.MISMATCH, Status.SHORT})
+"""How reads end of what a remote tier does not have, or has damaged: it is absent until it is stored again."""
 
 
 class RemoteKeys:
@@ -43,6 +51,10 @@ class RemoteKeys:
         self._asked: dict[Key, int] = {}
         """Keys of probes in flight: the number of the probe."""
         self._probes: dict[int, _ProbeInFlight] = {}
+        self._announced: dict[Key, None] | None = None
+        if transfers.settings.remote_events and transfers.settings.events:
+            self._announced = {}
+        """Chunks that events say the tier has, those stored or read last at the end."""
 
     def has(self, key: Key) -> bool | None:
         """Whether the tier has `key`, by its last answer; `None` if there is no valid answer."""
@@ -57,12 +69,12 @@ class RemoteKeys:
         settings, unknown = self._transfers.settings, [key for key in keys if self.has(key) is None]
         new = [key for key in dict.fromkeys(unknown) if key not in self._asked]
         room = max(0, settings.max_probes - len(self._asked))
-        self._transfers.state.counters.probes[self.name][Answer.UNASKED] += len(new) - len(new[:room])
+        self._transfers.state.counters.probes[self.name][Answer.NOT_SENT] += len(new) - len(new[:room])
         if asked := tuple(new[:room]):
             number, deadline = self._transfers.new_id(), self._transfers.now + settings.probe_timeout
             probe = Probe(number, self.name, asked, deadline, self._transfers.generation, settings.ranks)
             self._transfers.outbox.append(probe)
-            self._probes[number] = _ProbeInFlight(probe)
+            self._probes[number] = _ProbeInFlight(probe, set(range(probe.ranks)), [True] * len(asked))
             self._asked.update(dict.fromkeys(asked, number))
         return sorted({self._asked[key] for key in unknown if key in self._asked})
 
@@ -101,6 +113,25 @@ class RemoteKeys:
         self.learn(key, present=True)
         if key in self._sent:
             self._sent[key] = self._transfers.state.tick
+        if key in self._asked:
+            self._probes[self._asked[key]].overtaken.add(key)
+        if self._announced is not None and key in self._announced:
+            self._announced[key] = self._announced.pop(key)
+
+    def announce(self, key: Key) -> None:
+        """Record the event that the tier has `key`, if events tell of remote tiers."""
+        if self._announced is None or key in self._announced:
+            return
+        self._announced[key] = None
+        self._transfers.state.log.record(EventKind.SHARED, [key], tier=self.name)
+        if len(self._announced) > ANNOUNCED:
+            self.withdraw(next(iter(self._announced)), "limit")
+
+    def withdraw(self, key: Key, cause: str) -> None:
+        """Record the event that the tier does not have `key` any more, if it was said to have it."""
+        if self._announced is not None and key in self._announced:
+            del self._announced[key]
+            self._transfers.state.log.record(EventKind.LAPSED, [key], tier=self.name, cause=cause)
 
     def was_sent(self, key: Key) -> bool:
         """Whether `key` need not be stored: it is present, or was stored before."""
@@ -128,6 +159,8 @@ class RemoteKeys:
         self._known.clear()
         self._sent.clear()
         self._asked.clear()
+        if self._announced is not None:
+            self._announced.clear()
 
     def check_integrity(self) -> None:
         """Raise `JobError` if a key waits for a probe that does not contain it."""
@@ -155,20 +188,24 @@ class RemoteKeys:
             if asked.answered:
                 self._observe(key, present=present)
                 self.learn(key, present=present)
-            answer = (Answer.PRESENT if present else Answer.ABSENT) if asked.answered else Answer.NONE
+                if not present and key not in asked.overtaken:
+                    self.withdraw(key, Status.EXPIRED.value)
+            answer = (Answer.PRESENT if present else Answer.ABSENT) if asked.answered else Answer.NO_ANSWER
             counts[answer] += 1
 
 
+@dataclass(slots=True)
 class _ProbeInFlight:
-    """A probe in flight: the ranks that have not answered, and the answers of the others."""
+    """A probe in flight: the ranks that have not answered, and the answers of the others.
 
-    __slots__ = ("answered", "present", "probe", "waiting")
+    Keys that were stored or read meanwhile are `overtaken`: an answer that they are absent may be older.
+    """
 
-    def __init__(self, probe: Probe) -> None:
-        self.probe = probe
-        self.waiting = set(range(probe.ranks))
-        self.present = [True] * len(probe.keys)
-        self.answered = True
+    probe: Probe
+    waiting: set[int]
+    present: list[bool]
+    answered: bool = True
+    overtaken: set[Key] = field(default_factory=set)
 
 
 FETCH_BATCH = 16
@@ -261,38 +298,50 @@ class RemoteTiers:
         `path` are the nodes of chunks behind these that are in flight already. Returns all jobs, also of these. No
         dirty chunk is evicted for it.
         """
-        state, writer = self._state, self._state.pools[0].writer
         begin = end + len(path)
         known, _ = self.look(keys, begin)
-        jobs = dict.fromkeys(writer[slot] for node in path if (slot := state.index.slot[0][node]) in writer)
-        before, wanted = keys[begin - 1] if begin else None, keys[begin : begin + known]
-        pin = state.pin(state.index.get(before)) if before is not None and wanted else None
-        state.log.by = wanted[0] if wanted else None
-        wanted = wanted[: self._transfers.evictor.make_room(0, len(wanted), pool, spare_dirty=True)]
-        if pin is not None:
-            state.unpin(pin)
-        for tier, batch in self._batches(wanted):
-            job, above = self._transfers.new_id(), [before, *batch[:-1]]
-            jobs[self._fetch(tier, job, batch, above, state.place(batch, before, job, pool), deadline)] = None
-            before = batch[-1]
-        return tuple(jobs)
+        before, index = keys[begin - 1] if begin else None, self._state.index
+        kept = () if before is None else (index.get(before),)
+        return self._fetch(keys[begin : begin + known], path, kept, pool, deadline, before=before)
 
     def fetch_alone(self, keys: Sequence[Key], nodes: Sequence[int], pool: int, deadline: float) -> tuple[int, ...]:
         """`fetch` for `keys` that stand alone, with these `nodes`. The last ones get room first."""
-        state, writer = self._state, self._state.pools[0].writer
         absent = [key for key, node in zip(keys, nodes, strict=True) if not node]
         self.ask([key for key in absent if not self.has(key)])
-        wanted = [key for key in absent if self.has(key)]
-        jobs = dict.fromkeys(writer[slot] for node in nodes if node and (slot := state.index.slot[0][node]) in writer)
-        pins = [state.pin(node) for node in nodes if node]
-        state.log.by = wanted[-1] if wanted else None
-        wanted = wanted[len(wanted) - self._transfers.evictor.make_room(0, len(wanted), pool, spare_dirty=True) :]
+        return self._fetch([key for key in absent if self.has(key)], nodes, nodes, pool, deadline, alone=True)
+
+    def _fetch(
+        self,
+        wanted: Sequence[Key],
+        path: Sequence[int],
+        kept: Sequence[int],
+        pool: int,
+        deadline: float,
+        *,
+        before: Key | None = None,
+        alone: bool = False,
+    ) -> tuple[int, ...]:
+        """Read `wanted`, behind the key `before`, as far as there is room while the nodes `kept` are not evicted."""
+        state, writer, transfers = self._state, self._state.pools[0].writer, self._transfers
+        jobs = dict.fromkeys(writer[slot] for node in path if node and (slot := state.index.slot[0][node]) in writer)
+        state.log.by = wanted[-1 if alone else 0] if wanted else None
+        pins = [state.pin(node) for node in kept if node and wanted]
+        room = transfers.evictor.make_room(0, len(wanted), pool, spare_dirty=True)
         for pin in pins:
             state.unpin(pin)
-        for tier, batch in self._batches(wanted):
-            job = self._transfers.new_id()
-            slots = state.place_alone(batch, job, pool)
-            jobs[self._fetch(tier, job, batch, [None] * len(batch), slots, deadline)] = None
+        for tier, batch in self._batches(wanted[len(wanted) - room :] if alone else wanted[:room]):
+            job = transfers.new_id()
+            above: list[Key | None] = [None] * len(batch)
+            if alone:
+                slots = state.place_alone(batch, job, pool)
+            else:
+                above, slots = [before, *batch[:-1]], state.place(batch, before, job, pool)
+                before = batch[-1]
+            record = transfers.order(
+                job, batch, above, None, TierSlots(0, slots), remote=tier.name, deadline=deadline, prefetch=True
+            )
+            self._in_flight[job] = tier, record
+            jobs[job] = None
         return tuple(jobs)
 
     def _batches(self, keys: Sequence[Key]) -> Iterator[tuple[RemoteKeys, list[Key]]]:
@@ -302,21 +351,6 @@ class RemoteTiers:
             for start in range(0, len(batch), FETCH_BATCH):
                 if tier is not None:
                     yield tier, batch[start : start + FETCH_BATCH]
-
-    def _fetch(
-        self,
-        tier: RemoteKeys,
-        job: int,
-        keys: Sequence[Key],
-        parents: Sequence[Key | None],
-        slots: list[int],
-        deadline: float,
-    ) -> int:
-        record = self._transfers.order(
-            job, keys, parents, None, TierSlots(0, slots), remote=tier.name, deadline=deadline, prefetch=True
-        )
-        self._in_flight[job] = tier, record
-        return job
 
     # ------------------------------------------------------------------ storing
 
@@ -393,7 +427,7 @@ class RemoteTiers:
         wanted = [key for key in dict.fromkeys(keys) if not tier.has(key)]
         nodes = [node for node in index.find(wanted) if index.depth[node] >= 0 and index.is_ready(node, 0)]
         if len(nodes) < len(wanted):  # evicted from the warmest tier since, or orphans
-            here = set(index.key[nodes])
+            here = set(index.key[nodes].tolist())
             gone = [key for key in wanted if key not in here]
             tier.unmark_sent(gone)
             self._drop(tier, len(gone), DropReason.BACKPRESSURE)
@@ -423,7 +457,9 @@ class RemoteTiers:
             for item, status in zip(record.transfer.items, record.statuses, strict=True):
                 if status is Status.OK:
                     tier.arrived(item.key)
-                    self._state.counters.misses[MissReason.BEHIND] += missed and item.parent is not None
+                    if storing:
+                        tier.announce(item.key)
+                    self._state.counters.misses[MissReason.AFTER_MISS] += missed and item.parent is not None
                 elif storing:
                     tier.forget(item.key)
                     self._drop(tier, 1, DropReason.WRITE_FAILED)
@@ -431,6 +467,8 @@ class RemoteTiers:
                     tier.forget(item.key)
                     self._state.counters.misses[MissReason.of(status)] += 1
                     missed = True
+                    if status in _GONE:
+                        tier.withdraw(item.key, status.value)
 
     def clear(self) -> None:
         """A reset: remove all answers, and queued stores."""

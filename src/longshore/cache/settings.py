@@ -115,7 +115,6 @@ class AdmissionFilter:
         return next((i for i, each in enumerate(enough) if not each), len(enough))
 
     def _see(self, key: Key) -> bool:
-        """Count an offer; returns whether the threshold is reached."""
         last = self._steps[-1]
         for seen, following in zip(self._steps, [*self._steps[1:], last], strict=True):
             if seen.take(key):
@@ -211,12 +210,6 @@ class PrefetchPolicy(enum.Enum):
     TIMEOUT = "timeout"  # until all chunks have arrived, at most the given seconds
 
 
-def check_time(now: float) -> None:
-    """Raise `CacheError` unless `now` is a finite number: time would not return from infinity."""
-    if not isinstance(now, int | float) or not math.isfinite(now):
-        raise CacheError(f"now: expected a finite number of seconds, got {now!r}")
-
-
 def seconds(given: float | None, usual: float) -> float:
     """The seconds `given`, or `usual` if `None`. Raises `CacheError` unless they are positive."""
     if given is None:
@@ -255,6 +248,7 @@ class CacheSettings:
         max_probes: Keys in flight in probes of one remote tier; probes beyond it are counted, and not sent.
         max_writes: Chunks in flight per write route; more are dropped (offloads) or postponed (backups).
         events: Events kept for a reader (`TieredCache.events`); 0 records none.
+        remote_events: Whether events tell of copies in remote tiers, too.
         device_blocks: Blocks of the device pool, to check block numbers; `None` leaves that to the data plane.
         self_test_key: The chunk of the self-test, which no hit, route or event counts.
         pools: The pool, that is the image size, of the chunks of each KV cache group; if empty, pool 0 for all.
@@ -281,6 +275,7 @@ class CacheSettings:
     max_probes: int = 8192
     max_writes: int = 1024
     events: int = 0
+    remote_events: bool = False
     device_blocks: int | None = None
     self_test_key: Key | None = None
     pools: tuple[int, ...] = ()

@@ -205,7 +205,6 @@ class SlabPool(SlotPool):
                 self._end(slab)
 
     def _end(self, slab: int) -> None:
-        """All slots of `slab` are free: unassign it."""
         pool = self.owner[slab]
         self._partial.remove(slab + LISTS)
         self._ages.remove(slab + LISTS)

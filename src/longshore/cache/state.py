@@ -7,8 +7,7 @@ The modules above (`transfers`, `manager`) use these methods; each leaves all st
     fail, invalidate  a write failed, or a read found invalid bytes      any      -> FREE or DRAINING, descendants too
     end_reads         readers have ended; the last one frees the slot    DRAINING -> FREE
 
-A chunk is a node of the index, a copy is (node, tier), and jobs name slots. Read-only views are in `inspect`,
-evictions in `evict`.
+A chunk is a node of the index, a copy is (node, tier), and jobs name slots. Evictions are in `evict`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from itertools import groupby, repeat
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import Key, Slot, Status, addresses
+from longshore.boundary import Key, Status
 from longshore.cache.backlog import Backlog
 from longshore.cache.columns import column, marks, numbers, once
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
@@ -32,7 +31,7 @@ from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.partial import PartialPrefixes
 from longshore.cache.pool import DRAINING, FILLING, FREE, READY, SlotPool
 from longshore.cache.priorities import Priorities, WindowMarks
-from longshore.cache.types import Counters, MissReason, Run
+from longshore.cache.types import Counters, MissReason, Run, SizeStats, TierStats
 from longshore.errors import CacheError
 from longshore.monitoring.table import EVICTED_AGE_SECONDS
 
@@ -94,7 +93,6 @@ class CacheState:
         self._begin()
 
     def _begin(self) -> None:
-        """New, empty structures over the present pools."""
         self.index = Index(self.pools)
         self.policies = [self._make_policy(tier) for tier in self.index.tiers]
         self.backlog = Backlog(self.index, self.thresholds)
@@ -147,21 +145,6 @@ class CacheState:
         self.priorities.grow(self.index.size)
         self.seen.extend(bytes(self.index.size - len(self.seen)))
 
-    def slot(self, tier: int, index: int) -> Slot:
-        """The address of a slot."""
-        return Slot(self.levels[tier].name, self.pools[tier].pool_of(index), index)
-
-    def addresses(self, tier: int, slots: Sequence[int]) -> list[Slot]:
-        """The addresses of many slots of one tier."""
-        name, pool_of = self.levels[tier].name, self.pools[tier].pool_of
-        if self.several_sizes:
-            return [Slot(name, pool_of(slot), slot) for slot in slots]
-        return list(addresses(name, 0, slots))
-
-    def is_of_one_pool(self, tier: int, slots: Sequence[int]) -> bool:
-        """Whether no two of these slots are of different pools."""
-        return not self.several_sizes or len(set(map(self.pools[tier].pool_of, slots))) < 2
-
     def runs(self, nodes: Sequence[int]) -> tuple[Run, ...]:
         """Where `nodes` are, as runs by the warmest tier that has them ready."""
         at = np.array(nodes, np.int32)
@@ -182,7 +165,7 @@ class CacheState:
         node = index.get(key)
         if not node:
             return MissReason.ABSENT
-        return MissReason.IN_FLIGHT if index.warmest_ready(node) < 0 else MissReason.BEHIND
+        return MissReason.IN_FLIGHT if index.warmest_ready(node) < 0 else MissReason.AFTER_MISS
 
     def count_misses(self, keys: Sequence[Key], end: int, known: int, remote: int = 0) -> None:
         """Count the misses of a request whose hit ended before `keys[end]`.
@@ -226,7 +209,11 @@ class CacheState:
 
     def place_copies(self, nodes: Sequence[int], tier: int, job: int) -> list[int]:
         """Slots in `tier` for other copies of `nodes`, parents first, for `job` to fill. The caller has made room."""
-        pool, slots = self.pools[tier], self._slots_for(nodes, tier)
+        pool = self.pools[tier]
+        if self.several_sizes:
+            slots = [slot for node in nodes for slot in pool.allocate(1, self.index.pool_of(node))]
+        else:
+            slots = pool.allocate(len(nodes))
         try:
             self.index.add_copies(nodes, tier, slots)
         except CacheError:
@@ -237,13 +224,6 @@ class CacheState:
         if clean := self.backlog.update_all(nodes):
             self.reconsider(np.array(clean, np.int32))
         return slots
-
-    def _slots_for(self, nodes: Sequence[int], tier: int) -> list[int]:
-        """A slot in `tier` for each of `nodes`, of the pool that it is in."""
-        pool = self.pools[tier]
-        if not self.several_sizes:
-            return pool.allocate(len(nodes))
-        return [slot for node in nodes for slot in pool.allocate(1, self.index.pool_of(node))]
 
     def writes_ended(self, tier: int, slots: Sequence[int]) -> list[int]:
         """A job has filled these slots; the last is to be evicted first. Returns orphans that now have parents."""
@@ -278,12 +258,14 @@ class CacheState:
         if self.windows.used:
             self.windows.mark_ready(nodes, tier)
         if self.last:
-            self.update_backlog(nodes, tier)
+            self.backlog.arrived(nodes)
+            if tier and nodes:
+                self.backlog.backed_up(nodes, tier)
             self.reconsider(np.array(nodes, np.int32), apart_from=tier)
         return self.attach_orphans(news)
 
     def rank(self, nodes: Sequence[int], tier: int, *, leaf: bool = False) -> None:
-        """Copies of `nodes`, tail first, have become ready in `tier`: the policy that ranks all chunks gets new ones."""
+        """Copies of `nodes`, tail first, are ready in `tier`: the policy that ranks all chunks gets those new to it."""
         if self.ranks_all and nodes:
             at = numbers(nodes)
             new = ~self._are_ready(at, (each for each in self.index.tiers if each != tier))
@@ -310,12 +292,6 @@ class CacheState:
             self.priorities.unmark_orphans(attached)
             self.backlog.arrived(attached)
         return attached
-
-    def update_backlog(self, nodes: Sequence[int], tier: int) -> None:
-        """Copies have become ready: update which chunks are dirty, and which may be copied down."""
-        self.backlog.arrived(nodes)
-        if tier and nodes:
-            self.backlog.backed_up(nodes, tier)
 
     # ------------------------------------------------------------------ losses
 
@@ -399,10 +375,10 @@ class CacheState:
             self.detach(each, where, cause=cause)
         return [where for _, where in copies]
 
-    def clear(self) -> None:
-        """Forget every chunk. Slots that jobs still touch drain."""
+    def clear(self, cause: str = "") -> None:
+        """Forget every chunk, for `cause`. Slots that jobs still touch drain."""
         if self.log.on:
-            self.log.record(EventKind.RESET)
+            self.log.record(EventKind.RESET, cause=cause)
         for pool in self.pools:
             pool.clear()
         for pins in self.pins.values():
@@ -536,6 +512,41 @@ class CacheState:
         by = self.log.by if cause == EVICTED else None
         self.log.record(kind, [self.index.key[node]], tier=self.levels[tier].name, cause=cause, by=by)
 
+    # ------------------------------------------------------------------ monitoring
+
+    def stats(self) -> tuple[TierStats, ...]:
+        """Occupancy per tier, warmest first."""
+        return tuple(
+            TierStats(
+                level.name,
+                pool.capacity,
+                pool.used,
+                pool.state.count(READY),
+                pool.slabs.nbytes,
+                pool.used_bytes,
+                tuple(SizeStats(size, *pool.used_by(each)) for each, size in enumerate(pool.slabs.image_bytes)),
+            )
+            for level, pool in zip(self.levels, self.pools, strict=True)
+        )
+
+    def check_integrity(self) -> None:
+        """Check all data structures; raises `CacheError` where two of them are inconsistent."""
+        index, nodes = self.index, self.index.entered()
+        for part in (index, self.backlog, self.partials):
+            part.check_integrity()
+        for tier, (level, pool, policy) in enumerate(zip(self.levels, self.pools, self.policies, strict=True)):
+            pool.check_integrity()
+            policy.check_integrity()
+            live = nodes[column(index.slot[tier])[nodes] >= 0]
+            if len(live) + pool.state.count(DRAINING) != pool.used:
+                raise CacheError(f"{level.name}: {len(live)} copies use {pool.used} slots")
+            ready = nodes[self.are_ranked(nodes, tier)]
+            if len(policy) != len(ready) or not policy.resident(index.size)[ready].all():
+                raise CacheError(f"{level.name}: the eviction policy has {len(policy)} of {len(ready)} ready chunks")
+        for node, pins in self.pins.items():
+            if index.key[node] is None or not pins or any(pin.node != node for pin in pins):
+                raise CacheError(f"node {node} is pinned, but was removed")
+
     # ------------------------------------------------------------------ inside
 
     def _record_uses_elsewhere(self, used: npt.NDArray[np.int32], *, leaf: bool = False) -> None:
@@ -564,11 +575,6 @@ class CacheState:
             if ranked and policy.is_held(node):
                 policy.release((node,))
 
-    def _update_backlog_of(self, node: int) -> None:
-        """The copies of `node` have changed: update whether it is dirty."""
-        if self.backlog.update(node):
-            self._reconsider(node)
-
     def observe_ages(self, tier: int, slots: npt.NDArray[np.int32]) -> None:
         """The copies in these slots are being evicted: record their ages."""
         histogram = self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name]
@@ -588,11 +594,7 @@ class CacheState:
         if self.log.on:
             self.log_loss(node, tier, cause)
         if pool.state[slot] == READY:
-            evicted = index.key[node] if cause == EVICTED else None
-            if tier < self.last or not self.ranks_all:
-                self.policies[tier].remove(node, evicted=evicted)
-            if self.ranks_all and not any(index.is_ready(node, each) for each in index.tiers if each != tier):
-                self.policies[self.last].remove(node, evicted=evicted)
+            self._remove_from_policies(node, tier, index.key[node] if cause == EVICTED else None)
         gone = index.drop_copy(node, tier)
         pool.move(slot, DRAINING if pool.is_busy(slot) else FREE)
         if gone:
@@ -608,12 +610,20 @@ class CacheState:
             if cause == EVICTED:
                 self.counters.demotions[self.levels[tier].name] += 1
             self.backlog.exposed(node)
-            self._update_backlog_of(node)
+            self.backlog.update(node)
             self._reconsider(node)
             if before := index.orphans.get(node):  # its copies may be in warmer tiers now
                 self.attach_orphans((index.get(before),))
         if parent > ORPHANS and not index.reach[tier][parent]:
             self._reconsider(parent)
+
+    def _remove_from_policies(self, node: int, tier: int, evicted: Key | None) -> None:
+        """The ready copy of `node` in `tier` is being removed: remove it from the policies that do not rank it any more."""
+        index = self.index
+        if tier < self.last or not self.ranks_all:
+            self.policies[tier].remove(node, evicted=evicted)
+        if self.ranks_all and not any(index.is_ready(node, each) for each in index.tiers if each != tier):
+            self.policies[self.last].remove(node, evicted=evicted)
 
     def forget(self, nodes: Sequence[int]) -> None:
         """`nodes` are in no tier any more: remove them from priorities and partial prefixes."""
@@ -624,6 +634,5 @@ class CacheState:
             self.partials.forget(nodes)
 
     def _free_drained(self, tier: int, slot: int) -> None:
-        """Free a draining slot that no job uses any more."""
         if not self.pools[tier].is_busy(slot):
             self.pools[tier].move(slot, FREE)

@@ -17,7 +17,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import takewhile
+from dataclasses import dataclass, field
+from itertools import repeat, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ from longshore.boundary import (
     Urgency,
 )
 from longshore.cache.columns import column, numbers
-from longshore.cache.events import EventKind
+from longshore.cache.events import WEIGHTS, EventKind
 from longshore.cache.evict import Evictor
 from longshore.cache.index import Index
 from longshore.cache.settings import CacheSettings
@@ -49,6 +50,7 @@ from longshore.cache.types import DropReason, MissReason, Outcome
 from longshore.errors import CacheError, JobError
 
 
+@dataclass(slots=True, eq=False)
 class Load:
     """The load of a lease onto the device, in parts, and their progress.
 
@@ -58,15 +60,15 @@ class Load:
     the first gap.
     """
 
-    def __init__(self, wait: int = 0, *, began: float = 0.0, is_whole: bool = False) -> None:
-        self.wait = wait
-        self.began = began
-        self.is_whole = is_whole
-        self.asked: Sequence[tuple[str | None, Sequence[Key]]] = ()
-        self.of_first, self.sources = 0, list[str]()
-        self.cut: list[MissReason] = []
-        self.parts: list[Job] = []
-        self.outcome: Outcome | None = None
+    wait: int = 0
+    began: float = 0.0
+    is_whole: bool = False
+    asked: Sequence[tuple[str | None, Sequence[Key]]] = ()
+    of_first: int = 0
+    sources: list[str] = field(default_factory=list)
+    cut: list[MissReason] = field(default_factory=list)
+    parts: list[Job] = field(default_factory=list)
+    outcome: Outcome | None = None
 
     @property
     def pending(self) -> list[Job]:
@@ -85,7 +87,7 @@ class Load:
             if reason is None and not has_failed and not self.is_whole:
                 arrived += 1
             elif reason is None or (has_failed and reason is MissReason.CANCELLED):
-                misses.append(MissReason.BEHIND)
+                misses.append(MissReason.AFTER_MISS)
             else:
                 has_failed = True
                 misses.append(reason)
@@ -108,6 +110,7 @@ class Load:
                     yield None if status is Status.OK else MissReason.of(status)
 
 
+@dataclass(slots=True, eq=False)
 class LeasedChunks:
     """Leased chunks of one KV cache group: `keys`, at `positions` of their path, kept by pins on nodes.
 
@@ -115,24 +118,12 @@ class LeasedChunks:
     blocks of a load, where the lookup has determined it.
     """
 
-    __slots__ = ("alone", "blocks", "group", "keys", "pins", "positions")
-
-    def __init__(
-        self,
-        keys: Sequence[Key],
-        positions: Sequence[int],
-        pins: Sequence[Pin],
-        group: int = 0,
-        *,
-        alone: bool = False,
-        blocks: int = 0,
-    ) -> None:
-        self.keys = keys
-        self.positions = positions
-        self.pins = pins
-        self.group = group
-        self.alone = alone
-        self.blocks = blocks
+    keys: Sequence[Key]
+    positions: Sequence[int]
+    pins: Sequence[Pin]
+    group: int = 0
+    alone: bool = field(default=False, kw_only=True)
+    blocks: int = field(default=0, kw_only=True)
 
     def nodes(self, index: Index) -> list[int]:
         """The nodes of the chunks, head first, up to the first one that was removed."""
@@ -146,18 +137,16 @@ class LeasedChunks:
         return path[::-1] if len(path) == len(self.keys) else [path[last - at] for at in self.positions]
 
 
+@dataclass(slots=True, eq=False)
 class LeaseRecord:
     """What the control plane knows of a lease: the leased chunks, of one or several groups, its load and prefetch."""
 
-    __slots__ = ("is_multi_group", "load", "parts", "prefetch", "request", "tick")
-
-    def __init__(self, parts: Sequence[LeasedChunks], request: str | None, tick: int, *, is_multi_group: bool) -> None:
-        self.parts = parts
-        self.request = request
-        self.tick = tick
-        self.is_multi_group = is_multi_group
-        self.load: Load | None = None
-        self.prefetch: Wait | None = None
+    parts: Sequence[LeasedChunks]
+    request: str | None
+    tick: int
+    is_multi_group: bool = field(kw_only=True)
+    load: Load | None = None
+    prefetch: Wait | None = None
 
     @property
     def keys(self) -> list[Key]:
@@ -176,6 +165,7 @@ class TierSlots(NamedTuple):
     slots: list[int]
 
 
+@dataclass(slots=True, eq=False)
 class Job:
     """One transfer in flight between two sides, of which one may be the device (`None`).
 
@@ -183,27 +173,19 @@ class Job:
     the waits of requests for its destination, by number; `tick` is the tick of the request that ordered it.
     """
 
-    __slots__ = ("commanded", "destination", "load", "source", "statuses", "tick", "transfer", "waiting", "waits")
+    transfer: Transfer
+    source: TierSlots | None = None
+    destination: TierSlots | None = None
+    load: Load | None = None
+    commanded: bool = True
+    tick: int = 0
+    waiting: set[int] = field(init=False)
+    statuses: list[Status] = field(init=False)
+    waits: dict[int, Wait] = field(init=False, default_factory=dict)
 
-    def __init__(
-        self,
-        transfer: Transfer,
-        source: TierSlots | None,
-        destination: TierSlots | None,
-        load: Load | None = None,
-        *,
-        commanded: bool = True,
-        tick: int = 0,
-    ) -> None:
-        self.transfer = transfer
-        self.source = source
-        self.destination = destination
-        self.load = load
-        self.commanded = commanded
-        self.tick = tick
-        self.waiting = set(range(transfer.ranks))
-        self.statuses = [Status.OK] * len(transfer.items)
-        self.waits: dict[int, Wait] = {}
+    def __post_init__(self) -> None:
+        self.waiting = set(range(self.transfer.ranks))
+        self.statuses = [Status.OK] * len(self.transfer.items)
 
     @property
     def arrived(self) -> bool:
@@ -218,8 +200,7 @@ class Job:
             raise JobError(f"job {result.job}: expected {len(self.statuses)} statuses, got {len(result.statuses)}")
 
     def report(self, result: TransferResult) -> bool:
-        """Merge the result of a rank; returns whether it was the last. Invalid bytes supersede other failures."""
-        self.check(result)
+        """Merge a checked result; returns whether it was the last. Invalid bytes supersede other failures."""
         self.waiting.discard(result.rank)
         if result.statuses.count(Status.OK) == len(self.statuses):
             return not self.waiting
@@ -242,6 +223,7 @@ class Job:
                     self.statuses[i] = faults.get(slot, Status.CANCELLED)
 
 
+@dataclass(slots=True, eq=False)
 class Wait:
     """The wait of one request for reads, until `deadline`.
 
@@ -249,15 +231,12 @@ class Wait:
     request meanwhile if it is `patient`. It `lacks` room if not all reads could be ordered yet.
     """
 
-    __slots__ = ("deadline", "jobs", "lacks", "load", "number", "patient")
-
-    def __init__(self, number: int, deadline: float, load: Load | None, *, patient: bool) -> None:
-        self.number = number
-        self.deadline = deadline
-        self.load = load
-        self.patient = patient
-        self.lacks = False
-        self.jobs: set[int] = set()
+    number: int
+    deadline: float
+    load: Load | None = None
+    patient: bool = field(kw_only=True)
+    lacks: bool = False
+    jobs: set[int] = field(init=False, default_factory=set)
 
     @property
     def over(self) -> bool:
@@ -330,7 +309,6 @@ class Transfers:
         self.waits = Waits()
         self.now = 0.0
         self._last_id = 0
-        self._valid = (1 << settings.blocks_per_chunk) - 1
         self.writing: dict[int | str, int] = dict.fromkeys(range(len(state.levels)), 0)
         """Chunks being written to each tier from a warmer one; remote tiers by name."""
         self.offloaded: list[Key] | None = None
@@ -342,10 +320,6 @@ class Transfers:
         """A new number of a job or lease."""
         self._last_id += 1
         return self._last_id
-
-    def cancel_load(self, load: Load) -> None:
-        """No request waits for `load` any more: cancel its copies onto the device. Reads into the host tier go on."""
-        self.outbox += [Cancel(job.transfer.job) for job in load.pending]
 
     def join(self, wait: Wait, slots: Sequence[int]) -> tuple[int, ...]:
         """Have `wait` wait for the jobs that fill these slots of the warmest tier; returns the jobs."""
@@ -379,7 +353,7 @@ class Transfers:
             self.state.reset_warmer(first)
             return
         self.generation += 1
-        self.state.clear()
+        self.state.clear(WEIGHTS if weights else "")
         self.evictor.clear()
         self.outbox.append(Forget(self.generation, weights))
 
@@ -412,7 +386,7 @@ class Transfers:
         transfer = Transfer(
             job=job,
             route=Route(DEVICE, DEVICE),
-            items=tuple(Item(b"", None, source, None, 1) for source in sources),
+            items=tuple(Item(b"", None, source, None) for source in sources),
             sections=(Section(group, 0, tuple(blocks)),),
             by_layer=True,
             tokens=tokens,
@@ -421,7 +395,7 @@ class Transfers:
             generation=self.generation,
             ranks=self.settings.ranks,
         )
-        self.jobs[job] = Job(transfer, None, None)
+        self.jobs[job] = Job(transfer)
         self.outbox.append(transfer)
         return job
 
@@ -501,6 +475,20 @@ class Transfers:
             self.outbox.append(transfer)
         return record
 
+    def order_copies(
+        self, nodes: Sequence[int], tier: int, to: int, *, prefetch: bool = False, has_readers: bool = False
+    ) -> Job:
+        """Order one job that copies `nodes`, parents first, from `tier` to the tier `to`, which has room.
+
+        `has_readers`: the sources have a reader already.
+        """
+        index, job = self.state.index, self.new_id()
+        sources = [index.slot[tier][node] for node in nodes]
+        for slot in () if has_readers else sources:
+            self.state.pools[tier].readers[slot] += 1
+        sides = TierSlots(tier, sources), TierSlots(to, self.state.place_copies(nodes, to, job))
+        return self.order(job, [index.key[node] for node in nodes], index.before(nodes), *sides, prefetch=prefetch)
+
     def _items(
         self,
         keys: Sequence[Key],
@@ -509,15 +497,18 @@ class Transfers:
         destination: TierSlots | None,
     ) -> Sequence[Item]:
         """The items, in columns if all slots of a side are in one pool."""
-        sides = [side for side in (source, destination) if side is not None]
-        state = self.state
-        if all(state.is_of_one_pool(*side) for side in sides):
-            return Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination), self._valid)
-        begins, ends = (
-            [None] * len(keys) if side is None else self.state.addresses(*side) for side in (source, destination)
-        )
-        rows = zip(keys, parents, begins, ends, strict=True)
-        return tuple(Item(key, above, begin, end, self._valid) for key, above, begin, end in rows)
+        if all(side is None or len(self._pools(side)) < 2 for side in (source, destination)):
+            return Items(tuple(keys), tuple(parents), self._slots(source), self._slots(destination))
+        begins, ends = (repeat(None) if side is None else self._addresses(*side) for side in (source, destination))
+        rows = zip(keys, parents, begins, ends, strict=False)
+        return tuple(map(Item._make, rows))
+
+    def _pools(self, side: TierSlots) -> set[int]:
+        return set(map(self.state.pools[side.tier].pool_of, side.slots)) if self.state.several_sizes else {0}
+
+    def _addresses(self, tier: int, slots: Sequence[int]) -> Iterator[Slot]:
+        name, pool_of = self._name(tier), self.state.pools[tier].pool_of
+        return (Slot(name, pool_of(slot), slot) for slot in slots)
 
     def _name(self, tier: int | None, elsewhere: str = "") -> str:
         return elsewhere or DEVICE if tier is None else self.state.levels[tier].name

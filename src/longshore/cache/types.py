@@ -1,26 +1,32 @@
-"""Results of the control plane: lookups, orders, progress, counters; and enumerations of misses and drops."""
+"""Arguments and results of the control plane: keys, orders, progress, counters; and the reasons of misses and drops."""
 
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import astuple, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Slot, Slots, Status, TransferResult
-from longshore.cache.groups import Need
 from longshore.cache.index import Residency
-from longshore.cache.partial import Partial
-from longshore.cache.pool import State
+from longshore.cache.partial import Partial, Text
+from longshore.cache.settings import Retention
 from longshore.errors import CacheError
 from longshore.monitoring.table import (
     EVICTED_AGE_SECONDS,
     LOAD_SECONDS,
+    LOOKUP_SECONDS,
+    METRICS,
     QUEUE_SECONDS,
     TRANSFER_SIZE_BYTES,
-    Histogram,
 )
 
 
@@ -31,7 +37,7 @@ class MissReason(enum.Enum):
     REMOTE = "remote"  # only a remote tier is known to have it; it was not prefetched
     IN_FLIGHT = "in_flight"  # being written to its first tier
     NO_ROOM = "no_room"  # the host tier had no room to read it into
-    BEHIND = "after_miss"  # in a tier, but behind a chunk that missed
+    AFTER_MISS = "after_miss"  # in a tier, but behind a chunk that missed
     CORRUPT = "corrupt"  # its checksum did not match
     MISMATCH = "mismatch"  # the slot had a valid record of another key, scope or generation
     SHORT = "short"  # its record was shorter than the image
@@ -40,8 +46,8 @@ class MissReason(enum.Enum):
     DEADLINE = "deadline"  # the load timed out, before it began or while it ran
     CANCELLED = "cancelled"  # the request or a reset cancelled the load
     TIER_OFF = "tier_off"  # the tier was closed or disabled
-    AWAY = "unavailable"  # no tier host ran, its disk was stalled, or a store's breaker was open
-    LAPSED = "expired"  # a remote tier did not have it any more
+    UNAVAILABLE = "unavailable"  # no tier host ran, its disk was stalled, or a store's breaker was open
+    EXPIRED = "expired"  # a remote tier did not have it any more
     QUEUE_FULL = "queue_full"  # a bounded queue was full
 
     @classmethod
@@ -55,13 +61,13 @@ class DropReason(enum.Enum):
 
     NO_ROOM = "no_room"  # nothing in the tier can be evicted, or has fewer expected hits
     BACKPRESSURE = "backpressure"  # too many writes are in flight
-    ORPHAN = "no_parent"  # no tier has the chunk before it, and no slot was free
+    NO_PARENT = "no_parent"  # no tier has the chunk before it, and no slot was free
     WRITE_FAILED = "write_failed"  # the copy was attempted and did not succeed
-    SELDOM = "below_threshold"  # offered less often than the threshold of the write policy
-    ANSWER = "generated"  # part of the answer, with the setting `prompt_only`
+    BELOW_THRESHOLD = "below_threshold"  # offered less often than the threshold of the write policy
+    GENERATED = "generated"  # part of the answer, with the setting `prompt_only`
     PRIORITY = "priority"  # of a priority below `priority_floor`
     ADMISSION = "admission"  # fewer expected hits than the chunk to evict for it
-    BUDGET = "rate_limit"  # more bytes per second than the write rule allows
+    RATE_LIMIT = "rate_limit"  # more bytes per second than the write rule allows
     TIER_OFF = "tier_off"  # the tier is disabled or read-only
 
 
@@ -70,8 +76,55 @@ class Answer(enum.Enum):
 
     PRESENT = "present"
     ABSENT = "absent"
-    NONE = "no_answer"  # no answer before the timeout, or not from all ranks
-    UNASKED = "not_sent"  # not asked: too many probes are in flight
+    NO_ANSWER = "no_answer"  # no answer before the timeout, or not from all ranks
+    NOT_SENT = "not_sent"  # not asked: too many probes are in flight
+
+
+UNTOLD = -(1 << 30)
+"""`GroupKeys.first` of a lookup whose host does not say what is before its keys."""
+
+
+class GroupKeys(NamedTuple):
+    """Chunks of one KV cache group of a request, as the methods of `TieredCache` take them.
+
+    Attributes:
+        keys: The path from the first chunk of the prompt on; or single chunks, for a lookup with `each` and a load
+            without a lease. The `Residency` of a lookup saves that load another search.
+        first: Position of the first chunk to look up or store. The engine has the chunks before it. `UNTOLD` in a
+            lookup of one path: the index knows what is before the first key.
+        device: For a lookup of all groups: whether the device has each chunk, from the first on (a numpy array is
+            fastest). False for chunks beyond its end.
+        text: The tokens, for partial matches (`CacheSettings.partial`).
+        prompt: For a store: position of the first chunk of the answer; `None` if all are of the prompt.
+        retention: For a store: priorities and times to live.
+        slid: For a store: chunks that the sliding window has moved past, from an engine that does not store whole
+            paths. They are evicted first, unless a lookup was served from them. Keys in no tier are ignored.
+    """
+
+    keys: Sequence[Key] | Residency
+    first: int = 0
+    device: Sequence[bool] | None = None
+    text: Text | None = None
+    prompt: int | None = None
+    retention: Sequence[Retention] = ()
+    slid: Sequence[Key] = ()
+
+    @property
+    def names(self) -> Sequence[Key]:
+        """The keys, also of a `Residency`."""
+        return self.keys if isinstance(self.keys, Sequence) else self.keys.keys
+
+
+class Need(NamedTuple):
+    """What a prefix needs of one group: the chunks `[first, end)`, of which those at `load` come from the tiers.
+
+    With `partial`, also the first tokens of another chunk, behind them.
+    """
+
+    first: int
+    end: int
+    load: tuple[int, ...]
+    partial: Partial | None = None
 
 
 class Run(NamedTuple):
@@ -105,8 +158,8 @@ class Found(NamedTuple):
             chunk sizes of all groups, plus, with texts, fewer tokens than another multiple.
         needs: What each group needs for that prefix, in order of group.
         partial: For a lookup of one group: a chunk whose first tokens come next; it is in the lease.
-        remote: How much more remote tiers are known to have behind it, for `prefetch`: chunks, or for all groups
-            tokens, then with chunks in flight.
+        remote: For a lookup of one group: how many chunks more remote tiers are known to have behind it, for
+            `prefetch`.
         probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `remote`.
         before: For a lookup of one group from `UNTOLD`: the keys before the first one, as the tiers know them.
         tick: The tick of the request, for its other calls; `None` for `Until.NOTHING`.
@@ -203,6 +256,86 @@ class RouteTotals:
     failed: int = 0
     bytes: int = 0
     seconds: float = 0.0
+
+
+class Histogram:
+    """Counts of observations by bucket. Not thread-safe: its owner's lock guards it.
+
+    Attributes:
+        bounds: Upper bounds of the buckets, ascending; one more bucket is above the last.
+        counts: Observations in each bucket, not cumulative.
+        total: Sum of the observations.
+        examples: Name of the last request in each bucket and its value, for exemplars; `None` where there was none.
+        recent: The last observations, for engines that take each one by itself; `None` if they are not kept.
+    """
+
+    __slots__ = ("bounds", "counts", "examples", "recent", "total")
+
+    def __init__(self, name: str) -> None:
+        """`name` is that of a histogram of the table."""
+        self.bounds = METRICS[name].buckets
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.total = 0.0
+        self.examples: list[tuple[str, float] | None] = [None] * len(self.counts)
+        self.recent: deque[float] | None = None
+
+    def observe(self, value: float, request: str | None = None) -> None:
+        """Count one observation, made for `request`."""
+        at = bisect_left(self.bounds, value)
+        self.counts[at] += 1
+        self.total += value
+        if request is not None:
+            self.examples[at] = request, value
+        if self.recent is not None:
+            self.recent.append(value)
+
+    def observe_all(self, values: npt.NDArray[np.float64]) -> None:
+        """Count several observations, shape `(n,)`."""
+        found = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
+        for at in np.flatnonzero(found).tolist():
+            self.counts[at] += int(found[at])
+        self.total += float(values.sum())
+        if self.recent is not None:
+            self.recent.extend(values.tolist())
+
+    def add(self, other: Histogram) -> None:
+        """Add the observations of another one with the same bounds."""
+        self.counts = [ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Observe the seconds that the block takes."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.observe(time.perf_counter() - began)
+
+    def keep_recent(self, most: int = 4096) -> None:
+        """Keep the last `most` observations until `take_recent`."""
+        self.recent = deque(self.recent or (), maxlen=most)
+
+    def take_recent(self) -> list[float]:
+        """The observations since the last call, without those that were too many to keep."""
+        found = list(self.recent or ())
+        if self.recent is not None:
+            self.recent.clear()
+        return found
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Histogram) and (self.counts, self.total) == (other.counts, other.total)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(slots=True)
+class LookupCounters:
+    """Requests looked up by an engine, each counted once, and lookups, which schedulers repeat for waiting requests."""
+
+    requests: int = 0
+    attempts: int = 0
+    seconds: Histogram = field(default_factory=lambda: Histogram(LOOKUP_SECONDS))
 
 
 Sources = Mapping[str, int] | Sequence[str]
@@ -310,6 +443,36 @@ def origins_of(keys: Sequence[Key], tiers: list[str], origins: Mapping[Key, str]
     return [origins.get(*each) for each in zip(keys, tiers, strict=False)] if origins else tiers
 
 
+def check_paths(paths: Mapping[int, GroupKeys]) -> None:
+    """Raise `CacheError` unless `paths` are `GroupKeys` by number of group, with keys in order."""
+    if not isinstance(paths, Mapping) or any(type(group) is not int for group in paths):
+        raise CacheError(f"expected keys by number of KV cache group, got {_brief(paths)}")
+    for group, path in paths.items():
+        if not isinstance(path, GroupKeys) or not isinstance(path.keys, Sequence | Residency):
+            raise CacheError(f"group {group}: expected GroupKeys with a sequence of keys, got {_brief(path)}")
+        if type(path.first) is not int or not (path.prompt is None or type(path.prompt) is int):
+            raise CacheError(f"group {group}: expected integers, got first={path.first!r}, prompt={path.prompt!r}")
+
+
+def check_blocks(blocks: Mapping[int, Sequence[int]], groups: Iterable[int]) -> Mapping[int, Sequence[int]]:
+    """`blocks`, checked. Raises `CacheError` unless they are sequences by number of one of `groups`."""
+    if not isinstance(blocks, Mapping) or not all(isinstance(each, Sequence) for each in blocks.values()):
+        raise CacheError(f"expected sequences of device blocks by number of KV cache group, got {_brief(blocks)}")
+    if unknown := {group for group, mine in blocks.items() if len(mine)}.difference(groups):
+        raise CacheError(f"got device blocks of groups {list(unknown)}, but no chunks of these")
+    return blocks
+
+
+def check_distinct(keys: Sequence[Key]) -> None:
+    """Raise `CacheError` unless all keys of a request are distinct."""
+    if len(set(keys)) != len(keys):
+        raise CacheError(f"expected {len(keys)} distinct keys over all groups, got {len(set(keys))}")
+
+
+def _brief(value: object) -> str:
+    return f"{value!r:.60}"
+
+
 class SizeStats(NamedTuple):
     """The slabs assigned to one image size, and their slots that are not free."""
 
@@ -332,12 +495,3 @@ class TierStats(NamedTuple):
     nbytes: int
     used_bytes: int
     sizes: tuple[SizeStats, ...]
-
-
-class Resident(NamedTuple):
-    """One chunk in one tier: filling or ready."""
-
-    key: Key
-    parent: Key | None
-    slot: Slot
-    state: State

@@ -6,14 +6,25 @@ import enum
 import shlex
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from longshore.bench import sglang_runs, vllm_runs
 from longshore.bench.harness import SEED, Case, Report, check_disk, machine_facts
-from longshore.cli.options import BlockTokens, Json, check_memory, check_room, counts_of, existing, size_of
+from longshore.cli.options import (
+    BlockTokens,
+    Json,
+    check_memory,
+    check_room,
+    counts_of,
+    existing,
+    size_of,
+    with_options,
+)
 from longshore.cli.output import console as console_on
 from longshore.cli.output import print_provenance, provenance, table, write_json
 from longshore.config import Config
@@ -25,6 +36,10 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 
+Directory = Annotated[
+    Path | None, typer.Option("--dir", help="Parent directory of the files, which are removed afterwards.")
+]
+Repeats = Annotated[int, typer.Option(min=1, help="Measurements of each side.")]
 Only = Annotated[list[str] | None, typer.Option("--case", help="Run only this case; repeatable.")]
 
 
@@ -50,7 +65,7 @@ class StoreKind(enum.StrEnum):
 
 @bench.command()
 def plan(
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 41,
+    repeats: Repeats = 41,
     case: Only = None,
     as_json: Json = False,
 ) -> None:
@@ -64,7 +79,7 @@ def plan(
 def copy(
     device: Annotated[CopyDevice, typer.Option(help="Where the pages are.")] = CopyDevice.CPU,
     total: Annotated[str, typer.Option("--bytes", help="Bytes that each measurement moves.")] = "256MiB",
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 9,
+    repeats: Repeats = 9,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure which way of copying is fastest on a GPU, and save the result.")
     ] = False,
@@ -92,7 +107,7 @@ def copy(
 def file(
     directory: Annotated[Path, typer.Option("--dir", help="A directory on the disk to measure.")],
     total: Annotated[str, typer.Option("--bytes", help="Bytes that each measurement moves.")] = "512MiB",
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 5,
+    repeats: Repeats = 5,
     allow_ram_disk: Annotated[
         bool, typer.Option("--allow-ram-disk", help="Measure a RAM disk anyway, and mark the result.")
     ] = False,
@@ -123,18 +138,15 @@ def file(
 @bench.command()
 def remote(
     server: Annotated[StoreKind, typer.Option(help="Store to measure: a server that is started, or a directory.")],
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="Parent directory of the files, which are removed afterwards.")
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 9,
+    directory: Directory = None,
+    repeats: Repeats = 9,
     case: Only = None,
     as_json: Json = False,
 ) -> None:
     """Send block images to a store that replicas share, and fetch them. In GB/s and CPU seconds per GB."""
     from longshore.bench import remote as remotes  # noqa: PLC0415
 
-    parent = Path(tempfile.gettempdir()) if directory is None else existing("--dir", directory)
-    cases = remotes.run(server.value, parent, repeats=repeats, only=case or ())
+    cases = remotes.run(server.value, _parent(directory), repeats=repeats, only=case or ())
     _report(cases, lambda: {"server": server.value}, as_json)
 
 
@@ -143,7 +155,7 @@ def prefill(
     model: Annotated[Path, typer.Option(help="A Hugging Face config.json, or a directory with one.")],
     tokens: Annotated[str, typer.Option(help="Prompt lengths in tokens, comma-separated.")] = "512,2048",
     device: Annotated[CopyDevice, typer.Option(help="Device that computes.")] = CopyDevice.CPU,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 5,
+    repeats: Repeats = 5,
     as_json: Json = False,
 ) -> None:
     """Prefill a model with random weights, for `longshore replay --bench`. In TFLOPS."""
@@ -160,6 +172,10 @@ def prefill(
     _report(cases, lambda: {"device": device.value}, as_json)
 
 
+def _parent(directory: Path | None) -> Path:
+    return Path(tempfile.gettempdir()) if directory is None else existing("--dir", directory)
+
+
 def _calibrate(as_json: bool) -> None:
     """Measure the ways of copying, and print the expected rate of each."""
     from longshore.bench import calibration  # noqa: PLC0415 - needs torch
@@ -167,23 +183,22 @@ def _calibrate(as_json: bool) -> None:
     with console_on(stderr=True).status("measuring"):
         found = calibration.run()
     if as_json:
-        write_json(found.as_json())
+        write_json(found)
         return
     figures = ("page", "bytes", *_WAYS)
     rows = table("direction", *figures, "chosen", right=figures)
-    for line in found.lines():
-        rates = {way.value: f"{rate:,.1f}" for way, rate in line.rates.items()}
-        cells = (rates.get(way, "-") for way in _WAYS)
-        rows.add_row(line.direction, f"{line.page_bytes:,}", f"{line.nbytes:,}", *cells, line.way.value)
+    for line in found["chosen"]:
+        rates = (f"{line['rates'][way]:,.1f}" if way in line["rates"] else "-" for way in _WAYS)
+        rows.add_row(line["direction"], f"{line['page_bytes']:,}", f"{line['bytes']:,}", *rates, line["way"])
     console = console_on()
     console.print(rows)
-    console.print(f"GB/s on {found.calibration.device}, saved in {found.path}", style="dim", soft_wrap=True)
+    console.print(f"GB/s on {found['device']}, saved in {found['path']}", style="dim", soft_wrap=True)
 
 
 @bench.command()
 def cache(
     blocks: Annotated[str, typer.Option(help="Numbers of tracked blocks, comma-separated.")] = "10000,1000000",
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 5,
+    repeats: Repeats = 5,
     case: Only = None,
     as_json: Json = False,
 ) -> None:
@@ -196,63 +211,42 @@ def cache(
 
 
 @bench.command()
+@with_options
 def vllm(
+    *,
     model: Annotated[Path, typer.Option(help="The directory of a model.")],
     trace: Annotated[Path | None, typer.Option(help="Send the requests of this trace instead of sessions.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="Number of requests to take from the trace.")] = 100,
     block_tokens: BlockTokens = 512,
-    sessions: Annotated[int, typer.Option(min=1, max=10**6, help="Number of interleaved conversations.")] = 20,
-    prompt: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens of a first turn.")] = 512,
-    turn_tokens: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens that each later turn adds.")] = 64,
-    output_tokens: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens of each answer.")] = 16,
-    host_size: Annotated[str, typer.Option(help="Host memory for blocks.")] = "1GiB",
-    file_size: Annotated[str, typer.Option(help="Disk space for blocks.")] = "2GiB",
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="Parent directory of the file tier, which is removed afterwards.")
-    ] = None,
+    sent: vllm_runs.SessionPlan,
+    directory: Directory = None,
     engine: Annotated[str, typer.Option(help="Additional arguments of vllm.LLM, as JSON.")] = "{}",
     as_json: Json = False,
 ) -> None:
     """Run a model under vLLM with and without Longshore: time to first token, and the cost of storing."""
-    from longshore.bench import vllm_runs  # noqa: PLC0415
-
-    plan = vllm_runs.SessionPlan(
-        sessions=sessions,
-        prompt=prompt,
-        more=turn_tokens,
-        answer=output_tokens,
-        host_size=host_size,
-        file_size=file_size,
-        engine=vllm_runs.options_of(engine),
-    )
-    parent = Path(tempfile.gettempdir()) if directory is None else existing("--dir", directory)
-    Config.make(host_size=host_size, file_path=parent, file_size=file_size).check_machine()
-    vllm_runs.check(model)
+    sent = replace(sent, engine=vllm_runs.options_of(engine))
+    parent = _parent(directory)
+    Config.make(host_size=sent.host_size, file_path=parent, file_size=sent.file_size).check_machine()
     with tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=parent) as made:
         scratch = Path(made).resolve()
 
         def cases(tell: Callable[[str], None]) -> Iterable[Case]:
             if trace is None:
-                return vllm_runs.run_sessions(model, scratch, plan, tell=tell)
+                return vllm_runs.run_sessions(model, scratch, sent, tell=tell)
             return vllm_runs.run_trace(
-                model, trace, scratch, plan, requests=requests, block_tokens=block_tokens, tell=tell
+                model, trace, scratch, sent, requests=requests, block_tokens=block_tokens, tell=tell
             )
 
         _report_progress(cases, dict, as_json)
 
 
 @bench.command()
+@with_options
 def sglang(
+    *,
     model: Annotated[Path, typer.Option(help="The directory of a model.")],
-    sessions: Annotated[int, typer.Option(min=1, max=10**6, help="Number of prompts, each of which returns.")] = 20,
-    prompt: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens of a first turn.")] = 512,
-    turn_tokens: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens that the second turn adds.")] = 64,
-    output_tokens: Annotated[int, typer.Option(min=1, max=10**7, help="Tokens of each answer.")] = 16,
-    file_size: Annotated[str, typer.Option(help="Disk space for pages.")] = "2GiB",
-    threshold: Annotated[int, typer.Option(min=1, help="SGLang's prefetch_threshold, in tokens.")] = 64,
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="Parent directory of the files, which are removed afterwards.")
-    ] = None,
+    sent: sglang_runs.TurnPlan,
+    directory: Directory = None,
     flags: Annotated[str, typer.Option(help="Flags of all servers, as on SGLang's command line.")] = "",
     of_cache: Annotated[
         str, typer.Option(help="Flags of SGLang's hierarchical cache, such as its size.")
@@ -263,24 +257,12 @@ def sglang(
 
     Three servers run at the same time: give each less than a third of the GPU (--flags "--mem-fraction-static 0.25").
     """
-    from longshore.bench import sglang_runs  # noqa: PLC0415
-
-    plan = sglang_runs.TurnPlan(
-        sessions=sessions,
-        prompt=prompt,
-        more=turn_tokens,
-        answer=output_tokens,
-        file_size=file_size,
-        threshold=threshold,
-        flags=shlex.split(flags),
-        of_cache=shlex.split(of_cache),
-    )
-    parent = Path(tempfile.gettempdir()) if directory is None else existing("--dir", directory)
-    Config.make(file_path=parent, file_size=file_size).check_files()
-    sglang_runs.check(model)
+    sent = replace(sent, flags=shlex.split(flags), of_cache=shlex.split(of_cache))
+    parent = _parent(directory)
+    Config.make(file_path=parent, file_size=sent.file_size).check_files()
     with tempfile.TemporaryDirectory(prefix="longshore-bench-", dir=parent) as made:
         scratch = Path(made).resolve()
-        _report_progress(lambda tell: sglang_runs.run(model, scratch, plan, tell=tell), dict, as_json)
+        _report_progress(lambda tell: sglang_runs.run(model, scratch, sent, tell=tell), dict, as_json)
 
 
 def _report(cases: Iterable[Case], marks: Callable[[], dict[str, object]], as_json: bool) -> None:

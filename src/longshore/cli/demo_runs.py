@@ -44,25 +44,17 @@ from longshore.trace import Workload, WorkloadRequest, read_excerpt, read_moonca
 def load_model(options: DemoOptions) -> Any:
     """The model in evaluation mode, on its device. Raises `ConfigError` or `EngineError` if it cannot be loaded."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    device = _device(options.device)
-    dtype = _dtype(options.dtype, device)
+    device: str = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device")
+    if options.dtype == "auto":
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    else:
+        dtype = getattr(torch, options.dtype)
     model = _build(options, dtype) if options.model is None else _load(options.model, options.attention, dtype)
     return model.to(device).eval()
-
-
-def _device(choice: str) -> str:
-    if choice == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch finds no CUDA device")
-    if choice == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return choice
-
-
-def _dtype(choice: str, device: str) -> torch.dtype:
-    if choice == "auto":
-        return torch.float32 if device == "cpu" else torch.bfloat16
-    found: torch.dtype = getattr(torch, choice)
-    return found
 
 
 def _build(options: DemoOptions, dtype: torch.dtype) -> Any:
@@ -106,7 +98,16 @@ class Demo:
         if (reason := refuse(self.model)) is not None:
             raise EngineError(f"{type(self.model).__name__} cannot be served with tiers: {reason}")
         text = self.model.config.get_text_config()
-        self.workload = _read_workload(options, text.vocab_size)
+        if options.workload is not None and not options.workload.is_file():
+            raise ConfigError(f"--workload {options.workload}: no such file")
+        self.workload = Workload.from_trace(
+            read_excerpt() if options.workload is None else read_mooncake(options.workload),
+            vocab_size=text.vocab_size,
+            block_tokens=options.block_tokens,
+            limit=options.requests,
+            min_new_tokens=2,
+            max_new_tokens=options.max_new_tokens,
+        )
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         page = 2 * heads * head_dim * self.model.dtype.itemsize * options.block_tokens
@@ -255,7 +256,11 @@ def run_tiered(demo: Demo, tiers: Tiers, advance: Callable[[], None]) -> tuple[R
         )
     requests = tuple(_record(demo, *each) for each in zip(demo.workload, answers, served, strict=True))
     restored = {tier: sum(sources.count(tier) for sources in served) for tier in ("host", "file")}
-    routes, misses = _routes(before, after), _misses(before, after)
+    routes = {
+        name: RouteTotal(total.bytes - before.routes[name].bytes, total.seconds - before.routes[name].seconds)
+        for name, total in after.routes.items()
+    }
+    misses = {reason.value: count - before.misses[reason] for reason, count in after.misses.items()}
     run = RunRecord("tiered", requests, tuple(samples), routes, restored, misses, seconds)
     return run, [*warm_up, *blocks]
 
@@ -382,28 +387,3 @@ def _snapshot(tiers: Tiers) -> Counters:
 def _sample(tiers: Tiers, seconds: float, request: int) -> OccupancySample:
     used = tiers.occupancy()
     return OccupancySample(seconds, request, used["device"], used.get("host", 0), used.get("file", 0))
-
-
-def _routes(before: Counters, after: Counters) -> dict[str, RouteTotal]:
-    return {
-        name: RouteTotal(total.bytes - before.routes[name].bytes, total.seconds - before.routes[name].seconds)
-        for name, total in after.routes.items()
-    }
-
-
-def _misses(before: Counters, after: Counters) -> dict[str, int]:
-    return {reason.value: count - before.misses[reason] for reason, count in after.misses.items()}
-
-
-def _read_workload(options: DemoOptions, vocab_size: int) -> Workload:
-    if options.workload is not None and not options.workload.is_file():
-        raise ConfigError(f"--workload {options.workload}: no such file")
-    trace = read_excerpt() if options.workload is None else read_mooncake(options.workload)
-    return Workload.from_trace(
-        trace,
-        vocab_size=vocab_size,
-        block_tokens=options.block_tokens,
-        limit=options.requests,
-        min_new_tokens=2,
-        max_new_tokens=options.max_new_tokens,
-    )

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from longshore.cli.options import Json, Model, PrefillRate, ProfileOption, settings_of, size_of, timing_of
+from longshore.cli.options import Json, MachineOptions, Model, PrefillRate, ProfileOption, settings_of, size_of
 from longshore.cli.output import console, table, write_json
 from longshore.config import Config, read_toml
 
@@ -46,7 +46,7 @@ def doctor(
     from longshore.doctor import Diagnosis, Recompute, Severity, check_machine, check_store  # noqa: PLC0415 - needs a while
 
     made = Config.make(**{**(read_toml(config) if config is not None else {}), **settings_of(settings or ())})
-    timing = timing_of(model, profile, None, {}, prefill_rate)
+    timing = MachineOptions(profile=profile, prefill_rate=prefill_rate).timing(model)
     speed = made.prefill_speed if prefill_rate is None and made.prefill_speed else 1 / timing.alpha
     recompute = Recompute(timing.geometry.name, speed, timing.geometry.kv_bytes_per_token)
     nbytes = size_of(image, "--image")

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from longshore.cache.explain import Account, Asked, Verdict, explain_all, read_events, requests
-from longshore.cache.explain import explain as account_for
+from longshore.cache.explain import Account, Asked, Verdict, read_events, requests
+from longshore.cache.explain import explain as accounts_of
 from longshore.cli.options import Json
 from longshore.cli.output import console, table, write_json
 from longshore.config import format_bytes
@@ -303,7 +303,7 @@ def explain(
     if request is None and not verdict:
         _print("requests", {}, _ASKED, [_asked(each) for each in requests(recorded)], as_json=as_json)
         return
-    found = explain_all(recorded) if request is None else {request: account_for(recorded, request)}
+    found = accounts_of(recorded, request)
     rows = [
         ({"request": name} if request is None else {}) | _account(each)
         for name, accounts in found.items()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
@@ -72,39 +73,33 @@ def top(
     urls = list(dict.fromkeys(map(address_of, addresses or ["127.0.0.1:9464"])))
     if not once and not as_json and not sys.stdout.isatty():
         raise ConfigError("standard output is no terminal: use --once for one reading, --json for a line each")
-    found, before = _read(urls, timeout), dict[str, Scrape]()
     if once:
-        _show(_summaries(found, before), as_json=as_json)
-        raise typer.Exit(1 if any(each.error for each in found) else 0)
+        (found,) = _summaries(urls, interval, timeout, most=1)
+        if as_json:
+            write_json(found)
+        else:
+            console().print(_tables(found))
+        raise typer.Exit(1 if any(engine["state"] == "away" for engine in found["engines"]) else 0)
     if as_json:
-        while True:
-            write_json(_summaries(found, before))
+        for found in _summaries(urls, interval, timeout):
+            write_json(found)
             sys.stdout.flush()
-            before = {each.url: each for each in found}
-            time.sleep(interval)
-            found = _read(urls, timeout)
     with Live(console=console(), screen=True, auto_refresh=False) as live:
-        while True:
-            live.update(_tables(_summaries(found, before)), refresh=True)
-            before = {each.url: each for each in found}
-            time.sleep(interval)
-            found = _read(urls, timeout)
+        for found in _summaries(urls, interval, timeout):
+            live.update(_tables(found), refresh=True)
 
 
-def _read(urls: Sequence[str], timeout: float) -> list[Scrape]:
-    with ThreadPoolExecutor(min(len(urls), _MOST_AT_ONCE)) as threads:
-        return list(threads.map(lambda url: scrape(url, timeout), urls))
-
-
-def _summaries(found: Sequence[Scrape], before: dict[str, Scrape]) -> dict[str, Any]:
-    return {"engines": [summary(each, before.get(each.url)) for each in found]}
-
-
-def _show(found: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        write_json(found)
-    else:
-        console().print(_tables(found))
+def _summaries(urls: Sequence[str], interval: float, timeout: float, most: int | None = None) -> Iterator[Any]:
+    """What all engines did since the reading before, `interval` seconds ago; `most` readings, or without end."""
+    before: dict[str, Scrape] = {}
+    for count in itertools.count(1):
+        with ThreadPoolExecutor(min(len(urls), _MOST_AT_ONCE)) as threads:
+            found = list(threads.map(lambda url: scrape(url, timeout), urls))
+        yield {"engines": [summary(each, before.get(each.url)) for each in found]}
+        if count == most:
+            return
+        before = {each.url: each for each in found}
+        time.sleep(interval)
 
 
 def _tables(found: dict[str, Any]) -> Group:

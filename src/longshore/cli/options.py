@@ -1,19 +1,25 @@
-"""Options of the commands: parsing of values (sizes, rates, times, numbers), checks against the machine, and traces."""
+"""Options of the commands: parsing of values (sizes, rates, times, numbers), checks against the machine, and groups.
+
+A group is a dataclass whose fields are options. A command made `with_options` takes it as one parameter.
+"""
 
 from __future__ import annotations
 
 import enum
+import inspect
 import math
 import os
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from inspect import Parameter
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
@@ -120,6 +126,17 @@ def settings_of(texts: Sequence[str]) -> dict[str, str]:
     return settings
 
 
+def settings_with(texts: Sequence[str], **options: object) -> dict[str, str]:
+    """`settings_of`, and `options` of the same names unless they are `None`; raises `ConfigError` if one is in both."""
+    given = settings_of(texts)
+    for name, value in options.items():
+        if value is not None and name in given:
+            raise ConfigError(f"--set {name}={given[name]}: already set by --{name.replace('_', '-')} {value}")
+        if value is not None:
+            given[name] = str(value)
+    return given
+
+
 def check_memory(needed: float, option: str, given: object, count: int, unit: str = "") -> None:
     """Raise `ConfigError` if the machine does not have `needed` bytes of memory.
 
@@ -170,53 +187,144 @@ class BadLines(enum.StrEnum):
     SKIP = "skip"
 
 
-TraceFile = Annotated[
-    Path,
-    typer.Argument(help="Trace of requests, plain or gzip-compressed; - for standard input.", show_default=False),
-]
-FormOption = Annotated[
-    FormChoice, typer.Option("--form", help="Trace format, see docs/replay.md; auto: detect it from the first line.")
-]
 BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens per block of the trace.")]
-BadLinesOption = Annotated[
-    BadLines, typer.Option("--bad-lines", help="Refuse a trace with an invalid line, or skip such lines.")
-]
-Limit = Annotated[int | None, typer.Option(min=1, help="Number of requests to take; default: all.")]
-Model = Annotated[
-    str | None,
-    typer.Option(help="A built-in model (llama-3.1-8b, ...) or a Hugging Face config.json."),
-]
 ProfileOption = Annotated[
     str, typer.Option("--profile", help="Machine profile: h100 or a100; the speed options override parts of it.")
 ]
-Bench = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="File with the output of `longshore bench NAME --json`; its speeds override the profile: bench file for "
-        "files, copy for the link, prefill for prefill. Repeatable."
-    ),
-]
-Link = Annotated[str | None, typer.Option(help="Bandwidth between device and host memory, for example 50GB/s.")]
-FileRead = Annotated[str | None, typer.Option(help="Read bandwidth of files, for example 6.8GB/s.")]
-FileWrite = Annotated[str | None, typer.Option(help="Write bandwidth of files, for example 4GB/s.")]
 PrefillRate = Annotated[
     float | None,
     typer.Option(min=1e-3, max=1e9, help="Prefill speed of one engine for short prompts, in tokens per second."),
 ]
-Engines = Annotated[
-    int,
-    typer.Option(min=1, max=10_000, help="Number of engines that share the tiers; each computes one prompt at a time."),
-]
 
+Model = Annotated[
+    str | None,
+    typer.Option(help="A built-in model (llama-3.1-8b, ...) or a Hugging Face config.json."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
-ReportDirectory = Annotated[
-    Path | None, typer.Option("--report", help="Write an HTML page with plots into this directory.")
-]
-SvgDirectory = Annotated[
-    Path | None,
-    typer.Option("--svg", help="Write each figure of the page into this directory as an SVG; needs Chromium."),
-]
-PngDirectory = Annotated[Path | None, typer.Option("--png", help="The same as PNGs of twice the size.")]
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` for typer: a parameter that is a dataclass is replaced by those of its fields that are `Annotated`."""
+    parameters: list[Parameter] = []
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    hints = get_type_hints(command, include_extras=True)
+    for name, own in inspect.signature(command).parameters.items():
+        if not is_dataclass(kind := hints[name]):
+            parameters.append(own.replace(annotation=hints[name]))
+            continue
+        types = get_type_hints(kind, include_extras=True)
+        options = [each for each in fields(kind) if get_origin(types[each.name]) is Annotated]
+        groups[name] = kind, [each.name for each in options]
+        for each in options:
+            default = Parameter.empty if each.default is MISSING else each.default
+            parameters.append(
+                Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=types[each.name])
+            )
+    parameters.sort(key=lambda each: each.default is not Parameter.empty)  # arguments before options
+
+    def run(**given: Any) -> None:
+        made = {name: kind(**{each: given.pop(each) for each in own}) for name, (kind, own) in groups.items()}
+        command(**given, **made)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def arguments_of(group: Any) -> list[str]:
+    """The options of `group` on a command line, without those that have their default."""
+    found: list[str] = []
+    for field in fields(group):
+        value = getattr(group, field.name)
+        if field.default is not MISSING and value != field.default:
+            for each in value if isinstance(value, list) else [value]:
+                found += [f"--{field.name.replace('_', '-')}", str(each)]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class MachineOptions:
+    """The modelled machine."""
+
+    profile: ProfileOption = "h100"
+    bench: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File with the output of `longshore bench NAME --json`; its speeds override the profile: bench file "
+            "for files, copy for the link, prefill for prefill. Repeatable."
+        ),
+    ] = None
+    link: Annotated[str | None, typer.Option(help="Bandwidth between device and host memory, for example 50GB/s.")] = (
+        None
+    )
+    file_read: Annotated[str | None, typer.Option(help="Read bandwidth of files, for example 6.8GB/s.")] = None
+    file_write: Annotated[str | None, typer.Option(help="Write bandwidth of files, for example 4GB/s.")] = None
+    prefill_rate: PrefillRate = None
+    engines: Annotated[
+        int,
+        typer.Option(
+            min=1, max=10_000, help="Number of engines that share the tiers; each computes one prompt at a time."
+        ),
+    ] = 1
+
+    def timing(self, model: str | None, remote: Mapping[str, str | None] | None = None) -> Timing:
+        """The timing of `model`; `remote` may have `remote_read`, `remote_write` and `remote_delay`.
+
+        Raises `ConfigError` or `TraceError`.
+        """
+        if model is None:
+            raise ConfigError(f"--model: expected one of {', '.join(MODELS)}, or the path of a config.json")
+        geometry, machine = geometry_of(model), profile_named(self.profile)
+        for path in self.bench or ():
+            machine = with_bench(machine, path)
+        rates = {"link": self.link, "file_read": self.file_read, "file_write": self.file_write, **(remote or {})}
+        given: dict[str, float | None] = {}
+        for name, text in rates.items():
+            parse = seconds_of if name == "remote_delay" else rate_of
+            given[name] = None if text is None else float(parse(text, f"--{name.replace('_', '-')}"))
+        rate = self.prefill_rate
+        if rate is not None and not math.isfinite(rate):
+            raise ConfigError(f"--prefill-rate: expected a finite number of tokens a second, got {rate}")
+        given["flops"] = None if rate is None else 2 * geometry.parameters * rate
+        return Timing(geometry, with_changes(machine, given, "as given"))
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """A trace of requests."""
+
+    trace: Annotated[
+        Path,
+        typer.Argument(help="Trace of requests, plain or gzip-compressed; - for standard input.", show_default=False),
+    ]
+    form: Annotated[
+        FormChoice,
+        typer.Option("--form", help="Trace format, see docs/replay.md; auto: detect it from the first line."),
+    ] = FormChoice.AUTO
+    block_tokens: BlockTokens = 512
+    bad_lines: Annotated[
+        BadLines, typer.Option("--bad-lines", help="Refuse a trace with an invalid line, or skip such lines.")
+    ] = BadLines.REFUSE
+    limit: Annotated[int | None, typer.Option(min=1, help="Number of requests to take; default: all.")] = None
+
+    @contextmanager
+    def opened(self, console: Console) -> Iterator[Trace]:
+        """Its requests. Standard input is copied into a temporary file, which can be read again."""
+        if str(self.trace) != "-":
+            yield Trace(self.trace, self, console)
+            return
+        if sys.stdin is None:
+            raise ConfigError("expected a trace on standard input, but it is closed")
+        with tempfile.TemporaryDirectory(prefix="longshore-") as directory:
+            copy = Path(directory) / "standard-input"
+            try:
+                with copy.open("wb") as file:
+                    shutil.copyfileobj(sys.stdin.buffer, file)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(copy)) from error
+            yield Trace(copy, self, console)
+
 
 SLOT_BYTES = 80
 """Memory per block of a replay tier's capacity, in bytes."""
@@ -231,14 +339,11 @@ class Trace:
     The first iteration prints skipped lines and assumptions on `console`.
     """
 
-    def __init__(
-        self, path: Path, form: FormChoice, block_tokens: int, bad_lines: BadLines, limit: int | None, console: Console
-    ) -> None:
+    def __init__(self, path: Path, options: TraceOptions, console: Console) -> None:
         self.assumed = 0
         """Requests without a timestamp."""
         self.requests = 0
-        self._path, self._form, self._block_tokens = path, form, block_tokens
-        self._skips, self._limit, self._console = bad_lines is BadLines.SKIP, limit, console
+        self._path, self._options, self._console = path, options, console
         self._told = False
 
     def __iter__(self) -> Iterator[TraceRequest]:
@@ -248,7 +353,8 @@ class Trace:
             if not told:
                 self._console.print(line, style="yellow", markup=False)
 
-        known = form_of(self._path) if self._form is FormChoice.AUTO else Form(self._form.value)
+        form, skips = self._options.form, self._options.bad_lines is BadLines.SKIP
+        known = form_of(self._path) if form is FormChoice.AUTO else Form(form.value)
         if not known.shows_reuse:
             tell(f"{self._path.name} has lengths only, without information on shared prefixes: there will be no hits.")
         skipped = self.assumed = self.requests = 0
@@ -259,8 +365,8 @@ class Trace:
             if skipped <= _SHOWN:
                 tell(f"skipped: {error}")
 
-        skips = skip if self._skips else None
-        for request in islice(read_trace(self._path, known, block_tokens=self._block_tokens, skip=skips), self._limit):
+        requests = read_trace(self._path, known, block_tokens=self._options.block_tokens, skip=skip if skips else None)
+        for request in islice(requests, self._options.limit):
             self.requests += 1
             self.assumed += request.assumed_time
             yield request
@@ -285,49 +391,6 @@ def print_overload(facts: Mapping[str, object], console: Console) -> None:
     overload = facts.get("overload")
     if isinstance(overload, Mapping):
         console.print(f"Overload. {overload['words']}", style="bold yellow", markup=False)
-
-
-@contextmanager
-def trace_at(path: Path) -> Iterator[Path]:
-    """The path of a trace: `path`, or, for `-`, a temporary copy of standard input, which can be read again."""
-    if str(path) != "-":
-        yield path
-        return
-    if sys.stdin is None:
-        raise ConfigError("expected a trace on standard input, but it is closed")
-    with tempfile.TemporaryDirectory(prefix="longshore-") as directory:
-        copy = Path(directory) / "standard-input"
-        try:
-            with copy.open("wb") as file:
-                shutil.copyfileobj(sys.stdin.buffer, file)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(copy)) from error
-        yield copy
-
-
-def timing_of(
-    model: str | None,
-    profile: str,
-    bench: Sequence[Path] | None,
-    rates: Mapping[str, str | None],
-    prefill_rate: float | None,
-    remote_delay: str | None = None,
-) -> Timing:
-    """The timing model for these options; `rates` are those of `Profile`, by name."""
-    if model is None:
-        raise ConfigError(f"--model: expected one of {', '.join(MODELS)}, or the path of a config.json")
-    geometry, machine = geometry_of(model), profile_named(profile)
-    for path in bench or ():
-        machine = with_bench(machine, path)
-    given: dict[str, float | None] = {
-        name: None if text is None else float(rate_of(text, f"--{name.replace('_', '-')}"))
-        for name, text in rates.items()
-    }
-    given["remote_delay"] = None if remote_delay is None else seconds_of(remote_delay, "--remote-delay")
-    if prefill_rate is not None and not math.isfinite(prefill_rate):
-        raise ConfigError(f"--prefill-rate: expected a finite number of tokens a second, got {prefill_rate}")
-    given["flops"] = None if prefill_rate is None else 2 * geometry.parameters * prefill_rate
-    return Timing(geometry, with_changes(machine, given, "as given"))
 
 
 def plain_setting(config: Config, name: str, text: str) -> object:

@@ -17,7 +17,6 @@ import re
 import shlex
 import signal
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -25,8 +24,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
@@ -36,7 +36,7 @@ from longshore.bench.harness import machine_facts
 from longshore.config import format_bytes
 from longshore.errors import ConfigError, DeviceError, EngineError, LongshoreError, ReportError, SelfTestError
 from longshore.report import Page, plotly_javascript
-from longshore.report.browser import check_browser, export_figures
+from longshore.report.images import check_browser, export_figures
 
 _WIDE = 10_000
 _PADDING = re.compile(r" +(?=\n)")
@@ -94,34 +94,34 @@ def table(*columns: str, right: Container[str] = (), no_wrap: bool = True) -> Ta
 
 
 @dataclass(frozen=True, slots=True)
-class ReportOutputs:
+class ReportOptions:
     """Where the page of a report is to be written, and the images of its figures; `None`: nowhere."""
 
-    page: Path | None
-    svg: Path | None
-    png: Path | None
+    report: Annotated[Path | None, typer.Option(help="Write an HTML page with plots into this directory.")] = None
+    svg: Annotated[
+        Path | None,
+        typer.Option(help="Write each figure of the page into this directory as an SVG; needs Chromium."),
+    ] = None
+    png: Annotated[Path | None, typer.Option(help="The same as PNGs of twice the size.")] = None
 
-    @classmethod
-    def checked(cls, page: Path | None, svg: Path | None, png: Path | None) -> ReportOutputs | None:
-        """The directories; `None` of none. Raises an error, before anything is measured, if one cannot be used."""
-        found = {"--report": page, "--svg": svg, "--png": png}
-        for option, directory in found.items():
+    def check(self) -> bool:
+        """Whether a page is wanted. Raises an error, before anything is measured, if a directory cannot be used."""
+        wanted = {"--report": self.report, "--svg": self.svg, "--png": self.png}
+        for option, directory in wanted.items():
             if directory is not None:
                 _check_directory(directory, option)
-        if svg is not None or png is not None:
+        if self.svg is not None or self.png is not None:
             check_browser()
-        return cls(page, svg, png) if any(found.values()) else None
+        return any(wanted.values())
 
     def write(self, page: Page, about: Mapping[str, object], console: Console) -> None:
         """Write the page and the images, and print their paths on `console`. Raises `ReportError`."""
-        page.made(provenance_lines(about))
-        with tempfile.TemporaryDirectory(prefix="longshore-report-") as scratch:
-            path = page.write((self.page or Path(scratch)) / "index.html")
-            if self.page is not None:
-                console.print(f"report: {path}", soft_wrap=True)
-            images = {kind: folder for kind, folder in (("svg", self.svg), ("png", self.png)) if folder is not None}
-            for made in export_figures(path, page.figures, page.provenance, images):
-                console.print(f"figure: {made}", soft_wrap=True)
+        page.provenance = provenance_lines(about)
+        if self.report is not None:
+            console.print(f"report: {page.write(self.report / 'index.html')}", soft_wrap=True)
+        folders = {kind: folder for kind, folder in (("svg", self.svg), ("png", self.png)) if folder is not None}
+        for made in export_figures(page, folders):
+            console.print(f"figure: {made}", soft_wrap=True)
 
 
 def _check_directory(directory: Path, option: str) -> None:

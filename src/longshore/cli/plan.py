@@ -12,7 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from longshore.cli import options
-from longshore.cli.output import ReportOutputs, print_provenance, provenance, table, write_json
+from longshore.cli.output import ReportOptions, print_provenance, provenance, table, write_json
 from longshore.cli.output import console as console_on
 from longshore.cli.plan_report import COLUMNS, DRIVE_CLASSES, amount, cost, plan_page, rows, sizes_words
 from longshore.config import available_memory
@@ -27,8 +27,9 @@ _ADVANCE = 50
 _READ_INTENSIVE, _MIXED_USE = DRIVE_CLASSES.values()
 
 
+@options.with_options
 def plan(
-    trace: options.TraceFile,
+    *,
     model: options.Model = None,
     ttft_p95: Annotated[str, typer.Option(help="Target for the 95th percentile of the time to first token.")] = "500ms",
     prices: Annotated[
@@ -37,21 +38,10 @@ def plan(
             help="TOML file with dram_per_gib, nvme_per_gib, currency; default: DRAM costs 25 times as much as NVMe."
         ),
     ] = None,
-    form: options.FormOption = options.FormChoice.AUTO,
-    block_tokens: options.BlockTokens = 512,
-    bad_lines: options.BadLinesOption = options.BadLines.REFUSE,
-    limit: options.Limit = None,
-    profile: options.ProfileOption = "h100",
-    bench: options.Bench = None,
-    link: options.Link = None,
-    file_read: options.FileRead = None,
-    file_write: options.FileWrite = None,
-    prefill_rate: options.PrefillRate = None,
-    engines: options.Engines = 1,
+    trace: options.TraceOptions,
+    machine: options.MachineOptions,
     replays: Annotated[int, typer.Option(min=1, help="Maximum number of sizes to replay.")] = 16,
-    report: options.ReportDirectory = None,
-    svg: options.SvgDirectory = None,
-    png: options.PngDirectory = None,
+    report: ReportOptions,
     as_json: options.Json = False,
 ) -> None:
     """Recommend how much DRAM and which NVMe drives to buy for a trace.
@@ -63,14 +53,12 @@ def plan(
     [dim]longshore plan trace.jsonl --model llama-3.1-8b --ttft-p95 500ms --prices prices.toml[/]
     """
     console = console_on(stderr=True)
-    outputs = ReportOutputs.checked(report, svg, png)
+    wanted = report.check()
     target = options.seconds_of(ttft_p95, "--ttft-p95")
-    rates = {"link": link, "file_read": file_read, "file_write": file_write}
-    timing = options.timing_of(model, profile, bench, rates, prefill_rate)
+    timing, engines = machine.timing(model), machine.engines
     costs = Prices() if prices is None else Prices.read(prices)
-    arrivals = Arrivals(block_tokens)
-    with options.trace_at(trace) as path:
-        requests = options.Trace(path, form, block_tokens, bad_lines, limit, console)
+    arrivals = Arrivals(trace.block_tokens)
+    with trace.opened(console) as requests:
         with console.status("reading"):
             for request in requests:
                 arrivals.add(request.timestamp_ms / 1000, request.input_length, request.hash_ids)
@@ -81,31 +69,20 @@ def plan(
                 timing,
                 target,
                 costs,
-                partial(_replay, requests, timing, block_tokens, progress),
+                partial(_replay, requests, timing, trace.block_tokens, progress),
                 engines=engines,
                 replays=replays,
                 most_blocks=max(1, available_memory() // (4 * options.SLOT_BYTES)),
             )
-    given: dict[str, object] = {
-        "--form": None if form is options.FormChoice.AUTO else form.value,
-        "--block-tokens": None if block_tokens == 512 else block_tokens,
-        "--bad-lines": None if bad_lines is options.BadLines.REFUSE else bad_lines.value,
-        "--limit": limit,
-        "--profile": profile,
-        **{f"--{name.replace('_', '-')}": rate for name, rate in rates.items()},
-        "--prefill-rate": prefill_rate,
-        "--engines": engines,
-    }
-    arguments = [text for name, value in given.items() if value is not None for text in (name, str(value))]
-    arguments += [text for each in bench or () for text in ("--bench", str(each))]
-    command = replay_command(found, [str(trace), "--model", str(model), *arguments])
+    given = [*options.arguments_of(trace), *options.arguments_of(machine)]
+    command = replay_command(found, [str(trace.trace), "--model", str(model), *given])
     words = (*recommendation(found, command), *assumptions(found, timing, engines, requests.assumption))
     about = provenance()
-    if outputs is not None:
+    if wanted:
         with console.status("hit ratio by capacity"):
             hits = hit_curves(arrivals.paths, lambda at, of: None)
-        page = plan_page(found, words, hits, block_tokens * timing.geometry.kv_bytes_per_token)
-        outputs.write(page, about, console)
+        page = plan_page(found, words, hits, trace.block_tokens * timing.geometry.kv_bytes_per_token)
+        report.write(page, about, console)
     facts = found.as_json()
     if as_json:
         options.print_overload(facts, console)

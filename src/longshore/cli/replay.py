@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from enum import StrEnum
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,7 +18,7 @@ from longshore.cache import DropReason
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.hit_rates import Return
 from longshore.cli import options
-from longshore.cli.output import ReportOutputs, print_provenance, provenance, write_json
+from longshore.cli.output import ReportOptions, print_provenance, provenance, write_json
 from longshore.cli.output import console as console_on
 from longshore.cli.replay_report import replay_page
 from longshore.errors import ConfigError, EngineError
@@ -41,8 +42,9 @@ _MUCH = 100_000_000
 """Block references above which the memory for the optimum is mentioned."""
 
 
+@options.with_options
 def replay(
-    trace: options.TraceFile,
+    *,
     model: options.Model = None,
     host: Annotated[str | None, typer.Option(help="Host memory for blocks, for example 64GiB.")] = None,
     file: Annotated[
@@ -94,15 +96,8 @@ def replay(
             "lru: least recently used. For comparison: lru-2, s3-fifo, fifo."
         ),
     ] = None,
-    form: options.FormOption = options.FormChoice.AUTO,
-    block_tokens: options.BlockTokens = 512,
-    bad_lines: options.BadLinesOption = options.BadLines.REFUSE,
-    limit: options.Limit = None,
-    profile: options.ProfileOption = "h100",
-    bench: options.Bench = None,
-    link: options.Link = None,
-    file_read: options.FileRead = None,
-    file_write: options.FileWrite = None,
+    trace: options.TraceOptions,
+    machine: options.MachineOptions,
     remote_read: Annotated[
         str | None, typer.Option(help="Read bandwidth of the remote store, for example 2GB/s.")
     ] = None,
@@ -112,17 +107,13 @@ def replay(
     remote_delay: Annotated[
         str | None, typer.Option(help="Latency of the remote store, for example 500us or 2ms.")
     ] = None,
-    prefill_rate: options.PrefillRate = None,
-    engines: options.Engines = 1,
     gate: Annotated[
         bool, typer.Option(help="Recompute blocks when that is faster than loading them; --no-gate: always load.")
     ] = True,
     optimum: Annotated[
         bool, typer.Option(help="Compute the optimal hit ratio (Belady); takes 9 bytes of memory per block reference.")
     ] = True,
-    report: options.ReportDirectory = None,
-    svg: options.SvgDirectory = None,
-    png: options.PngDirectory = None,
+    report: ReportOptions,
     as_json: options.Json = False,
 ) -> None:
     """Simulate a request trace and report hit rates.
@@ -142,22 +133,19 @@ def replay(
     [dim]longshore replay trace.jsonl --capacity-blocks 18000 --policy lru[/]
     """
     console = console_on(stderr=True)
-    outputs = ReportOutputs.checked(report, svg, png)
+    wanted = report.check()
     _check_file_blocks(file_blocks, through)
     if capacity_blocks is not None:
         given: dict[str, object] = {"--model": model, "--host": host, "--file": file, "--remote": remote}
-        given |= {"--report": report, "--svg": svg, "--png": png}
-        given |= {"--bench": bench, "--link": link, "--file-read": file_read}
-        given |= {"--file-write": file_write, "--remote-read": remote_read, "--remote-write": remote_write}
-        given |= {"--remote-delay": remote_delay, "--prefill-rate": prefill_rate}
-        given |= {"--engines": None if engines == 1 else engines, "--replicas": replicas, "--route": route}
-        if wrong := [option for option, value in given.items() if value is not None]:
-            raise ConfigError(f"--capacity-blocks simulates no time: remove {', '.join(wrong)}")
+        given |= {"--remote-read": remote_read, "--remote-write": remote_write, "--remote-delay": remote_delay}
+        given |= {"--replicas": replicas, "--route": route}
+        wrong = [option for option, value in given.items() if value is not None]
+        if wrong := [*wrong, *options.arguments_of(machine)[::2], *options.arguments_of(report)[::2]]:
+            raise ConfigError(f"--capacity-blocks simulates no time: remove {', '.join(dict.fromkeys(wrong))}")
         options.check_memory(
             options.SLOT_BYTES * capacity_blocks, "--capacity-blocks", capacity_blocks, capacity_blocks
         )
-        with options.trace_at(trace) as path, console.status("reading") as status:
-            requests = options.Trace(path, form, block_tokens, bad_lines, limit, console)
+        with trace.opened(console) as requests, console.status("reading") as status:
             blocks = _RequestedBlocks(optimum, console)
             facts, rows = _experiment(
                 _progress(requests, status), capacity_blocks, file_blocks or 0, policy, through, blocks
@@ -170,9 +158,8 @@ def replay(
         remote, remote_read, remote_write, remote_delay = _store(remote, remote_read, remote_write, remote_delay)
         if route is not None and (replicas or 1) < 2:
             raise ConfigError(f"--route {route.value} has no effect without --replicas of at least 2")
-        rates = {"link": link, "file_read": file_read, "file_write": file_write}
-        rates |= {"remote_read": remote_read, "remote_write": remote_write}
-        timing = options.timing_of(model, profile, bench, rates, prefill_rate, remote_delay)
+        speeds = {"remote_read": remote_read, "remote_write": remote_write, "remote_delay": remote_delay}
+        timing, block_tokens = machine.timing(model, speeds), trace.block_tokens
         sizes = {"host": host, "file": file, "remote": remote}
         image = block_tokens * timing.geometry.kv_bytes_per_token
         tiers = {tier: options.size_of(text, f"--{tier}", image) for tier, text in sizes.items() if text is not None}
@@ -191,26 +178,20 @@ def replay(
             "MiB",
         )
 
-        def made(count: int, admission: bool = True, store: bool = True) -> TieredReplay:
-            return TieredReplay(
-                timing,
-                block_tokens,
-                {tier: nbytes for tier, nbytes in tiers.items() if store or tier != REMOTE},
-                kind,
-                engines=count,
-                gated=gate,
-                admission=admission,
-                replicas=replicas or 1,
-                routing=route or Routing.ROUND_ROBIN,
-            )
-
-        run = made(engines)
-        with options.trace_at(trace) as path, console.status("reading") as status:
-            requests = options.Trace(path, form, block_tokens, bad_lines, limit, console)
+        made = partial(
+            TieredReplay,
+            timing,
+            block_tokens,
+            policy=kind,
+            gated=gate,
+            replicas=replicas or 1,
+            routing=route or Routing.ROUND_ROBIN,
+        )
+        run = made(tiers=tiers, engines=machine.engines)
+        with trace.opened(console) as requests, console.status("reading") as status:
             one_cache = Experiment(kind, run.slots) if len(run.replicas) > 1 else None
-            facts, rows = _replay(
-                run, made, requests, name, _RequestedBlocks(optimum, console), outputs, status, one_cache
-            )
+            blocks, outputs = _RequestedBlocks(optimum, console), report if wanted else None
+            facts, rows = _replay(run, partial(made, tiers=tiers), requests, name, blocks, outputs, status, one_cache)
     if as_json:
         options.print_overload(facts, console)
         write_json({**facts, "provenance": provenance()})
@@ -325,12 +306,12 @@ def _replay(
     requests: options.Trace,
     policy: str,
     blocks: _RequestedBlocks,
-    outputs: ReportOutputs | None,
+    outputs: ReportOptions | None,
     status: Status,
     one_cache: Experiment | None,
 ) -> tuple[dict[str, object], list[Row]]:
-    def other(how: str, engines: int = run.engines, **changes: bool) -> TieredReplay:
-        other = made(engines, **changes)
+    def other(how: str, engines: int = run.engines, **changes: Any) -> TieredReplay:
+        other = made(engines=engines, **changes)
         for _ in other.run(_progress(requests, status, how)):
             pass
         return other
@@ -356,7 +337,8 @@ def _replay(
     best = blocks.optimal(run.slots)
     sharing = None
     if one_cache is not None:
-        alone = None if run.remote is None else other(" without the store", store=False)
+        owned = {tier: slots * run.image_bytes for tier, slots in run.capacity.items() if tier != REMOTE}
+        alone = None if run.remote is None else other(" without the store", tiers=owned)
         sharing = Sharing(one_cache.totals().hits, alone)
     found = Replayed(run, policy, blocks.unique, best, too_much, requests.assumption, unfiltered(), sharing)
     if outputs is not None:

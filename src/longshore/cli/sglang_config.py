@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from longshore.boundary import PAGE
-from longshore.cli.options import plain_setting, settings_of, size_of
+from longshore.cli.options import plain_setting, settings_with, size_of
 from longshore.config import Config
 from longshore.engines.sglang.flags import check_settings, check_theirs, server_flags
 from longshore.errors import ConfigError
@@ -36,13 +36,7 @@ def sglang_config(
 
     eval "sglang serve --model-path MODEL $(longshore sglang-config --file-path /nvme/longshore --file-size 1TiB)"
     """
-    given = settings_of(settings or ())
-    for name, value in (("file_path", file_path), ("file_size", file_size)):
-        if value is None:
-            continue
-        if name in given:
-            raise ConfigError(f"--set {name}={given[name]}: already set by --{name.replace('_', '-')} {value}")
-        given[name] = value
+    given = settings_with(settings or (), file_path=file_path, file_size=file_size)
     config = Config.make(**given)
     check_settings(given)
     of_sglang = dict(map(_their_key, theirs or ()))

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from longshore.boundary import PAGE
-from longshore.cli.options import plain_setting, settings_of, size_of
+from longshore.cli.options import plain_setting, settings_with, size_of
 from longshore.cli.output import write_json
 from longshore.config import Config
 from longshore.engines.kv_transfer import check_settings, kv_transfer
@@ -37,15 +37,8 @@ def vllm_config(
 
     vllm serve MODEL --kv-transfer-config "$(longshore vllm-config --host-size 64GiB)"
     """
-    given = settings_of(settings or ())
     options = {"host_size": host_size, "file_path": file_path, "file_size": file_size}
-    options["blocks_per_chunk"] = None if blocks_per_chunk is None else str(blocks_per_chunk)
-    for name, value in options.items():
-        if value is None:
-            continue
-        if name in given:
-            raise ConfigError(f"--set {name}={given[name]}: already set by --{name.replace('_', '-')} {value}")
-        given[name] = value
+    given = settings_with(settings or (), **options, blocks_per_chunk=blocks_per_chunk)
     config = Config.make(**given)
     check_settings(given)
     if "host_size" not in given:

@@ -17,6 +17,9 @@ INSTEAD = {
     "host_shared": "host memory is always shared",
     "events_path": "vLLM publishes events itself (--kv-events-config)",
     "events_size": "vLLM publishes events itself (--kv-events-config)",
+    "kv_events": "vLLM publishes events itself (--kv-events-config)",
+    "kv_events_replay": "set replay_endpoint in vLLM's --kv-events-config",
+    "kv_events_topic": "set topic in vLLM's --kv-events-config",
 }
 """Settings without effect under vLLM, and the alternative to each."""
 

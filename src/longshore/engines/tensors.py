@@ -74,16 +74,21 @@ def _signed(word: int) -> int:
 
 
 class RowBlocks:
-    """Device blocks as the self-test sees them: one row of bytes each."""
+    """Device blocks as the self-test sees them: of each block, a row of bytes in each of several tensors."""
 
-    def __init__(self, rows: torch.Tensor) -> None:
+    def __init__(self, *rows: torch.Tensor) -> None:
+        """`rows` have shape `(blocks, bytes)`, and elements of one byte."""
         self._rows = rows
 
     def read(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Bytes of `blocks`, shape `(len(blocks), block_bytes)`."""
-        data: npt.NDArray[np.uint8] = self._rows[list(blocks)].cpu().numpy()
-        return data
+        return np.concatenate([rows[list(blocks)].cpu().numpy().view(np.uint8) for rows in self._rows], axis=1)
 
     def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
         """Overwrite `blocks` with `data`, of the shape that `read` returns."""
-        self._rows[list(blocks)] = torch.from_numpy(data).to(self._rows.device)
+        begin = 0
+        for rows in self._rows:
+            end = begin + rows.shape[1]
+            own = torch.from_numpy(np.ascontiguousarray(data[:, begin:end]))
+            rows[list(blocks)] = own.view(rows.dtype).to(rows.device)
+            begin = end

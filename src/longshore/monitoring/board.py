@@ -1,8 +1,9 @@
-"""A Grafana dashboard, made from the table: an overview, then a folded row for each group of metrics."""
+"""A Grafana dashboard, made from `board.json` and the table: an overview, and a folded row for each group."""
 
 from __future__ import annotations
 
 import json
+from importlib import resources
 from typing import Any
 
 from longshore.monitoring.table import GROUPS, Metric, MetricKind
@@ -73,41 +74,8 @@ def as_json() -> str:
         top += 1
     for number, panel in enumerate([*panels, *(each for row in panels for each in row.get("panels", ()))], 1):
         panel["id"] = number
-    return json.dumps(_dashboard(panels), indent=1) + "\n"
-
-
-def _dashboard(panels: list[dict[str, Any]]) -> dict[str, Any]:
-    of_instances = "label_values(longshore_build_info, instance)"
-    return {
-        "uid": "longshore",
-        "title": "Longshore",
-        "description": "KV cache tiers: what is hit, what is missed and why. Made by `longshore metrics board`.",
-        "tags": ["longshore", "kv-cache"],
-        "timezone": "browser",
-        "editable": True,
-        "graphTooltip": 1,
-        "schemaVersion": 39,
-        "refresh": "30s",
-        "time": {"from": "now-3h", "to": "now"},
-        "templating": {
-            "list": [
-                {"name": "datasource", "type": "datasource", "label": "Data source", "query": "prometheus"},
-                {
-                    "name": "instance",
-                    "type": "query",
-                    "label": "Instance",
-                    "datasource": _SOURCE,
-                    "query": {"query": of_instances, "refId": "instances"},
-                    "refresh": 2,
-                    "multi": True,
-                    "includeAll": True,
-                    "allValue": ".*",
-                    "current": {"text": "All", "value": "$__all"},
-                },
-            ]
-        },
-        "panels": panels,
-    }
+    board = json.loads(resources.files(__package__).joinpath("board.json").read_text("utf-8"))
+    return json.dumps({**board, "panels": panels}, indent=1) + "\n"
 
 
 def _row(title: str, x: int, y: int) -> dict[str, Any]:

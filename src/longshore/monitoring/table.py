@@ -1,21 +1,13 @@
 """The table of metrics: exporter, reference page, Grafana board and alert rules are made from it.
 
-Names do not change between releases without a line in CHANGELOG.md. This module imports nothing of Longshore, so that
-the control plane can keep `Histogram`s, too.
+Names do not change between releases without a line in CHANGELOG.md. This module imports nothing of Longshore.
 """
 
 from __future__ import annotations
 
 import enum
-import time
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Mapping
+from typing import NamedTuple
 
 
 class MetricKind(enum.Enum):
@@ -207,74 +199,3 @@ VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
     },
 }
 """What the values of labels mean, where they are reasons."""
-
-
-class Histogram:
-    """Counts of observations by bucket. Not thread-safe: its owner's lock guards it.
-
-    Attributes:
-        bounds: Upper bounds of the buckets, ascending; one more bucket is above the last.
-        counts: Observations in each bucket, not cumulative.
-        total: Sum of the observations.
-        examples: Name of the last request in each bucket and its value, for exemplars; `None` where there was none.
-        recent: The last observations, for engines that take each one by itself; `None` if they are not kept.
-    """
-
-    __slots__ = ("bounds", "counts", "examples", "recent", "total")
-
-    def __init__(self, name: str) -> None:
-        """`name` is that of a histogram of the table."""
-        self.bounds = METRICS[name].buckets
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.total = 0.0
-        self.examples: list[tuple[str, float] | None] = [None] * len(self.counts)
-        self.recent: deque[float] | None = None
-
-    def observe(self, value: float, request: str | None = None) -> None:
-        """Count one observation, made for `request`."""
-        at = bisect_left(self.bounds, value)
-        self.counts[at] += 1
-        self.total += value
-        if request is not None:
-            self.examples[at] = request, value
-        if self.recent is not None:
-            self.recent.append(value)
-
-    def observe_all(self, values: npt.NDArray[np.float64]) -> None:
-        """Count several observations, shape `(n,)`."""
-        found = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
-        for at in np.flatnonzero(found).tolist():
-            self.counts[at] += int(found[at])
-        self.total += float(values.sum())
-        if self.recent is not None:
-            self.recent.extend(values.tolist())
-
-    def add(self, other: Histogram) -> None:
-        """Add the observations of another one with the same bounds."""
-        self.counts = [ours + theirs for ours, theirs in zip(self.counts, other.counts, strict=True)]
-        self.total += other.total
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Observe the seconds that the block takes."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.observe(time.perf_counter() - began)
-
-    def keep_recent(self, most: int = 4096) -> None:
-        """Keep the last `most` observations until `take_recent`."""
-        self.recent = deque(self.recent or (), maxlen=most)
-
-    def take_recent(self) -> list[float]:
-        """The observations since the last call, without those that were too many to keep."""
-        found = list(self.recent or ())
-        if self.recent is not None:
-            self.recent.clear()
-        return found
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Histogram) and (self.counts, self.total) == (other.counts, other.total)
-
-    __hash__ = None  # type: ignore[assignment]

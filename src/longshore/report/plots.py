@@ -168,7 +168,15 @@ def paired_points(
     figure = _figure(x_title=x_title, y_title=y_title, height=430)
     strong = [i for i, flag in enumerate(emphasised) if flag]
     pale = [i for i, flag in enumerate(emphasised) if not flag]
-    _join(figure, [x[i] for i in strong], [before.values[i] for i in strong], [after.values[i] for i in strong])
+    figure.add_scatter(
+        x=[at for i in strong for at in (x[i], x[i], None)],
+        y=[value for i in strong for value in (before.values[i], after.values[i], None)],
+        mode="lines",
+        line={"color": MUTED.light, "width": 1},
+        opacity=0.45,
+        showlegend=False,
+        hoverinfo="skip",
+    )
     for points in (before, after):
         for chosen, opacity, size, name, rank in (
             (pale, 0.4, 6, f"{points.name}, {rest}", 2),
@@ -184,7 +192,10 @@ def paired_points(
                 hovertemplate="%{y:,.1f}",
             )
         if points.name in marks:
-            _mark(figure, marks[points.name], points)
+            level, text = marks[points.name], f"p50 {quantity(marks[points.name])}"
+            figure.add_hline(y=level, line={"color": points.colour.light, "width": 1.3, "dash": "dot"}, layer="below")
+            right = {"xref": "x domain", "x": 1, "xanchor": "left", "xshift": 6, "yanchor": "middle"}
+            figure.add_annotation(text=text, font={"size": 13}, y=level, showarrow=False, **right)
     figure.update_layout(margin_r=80)
     _span(figure, x)
     return figure
@@ -249,7 +260,23 @@ def levels(x: Sequence[float], rows: Sequence[TierSeries], *, x_title: str, unit
             row=number,
             col=1,
         )
-        _limit(figure, row, number, unit)
+        highest, note = max(row.values, default=0.0), f"capacity {row.limit:,.1f} {unit}"
+        near = row.limit <= 3 * highest  # if it is far above all values, it is only printed, so that these stay visible
+        if near:
+            line = {"color": MUTED.light, "width": 1.3, "dash": "dash"}
+            figure.add_hline(y=row.limit, line=line, row=number, col=1)
+        top = 1.22 * row.limit if near else 1.3 * highest or 1.0
+        figure.update_yaxes(title=_title(unit), range=[0, top], row=number, col=1)
+        figure.add_annotation(
+            text=f"<b>{row.name}</b>   {note}{'' if near else ' (above the scale)'}",
+            xref="paper",
+            yref=f"y{'' if number == 1 else number} domain",
+            x=0,
+            y=1.02,
+            xanchor="left",
+            yanchor="bottom",
+            showarrow=False,
+        )
     figure.update_xaxes(showgrid=False, zeroline=False)
     figure.update_xaxes(title=_title(x_title), row=len(rows), col=1)
     figure.update_yaxes(rangemode="tozero", nticks=4)
@@ -300,67 +327,6 @@ def _lay_out(figure: Any, *, height: int) -> None:
 
 def _title(text: str) -> dict[str, Any]:
     return {"text": text, "font": {"size": 13, "color": MUTED.light}, "standoff": 8}
-
-
-def _join(figure: Any, x: Sequence[int], top: Sequence[float], bottom: Sequence[float]) -> None:
-    """A thin line from each point of one series to its partner in the other."""
-    xs: list[int | None] = []
-    ys: list[float | None] = []
-    for position, a, b in zip(x, top, bottom, strict=True):
-        xs += [position, position, None]
-        ys += [a, b, None]
-    figure.add_scatter(
-        x=xs,
-        y=ys,
-        mode="lines",
-        line={"color": MUTED.light, "width": 1},
-        opacity=0.45,
-        showlegend=False,
-        hoverinfo="skip",
-    )
-
-
-def _mark(figure: Any, level: float, points: Points) -> None:
-    """A dotted line across at `level`, with its figure in the right margin."""
-    figure.add_hline(y=level, line={"color": points.colour.light, "width": 1.3, "dash": "dot"}, layer="below")
-    figure.add_annotation(
-        text=f"p50 {quantity(level)}",
-        font={"size": 13},
-        xref="x domain",
-        x=1,
-        xanchor="left",
-        xshift=6,
-        y=level,
-        yanchor="middle",
-        showarrow=False,
-    )
-
-
-def _limit(figure: Any, row: TierSeries, number: int, unit: str) -> None:
-    """Draw the limit; if it is far above all values, only print it, so that the values stay visible."""
-    highest = max(row.values, default=0.0)
-    near = row.limit <= 3 * highest
-    note = f"capacity {row.limit:,.1f} {unit}"
-    if near:
-        line = {"color": MUTED.light, "width": 1.3, "dash": "dash"}
-        figure.add_hline(y=row.limit, line=line, row=number, col=1)
-    figure.update_yaxes(
-        title=_title(unit),
-        range=[0, 1.22 * row.limit if near else 1.3 * highest or 1.0],
-        row=number,
-        col=1,
-    )
-    axis = "" if number == 1 else str(number)
-    figure.add_annotation(
-        text=f"<b>{row.name}</b>   {note}{'' if near else ' (above the scale)'}",
-        xref="paper",
-        yref=f"y{axis} domain",
-        x=0,
-        y=1.02,
-        xanchor="left",
-        yanchor="bottom",
-        showarrow=False,
-    )
 
 
 def _same_length(name: str, values: Sequence[Any], x: Sequence[Any]) -> None:

@@ -153,7 +153,6 @@ class Commands:
         return self._known[command](request)
 
     def _keys(self, request: dict[str, Any]) -> list[Key]:
-        """The keys that a request names; raises `CommandError`."""
         if self._engine.groups != 1:
             raise CommandError(f"this engine has {self._engine.groups} KV cache groups; expected one for this command")
         if ("tokens" in request) == ("keys" in request):
@@ -390,7 +389,6 @@ class ControlServer:
             self._refuse(client, f"expected at most {_MOST_CLIENTS} clients at a time; try again")
 
     def _serve(self, client: _Client) -> None:
-        """Read what a client has sent, and carry out what is complete."""
         try:
             more = client.connection.recv(1 << 16)
         except BlockingIOError:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from longshore.boundary import (
     Cancel,
@@ -38,8 +38,8 @@ from longshore.boundary import (
     leading_ok,
 )
 from longshore.cache import Gate, Lease, Progress, TieredCache
+from longshore.cache.types import LookupCounters
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
-from longshore.monitoring.table import LOOKUP_SECONDS, Histogram
 from longshore.runtime.containment import CallLog, log_fault
 from longshore.tiers.base import Tier
 
@@ -76,15 +76,6 @@ class GuardCounters:
     waits: int = 0
     seconds: float = 0.0
     late: int = 0
-
-
-@dataclass(slots=True)
-class LookupCounters:
-    """Requests looked up by an engine, each counted once, and lookups, which schedulers repeat for waiting requests."""
-
-    requests: int = 0
-    attempts: int = 0
-    seconds: Histogram = field(default_factory=lambda: Histogram(LOOKUP_SECONDS))
 
 
 class Runtime:
@@ -125,6 +116,10 @@ class Runtime:
         self._unpollable: list[Mover] = []
         """Movers that could not be polled after a fault."""
         self._calls = CallLog(cache, self.fail)
+        self._applies = 0
+        """Calls after which what a caller waits for may have happened."""
+        self._idle_until = -math.inf
+        """Without results nothing is due before, unless a caller uses the cache."""
         self.fault: BaseException | None = None
         """The exception of the control plane's first fault, which disabled the tiers."""
         self.faults = 0
@@ -139,6 +134,7 @@ class Runtime:
             if self.fault is None:
                 self.fault = error
                 self.faults += 1
+                self._applies += 1
                 log_fault(error, self._calls)
                 self._waiting.clear()
                 self._probing.clear()
@@ -150,8 +146,12 @@ class Runtime:
 
     @contextmanager
     def control(self) -> Iterator[TieredCache]:
-        """Exclusive access to the cache; its commands are submitted when the block ends."""
-        self._check_process()
+        """Exclusive access to the cache; its commands are submitted when the block ends.
+
+        Raises `TierClosedError` after `close`, and in a process forked from the one of the movers' threads.
+        """
+        if os.getpid() != self.pid:
+            raise TierClosedError("the tiers belong to the process that forked this one; open them in this one, too")
         with self._lock:
             if self.closed:
                 raise TierClosedError("the runtime was closed")
@@ -160,14 +160,11 @@ class Runtime:
                 try:
                     yield self._cache
                 finally:
+                    self._applies += 1
+                    self._idle_until = -math.inf
                     self._pump(is_told=True)
                     if self._is_busy:
                         self.wakeup.set()
-
-    def _check_process(self) -> None:
-        """Raise `TierClosedError` in a process forked from the one of the movers' threads."""
-        if os.getpid() != self.pid:
-            raise TierClosedError("the tiers belong to the process that forked this one; open them in this one, too")
 
     @contextmanager
     def _typed_faults(self) -> Iterator[None]:
@@ -230,11 +227,14 @@ class Runtime:
     def in_flight(self, job: int) -> bool:
         """Whether `job` is in flight; `False` for all jobs once the runtime is closed."""
         with self._lock:
-            return self._is_in_flight(job)
+            if self.fault is None:
+                with self._reported():
+                    return not self._cache.progress(job).is_over
+            return job in self._running
 
     def wait_ended(self, jobs: Sequence[int], timeout: float) -> bool:
         """Wait for at most `timeout` seconds until none of `jobs` is in flight; returns whether that is so."""
-        return self._wait(lambda: not any(map(self._is_in_flight, jobs)), timeout)
+        return self._wait(lambda: not any(map(self.in_flight, jobs)), timeout)
 
     def wait_begun(self, job: int, timeout: float) -> bool:
         """Wait for at most `timeout` seconds until `job` waits for no other job; returns whether that is so."""
@@ -242,7 +242,9 @@ class Runtime:
 
     def wait_for_blocks(self, jobs: Sequence[int], touches: Callable[[int], bool], timeout: float) -> bool:
         """As `wait_ended`, until no job touches its device blocks any more; `touches` says so of one that has begun."""
-        return self._wait(lambda: not any(job in self._waiting or touches(job) for job in jobs), timeout)
+        return self._wait(
+            lambda: not any(job in self._waiting or touches(job) for job in jobs), timeout, of_movers=True
+        )
 
     def flush(self, timeout: float, besides: int = 0) -> bool:
         """Wait until every block that is to be copied down was, and nothing is in flight; returns whether that is so.
@@ -320,12 +322,6 @@ class Runtime:
 
     # ------------------------------------------------------------------ inside; the lock is held
 
-    def _is_in_flight(self, job: int) -> bool:
-        if self.fault is None:
-            with self._reported():
-                return not self._cache.progress(job).is_over
-        return job in self._running
-
     @property
     def _is_busy(self) -> bool:
         """Whether any job in flight will report a result; otherwise there is nothing to pump for."""
@@ -341,15 +337,18 @@ class Runtime:
             if error is not self.fault:  # but of a mover, or of a caller
                 raise
 
-    def _wait(self, done: Callable[[], bool], timeout: float) -> bool:
-        deadline, (nap, longest) = self.clock() + timeout, _POLL_SECONDS
+    def _wait(self, done: Callable[[], bool], timeout: float, *, of_movers: bool = False) -> bool:
+        """Wait until `done`, which is asked when the cache may have changed; at each poll if it is of movers, too."""
+        deadline, (nap, longest), asked = self.clock() + timeout, _POLL_SECONDS, -1
         while True:
             with self._lock:
                 self._pump()
                 with self._reported():  # `done` is asked again then, and has its answer without the cache
-                    if done():
-                        self._pump()
-                        return True
+                    if asked != self._applies or of_movers or self.fault is not None:
+                        asked = self._applies
+                        if done():
+                            self._pump()
+                            return True
             if self.clock() >= deadline:
                 self.wakeup.set()
                 return False
@@ -360,10 +359,9 @@ class Runtime:
         with self._reported():
             try:
                 self._advance(is_told) if self.fault is None else self._drain()
-            except Exception:
-                raise
-            except BaseException as error:  # KeyboardInterrupt: commands or results may be lost
-                self.fail(error)
+            except BaseException as error:
+                if not isinstance(error, Exception):  # KeyboardInterrupt: commands or results may be lost
+                    self.fail(error)
                 raise
 
     def _drain(self) -> None:
@@ -404,12 +402,14 @@ class Runtime:
                         self._results.append(answer)
                         self._observe_probe(*asked)
             results, self._results = self._results, []
-            if not results and is_told:
+            if not results and (is_told or now < self._idle_until):
                 return
             self._cache.apply(results, now)  # of none, too: deadlines pass all the same
+            self._applies += 1
             is_told = True
             commands = self._cache.take()
             if not results and not commands:
+                self._idle_until = now + _POLL_SECONDS[1]
                 return
             self._failures = {job: slots for job, slots in self._failures.items() if job in self._running}
 
@@ -590,7 +590,6 @@ class BackgroundLoop:
 
 
 def _truncated(transfer: Transfer, items: int, blocks_per_chunk: int) -> Transfer:
-    """The leading `items` of a transfer, with the device blocks that they fill."""
     kept, left = list[Section](), items
     for section in transfer.sections:
         skipped = section.first_block % blocks_per_chunk

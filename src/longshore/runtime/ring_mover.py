@@ -284,7 +284,6 @@ class RingMover:
             self._end(piece, piece.statuses)
 
     def _copy(self, piece: _RingPiece, count: int, route: Route) -> None:
-        """Have the engine copy the first `count` items of `piece`."""
         inner = self._inner(piece, count, route)
         self._copying[piece.number] = piece
         try:
@@ -321,7 +320,6 @@ class RingMover:
         job.pieces -= 1
 
     def _settle(self, job: _RingJob) -> None:
-        """Report `job` if it has ended."""
         if job.pieces or job.begun < len(job.statuses):
             return
         statuses = tuple(status for status in job.statuses if status is not None)
@@ -361,14 +359,13 @@ class RingMover:
         return batch
 
     def _inner(self, piece: _RingPiece, count: int, route: Route) -> Transfer:
-        """The transfer of the engine for the first `count` items of `piece`."""
         transfer = piece.job.transfer
         stop = piece.first + count
         items = []
         for item, slot in zip(transfer.items[piece.first : stop], piece.slots, strict=False):
             place = Slot(HOST, 0, slot)
             source, destination = (None, place) if route == OFFLOAD else (place, None)
-            items.append(Item(item.key, item.parent, source, destination, item.valid))
+            items.append(Item(item.key, item.parent, source, destination))
         last = stop == len(transfer.items)
         return replace(
             transfer,
@@ -382,7 +379,6 @@ class RingMover:
         )
 
     def _sections(self, transfer: Transfer, first: int, stop: int) -> tuple[Section, ...]:
-        """The device blocks of items [first, stop) of a single section."""
         (section,) = transfer.sections
         per_chunk = self._layout.groups[section.group].blocks_per_chunk
         skipped = section.first_block % per_chunk

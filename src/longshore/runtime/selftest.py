@@ -76,14 +76,14 @@ def copy_test(engine: TransferEngine, device: BlockAccess, section: Section, slo
 
     The blocks' former bytes are restored; the content of the slot is undefined.
     """
-    blocks, valid = section.blocks, (1 << len(section.blocks)) - 1
+    blocks = section.blocks
     former = device.read(blocks)
     pattern = np.random.default_rng(7).integers(0, 256, former.shape, dtype=np.uint8)
     try:
         device.write(blocks, pattern)
-        _copy(engine, Transfer(-1, Route(DEVICE, HOST), (Item(b"", None, None, slot, valid),), (section,)), timeout)
+        _copy(engine, Transfer(-1, Route(DEVICE, HOST), (Item(b"", None, None, slot),), (section,)), timeout)
         device.write(blocks, ~pattern)
-        _copy(engine, Transfer(-2, Route(HOST, DEVICE), (Item(b"", None, slot, None, valid),), (section,)), timeout)
+        _copy(engine, Transfer(-2, Route(HOST, DEVICE), (Item(b"", None, slot, None),), (section,)), timeout)
         wrong = int((device.read(blocks) != pattern).sum())
         if wrong:
             raise SelfTestError(

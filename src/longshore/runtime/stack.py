@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from longshore.boundary import FILE, HOST, REMOTE, Key, Mover, Slabs, by_size
 from longshore.cache import (
@@ -41,14 +41,14 @@ from longshore.errors import ConfigError, DeviceError, TierError
 from longshore.keys import Scope
 from longshore.layout import KVLayout
 from longshore.runtime.loop import BackgroundLoop, Runtime
-from longshore.runtime.recorder import KEPT, EventRecorder
+from longshore.runtime.recorder import EventRecorder, kept_events, open_recorder
 from longshore.runtime.ring_mover import ImageRing, RingMover
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.arena.pinning import CudaRegistrar, TorchCudaRuntime
 from longshore.tiers.base import KeyedTier, Tier
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.host import HostTier, KeyedMover, TierMover
-from longshore.tiers.remote import RemoteTier, parse_url
+from longshore.tiers.remote import ClusterTier, RemoteTier, open_store, parse_url
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import TransferEngine
 
@@ -125,6 +125,11 @@ class Stack:
     events: EventRecorder | None
     remote: tuple[KeyedTier, ...] = ()
     ring_mover: RingMover | None = None
+
+    def describe(self, keys: Sequence[Key], first: int, tokens: Sequence[int]) -> None:
+        """Have events for routers tell which `tokens` the chunks `keys[first:]` of a path have."""
+        if self.events is not None:
+            self.events.describe(keys, first, tokens)
 
     def load_path(
         self,
@@ -220,7 +225,6 @@ class Stack:
     def _load(
         self, lease: Lease, blocks: Sequence[int], skip: int, uses: BlockUse, origins: Origins, timeout: float
     ) -> list[str]:
-        """Load what `lease` keeps into `blocks`, within `timeout`, and wait for it; the tiers that it came from."""
         per_chunk, at = self.config.blocks_per_chunk, -skip
         if timeout <= 0:
             return []
@@ -239,8 +243,7 @@ class Stack:
         flushed = close_runtime(self.runtime, flush_timeout)
         if self.events is not None:
             self.events.close()
-        if self.host is not None and self.arena is not None:
-            self.host.close()
+        if self.arena is not None:
             self.arena.close()
         return flushed
 
@@ -297,19 +300,11 @@ class Stack:
         self.close()
 
 
-class _Grouping(NamedTuple):
-    """What the cache is to know of the KV cache groups, `pools` being those of their images."""
-
-    groups: Sequence[CacheGroup]
-    partial: bool
-    pools: tuple[int, ...] = ()
-
-
 def _open_store(
     url: str, name: str, *, arena: Arena, image_bytes: tuple[int, ...], scope: bytes, generation: int
-) -> RemoteTier:
+) -> RemoteTier | ClusterTier:
     """A store whose namespace is the scope, which identifies the weights: adapters open another stack for others."""
-    return RemoteTier(
+    return open_store(
         url,
         arena=arena,
         image_bytes=image_bytes,
@@ -350,48 +345,115 @@ def open_stack(
     With a `ring` there is no host tier: images pass through it on their way between the device and what `open_gds`
     makes. The caller closes its memory, after the stack.
     """
-    if ring is None:
-        config.check_machine()
-    else:
-        config.check_files()
-    if open_remote and config.file_mode == "gds":
-        raise ConfigError("remote tiers need a host tier, which file_mode gds does not have; use file_mode posix")
-    if ring is not None and (open_remote or config.remote):
-        raise ConfigError("remote stores need a host tier, which this engine has of its own; remove remote")
-    if config.file_path is not None:
-        check_size("file_size", config.file_size, capacity_for(1, layout.image_bytes))
+    _check_config(config, layout, ring, has_stores=bool(open_remote or config.remote))
     ring = ring or _take_ring(config, layout, device)
-    if ring is not None:
-        return _open_without_host(config, layout, scope, device, ring, open_gds, groups, partial)
-    check_size("host_size", config.host_size, layout.image_bytes)
-    sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
-    slabs = Slabs.within(config.host_size, sizes)
+    arena = host = file = ring_mover = None
+    sizes: tuple[int, ...] = (layout.image_bytes,)
+    pools: tuple[int, ...] = ()
     with contextlib.ExitStack() as undo:
-        arena = open_arena(config, slabs.slabs, slabs.slab_bytes, registrar_for(layout.device))
-        undo.callback(arena.close)
-        host = HostTier(arena, slabs)
-        file = None if config.file_path is None else _open_file(config, sizes, scope, open_file, arena=arena)
-        if file is not None:
+        if ring is None:
+            check_size("host_size", config.host_size, layout.image_bytes)
+            sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
+            slabs = Slabs.within(config.host_size, sizes)
+            arena = open_arena(config, slabs.slabs, slabs.slab_bytes, registrar_for(layout.device))
+            undo.callback(arena.close)
+            host = HostTier(arena, slabs)
+        if ring is not None or config.file_path is not None:
+            file = (open_file if ring is None else open_gds)(
+                config.file_path,
+                capacity=config.file_size,
+                image_bytes=sizes,
+                scope=scope.root,
+                threads=config.file_threads,
+                **({"arena": arena} if ring is None else {"memory": ring.arena}),
+            )
             undo.callback(file.close)
-        device.reach(arena.in_one_piece)
-        engine = TransferEngine(layout, device, host)
+        if arena is not None:
+            device.reach(arena.in_one_piece)
+        slots: Any = host or ring
+        engine = TransferEngine(layout, device, slots)
         undo.callback(engine.close)
         movers: list[Mover] = [engine]
-        if file is not None:
-            movers.append(TierMover(file, host))
-        probers = []
+        if ring is not None and file is not None:
+            movers = [ring_mover := RingMover(engine, layout, ring, file)]
+        elif file is not None:
+            movers.append(TierMover(file, slots))
+        probers, generation = list[KeyedMover](), 0 if file is None else file.generation
         openers: list[Callable[..., KeyedTier]] = [
             functools.partial(open_store, url, name) for name, url in named_stores(config).items()
         ]
         for opener in (*openers, *open_remote):
-            generation = 0 if file is None else file.generation
             tier = opener(arena=arena, image_bytes=sizes, scope=scope.root, generation=generation)
             undo.callback(tier.close)
-            probers.append(KeyedMover(tier, host))
-        runtime = _make_runtime(config, layout, scope, _Grouping(groups, partial, pools), host, file, movers, probers)
+            probers.append(KeyedMover(tier, slots))
+        of_groups = {"groups": tuple(groups), "partial": partial, "pools": pools}
+        runtime = _make_runtime(config, layout, scope, host, file, movers, probers, **of_groups)
+        undo.callback(runtime.close, 0.0)
+        loop = BackgroundLoop(runtime) if config.background else None
+        if loop is not None:
+            undo.callback(loop.close)
+        events = open_recorder(runtime, config, layout.groups[0].block_size * config.blocks_per_chunk)
+        stores = tuple(prober.tier for prober in probers)
         undo.pop_all()
-    stack = _start(config, layout, scope, runtime, engine, host, file, arena)
-    return replace(stack, remote=tuple(prober.tier for prober in probers))
+    return Stack(config, layout, scope, runtime, engine, host, file, arena, loop, events, stores, ring_mover)
+
+
+def _check_config(config: Config, layout: KVLayout, ring: ImageRing | None, *, has_stores: bool) -> None:
+    """Raise `ConfigError` where the machine cannot give what is asked for, or settings contradict each other."""
+    if ring is None:
+        config.check_machine()
+    else:
+        config.check_files()
+    if has_stores and config.file_mode == "gds":
+        raise ConfigError("remote tiers need a host tier, which file_mode gds does not have; use file_mode posix")
+    if has_stores and ring is not None:
+        raise ConfigError("remote stores need a host tier, which this engine has of its own; remove remote")
+    if config.file_path is not None:
+        check_size("file_size", config.file_size, capacity_for(1, layout.image_bytes))
+
+
+def _make_runtime(
+    config: Config,
+    layout: KVLayout,
+    scope: Scope,
+    host: HostTier | None,
+    file: Tier | None,
+    movers: Sequence[Mover],
+    probers: Sequence[KeyedMover],
+    **of_groups: Any,
+) -> Runtime:
+    cache = make_cache(
+        config,
+        None if host is None else host.slabs,
+        file,
+        remote=[prober.tier.name for prober in probers],
+        ranks=layout.ranks,
+        events=kept_events(config),
+        max_writes=config.max_writes,
+        device_blocks=layout.num_blocks,
+        self_test_key=scope.self_test_key,
+        **of_groups,
+    )
+    tokens = layout.groups[0].block_size * config.blocks_per_chunk
+    chunk = (tokens, layout.image_bytes) if len(layout.groups) == 1 else None  # chunks of several groups differ
+    return make_runtime(config, cache, file, movers, probers, chunk)
+
+
+def make_runtime(
+    config: Config,
+    cache: TieredCache,
+    file: Tier | None,
+    movers: Sequence[Mover],
+    probers: Sequence[KeyedMover],
+    chunk: tuple[int, int] | None,
+) -> Runtime:
+    """The loop over `cache`. `chunk`: tokens and bytes of a chunk, for the gate; without it there is no gate."""
+    stores = [prober.tier for prober in probers]
+    tiers, gate = [*([] if file is None else [file]), *stores], None
+    if tiers and chunk is not None and config.gate:
+        names = [*(level.name for level in cache.stats()), *(tier.name for tier in stores)]
+        gate = Gate(names, *chunk, prefill_speed=config.prefill_speed)
+    return Runtime(cache, [*movers, *probers], tiers, probers=probers, gate=gate)
 
 
 def _take_ring(config: Config, layout: KVLayout, device: Device) -> ImageRing | None:
@@ -409,104 +471,6 @@ def _take_ring(config: Config, layout: KVLayout, device: Device) -> ImageRing | 
         config.check_host()
         return None
     return ImageRing(memory, layout.image_bytes)
-
-
-def _open_without_host(
-    config: Config,
-    layout: KVLayout,
-    scope: Scope,
-    device: Device,
-    ring: ImageRing,
-    open_gds: Callable[..., Tier],
-    groups: Sequence[CacheGroup],
-    partial: bool,
-) -> Stack:
-    with contextlib.ExitStack() as undo:
-        file = _open_file(config, (layout.image_bytes,), scope, open_gds, memory=ring.arena)
-        undo.callback(file.close)
-        engine = TransferEngine(layout, device, ring)
-        undo.callback(engine.close)
-        mover = RingMover(engine, layout, ring, file)
-        runtime = _make_runtime(config, layout, scope, _Grouping(groups, partial), None, file, [mover])
-        undo.pop_all()
-    return replace(_start(config, layout, scope, runtime, engine, None, file, None), ring_mover=mover)
-
-
-def _start(
-    config: Config,
-    layout: KVLayout,
-    scope: Scope,
-    runtime: Runtime,
-    engine: TransferEngine,
-    host: HostTier | None,
-    file: Tier | None,
-    arena: Arena | None,
-) -> Stack:
-    events = None
-    with contextlib.ExitStack() as undo:
-        if arena is not None and host is not None:
-            undo.callback(arena.close)
-            undo.callback(host.close)
-        undo.callback(runtime.close, 0.0)
-        loop = BackgroundLoop(runtime) if config.background else None
-        if loop is not None:
-            undo.callback(loop.close)
-        if config.events_path is not None:
-            events = EventRecorder(runtime, config.events_path, config.events_size)
-        undo.pop_all()
-    return Stack(config, layout, scope, runtime, engine, host, file, arena, loop, events)
-
-
-def _make_runtime(
-    config: Config,
-    layout: KVLayout,
-    scope: Scope,
-    grouping: _Grouping,
-    host: HostTier | None,
-    file: Tier | None,
-    movers: list[Mover],
-    probers: Sequence[KeyedMover] = (),
-) -> Runtime:
-    remote = [prober.tier for prober in probers]
-    cache = make_cache(
-        config,
-        None if host is None else host.slabs,
-        file,
-        remote=[tier.name for tier in remote],
-        groups=tuple(grouping.groups),
-        partial=grouping.partial,
-        ranks=layout.ranks,
-        events=KEPT if config.events_path is not None else 0,
-        max_writes=config.max_writes,
-        device_blocks=layout.num_blocks,
-        self_test_key=scope.self_test_key,
-        pools=grouping.pools,
-    )
-    tiers = [*([] if file is None else [file]), *remote]
-    gate = None
-    if (file is not None or remote) and len(layout.groups) == 1:  # chunks of several groups differ
-        tokens = layout.groups[0].block_size * config.blocks_per_chunk
-        names = [*(level.name for level in cache.stats()), *(tier.name for tier in remote)]
-        gate = make_gate(config, names, tokens, layout.image_bytes)
-    return Runtime(cache, [*movers, *probers], tiers, probers=probers, gate=gate)
-
-
-def make_gate(config: Config, tiers: Sequence[str], chunk_tokens: int, chunk_bytes: int) -> Gate | None:
-    """A gate for loads of chunks of this size from `tiers`, unless `config` has none."""
-    return Gate(tiers, chunk_tokens, chunk_bytes, prefill_speed=config.prefill_speed) if config.gate else None
-
-
-def _open_file(
-    config: Config, sizes: tuple[int, ...], scope: Scope, open_file: Callable[..., Tier], **memory: object
-) -> Tier:
-    return open_file(
-        config.file_path,
-        capacity=config.file_size,
-        image_bytes=sizes,
-        **memory,
-        scope=scope.root,
-        threads=config.file_threads,
-    )
 
 
 def close_runtime(runtime: Runtime, flush_timeout: float = 30.0) -> bool:
@@ -579,6 +543,7 @@ def make_cache(
         prefetch_timeout=config.prefetch_timeout,
         load_timeout=config.load_timeout,
         write_timeout=config.write_timeout,
+        remote_events=config.kv_events_remote,
         **stores,
         **of_engine,
     )

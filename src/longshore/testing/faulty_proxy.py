@@ -217,8 +217,10 @@ class FaultyProxy:
         return WireRequest(name, words[1] if len(words) > 1 else b"", words[2] if name == b"SET" else None, raw)
 
     def _read_reply(self, stream: BinaryIO, request: WireRequest) -> WireReply:
-        """One status, error, number or value."""
+        """One status, error, number or value, or several."""
         line = stream.readline()
+        if line.startswith(b"*"):
+            return WireReply(line + b"".join(self._read_reply(stream, request).raw for _ in range(int(line[1:]))), None)
         if not line.startswith(b"$") or line.startswith(b"$-1"):
             return WireReply(line, None)
         value = stream.read(int(line[1:]) + 2)

@@ -29,7 +29,7 @@ PATIENCE = 30.0
 POISON = 0xCC
 """Content of destinations before a read."""
 
-MISSES = frozenset({Status.MISMATCH, Status.CORRUPT, Status.SHORT, Status.LAPSED})
+MISSES = frozenset({Status.MISMATCH, Status.CORRUPT, Status.SHORT, Status.EXPIRED})
 """Statuses of a read of another record than expected."""
 
 

@@ -155,7 +155,7 @@ class Tier(ABC):
 
     @property
     def is_away(self) -> bool:
-        """Whether operations end as `Status.AWAY` at present."""
+        """Whether operations end as `Status.UNAVAILABLE` at present."""
         return False
 
     @property
@@ -178,7 +178,7 @@ class KeyedTier(Tier):
     """Storage for block images that Longshore does not own: addressed by key, shared, and free to drop images.
 
     The slot of every operation is `BY_KEY`; there are no slabs. A `READ` of a key that the tier does not have ends as
-    `Status.LAPSED`; a `WRITE` of a key that it has may end as `OK` without moving bytes.
+    `Status.EXPIRED`; a `WRITE` of a key that it has may end as `OK` without moving bytes.
     """
 
     @abstractmethod

@@ -1,27 +1,23 @@
 """The host tier: slots for block images inside the arena itself, and the movers between them and colder tiers.
 
-    arena   │ ... │ slot 0 │ slot 1 │ ... │ slot n-1 │ ...
-                  base     base + image_bytes                    (with one image size; `longshore.boundary` for several)
-                    ▲ │
-    TierMover       │ ▼      a transfer of the control plane becomes a batch of operations
-    colder tier     slot
+    arena   │ slot 0 │ slot 1 │ ... │ slot n-1 │ ...     with one image size; `longshore.boundary` for several
+            0        image_bytes
+              ▲ │
+    TierMover │ ▼      a transfer of the control plane becomes a batch of operations
+    colder tier
 
-The transfer engine accesses a slot by its arena offset (`HostTier.offset`), without the `Tier` interface. As a `Tier`,
-it copies between a slot and another range of the same arena; this is the reference implementation for other tiers.
+The transfer engine, too, accesses a slot by its arena offset (`HostTier.offsets`).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from longshore.boundary import (
     HOST,
     I64,
     PAGE,
     Item,
-    Key,
     Probe,
     ProbeResult,
     Route,
@@ -31,142 +27,37 @@ from longshore.boundary import (
     Transfer,
     TransferResult,
 )
-from longshore.errors import PlanError, TierClosedError, TierError
-from longshore.tiers.arena import Arena, ArenaReport
-from longshore.tiers.base import (
-    BY_KEY,
-    KeyedTier,
-    Op,
-    OpBatch,
-    Tier,
-    TierOp,
-    TierResult,
-    check_batch,
-    check_generation,
-)
+from longshore.errors import PlanError, TierError
+from longshore.tiers.arena import Arena
+from longshore.tiers.base import BY_KEY, KeyedTier, Op, Tier, TierOp
 
 
-class _Content(NamedTuple):
-    """What the last `WRITE` to a slot said it was."""
+class HostTier:
+    """`slabs` of images in `arena`, one behind the other from its start.
 
-    pool: int
-    key: Key
-    generation: int
-    length: int
-
-
-class HostTier(Tier):
-    """`slabs` of images in `arena`, from `base` on.
-
-    Copies are made in `submit`, in order, so `cancel` has no effect. Keys are those of `WRITE` operations: bytes that a
-    mover wrote to a slot by offset have no key here, and a `READ` of them is a mismatch.
+    Attributes:
+        slabs: Numbering and sizes of its slots.
+        arena: Where they are; its owner closes it.
     """
 
-    def __init__(self, arena: Arena, slabs: Slabs, *, base: int = 0) -> None:
+    def __init__(self, arena: Arena, slabs: Slabs) -> None:
+        """Raises `TierError` for slabs that are not whole pages, or that the arena has no room for."""
         if slabs.slabs <= 0:
             raise TierError(f"a host tier needs at least one slab, got {slabs.slabs}")
         if any(size % PAGE for size in (slabs.slab_bytes, *slabs.image_bytes)):
             raise TierError(f"slabs and images must be multiples of {PAGE} bytes, got {slabs}")
-        if base < 0 or base % PAGE:
-            raise TierError(f"base must be a non-negative multiple of {PAGE}, got {base}")
-        if base + slabs.nbytes > arena.nbytes:
-            raise TierError(
-                f"{slabs} at offset {base} need {base + slabs.nbytes} bytes, but the arena has {arena.nbytes}"
-            )
-        self.name = HOST
+        if slabs.nbytes > arena.nbytes:
+            raise TierError(f"{slabs} need {slabs.nbytes} bytes, but the arena has {arena.nbytes}")
         self.slabs = slabs
-        self.image_bytes = slabs.image_bytes
         self.arena = arena
-        self._base = base
-        self._contents: dict[int, dict[int, _Content]] = {}
-        """By slab, and by slot in it."""
-        self._forgotten = 0
-        self._tickets = 0
-        self._results: list[TierResult] = []
-        self._closed = False
 
     def offset(self, pool: int, index: int) -> int:
         """Arena offset of the first byte of a slot. Raises `PlanError` if there is no such slot."""
-        return self._base + self.slabs.offset(pool, index)
+        return self.slabs.offset(pool, index)
 
     def offsets(self, pool: int, indices: Sequence[int]) -> I64:
         """The same for many slots of one pool: int64, shape `(len(indices),)`."""
-        return self._base + self.slabs.offsets(pool, indices)
-
-    @property
-    def report(self) -> ArenaReport:
-        """State and fallbacks of the arena."""
-        return self.arena.report
-
-    def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
-        """Copy `batch`, now."""
-        if self._closed:
-            raise TierClosedError("the host tier was closed")
-        arena_bytes = self.arena.array.nbytes  # raises when the arena was closed under us
-        check_batch(batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
-        for op in batch:
-            self._check_outside_slots(op)
-        now = time.monotonic()
-        state = OpBatch(self._tickets, batch, deadline, now)
-        self._tickets += 1
-        for index, op in enumerate(state.ops):
-            now = time.monotonic()
-            if state.late(now):
-                state.end_pending(Status.DEADLINE, now)
-                break
-            state.begin(index, now)
-            status = self._read(op) if op.op is Op.READ else self._write(op)
-            state.end(index, status, time.monotonic())
-        self._results.append(state.result())
-        return state.ticket
-
-    def poll(self) -> list[TierResult]:
-        """Results since the last call."""
-        results, self._results = self._results, []
-        return results
-
-    def cancel(self, ticket: int) -> None:
-        """Nothing: what was submitted has ended."""
-
-    def close(self) -> None:
-        """Take no more batches. The arena stays its owner's."""
-        self._closed = True
-
-    def forget(self, generation: int) -> None:
-        """Serve nothing written before `generation`."""
-        if self._closed:
-            raise TierClosedError("the host tier was closed")
-        check_generation(generation)
-        self._forgotten = max(self._forgotten, generation)
-
-    def _check_outside_slots(self, op: TierOp) -> None:
-        # A copy into one of our own slots would change its bytes, but not the key that they are checked against.
-        end = self._base + self.slabs.nbytes
-        if op.offset < end and op.offset + op.length > self._base:
-            raise TierError(
-                f"bytes [{op.offset}, {op.offset + op.length}) overlap the host tier's own slots [{self._base}, {end})"
-            )
-
-    def _read(self, op: TierOp) -> Status:
-        found = self._contents.get(self.slabs.slab_of(op.slot), {}).get(op.slot)
-        if op.generation < self._forgotten or found != _Content(op.pool, op.key, op.generation, op.length):
-            return Status.MISMATCH
-        self._copy(op.offset, self.offset(op.pool, op.slot), op.length)
-        return Status.OK
-
-    def _write(self, op: TierOp) -> Status:
-        if op.generation < self._forgotten:
-            return Status.CANCELLED  # nobody could ever read it
-        slab = self._contents.setdefault(self.slabs.slab_of(op.slot), {})
-        if any(content.pool != op.pool for content in slab.values()):
-            slab.clear()
-        slab[op.slot] = _Content(op.pool, op.key, op.generation, op.length)
-        self._copy(self.offset(op.pool, op.slot), op.offset, op.length)
-        return Status.OK
-
-    def _copy(self, destination: int, source: int, length: int) -> None:
-        array = self.arena.array
-        array[destination : destination + length] = array[source : source + length]
+        return self.slabs.offsets(pool, indices)
 
 
 _PROBES = 1024
@@ -177,12 +68,13 @@ class TierMover:
     """Serves host -> `tier` and `tier` -> host for one rank."""
 
     def __init__(self, tier: Tier, host: HostTier) -> None:
-        if tier.image_bytes != host.image_bytes:
-            raise PlanError(f"{tier.name} has images of {tier.image_bytes} bytes, the host tier of {host.image_bytes}")
+        sizes = host.slabs.image_bytes
+        if tier.image_bytes != sizes:
+            raise PlanError(f"{tier.name} has images of {tier.image_bytes} bytes, the host tier of {sizes}")
         self.tier = tier
         self._host = host
-        self._write = Route(host.name, tier.name)
-        self._read = Route(tier.name, host.name)
+        self._write = Route(HOST, tier.name)
+        self._read = Route(tier.name, HOST)
         self._jobs: dict[int, int] = {}  # ticket -> job
         self._tickets: dict[int, int] = {}  # job -> ticket
 
@@ -223,7 +115,7 @@ class TierMover:
         if hosts is None:
             raise PlanError(f"expected a host slot on one side of a transfer between tiers, got {item}")
         index = self._address(ours, hosts)
-        offset, length = self._host.offset(hosts.pool, hosts.index), self._host.image_bytes[hosts.pool]
+        offset, length = self._host.offset(hosts.pool, hosts.index), self._host.slabs.image_bytes[hosts.pool]
         return TierOp(op, index, item.key, item.parent, offset, length, generation, hosts.pool)
 
     def _address(self, ours: Slot | None, hosts: Slot) -> int:
@@ -257,16 +149,16 @@ class KeyedMover(TierMover):
 
     def answers(self) -> list[ProbeResult]:
         """Answers that arrived since the last call."""
-        known = [(self._probes.pop(ticket, None), present) for ticket, present in self.tier.answers()]
-        return [_result_of(probe, present) for probe, present in known if probe is not None]
+        results = []
+        for ticket, present in self.tier.answers():
+            probe = self._probes.pop(ticket, None)
+            if probe is not None and present is not None:
+                results.append(ProbeResult(probe.probe, present))
+            elif probe is not None:
+                results.append(ProbeResult(probe.probe, (False,) * len(probe.keys), Status.UNAVAILABLE))
+        return results
 
     def _address(self, ours: Slot | None, hosts: Slot) -> int:
         if ours is not None:
             raise PlanError(f"expected no slot on the side of a remote tier, got {ours}")
         return BY_KEY
-
-
-def _result_of(probe: Probe, present: tuple[bool, ...] | None) -> ProbeResult:
-    if present is None:
-        return ProbeResult(probe.probe, (False,) * len(probe.keys), Status.AWAY)
-    return ProbeResult(probe.probe, present)

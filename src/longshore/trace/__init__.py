@@ -1,4 +1,4 @@
-"""Request traces: readers, replay, sizing, synthetic workloads. Nothing here imports torch."""
+"""Request traces: readers, replay, sizing, workloads. Nothing here imports torch."""
 
 from longshore.trace.parsing import TraceRequest
 from longshore.trace.readers import (
@@ -10,10 +10,9 @@ from longshore.trace.readers import (
     read_mooncake,
     read_trace,
 )
-from longshore.trace.workload import FAMILIES, Workload, WorkloadRequest, synthesize, tokens_of
+from longshore.trace.workload import Workload, WorkloadRequest, tokens_of
 
 __all__ = [
-    "FAMILIES",
     "TRACE_BLOCK_TOKENS",
     "Form",
     "TraceRequest",
@@ -24,6 +23,5 @@ __all__ = [
     "read_excerpt",
     "read_mooncake",
     "read_trace",
-    "synthesize",
     "tokens_of",
 ]

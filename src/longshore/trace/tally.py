@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from longshore.boundary import DEVICE, HOST, REMOTE, Key, Status, Transfer, TransferResult
+import numpy as np
+
+from longshore.boundary import DEVICE, HOST, REMOTE, Items, Key, Status, Transfer, TransferResult
 
 
 class Loss(enum.Enum):
@@ -41,15 +43,15 @@ class Losses:
 
     def miss(self, keys: Sequence[Key], usable: int) -> None:
         """A request looked for `keys`, of which the first `usable` may be loaded, and found none of them."""
-        for at, key in enumerate(keys):
-            name = int.from_bytes(key[:8])
-            cause = self._cause.get(name)
+        causes, asked = self._cause, self._asked
+        for at, name in enumerate(_names(keys)):
+            cause = causes.get(name)
             if cause is None:
-                self._cause[name] = Loss.PENDING
+                causes[name] = Loss.PENDING
                 cause = Loss.FIRST_USE
-                if self._asked is not None:
-                    cause = Loss.OTHER_REPLICA if name in self._asked else cause
-                    self._asked.add(name)
+                if asked is not None:
+                    cause = Loss.OTHER_REPLICA if name in asked else cause
+                    asked.add(name)
             elif at >= usable:
                 cause = Loss.LAST_TOKEN
             self.counts[cause] += 1
@@ -60,14 +62,26 @@ class Losses:
         if tier == DEVICE or source not in (DEVICE, HOST, REMOTE):
             return
         cause = Loss.FORGOTTEN if tier == HOST and self._coldest != HOST else Loss.EVICTED
-        for item, status in zip(transfer.items, result.statuses, strict=True):
-            name = int.from_bytes(item.key[:8])
+        items = transfer.items
+        names = _names(items.keys if isinstance(items, Items) else [item.key for item in items])
+        if source != REMOTE and result.statuses.count(Status.OK) == len(names):
+            self._cause.update(dict.fromkeys(names, cause))
+            return
+        for name, status in zip(names, result.statuses, strict=True):
             if status is Status.OK and (source != REMOTE or name not in self._cause):  # else its cause is known
                 self._cause[name] = cause
 
     def refused(self, keys: Sequence[Key], cause: Loss) -> None:
         """Host memory did not take `keys`."""
-        self._cause.update(dict.fromkeys((int.from_bytes(key[:8]) for key in keys), cause))
+        self._cause.update(dict.fromkeys(_names(keys), cause))
+
+
+def _names(keys: Sequence[Key]) -> list[int]:
+    """The first 8 bytes of `keys`, which are of one length, a multiple of 8."""
+    if not keys:
+        return []
+    names: list[int] = np.frombuffer(b"".join(keys), ">u8")[:: len(keys[0]) // 8].tolist()
+    return names
 
 
 @dataclass(slots=True)

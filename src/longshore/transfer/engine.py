@@ -166,7 +166,7 @@ class TransferEngine:
         """Begin `transfer`.
 
         Raises:
-            PlanError: An invalid route, id, slot or mask, or a job that is already in flight. Nothing has changed.
+            PlanError: An invalid route, id or slot, or a job that is already in flight. Nothing has changed.
             QueueFullError: The queue of its direction and class is full. Nothing has changed.
             FreedLayoutError: The device memory is gone.
             TierClosedError: The engine was closed, or the arena.
@@ -298,7 +298,6 @@ class TransferEngine:
             into=into,
             host_address=self._host.arena.address,
             host_bytes=self._host.arena.nbytes,
-            valid=images.valid,
             tokens=transfer.tokens,
             room=images.room,
         )

@@ -496,7 +496,6 @@ class Lane:
             self._driver.notify()
 
     def _send(self, job: CopyJob) -> tuple[CopyStep | None, Copy | None]:
-        """Give the next step of `job` to the device."""
         if not self._bound:
             self._stream.bind()
             self._bound = True

@@ -134,15 +134,21 @@ class CopyBatch(NamedTuple):
         """Whether the copies are inside the device, and not between device and host."""
         return any(part.sources is not None for part in self.parts)
 
+    def check_live(self) -> None:
+        """Raise `FreedLayoutError` if the device memory was freed, or replaced, since the ids were checked."""
+        now = self.layout.generation
+        if self.generation != now:
+            raise FreedLayoutError(f"batch is of layout generation {self.generation}, the layout now in {now}")
+
     def of_layer(self, layer: int) -> CopyBatch:
         """The part of the batch that belongs to one model layer; may be empty."""
-        parts = (part.between(*self._refs_of(part, layer)) for part in self.parts)
-        return self._replace(parts=tuple(part for part in parts if len(part.widths)))
-
-    def _refs_of(self, part: CopyPart, layer: int) -> tuple[int, int]:
-        layers = self.layout.table(part.group, split=part.split).layer[part.refs]
-        first, stop = np.searchsorted(layers, (layer, layer + 1)).tolist()
-        return first, stop
+        parts = []
+        for part in self.parts:
+            layers = self.layout.table(part.group, split=part.split).layer[part.refs]
+            first, stop = np.searchsorted(layers, (layer, layer + 1)).tolist()
+            if first < stop:
+                parts.append(part.between(first, stop))
+        return self._replace(parts=tuple(parts))
 
     def cut(self, max_bytes: int) -> Iterator[CopyBatch]:
         """Cut into batches of at most `max_bytes`, in order, as `CopyPart.cut` does."""
@@ -292,11 +298,8 @@ class PieceBuilder:
         Raises:
             FreedLayoutError: The device memory was freed, or replaced since the ids were validated.
         """
+        batch.check_live()
         layout = batch.layout
-        if batch.generation != layout.generation:
-            raise FreedLayoutError(
-                f"batch is of layout generation {batch.generation}, the layout now in {layout.generation}"
-            )
         room = self._reserve(sum([part.pieces for part in batch.parts]))
         start = 0
         low, high = len(room.size), 0  # pieces between which some may merge

@@ -7,8 +7,7 @@ partial first or last chunk is a rectangle of its own (`chunk_rectangles`). Here
     chunk 0   chunk 1   chunk 2
     · · · 0   1 2 3 4   5 6 7 8          [0, 1) x [3, 4)    [1, 3) x [0, 4)
 
-    blocks that are not valid            are left out of their chunk (`keep_valid`)
-    a last block with fewer tokens       is a rectangle with narrower pages (`split_off_last`, `page_widths`)
+A last block with fewer tokens is a rectangle with narrower pages (`split_off_last`, `page_widths`).
 
 Copies inside the device serve partial reuse: a request that shares the first tokens of another request's block gets its
 own block, with the pages of those tokens copied. The source block may be in flight; the copy then waits for it, like
@@ -18,7 +17,7 @@ any other job.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -42,14 +41,6 @@ class CopyPlan(NamedTuple):
     images: I64
     sections: tuple[tuple[int, int], ...]
 
-    def sources(self) -> dict[int, I64]:
-        """For copies inside the device, the source blocks, by pool."""
-        pools: dict[int, list[I64]] = {}
-        for part in self.whole.parts:
-            if part.sources is not None:
-                pools.setdefault(self.whole.layout.pools[part.group], []).append(part.sources.ravel())
-        return {pool: np.concatenate(blocks) for pool, blocks in pools.items()}
-
     @property
     def item_bytes(self) -> I64:
         """int64, shape `(items,)`: bytes that move of each item."""
@@ -59,11 +50,18 @@ class CopyPlan(NamedTuple):
         return item_bytes
 
     def blocks(self) -> dict[int, I64]:
-        """The device blocks that move, by pool."""
+        """The device blocks that move, by pool; of copies inside the device, those that are written."""
+        return self._by_pool((part.group, part.blocks) for part in self.whole.parts)
+
+    def sources(self) -> dict[int, I64]:
+        """For copies inside the device, the source blocks, by pool."""
+        return self._by_pool((part.group, part.sources) for part in self.whole.parts if part.sources is not None)
+
+    def _by_pool(self, blocks: Iterable[tuple[int, I64]]) -> dict[int, I64]:
         pools: dict[int, list[I64]] = {}
-        for part in self.whole.parts:
-            pools.setdefault(self.whole.layout.pools[part.group], []).append(part.blocks.ravel())
-        return {pool: np.concatenate(blocks) for pool, blocks in pools.items()}
+        for group, some in blocks:
+            pools.setdefault(self.whole.layout.pools[group], []).append(some.ravel())
+        return {pool: np.concatenate(found) for pool, found in pools.items()}
 
 
 def plan_copy(
@@ -74,7 +72,6 @@ def plan_copy(
     into: str,
     host_address: int,
     host_bytes: int,
-    valid: Sequence[int] | None = None,
     tokens: int | None = None,
     room: I64 | None = None,
 ) -> CopyPlan:
@@ -87,8 +84,6 @@ def plan_copy(
         into: The tier that is written, `DEVICE` or `HOST`; written blocks or images must be distinct.
         host_address: Address of the host memory.
         host_bytes: Size of the host memory.
-        valid: For each item a bit mask of the blocks with valid bytes; other blocks are consumed, but neither read nor
-            written. `None`: all.
         tokens: Leading tokens to move of the last block of the last non-empty section. `None`, zero or less, and the
             block size or more mean the whole block; so do pages that cannot be split.
         room: int64, shape `(items,)`: bytes of the slot of each image; `None`: large enough.
@@ -103,15 +98,15 @@ def plan_copy(
         raise PlanError(f"expected destination {DEVICE!r} or {HOST!r}, got {into!r}")
     items = _items_per_section(layout, sections)
     offsets = _integers(images, "image offsets")
-    if sum(items) != len(offsets) or (valid is not None and len(valid) != len(offsets)):
-        got = f"{len(offsets)} items" if valid is None else f"{len(offsets)} items, {len(valid)} valid masks"
-        raise PlanError(f"expected {sum(items)} items, as the sections have blocks for {items} chunks; got {got}")
+    if sum(items) != len(offsets):
+        raise PlanError(
+            f"expected {sum(items)} items, as the sections have blocks for {items} chunks; got {len(offsets)} items"
+        )
     parts: list[CopyPart] = []
     for section, taken, widths in _sections(layout, sections, items, tokens):
         _check_images(offsets, taken, layout.image_bytes_of(section.group), host_bytes, room)
         per_chunk = layout.groups[section.group].blocks_per_chunk
-        masks = None if valid is None else valid[taken.start : taken.stop]
-        parts += _parts(layout, section, widths, per_chunk, offsets[taken], masks, taken.start)
+        parts += _parts(layout, section, widths, per_chunk, offsets[taken], taken.start)
     whole = CopyBatch(layout, layout.generation, into, host_address, tuple(parts))
     groups = [section.group for section in sections]
     plan = CopyPlan(whole, offsets, tuple(zip(groups, items, strict=True)))
@@ -184,7 +179,6 @@ def _parts(
     widths: tuple[PageWidths, PageWidths | None],
     per_chunk: int,
     images: I64,
-    valid: Sequence[int] | None,
     item: int,
     sources: I64 | None = None,
 ) -> Iterator[CopyPart]:
@@ -193,8 +187,6 @@ def _parts(
     blocks = block_ids(section, layout.num_blocks)
     skip = section.first_block % per_chunk
     rectangles = chunk_rectangles(len(blocks), skip, per_chunk)
-    if valid is not None:
-        rectangles = keep_valid(rectangles, valid, per_chunk)
     last = divmod(skip + len(blocks) - 1, per_chunk)
     if leading is not None:
         rectangles = split_off_last(rectangles, *last)
@@ -316,7 +308,7 @@ def plan_copy_inside(
     for section, taken, widths in _sections(layout, sections, counts, tokens):
         own = enumerate(items[taken], taken.start)
         sources = np.array([_source(layout, section.group, item, index) for index, item in own])
-        parts += _parts(layout, section._replace(first_block=0), widths, 1, images[taken], None, taken.start, sources)
+        parts += _parts(layout, section._replace(first_block=0), widths, 1, images[taken], taken.start, sources)
     whole = CopyBatch(layout, layout.generation, DEVICE, 0, tuple(parts))
     groups = [section.group for section in sections]
     plan = CopyPlan(whole, images, tuple(zip(groups, counts, strict=True)))
@@ -337,8 +329,6 @@ def _source(layout: KVLayout, group: int, item: Item, index: int) -> int:
         )
     if not isinstance(slot.index, int) or not 0 <= slot.index < layout.num_blocks:
         raise PlanError(f"item {index}: block {slot.index} does not lie in [0, {layout.num_blocks})")
-    if item.valid != 1:
-        raise PlanError(f"item {index}: expected valid=0x1 for a copy of one block, got {item.valid:#x}")
     return slot.index
 
 
@@ -373,26 +363,6 @@ def chunk_rectangles(count: int, skip: int, per_chunk: int) -> list[Rectangle]:
     return rectangles
 
 
-def keep_valid(rectangles: Sequence[Rectangle], valid: Sequence[int], per_chunk: int) -> list[Rectangle]:
-    """`rectangles` without the positions whose bit is not set in `valid`, one mask per chunk."""
-    full = (1 << per_chunk) - 1
-    for mask in valid:
-        if not 0 < mask <= full:
-            raise PlanError(f"expected valid to be a non-zero mask of {per_chunk} bits, got {mask:#x}")
-    kept = []
-    for whole in rectangles:
-        first = whole.first
-        # Only chunks with holes are looked at one by one: those at the edge of a sliding window.
-        for chunk in [chunk for chunk in range(whole.first, whole.stop) if valid[chunk] != full]:
-            if first < chunk:
-                kept.append(whole._replace(first=first, stop=chunk))
-            kept += [Rectangle(chunk, chunk + 1, *run) for run in _runs(valid[chunk], whole.low, whole.high)]
-            first = chunk + 1
-        if first < whole.stop:
-            kept.append(whole._replace(first=first))
-    return kept
-
-
 def split_off_last(rectangles: Sequence[Rectangle], chunk: int, place: int) -> list[Rectangle]:
     """`rectangles` with the last position of the last chunk split off."""
     apart: list[Rectangle] = []
@@ -406,18 +376,6 @@ def split_off_last(rectangles: Sequence[Rectangle], chunk: int, place: int) -> l
             apart.append(Rectangle(chunk, chunk + 1, box.low, place))
         apart.append(Rectangle(chunk, chunk + 1, place, place + 1))
     return apart
-
-
-def _runs(mask: int, low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Runs of set bits of `mask` within `[low, high)`."""
-    start: int | None = None
-    for bit in range(low, high + 1):
-        is_set = bit < high and mask >> bit & 1
-        if is_set and start is None:
-            start = bit
-        elif not is_set and start is not None:
-            yield start, bit
-            start = None
 
 
 class HostMemory(Protocol):
@@ -453,13 +411,11 @@ class HostImages(NamedTuple):
     Attributes:
         offsets: int64, shape `(items,)`: bytes from the start of the arena to each image.
         room: int64, shape `(items,)`: bytes of the slot of each image.
-        valid: For each item a bit mask of the blocks with valid bytes.
         touched: int64: host slots that they overlap, as in `Slabs.touched`.
     """
 
     offsets: I64
     room: I64
-    valid: Sequence[int]
     touched: I64
 
 
@@ -485,8 +441,7 @@ def images_of(transfer: Transfer, host: HostSlots) -> HostImages:
     twice = repeated(together, host.slabs.indices) if len(pools) > 1 else None
     if twice is not None:
         raise PlanError(f"slots of different image sizes overlap in one slab, near slot {twice}")
-    valid = [items.valid] * len(items) if isinstance(items, Items) else [item.valid for item in items]
-    return HostImages(offsets, room, valid, together)
+    return HostImages(offsets, room, together)
 
 
 def _slots_by_pool(transfer: Transfer) -> dict[int, tuple[slice | list[int], Sequence[int]]]:

@@ -10,12 +10,12 @@ import pytest
 from sglang_kit import HERE, HICACHE_ON_CPU, ON_CPU, PAGE, flags_on_cpu, write_model
 from typer.testing import CliRunner
 
-from longshore.bench import sglang_runs
+from longshore.bench.harness import check_engine
 from longshore.cli.app import app
 from longshore.errors import BenchError
 
 
-def test_returning_prompts_are_restored_beside_sglang_alone_and_with_its_own_files(
+def test_returning_prompts_are_restored_beside_sglang_and_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path / "model")
@@ -45,4 +45,4 @@ def test_returning_prompts_are_restored_beside_sglang_alone_and_with_its_own_fil
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match=r"config\.json is not there"):
-        sglang_runs.check(tmp_path)
+        check_engine("SGLang", tmp_path)

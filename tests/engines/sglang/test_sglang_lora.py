@@ -19,7 +19,7 @@ def server(place: Path, log: str, salt: str) -> Server:
     return Server(place / "model", place / log, tier=tier, extra=adapters)
 
 
-def test_sglangs_keys_have_the_name_of_an_adapter_and_not_its_bytes() -> None:
+def test_sglang_keys_hold_an_adapters_name_not_its_bytes() -> None:
     tokens = prompt(0, PAGE)
     ids = [LoRARef.deterministic_id(name, "/adapter") for name in ("one", "one", "other")]
     keys = [get_hash_str(tokens, storage_namespace_seed(each, None)) for each in ids]

@@ -54,7 +54,7 @@ def test_a_page_that_one_rank_has_lost_is_computed(oracle: dict[int, Answer], se
     assert [answer.storage for answer in again] == [SERVED] * len(SEEDS)  # what was computed is stored again
 
 
-def test_ranks_find_their_pages_after_a_restart_in_files_and_in_a_store_that_they_share(
+def test_ranks_find_pages_after_restart_in_files_and_store(
     oracle: dict[int, Answer], server: Server, place: Path
 ) -> None:
     server.close()

@@ -166,7 +166,7 @@ def test_corrupt_records_are_computed(oracle: dict[int, Answer], server: Server,
     assert server.ask_storage(prompt(0, TOKENS), oracle[0], SERVED).storage == SERVED  # as computed again
 
 
-def test_a_disk_that_takes_no_more_costs_the_file_tier_alone(oracle: dict[int, Answer], server: Server) -> None:
+def test_full_disk_costs_the_file_tier_alone(oracle: dict[int, Answer], server: Server) -> None:
     (pid,) = server.processes("longshore.runtime.tier_host.child")
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, 0))  # each write ends with EFBIG, as if the disk were full
     seed = 80
@@ -185,7 +185,7 @@ def test_no_thread_of_sglang_saw_an_exception(server: Server) -> None:
     check_threads(server.text())
 
 
-def test_prompts_come_from_files_after_a_restart_and_not_for_other_weights(
+def test_files_serve_after_a_restart_but_not_other_weights(
     oracle: dict[int, Answer], server: Server, place: Path, models: tuple[Path, Path]
 ) -> None:
     server.flush()

@@ -76,9 +76,7 @@ def test_prompts_that_begin_alike_read_their_own_pages(shared: Callable[..., Rig
     assert torch.equal(other.read(range(20, 24)), held)
 
 
-def test_pages_of_a_store_pass_through_little_memory_on_their_way_to_files(
-    shared: Callable[..., Rig], tmp_path: Path
-) -> None:
+def test_store_pages_pass_through_little_memory_to_files(shared: Callable[..., Rig], tmp_path: Path) -> None:
     one = shared()
     other = shared(size="16MiB", host_size="256KiB", file_path=str(tmp_path / "other"))
     assert other.storage._kv.stack.host.slabs.indices < 30  # type: ignore[union-attr]
@@ -95,7 +93,7 @@ def test_pages_of_a_store_pass_through_little_memory_on_their_way_to_files(
     assert torch.equal(other.read(range(found)), held[:found])
 
 
-def test_a_store_is_not_asked_for_pages_of_which_it_is_not_known_what_is_before_them(
+def test_store_is_not_asked_for_pages_without_known_prefix(
     shared: Callable[..., Rig],
 ) -> None:
     one, other = shared(), shared()
@@ -108,7 +106,7 @@ def test_a_store_is_not_asked_for_pages_of_which_it_is_not_known_what_is_before_
     assert other.get(KEYS, range(8)) == [True] * 8
 
 
-def test_pages_that_were_offered_are_read_without_asking_the_gate_again(shared: Callable[..., Rig]) -> None:
+def test_offered_pages_are_read_without_a_second_gate_call(shared: Callable[..., Rig]) -> None:
     """It counts them as ordered since the look-up: they would seem to wait behind themselves."""
     one, seconds = shared(), 10.0
     other = shared(prefill_speed=40 * PAGE / (1.3 * seconds))  # computing all takes little longer than fetching it

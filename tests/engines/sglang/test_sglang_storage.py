@@ -56,7 +56,7 @@ def test_pages_come_back_after_a_restart(rigs: Rigs) -> None:
     assert torch.equal(rig.read(range(8)), held)
 
 
-def test_what_precedes_a_page_that_is_asked_for_need_not_be_told(rigs: Rigs) -> None:
+def test_requested_page_needs_no_prefix(rigs: Rigs) -> None:
     """SGLang leaves out the pages of the last node that it has."""
     rig = rigs()
     held = rig.store(KEYS, range(8))
@@ -76,9 +76,7 @@ def test_a_page_is_stored_behind_those_before_it(rigs: Rigs) -> None:
     assert rig.set(KEYS, range(8)) == [True] * 8  # all of them are known
 
 
-def test_nothing_is_stored_of_which_sglang_does_not_say_what_is_before_it(
-    rigs: Rigs, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_page_without_a_known_prefix_is_not_stored(rigs: Rigs, caplog: pytest.LogCaptureFixture) -> None:
     rig = rigs()
     assert rig.set(KEYS, range(8), before=None) == [False] * 8
     assert "hicache_storage_pass_prefix_keys" in caplog.text
@@ -192,7 +190,7 @@ def test_a_stopped_tier_host_holds_no_call_up(rigs: Rigs) -> None:
     assert torch.equal(rig.read(range(8)), held)
 
 
-def test_a_store_ends_when_the_ring_is_full_and_nothing_moves(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_ends_when_the_full_ring_stands_still(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longshore.engines.sglang.tiers.RING_BYTES", 1)
     rig = rigs(write_timeout=0.5, size="32MiB")
     os.kill(rig.host_pid, signal.SIGSTOP)
@@ -207,9 +205,7 @@ def test_a_store_ends_when_the_ring_is_full_and_nothing_moves(rigs: Rigs, monkey
 
 
 @pytest.mark.parametrize("late", ["a store", "a read"])
-def test_after_a_call_that_waited_in_vain_the_next_ones_do_not_wait(
-    rigs: Rigs, monkeypatch: pytest.MonkeyPatch, late: str
-) -> None:
+def test_calls_after_one_timed_out_do_not_wait(rigs: Rigs, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
     """Until something has moved: a disk that hangs may do so for hours."""
     monkeypatch.setattr("longshore.engines.sglang.tiers.RING_BYTES", 1)
     held = rigs(size="32MiB").store(KEYS, range(8))
@@ -338,13 +334,13 @@ def test_any_changed_byte_of_the_weights_is_another_scope(tmp_path: Path) -> Non
     ],
     ids=str,
 )
-def test_what_decides_the_bytes_of_a_page_is_in_the_scope(rigs: Rigs, other: dict[str, Any]) -> None:
+def test_scope_holds_what_decides_a_pages_bytes(rigs: Rigs, other: dict[str, Any]) -> None:
     same = scopes(rigs(under="a"))
     assert scopes(rigs(under="b")) == same
     assert scopes(rigs(under="c", **other)) != same
 
 
-def test_where_adapters_lie_and_the_order_of_modules_are_not_in_the_scope(rigs: Rigs) -> None:
+def test_scope_ignores_adapter_location_and_module_order(rigs: Rigs) -> None:
     modules = [f"{each}_proj" for each in "qkvo"]
     same = scopes(rigs(under="a", told={"lora_target_modules": set(modules), "max_loras_per_batch": 2}))
     assert (
@@ -388,7 +384,7 @@ def test_clear_forgets_all(rigs: Rigs) -> None:
     assert (rig.exists(KEYS), rig.exists(names(8, seed=1))) == (0, 8)
 
 
-def test_a_close_ends_calls_in_flight_and_later_ones_find_nothing(rigs: Rigs) -> None:
+def test_close_ends_calls_in_flight_and_later_ones_miss(rigs: Rigs) -> None:
     rig = rigs(load_timeout=60)
     rig.store(KEYS, range(8))
     os.kill(rig.host_pid, signal.SIGSTOP)
@@ -493,7 +489,7 @@ def test_other_pools_and_settings_are_refused(rigs: Rigs, model: Path, tmp_path:
         rigs(under="a"), rigs(under="a")
 
 
-def test_a_page_that_is_not_one_is_refused_before_anything_has_changed(rigs: Rigs, caplog: Any) -> None:
+def test_invalid_page_is_refused_before_anything_has_changed(rigs: Rigs, caplog: Any) -> None:
     rig = rigs()
     told = SimpleNamespace(prefix_keys=[])
     for bad in (indices([64]), indices([1])[:-1], indices([1]) + 1):

@@ -22,6 +22,7 @@ from longshore.cache import Return, TieredCache
 from longshore.config import Config
 from longshore.engines.transformers import Tiers, attach, tiered
 from longshore.errors import HintError
+from residents import residents_of
 
 README = Path(__file__).parents[3] / "README.md"
 PROMPTS = [[number, *range(2, 100)] for number in (200, 201, 202)]
@@ -377,7 +378,7 @@ def test_failing_eviction_policy_mid_batch_changes_no_answer(
 
 def stored_keys(tiers: Tiers) -> set[bytes]:
     with tiers.stack.runtime.observe() as cache:
-        return {each.key for each in cache.residents()}
+        return {each.key for each in residents_of(cache)}
 
 
 def test_hints_say_which_request_is_stored() -> None:

@@ -76,7 +76,7 @@ def test_an_answer_is_not_kept_where_only_prompts_are_wanted(
         run_tiered(demo, tiers, lambda: None)
         with tiers.stack.runtime.control() as cache:
             answers, stored = (
-                cache.counters.drops[HOST][DropReason.ANSWER],
+                cache.counters.drops[HOST][DropReason.GENERATED],
                 cache.counters.routes["device->host"].chunks,
             )
     assert (answers > 0) == prompt_only

@@ -71,7 +71,7 @@ def test_a_prefix_longer_than_host_memory_is_restored_whole(model: Any, tmp_path
             assert sum(control.counters.misses.values()) == 0
 
 
-def test_hints_say_what_of_a_prefix_is_stored_kept_and_loaded(model: Any, tmp_path: Path) -> None:
+def test_hints_say_what_is_stored_kept_and_loaded(model: Any, tmp_path: Path) -> None:
     """Twelve chunks in host memory, of which a prefix has five; those of higher priority are kept in it."""
     prompts = [long_tokens(5, seed) for seed in range(4)]
     with PrefixStore(model, settings(tmp_path, backup="write_through"), block_size=16, window=8) as store:
@@ -136,7 +136,7 @@ def restored_whole(store: PrefixStore, tokens: list[int]) -> DynamicCache:
 
 
 @pytest.mark.parametrize("op", [Op.WRITE, Op.READ])
-def test_a_tier_host_that_dies_costs_a_long_prefix_its_tail(
+def test_dead_tier_host_costs_a_long_prefix_its_tail(
     model: Any, tmp_path: Path, dying: type[DyingTierHost], op: Op
 ) -> None:
     tokens = long_tokens(LONG)
@@ -241,7 +241,7 @@ def test_prompt_beyond_host_memory_is_served_by_next_engine(tmp_path: Path, offl
 
 
 @pytest.mark.parametrize("offload", ["write_through", "write_back"])
-def test_a_prompt_longer_than_host_memory_is_served_whole_after_its_eviction(tmp_path: Path, offload: str) -> None:
+def test_prompt_longer_than_host_memory_is_whole_after_eviction(tmp_path: Path, offload: str) -> None:
     """By an engine whose device has room for one such prompt."""
     model = batched_model()
     prompts = [long_prompt(start) for start in (200, 201, 200, 201)]

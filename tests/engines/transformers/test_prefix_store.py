@@ -176,7 +176,7 @@ def test_an_interrupted_call_costs_hits_at_most(model: Any, tmp_path: Path, verb
         assert fired > 6
 
 
-def test_a_forked_process_is_told_that_the_tiers_are_its_parents(model: Any) -> None:
+def test_forked_process_is_told_that_its_parent_owns_tiers(model: Any) -> None:
     prompt = [7] * 48
     cache = prefill(model, prompt)
     with PrefixStore(model, Config.make(host_size="1MiB", fixed_weights=True), block_size=8) as store:
@@ -195,7 +195,7 @@ def test_a_forked_process_is_told_that_the_tiers_are_its_parents(model: Any) -> 
         assert bits(found, tokens) == bits(cache, 48)
 
 
-def test_a_forked_process_closes_while_a_thread_of_its_parent_had_the_lock(model: Any) -> None:
+def test_forked_process_closes_while_a_parents_thread_held_the_lock(model: Any) -> None:
     with PrefixStore(model, Config.make(host_size="1MiB", fixed_weights=True), block_size=8) as store:
         held, free = threading.Event(), threading.Event()
 

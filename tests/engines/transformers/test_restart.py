@@ -59,7 +59,7 @@ def test_changed_weights_are_never_served_the_old_blocks(tmp_path: Path) -> None
     assert_equal_twice(demo, run, [*before, *hits[1:]])  # what is left of the first run is this model's
 
 
-def test_a_reset_forgets_on_the_device_in_memory_and_on_disk(tmp_path: Path) -> None:
+def test_reset_forgets_on_device_in_memory_and_on_disk(tmp_path: Path) -> None:
     demo = make_demo(tmp_path)
     first, second = demo.workload.requests[0], demo.workload.requests[8]
     with tiered(demo.model, demo.config(tmp_path)) as tiers, _engine(demo, demo.device_blocks) as ask:
@@ -127,7 +127,7 @@ def test_a_failed_self_test_turns_the_tiers_off_loudly(
         assert "all tiers disabled" in caplog.text
 
 
-def test_a_reset_keeps_files_as_long_as_weights_are_the_same(tmp_path: Path) -> None:
+def test_reset_keeps_files_while_weights_are_the_same(tmp_path: Path) -> None:
     demo = make_demo(tmp_path)
     first, second = demo.workload.requests[0], demo.workload.requests[8]
     with tiered(demo.model, demo.config(tmp_path)) as tiers, _engine(demo, demo.device_blocks) as ask:

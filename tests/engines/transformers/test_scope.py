@@ -215,7 +215,7 @@ def test_numerics_are_part_of_the_scope(original: bytes) -> None:
     assert scope(model) == original
 
 
-def test_what_is_opaque_is_private_to_this_process_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_opaque_parts_are_private_to_this_process_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
     layer(model).mlp.counter = itertools.count()
     first = ModelScope(model, "").of(from_rows(torch.zeros(4, 64), pages_per_block=4, block_size=16))
@@ -263,7 +263,7 @@ def used() -> Iterator[Any]:
     yield model
 
 
-def test_a_model_that_was_used_has_the_scope_that_it_had(used: Any, original: bytes) -> None:
+def test_used_model_keeps_its_scope(used: Any, original: bytes) -> None:
     assert scope(used) == original
 
 

@@ -91,7 +91,7 @@ def test_continuous_batching_is_served_what_another_engine_has_stored(shared: Co
     assert first == second
 
 
-def test_a_reset_keeps_the_store_and_new_weights_get_another_name(shared: Config) -> None:
+def test_reset_keeps_the_store_and_new_weights_rename_it(shared: Config) -> None:
     model = make_model(1)
     stored_by(model, shared)
     with PrefixStore(model, shared, block_size=BLOCK, window=8) as store:

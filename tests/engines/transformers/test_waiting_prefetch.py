@@ -142,7 +142,7 @@ def test_what_waits_is_in_host_memory_when_its_turn_comes(tmp_path: Path, monkey
     assert list(sources.values()) == [(HOST,) * BLOCKS] * 7
     assert (counters.hits[FILE], counters.hits[HOST], counters.misses.total()) == (BLOCKS, 7 * BLOCKS, 0)
     with monkeypatch.context() as patched:
-        patched.setattr(TieredAllocator, "expect", lambda self, waiting: set())
+        patched.setattr(TieredAllocator, "prefetch_waiting", lambda self, waiting: set())
         expected, waited, without = serve(model, config, monkeypatch)
     assert set(waited.values()) == {(FILE,) * BLOCKS}, "the loop stood still for the files of each request"
     assert without.hits[FILE] == 8 * BLOCKS
@@ -171,7 +171,7 @@ def test_what_is_kept_for_waiting_requests_is_bounded_heads_first(
 ) -> None:
     model, kept = make_model(), []
     store(model, config_of(tmp_path))
-    stock = TieredAllocator.expect
+    stock = TieredAllocator.prefetch_waiting
 
     def expect(self: TieredAllocator, waiting: Any) -> set[str]:
         queue = list(waiting)
@@ -182,7 +182,7 @@ def test_what_is_kept_for_waiting_requests_is_bounded_heads_first(
             assert len(self._ahead.keys) <= self._ahead.room == 8
         return late
 
-    monkeypatch.setattr(TieredAllocator, "expect", expect)
+    monkeypatch.setattr(TieredAllocator, "prefetch_waiting", expect)
     _, sources, _ = serve(model, config_of(tmp_path, host_size="128KiB"), monkeypatch)
     assert any(each[:2] == [BLOCKS, 2] for each in kept), "all of the first, and the head of the second"
     assert sum(len(each) for each in sources.values()) == 8 * BLOCKS
@@ -283,7 +283,7 @@ def test_while_none_runs_only_the_first_is_waited_for(
 ) -> None:
     model, config = make_model(), config_of(tmp_path, prefetch="wait_complete", load_timeout=PATIENCE)
     store(model, config, PROMPTS[:3])
-    stock = TieredAllocator.expect
+    stock = TieredAllocator.prefetch_waiting
 
     def expect(self: TieredAllocator, waiting: Any) -> set[str]:
         if not self._lookups:  # the tiers have been tested
@@ -298,11 +298,11 @@ def test_while_none_runs_only_the_first_is_waited_for(
         return match(self, prompt)
 
     with tiered(model, config, open_file=HeldFiles) as tiers:
-        monkeypatch.setattr(TieredAllocator, "expect", expect)
+        monkeypatch.setattr(TieredAllocator, "prefetch_waiting", expect)
         monkeypatch.setattr(TieredAllocator, "match_prefix_blocks", match_prefix_blocks)
         with running(model, PROMPTS[:3]) as manager:
             until(lambda: loading.is_set() and not held.is_set())
-            monkeypatch.setattr(TieredAllocator, "expect", stock)
+            monkeypatch.setattr(TieredAllocator, "prefetch_waiting", stock)
             held.set()
             assert all(result.error is None for result in results(manager, 3).values())
         sources = {record.request: record.sources for record in tiers.records}

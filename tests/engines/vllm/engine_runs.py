@@ -43,7 +43,9 @@ class Zygote:
 
     def __init__(self) -> None:
         command = [sys.executable, Path(__file__).with_name("zygote.py")]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parents[2])])
+        environment = {**os.environ, "PYTHONPATH": path}  # with the modules of all tests, as pytest has them
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
     def run(self, script: Path, *arguments: Path, directory: Path, timeout: float = 600.0) -> tuple[int, str, str]:
         """Exit status, standard output and standard error of `script`; it is killed after `timeout` seconds.

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from residents import residents_of
+
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -61,6 +63,10 @@ class Engine:
                     **orders["extra"],
                 },
             }
+        if "kv_events_config" in options:
+            from vllm.config.kv_events import KVEventsConfig
+
+            options["kv_events_config"] = KVEventsConfig(**options["kv_events_config"])
         if orders.get("rewritten"):
             rewrite_after_loading(Path(self.model))
         self.llm = LLM(
@@ -167,9 +173,31 @@ class Engine:
         """Evict all that the host tier has, so that the file tier must serve."""
         self.settle()
         with self.manager._runtime.control() as cache:
-            keys = {resident.key for resident in cache.residents() if resident.slot.tier == "host"}
+            keys = {resident.key for resident in residents_of(cache) if resident.slot.tier == "host"}
             if cache.discard(sorted(keys), "host") != len(keys):
                 raise RuntimeError("not all could be evicted")
+
+    def lose(self, tier: str) -> None:
+        """Evict all that `tier` has."""
+        self.settle()
+        with self.manager._runtime.control() as cache:
+            while cache.discard([each.key for each in residents_of(cache) if each.slot.tier == tier], tier):
+                pass  # heads have to wait for their tails
+
+    def empty(self, directory: str) -> None:
+        """Delete all files of a store, which evicts them like this."""
+        for path in Path(directory).rglob("*"):
+            if path.is_file():
+                path.unlink()
+
+    def residents(self) -> dict[str, Any]:
+        """What each own tier has, as KV events name it: by the end of the hash, before four bytes of the group."""
+        self.settle()
+        with self.manager._runtime.control() as cache:
+            found: dict[str, Any] = {tier.name: [] for tier in cache.stats()}
+            for each in residents_of(cache):
+                found[each.slot.tier].append(int.from_bytes(each.key[-12:-4], "big"))
+        return found
 
     def kill_tier_host(self) -> None:
         """Stop the process that reads files, and kill it a little later: while it reads, if anything is to be read.

@@ -104,7 +104,7 @@ def test_blocks_are_served_to_the_same_bytes_alone(rigs: Rigs, adapter: Adapter,
     assert found(rig, "of the base model", None) == [MISS] * 2
 
 
-def test_an_adapter_that_not_all_workers_have_loaded_is_not_served(rigs: Rigs, adapter: Adapter) -> None:
+def test_adapter_that_some_workers_have_not_loaded_is_unserved(rigs: Rigs, adapter: Adapter) -> None:
     rig = served(rigs, world=2)
     assert store(rig, "before it is loaded", adapter) == []
     adapter.load(rig, range(1))
@@ -206,7 +206,7 @@ def test_base_model_blocks_are_not_stored_when_adapters_mix_in(
     assert store(rig, "of the adapter", adapter) == KEYS
 
 
-def test_cpu_kernels_that_mix_adapters_into_the_base_model_are_known() -> None:
+def test_cpu_kernels_that_mix_adapters_into_base_are_known() -> None:
     assert model.applies_to_base_model() == vllm.__version__.startswith("0.32")
 
 

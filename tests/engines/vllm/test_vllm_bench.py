@@ -82,7 +82,7 @@ def test_sessions_come_back_from_host_memory_and_then_from_files(
         assert cases[f"found-{tier}"].reference_value == 0
 
 
-def test_the_last_of_the_first_turns_come_back_in_their_order() -> None:
+def test_last_first_turns_come_back_in_their_order() -> None:
     asked: list[list[list[int]]] = []
 
     def ask(prompts: list[list[list[int]]], answer: int) -> list[dict[str, Any]]:
@@ -146,7 +146,7 @@ def test_bench_sends_a_trace_to_both_engines_and_hits_tiers(tmp_path: Path, monk
     assert list(tmp_path.glob("longshore-bench-*")) == []
 
 
-def test_where_the_device_kept_all_it_is_said_what_to_do(tmp_path: Path) -> None:
+def test_run_that_the_device_kept_whole_says_what_helps(tmp_path: Path) -> None:
     asked = list(read_trace(conversations(tmp_path / "trace.jsonl", 2), block_tokens=32))
     facts, told = {"vocabulary": 100, "longest": 256}, list[str]()
     for loaded in (0, 96):

@@ -101,7 +101,7 @@ def test_a_store_under_way_when_weights_change_is_dropped(rigs: Rigs) -> None:
     rig.cache.check_integrity()
 
 
-def test_report_of_an_old_store_does_not_end_a_newer_one(rigs: Rigs) -> None:
+def test_report_of_an_old_store_does_not_end_another(rigs: Rigs) -> None:
     rig = rigs()
     old = rig.request("old", KEYS)
     before = rig.manager.prepare_store(KEYS, old)
@@ -299,7 +299,7 @@ def test_weights_are_not_read_while_they_are_gone(
 
 @pytest.mark.parametrize("name", ["layer", "embedding"])
 @pytest.mark.parametrize("when", ["asleep", "between the tags", "awake"])
-def test_weights_that_are_written_unseen_are_found_out_after_a_sleep(watched: Watched, name: str, when: str) -> None:
+def test_unseen_weight_writes_are_found_after_a_sleep(watched: Watched, name: str, when: str) -> None:
     worker, parameter = Extended(), getattr(watched.model, name).weight
     for moment in ("asleep", "between the tags", "awake"):
         if moment == "asleep":
@@ -329,7 +329,7 @@ def test_weights_that_cannot_be_compared_are_new_ones(watched: Watched, monkeypa
     assert watched.device.calls == ["goes", "is back"]
 
 
-def test_new_weights_in_a_running_engine_are_served_no_old_blocks(serve: Serve, tmp_path: Path) -> None:
+def test_new_weights_in_a_running_engine_get_no_old_blocks(serve: Serve, tmp_path: Path) -> None:
     """By reload, and behind vLLM's back: answers are those of engines that began with these weights."""
     ask, path = asked(prompts()), tmp_path / "tier"
     model = save("llama", tmp_path)
@@ -367,7 +367,7 @@ def test_new_weights_in_a_running_engine_are_served_no_old_blocks(serve: Serve, 
     assert [each["tokens"] for each in served[12:]] == [each["tokens"] for each in fresh[:3]]
 
 
-def test_weights_changed_in_place_between_engines_are_served_no_old_blocks(serve: Serve, tmp_path: Path) -> None:
+def test_weights_changed_between_engines_get_no_old_blocks(serve: Serve, tmp_path: Path) -> None:
     ask, settings = asked(prompts()), tiers(tmp_path / "tier")
     model = save("llama", tmp_path)
     serve("llama", [*ask, ["settle"]], settings, 160, saved=model)

@@ -35,9 +35,7 @@ def test_tier_host_killed_during_reads_changes_no_answer(serve: Serve, oracles: 
     assert served.counters["held"] == 0
 
 
-def test_what_takes_longer_to_read_than_steps_have_taken_is_computed(
-    serve: Serve, oracles: Any, tmp_path: Path
-) -> None:
+def test_blocks_slower_to_read_than_to_compute_are_computed(serve: Serve, oracles: Any, tmp_path: Path) -> None:
     """Nobody says how quickly prompts are computed: that is seen in the engine's own steps."""
     ask = asked(prompts()[:2])
     steps = [*ask, ["learn_that_files_are_slow"], ["drop_host"], ["reset"], *ask]
@@ -68,7 +66,7 @@ def test_a_damaged_eviction_order_costs_time_and_nothing_else(serve: Serve, orac
     assert served.answers[-1]["cached"] == oracles("llama")[2]["cached"], "computed, but for what the device has"
 
 
-def test_a_prompt_longer_than_host_memory_is_served_from_its_head(serve: Serve, tmp_path: Path) -> None:
+def test_prompt_longer_than_host_memory_is_served_from_its_head(serve: Serve, tmp_path: Path) -> None:
     """vLLM offers it in one piece; it comes back from host memory, and from files after a restart."""
     options = {"max_num_batched_tokens": 1024}
     ask = asked([long_prompt()])
@@ -87,7 +85,7 @@ CHUNKED = {"max_num_batched_tokens": 128}
 """Prompts are computed, and offered, four chunks at a time."""
 
 
-def test_a_prompt_longer_than_host_memory_is_served_under_chunked_prefill(serve: Serve, tmp_path: Path) -> None:
+def test_prompt_longer_than_host_memory_is_served_when_chunked(serve: Serve, tmp_path: Path) -> None:
     prompt = long_prompt()
     ask, extra = asked([prompt]), {**tiers(tmp_path / "tier"), "host_size": "576KiB"}
     cold = serve("llama", ask, None, 160, options=CHUNKED).answers[0]["tokens"]
@@ -121,7 +119,7 @@ def test_a_prompt_longer_than_host_memory_is_stored_whole(serve: Serve, tmp_path
     assert (restarted.answers[0]["tokens"], restarted.answers[0]["cached"]) == (cold[0], 28 * 32)
 
 
-def test_a_long_prompt_is_whole_again_after_its_store_was_cut_off(serve: Serve, tmp_path: Path) -> None:
+def test_long_prompt_is_whole_again_after_a_cut_store(serve: Serve, tmp_path: Path) -> None:
     """By an abort, a tier host that dies, a reset of the tiers. What comes again at once waits for its store."""
     prompt = long_prompt()
     (cold,) = serve("llama", asked([prompt]), None, 160, options=CHUNKED).answers

@@ -12,7 +12,7 @@ from vllm_kit import TOKENS, Rig, file_settings, keys_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Route, Status, TransferResult
 from longshore.cache import DropReason, Gate, Presence
-from longshore.engines.vllm.fetches import load_limit, tiers_of
+from longshore.engines.vllm.loads import load_limit, tiers_of
 from longshore.errors import ConfigError
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -121,7 +121,7 @@ def test_a_selective_policy_takes_what_is_offered_the_nth_time(rigs: Any) -> Non
         rig.manager.on_request_finished(context)
         assert taken == (keys if turn == 2 else [])
     assert rig.lookup(keys, rig.request("after", keys)) == [HIT] * 2
-    assert rig.cache.counters.drops[HOST][DropReason.SELDOM] == 4
+    assert rig.cache.counters.drops[HOST][DropReason.BELOW_THRESHOLD] == 4
 
 
 @pytest.mark.parametrize(

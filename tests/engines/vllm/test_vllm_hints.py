@@ -30,7 +30,7 @@ def asking(rig: Any, name: str, keys: Any, **fields: Any) -> ReqContext:
     return context
 
 
-def test_a_request_that_says_so_is_not_stored_and_still_loads(rigs: Any) -> None:
+def test_request_that_declines_storing_still_loads(rigs: Any) -> None:
     rig, keys = rigs(), keys_of(4)
     private = {"longshore": {"store": False}}
     assert rig.store(keys, range(1, 5), asking(rig, "private", keys, kv_transfer_params=private)) == []
@@ -38,7 +38,7 @@ def test_a_request_that_says_so_is_not_stored_and_still_loads(rigs: Any) -> None
     assert rig.lookup(keys, asking(rig, "again", keys, kv_transfer_params=private)) == [HIT] * 2 + [MISS] * 2
 
 
-def test_nothing_is_stored_of_a_request_whose_hints_cannot_be_read(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_request_with_unreadable_hints_is_not_stored(rigs: Any, caplog: pytest.LogCaptureFixture) -> None:
     rig, keys = rigs(), keys_of(4)
     context = asking(rig, "odd", keys, kv_transfer_params={"longshore": {"stor": False}})
     assert rig.store(keys, range(1, 5), context) == []
@@ -67,7 +67,7 @@ def test_kv_hints_say_the_same_as_transfer_parameters(rigs: Any) -> None:
         {"load_tier_filter": TierFilter((TierMatcher(medium=Medium.CPU),))},
     ],
 )
-def test_files_are_not_read_for_a_request_that_leaves_them_out(rigs: Any, tmp_path: Path, fields: Any) -> None:
+def test_files_are_not_read_for_requests_that_exclude_them(rigs: Any, tmp_path: Path, fields: Any) -> None:
     rig, keys = rigs(host_size=4 * 4096, backup="write_through", **file_settings(tmp_path)), keys_of(4)
     rig.store(keys, range(1, 5), rig.request("one", keys))
     assert rig.manager.flush(60)

@@ -147,7 +147,7 @@ def asleep_and_back(server: Server, prompt: list[int], answer: list[int]) -> Non
     assert server.metrics()["longshore_hit_chunks_total", "host"] == before
 
 
-def test_a_conversation_goes_on_after_a_restart_from_the_file_tier(tmp_path: Path) -> None:
+def test_conversation_continues_from_the_file_tier_after_restart(tmp_path: Path) -> None:
     model, chooser = speaking_model(tmp_path), random.Random(1)
     first = [chooser.randrange(3, VOCABULARY) for _ in range(301)]
     with serving(model, tmp_path / "tier", tmp_path / "first.log") as server:

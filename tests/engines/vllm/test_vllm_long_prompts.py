@@ -23,7 +23,7 @@ def test_a_long_prompt_is_taken_whole(rigs: Any) -> None:
     assert len(small.manager.prepare_store(keys, small.request("one", keys)).keys_to_store) == 100
 
 
-def test_a_prompt_longer_than_host_memory_is_served_from_its_head(rigs: Any) -> None:
+def test_prompt_longer_than_host_memory_is_served_from_its_head(rigs: Any) -> None:
     """Without a file tier: what fits stays, however often the rest is offered."""
     rig, keys = rigs(host_size=12 * 4096), keys_of(28)
     for visit in range(3):
@@ -154,7 +154,7 @@ def test_long_prompts_at_once_are_served_in_turn(rigs: Any, tmp_path: Path) -> N
     rig.cache.check_integrity()
 
 
-def test_last_offer_of_a_request_is_stored_as_far_as_room_allows(rigs: Any, tmp_path: Path) -> None:
+def test_last_offer_of_a_request_is_stored_within_room(rigs: Any, tmp_path: Path) -> None:
     rig, keys = rigs(host_size=12 * 4096, load_timeout=60.0, **file_settings(tmp_path)), keys_of(28)
     context = rig.request("one", keys)
     assert len(rig.store(keys[:8], [1] * 8, context, complete=False)) == 8

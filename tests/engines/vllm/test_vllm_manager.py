@@ -127,7 +127,7 @@ def test_a_reset_leaves_slots_alone_until_they_are_reported(rigs: Any) -> None:
     rig.cache.check_integrity()
 
 
-def test_a_reset_leaves_slots_alone_until_the_workers_have_been_flushed(rigs: Any) -> None:
+def test_reset_leaves_slots_alone_until_workers_have_flushed(rigs: Any) -> None:
     rig, old, new = rigs(host_size=8192), keys_of(2), keys_of(2, name="new")
     rig.store(old[:1], [1], rig.request("one", old))
     reader = rig.request("two", old)
@@ -397,7 +397,7 @@ def test_chunks_are_linked_to_the_path_that_vllm_told(rigs: Any) -> None:
     assert [index.parent[node] for node in nodes] == [0, *nodes[:-1]]
 
 
-def test_an_offer_with_a_gap_is_taken_up_to_the_gap(rigs: Any) -> None:
+def test_offer_with_a_gap_is_taken_to_the_gap(rigs: Any) -> None:
     rig, keys = rigs(), keys_of(6)
     context = rig.request("one", keys)
     assert rig.store([*keys[:2], *keys[3:]], range(1, 6), context) == keys[:2]

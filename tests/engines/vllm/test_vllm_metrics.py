@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingHistogramMetadata, OffloadKey
 from vllm_kit import TOKENS, Rig, file_settings, keys_of
 
 from longshore.cache import TieredCache, TierSpec
-from longshore.engines.vllm import LongshoreSpec
+from longshore.engines.vllm import LongshoreSpec, spec
 from longshore.engines.vllm.metrics import OffloadingMetrics, zero
 from longshore.engines.vllm.requests import ours
 from longshore.monitoring.table import METRICS
@@ -137,7 +138,7 @@ def test_misses_are_counted_once_by_their_reason(rigs: Any) -> None:
     assert total("longshore_miss_chunks", "after_miss") == 1
 
 
-def test_what_is_waited_for_in_vain_is_a_miss_by_deadline(rigs: Any) -> None:
+def test_wait_in_vain_is_a_miss_by_deadline(rigs: Any) -> None:
     rig, keys = rigs(load_timeout=0.05), keys_of(2)
     total = Totals(rig)
     rig.store(keys, [1, 2], rig.request("writer", keys), complete=False)
@@ -166,20 +167,55 @@ def test_events_tell_what_each_tier_has_got_and_given_up(rigs: Any, tmp_path: Pa
     assert (back.medium, back.removed, back.keys) == (Medium.CPU, False, keys)
     rig.manager.reset_cache()
     assert list(rig.manager.take_events()) == []
-    assert not rig.manager._events._names  # type: ignore[union-attr]
+    assert not rig.manager._events._announced.names  # type: ignore[union-attr]
 
 
-def test_names_are_kept_of_what_is_stored_and_of_nothing_else(rigs: Any) -> None:
+def test_what_a_router_has_dropped_is_announced_again(rigs: Any, tmp_path: Path) -> None:
+    """vLLM says that all blocks are cleared when it has emptied the device alone."""
+    rig, keys = rigs(events=True, **file_settings(tmp_path)), keys_of(2)
+    rig.store(keys, [1, 2], rig.request("writer", keys))
+    assert rig.manager._runtime.flush(10.0)
+    rig.manager.take_events()
+    rig.manager.device_was_reset()
+    again = rig.manager.take_events()
+    assert {each.medium for each in again} == {Medium.CPU, Medium.STORAGE}
+    assert [(each.removed, sorted(each.keys)) for each in again] == [(False, sorted(keys))] * 2
+    assert rig.manager.take_events() == []
+
+
+def test_changed_weights_remove_what_was_announced(rigs: Any) -> None:
+    """vLLM says nothing then, as its device cache is not reset yet."""
+    rig, keys = rigs(events=True), keys_of(2)
+    rig.store(keys, [1, 2], rig.request("writer", keys))
+    assert [each.removed for each in rig.manager.take_events()] == [False]
+    rig.manager._tiers.reports.weights_changed(0)
+    rig.end_step()
+    (gone,) = rig.manager.take_events()
+    assert (gone.medium, gone.removed, sorted(gone.keys)) == (Medium.CPU, True, sorted(keys))
+
+
+def test_a_router_is_brought_up_to_date_when_events_are_missing(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec, "EVENTS_LIMIT", 3)
+    rig, keys = rigs(events=True), keys_of(4)
+    rig.store(keys, [1, 2, 3, 4], rig.request("writer", keys))  # twice as many events
+    there = [key for each in rig.manager.take_events() for key in each.keys]
+    assert sorted(there) == sorted(keys)
+    lose_host(rig, keys)
+    (gone,) = rig.manager.take_events()
+    assert (gone.removed, sorted(gone.keys)) == (True, sorted(keys))
+
+
+def test_only_names_of_stored_blocks_are_kept(rigs: Any) -> None:
     rig, keys = rigs(events=True, offload="write_through_selective", threshold=2), keys_of(3)
     writer = rig.request("writer", keys)
     assert rig.store(keys, [1, 2, 3], writer) == []
-    assert rig.manager._events._names == {}
+    assert rig.manager._events._announced.names == {}
     output = rig.manager.prepare_store(keys, writer)
     assert output.keys_to_store == keys
     for worker in rig.workers:
         worker.reports.stored(output.store_spec.job, 0, output.store_spec.indices[:2], output.store_spec.indices[2:])
     rig.manager.complete_store(set(keys), writer)
-    assert list(rig.manager._events._names.values()) == keys[:2]
+    assert list(rig.manager._events._announced.names.values()) == keys[:2]
     (stored,) = rig.manager.take_events()
     assert stored.keys == keys[:2]
 

@@ -53,7 +53,7 @@ def test_two_ranks_load_a_prompt_longer_than_host_memory_whole(serve: Serve, tmp
 
 
 @pytest.mark.parametrize("what", ["store", "load"])
-def test_a_rank_that_dies_within_a_long_prompt_costs_no_more_than_hits(serve: Serve, tmp_path: Path, what: str) -> None:
+def test_rank_death_within_a_long_prompt_costs_only_hits(serve: Serve, tmp_path: Path, what: str) -> None:
     """Its engine ends; the next one on the same files computes what is not there, and then finds the prompt whole."""
     prompt, extra = long_prompt(), {**tiers(tmp_path / "tier"), "host_size": "576KiB", "load_timeout": 120.0}
     chunked = {**TWO, "options": {**TWO["options"], "max_num_batched_tokens": 1024}}

@@ -48,7 +48,7 @@ def test_a_note_says_what_was_published_until_it_is_withdrawn(directory: Path) -
     assert list(directory.iterdir()) == []
 
 
-def test_the_note_of_an_engine_that_was_killed_is_not_believed() -> None:
+def test_note_of_a_killed_engine_is_not_believed() -> None:
     publish(ENGINE, GONE)
     naps = []
 
@@ -88,7 +88,7 @@ def of_another_user(path: Path) -> None:
         lambda path: path.touch(mode=0o600),
     ],
 )
-def test_notes_lie_in_no_directory_that_others_have_a_hand_in(directory: Path, make: Callable[[Path], object]) -> None:
+def test_notes_lie_in_no_directory_that_others_can_write(directory: Path, make: Callable[[Path], object]) -> None:
     make(directory)
     with pytest.raises(EngineError, match="is not a directory of this user alone"):
         rendezvous_path(ENGINE)

@@ -101,7 +101,7 @@ def test_of_states_the_last_is_the_last_to_go(rigs: Any) -> None:
     assert rig.lookup(keys, rig.request("back", keys)) == [MISS, MISS, HIT]
 
 
-def test_a_store_that_begins_inside_a_chunk_costs_that_chunk_alone(rigs: Any) -> None:
+def test_store_that_begins_inside_a_chunk_skips_that_chunk(rigs: Any) -> None:
     rig = rigs(groups=(Group(0), Group(1, window=100)), per_chunk=2)
     whole, sliding = keys_of(2, 0), keys_of(2, 1)
     context = rig.request("one", [*whole, *sliding])
@@ -128,7 +128,7 @@ def test_a_freed_block_costs_the_chunks_of_its_group_alone(rigs: Any) -> None:
     assert rig.cache.counters.drops["host"].total() == 2
 
 
-def test_what_all_ranks_hold_is_stored_once_and_loaded_by_each(rigs: Any) -> None:
+def test_blocks_that_all_ranks_hold_are_stored_once(rigs: Any) -> None:
     """Multi-head latent attention under tensor parallelism."""
     rig, keys = rigs(world=2, replicated=True, page=PAGE), keys_of(2)
     context = rig.request("one", keys)

@@ -327,7 +327,7 @@ def test_without_memory_at_the_wake_up_the_engine_goes_on(
     assert same(rig.read("later"), before)
 
 
-def test_memory_that_cannot_be_freed_is_there_again_after_the_sleep(
+def test_memory_that_cannot_be_freed_returns_after_sleep(
     rigs: Rigs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = rigs(sleep_keep="file", **file_settings(tmp_path))
@@ -374,7 +374,7 @@ def test_sleep_with_dead_tier_host_loses_only_host_memory_blocks(rigs: Rigs, tmp
     assert same(rig.read("reader"), before)
 
 
-def test_without_a_file_tier_memory_that_is_not_kept_is_lost(rigs: Rigs) -> None:
+def test_unkept_memory_is_lost_without_a_file_tier(rigs: Rigs) -> None:
     rig = rigs(sleep_keep="none")
     rig.write()
     rig.sleep()

@@ -120,7 +120,7 @@ def test_an_engine_closes_with_a_load_in_parts(rigs: Any, tmp_path: Path, keep: 
     assert engine.manager._runtime.fault is None
 
 
-def test_flush_does_not_publish_a_store_in_flight_at_a_sleep(rigs: Any) -> None:
+def test_flush_does_not_publish_a_store_in_flight_at_sleep(rigs: Any) -> None:
     rig = rigs(world=1)
     context = rig.request("writer", keys := keys_of(3))
     rig.manager.prepare_store(keys, context)

@@ -66,7 +66,7 @@ def test_a_lookup_waits_for_chunks_that_are_still_stored(
 ) -> None:
     """Of a prompt that comes again before all of it has a slot; not for longer than `load_timeout`."""
     if how == "in time":
-        monkeypatch.setattr(engine.manager, "_patience", 600.0)
+        monkeypatch.setattr(engine.manager._jobs, "patience", 600.0)
     resume = kill_tier_host(engine, signal.SIGSTOP)  # no room is made meanwhile
     engine.finish(engine.compute(CHUNKS, CHUNKS, first=1000))
     assert len(engine.manager._stores.coming) == CHUNKS - HOST_CHUNKS
@@ -85,7 +85,7 @@ def test_a_lookup_waits_for_chunks_that_are_still_stored(
 
 
 def test_only_what_is_worth_reading_is_waited_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.manager, "_patience", 600.0)
+    monkeypatch.setattr(engine.manager._jobs, "patience", 600.0)
     monkeypatch.setattr(manager_module, "load_limit", lambda *_: HOST_CHUNKS * TOKENS)
     monkeypatch.setattr(type(engine.manager._tiers.file), "is_stalled", False)  # else it waits for nothing
     resume = kill_tier_host(engine, signal.SIGSTOP)
@@ -248,7 +248,7 @@ def test_stores_of_the_same_chunks_all_end(engine: Engine, victim: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["weights", "fault"])
-def test_a_store_that_is_cut_off_in_the_step_of_its_offer_ends(engine: Engine, what: str) -> None:
+def test_store_cut_off_in_the_step_of_its_offer_ends(engine: Engine, what: str) -> None:
     """vLLM's workers are given stores a step late, and the ends of stores are not."""
     engine.submits_late = True
     prepare, calls = engine.manager.prepare_store, []
@@ -287,7 +287,7 @@ def test_what_is_there_is_loaded_after_a_wait_in_vain(engine: Engine) -> None:
     settled(engine)
 
 
-def test_stores_of_a_request_have_time_as_long_as_one_of_them_gets_slots(engine: Engine) -> None:
+def test_stores_have_time_while_one_of_them_gets_slots(engine: Engine) -> None:
     """Later pieces of a prompt are queued behind the first one; nothing is written to files meanwhile."""
     resume = kill_tier_host(engine, signal.SIGSTOP)
     request = engine.compute(CHUNKS, 5, first=1000)

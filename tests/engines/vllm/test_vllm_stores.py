@@ -110,7 +110,7 @@ def test_a_damaged_value_is_a_miss_that_is_counted_once(opened: Opener, tmp_path
     assert misses == {MissReason.CORRUPT: 4, MissReason.ABSENT: 2}
 
 
-def test_several_groups_are_fetched_as_far_as_all_of_them_need(opened: Opener) -> None:
+def test_several_groups_are_fetched_as_far_as_all_need(opened: Opener) -> None:
     groups = [Group(0), Group(1, window=32)]
     one, other = opened(groups=groups), opened(groups=groups)
     first = one.request("first")
@@ -167,7 +167,7 @@ def test_without_known_weights_there_is_no_store(opened: Opener, caplog: pytest.
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_tier_host_that_is_dead_or_stopped_holds_nothing_up(opened: Opener, number: signal.Signals) -> None:
+def test_dead_or_stopped_tier_host_holds_nothing_up(opened: Opener, number: signal.Signals) -> None:
     one, other = opened(), opened()
     stored(one)
     process = other.manager._tiers.stores[0]._supervisor.process
@@ -195,7 +195,7 @@ def test_what_host_memory_has_is_never_asked_for(opened: Opener) -> None:
         os.kill(process.pid, signal.SIGCONT)
 
 
-def test_a_prompt_shorter_than_a_chunk_is_asked_for_with_a_gate(opened: Opener) -> None:
+def test_prompt_shorter_than_a_chunk_is_probed_with_a_gate(opened: Opener) -> None:
     rig = opened(gate=True)
     (key,) = keys_of(1)
     context = rig.request("short")

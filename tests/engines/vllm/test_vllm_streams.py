@@ -50,7 +50,7 @@ def test_two_are_loaded_whole_at_once(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("engine", [1, 2], indirect=True, ids=["full attention", "a window"])
-def test_slots_are_given_back_when_the_last_rank_has_read_them(engine: Engine) -> None:
+def test_slots_return_when_the_last_rank_has_read_them(engine: Engine) -> None:
     request = engine.request(CHUNKS)
     assert engine.begin(request) == CHUNKS
     for _ in range(50):
@@ -145,7 +145,7 @@ def test_a_tier_host_that_dies_or_hangs_fails_the_load(engine: Engine, how: sign
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_tier_host_that_dies_or_hangs_between_two_parts_fails_the_load(engine: Engine, how: signal.Signals) -> None:
+def test_tier_host_death_or_hang_between_parts_fails_the_load(engine: Engine, how: signal.Signals) -> None:
     file = cast(Any, engine.manager._tiers.file)
     request = engine.request(CHUNKS)
     assert engine.begin(request) == CHUNKS

@@ -55,7 +55,7 @@ class SlowStream:
         self._ready = 0
         self.sent = b""
 
-    def receive_some(self, into: memoryview, deadline: float) -> int:
+    def receive_some(self, parts: list[memoryview], deadline: float) -> int:
         assert deadline < math.inf
         while not self._ready:
             seconds, count = next(self._pieces)
@@ -66,15 +66,18 @@ class SlowStream:
             self._ready = min(count, len(self._replies))
             if not self._replies:
                 raise StoreError("connection", "the server closed the connection")
-        count = min(len(into), self._ready)
-        into[:count], self._replies = self._replies[:count], self._replies[count:]
-        self._ready -= count
-        return count
+        came = 0
+        for part in parts:
+            count = min(len(part), self._ready)
+            part[:count], self._replies = self._replies[:count], self._replies[count:]
+            self._ready -= count
+            came += count
+        return came
 
     def receive(self, parts: list[memoryview], deadline: float) -> None:
         for part in parts:
             while part:
-                part = part[self.receive_some(part, deadline) :]  # noqa: PLW2901
+                part = part[self.receive_some([part], deadline) :]  # noqa: PLW2901
 
     def send(self, parts: list[memoryview], deadline: float) -> None:
         self.sent += b"".join(parts)
@@ -136,7 +139,7 @@ def test_a_fetch_ends_by_its_deadline_however_its_reply_comes(
     except StoreError as error:
         images.queue.fail(error.status)
         images.queue.expire()  # as a poll would have done meanwhile
-        images.queue.end_waiting(Status.AWAY)
+        images.queue.end_waiting(Status.UNAVAILABLE)
     assert len(images.ended) == len(within)
     for index, (status, when) in images.ended.items():
         assert when <= images.deadlines[index] + 1e-6 or status is Status.DEADLINE
@@ -146,7 +149,7 @@ def test_a_fetch_ends_by_its_deadline_however_its_reply_comes(
     assert clock.now <= max(images.deadlines) + 1e-6
 
 
-def test_the_next_value_is_requested_before_the_last_piece_has_come() -> None:
+def test_next_value_is_requested_before_the_last_piece_came() -> None:
     clock = Clock()
     images = Images(clock, Op.READ, [1.0] * 3)
     requests: list[int] = []
@@ -161,6 +164,46 @@ def test_the_next_value_is_requested_before_the_last_piece_has_come() -> None:
     )
     assert requests == [1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3]
     assert [status for status, _ in images.ended.values()] == [Status.OK] * 3
+
+
+def test_a_value_that_has_come_is_received_in_one_call() -> None:
+    clock = Clock()
+    images = Images(clock, Op.READ, [1.0] * 3)
+    calls = 0
+
+    class Counting(SlowStream):
+        def receive_some(self, parts: list[memoryview], deadline: float) -> int:
+            nonlocal calls
+            calls += 1
+            return super().receive_some(parts, deadline)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resp, "_PIECE", IMAGE)
+        session_on(clock, Counting(clock, images.replies(), forever([(0.0, 1 << 20)]))).fetch(images.queue)
+    assert [status for status, _ in images.ended.values()] == [Status.OK] * 3
+    assert calls == 3
+
+
+OTHERS = {Status.EXPIRED: b"$-1\r\n", Status.MISMATCH: b"-WRONGTYPE a list\r\n", Status.SHORT: b"$3\r\nabc\r\n"}
+
+
+@given(
+    some=pieces, expected=st.lists(st.sampled_from([Status.OK, Status.OK, *OTHERS]), min_size=1, max_size=8), all_=...
+)
+def test_what_comes_with_a_miss_belongs_to_the_next_values(
+    some: list[tuple[float, int]], expected: list[Status], all_: bool
+) -> None:
+    clock = Clock()
+    images = Images(clock, Op.READ, [1e9] * len(expected))
+    values = images.replies()
+    size = len(values) // len(expected)
+    replies = [OTHERS.get(each, values[i * size : (i + 1) * size]) for i, each in enumerate(expected)]
+    pieces_of = forever([(0.0, 1 << 20)] if all_ else some)
+    session_on(clock, SlowStream(clock, b"".join(replies), pieces_of), in_flight=8 * IMAGE).fetch(images.queue)
+    assert [images.ended[index][0] for index in range(len(expected))] == expected
+    for index, status in enumerate(expected):
+        found = images.memory[index * IMAGE : (index + 1) * IMAGE]
+        assert status is not Status.OK or found == memoryview(image(index, IMAGE))
 
 
 @given(some=pieces, within=limits, answers=st.lists(st.sampled_from(OK_OR_FULL), min_size=6, max_size=6))
@@ -185,13 +228,13 @@ def test_a_store_ends_by_its_deadline_however_its_replies_come(
             assert when <= images.deadlines[index] + 1e-6
 
 
-def test_an_image_that_waits_behind_another_one_ends_by_its_own_deadline() -> None:
+def test_image_waiting_behind_another_ends_by_its_own_deadline() -> None:
     clock = Clock()
     images = Images(clock, Op.WRITE, [3.0, 0.3])
 
     class Polled(SlowStream):
-        def receive_some(self, into: memoryview, deadline: float) -> int:
-            count = super().receive_some(into, deadline)
+        def receive_some(self, parts: list[memoryview], deadline: float) -> int:
+            count = super().receive_some(parts, deadline)
             assert images.queue.expire() == 0  # the server is not to blame
             return count
 
@@ -216,7 +259,7 @@ def test_whatever_a_server_says_is_an_answer_or_an_error(data: bytes, some: list
                 session.fetch(images.queue)
         except StoreError:
             pass
-        assert images.ended.get(0, (Status.LAPSED, 0))[0] is not Status.OK
+        assert images.ended.get(0, (Status.EXPIRED, 0))[0] is not Status.OK
 
 
 @pytest.mark.parametrize("reads", [1, 3])
@@ -322,7 +365,7 @@ def test_probes_that_hang_open_the_breaker_and_then_nothing_waits(hung: tuple[Dr
             pass
         driver.run(0.1)
     assert tier.is_away
-    assert driver.ended[waiting][0] == (Status.AWAY,)
+    assert driver.ended[waiting][0] == (Status.UNAVAILABLE,)
     late = tier.submit([TierOp(Op.READ, BY_KEY, key(1), None, 0, IMAGE, 0)], math.inf)
     asked = tier.ask([key(1)], 0, math.inf)
     assert [result.ticket for result in tier.poll()] == [late]

@@ -69,7 +69,7 @@ def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 20, 30, 60, 100, 127, 128, 128 + IMAGE - 1])
-def test_a_flipped_bit_is_a_miss_and_the_next_write_heals_it(tmp_path: Path, at: int) -> None:
+def test_flipped_bit_is_a_miss_the_next_write_heals(tmp_path: Path, at: int) -> None:
     harness = open_harness(tmp_path)
     harness.store(0, 5)
     file = file_of(tmp_path, 5)
@@ -101,7 +101,7 @@ def test_what_has_expired_is_not_there(tmp_path: Path) -> None:
     harness.assert_serves(0, 5)
     os.utime(file_of(tmp_path, 5), (0, 0))
     assert wait_answer(harness, 5) == (False,)
-    assert harness.load(0, 5)[0] is Status.LAPSED
+    assert harness.load(0, 5)[0] is Status.EXPIRED
     harness.store(0, 5)
     harness.assert_serves(0, 5)
     harness.tier.close()
@@ -113,7 +113,7 @@ def test_the_directory_is_not_created(tmp_path: Path) -> None:
     harness = TierHarness(
         lambda: RemoteTier(f"file://{gone}", arena=arena, image_bytes=IMAGE, namespace=NAMESPACE), arena, by_key=True
     )
-    assert harness.run(harness.op(Op.WRITE, 0, 5)) == (Status.AWAY,)
+    assert harness.run(harness.op(Op.WRITE, 0, 5)) == (Status.UNAVAILABLE,)
     assert not gone.exists()
     harness.tier.close()
 
@@ -177,7 +177,7 @@ def test_hung_read_ends_at_deadline_and_never_writes_arena(tmp_path: Path, monke
     assert np.all(harness.bytes_of(read) == 0xCC)
 
 
-def test_a_fifo_under_a_name_is_a_miss_and_blocks_no_thread(tmp_path: Path) -> None:
+def test_fifo_is_a_miss_and_blocks_no_thread(tmp_path: Path) -> None:
     harness = open_harness(tmp_path)
     harness.store(0, 9)
     for number in range(4):  # as many as there are threads
@@ -216,7 +216,7 @@ def test_a_generation_that_the_tier_was_not_told_is_refused(tmp_path: Path) -> N
     tier.close()
 
 
-def test_a_forked_process_closes_the_tier_whatever_its_parents_threads_held(tmp_path: Path) -> None:
+def test_forked_process_closes_the_tier_whatever_threads_held(tmp_path: Path) -> None:
     harness = open_harness(tmp_path)
     harness.store(0, 5)
     tier = harness.tier

@@ -13,8 +13,9 @@ from longshore.testing.tier_harness import key
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import BY_KEY, Op, TierOp
 from longshore.tiers.remote import RemoteTier
-from longshore.tiers.remote.resp import PlainStream, RespSession
+from longshore.tiers.remote.resp import RespSession
 from longshore.tiers.remote.settings import RemoteSettings
+from longshore.tiers.remote.stream import PlainStream
 from longshore.tiers.remote.work import StoreError
 
 IMAGE = 4096
@@ -67,8 +68,8 @@ def test_a_send_waits_for_room(pair: tuple[socket.socket, socket.socket]) -> Non
 class UnboundedStream(PlainStream):
     """A connection whose calls do not keep their deadline."""
 
-    def receive_some(self, into: memoryview, deadline: float) -> int:
-        return super().receive_some(into, math.inf)
+    def receive_some(self, parts: list[memoryview], deadline: float, flags: int = 0) -> int:
+        return super().receive_some(parts, math.inf, flags)
 
 
 class UnboundedStore:
@@ -95,7 +96,7 @@ def test_close_ends_a_connection_that_hangs_and_every_operation_once(
     assert theirs.recv(4096).startswith(b"*2\r\n$3\r\nGET")
     tier.close()
     results = tier.poll()
-    assert [(each.ticket, each.statuses) for each in results] == [(ticket, (Status.AWAY,))]
+    assert [(each.ticket, each.statuses) for each in results] == [(ticket, (Status.UNAVAILABLE,))]
     assert tier.poll() == []
     assert not any(thread.is_alive() for thread in tier._threads)
 

@@ -30,6 +30,10 @@ OF_S3: dict[str, Any] = {"connect_timeout": 1.0, "probe_timeout": 1.0, "fetch_ti
         ("redis://host:7000/3?ttl=1h", RemoteSettings("valkey", "host", 7000, db=3, ttl=3600.0)),
         ("rediss://kv@host:1", RemoteSettings("valkeys", "host", 1, user="kv")),
         ("valkeys://[::1]:1?ca_file=/a/b", RemoteSettings("valkeys", "::1", 1, ca_file="/a/b")),
+        ("valkey-cluster://a", RemoteSettings("valkey-cluster", "a", 6379)),
+        ("redis-cluster://kv@a:1,b,[::1]:3/0?ttl=1s", RemoteSettings(
+            "valkey-cluster", "a", 1, user="kv", ttl=1.0, more=(("b", 6379), ("::1", 3)))),
+        ("rediss-cluster://a:1?ca_file=/b", RemoteSettings("valkeys-cluster", "a", 1, ca_file="/b")),
         ("unix:///run/a%20b.sock?db=2", RemoteSettings("unix", path="/run/a b.sock", db=2)),
         ("file:///m?daily_writes=5KiB", RemoteSettings("file", path="/m", daily_writes=5120, probe_timeout=0.5)),
         ("valkey://h?probe_timeout=20ms", RemoteSettings("valkey", "h", probe_timeout=0.02)),
@@ -53,6 +57,9 @@ def test_urls(url: str, expected: RemoteSettings) -> None:
     [
         "valkey://host?write=never",
         "", "host:6379", "http://host", "valkey://", "valkey://host:port", "valkey://host:99999", "valkey://host/a",
+        "valkey-cluster://", "valkey-cluster://a,", "valkey-cluster://,a", "valkey-cluster://a:x", "valkey-cluster://a,b:x",
+        "valkey-cluster://a/1", "valkey-cluster://a?db=1", "valkey://a,b", "valkey-cluster://a?ca_file=/b",
+        "file-cluster:///a", "valkey-cluster://a,kv@b",
         "valkey://host/-1", "valkey://host?ttl=soon", "valkey://host?ttl=-1s", "valkey://host?ttl=1e9999h",
         "valkey://host?ttl=0.1ms", "valkey://host?nothing=1", "valkey://host?ttl=1h&ttl=2h", "valkey://host?in_flight=0",
         "valkey://host?in_flight=lots", "valkey://host?fetch_timeout=0", "valkey://host#1", "valkey://host?ca_file=/a",
@@ -92,6 +99,11 @@ def test_an_error_says_how_to_write_it(url: str, said: str) -> None:
         f"rediss://:{SECRET}@host",
         f"valkey://user:{SECRET}@host:port",
         f"valkey://user:{SECRET}@[::1",
+        f"valkey-cluster://user:{SECRET}@a,b",
+        f"valkey-cluster://a,user:{SECRET}@b",
+        f"valkey-cluster://user:1,{SECRET}@b",
+        f"valkey-cluster://user:1,{SECRET}/@b",
+        f"valkey-cluster://user:{SECRET},x@b",
         f"http://user:{SECRET}@host",
         f"file://user:{SECRET}@/mnt",
         f"valkey://host?password={SECRET}",
@@ -159,9 +171,7 @@ def test_a_password_stands_in_no_text_of_a_tier(
     tier.close()
 
 
-def test_certificates_on_a_file_system_that_hangs_are_a_store_that_is_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_certificates_on_a_hung_file_system_mean_store_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longshore.tiers.remote.settings.CERTIFICATE_SECONDS", 0.1)
     hung = tmp_path / "ca.pem"
     os.mkfifo(hung)  # opening it for reading blocks, as a file on a mount does whose server is gone
@@ -173,7 +183,7 @@ def test_certificates_on_a_file_system_that_hangs_are_a_store_that_is_away(
         while not (results := tier.poll()):
             assert time.monotonic() < give_up
             time.sleep(0.01)
-        assert results[0].statuses[0] in {Status.DEADLINE, Status.AWAY}
+        assert results[0].statuses[0] in {Status.DEADLINE, Status.UNAVAILABLE}
         assert tier.failures["timeout"] >= 1
         tier.close()
     os.close(os.open(hung, os.O_WRONLY))  # the thread that reads it ends

@@ -64,7 +64,7 @@ class ARC(EvictionPolicy):
         at = np.array(nodes, np.int32)
         back = self._ghosts.among(self.names[at].tolist())
         marks(self._place)[at] = np.where(back, _OFTEN, _ONCE)
-        for key in self.names[at[back]]:
+        for key in self.names[at[back]].tolist():
             self._learn(self._ghosts.take(key))
         for which, ours in ((_ONCE, at[~back]), (_OFTEN, at[back])):
             self._linked.extend(which, ours)

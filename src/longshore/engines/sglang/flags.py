@@ -28,6 +28,10 @@ INSTEAD = {
     "reset_keep": "flush_cache of SGLang leaves storage as it is",
     "sleep_keep": "SGLang does not tell a storage back end that it sleeps",
     "calibration": "nothing is copied to or from a GPU",
+    "kv_events": "SGLang publishes events itself (--kv-events-config)",
+    "kv_events_replay": "set replay_endpoint in SGLang's --kv-events-config",
+    "kv_events_topic": "set topic in SGLang's --kv-events-config",
+    "kv_events_remote": "SGLang passes no events from a storage back end to routers",
     "control": "commands are served under vLLM and by PrefixStore",
 }
 """Settings without effect under SGLang, and the alternative to each."""

@@ -109,7 +109,6 @@ def scope_of(
 
 
 def _weights(told: dict[str, Any], memo: Path | None) -> str:
-    """Digest of the bytes of the model's files."""
     path = _path(told)
     files = [path]
     if told.get("quantization_param_path"):

@@ -41,8 +41,7 @@ from longshore.cache import UNTOLD, Found, GroupKeys, TieredCache, Until
 from longshore.config import Config
 from longshore.engines.sglang import contract, identity
 from longshore.engines.sglang.flags import PREFIX_KEYS, of_pool, read
-from longshore.engines.sglang.pool import HostPages
-from longshore.engines.sglang.tiers import PoolTiers, digests
+from longshore.engines.sglang.tiers import HostPages, PoolTiers, digests
 from longshore.engines.weight_files import MEMO
 from longshore.errors import EngineError, LongshoreError
 from longshore.metrics import LongshoreCollector, MirroredMetrics
@@ -280,17 +279,12 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             return 0
         if before is None:
             raise EngineError(f"SGLang does not say what precedes a page: set {PREFIX_KEYS} in its extra configuration")
-        pages, stack, jobs = self._kv.pages.pages(indices, len(names)), self._kv.stack, list[int]()
-        path, clock, longest = digests([*before, *names]), self._runtime.clock, self.settings.write_timeout
-        deadline = clock() + longest
-        patience = longest if self._kv.ring is None and clock() >= self._kv.no_wait_until else 0.0
-        try:
-            part = GroupKeys(path, len(before))
-            kept = stack.store_path(part, pages, lambda job, blocks: jobs.append(job), patience=patience)
-        finally:
-            self._kv.let_go(jobs)
-            if clock() >= deadline:
-                self._kv.no_wait_until = deadline + longest
+        pages, part = self._kv.pages.pages(indices, len(names)), GroupKeys(digests([*before, *names]), len(before))
+        longest = self.settings.write_timeout
+        waits = self._kv.ring is None and self._runtime.clock() >= self._kv.no_wait_until
+        with self._kv.bounded(longest) as jobs:
+            patience = longest if waits else 0.0
+            kept = self._kv.stack.store_path(part, pages, lambda job, blocks: jobs.append(job), patience=patience)
         return max(0, kept - len(before))
 
     def _note(self, asked: _LookedUp, keys: Sequence[Key]) -> None:

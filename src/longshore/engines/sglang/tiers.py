@@ -5,24 +5,32 @@
 
 A model with sliding windows has a host pool for them beside that of the keys and values. Each pool has pages of its
 own size and number, so each has a control plane, a ring and a tier host of its own.
+
+The pages are a layout (`HostPages`), by what `get_page_buffer_meta` says of each, verified. The memory stays SGLang's:
+
+    piece 0 (K)   ├ page 0 ┼ page 1 ┼ page 2 ┼ ...      a reference of the layout, one stride apart
+    piece 1 (V)   ├ page 0 ┼ page 1 ┼ page 2 ┼ ...
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from longshore.boundary import Key
 from longshore.cache import CacheGroup, GroupKeys, Lease, Presence, Until, WritePolicy
 from longshore.config import Config
-from longshore.engines.sglang.pool import HostPages
+from longshore.engines.tensors import RowBlocks
 from longshore.errors import EngineError, LongshoreError
 from longshore.keys import Scope
+from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.runtime.containment import contained
 from longshore.runtime.loop import Runtime
 from longshore.runtime.ring_mover import ImageRing
@@ -35,6 +43,74 @@ from longshore.transfer.device import CpuDevice
 _log = logging.getLogger(__name__)
 
 _LEAST_RING = 8  # pages
+
+
+class HostPages:
+    """The pages of one of SGLang's host pools.
+
+    Attributes:
+        layout: One group, with a block for each page.
+        page_size: Tokens of a page.
+        rows: Of each piece, a row of bytes for each page.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        """`pool` is a `HostKVCache`. Raises `EngineError` where its pages are not apart at equal strides."""
+        self.page_size = int(pool.page_size)
+        count = int(pool.page_num)
+        if count < 2:
+            raise EngineError(f"expected a host pool of two pages or more, got {count}: set --hicache-size")
+        some = sorted({0, 1, count // 2, count - 1})
+        pieces = [_pieces(pool, page, self.page_size) for page in some]
+        first, second = pieces[0], pieces[1]
+        strides = [b[0] - a[0] for a, b in zip(first, second, strict=True)]
+        expected = [[(at + page * by, size) for (at, size), by in zip(first, strides, strict=True)] for page in some]
+        if pieces != expected or any(by < size for (_, size), by in zip(first, strides, strict=True)):
+            raise EngineError(
+                f"pages of host memory in layout {pool.layout!r} are not equally far apart: choose another "
+                "--hicache-mem-layout, such as page_first_direct"
+            )
+        self.rows = [_rows(at, count, by, size) for (at, size), by in zip(first, strides, strict=True)]
+        inner = f"{pool.layout}, {pool.dtype}, piece {{}} of {len(first)}"
+        refs = tuple(
+            PageRef(number, 0, by, size, None, 0, inner.format(number))
+            for number, ((_, size), by) in enumerate(zip(first, strides, strict=True))
+        )
+        self.layout = KVLayout([KVGroup("pages", self.page_size, 1, refs)], self.rows, count)
+
+    def pages(self, indices: torch.Tensor, count: int) -> list[int]:
+        """The pages that `indices`, the int64 positions of all tokens of `count` pages, name.
+
+        Raises `EngineError` unless they are whole pages of the pool.
+        """
+        size = self.page_size
+        if not isinstance(indices, torch.Tensor):
+            raise EngineError(f"expected the positions of {count} pages of {size} tokens, got {indices!r:.200}")
+        whole = indices.detach().cpu().numpy().reshape(-1)
+        if len(whole) != count * size:
+            raise EngineError(f"expected the positions of {count} pages of {size} tokens, got {len(whole)}")
+        table = whole.reshape(count, size)
+        pages = table[:, 0] // size
+        if (table != pages[:, None] * size + np.arange(size)).any() or (pages >= self.layout.num_blocks).any():
+            raise EngineError(f"expected positions of whole pages of {size} tokens, got {whole[:8].tolist()} ...")
+        found: list[int] = pages.tolist()
+        return found
+
+
+def _pieces(pool: Any, page: int, size: int) -> list[tuple[int, int]]:
+    """Address and bytes of each piece of a page."""
+    indices = torch.arange(page * size, (page + 1) * size)
+    try:
+        addresses, sizes = pool.get_page_buffer_meta(indices)
+    except (AttributeError, NotImplementedError, ValueError) as error:
+        raise EngineError(f"host memory in layout {pool.layout!r} does not say where its pages are: {error}") from error
+    return [(int(at), int(size)) for at, size in zip(addresses, sizes, strict=True)]
+
+
+def _rows(address: int, count: int, stride: int, width: int) -> torch.Tensor:
+    """A view of memory: uint8, shape `(count, width)`, rows `stride` bytes apart."""
+    memory = (ctypes.c_uint8 * ((count - 1) * stride + width)).from_address(address)
+    return torch.as_strided(torch.frombuffer(memory, dtype=torch.uint8), (count, width), (stride, 1))
 
 
 class PoolTiers:
@@ -88,7 +164,7 @@ class PoolTiers:
             _log.info("self-test skipped, because host memory has no free page")
             return
         try:
-            self_test(self.stack, self.pages, self.pages.pages(indices, 1))
+            self_test(self.stack, RowBlocks(*self.pages.rows), self.pages.pages(indices, 1))
         finally:
             pool.free(indices)
 
@@ -111,6 +187,17 @@ class PoolTiers:
                 self.runtime.clock() - begun,
             )
 
+    @contextlib.contextmanager
+    def bounded(self, longest: float) -> Iterator[list[int]]:
+        """A call of at most `longest` seconds: its jobs, to be filled in. Afterwards no copy touches their pages."""
+        jobs, deadline = list[int](), self.runtime.clock() + longest
+        try:
+            yield jobs
+        finally:
+            self.let_go(jobs)
+            if self.runtime.clock() >= deadline:
+                self.no_wait_until = deadline + longest
+
     # ------------------------------------------------------------------ pages that stand alone, each a path of its own
 
     @contained(lambda self, names: [False] * len(names), expected=(LongshoreError,))
@@ -129,49 +216,40 @@ class PoolTiers:
         pages, runtime, timeout = self.pages.pages(indices, len(names)), self.runtime, self.settings.load_timeout
         if self.is_stuck():
             return 0
-        leases, jobs, tick, done = list[Lease](), list[int](), None, 0
-        deadline = runtime.clock() + timeout
-        try:
-            with runtime.control() as cache:
-                for key, page in zip(digests(names), pages, strict=True):
-                    found = cache.lookup({0: GroupKeys([key])}, runtime.clock(), asks=(), tick=tick)
-                    tick = found.tick
-                    if found.lease is None:
-                        break
-                    leases.append(found.lease)
-                    order = cache.load(found.lease, {0: [page]}, timeout=timeout)
-                    jobs += [part.job for part in order.parts]
-            for lease in leases:
-                outcome = runtime.wait_over(lease).outcome
-                if outcome is None or not outcome.chunks:
-                    break
-                done += 1
-        finally:
-            with contextlib.suppress(LongshoreError), runtime.control() as cache:
+        leases, tick, done = list[Lease](), None, 0
+        with self.bounded(timeout) as jobs:
+            try:
+                with runtime.control() as cache:
+                    for key, page in zip(digests(names), pages, strict=True):
+                        found = cache.lookup({0: GroupKeys([key])}, runtime.clock(), asks=(), tick=tick)
+                        tick = found.tick
+                        if found.lease is None:
+                            break
+                        leases.append(found.lease)
+                        order = cache.load(found.lease, {0: [page]}, timeout=timeout)
+                        jobs += [part.job for part in order.parts]
                 for lease in leases:
-                    cache.release(lease)
-            self.let_go(jobs)
-            if runtime.clock() >= deadline:
-                self.no_wait_until = deadline + timeout
+                    outcome = runtime.wait_over(lease).outcome
+                    if outcome is None or not outcome.chunks:
+                        break
+                    done += 1
+            finally:
+                with contextlib.suppress(LongshoreError), runtime.control() as cache:
+                    for lease in leases:
+                        cache.release(lease)
         return done
 
     @contained(lambda self, names, indices: [False] * len(names), expected=(LongshoreError,))
     def store(self, names: Sequence[str], indices: torch.Tensor) -> list[bool]:
         """Store the pages at `indices`; whether each was taken, or is stored."""
-        pages, longest = self.pages.pages(indices, len(names)), self.settings.write_timeout
+        pages = self.pages.pages(indices, len(names))
         if self.is_stuck():
             return [False] * len(names)
-        jobs, deadline = list[int](), self.runtime.clock() + longest
-        try:
-            kept = [
-                self.stack.store_path(GroupKeys([key]), [page], lambda job, blocks: jobs.append(job))
+        with self.bounded(self.settings.write_timeout) as jobs:
+            return [
+                bool(self.stack.store_path(GroupKeys([key]), [page], lambda job, blocks: jobs.append(job)))
                 for key, page in zip(digests(names), pages, strict=True)
             ]
-        finally:
-            self.let_go(jobs)
-            if self.runtime.clock() >= deadline:
-                self.no_wait_until = deadline + longest
-        return [bool(count) for count in kept]
 
 
 def digests(keys: Sequence[str]) -> list[Key]:

@@ -1,6 +1,6 @@
 """The device cache of continuous batching, with tiers below it.
 
-    expect                 what files and stores have of requests that wait is read into host memory
+    prefetch_waiting       what files and stores have of requests that wait is read into host memory
     match_prefix_blocks    blocks that the device lacks come up from the tiers, within a deadline
     mark_complete_blocks   complete blocks are committed
     evict_cached_blocks    blocks about to be evicted are committed again; none is reused while a job reads it
@@ -25,7 +25,7 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger, compute_block_hash
 
 from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
-from longshore.cache import GroupKeys, Lease, Retention, Text, TieredCache, Until
+from longshore.cache import GroupKeys, Lease, Retention, Text, Until
 from longshore.engines.transformers.contract import check_allocator
 from longshore.engines.transformers.requests import PromptLookup, PromptRecord, WaitingPrefetcher
 from longshore.errors import DeviceError, EngineError, QueueFullError, TierClosedError, TierError, TokenError
@@ -201,11 +201,11 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self.pool.free_blocks(self.index, self.ledger.drop_cached_blocks())
 
     @property
-    def holds_back(self) -> bool:
+    def delays_requests(self) -> bool:
         """Whether requests do not begin before their prefetch is over, by the setting `prefetch`."""
         return self._ahead is not None and self._ahead.waits
 
-    def expect(self, waiting: Iterable[tuple[str, list[int]]]) -> set[str]:
+    def prefetch_waiting(self, waiting: Iterable[tuple[str, list[int]]]) -> set[str]:
         """Requests wait, these, in this order, by name and prompt: prefetch for them, from files into host memory.
 
         Returns the names of those that are not to begin yet, if requests are held back.
@@ -214,7 +214,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             return set()
         return self._fetch(self._stack, self._ahead, waiting)
 
-    def expect_none(self) -> None:
+    def loop_ended(self) -> None:
         """The engine's loop has ended, and with it all requests."""
         self._stop_waiting(self._lookups.values())
         self._lookups.clear()
@@ -262,16 +262,12 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     @contained(lambda self, stack, lookup: None, expected=_EXPECTED)
     def _count_request(self, stack: Stack, lookup: PromptLookup) -> None:
-        with stack.runtime.control() as cache:
-            self._count(cache, lookup, stack.runtime.clock())
-
-    @staticmethod
-    def _count(cache: TieredCache, lookup: PromptLookup, now: float) -> None:
         """The request begins now: what the tiers lack of it is missed."""
-        if lookup.path is not None and not lookup.is_counted:
-            lookup.is_counted = True
-            path, name = {0: lookup.path}, lookup.request
-            cache.lookup(path, now, until=Until.NOTHING, request=name, tick=lookup.tick)
+        with stack.runtime.control() as cache:
+            if lookup.path is not None and not lookup.is_counted:
+                lookup.is_counted = True
+                path, now, name = {0: lookup.path}, stack.runtime.clock(), lookup.request
+                cache.lookup(path, now, until=Until.NOTHING, request=name, tick=lookup.tick)
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         """A forward pass completed blocks of a request: commit the chunks that are whole now."""
@@ -350,6 +346,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         per_chunk, limit = stack.config.blocks_per_chunk, self._limit(prompt)
         keys = chain(stack.scope.root, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
         text = Text(prompt[: limit * self.tokens_per_page], stack.scope.root) if per_chunk > 1 else None
+        stack.describe(keys, 0, prompt)
         return GroupKeys(keys, min(present // per_chunk, len(keys)), text=text)
 
     # ------------------------------------------------------------------ onboard
@@ -394,7 +391,8 @@ class TieredAllocator(FullAttentionCacheAllocator):
             wanted = min(min(chunks, found.chunks) * per_chunk + leading - skip, limit - len(present))
             if wanted <= 0:
                 return [], []
-            blocks = self._take_blocks(wanted, reserve=self._blocks_for(len(prompt)) - len(present), keep=present)
+            reserve = -(-len(prompt) // self.tokens_per_page) - len(present)
+            blocks = self._take_blocks(wanted, reserve, keep=present)
             if not blocks:
                 return [], []
             self._count_request(stack, lookup)
@@ -466,8 +464,9 @@ class TieredAllocator(FullAttentionCacheAllocator):
         for position in range(known, whole):
             blocks = tuple(table[position * per_chunk : (position + 1) * per_chunk])
             mine = token_ids[position * chunk_tokens : (position + 1) * chunk_tokens]
-            tokens = array("I", mine) if per_chunk > 1 else None
+            tokens = array("I", mine) if per_chunk > 1 or stack.config.kv_events else None
             self._remember(_Chunk(keys.keys, position, prompt, blocks, retention, tokens))
+        stack.describe(keys.keys, known, token_ids[known * chunk_tokens : whole * chunk_tokens])
         tick = None if lookup is None else lookup.tick
         text = Text(token_ids[: whole * chunk_tokens], stack.scope.root) if per_chunk > 1 else None
         path = GroupKeys(keys.keys[:whole], prompt=prompt, retention=retention, text=text)
@@ -515,6 +514,8 @@ class TieredAllocator(FullAttentionCacheAllocator):
             done.update(tail.path[first : tail.position + 1])
             blocks = [block for chunk in run for block in chunk.blocks]
             keys, text = tail.path[: tail.position + 1], None
+            for chunk in run:
+                stack.describe(tail.path[: chunk.position + 1], chunk.position, chunk.tokens or ())
             known = [np.array(chunk.tokens, np.uint32) for chunk in run if chunk.tokens is not None]
             if known:  # of the chunks before them nothing is asked
                 text = Text(np.concatenate([np.zeros(first * len(known[0]), np.uint32), *known]), stack.scope.root)
@@ -551,9 +552,6 @@ class TieredAllocator(FullAttentionCacheAllocator):
     def _note_compute(self) -> None:
         if self._copy_view.device.type != "cpu":
             self._compute = torch.accelerator.current_stream()
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.tokens_per_page)
 
     def _obtainable(self) -> int:
         """Blocks that are free, or in sectors that are."""

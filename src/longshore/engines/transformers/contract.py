@@ -199,15 +199,15 @@ def informed_allocators(ours: Any) -> Iterator[None]:
             allocator.asking = request_id
         return stock(self, request_id, prompt_ids)
 
-    def expect(allocator: Any, waiting: list[Any]) -> Any:
+    def prefetch(allocator: Any, waiting: list[Any]) -> Any:
         fresh = [(state.request_id, state.remaining_prefill_tokens) for state in waiting if not state.is_cpu_offloaded]
-        return allocator.expect(fresh)
+        return allocator.prefetch_waiting(fresh)
 
     def get_waiting_candidates(self: Any) -> Any:
         waiting = candidates(self)
         for allocator in allocators(self.cache):
-            if waiting and allocator.holds_back:
-                late = expect(allocator, waiting)
+            if waiting and allocator.delays_requests:
+                late = prefetch(allocator, waiting)
                 ready = [state for state in waiting if state.request_id not in late]
                 alone = not ready and not self.active_requests  # nothing else is held up
                 waiting = waiting[:1] if alone else ready
@@ -216,12 +216,12 @@ def informed_allocators(ours: Any) -> Iterator[None]:
     def cleanup_waiting_queue(self: Any, request_ids_to_remove_from_waiting: set[str]) -> None:
         cleanup(self, request_ids_to_remove_from_waiting)
         for allocator in allocators(self.cache):
-            expect(allocator, candidates(self))
+            prefetch(allocator, candidates(self))
 
     def fail_all_requests(self: Any, error: Exception) -> None:
         fail(self, error)
         for allocator in allocators(self.cache):
-            allocator.expect_none()
+            allocator.loop_ended()
 
     with ExitStack() as undo:
         for owner, name, ours_instead in (

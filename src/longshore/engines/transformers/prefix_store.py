@@ -80,6 +80,7 @@ class PrefixStore:
         self._model = model
         self._config = config
         self._chunk = config.blocks_per_chunk
+        self._chunk_tokens = config.blocks_per_chunk * block_size
         self._blocks = max(window // self._chunk, 1) * self._chunk
         self._block_size = block_size
         self._open_file = open_file
@@ -202,6 +203,7 @@ class PrefixStore:
             self._wait_idle()
             self._fill(cache, first * self._chunk, len(blocks))
             self._stack.engine.begin_step(None)
+            self._stack.describe(part, first, tokens[first * self._chunk_tokens : len(part) * self._chunk_tokens])
             patience = self._config.write_timeout
             kept = self._stack.store_path(
                 GroupKeys(part, first, retention=retention),
@@ -226,6 +228,7 @@ class PrefixStore:
             if not awake or not said.load:
                 return cache, 0
             keys, asks = self._keys(tokens), REMOTE in said.load and bool(self._stack.remote)
+            self._stack.describe(keys, 0, tokens)
             while done < len(keys):
                 arrived, tick = self._restore_path(cache, GroupKeys(keys, done), tick, said, asks=asks)
                 done += arrived

@@ -7,20 +7,33 @@
 The request waits, and vLLM continues with its steps, until the workers report the load: after its last part, or after
 one has failed. A load whose next chunks are lost, or do not arrive in time, is ended, and its request is recomputed.
 Each part gets its slots at once and gives them back without needing others, so loads do not wait for each other.
+
+Chunks that only stores of replicas have are asked for once for each request, and fetched while it waits:
+
+    lookup, some chunks are in no tier ─► ask ─(the probe ends)─► gate ─► fetch into host memory ─► lookup: HIT
+                                              MISS: not there, or quicker to compute, or not in time
+
+Nothing here waits. vLLM asks about a request again in each step; the answer is `HIT_PENDING` until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import groupby, takewhile
 
-from longshore.boundary import Key
-from longshore.cache import GroupKeys, Lease, PrefetchPolicy, Presence, Residency, TieredCache
-from longshore.engines.vllm.requests import Ticket, residency
+from vllm.v1.kv_offload.base import OffloadKey
+
+from longshore.boundary import FILE, HOST, REMOTE, Key
+from longshore.cache import Gate, GroupKeys, Lease, PrefetchPolicy, Presence, Residency, Run, TieredCache, Until
+from longshore.engines.vllm.changes import BlockValidity
+from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, JobContext, RequestState, Ticket, residency
 from longshore.engines.vllm.stores import NO_SLOTS
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
-from longshore.runtime.rank_reports import RankReports
+from longshore.runtime.loop import Runtime
+from longshore.runtime.remote_fetch import patience, worth_asking
 
 Paths = Mapping[int, Residency | Sequence[Key]]
 """Chunks by our number of their KV cache group."""
@@ -57,12 +70,11 @@ class StreamedLoad:
 class Loads:
     """The loads of one engine, one of each request at most. Whoever calls has the control of the cache."""
 
-    def __init__(self, groups: int, reports: RankReports, patience: float, ticket: Callable[[], Ticket]) -> None:
-        """`groups` is the number of KV cache groups, `patience` is in seconds; `ticket` makes the ticket of a part."""
-        self._groups = groups
-        self._reports = reports
-        self._patience = patience
-        self._ticket = ticket
+    def __init__(self, jobs: JobContext, validity: BlockValidity) -> None:
+        self._jobs = jobs
+        self._groups = len(jobs.groups)
+        self._reports = jobs.reports
+        self._validity = validity
         self._loads: dict[str, StreamedLoad] = {}
         self._new_parts: list[JobPart] = []
 
@@ -85,38 +97,36 @@ class Loads:
         name: str,
         tick: int | None,
         paths: Paths,
-        epoch: tuple[int, int],
         origins: Mapping[Key, str],
         *,
         streams: bool,
     ) -> SlotsSpec:
         """The first part of a load of `paths`: what is in host memory, which is all of them unless the load `streams`.
 
-        `epoch` is as in `SlotsSpec`; `origins` are the tiers that chunks were brought up from, by key.
+        `origins` are the tiers that chunks were brought up from, by key.
         """
         load = StreamedLoad(name, tick, [0] * self._groups, origins)
         first, load.rest = _ready(cache, paths) if streams else (paths, [])
-        spec = self._lend(cache, load, first, epoch)
+        spec = self._lend(cache, load, first)
         load.number = spec.job
         if load.rest:
             load.lease = _lease(cache, load, load.rest)
         self._loads[name] = load
         left = tuple(sum(group == each for each, _ in load.rest) for group in range(self._groups))
-        return SlotsSpec(spec.job, spec.runs, epoch, *((spec.begins, left) if load.rest else ()))
+        return SlotsSpec(spec.job, spec.runs, spec.epoch, *((spec.begins, left) if load.rest else ()))
 
-    def proceed(
-        self, cache: TieredCache, end: Callable[[Ticket], object], now: float, slots: int, epoch: tuple[int, int]
-    ) -> None:
-        """`end` parts that all ranks have read, which gives their slots back, and lend the next ones.
+    def proceed(self, cache: TieredCache) -> None:
+        """End parts that all ranks have read, which gives their slots back, and lend the next ones.
 
-        What loads have in host memory beyond their first part is at most half of its `slots`, or one chunk of each.
+        What loads have in host memory beyond their first part is at most half of its slots, or one chunk of each.
         """
+        slots = self._jobs.slots
         streams = [load for load in self._loads.values() if load.rest]
         for load in streams:
             for ticket in [each for each in load.parts if self._reports.has_loaded(each.number)]:
                 load.failed |= self._reports.has_failed(ticket.number)
                 load.parts.remove(ticket)
-                end(ticket)
+                self._jobs.end(ticket, cache)
             ahead, is_late = load.rest[:slots], load.fetch is not None and cache.progress(load.fetch).is_over
             ready, rest = _ready(cache, _by_group(ahead))
             if load.failed or (is_late and not ready):
@@ -125,14 +135,14 @@ class Loads:
             if ready:
                 del load.rest[: len(ahead) - len(rest)]
                 load.fetched -= len(ahead) - len(rest)
-                self._new_parts.append(JobPart(load.number, self._lend(cache, load, ready, epoch)))
+                self._new_parts.append(JobPart(load.number, self._lend(cache, load, ready)))
             if load.fetched <= 0 and load.fetch is not None:
                 cache.release(load.fetch)
                 load.fetch = None
             if not load.rest:
                 _release(cache, load)
             elif load.fetch is None:
-                self._bring_up(cache, load, now, max(1, slots // 2 // len(streams)))
+                self._bring_up(cache, load, max(1, slots // 2 // len(streams)))
 
     def stop(self, cache: TieredCache, name: str) -> None:
         """No more is lent for `name`: the workers report the load as failed when they have read what they were lent."""
@@ -164,7 +174,7 @@ class Loads:
             load.rest = []
         return [*self.take(), *(JobPart(load.number, None) for load in streams)]
 
-    def _bring_up(self, cache: TieredCache, load: StreamedLoad, now: float, share: int) -> None:
+    def _bring_up(self, cache: TieredCache, load: StreamedLoad, share: int) -> None:
         """Have the next chunks read into host memory: half of the load's `share`, so that reads and copies overlap."""
         chunks = load.rest[: max(1, share // 2)]
         if load.parts and len(chunks) + sum(len(each.slots) for each in load.parts) > share:
@@ -173,11 +183,12 @@ class Loads:
         if load.fetch is None:
             self.stop(cache, load.name)
         else:
-            cache.prefetch(load.fetch, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
+            now, patience = self._jobs.clock(), self._jobs.patience
+            cache.prefetch(load.fetch, now, policy=PrefetchPolicy.TIMEOUT, timeout=patience)
 
-    def _lend(self, cache: TieredCache, load: StreamedLoad, paths: Paths, epoch: tuple[int, int]) -> SlotsSpec:
+    def _lend(self, cache: TieredCache, load: StreamedLoad, paths: Paths) -> SlotsSpec:
         """Lease the slots of the next chunks, which are in host memory, to the workers."""
-        ticket, runs, begins = self._ticket(), [NO_SLOTS] * self._groups, tuple(load.lent)
+        ticket, runs, begins = self._jobs.ticket(), [NO_SLOTS] * self._groups, tuple(load.lent)
         order = cache.load(
             {group: GroupKeys(keys) for group, keys in paths.items()}, tick=load.tick, origins=load.origins
         )
@@ -187,7 +198,7 @@ class Loads:
             ticket.jobs.append((part.job, part.slots.of))
         if ticket.jobs:
             load.parts.append(ticket)
-        return SlotsSpec(ticket.number, tuple(runs), epoch, begins)
+        return SlotsSpec(ticket.number, tuple(runs), self._validity.epoch, begins)
 
 
 def _by_group(chunks: Sequence[tuple[int, Key]]) -> dict[int, list[Key]]:
@@ -221,3 +232,132 @@ def _ready(cache: TieredCache, paths: Paths) -> tuple[dict[int, Residency], list
             ready[group] = seen.part(0, count)
         rest += [(group, key) for key in seen.keys[count:]]
     return ready, rest
+
+
+_TIER = {Presence.READY: HOST, Presence.IN_FLIGHT: HOST, Presence.COLDER: FILE, Presence.ABSENT: ""}
+
+
+def tiers_of(found: Sequence[Presence]) -> list[str]:
+    """The tier that chunks found so are read from; empty for none."""
+    return [_TIER[presence] for presence in found]
+
+
+def load_limit(
+    gate: Gate | None,
+    ends: Mapping[OffloadKey, int],
+    tiers: Sequence[str],
+    first: OffloadKey,
+    now: float,
+) -> float:
+    """The gate: up to which token of a prompt, computed up to the chunk `first`, loading is faster than computing.
+
+    vLLM asks chunk by chunk, and loads the longest prefix that it was promised, so chunks behind this token are not
+    promised. Chunks of the group that vLLM asks for first stand for those of all groups. Infinity without a `gate`.
+
+    Args:
+        ends: For each chunk, in order, the token that it ends with.
+        tiers: Where each of them is read from; empty for nowhere.
+    """
+    if gate is None or first not in ends:
+        return math.inf
+    group = first[-GROUP_BYTES:]
+    mine = sorted(
+        (end, tier) for (key, end), tier in zip(ends.items(), tiers, strict=True) if key[-GROUP_BYTES:] == group
+    )
+    computed = ends[first] - mine[0][0]
+    chain = list(takewhile(lambda chunk: chunk[1], (chunk for chunk in mine if chunk[0] > computed)))
+    runs = [Run(tier, len(list(same))) for tier, same in groupby(tier for _, tier in chain)]
+    count = gate.worth_loading(computed, runs, now)
+    return chain[count - 1][0] if count else computed
+
+
+class RemoteFetches:
+    """Asks stores about the chunks of requests, and fetches, for one manager."""
+
+    def __init__(self, runtime: Runtime, groups: ChunkGroups) -> None:
+        self._runtime = runtime
+        self._groups = groups
+
+    def look(
+        self, request: RequestState, ends: Mapping[OffloadKey, int], found: Sequence[Presence], first: OffloadKey
+    ) -> Sequence[Presence]:
+        """`found`, in which chunks that a store is asked for, or sends, are on their way.
+
+        Args:
+            request: Whose chunks they are.
+            ends: vLLM's keys of all chunks that it has named, in order, each with the token that it ends with.
+            found: Where each of them is.
+            first: The chunk that vLLM asks for.
+        """
+        if request.fetches_end or REMOTE not in request.hints.load:
+            return found
+        absent = [key for key, presence in zip(ends, found, strict=True) if presence is Presence.ABSENT]
+        now = self._runtime.clock()
+        with self._runtime.control() as cache:
+            asked = {0: GroupKeys(request.ours(absent))}
+            asks = self._worth_asking(ends, absent, first) if request.probes is None else ()
+            known = cache.lookup(asked, now, until=Until.NOTHING, each=True, asks=asks)
+            if request.probes is None:
+                request.probes = known.probes
+            if not all(cache.progress(probe).is_over for probe in request.probes):
+                return _on_their_way(found, ends, set(absent))
+            request.fetches_end = True
+            names = dict(zip(absent, known.remote_sources.get(0, [""] * len(absent)), strict=True))
+            if not any(names.values()):
+                return found
+            tiers = [names.get(key) or tier for key, tier in zip(ends, tiers_of(found), strict=True)]
+            sent = Counter(names[key] for key in absent if names[key] and key[-GROUP_BYTES:] == first[-GROUP_BYTES:])
+            longest = patience(self._runtime, cache, [Run(*each) for each in sent.items()], now)
+            request.load_limit = load_limit(self._runtime.gate, ends, tiers, first, now)
+            coming = self._fetch(cache, request, ends, {key for key in absent if names[key]}, now, longest)
+        request.origins.update((key, names[key]) for key in coming)
+        return _on_their_way(found, ends, coming)
+
+    def _worth_asking(
+        self, ends: Mapping[OffloadKey, int], absent: Sequence[OffloadKey], first: OffloadKey
+    ) -> list[str]:
+        """The stores to wait for; chunks of the group that vLLM asks for first stand for those of all groups."""
+        group = first[-GROUP_BYTES:]
+        mine = [ends[key] for key in absent if key[-GROUP_BYTES:] == group and ends[key] >= ends[first]]
+        tokens = self._groups.tokens[self._groups.of(first)]
+        # A chunk may be named before it is full.
+        return worth_asking(self._runtime, (mine[0] - 1) // tokens * tokens, len(mine)) if mine else []
+
+    def _fetch(
+        self,
+        cache: TieredCache,
+        request: RequestState,
+        ends: Mapping[OffloadKey, int],
+        there: set[OffloadKey],
+        now: float,
+        longest: float | None,
+    ) -> set[OffloadKey]:
+        """Order those chunks that stores have, up to the load limit; which are on their way now."""
+        keys = list(ends)
+        has = _known(cache, request, keys)
+        reach, parts = request.load_limit or 0.0, self._groups.split(keys)
+        for group, mine in parts:  # a prefix is served as far as each group without a window reaches
+            if self._groups.windows[group] is None:
+                whole = ends[mine[0]] == self._groups.tokens[group]  # from the first chunk on
+                known = takewhile(lambda key: key in there or key in has, mine if whole else ())
+                reach = min(reach, max((ends[key] for key in known), default=0))
+        for group, mine in parts:
+            window, tokens = self._groups.windows[group], self._groups.tokens[group]
+            wanted = [key for key in mine if ends[key] <= reach]
+            if window is not None:
+                wanted = [key for key in wanted if ends[key] > reach - (window + 1) * tokens and key in there]
+            if wanted:
+                cache.prefetch({group: GroupKeys(request.ours(wanted))}, now, timeout=longest)
+        return _known(cache, request, [key for key in keys if key in there])
+
+
+def _known(cache: TieredCache, request: RequestState, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+    """Those of `keys` that a tier has, or that are on their way."""
+    presences = residency(cache, request.ours(keys)).presences
+    return {key for key, each in zip(keys, presences, strict=True) if each is not Presence.ABSENT}
+
+
+def _on_their_way(
+    found: Sequence[Presence], ends: Mapping[OffloadKey, int], keys: set[OffloadKey]
+) -> Sequence[Presence]:
+    return [Presence.IN_FLIGHT if key in keys else presence for key, presence in zip(ends, found, strict=True)]

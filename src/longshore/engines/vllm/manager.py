@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import count, takewhile
+from itertools import takewhile
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -32,16 +31,16 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from longshore.boundary import DEVICE, FILE, HOST, Route, Slots, TransferResult
+from longshore.boundary import DEVICE, FILE, HOST, Route, Slots
 from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, TieredCache, Until
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.connector import Backoff
-from longshore.engines.vllm.fetches import RemoteFetches, load_limit, tiers_of
-from longshore.engines.vllm.loads import Loads
+from longshore.engines.vllm.loads import Loads, RemoteFetches, load_limit, tiers_of
 from longshore.engines.vllm.metrics import EventTranslator, OffloadingMetrics
 from longshore.engines.vllm.requests import (
     GROUP_BYTES,
     ChunkGroups,
+    JobContext,
     RequestState,
     Ticket,
     hints_of,
@@ -84,10 +83,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._hints = hints
         self._tiers = tiers
         self._runtime = tiers.runtime
-        self._patience = patience
         self._requests: dict[str, RequestState] = {}
         self._asked: list[RequestState] = []
-        self._numbers = count(1)
         self._stale: list[tuple[Ticket, bool]] = []
         """Tickets of which vLLM reports no end, as those from before a reset, and whether they are stores.
 
@@ -98,7 +95,6 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self.observes_device_resets = False
         """Whether the connector calls `device_was_reset` each time vLLM's prefix cache is emptied."""
         self._validity = BlockValidity(tiers.reports, base_is_mixed=tiers.base_is_mixed)
-        self._loads = Loads(len(groups), tiers.reports, patience, self._ticket)
         self.may_stream = False
         """Whether loads may have parts: the connector passes them to workers, and failed loads are recomputed."""
         self._backoff = Backoff()
@@ -108,24 +104,17 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         with self._runtime.observe() as cache:
             histograms = [*cache.counters.each_histogram(), (LOOKUP_SECONDS, (), self._runtime.asked.seconds)]
             self._metrics = OffloadingMetrics(tiers.file, tiers.stores, histograms=histograms, is_off=tiers.is_off)
-            self._image_bytes = [size.image_bytes for size in cache.stats()[0].sizes]
-            self._host_slots = cache.stats()[0].slots
+            host = cache.stats()[0]
             self._groups = ChunkGroups(
                 {number.to_bytes(GROUP_BYTES, "big"): index for index, number in enumerate(groups)},
                 [cache.settings.group(index)[1] for index in range(len(groups))],
                 tiers.windows,
             )
+        images = [size.image_bytes for size in host.sizes]
+        self._jobs = JobContext(self._groups, tiers.reports, self._runtime.clock, patience, host.slots, images)
         self._fetches = RemoteFetches(self._runtime, self._groups) if tiers.stores else None
-        self._stores = StoreJobs(
-            self._groups,
-            tiers.reports,
-            self._validity,
-            patience,
-            self._events,
-            self._image_bytes,
-            tiers.write_timeout,
-            self._ticket,
-        )
+        self._loads = Loads(self._jobs, self._validity)
+        self._stores = StoreJobs(self._jobs, self._validity, self._events, tiers.write_timeout)
 
     # ------------------------------------------------------------------ loading
 
@@ -168,8 +157,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         paths = {group: request.seen(mine) for group, mine in self._groups.split(keys)}
         origins = dict(zip(request.ours(request.origins), request.origins.values(), strict=True))
         with self._runtime.control() as cache:
-            epoch = self._validity.epoch
-            spec = self._loads.begin(cache, name, request.tick, paths, epoch, origins, streams=request.streams)
+            spec = self._loads.begin(cache, name, request.tick, paths, origins, streams=request.streams)
             self._release(request, cache)
         request.waiting_since = None
         return spec
@@ -183,7 +171,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             with self._runtime.control() as cache:
                 parts, failed = self._loads.end(cache, name)
                 request.load_failed |= failed
-                results = [result for ticket in parts for result in self._end_load(ticket, cache)]
+                results = [result for ticket in parts for result in self._jobs.end(ticket, cache)]
                 if not request.streams:  # the seconds of a part include those between two steps
                     self._runtime.observe_loads(LOAD, results)
             self._forget_if_done(name, request)
@@ -213,7 +201,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request = self._begin(req_context)
         takes = request.hints.store and self._validity.may_store(request, keys, self._stores)
         with self._runtime.control() as cache:
-            taken = self._stores.offer(cache, request, keys, req_context, self._validity.epoch, takes=takes)
+            taken = self._stores.offer(cache, request, keys, req_context, takes=takes)
         return None if taken is None else PrepareStoreOutput(*taken, [])
 
     @contained(lambda self, keys, req_context, success=True: None)
@@ -221,7 +209,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """All ranks report these chunks as done: publish the chunks that all of them have copied."""
         self._look_for_new_weights()
         with self._runtime.control() as cache:
-            left = self._stores.report(keys, partial(self._end_store, cache=cache))
+            left = self._stores.report(cache, keys)
         self._stale += [(ticket, True) for ticket in left]
 
     # ------------------------------------------------------------------ between steps
@@ -258,9 +246,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 request.end_step()
             self._asked.clear()
             cache.end_step()
-            end, now = partial(self._end_load, cache=cache), self._runtime.clock()
-            self._loads.proceed(cache, end, now, self._host_slots, self._validity.epoch)
-            self._stores.proceed(cache, now, self._host_slots, self._validity.epoch)
+            self._loads.proceed(cache)
+            self._stores.proceed(cache)
             self._stale = [each for each in self._stale if not self._is_over(*each, cache)]
         self._backoff.step_planned(self._is_awaited)
 
@@ -287,6 +274,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """vLLM's prefix cache was emptied: only running requests have blocks on the device, and will compute them."""
         self._look_for_new_weights()
         self._validity.device_was_reset()
+        if self._events is not None:
+            self._events.were_cleared = True
         if self._is_serving:
             self._validity.used()
 
@@ -319,7 +308,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         with self._runtime.control() as cache:
             for ticket, _ in self._stale:
                 if ticket.number in self._fenced:
-                    self._end_load(ticket, cache)
+                    self._jobs.end(ticket, cache)
         self._stale = [each for each in self._stale if each[0].number not in self._fenced]
 
     # ------------------------------------------------------------------ watching
@@ -347,7 +336,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._events is None:
             return []
         with self._runtime.observe() as cache:
-            return list(self._events.translate(cache.events()))
+            return list(self._events.translate(cache))
 
     def flush(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds until all stored chunks are in every tier; returns whether they are."""
@@ -375,7 +364,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def _nothing(self) -> SlotsSpec:
         """An answer without slots, of which a load fails."""
-        return self._slots_spec(self._ticket(), [NO_SLOTS] * len(self._groups))
+        return self._slots_spec([NO_SLOTS] * len(self._groups))
 
     def _in_place(self, keys: Collection[OffloadKey], context: ReqContext) -> SlotsSpec:
         """Slots of chunks found before the control plane failed, if all are in place; else `_nothing`."""
@@ -387,7 +376,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 if slots is None:
                     return self._nothing()
                 runs[group] = Slots(HOST, cache.settings.pool_of(group), tuple(slots))
-            return self._slots_spec(self._ticket(), runs)
+            return self._slots_spec(runs)
         return self._nothing()
 
     def _ask(self, request: RequestState, key: OffloadKey, context: ReqContext) -> LookupResult:
@@ -403,7 +392,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request.asked_keys, request.streams = list(asked), False
         now = self._runtime.clock()
         with self._runtime.control() as cache:
-            late = (waited := now - (request.waiting_since or now)) > self._patience
+            late = (waited := now - (request.waiting_since or now)) > self._jobs.patience
             brought = bool(request.leases) and all(cache.progress(lease).is_over for lease in request.leases)
             asks = {0: GroupKeys(request.ours(() if barred else request.asked_keys))}
             with self._runtime.asked.seconds.timed():
@@ -425,7 +414,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             found = [Presence.ABSENT if each is Presence.COLDER else each for each in found]
         if self._fetches is not None and not late and Presence.ABSENT in found and asked is positions:
             found = self._fetches.look(request, positions, found, key)
-        coming = self._coming(request, positions, found, key, waits=2 * waited <= self._patience)  # then it is loaded
+        coming = self._coming(
+            request, positions, found, key, waits=2 * waited <= self._jobs.patience
+        )  # then it is loaded
         stalled = self._tiers.file is not None and self._tiers.file.is_stalled
         if self.may_stream and Presence.COLDER in found and not late and not stalled:
             found = self._promised(request, asked, found, key)
@@ -480,7 +471,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         If all that is there does not fit host memory, `request` streams: what is colder is promised like what is ready.
         """
         there = [each in _THERE for each in found[request.asked_keys.index(first) :]]
-        if sum(there) <= self._host_slots:
+        if sum(there) <= self._jobs.slots:
             return found
         ends, worth = list(zip(positions.items(), found, strict=True)), request.load_limit or 0
         cold = {key for (key, end), each in ends if each is Presence.COLDER and end <= worth}
@@ -524,7 +515,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         now = self._runtime.clock()
         where = residency(cache, request.ours(wanted)).presences
         found = list(zip(wanted, where, strict=True))
-        if len(request.wanted) > self._host_slots:  # what is on its way gets its slot before those behind it
+        if len(request.wanted) > self._jobs.slots:  # what is on its way gets its slot before those behind it
             found = list(takewhile(lambda each: each[1] in _THERE, found))
         # What was read for another request meanwhile, and was corrupt, is not there any more.
         there = [key for key, presence in found if presence in _THERE]
@@ -532,7 +523,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             chunks = {group: GroupKeys(request.ours(mine))}
             lease = cache.lookup(chunks, now, each=True, request=request.name, tick=request.tick).lease
             if lease is not None:
-                cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._patience)
+                cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._jobs.patience)
                 request.leases.append(lease)
         request.leased.update(there)
         request.origins.update(dict.fromkeys(request.colder.intersection(there), FILE))
@@ -554,36 +545,24 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     @property
     def _is_serving(self) -> bool:
-        """Whether any request has not finished."""
         return any(not request.finished for request in self._requests.values())
 
     def _is_over(self, ticket: Ticket, is_store: bool, cache: TieredCache) -> bool:
         """End a ticket from before a reset if no worker uses its slots any more; returns whether it did."""
         if is_store:
-            return self._end_store(ticket, cache)
+            return self._stores.end(ticket, cache) is not None
         over = self._tiers.reports.has_loaded(ticket.number)
         if over:
-            self._end_load(ticket, cache)
+            self._jobs.end(ticket, cache)
         return over
-
-    def _end_load(self, ticket: Ticket, cache: TieredCache) -> list[TransferResult]:
-        """Release slots that no worker reads any more."""
-        return ticket.end(cache, (), self._runtime.clock(), self._image_bytes)
-
-    def _end_store(self, ticket: Ticket, cache: TieredCache) -> bool:
-        """Publish the chunks that all ranks have copied; returns whether all ranks have reported."""
-        return self._stores.end(ticket, cache, self._runtime.clock()) is not None
 
     def _is_awaited(self) -> bool:
         """Whether copies are in flight that a request or a later step waits for."""
         waiting = (request.leases for request in self._requests.values())
         return bool(self._stores or self._stale or self._loads) or any(waiting)
 
-    def _ticket(self) -> Ticket:
-        return Ticket(next(self._numbers), self._runtime.clock())
-
-    def _slots_spec(self, ticket: Ticket, runs: Sequence[Slots]) -> SlotsSpec:
-        return SlotsSpec(ticket.number, tuple(runs), self._validity.epoch)
+    def _slots_spec(self, runs: Sequence[Slots]) -> SlotsSpec:
+        return SlotsSpec(self._jobs.ticket().number, tuple(runs), self._validity.epoch)
 
     def _begin(self, context: ReqContext) -> RequestState:
         return self._requests.setdefault(context.req_id, RequestState(context.req_id))

@@ -27,9 +27,10 @@ from vllm.v1.kv_offload.base import (
 
 from longshore import __version__
 from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
-from longshore.cache import DropReason, Event, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
-from longshore.cache.types import Answer
-from longshore.monitoring.table import METRICS, QUEUE_SECONDS, Histogram, Metric, MetricKind
+from longshore.cache import DropReason, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
+from longshore.cache.events import WEIGHTS, Announcements, Change
+from longshore.cache.types import Answer, Histogram
+from longshore.monitoring.table import METRICS, QUEUE_SECONDS, Metric, MetricKind
 from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, HostedRemoteTier
 from longshore.tiers.remote import FAILURE_REASONS as OF_STORES
 
@@ -100,10 +101,10 @@ class OffloadingMetrics:
             if not late and not stalled and not (brought and found[first] is Presence.COLDER):
                 return None
             away = self._file is not None and self._file.is_away
-            reason = MissReason.DEADLINE if late else MissReason.AWAY if away else MissReason.NO_ROOM
+            reason = MissReason.DEADLINE if late else MissReason.UNAVAILABLE if away else MissReason.NO_ROOM
         behind = found[first + 1 :]
         absent = behind.count(Presence.ABSENT)
-        reasons = Counter({MissReason.ABSENT: absent, MissReason.BEHIND: len(behind) - absent})
+        reasons = Counter({MissReason.ABSENT: absent, MissReason.AFTER_MISS: len(behind) - absent})
         reasons[reason] += 1
         return reasons
 
@@ -189,31 +190,34 @@ class EventTranslator:
     """Translates events of the cache into vLLM's KV events; keeps vLLM's keys of stored chunks."""
 
     def __init__(self) -> None:
-        self._names: dict[Key, OffloadKey] = {}
-        self._copies: dict[Key, set[str]] = {}
+        self._announced: Announcements[OffloadKey] = Announcements()
+        self.were_cleared = False
+        """Whether vLLM has said that all blocks are cleared: routers drop what the tiers have as well."""
 
     def name(self, theirs: Sequence[OffloadKey], ours: Sequence[Key]) -> None:
         """Remember vLLM's keys of these chunks."""
-        self._names.update(zip(ours, theirs, strict=True))
+        self._announced.names.update(zip(ours, theirs, strict=True))
 
-    def translate(self, events: Iterable[Event]) -> Iterator[OffloadingEvent]:
-        """vLLM's KV events of these events, in order."""
-        translated = [about for event in events if (about := self._about(event)) is not None]
-        for (tier, removed), some in groupby(translated, key=lambda each: each[:2]):
-            keys = [key for _, _, key in some]
-            yield OffloadingEvent(keys, _MEDIA[tier], removed, Locality.LOCAL, removal_expected=True)
+    def translate(self, cache: TieredCache) -> Iterator[OffloadingEvent]:
+        """vLLM's KV events of the events of `cache` since the last call, in order.
 
-    def _about(self, event: Event) -> tuple[str, bool, OffloadKey] | None:
-        """Tier, whether the chunk was removed there, and vLLM's key of it; `None` if that is not known."""
-        if event.kind is EventKind.RESET:
-            self._names.clear()
-            self._copies.clear()
-        if event.key is None or event.kind not in (EventKind.STORED, EventKind.MOVED, EventKind.REMOVED):
-            return None
-        name, copies = self._names.get(event.key), self._copies.setdefault(event.key, set())
-        removed = event.kind is EventKind.REMOVED
-        (copies.discard if removed else copies.add)(event.tier)
-        if not copies:
-            del self._copies[event.key]
-            self._names.pop(event.key, None)
-        return None if name is None else (event.tier, removed, name)
+        Copies in own tiers are `LOCAL`. Those in stores are `REMOTE`: a router must not pin a request to this engine
+        for what all replicas can read. Their owner is the name of the tier.
+        """
+        for (tier, removed), some in groupby(self._changes(cache), key=lambda each: each[:2]):
+            keys, is_own = [change.name for change in some], tier in _MEDIA
+            where = Locality.LOCAL if is_own else Locality.REMOTE
+            medium, owner = _MEDIA.get(tier, Medium.STORAGE), None if is_own else tier
+            yield OffloadingEvent(keys, medium, removed, where, owner, removal_expected=True)
+
+    def _changes(self, cache: TieredCache) -> Iterator[Change[OffloadKey]]:
+        for event in cache.events():
+            if event.kind is EventKind.GAP:
+                yield from self._announced.reconcile(cache.ready())
+            elif event.kind is EventKind.RESET and event.cause != WEIGHTS:
+                self._announced.clear()  # vLLM says so itself: all blocks are cleared
+            else:
+                yield from self._announced.changes(event)
+        if self.were_cleared:
+            self.were_cleared = False
+            yield from self._announced.again()

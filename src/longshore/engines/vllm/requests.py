@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import count, islice, takewhile
 from operator import eq
 from typing import Any
 
@@ -23,6 +23,7 @@ from longshore.boundary import FILE, REMOTE, Key, Slots, Status, TransferResult
 from longshore.cache import GroupKeys, Lease, Presence, Residency, TieredCache, Until
 from longshore.errors import HintError
 from longshore.hints import RequestHints
+from longshore.runtime.rank_reports import RankReports
 
 _KEY_BYTES = 32
 GROUP_BYTES = 4
@@ -249,21 +250,45 @@ class Ticket:
         """The slots of all jobs."""
         return [slot for _, run in self.jobs for slot in run.indices]
 
-    def end(
-        self, cache: TieredCache, good: Sequence[bool], now: float, image_bytes: Sequence[int]
-    ) -> list[TransferResult]:
-        """Tell the cache that all jobs have ended, and in which slots well, in order; none stands for all.
 
-        `image_bytes` are those of each pool. Returns the results.
+@dataclass(slots=True)
+class JobContext:
+    """What the loads and stores of one engine have in common.
+
+    Attributes:
+        groups: Its KV cache groups.
+        reports: Where ranks report what they have copied.
+        clock: In seconds.
+        patience: Seconds for which a request waits for chunks, or offers chunks again.
+        slots: Slots of host memory.
+        image_bytes: Bytes of an image of each pool.
+    """
+
+    groups: ChunkGroups
+    reports: RankReports
+    clock: Callable[[], float]
+    patience: float
+    slots: int
+    image_bytes: Sequence[int]
+    _numbers: Iterator[int] = field(default_factory=lambda: count(1))
+
+    def ticket(self) -> Ticket:
+        """A new ticket."""
+        return Ticket(next(self._numbers), self.clock())
+
+    def end(self, ticket: Ticket, cache: TieredCache, good: Sequence[bool] = ()) -> list[TransferResult]:
+        """Tell the cache that all jobs of `ticket` have ended, and in which slots well, in order; none stands for all.
+
+        Returns the results.
         """
-        said, results = iter(good), []
-        for job, run in self.jobs:
+        now, said, results = self.clock(), iter(good), []
+        for job, run in ticket.jobs:
             if all(good):
                 statuses = (OK,) * len(run.indices)
             else:
                 statuses = tuple(OK if next(said) else Status.IO_ERROR for _ in run.indices)
-            nbytes = statuses.count(OK) * image_bytes[run.pool]
-            results.append(TransferResult(job, statuses, nbytes, (now - self.since) / len(self.jobs)))
+            nbytes = statuses.count(OK) * self.image_bytes[run.pool]
+            results.append(TransferResult(job, statuses, nbytes, (now - ticket.since) / len(ticket.jobs)))
         cache.apply(results, now)
         return results
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from vllm.v1.kv_offload.base import OffloadingSpec
 
-from longshore.boundary import HOST, Section, Slabs, Slot, by_size
+from longshore.boundary import HOST, Key, Section, Slabs, Slot, by_size
 from longshore.cache import WritePolicy
 from longshore.engines.kv_transfer import read, refuse
+from longshore.engines.tensors import RowBlocks
 from longshore.engines.vllm import contract
-from longshore.engines.vllm.commands import serve_commands
 from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.metrics import EVENTS_LIMIT, definitions
 from longshore.engines.vllm.model import (
@@ -34,10 +32,13 @@ from longshore.engines.vllm.model import (
     why_transient,
 )
 from longshore.engines.vllm.rendezvous import EngineMemory, attach, find, publish, withdraw
-from longshore.engines.vllm.tiers import open_tiers, watch_sleeps
+from longshore.engines.vllm.requests import ours
+from longshore.engines.vllm.tiers import SchedulerTiers, open_tiers, watch_sleeps
 from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import EngineError
 from longshore.layout import KVGroup, KVLayout, PageRef
+from longshore.metrics import LongshoreCollector
+from longshore.runtime.control import ControlledEngine, ControlServer
 from longshore.runtime.rank_reports import RankReports
 from longshore.runtime.selftest import copy_test
 from longshore.runtime.stack import check_size, open_arena, registrar_for
@@ -74,30 +75,6 @@ def layout_of(caches: Any, config: Any) -> KVLayout:
         for group, refs in zip(config.groups, caches.group_data_refs, strict=True)
     )
     return KVLayout(groups, tensors, len(tensors[0]), ranks, rank)
-
-
-class CanonicalBlocks:
-    """Whole blocks of one group as bytes, for the self-test; `longshore.runtime.selftest.DeviceBlocks`."""
-
-    def __init__(self, caches: Any, group: int) -> None:
-        """`caches` are `CanonicalKVCaches`."""
-        refs = caches.group_data_refs[group]
-        self._pages = [(caches.tensors[ref.tensor_idx].tensor, ref.page_size_bytes) for ref in refs]
-
-    def read(self, blocks: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Bytes of `blocks`, shape `(len(blocks), block_bytes)`."""
-        rows = [tensor[list(blocks), :size].cpu().numpy().view(np.uint8) for tensor, size in self._pages]
-        return np.concatenate(rows, axis=1)
-
-    def write(self, blocks: Sequence[int], data: npt.NDArray[np.uint8]) -> None:
-        """Overwrite `blocks` with `data`, of the shape that `read` returns."""
-        import torch  # noqa: PLC0415 - vLLM has it
-
-        begin = 0
-        for tensor, size in self._pages:
-            rows = np.ascontiguousarray(data[:, begin : begin + size]).view(np.int8)
-            tensor[list(blocks), :size] = torch.from_numpy(rows).to(tensor.device)
-            begin += size
 
 
 _log = logging.getLogger(__name__)
@@ -158,6 +135,8 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         if note.model.base_is_mixed:
             _log.error(_MIXED)
         announces = self.kv_events_config.enable_kv_cache_events
+        if self.settings.kv_events_remote and not announces:
+            _log.warning("kv_events_remote has no effect: vLLM publishes no KV events (--kv-events-config)")
         try:
             tiers = open_tiers(self.settings, note, scope, self.config.groups, events=EVENTS_LIMIT if announces else 0)
         finally:
@@ -232,7 +211,9 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         for group, pool in enumerate(note.pools):
             blocks = tuple(range(min(layout.groups[group].blocks_per_chunk, layout.num_blocks)))
             slot = Slot(HOST, pool, note.layout.slots_of(slab, pool)[0])
-            copy_test(engine, CanonicalBlocks(caches, group), Section(group, 0, blocks), slot)
+            refs = caches.group_data_refs[group]
+            rows = (caches.tensors[ref.tensor_idx].tensor[:, : ref.page_size_bytes] for ref in refs)
+            copy_test(engine, RowBlocks(*rows), Section(group, 0, blocks), slot)
 
     def _make_memory(self, layout: KVLayout) -> tuple[Arena, RankReports, EngineMemory]:
         """The arena, the table of the reports of the ranks, and what other processes need to attach to both."""
@@ -256,3 +237,39 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             model=describe(self.config.groups, memo_directory(self.settings)),
         )
         return arena, reports, note
+
+
+def serve_commands(manager: LongshoreManager, tiers: SchedulerTiers, config: Any, name: str, hashing: str) -> None:
+    """Open the socket `name` for commands of `longshore ctl` to `manager`, which closes it.
+
+    `config` is vLLM's `OffloadingConfig`, `hashing` the name of its hash of blocks. Raises `EngineError`.
+    """
+    metrics = LongshoreCollector(tiers.runtime, file=tiers.file, stores=tiers.stores)
+    engine = ControlledEngine(lambda: tiers.runtime, keys_of(config, hashing), metrics.collect, len(config.groups))
+    manager.control = ControlServer(name, engine)
+
+
+def keys_of(config: Any, hashing: str) -> Callable[[Sequence[int]], list[Key]]:
+    """Our keys of prompts, without adapter, `cache_salt` or images, as vLLM makes them in this process.
+
+    Raises `ContractError` if vLLM has no such function.
+    """
+    from vllm.utils import hashing as hashes  # noqa: PLC0415 - only an engine that serves commands needs them
+    from vllm.v1.core import kv_cache_utils  # noqa: PLC0415
+    from vllm.v1.kv_offload.base import make_offload_key  # noqa: PLC0415
+
+    contract.check_has(kv_cache_utils, "hash_block_tokens")
+    contract.check_has(hashes, "get_hash_fn_by_name")
+    function, per_hash = hashes.get_hash_fn_by_name(hashing), config.cache.tokens_per_hash
+    group = config.groups[0]
+    chunk = group.tokens_per_block * config.cache.blocks_per_chunk
+
+    def keys(tokens: Sequence[int]) -> list[Key]:
+        theirs, parent = [], None
+        for end in range(per_hash, len(tokens) // chunk * chunk + 1, per_hash):
+            parent = kv_cache_utils.hash_block_tokens(function, parent, tokens[end - per_hash : end], None)
+            if end % chunk == 0:
+                theirs.append(make_offload_key(parent, group.group_id))
+        return ours(theirs)
+
+    return keys

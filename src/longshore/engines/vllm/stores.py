@@ -13,7 +13,7 @@ store early when vLLM gives its blocks to others: chunks that have no slot by th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from itertools import compress
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
@@ -23,7 +23,7 @@ from longshore.cache import DropReason, GroupKeys, Presence, StoreOrder, TieredC
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.metrics import EventTranslator
 from longshore.engines.vllm.requests import (
-    ChunkGroups,
+    JobContext,
     PathRest,
     RequestState,
     StoreUnderWay,
@@ -36,7 +36,7 @@ from longshore.engines.vllm.requests import (
 )
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.errors import CacheError, IntegrityError
-from longshore.runtime.rank_reports import DONE, RankReports
+from longshore.runtime.rank_reports import DONE
 
 _log = logging.getLogger(__name__)
 NO_SLOTS = Slots(HOST, 0, ())
@@ -52,30 +52,17 @@ class StoreJobs:
     """
 
     def __init__(
-        self,
-        groups: ChunkGroups,
-        reports: RankReports,
-        trust: BlockValidity,
-        patience: float,
-        events: EventTranslator | None,
-        image_bytes: Sequence[int],
-        write_timeout: float,
-        ticket: Callable[[], Ticket],
+        self, jobs: JobContext, validity: BlockValidity, events: EventTranslator | None, write_timeout: float
     ) -> None:
-        """`patience` and `write_timeout` are in seconds: for how long a request offers again, and a store waits.
-
-        `image_bytes` are those of each pool; `ticket` makes the ticket of a part.
+        """`write_timeout`: seconds for which a store waits for slots.
 
         The `events`, if there is one, learns vLLM's names of what is published.
         """
-        self._groups = groups
-        self._reports = reports
-        self._validity = trust
-        self._patience = patience
+        self._jobs = jobs
+        self._groups = jobs.groups
+        self._validity = validity
         self._events = events
-        self._image_bytes = image_bytes
         self._write_timeout = write_timeout
-        self._ticket = ticket
         self._stores: dict[int, StoreUnderWay] = {}
         self._new_parts: list[JobPart] = []
         self._coming: set[Key] | None = None
@@ -112,17 +99,16 @@ class StoreJobs:
         request: RequestState,
         keys: Collection[OffloadKey],
         context: ReqContext,
-        epoch: tuple[int, int],
         *,
         takes: bool,
     ) -> tuple[list[OffloadKey], SlotsSpec] | None:
         """Those of `keys` that are stored, and the slots of their first part; `None` if vLLM is to offer them again.
 
-        Unless `takes`, there are none. `epoch` is as in `SlotsSpec`. Heads come first. As long as room is being made
+        Unless `takes`, there are none. Heads come first. As long as room is being made
         for a window, the same is offered again; without parts, also for a head that more is to come behind, and behind
         what the tiers have of the request.
         """
-        first = self._ticket()
+        first = self._jobs.ticket()
         store = StoreUnderWay(request, first.since, first.number, request.lora, request.adapter)
         first.lora, first.adapter = store.lora, store.adapter
         request.offered = max([request.offered, *(position(key, context) for key in keys)])
@@ -149,7 +135,8 @@ class StoreJobs:
             self._stores[store.number], self._newest = store, store.number
             self.by_key.setdefault(store.keys[0], []).append(store)
             store.parts += [first] if first.jobs else []
-        return store.keys.copy(), SlotsSpec(store.number, tuple(runs), epoch, (), left if store.rest else ())
+        spec = SlotsSpec(store.number, tuple(runs), self._validity.epoch, (), left if store.rest else ())
+        return store.keys.copy(), spec
 
     def _offer_group(
         self,
@@ -175,7 +162,7 @@ class StoreJobs:
         patient = (
             self.may_stream if slides else comes_again and rest == tokens - 1 and not streams
         ) and not ticket.jobs
-        patient = patient and request.may_wait(ticket.since, self._patience)
+        patient = patient and request.may_wait(ticket.since, self._jobs.patience)
         slid, last_window = request.slid(group, window, keys, context)
         retention = request.hints.chunks(tokens, max(0, begin) - first)
         whole = GroupKeys(path, first, retention=retention, slid=slid)
@@ -213,12 +200,13 @@ class StoreJobs:
             _log.warning("request %s: the cache refused %d chunks, which are not stored: %s", name, count, error)
             return None
 
-    def proceed(self, cache: TieredCache, now: float, slots: int, epoch: tuple[int, int]) -> None:
+    def proceed(self, cache: TieredCache) -> None:
         """End parts that all ranks have copied, and give slots to chunks that have none yet.
 
-        Requests that have got slots longest ago come first. Host memory has so many `slots`. A store that gets none
-        within the patience, or of which a part has failed, is ended: its other chunks are not stored.
+        Requests that have got slots longest ago come first. A store that gets none within the patience, or of which a
+        part has failed, is ended: its other chunks are not stored.
         """
+        now = self._jobs.clock()
         cache.counters.drops[HOST][DropReason.BACKPRESSURE] += self.cut_off - self._counted
         self._counted = self.cut_off
         waiting, served = set[str](), dict[str, float]()
@@ -227,13 +215,13 @@ class StoreJobs:
             served[store.request.name] = max(store.since, served.get(store.request.name, 0.0))
         for store in sorted(stores, key=lambda store: (served[store.request.name], store.number)):
             self._coming = None
-            outcomes = {ticket.number: self.end(ticket, cache, now) for ticket in store.parts}
+            outcomes = {ticket.number: self.end(ticket, cache) for ticket in store.parts}
             store.parts = [ticket for ticket in store.parts if outcomes[ticket.number] is None]
             if False in outcomes.values() or now - served[store.request.name] > self._write_timeout:
                 self._cut(store)
             elif store.request.name not in waiting:  # else it is behind what waits
                 for group, rest in list(store.rest.items()):
-                    while rest.left and self._next_part(cache, store, group, now, slots, epoch):
+                    while rest.left and self._next_part(cache, store, group):
                         pass
                     if not rest.left:
                         del store.rest[group]
@@ -242,12 +230,10 @@ class StoreJobs:
                 elif store.has_gaps:
                     self._cut(store)
 
-    def _next_part(
-        self, cache: TieredCache, store: StoreUnderWay, group: int, now: float, slots: int, epoch: tuple[int, int]
-    ) -> bool:
+    def _next_part(self, cache: TieredCache, store: StoreUnderWay, group: int) -> bool:
         """Give slots to the next chunks of `group`, which follow one another; whether any got some, or need none."""
         rest = store.rest[group]
-        ahead = rest.positions[rest.done : rest.done + slots]
+        ahead = rest.positions[rest.done : rest.done + self._jobs.slots]
         lacks = [each is Presence.ABSENT for each in residency(cache, [rest.path[at] for at in ahead]).presences]
         there = lacks.index(True) if True in lacks else len(lacks)
         if there:  # stored for another request meanwhile
@@ -261,25 +247,20 @@ class StoreJobs:
         order = self._order(cache, store, path, group, stream=True)
         got, start = (0 if order is None else len(order.positions)), rest.done
         if order is not None and order.job is not None:
-            ticket = self._part(store, rest.theirs[start : start + got], (order.job, order.slots.of))
+            ticket = self._jobs.ticket()
+            ticket.lora, ticket.adapter = store.lora, store.adapter
+            ticket.keys, ticket.jobs = list(rest.theirs[start : start + got]), [(order.job, order.slots.of)]
+            store.parts.append(ticket)
             runs, begins = [NO_SLOTS] * len(self._groups), [0] * len(self._groups)
             runs[group], begins[group] = order.slots.of, start
-            spec = SlotsSpec(ticket.number, tuple(runs), epoch, tuple(begins))
+            spec = SlotsSpec(ticket.number, tuple(runs), self._validity.epoch, tuple(begins))
             self._new_parts.append(JobPart(store.number, spec, is_store=True))
-            rest.done, store.since = start + got, now
+            rest.done, store.since = start + got, ticket.since
         kept = got + (0 if order is None else len(order.later))
         if kept < run:  # the cache will not store the others, of which it has counted those of this run
             self.cut_off += len(rest.positions) - start - (0 if order is None else run)
             rest.positions, store.has_gaps = rest.positions[: start + kept], True
         return got > 0
-
-    def _part(self, store: StoreUnderWay, keys: Sequence[OffloadKey], job: tuple[int, Slots]) -> Ticket:
-        """The ticket of the next part of `store`."""
-        ticket = self._ticket()
-        ticket.lora, ticket.adapter = store.lora, store.adapter
-        ticket.keys, ticket.jobs = list(keys), [job]
-        store.parts.append(ticket)
-        return ticket
 
     def _cut(self, store: StoreUnderWay) -> None:
         """No more of `store` gets slots: the workers report it when they have copied what they were given."""
@@ -300,8 +281,8 @@ class StoreJobs:
             self._cut(store)
         return self.take()
 
-    def report(self, keys: Collection[OffloadKey], end: Callable[[Ticket], bool]) -> list[Ticket]:
-        """vLLM reports `keys` as done: `end` their stores. Returns those that not all ranks have reported yet.
+    def report(self, cache: TieredCache, keys: Collection[OffloadKey]) -> list[Ticket]:
+        """vLLM reports `keys` as done: end their stores. Returns those that not all ranks have reported yet.
 
         For these the report was of another store of the same key, or the workers have ended the store early.
         """
@@ -312,15 +293,15 @@ class StoreJobs:
                 self._coming = None
                 if store.rest:  # the workers go on with it, if the report was of another store
                     self._cut(store)
-                left += [ticket for ticket in store.parts if not end(ticket)]
+                left += [ticket for ticket in store.parts if self.end(ticket, cache) is None]
         return left
 
-    def end(self, ticket: Ticket, cache: TieredCache, now: float) -> bool | None:
+    def end(self, ticket: Ticket, cache: TieredCache) -> bool | None:
         """Publish what all ranks report as done, and give the rest back; whether that was all of it.
 
         `None` until all have reported.
         """
-        outcomes = self._reports.outcomes(ticket.number, ticket.slots)
+        outcomes = self._jobs.reports.outcomes(ticket.number, ticket.slots)
         if not outcomes.all():
             return None
         good = (outcomes == DONE).all(axis=1).tolist()
@@ -329,7 +310,7 @@ class StoreJobs:
         if self._events is not None:
             stored = list(compress(ticket.keys, good))
             self._events.name(stored, ours(stored, ticket.adapter))
-        ticket.end(cache, good, now, self._image_bytes)
+        self._jobs.end(ticket, cache, good)
         return all(good)
 
     def void_all(self) -> list[Ticket]:

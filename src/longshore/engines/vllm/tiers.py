@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from longshore.boundary import FILE, HOST, Mover
+from longshore.boundary import FILE, HOST
 from longshore.cache import CacheGroup, TieredCache
 from longshore.cache.eviction import EvictionPolicy
 from longshore.config import Config, Kept
@@ -33,7 +33,7 @@ from longshore.errors import CapacityError, TierError
 from longshore.keys import Scope
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.rank_reports import RankReports
-from longshore.runtime.stack import close_runtime, make_gate, named_stores
+from longshore.runtime.stack import close_runtime, make_runtime, named_stores
 from longshore.runtime.stack import make_cache as make_tiered_cache
 from longshore.runtime.tier_host import HostedFileTier, HostedRemoteTier
 from longshore.tiers.arena import Arena
@@ -219,14 +219,11 @@ def open_tiers(
                 undo.callback(file.close)
         stores = tuple(_open_stores(config, note, arena, scope, file, undo))
         cache = make_cache(config, note, file, groups, events, stores=[store.name for store in stores])
+        movers = [] if file is None else [TierMover(file, host)]
         probers = [KeyedMover(store, host) for store in stores]
-        movers: list[Mover] = [*([] if file is None else [TierMover(file, host)]), *probers]
         sizes = [group.tokens_per_block * config.blocks_per_chunk for group in groups]
-        of_all_groups = sum(note.image_bytes[pool] for pool in note.pools)
-        tiers = [*([] if file is None else [file]), *stores]
-        names = [HOST, *(tier.name for tier in tiers)]
-        gate = make_gate(config, names, sizes[0], of_all_groups) if tiers else None
-        runtime = Runtime(cache, movers, tiers, probers=probers, gate=gate)
+        chunk = sizes[0], sum(note.image_bytes[pool] for pool in note.pools)  # of all groups
+        runtime = make_runtime(config, cache, file, movers, probers, chunk)
         loop = BackgroundLoop(runtime)
         undo.pop_all()
     windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))

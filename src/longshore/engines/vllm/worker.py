@@ -157,16 +157,14 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         if not self._has_part:
             self._done.append(VllmResult(job_id, True, 0, 0.0))
             return True
-        store = self._first_part(job_id, src_spec, dst_spec, is_store=True)
-        store.over |= not self._is_divisible(src_spec, dst_spec)
-        self._begin_first(store, dst_spec)
+        self._start(job_id, src_spec, dst_spec, is_store=True)
         return True
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
         """Begin to copy blocks out of the arena. Always true."""
-        self._begin_first(self._first_part(job_id, dst_spec, src_spec, is_store=False), src_spec)
+        self._start(job_id, dst_spec, src_spec, is_store=False)
         return True
 
     def go_on(self, parts: Iterable[JobPart]) -> None:
@@ -183,7 +181,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
                     job.over = True
                     self._end_if_over(job)
             else:
-                self._begin_part(job, spec)
+                self._begin(job, spec)
 
     def get_finished(self) -> list[VllmResult]:
         """Jobs that have ended since the last call."""
@@ -273,15 +271,13 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         if report_adapter(lora, self.reports, self._rank, number) and not self.reports_failures:
             self.reports.weights_changed(self._rank)
 
-    def _first_part(self, theirs: int, blocks: GPULoadStoreSpec, spec: SlotsSpec, *, is_store: bool) -> _JobUnderWay:
+    def _start(self, theirs: int, blocks: GPULoadStoreSpec, spec: SlotsSpec, *, is_store: bool) -> None:
+        """Begin the first part of a job, unless all of it comes later."""
         job = _JobUnderWay(spec.job, theirs, spec.epoch, blocks, sum(spec.left) + len(spec.indices), is_store)
+        job.over = is_store and not self._is_divisible(blocks, spec)
         self._under_way[job.number] = job
-        return job
-
-    def _begin_first(self, job: _JobUnderWay, spec: SlotsSpec) -> None:
-        """Begin the first part of `job`, unless all of it comes later."""
         if spec.indices or not spec.left or job.over:
-            self._begin_part(job, spec)
+            self._begin(job, spec)
 
     def _is_divisible(self, blocks: GPULoadStoreSpec, spec: SlotsSpec) -> bool:
         """Whether it is known which `blocks` are those of later parts: none is missing but at the beginning."""
@@ -292,19 +288,16 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
             if later
         )
 
-    def _begin_part(self, job: _JobUnderWay, spec: SlotsSpec) -> None:
-        """Begin to copy the chunks of `spec`."""
+    def _begin(self, job: _JobUnderWay, spec: SlotsSpec) -> None:
+        """Begin to copy the chunks of `spec`, a part of `job`."""
         job.copying.add(spec.job)
-        blocks = _part(job.blocks, spec, self._per_chunk) if spec.begins or spec.left else job.blocks
-        self._begin(_PartUnderWay(job, spec), blocks)
-
-    def _begin(self, part: _PartUnderWay, blocks: GPULoadStoreSpec) -> None:
+        part = _PartUnderWay(job, spec)
         self._changes.check()
-        if self._asleep or self.arena.is_given_back or self._is_outdated(part) or part.whole.over:
+        if self._asleep or self.arena.is_given_back or self._is_outdated(part) or job.over:
             self._end_badly(part)
             return
         try:
-            part.transfer = self._transfer(part, blocks)
+            part.transfer = self._transfer(part)
         except LongshoreError as error:
             _log.error("transfer job %d could not be planned, its blocks are not copied: %s", part.spec.job, error)
         if part.transfer is None or not part.transfer.items or not self._try(part):
@@ -330,14 +323,17 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         self._jobs[part.spec.job] = part
         return True
 
-    def _transfer(self, part: _PartUnderWay, blocks: GPULoadStoreSpec) -> Transfer:
+    def _transfer(self, part: _PartUnderWay) -> Transfer:
         """What is to be copied.
 
         A window may have slid past some blocks of chunks that are to be stored. Nobody says which, so that none of the
         images of that group would be known to be whole: all of them are left out. Of blocks that begin inside a chunk
         and then follow one another, only that chunk is left out.
         """
-        ids, begin, is_store = blocks.block_ids.tolist(), 0, part.whole.is_store
+        blocks, is_store, begin = part.whole.blocks, part.whole.is_store, 0
+        if part.spec.begins or part.spec.left:
+            blocks = _part(blocks, part.spec, self._per_chunk)
+        ids = blocks.block_ids.tolist()
         sections: list[Section] = []
         slots: list[Slot] = []
         for group, (size, index, chunks) in enumerate(
@@ -353,17 +349,10 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         return Transfer(
             job=part.spec.job,
             route=Route(DEVICE, HOST) if is_store else Route(HOST, DEVICE),
-            items=tuple(
-                Item(b"", None, None, slot, self._all) if is_store else Item(b"", None, slot, None, self._all)
-                for slot in slots
-            ),
+            items=tuple(Item(b"", None, None, slot) if is_store else Item(b"", None, slot, None) for slot in slots),
             sections=tuple(sections),
             urgency=Urgency.WRITE if is_store else Urgency.DEMAND,
         )
-
-    @property
-    def _all(self) -> int:
-        return (1 << self._per_chunk) - 1
 
     def _stored(self, part: _PartUnderWay, result: TransferResult) -> None:
         items = cast(Transfer, part.transfer).items

@@ -13,6 +13,7 @@ interrupt goes to all processes, and the engine may still have blocks to write.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import select
@@ -20,6 +21,7 @@ import signal
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -31,7 +33,7 @@ from longshore.runtime.tier_host import wire
 from longshore.runtime.tier_host.wire import AWAY, Kind, frame
 from longshore.tiers.arena import Arena
 from longshore.tiers.file import FileTier
-from longshore.tiers.remote import RemoteTier
+from longshore.tiers.remote import ClusterTier, RemoteTier, open_store
 
 LOCK_PATIENCE = 10.0
 """Seconds to wait for the directory's lock: the tier host of a killed engine may still have it."""
@@ -48,6 +50,7 @@ HEARTBEAT = 1.0
 _AT_ONCE = 1 << 20
 
 Order = Mapping[str, Any]
+StoreTier = RemoteTier | ClusterTier
 
 
 class TierHostServer:
@@ -62,7 +65,7 @@ class TierHostServer:
         self._reported: dict[str, int] = {}
         self._asked: dict[int, int] = {}
         """The same of what a store was asked."""
-        self._tier: FileTier | RemoteTier | None = None
+        self._tier: FileTier | StoreTier | None = None
         self._ended = os.eventfd(0)
         """Counts batches that have ended."""
         self._send_lock = threading.Lock()
@@ -91,14 +94,13 @@ class TierHostServer:
         return 0
 
     def _first_order(self) -> Order | None:
-        """The OPEN request; `None` if the engine has closed the pipe."""
         while data := os.read(self._requests, _AT_ONCE):
             for _, body in self._frames.feed(data):
-                order: Order = wire.parse_json(body)
+                order: Order = json.loads(body)
                 return order
         return None
 
-    def _serve(self, tier: FileTier | RemoteTier, *, recover: bool) -> None:
+    def _serve(self, tier: FileTier | StoreTier, *, recover: bool) -> None:
         self._reported = failures_of(tier)
         if isinstance(tier, FileTier):
             found = tier.recover() if recover else []
@@ -127,29 +129,29 @@ class TierHostServer:
                     self._execute(tier, kind, body)
             self._report(tier)
 
-    def _execute(self, tier: FileTier | RemoteTier, kind: Kind, body: bytes) -> None:
+    def _execute(self, tier: FileTier | StoreTier, kind: Kind, body: bytes) -> None:
         match kind:
             case Kind.SUBMIT:
                 ticket, deadline, ops = wire.parse_submit(body)
                 self._tickets[tier.submit(ops, deadline)] = ticket
             case Kind.CANCEL:
-                theirs = wire.parse_cancel(body)
+                (theirs,) = wire.NUMBER.unpack(body)
                 for ours in [ours for ours, ticket in self._tickets.items() if ticket == theirs]:
                     tier.cancel(ours)
-            case Kind.ASK if isinstance(tier, RemoteTier):
+            case Kind.ASK if isinstance(tier, StoreTier):
                 ticket, generation, deadline, keys = wire.parse_ask(body)
                 self._asked[tier.ask(keys, generation, deadline)] = ticket
             case Kind.DISCARD:
-                tier.discard(wire.parse_discard(body))
+                tier.discard(array("I", body).tolist())
             case Kind.FORGET:
-                self._send(Kind.FORGOTTEN, _forget(tier, *wire.parse_forget(body)).encode())
+                self._send(Kind.FORGOTTEN, _forget(tier, *wire.FORGET.unpack(body)).encode())
             case _:
                 raise TierError(f"{kind.name} is not a request")
 
-    def _report(self, tier: FileTier | RemoteTier) -> None:
+    def _report(self, tier: FileTier | StoreTier) -> None:
         """Send results, answers, and counts of failures."""
         results = tier.poll()
-        answers = tier.answers() if isinstance(tier, RemoteTier) else []
+        answers = tier.answers() if isinstance(tier, StoreTier) else []
         failures = failures_of(tier)
         if failures != self._reported:
             self._reported = failures
@@ -164,7 +166,7 @@ class TierHostServer:
         with contextlib.suppress(OSError):  # the engine has ended
             while True:
                 self._busy.wait()
-                self._send(Kind.ALIVE, wire.pack_alive(0 if self._tier is None else self._tier.ended))
+                self._send(Kind.ALIVE, wire.NUMBER.pack(0 if self._tier is None else self._tier.ended))
                 time.sleep(HEARTBEAT)
 
     def _send(self, kind: Kind, body: bytes) -> None:
@@ -174,13 +176,13 @@ class TierHostServer:
                 left = left[os.write(self._replies, left) :]
 
 
-def failures_of(tier: FileTier | RemoteTier) -> dict[str, int]:
+def failures_of(tier: FileTier | StoreTier) -> dict[str, int]:
     """Its counts of failures; of a store also whether it is away."""
-    away = {AWAY: int(tier.is_away)} if isinstance(tier, RemoteTier) else {}
+    away = {AWAY: int(tier.is_away)} if isinstance(tier, StoreTier) else {}
     return {**tier.failures, **away}
 
 
-def open_tier(order: Order, arena: Arena) -> FileTier | RemoteTier:
+def open_tier(order: Order, arena: Arena) -> FileTier | StoreTier:
     """The tier that OPEN describes. Raises as that does, and `TierError` if the engine runs another version."""
     if order["version"] != __version__:
         raise TierError(
@@ -189,7 +191,7 @@ def open_tier(order: Order, arena: Arena) -> FileTier | RemoteTier:
     scope = bytes.fromhex(order["scope"])
     if "url" in order:
         generation, name, sizes = order["generation"], order["name"], order["image_bytes"]
-        return RemoteTier(
+        return open_store(
             order["url"], arena=arena, image_bytes=sizes, namespace=scope, generation=generation, name=name
         )
     deadline = time.monotonic() + LOCK_PATIENCE
@@ -215,7 +217,7 @@ def open_tier(order: Order, arena: Arena) -> FileTier | RemoteTier:
     return tier
 
 
-def _forget(tier: FileTier | RemoteTier, generation: int, scope: bytes) -> str:
+def _forget(tier: FileTier | StoreTier, generation: int, scope: bytes) -> str:
     """Store a reset; returns the error message, empty on success."""
     try:
         tier.forget(generation, scope)

@@ -6,7 +6,7 @@
                   arena ═══════ shared memory ═══════════╧     bytes go between socket and arena
 
 Nothing here waits for the store or for the process, but the start and `close`. While the process is dead or silent,
-operations end as `Status.AWAY`, and questions without an answer.
+operations end as `Status.UNAVAILABLE`, and questions without an answer.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         self._send_generation()  # it may have been told an earlier one
 
     def _send_generation(self) -> None:
-        self._send(Kind.FORGET, wire.pack_forget(self._generation, self.namespace))
+        self._send(Kind.FORGET, wire.FORGET.pack(self._generation, self.namespace))
 
     @property
     def _is_owed(self) -> bool:

@@ -135,7 +135,6 @@ class HostProcess:
             self._replies = -1
 
     def _flush(self) -> None:
-        """Send what the pipe takes."""
         while self._unsent:
             try:
                 with memoryview(self._unsent) as unsent:

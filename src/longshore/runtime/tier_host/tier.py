@@ -4,13 +4,13 @@
 
     HostedFileTier   files (here)              HostedRemoteTier   a store that replicas share (`store.py`)
 
-When the process dies, its operations end as `Status.AWAY`, but only once it is reaped: until then, its reads may still
-write to the arena. Until another process has opened the tier, new operations end as `AWAY` at once: misses and skipped
-copies, never a wait. Records in the files remain known to the control plane and are read again later; every read is
-verified, so torn records are detected.
+When the process dies, its operations end as `Status.UNAVAILABLE`, but only once it is reaped: until then, its reads may
+still write to the arena. Until another process has opened the tier, new operations end as `UNAVAILABLE` at once: misses
+and skipped copies, never a wait. Records in the files remain known to the control plane and are read again later; every
+read is verified, so torn records are detected.
 
 A process whose disk hangs is stalled and is not killed, because another one would wait for the disk as well. It keeps
-the slots of its operations; new operations end as `AWAY` until one has ended.
+the slots of its operations; new operations end as `UNAVAILABLE` until one has ended.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import os
 import queue
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -141,7 +142,7 @@ class HostedTier(Tier):
         ticket = self._new_ticket()
         self._in_flight[ticket] = len(batch)
         if self.is_away or not self._send(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
-            self._end(ticket, Status.AWAY)
+            self._end(ticket, Status.UNAVAILABLE)
         return ticket
 
     def poll(self) -> list[TierResult]:
@@ -156,7 +157,7 @@ class HostedTier(Tier):
         """End operations of `ticket` that have not begun as `CANCELLED`. Unknown and ended tickets are ignored."""
         self._check_process()
         if ticket in self._in_flight:
-            self._send(Kind.CANCEL, wire.pack_cancel(ticket))
+            self._send(Kind.CANCEL, wire.NUMBER.pack(ticket))
 
     def close(self) -> None:
         """End operations that have not begun, wait for the others, and for the process. Idempotent.
@@ -244,7 +245,7 @@ class HostedTier(Tier):
             self._is_open = False
             self._past.update(self._failures)
             self._failures = dict.fromkeys(self._failures, 0)
-            self._end_all(Status.AWAY)
+            self._end_all(Status.UNAVAILABLE)
 
     def _new_ticket(self) -> int:
         ticket, self._tickets = self._tickets, self._tickets + 1
@@ -377,7 +378,7 @@ class HostedFileTier(HostedTier):
         """Discard the content of `slots`. Has no effect while the process is away."""
         self._check_open()
         check_slots(slots, self.slabs)
-        self._send(Kind.DISCARD, wire.pack_discard(slots))
+        self._send(Kind.DISCARD, array("I", slots).tobytes())
 
     def forget(self, generation: int) -> None:
         """Serve no record from before `generation`. The reset is durable when this returns, whatever the process does.
@@ -394,7 +395,7 @@ class HostedFileTier(HostedTier):
         if not self._fixed_weights:
             self._scope = os.urandom(len(self._scope))
         self._forgotten = None
-        if self._send(Kind.FORGET, wire.pack_forget(self._generation, self._scope)):
+        if self._send(Kind.FORGET, wire.FORGET.pack(self._generation, self._scope)):
             self._wait_until_forgotten()
         elif self._supervisor.process is not None:
             self._supervisor.process.kill()  # it is opening an older generation; the next one is told of this one
@@ -458,9 +459,11 @@ class HostedFileTier(HostedTier):
 
     def _handle(self, kind: Kind, body: bytes) -> None:
         if kind is Kind.FORGOTTEN:
-            self._forgotten = wire.parse_forgotten(body)
+            with wire.checked("FORGOTTEN"):
+                self._forgotten = body.decode()
         elif kind is Kind.ALIVE:
-            self._ended = wire.parse_alive(body)
+            with wire.checked("ALIVE"):
+                (self._ended,) = wire.NUMBER.unpack(body)
         else:
             super()._handle(kind, body)
 
@@ -527,7 +530,6 @@ class HostedFileTier(HostedTier):
 
 
 def _refusal(body: bytes) -> TierError:
-    """The typed error for a refusal of the tier host."""
     name, message = wire.parse_refused(body)
     kind = getattr(errors, name, TierError)
     return kind(message) if isinstance(kind, type) and issubclass(kind, TierError) else TierError(message)

@@ -35,15 +35,17 @@ from longshore.boundary import Key, Slabs, Status
 from longshore.errors import LayoutError, PlanError
 from longshore.tiers.base import KEY_BYTES, Op, StoredChunk, TierOp, TierResult
 
+NUMBER = struct.Struct("<Q")
+"""The body of CANCEL, a ticket; and of ALIVE, the number of operations carried out."""
+
+FORGET = struct.Struct("<Q32s")
+"""The body of FORGET: generation, and scope or namespace."""
+
 _HEAD = struct.Struct("<BQ")
 _SUBMIT = struct.Struct("<Qd")
 _OP = struct.Struct("<BBHIqQQQ32s32s")  # kind, whether it has a parent, pool, 0, slot, offset, length, generation, keys
-_CANCEL = struct.Struct("<Q")
 _ASK = struct.Struct("<QQd")
-_FORGET = struct.Struct("<Q32s")
 _RESULT = struct.Struct("<QQdd")
-_LENGTH = struct.Struct("<Q")
-_ALIVE = struct.Struct("<Q")
 _FOUND = np.dtype([("slot", "<u8"), ("pool", "<u2"), ("has_parent", "?"), ("key", "V32"), ("parent", "V32")])
 
 _OPS = tuple(Op)
@@ -137,11 +139,6 @@ def pack_json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def parse_json(body: bytes) -> Any:
-    """The inverse of `pack_json`."""
-    return json.loads(body)
-
-
 def pack_submit(ticket: int, deadline: float, ops: Sequence[TierOp]) -> bytes:
     """The body of SUBMIT, for validated operations."""
     parts = [_SUBMIT.pack(ticket, deadline)]
@@ -164,16 +161,6 @@ def parse_submit(body: bytes) -> tuple[int, float, list[TierOp]]:
     return ticket, deadline, ops
 
 
-def pack_cancel(ticket: int) -> bytes:
-    """The body of CANCEL."""
-    return _CANCEL.pack(ticket)
-
-
-def parse_cancel(body: bytes) -> int:
-    """The ticket."""
-    return int(_CANCEL.unpack(body)[0])
-
-
 def pack_ask(ticket: int, generation: int, deadline: float, keys: Sequence[Key]) -> bytes:
     """The body of ASK."""
     return _ASK.pack(ticket, generation, deadline) + b"".join(keys)
@@ -187,70 +174,32 @@ def parse_ask(body: bytes) -> tuple[int, int, float, list[Key]]:
 
 def pack_answer(ticket: int, present: tuple[bool, ...] | None) -> bytes:
     """The body of ANSWER."""
-    return _CANCEL.pack(ticket) + (b"" if present is None else b"\1" + bytes(present))
+    return NUMBER.pack(ticket) + (b"" if present is None else b"\1" + bytes(present))
 
 
 def parse_answer(body: bytes) -> tuple[int, tuple[bool, ...] | None]:
     """The ticket, and which keys are there; `None` if that is not known."""
     with checked("ANSWER"):
-        (ticket,) = _CANCEL.unpack_from(body)
-        said = body[_CANCEL.size :]
+        (ticket,) = NUMBER.unpack_from(body)
+        said = body[NUMBER.size :]
         if said and (said[0] != 1 or max(said) > 1):
             raise WireError(f"expected a byte of 0 or 1 for each key, got {said[:8]!r}")
         return int(ticket), tuple(map(bool, said[1:])) if said else None
 
 
-def pack_discard(slots: Sequence[int]) -> bytes:
-    """The body of DISCARD."""
-    return struct.pack(f"<{len(slots)}I", *slots)
-
-
-def parse_discard(body: bytes) -> list[int]:
-    """The slots."""
-    return [slot for (slot,) in struct.iter_unpack("<I", body)]
-
-
-def pack_alive(ended: int) -> bytes:
-    """The body of ALIVE."""
-    return _ALIVE.pack(ended)
-
-
-def parse_alive(body: bytes) -> int:
-    """The number of operations completed."""
-    with checked("ALIVE"):
-        return int(_ALIVE.unpack(body)[0])
-
-
 def parse_counts(body: bytes, known: Iterable[str]) -> dict[str, int]:
     """The counts in FAILURES, for exactly the `known` reasons."""
     with checked("FAILURES"):
-        return _counts(parse_json(body), known)
-
-
-def parse_forgotten(body: bytes) -> str:
-    """Why a reset could not be made durable; nothing if it was."""
-    with checked("FORGOTTEN"):
-        return body.decode()
+        return _counts(json.loads(body), known)
 
 
 def parse_refused(body: bytes) -> tuple[str, str]:
     """The name of an error, and its message."""
     with checked("REFUSED"):
-        name, message = parse_json(body)
+        name, message = json.loads(body)
         if not isinstance(name, str) or not isinstance(message, str):
             raise WireError(f"expected a name and a message, got {name!r}, {message!r}")
         return name, message
-
-
-def pack_forget(generation: int, scope: bytes) -> bytes:
-    """The body of FORGET."""
-    return _FORGET.pack(generation, scope)
-
-
-def parse_forget(body: bytes) -> tuple[int, bytes]:
-    """Generation and scope."""
-    generation, scope = _FORGET.unpack(body)
-    return generation, scope
 
 
 def pack_result(result: TierResult) -> bytes:
@@ -281,15 +230,15 @@ def pack_opened(opened: OpenedReply) -> bytes:
         }
     )
     others = np.array(opened.others, "<u8").tobytes()
-    return _LENGTH.pack(len(about)) + about + others + _pack_found(opened.found)
+    return NUMBER.pack(len(about)) + about + others + _pack_found(opened.found)
 
 
 def parse_opened(body: bytes, known: Iterable[str]) -> OpenedReply:
     """The content of OPENED; its counts are for the `known` reasons."""
     with checked("OPENED"):
-        (length,) = _LENGTH.unpack_from(body)
-        end = _LENGTH.size + length
-        about = parse_json(body[_LENGTH.size : end])
+        (length,) = NUMBER.unpack_from(body)
+        end = NUMBER.size + length
+        about = json.loads(body[NUMBER.size : end])
         slab_bytes, image_bytes, count = about["slabs"]
         slabs = Slabs(_whole(slab_bytes), tuple(map(_whole, image_bytes)), _whole(count))
         fallbacks = _counts(about["fallbacks"], about["fallbacks"])

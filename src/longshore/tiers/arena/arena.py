@@ -31,18 +31,16 @@ from longshore.tiers.arena.memory import (
     REMOVE,
     Memory,
     System,
+    advise_huge_pages,
     bind_to_node,
     bytes_coverable_by_huge_pages,
     count_huge_bytes,
     count_strays,
     create_shared,
-    default_threads,
     huge_page_bytes,
     node_of_device,
     open_shared,
     populate,
-    refuse_huge_pages,
-    request_huge_pages,
     touch_pages,
 )
 from longshore.tiers.arena.pinning import LARGEST_PIECE, Registrar, Registration, cut
@@ -103,28 +101,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ArenaSettings:
-    """Settings of an arena. Raises `TierError` for an invalid node or number of threads.
+    """Settings of an arena. Raises `TierError` for an invalid node.
 
     Attributes:
         numa_node: NUMA node of the memory: a number, `"auto"` for the device's node, or `None` for any.
         pci_address: PCI address of the device for `"auto"`, such as `0000:3b:00.0`; `None` without a device.
         huge_pages: Whether to use huge pages where available.
         shared: Whether other processes can attach; private memory gets huge pages more easily.
-        threads: Number of threads that touch its pages; by default one per core, at most 16.
     """
 
     numa_node: int | Literal["auto"] | None = "auto"
     pci_address: str | None = None
     huge_pages: bool = True
     shared: bool = False
-    threads: int | None = None
 
     def __post_init__(self) -> None:
         node = self.numa_node
         if node is not None and node != "auto" and (not isinstance(node, int) or node < 0):
             raise TierError(f"expected numa_node to be a node number, 'auto' or None, got {node!r}")
-        if self.threads is not None and self.threads < 1:
-            raise TierError(f"expected at least one thread, got {self.threads}")
 
 
 class Arena:
@@ -150,7 +144,7 @@ class Arena:
         """
         if nbytes <= 0:
             raise TierError(f"expected a positive arena size in bytes, got {nbytes}")
-        settings = self._settings = settings or ArenaSettings()
+        settings = settings or ArenaSettings()
         self.nbytes = align(nbytes)
         self._system = system or System()
         self._fallbacks: Counter[Fallback] = Counter()
@@ -169,8 +163,8 @@ class Arena:
             undo.callback(self._memory.close)
             self._numa_node = self._find_node(settings)
             self._bind()
-            self._request_huge_pages(settings)
-            self._populate(settings)
+            advise_huge_pages(self._system, self.address, self.nbytes, wanted=settings.huge_pages)
+            self._populate()
             self._count_stray_pages()
             if settings.huge_pages:
                 self._count_huge_pages(bytes_coverable_by_huge_pages(self.address, self.nbytes, page))
@@ -264,7 +258,7 @@ class Arena:
         """Allocate the memory again, as zeros, and register it as before. Raises `TierError` if there is not enough."""
         if self._memory.array is None:
             raise TierClosedError("the arena was closed")
-        self._populate(self._settings)
+        self._populate()
         if self._registration is not None:
             self._add_pieces(self._registration)
         self.is_given_back = False
@@ -322,17 +316,9 @@ class Arena:
                 Fallback.NUMA_REFUSED, f"memory cannot be bound to NUMA node {self._numa_node}: {error}"
             )
 
-    def _request_huge_pages(self, settings: ArenaSettings) -> None:
-        if settings.huge_pages:
-            with contextlib.suppress(OSError):  # what came of it is counted later
-                request_huge_pages(self._system, self.address, self.nbytes)
-        else:
-            refuse_huge_pages(self._system, self.address, self.nbytes)
-
-    def _populate(self, settings: ArenaSettings) -> None:
-        threads = settings.threads or default_threads()
+    def _populate(self) -> None:
         try:
-            if populate(self._system, self.address, self.nbytes, threads):
+            if populate(self._system, self.address, self.nbytes):
                 return
         except OSError as error:
             raise TierError(f"cannot allocate {self.nbytes} bytes of host memory: {error}") from error
@@ -340,7 +326,7 @@ class Arena:
             Fallback.POPULATE, "this kernel has no MADV_POPULATE_WRITE, so pages are touched one by one"
         )
         if self._fresh:  # a zero written into memory that others use would be a wrong byte
-            touch_pages(self.array, threads)
+            touch_pages(self.array)
 
     def _count_stray_pages(self) -> None:
         if self._numa_node is None or not self._numa_bound:

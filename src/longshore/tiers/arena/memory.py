@@ -214,15 +214,10 @@ def huge_page_bytes(system: System) -> int:
         return _DEFAULT_SIZE
 
 
-def request_huge_pages(system: System, address: int, nbytes: int) -> None:
-    """Request huge pages for this range. Raises `OSError` if the kernel does not support them."""
-    system.madvise(address, nbytes, mmap.MADV_HUGEPAGE)
-
-
-def refuse_huge_pages(system: System, address: int, nbytes: int) -> None:
-    """Disable huge pages for this range."""
-    with contextlib.suppress(OSError):  # a kernel that knows none
-        system.madvise(address, nbytes, mmap.MADV_NOHUGEPAGE)
+def advise_huge_pages(system: System, address: int, nbytes: int, *, wanted: bool) -> None:
+    """Request huge pages for this range, or disable them, where the kernel knows any; what came of it is counted."""
+    with contextlib.suppress(OSError):
+        system.madvise(address, nbytes, mmap.MADV_HUGEPAGE if wanted else mmap.MADV_NOHUGEPAGE)
 
 
 def bytes_coverable_by_huge_pages(address: int, nbytes: int, page: int) -> int:
@@ -332,12 +327,7 @@ _RANGE = 64 << 20
 _MOST_THREADS = 16
 
 
-def default_threads() -> int:
-    """One per core that this process may use, up to the number that saturates a memory controller."""
-    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-
-
-def populate(system: System, address: int, nbytes: int, threads: int) -> bool:
+def populate(system: System, address: int, nbytes: int) -> bool:
     """Have the kernel allocate all pages; their content stays. Returns whether the kernel can (Linux 5.14 and newer).
 
     Raises `OSError` if there is not enough memory.
@@ -347,7 +337,7 @@ def populate(system: System, address: int, nbytes: int, threads: int) -> bool:
         system.madvise(address + start, stop - start, MADV_POPULATE_WRITE)
 
     try:
-        _in_ranges(work, nbytes, threads)
+        _in_ranges(work, nbytes)
     except OSError as error:
         if error.errno == errno.EINVAL:
             return False
@@ -355,20 +345,22 @@ def populate(system: System, address: int, nbytes: int, threads: int) -> bool:
     return True
 
 
-def touch_pages(array: npt.NDArray[np.uint8], threads: int) -> None:
+def touch_pages(array: npt.NDArray[np.uint8]) -> None:
     """Write a zero into every page of `array`, which must not be in use."""
 
     def work(start: int, stop: int) -> None:
         array[start:stop:PAGE] = 0
 
-    _in_ranges(work, array.nbytes, threads)
+    _in_ranges(work, array.nbytes)
 
 
-def _in_ranges(work: Callable[[int, int], None], nbytes: int, threads: int) -> None:
+def _in_ranges(work: Callable[[int, int], None], nbytes: int) -> None:
     starts = range(0, nbytes, _RANGE)
     stops = [min(start + _RANGE, nbytes) for start in starts]
     if len(starts) == 1:
         work(starts[0], stops[0])
         return
-    with ThreadPoolExecutor(min(threads, len(starts)), thread_name_prefix="longshore-arena") as pool:
+    # One thread per core that this process may use, up to the number that saturates a memory controller.
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(starts))
+    with ThreadPoolExecutor(threads, thread_name_prefix="longshore-arena") as pool:
         list(pool.map(work, starts, stops))

@@ -112,29 +112,10 @@ FLAGS = 1 | 2
 """cudaHostRegisterPortable: pinned for every device; cudaHostRegisterMapped: kernels may use the host addresses."""
 
 
-class CudaRuntime(Protocol):
-    """The calls of the CUDA runtime that are used here. Code 0 is success. Each may raise `RegistrationError`."""
-
-    def host_register(self, address: int, nbytes: int, flags: int) -> int:
-        """`cudaHostRegister`."""
-
-    def host_unregister(self, address: int) -> int:
-        """`cudaHostUnregister`."""
-
-    def take_last_error(self) -> int:
-        """`cudaGetLastError`: the last error, which is then cleared."""
-
-    def error_name(self, code: int) -> str:
-        """`cudaGetErrorName`."""
-
-    def pci_address(self) -> str:
-        """`cudaDeviceGetPCIBusId` of the device."""
-
-
 class CudaRegistrar:
     """Registers host memory with one CUDA device, for use by all of them."""
 
-    def __init__(self, runtime: CudaRuntime) -> None:
+    def __init__(self, runtime: TorchCudaRuntime) -> None:
         self._runtime = runtime
 
     def pci_address(self) -> str:
@@ -159,7 +140,10 @@ class CudaRegistrar:
 
 
 class TorchCudaRuntime:
-    """The runtime of the CUDA build of torch, on `device`, such as `cuda:1`."""
+    """Calls of the CUDA runtime in torch, on `device`, such as `cuda:1`. Code 0 is success.
+
+    All but registrations may raise `RegistrationError`.
+    """
 
     def __init__(self, device: str) -> None:
         import torch  # noqa: PLC0415 - torch is optional
@@ -172,18 +156,18 @@ class TorchCudaRuntime:
         self._found = _loaded_library(torch.version.cuda or "")
 
     def host_register(self, address: int, nbytes: int, flags: int) -> int:
-        """Releases the interpreter lock; creates the device's context if there is none."""
+        """`cudaHostRegister`: releases the interpreter lock; creates the device's context if there is none."""
         _ = self._library  # an error that nobody could take back must not come into being
         with self._device:
             return int(self._torch.cudaHostRegister(address, nbytes, flags))
 
     def host_unregister(self, address: int) -> int:
-        """Without the interpreter lock."""
+        """`cudaHostUnregister`, without the interpreter lock."""
         with self._device:
             return int(self._torch.cudaHostUnregister(address))
 
     def take_last_error(self) -> int:
-        """The calling thread's."""
+        """`cudaGetLastError`: the calling thread's last error, which is then cleared."""
         return int(self._library.cudaGetLastError())
 
     def error_name(self, code: int) -> str:

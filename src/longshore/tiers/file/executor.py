@@ -229,7 +229,6 @@ class Executor:
             self._report_if_ended(batch)
 
     def _report_if_ended(self, batch: OpBatch) -> None:
-        """Report `batch` if it has ended."""
         if batch.ended:
             del self._open[batch.ticket]
             self._results.append(batch.result())

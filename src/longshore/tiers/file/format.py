@@ -24,6 +24,7 @@ journal ends before the first record that is torn, or older than the one before 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -302,6 +303,11 @@ def pack_entry(header: RecordHeader, written: int) -> bytes:
     )
 
 
+def entries_of(headers: Iterable[RecordHeader]) -> Entries:
+    """The entries for records with these headers; nobody knows when they were written."""
+    return np.frombuffer(b"".join(pack_entry(header, 0) for header in headers), ENTRY)
+
+
 def pack_checkpoint(epoch: int, entries: Entries, known: int) -> tuple[bytes, bytes]:
     """Header page and body of a checkpoint of `entries` (`ENTRY`), least recently used first."""
     body = entries.tobytes()
@@ -395,15 +401,10 @@ def parse_journal_records(epoch: int, data: bytes, after: int = 0) -> JournalRec
     good[1:] &= records["serial"][1:] > records["serial"][:-1]
     inserted, invalidated = records["kind"] == INSERTED, records["kind"] == INVALIDATED
     good &= (inserted & describes(records["entry"])) | (invalidated & (records["entry"]["length"] == 0))
-    few = _leading(good)
+    few = len(good) if good.all() else int(good.argmin())  # before the first that is not good
     raw = memoryview(data)
     size, skip = JOURNAL_RECORD.itemsize, _CHECKSUM.size
     for at, stored in enumerate(records["checksum"][:few].tolist()):
         if digest(raw[at * size + skip : (at + 1) * size]) != stored:
             return records[:at]
     return records[:few]
-
-
-def _leading(good: npt.NDArray[np.bool_]) -> int:
-    """How many are true before the first that is not."""
-    return len(good) if good.all() else int(good.argmin())

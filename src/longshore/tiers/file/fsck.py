@@ -29,7 +29,7 @@ from longshore.checksums import checksum
 from longshore.errors import FormatError, PlanError, TierError, TierInUseError
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import COPIES, LOCK, RESET, SEGMENT, SUPERBLOCK, Directory, Superblocks
-from longshore.tiers.file.format import ENTRY, Entries, Superblock, fits_geometry, pack_entry
+from longshore.tiers.file.format import Entries, Superblock, fits_geometry
 from longshore.tiers.file.index import RecordIndex, index_files
 from longshore.tiers.file.io import read_into, write_all
 from longshore.tiers.file.recovery import drop_former_sizes, load, places
@@ -162,8 +162,7 @@ class Fsck:
             self.superblocks.write(self.superblock)
         entries = self._entries
         if entries is None:
-            in_order = sorted(whole, key=lambda header: header.sequence)
-            entries = np.frombuffer(b"".join(pack_entry(header, 0) for header in in_order), ENTRY)
+            entries = fmt.entries_of(sorted(whole, key=lambda header: header.sequence))
         elif not damaged:
             return
         self._empty([(slot, pool) for slot, pool, *_ in damaged])
@@ -270,7 +269,6 @@ class Fsck:
         return [look(slot, pool) for slot in self.slabs.slots_of(slab, pool)]
 
     def _header(self, slot: int, pool: int) -> Finding:
-        """Check the header of `slot`."""
         staging, free = self._staging(), self._listed is not None and slot not in self._listed
         try:
             if read_into(self._io, self._fd, staging.header, self.slabs.offset(pool, slot)) < PAGE:
@@ -301,7 +299,6 @@ class Fsck:
         return place == self.slabs.offset(pool, slot) and header.length <= self.slabs.image_bytes[header.pool] - PAGE
 
     def _record(self, slot: int, pool: int) -> Finding:
-        """Check header and image of `slot`."""
         found = self._header(slot, pool)
         if found.header is None or found.condition is not Condition.WHOLE:
             return found
@@ -317,7 +314,6 @@ class Fsck:
         return found
 
     def _staging(self) -> Staging:
-        """Staging memory of the calling thread."""
         staging: Staging | None = getattr(self._stagings, "staging", None)
         if staging is None:
             staging = self._stagings.staging = make_staging(self.superblock.image_bytes[-1])
@@ -432,8 +428,7 @@ def inspect(fsck: Fsck, headers: Iterable[Finding], now: float) -> Inspection:
 
 def _from_headers(headers: Iterable[Finding]) -> Entries:
     counted = (Condition.WHOLE, Condition.STALE)
-    whole = [each.header for each in headers if each.header is not None and each.condition in counted]
-    return np.frombuffer(b"".join(pack_entry(header, 0) for header in whole), ENTRY)
+    return fmt.entries_of(each.header for each in headers if each.header is not None and each.condition in counted)
 
 
 def _sizes(entries: Entries, superblock: Superblock) -> tuple[SizeUsage, ...]:

@@ -18,7 +18,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from longshore.boundary import PAGE, Status, align
 from longshore.checksums import MIX64, XXH3_64, checksum
@@ -28,6 +28,9 @@ from longshore.tiers.file.io import IoCoroutine, Move, Piece, RawIo
 from longshore.tiers.file.segment import Seal, Segment, Staging, is_aligned
 from longshore.tiers.file.tier import FileTier
 from longshore.tiers.file.verify import Verifier
+
+if TYPE_CHECKING:  # a tier host needs no transfer engine
+    from longshore.transfer.device.base import ImageMemory
 
 DESCRIPTOR = struct.Struct("<i4xqq")
 """`CUfileDescr_t`: the type of handle, the file descriptor, and functions of other file systems."""
@@ -107,33 +110,6 @@ _REASONS = ("no_gds", "gds_write", "gds_read", "unaligned", "host_checksum")
 _log = logging.getLogger(__name__)
 
 
-class DeviceMemory(Protocol):
-    """One piece of a device's memory, all of it for images.
-
-    Any thread may call; every call returns when it is done, or raises `DeviceError`.
-    """
-
-    @property
-    def address(self) -> int:
-        """Address of its first byte, for the device and cuFile."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes. Raises `TierClosedError` when it is gone."""
-
-    def bind(self) -> Callable[[], None]:
-        """Make the device the calling thread's own, for cuFile; returns what undoes it."""
-
-    def mix64(self, offset: int, length: int) -> int:
-        """mix64 of a range, computed on the device."""
-
-    def load(self, offset: int, host: memoryview) -> None:
-        """Copy from `offset` on into host memory."""
-
-    def store(self, offset: int, host: memoryview) -> None:
-        """Copy host memory to `offset`."""
-
-
 class GdsFileTier(FileTier):
     """A `FileTier` whose images are in `memory`, on a device."""
 
@@ -143,7 +119,7 @@ class GdsFileTier(FileTier):
         *,
         capacity: int,
         image_bytes: int | Sequence[int],
-        memory: DeviceMemory,
+        memory: ImageMemory,
         scope: bytes,
         threads: int = 16,
         io: RawIo | None = None,
@@ -188,7 +164,7 @@ class GdsImageIO:
     blocks = True
 
     def __init__(
-        self, memory: DeviceMemory, segment: Segment, load: Callable[[], object], *, strict: bool = False
+        self, memory: ImageMemory, segment: Segment, load: Callable[[], object], *, strict: bool = False
     ) -> None:
         self._memory = memory
         self._strict = strict

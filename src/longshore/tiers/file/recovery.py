@@ -33,7 +33,7 @@ from longshore.errors import FormatError, TierError
 from longshore.tiers.base import MAX_GENERATION
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import FILES, SEGMENT, Directory, Superblocks
-from longshore.tiers.file.format import ENTRY, Entries, JournalRecords, pack_entry
+from longshore.tiers.file.format import ENTRY, Entries, JournalRecords
 from longshore.tiers.file.index import RecordIndex, checkpoint_name, index_files, journal_name
 from longshore.tiers.file.segment import Segment
 
@@ -225,7 +225,7 @@ def scan(segment: Segment, slabs: Slabs) -> Entries:
         found = headers(range(slabs.slabs))
     found.sort(key=lambda header: header.sequence)
     newest = {header.slot: header for header in found}
-    return np.frombuffer(b"".join(pack_entry(each, 0) for each in found if newest[each.slot] is each), ENTRY)
+    return fmt.entries_of(each for each in found if newest[each.slot] is each)
 
 
 def places(slabs: Slabs, slab: int) -> Iterator[tuple[int, int]]:

@@ -427,19 +427,15 @@ class FileTier(Tier):
         if claims:
             self._index.touch([op.slot for (op, _), how in zip(task, statuses, strict=True) if how is Status.OK])
             if not _all_ok(statuses):
-                self._quarantine(task, claims, statuses)
+                for (op, _), claimed, status in zip(task, claims, statuses, strict=True):
+                    if claimed and status.invalidates_source:
+                        self._index.quarantine(op.slot, claimed)
             if task[0].op.generation < self.generation:
                 statuses = [Status.MISMATCH if how is Status.OK else how for how in statuses]
         if statuses:
             self._health.record(task[0].op.op, statuses)
         self._checkpointer.begin_if_due()
         return statuses
-
-    def _quarantine(self, task: Sequence[Order], claims: Sequence[int], statuses: Sequence[Status]) -> None:
-        """Quarantine records that were found unusable."""
-        for (op, _), claimed, status in zip(task, claims, statuses, strict=True):
-            if claimed and status.invalidates_source:
-                self._index.quarantine(op.slot, claimed)
 
     def _write(self, task: Sequence[Order], staging: Staging) -> IoCoroutine[list[Status]]:
         headers: list[fmt.RecordHeader] = []

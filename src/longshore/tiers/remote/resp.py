@@ -1,14 +1,11 @@
 """A client of Valkey and Redis: our own RESP on a blocking socket, for values of hundreds of kilobytes.
 
-    GET     ◄── "$262272\\r\\n" and the header, into a small buffer ◄── the image, into the arena in large pieces
+    GET     ◄── "$262272\\r\\n" and the header, into a small buffer, and the image, into the arena, in one call
     SET     ──► command and header, image, end: `sendmsg`, straight from the arena
     STRLEN  ──► hundreds of commands at once: existence and length, in one round trip
 
-The kernel keeps the deadline of each receive (`SO_RCVTIMEO`): it bounds the whole call, so a server that sends a byte
-at a time gains no time by it. `SO_SNDTIMEO` does not bound a send over a unix socket, where it holds for each buffer
-that the kernel allocates; so sends do not block, and poll until the socket has room. A connection on which a deadline
-passed, a reply broke off, or something came that is no reply, is closed. It is never read on: the next reply might be
-that of another request.
+A connection on which a deadline passed, a reply broke off, or something came that is no reply, is closed. It is never
+read on: the next reply might be that of another request.
 
 Bytes under way are bounded by connection: with 64 values of 2 MiB requested at once, a server answers ten times slower
 than one by one.
@@ -17,14 +14,14 @@ than one by one.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import re
 import select
 import socket
 import ssl
-import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import xxhash
 
@@ -32,6 +29,16 @@ from longshore.boundary import Status
 from longshore.errors import TierError
 from longshore.tiers.remote.format import HEADER_BYTES, pack_header, verify
 from longshore.tiers.remote.settings import Certificates, RemoteSettings
+from longshore.tiers.remote.stream import (
+    Clock,
+    Deadline,
+    PlainStream,
+    Stream,
+    TlsStream,
+    parts_behind,
+    time_left,
+    typed_error,
+)
 from longshore.tiers.remote.work import Image, Refusal, StoreError, WorkQueue
 
 PROBE_BATCH = 1024
@@ -40,146 +47,43 @@ PROBE_BATCH = 1024
 STORE_BATCH = 64
 """Images whose existence is asked for before they are sent."""
 
-_LIMIT_SECONDS = 0.005
-"""A deadline is kept to within so many seconds, so that not every call needs another one to set it."""
-
 _PIECE = 256 << 10
 """Bytes that are received before their checksum is computed."""
 
 _BUFFER = 4096
 _LONGEST_LINE = 1024
-_TIME = struct.Struct("@ll")
 _END = b"\r\n"
 _ABSENT = -1
+ELSEWHERE = -1
+"""The length of a value that another node of a cluster has."""
+
+_ELSEWHERE = (b"MOVED ", b"ASK ", b"CLUSTERDOWN Hash slot")
+_GET = b"%b*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n"
+_ASKING = b"*1\r\n$6\r\nASKING\r\n"
 _ERROR_CODE = re.compile(rb"[A-Z0-9]{1,32}(?![^ ])")
 _LONGEST_REPLY, _MOST_PARTS = 1 << 20, 1 << 16
-Deadline = float
 Reply = bytes | int | list["Reply"] | None
 """What a server answers: text, a number, several, or nothing."""
 
-Clock = Callable[[], float]
-
-
-class PlainStream:
-    """A connected TCP or unix socket, whose calls end by a deadline."""
-
-    def __init__(self, sock: socket.socket, clock: Clock) -> None:
-        sock.setblocking(True)  # the kernel has the deadline: with a timeout of Python's, MSG_WAITALL would not wait
-        self._sock = sock
-        self._clock = clock
-        self._limit_set = -1.0
-        """Seconds that the kernel has been told as the limit of a receive."""
-        self._room = select.poll()
-        self._room.register(sock, select.POLLOUT)
-
-    def receive_some(self, into: memoryview, deadline: Deadline) -> int:
-        """Receive what has come, at least one byte; how many."""
-        self._limit(deadline)
-        try:
-            return _came(self._sock.recv_into(into))
-        except OSError as error:
-            raise _typed(error) from None
-
-    def receive(self, parts: list[memoryview], deadline: Deadline) -> None:
-        """Fill `parts`, one after the other."""
-        while parts:
-            self._limit(deadline)
-            try:
-                count, _, _, _ = self._sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)
-            except OSError as error:
-                raise _typed(error) from None
-            parts = _behind(parts, _came(count))
-
-    def send(self, parts: list[memoryview], deadline: Deadline) -> None:
-        """Send `parts`, one after the other."""
-        while parts:
-            left = _left(deadline, self._clock)
-            try:
-                parts = _behind(parts, self._sock.sendmsg(parts, (), socket.MSG_DONTWAIT))
-            except BlockingIOError:
-                self._room.poll(math.ceil(left * 1000))
-            except OSError as error:
-                raise _typed(error) from None
-
-    def fileno(self) -> int:
-        """Descriptor of the socket."""
-        return self._sock.fileno()
-
-    def shut_down(self) -> None:
-        """Shut the connection down, from any thread: a call that is blocked on it fails."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._sock.close()
-
-    def _limit(self, deadline: Deadline) -> None:
-        left = _left(deadline, self._clock)
-        if left <= self._limit_set <= left + _LIMIT_SECONDS:
-            return
-        self._limit_set = left
-        micros = int(left * 1e6) or 1  # 0 would be no limit
-        self._sock.setsockopt(
-            socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(micros // 1_000_000, micros % 1_000_000)
-        )
-
-
-class TlsStream:
-    """The same over TLS, whose records are of at most 16 KiB."""
-
-    def __init__(self, sock: ssl.SSLSocket, clock: Clock) -> None:
-        self._sock = sock
-        self._clock = clock
-
-    def receive_some(self, into: memoryview, deadline: Deadline) -> int:
-        """Receive what has come, at least one byte; how many."""
-        self._sock.settimeout(_left(deadline, self._clock))
-        try:
-            return _came(self._sock.recv_into(into))
-        except OSError as error:
-            raise _typed(error) from None
-
-    def receive(self, parts: list[memoryview], deadline: Deadline) -> None:
-        """Fill `parts`, one after the other."""
-        for part in parts:
-            left = part
-            while left:
-                left = left[self.receive_some(left, deadline) :]
-
-    def send(self, parts: list[memoryview], deadline: Deadline) -> None:
-        """Send `parts`, one after the other."""
-        for part in parts:
-            left = part
-            while left:
-                self._sock.settimeout(_left(deadline, self._clock))
-                try:
-                    left = left[self._sock.send(left) :]
-                except OSError as error:
-                    raise _typed(error) from None
-
-    def fileno(self) -> int:
-        """Descriptor of the socket."""
-        return self._sock.fileno()
-
-    def shut_down(self) -> None:
-        """Shut the connection down, from any thread: a call that is blocked on it fails."""
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # `SSLSocket.shutdown` would end encryption
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._sock.close()
-
-
-Stream = PlainStream | TlsStream
+Redirected = Callable[[bytes, bytes], None]
+"""Called with an address, and the error of a node of a cluster that does not have its slot."""
 
 
 class RespSession:
     """One connection, used by one thread. Every method raises `StoreError`; after that, only `close` is left."""
 
-    def __init__(self, settings: RemoteSettings, stream: Stream, clock: Clock, largest: int) -> None:
-        """`largest` is the length of the largest image in bytes."""
+    def __init__(
+        self,
+        settings: RemoteSettings,
+        stream: Stream,
+        clock: Clock,
+        largest: int,
+        redirected: Redirected | None = None,
+        asking: bytes = b"",
+    ) -> None:
+        """`largest` is the length of the largest image in bytes; the rest as for `RespStore.at`."""
+        self._redirected = redirected
+        self._asking = asking
         self._stream = stream
         self._clock = clock
         self._in_flight = settings.in_flight
@@ -188,6 +92,7 @@ class RespSession:
         self._bytes = bytearray(_BUFFER)
         self._buffer = memoryview(self._bytes)
         self._begin = self._end = 0
+        self._head = memoryview(bytearray(_LONGEST_LINE))
         self._tail = memoryview(bytearray(len(_END)))
 
     # ------------------------------------------------------------------ requests
@@ -215,14 +120,13 @@ class RespSession:
         return self._read_reply(deadline)
 
     def lengths(self, addresses: Sequence[bytes], deadline: Deadline) -> list[int]:
-        """The length of each value in bytes; 0 for one that is not there."""
+        """The length of each value in bytes; 0 for one that is not there, `ELSEWHERE` for one of another node."""
         found = []
         for start in range(0, len(addresses), PROBE_BATCH):
-            some = addresses[start : start + PROBE_BATCH]
-            self._send(
-                b"".join([b"*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (len(each), each) for each in some]), deadline
-            )
-            found += [self._read_length(deadline) for _ in some]
+            some, first = addresses[start : start + PROBE_BATCH], self._asking
+            requests = [b"%b*2\r\n$6\r\nSTRLEN\r\n$%d\r\n%b\r\n" % (first, len(each), each) for each in some]
+            self._send(b"".join(requests), deadline)
+            found += [self._read_length(each, deadline) for each in some]
         return found
 
     def fetch(self, work: WorkQueue) -> None:
@@ -239,10 +143,11 @@ class RespSession:
                 while coming < self._in_flight and (image := work.take()) is not None:
                     coming += len(image.memory)
                     asked.append(image)
-                    requests.append(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(image.address), image.address))
+                    requests.append(_GET % (self._asking, len(image.address), image.address))
+            soonest = _soonest(asked)
             if requests:
-                self._send(b"".join(requests), _soonest(asked))
-            return _soonest(asked)
+                self._send(b"".join(requests), soonest)
+            return soonest
 
         deadline = received(0)
         while asked:
@@ -263,6 +168,8 @@ class RespSession:
                 value_bytes = HEADER_BYTES + len(image.memory)
                 if length == value_bytes and not is_bad(image.address):
                     work.end(image, Status.OK)
+                elif length == ELSEWHERE:
+                    work.end(image, Status.EXPIRED)
                 elif not work.hold(image):
                     work.end(image, Status.DEADLINE)
                 elif (refused := refusal(value_bytes)) is not None:
@@ -299,7 +206,8 @@ class RespSession:
     # ------------------------------------------------------------------ replies
 
     def _set(self, image: Image, header: bytes, deadline: Deadline) -> None:
-        name = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
+        name = b"%b*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (
+            self._asking,
             5 if self._expiry else 3,
             len(image.address),
             image.address,
@@ -309,10 +217,14 @@ class RespSession:
         self._stream.send(parts, deadline)
 
     def _stored(self, sent: deque[Image], work: WorkQueue) -> None:
-        error = self._read_simple(_soonest(sent))
+        deadline = _soonest(sent)
+        self._read_asking(deadline)
+        error = self._read_simple(deadline)
         image = sent.popleft()
         if error is None:
             work.end(image, Status.OK)
+        elif self._is_elsewhere(image.address, b"-" + error):
+            work.end(image, Status.EXPIRED)
         elif error.startswith(b"OOM"):
             work.end(image, Status.NO_SPACE)
         else:
@@ -321,37 +233,79 @@ class RespSession:
 
     def _read_value(self, image: Image, deadline: Deadline, received: Callable[[int], Deadline]) -> Status:
         """Receive a value into the image's memory. Checksums are computed of pieces that are still in the cache."""
-        line = self._read_line(deadline)
-        if line.startswith(b"-WRONGTYPE"):
-            return Status.MISMATCH
-        length = _number(line, b"$")
-        if length == _ABSENT:
-            return Status.LAPSED
-        if length > self._largest:
-            raise _broken(f"a value of {length} bytes, the largest image has {self._largest - HEADER_BYTES}")
-        if length != HEADER_BYTES + len(image.memory):
-            self._fill([memoryview(bytearray(length)), self._tail], deadline)
-            self._check_tail()
-            return Status.SHORT if length < HEADER_BYTES + len(image.memory) else Status.MISMATCH
-        header = self._read_exactly(HEADER_BYTES, deadline)
-        checksum = xxhash.xxh3_64()
-        for start in range(0, len(image.memory), _PIECE):
-            piece = image.memory[start : start + _PIECE]
-            is_last = start + _PIECE >= len(image.memory)
-            self._fill([piece, self._tail] if is_last else [piece], deadline)
-            if not is_last:
+        pieces = [image.memory[start : start + _PIECE] for start in range(0, len(image.memory), _PIECE)]
+        left = [pieces[0], self._tail] if len(pieces) == 1 else pieces[:1]
+        header = self._receive_value(image.address, HEADER_BYTES + len(image.memory), left, deadline)
+        if isinstance(header, Status):
+            return header
+        checksum, last = xxhash.xxh3_64(), len(pieces) - 1
+        for index, piece in enumerate(pieces):
+            if index:
+                left = [piece, self._tail] if index == last else [piece]
+            if left:
+                self._fill(left, deadline)
+            if index < last:
                 deadline = received(len(piece))
             checksum.update(piece)
         self._check_tail()
         return verify(header, checksum.intdigest(), image.identity)
 
+    def _receive_value(
+        self, address: bytes, expected: int, left: list[memoryview], deadline: Deadline
+    ) -> bytes | Status:
+        """Receive the beginning of a value of `expected` bytes; its header, or how the read ends.
+
+        What comes with it goes straight into `left`, and what of that is to come is left there. If what comes is no
+        such value, it is in the small buffer afterwards.
+        """
+        line = b"$%d\r\n" % expected
+        if self._asking:
+            self._read_asking(deadline)
+        if self._begin == self._end:
+            head = self._head[: len(line) + HEADER_BYTES]
+            parts = [head, *left]
+            count = self._stream.receive_some(parts, deadline)
+            if count >= len(head) and head[: len(line)] == line:
+                left[:] = parts_behind(parts, count)
+                return bytes(head[len(line) :])
+            self._unread(b"".join(parts)[:count])
+        if (line := self._read_line(deadline)).startswith(b"-WRONGTYPE"):
+            return Status.MISMATCH
+        if self._is_elsewhere(address, line):
+            return Status.EXPIRED
+        length = _number(line, b"$")
+        if length == _ABSENT:
+            return Status.EXPIRED
+        if length > self._largest:
+            raise _broken(f"a value of {length} bytes, the largest image has {self._largest - HEADER_BYTES}")
+        if length != expected:
+            self._fill([memoryview(bytearray(length)), self._tail], deadline)
+            self._check_tail()
+            return Status.SHORT if length < expected else Status.MISMATCH
+        return self._read_exactly(HEADER_BYTES, deadline)
+
     def _check_tail(self) -> None:
         if self._tail != _END:
             raise _broken("a value without its end")
 
-    def _read_length(self, deadline: Deadline) -> int:
+    def _read_length(self, address: bytes, deadline: Deadline) -> int:
+        self._read_asking(deadline)
         line = self._read_line(deadline)
+        if self._is_elsewhere(address, line):
+            return ELSEWHERE
         return 0 if line.startswith(b"-WRONGTYPE") else max(0, _number(line, b":"))
+
+    def _is_elsewhere(self, address: bytes, line: bytes) -> bool:
+        """Whether a node answers that another one has a value, or none; who it is has been told on then."""
+        if line[:1] != b"-" or self._redirected is None or not line.startswith(_ELSEWHERE, 1):
+            return False
+        self._redirected(address, line[1:])
+        return True
+
+    def _read_asking(self, deadline: Deadline) -> None:
+        """Receive the reply to the command before a command, if there is one."""
+        if self._asking and (error := self._read_simple(deadline)) is not None:
+            raise _refusal(error)
 
     def _read_simple(self, deadline: Deadline) -> bytes | None:
         """Receive a simple reply: `None`, or the error."""
@@ -362,7 +316,7 @@ class RespSession:
             return line[1:]
         raise _broken(f"expected a status, got {line[:1]!r}")
 
-    def _read_reply(self, deadline: Deadline, depth: int = 2) -> Reply:
+    def _read_reply(self, deadline: Deadline, depth: int = 4) -> Reply:
         line = self._read_line(deadline)
         if line[:1] == b"+":
             return line[1:]
@@ -405,10 +359,19 @@ class RespSession:
             self._buffer[:left] = bytes(self._buffer[self._begin : self._end])
             self._begin, self._end = 0, left
         room = self._buffer[self._end : self._end + self._at_once]
-        self._end += self._stream.receive_some(room, deadline)
+        self._end += self._stream.receive_some([room], deadline)
+
+    def _unread(self, data: bytes) -> None:
+        """Let the small buffer, which is empty, hold `data`, however long it is."""
+        self._bytes = bytearray(data.ljust(_BUFFER))
+        self._buffer = memoryview(self._bytes)
+        self._begin, self._end = 0, len(data)
 
     def _fill(self, parts: list[memoryview], deadline: Deadline) -> None:
         """Fill `parts` with what is in the small buffer, then from the socket."""
+        if self._begin == self._end:
+            self._stream.receive(parts, deadline)
+            return
         left = []
         for part in parts:
             count = min(len(part), self._end - self._begin)
@@ -437,6 +400,17 @@ class RespStore:
         self._clock = clock
         self._largest = largest
         self._certificates = Certificates(settings) if settings.tls else None
+        self._redirected: Redirected | None = None
+        self._asking = b""
+
+    def at(self, settings: RemoteSettings, redirected: Redirected, *, asking: bool = False) -> RespStore:
+        """The same for one node of a cluster; `redirected` is called with addresses whose values are elsewhere.
+
+        `asking` is for a node that a slot moves to: it serves what has come there already, if asked to.
+        """
+        node = copy.copy(self)
+        node._settings, node._redirected, node._asking = settings, redirected, _ASKING if asking else b""
+        return node
 
     def connect(self) -> RespSession:
         """A connection, logged in. Raises `StoreError`."""
@@ -444,7 +418,7 @@ class RespStore:
         stream = self._open(deadline)
         with contextlib.ExitStack() as undo:
             undo.callback(stream.close)
-            session = RespSession(self._settings, stream, self._clock, self._largest)
+            session = RespSession(self._settings, stream, self._clock, self._largest, self._redirected, self._asking)
             try:
                 session.authenticate(self._settings, deadline)
             except TierError as error:
@@ -456,7 +430,7 @@ class RespStore:
         try:
             return self._open_unix() if self._settings.scheme == "unix" else self._open_tcp(deadline)
         except OSError as error:
-            raise _typed(error, "connect") from None
+            raise typed_error(error, "connect") from None
 
     def _open_unix(self) -> Stream:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -472,8 +446,8 @@ class RespStore:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._certificates is None:
                 return PlainStream(sock, self._clock)
-            context = self._context(self._certificates, _left(deadline, self._clock))
-            sock.settimeout(_left(deadline, self._clock))
+            context = self._context(self._certificates, time_left(deadline, self._clock))
+            sock.settimeout(time_left(deadline, self._clock))
             name = settings.server_name or settings.host
             return TlsStream(context.wrap_socket(sock, server_hostname=name), self._clock)
 
@@ -496,8 +470,11 @@ def _some(work: WorkQueue) -> list[Image]:
     return batch
 
 
-def _soonest(images: Sequence[Image] | deque[Image]) -> Deadline:
-    return min((image.deadline for image in images), default=float("inf"))
+def _soonest(images: Iterable[Image]) -> Deadline:
+    soonest = math.inf
+    for image in images:  # `min` with a generator takes much longer, and this happens for each value
+        soonest = image.deadline if image.deadline < soonest else soonest
+    return soonest
 
 
 def _expiry(ttl: float) -> bytes:
@@ -533,38 +510,6 @@ def _error_word(error: bytes) -> str:
 
 def _broken(what: str) -> StoreError:
     return StoreError("broken", f"invalid reply: {what}", Status.IO_ERROR)
-
-
-def _left(deadline: Deadline, clock: Clock) -> float:
-    """Seconds until `deadline`; raises `StoreError` when it has passed."""
-    left = deadline - clock()
-    if left <= 0:
-        raise StoreError("timeout", "no answer in time", Status.DEADLINE)
-    return min(left, 3600.0)
-
-
-def _came(count: int) -> int:
-    if not count:
-        raise StoreError("connection", "the server closed the connection")
-    return count
-
-
-def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of `parts` behind their first `count` bytes."""
-    for index, part in enumerate(parts):
-        if count < len(part):
-            return [part[count:], *parts[index + 1 :]]
-        count -= len(part)
-    return []
-
-
-def _typed(error: OSError, doing: str = "move bytes") -> StoreError:
-    """The error of a socket as a `StoreError`."""
-    if isinstance(error, TimeoutError | BlockingIOError | ssl.SSLWantReadError | ssl.SSLWantWriteError):
-        return StoreError("timeout", f"could not {doing} in time", Status.DEADLINE)
-    if isinstance(error, ssl.SSLError):
-        return StoreError("refused" if doing == "connect" else "connection", f"TLS: {error.reason}")
-    return StoreError("connection", f"could not {doing}: {error.strerror or error}")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
     valkey://user@host:6379/0?ttl=1h          redis://... is the same
     valkeys://host:6380/0?ca_file=/etc/ca.pem rediss://... is the same: TLS, and the certificate is verified
+    valkey-cluster://h1:7000,h2:7000?ttl=1h   a cluster, of which some nodes are named; valkeys-cluster://... with TLS
     unix:///run/valkey.sock?db=0
     file:///mnt/shared?daily_writes=500GiB    a directory that all replicas mount
     s3://bucket/prefix?endpoint=http://h:9000 a bucket of S3; without `endpoint`, of AWS
@@ -20,7 +21,7 @@ import re
 import ssl
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -32,8 +33,12 @@ from longshore.errors import ConfigError, TierError
 PASSWORD_VARIABLE = "LONGSHORE_REMOTE_PASSWORD"  # noqa: S105 - the name of a variable
 USER_VARIABLE = "LONGSHORE_REMOTE_USER"
 
+DEFAULT_PORT = 6379
 _PLAIN, _TLS = frozenset({"valkey", "redis"}), frozenset({"valkeys", "rediss"})
-_SCHEMES = (*sorted(_PLAIN | _TLS), "unix", "file", "s3")
+_ALIASES = {"redis": "valkey", "rediss": "valkeys"}
+_CLUSTER = "-cluster"
+_SERVERS = sorted(_PLAIN | _TLS)
+_SCHEMES = (*_SERVERS, *(f"{each}{_CLUSTER}" for each in _SERVERS), "unix", "file", "s3")
 _UNITS = {"ms": 1e-3, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)")
 _SIZE = TypeAdapter(ByteSize)
@@ -53,9 +58,10 @@ class RemoteSettings:
     """One store. Times are in seconds, sizes in bytes; 0 for `ttl` and `daily_writes` means no limit.
 
     Attributes:
-        scheme: One of `valkey`, `valkeys`, `unix`, `file`, `s3`.
-        host: Of a server reached over TCP; of S3, the bucket.
+        scheme: One of `valkey`, `valkeys`, `valkey-cluster`, `valkeys-cluster`, `unix`, `file`, `s3`.
+        host: Of a server reached over TCP; of a cluster, of the first node that is named; of S3, the bucket.
         port: Of that server.
+        more: Host and port of the other nodes of a cluster that are named.
         path: Of a unix socket, or of the shared directory; of S3, what precedes the addresses in the bucket.
         db: Number of the server's database.
         user: Name to authenticate with; empty: the server's default user.
@@ -79,7 +85,7 @@ class RemoteSettings:
 
     scheme: str
     host: str = ""
-    port: int = 6379
+    port: int = DEFAULT_PORT
     path: str = ""
     db: int = 0
     user: str = field(default="", repr=False)
@@ -99,11 +105,23 @@ class RemoteSettings:
     endpoint: str = ""
     region: str = ""
     requests: int = 16
+    more: tuple[tuple[str, int], ...] = ()
 
     @property
     def tls(self) -> bool:
         """Whether the connection is encrypted."""
-        return self.scheme == "valkeys" or (self.is_s3 and not self.endpoint.startswith("http://"))
+        if self.is_s3:
+            return not self.endpoint.startswith("http://")
+        return self.scheme.removesuffix(_CLUSTER) == "valkeys"
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether the store is a cluster of servers."""
+        return self.scheme.endswith(_CLUSTER)
+
+    def node(self, host: str, port: int) -> RemoteSettings:
+        """The settings of one node of a cluster."""
+        return replace(self, scheme=self.scheme.removesuffix(_CLUSTER), host=host, port=port, more=())
 
     @property
     def is_directory(self) -> bool:
@@ -124,8 +142,9 @@ class RemoteSettings:
             )
         if self.path:
             return f"{self.scheme}://{self.path}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}/{self.db}"
+        nodes = ((self.host, self.port), *self.more)
+        hosts = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in nodes)
+        return f"{self.scheme}://{hosts}" + ("" if self.is_cluster else f"/{self.db}")
 
     def credentials(self, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
         """User and password as of now; empty: none. Raises `TierError` if the file cannot be read."""
@@ -201,7 +220,10 @@ def parse_url(url: str) -> RemoteSettings:
     """The settings in `url`. Raises `ConfigError`, whose message never repeats what might be a secret."""
     try:
         parts = urlsplit(url)
+        first, *rest = parts.netloc.split(",") if parts.scheme.endswith(_CLUSTER) else [parts.netloc]
+        parts, others = parts._replace(netloc=first), [urlsplit(f"//{each}") for each in rest]
         host, port, user, password = parts.hostname, parts.port, parts.username, parts.password
+        more = tuple((each.hostname or "", each.port or DEFAULT_PORT) for each in others)
     except ValueError:
         raise ConfigError(
             "remote store: expected a URL such as valkey://host:6379/0, got one with an invalid host or port"
@@ -215,7 +237,10 @@ def parse_url(url: str) -> RemoteSettings:
             "remote store: expected no '@' behind the host: write %40 in a path, and no password in a URL: "
             f"set {PASSWORD_VARIABLE}, or add ?password_file=PATH"
         )
-    scheme = {"redis": "valkey", "rediss": "valkeys"}.get(parts.scheme, parts.scheme)
+    if not all(host for host, _ in more) or any("@" in each.netloc or each.path for each in others):
+        raise ConfigError("remote store: expected nodes of a cluster as HOST:PORT,HOST:PORT, a user before the first")
+    name = parts.scheme.removesuffix(_CLUSTER)
+    scheme = _ALIASES.get(name, name) + parts.scheme[len(name) :]
     if parts.scheme not in _SCHEMES:
         got = f", got {parts.scheme!r}" if "://" in url else ""
         raise ConfigError(
@@ -226,7 +251,7 @@ def parse_url(url: str) -> RemoteSettings:
     options = _options(parts.query)
     if user:
         options["user"] = unquote(user)
-    settings = _placed(scheme, host or "", port, parts.path, options)
+    settings = replace(_placed(scheme, host or "", port, parts.path, options), more=more)
     _check(settings, options)
     return settings
 
@@ -245,10 +270,16 @@ def _placed(scheme: str, host: str, port: int | None, path: str, options: dict[s
         return RemoteSettings(scheme, path=unquote(path), **{**_slower(scheme), **options})
     if not host:
         raise ConfigError(f"remote store: expected {scheme}://HOST:PORT/DB, got no host")
+    if "," in host:
+        raise ConfigError(
+            f"remote store: expected one host: for a cluster, write {scheme}-cluster://HOST:PORT,HOST:PORT"
+        )
     number = path.strip("/")
     if number:
         options["db"] = _number("db", number)
-    return RemoteSettings(scheme, host, port or 6379, **options)
+    if scheme.endswith(_CLUSTER) and options.get("db"):
+        raise ConfigError(f"remote store: db: a cluster has database 0 only, got {options['db']}")
+    return RemoteSettings(scheme, host, port or DEFAULT_PORT, **options)
 
 
 def _slower(scheme: str) -> dict[str, float]:

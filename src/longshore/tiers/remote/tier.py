@@ -57,7 +57,7 @@ _WRITE_PAUSE = 1.0
 """Seconds for which nothing is sent to a store that has said that it is full, or takes no writes."""
 
 _BAD_VALUES = frozenset({Status.CORRUPT, Status.MISMATCH, Status.SHORT})
-_ANSWERED = _BAD_VALUES | {Status.OK, Status.LAPSED, Status.NO_SPACE}
+_ANSWERED = _BAD_VALUES | {Status.OK, Status.EXPIRED, Status.NO_SPACE}
 """Statuses of operations that the store has answered."""
 
 _GRACE = 1.0
@@ -111,13 +111,14 @@ class RemoteTier(KeyedTier):
         failures: int = FAILURES,
         clock: Callable[[], float] = time.monotonic,
         store: StoreClient | None = None,
+        budget: Budget | None = None,
     ) -> None:
         """Raises `ConfigError` for an invalid URL, `TierError` for invalid sizes, digests or certificates.
 
         `image_bytes` are the sizes of images, by pool. `namespace` is a digest of 32 bytes: of everything that must be
         equal for bytes to be shared. `generation` is that of the first operations. `rank` is set where each rank stores
         its own part of an image. With `fixed_weights`, resets keep the namespace, unless `weights_changed` was called.
-        `failures` in a row open the breaker. `store` replaces the client, for tests.
+        `failures` in a row open the breaker. `store` replaces the client, `budget` that of `daily_writes`.
         """
         self.settings = parse_url(url) if isinstance(url, str) else url
         self.image_bytes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
@@ -137,7 +138,7 @@ class RemoteTier(KeyedTier):
         self._lock = threading.RLock()
         self._breaker = CircuitBreaker(failures)
         self._failures = dict.fromkeys(FAILURE_REASONS, 0)
-        self._budget = Budget(self.settings.daily_writes, clock)
+        self._budget = budget or Budget(self.settings.daily_writes, clock)
         self._bad: OrderedDict[bytes, None] = OrderedDict()
         self._said_at, self._said = -1.0, ""
         self._pause: tuple[float, Status] = -1.0, Status.NO_SPACE
@@ -364,7 +365,7 @@ class RemoteTier(KeyedTier):
         if now >= until:
             return Status.DEADLINE
         if self._breaker.is_open:
-            return Status.AWAY
+            return Status.UNAVAILABLE
         return self._paused(now) if op.op is Op.WRITE else None
 
     def _paused(self, now: float) -> Status | None:
@@ -375,19 +376,20 @@ class RemoteTier(KeyedTier):
     def _image_ended(self, image: Image, status: Status) -> None:
         op = image.batch.ops[image.index].op
         self._count(op, status)
-        if op is Op.READ and status in _BAD_VALUES:
+        if status is Status.OK:
+            if op is Op.WRITE:
+                self._bad.pop(image.address, None)
+        elif op is Op.READ and status in _BAD_VALUES:
             self._bad[image.address] = None
             if len(self._bad) > _BAD:
                 self._bad.popitem(last=False)
-        elif op is Op.WRITE and status is Status.OK:
-            self._bad.pop(image.address, None)
         if status in _ANSWERED:
             self._breaker.succeeded()
         self._settle(image.batch)
 
     def _count(self, op: Op, status: Status) -> None:
         self.ended += 1
-        self.counts[op.value, status.value] += 1
+        self.counts[op._value_, status._value_] += 1
         if op is Op.WRITE and status is Status.NO_SPACE:
             self._failures["full"] += 1
             if self._paused(now := self._clock()) is None:
@@ -532,7 +534,7 @@ class RemoteTier(KeyedTier):
             now = self._clock()
             if self._breaker.failed(now, times):
                 for queue in self._queues.values():
-                    queue.end_waiting(Status.AWAY)
+                    queue.end_waiting(Status.UNAVAILABLE)
                 while self._asked:
                     self._answer(self._asked.popleft().ticket, None)
                 self._probing.notify_all()

@@ -29,7 +29,7 @@ class StoreError(Exception):
     `reason` is for logs and counts, one of `longshore.tiers.remote.FAILURE_REASONS`.
     """
 
-    def __init__(self, reason: str, message: str, status: Status = Status.AWAY) -> None:
+    def __init__(self, reason: str, message: str, status: Status = Status.UNAVAILABLE) -> None:
         super().__init__(message)
         self.reason = reason
         self.status = status
@@ -218,7 +218,7 @@ _DAY, _HOUR = 86_400.0, 3600.0
 
 
 class Budget:
-    """Bytes that may be sent: `daily` in a day, at most an hour's worth at once; 0: no limit."""
+    """Bytes that may be sent: `daily` in a day, at most an hour's worth at once; 0: no limit. Thread-safe."""
 
     def __init__(self, daily: int, clock: Callable[[], float]) -> None:
         self.spent = 0
@@ -226,18 +226,20 @@ class Budget:
         self._clock = clock
         self._left = self._rate * _HOUR
         self._now = clock()
+        self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> bool:
         """Whether `nbytes` may be sent; then they count."""
-        if self._rate:
-            now = self._clock()
-            self._left = min(self._left + (now - self._now) * self._rate, self._rate * _HOUR)
-            self._now = now
-            if nbytes > self._left:
-                return False
-            self._left -= nbytes
-        self.spent += nbytes
-        return True
+        with self._lock:
+            if self._rate:
+                now = self._clock()
+                self._left = min(self._left + (now - self._now) * self._rate, self._rate * _HOUR)
+                self._now = now
+                if nbytes > self._left:
+                    return False
+                self._left -= nbytes
+            self.spent += nbytes
+            return True
 
 
 Refusal = Callable[[int], Status | None]
@@ -254,7 +256,7 @@ class Session(Protocol):
         """Return if the store answers."""
 
     def lengths(self, addresses: Sequence[bytes], deadline: float) -> list[int]:
-        """The length of each value in bytes; 0 for one that is not there."""
+        """The length of each value in bytes; at most 0 for one that is not there."""
 
     def fetch(self, work: WorkQueue) -> None:
         """Fetch images until none waits, verify each, and end it."""

@@ -39,18 +39,18 @@ class DeviceEvent(Protocol):
         """Block the calling thread until everything before this point has ended."""
 
 
-class InOnePiece(Protocol):
-    """Which host memory is registered; `longshore.tiers.arena.Arena.in_one_piece` is an implementation."""
+InOnePiece = Callable[[npt.ArrayLike, npt.ArrayLike], npt.NDArray[np.bool_]]
+"""Whether each `[offset, offset + length)` lies within one piece of host memory that is registered with the device.
 
-    def __call__(self, offsets: npt.ArrayLike, lengths: npt.ArrayLike, /) -> npt.NDArray[np.bool_]:
-        """Whether each `[offset, offset + length)` lies within one piece that is registered with the device."""
+`longshore.tiers.arena.Arena.in_one_piece` is one.
+"""
 
 
 class ImageMemory(Protocol):
     """A range of device memory for images that bypass host memory.
 
-    Thread-safe. Calls do not wait for streams: the caller must wait for copies of the bytes before, and start others
-    only after the call has returned.
+    Thread-safe. Calls return when they are done, or raise `DeviceError`. They do not wait for streams: the caller must
+    wait for copies of the bytes before, and start others only after the call has returned.
     """
 
     @property
@@ -59,7 +59,7 @@ class ImageMemory(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """Its size in bytes. May raise `TierClosedError` when it is gone."""
 
     def bind(self) -> Callable[[], None]:
         """Make the device current in the calling thread, for libraries that need it; returns its undo function."""

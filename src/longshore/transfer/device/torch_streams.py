@@ -17,14 +17,13 @@ import logging
 import threading
 from abc import abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
 from longshore.boundary import HOST, I64
-from longshore.errors import FreedLayoutError
 from longshore.layout.model import KVLayout, PageRef
 from longshore.transfer.device.base import Copy, Device, DeviceEvent, Stream, copy_pieces
 from longshore.transfer.pieces import CopyBatch, CopyPart, Pieces, host_addresses, merge
@@ -197,6 +196,76 @@ class Events:
         self._loose = busy
 
 
+class StreamCopy(Copy):
+    """A batch copied on streams, from `begun` to `ended`; its last access to the pages is before `reached`."""
+
+    def __init__(
+        self,
+        events: Events,
+        begun: Point,
+        reached: Point,
+        ended: Point,
+        unload: Callable[[StreamCopy], None] = lambda copy: None,
+    ) -> None:
+        """`unload` moves what is left in stages to the images."""
+        self._events = events
+        self._begun = begun
+        self._reached = reached
+        self._ended = ended
+        self._unload = unload
+
+    @property
+    def reached(self) -> DeviceEvent:
+        """As given."""
+        return self._reached
+
+    def passed(self) -> bool:
+        """Whether the streams have ended it."""
+        return self._ended.passed()
+
+    def finish(self) -> float:
+        """Unload it, and wait for the streams."""
+        try:
+            self._unload(self)
+        finally:
+            try:
+                self._ended.wait()
+                seconds = self._begun.seconds_until(self._ended)
+            finally:
+                self._events.release(self._begun, self._ended)
+        return seconds
+
+
+class StreamDevice(Device):
+    """A device with streams. `compute` is a `torch.Stream`, or `None` for the calling thread's current one."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        """Allocates the events."""
+        self._fallbacks = Fallbacks()
+        self._events = Events(accelerator, self._fallbacks)
+        self._current_stream = accelerator.current_stream
+
+    def resolve(self, compute: object) -> torch.Stream:
+        """The stream itself."""
+        return self._current_stream() if compute is None else cast(torch.Stream, compute)
+
+    def mark(self, compute: object) -> DeviceEvent:
+        """An event on the compute stream."""
+        return self._events.record(self.resolve(compute))
+
+    def hold(self, compute: object, event: DeviceEvent) -> None:
+        """The compute stream waits for `event`; the calling thread does not."""
+        cast(Point, event).hold(self.resolve(compute))
+
+    def fallbacks(self) -> Mapping[str, int]:
+        """`new_event`: more events were in use than allocated at start; `unpinned_stage`: no pinned memory."""
+        return self._fallbacks.counts()
+
+    def close(self) -> None:
+        """Let go of the events."""
+        self._events.close()
+
+
 def pinned_or_pageable(accelerator: Accelerator, fallbacks: Fallbacks, nbytes: int) -> torch.Tensor:
     """Pinned host memory if available, else pageable memory, which is logged and counted."""
     try:
@@ -216,8 +285,8 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _ALIGNMENT = 16
 
 
-class TorchDevice(Device):
-    """An accelerator. `compute` is a `torch.Stream`, or `None` for the calling thread's current one."""
+class TorchDevice(StreamDevice):
+    """An accelerator."""
 
     def __init__(
         self, device: torch.device | str, *, staging_bytes: int = 64 << 20, accelerator: Accelerator | None = None
@@ -230,8 +299,7 @@ class TorchDevice(Device):
         self._streams: dict[str, torch.Stream] = {}
         self._accelerator = accelerator or Accelerator(with_index(torch.device(device)))
         self._staging_bytes = staging_bytes
-        self._fallbacks = Fallbacks()
-        self._events = Events(self._accelerator, self._fallbacks)
+        super().__init__(self._accelerator)
 
     def stream(self, layout: KVLayout, into: str) -> Stream:
         """A stream with its stages."""
@@ -240,29 +308,6 @@ class TorchDevice(Device):
         return stream_into(
             into, self._accelerator, self._events, self._fallbacks, self._streams[into], layout, self._staging_bytes
         )
-
-    def resolve(self, compute: object) -> object:
-        """The stream itself."""
-        return self._compute(compute)
-
-    def mark(self, compute: object) -> DeviceEvent:
-        """An event on the compute stream."""
-        return self._events.record(self._compute(compute))
-
-    def hold(self, compute: object, event: DeviceEvent) -> None:
-        """The compute stream waits for `event`; the calling thread does not."""
-        cast(Point, event).hold(self._compute(compute))
-
-    def fallbacks(self) -> Mapping[str, int]:
-        """`new_event`: more events were in use than allocated at start; `unpinned_stage`: no pinned memory."""
-        return self._fallbacks.counts()
-
-    def close(self) -> None:
-        """Let go of the events."""
-        self._events.close()
-
-    def _compute(self, compute: object) -> torch.Stream:
-        return self._accelerator.current_stream() if compute is None else cast(torch.Stream, compute)
 
 
 def with_index(device: torch.device) -> torch.device:
@@ -295,7 +340,7 @@ class _Stage:
         self.device, self._device_ids = _apart(device, ids)
         self.used: Point | None = None
         self.pending: tuple[CopyBatch, CopyPart] | None = None
-        self.of: _StagedCopy | None = None
+        self.of: StreamCopy | None = None
 
     def wait(self) -> None:
         """Block the calling thread until the last use of the stage has ended."""
@@ -321,26 +366,6 @@ def _apart(memory: torch.Tensor, ids: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of a stage, and behind them two rows of `ids` int64."""
     end = memory.numel() - 16 * ids
     return memory[:end], memory[end:].view(torch.int64).view(2, ids)
-
-
-class _StagedCopy(Copy):
-    """A batch copied through the stages."""
-
-    def __init__(self, stream: StagedStream, begun: Point, ended: Point) -> None:
-        self._stream = stream
-        self.begun = begun
-        self.ended = ended
-
-    @property
-    def reached(self) -> DeviceEvent:
-        """The point after the last gather or scatter."""
-        return self.ended
-
-    def passed(self) -> bool:
-        return self.ended.passed()
-
-    def finish(self) -> float:
-        return self._stream.finish(self)
 
 
 class StagedStream(Stream):
@@ -383,34 +408,20 @@ class StagedStream(Stream):
 
     def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
         """Copy `batch` through the stages; the stream waits for `after`, the calling thread does not."""
-        if batch.generation != batch.layout.generation:
-            raise FreedLayoutError(
-                f"batch is of layout generation {batch.generation}, the layout now in {batch.layout.generation}"
-            )
+        batch.check_live()
         for event in after:
             cast(Point, event).hold(self._stream)
         begun = self._record()
         try:
             sent = [self._send_part(batch, piece) for part in batch.parts for piece in self._pieces(part)]
-            copy = _StagedCopy(self, begun, self._record())
+            ended = self._record()
         except BaseException:
             self._events.release(begun)
             raise
+        copy = StreamCopy(self._events, begun, ended, ended, self._unload)
         for stage in sent[-len(self._stages) :]:
             stage.of = copy
         return copy
-
-    def finish(self, copy: _StagedCopy) -> float:
-        """Copy the remaining data of `copy` from the stages to the images, and wait for it."""
-        try:
-            for stage in self._by_age():
-                if stage.of is copy:
-                    self._empty(stage)
-        finally:
-            copy.ended.wait()
-            seconds = copy.begun.seconds_until(copy.ended)
-            self._events.release(copy.begun, copy.ended)
-        return seconds
 
     def drain(self) -> None:
         """Empty the stages and wait for the stream."""
@@ -423,6 +434,12 @@ class StagedStream(Stream):
     def close(self) -> None:
         """Free the stages."""
         self._stages = []
+
+    def _unload(self, copy: StreamCopy) -> None:
+        """Copy what stages have of `copy` to the images."""
+        for stage in self._by_age():
+            if stage.of is copy:
+                self._empty(stage)
 
     def _record(self) -> Point:
         return self._events.record(self._stream, keep=True)

@@ -207,22 +207,13 @@ def rows_in_images(layout: KVLayout, part: CopyPart, host_address: int) -> PageR
 
 def kernel_arguments(layout: KVLayout, part: CopyPart, rows: PageRows) -> KernelArguments:
     """For a kernel that moves the pages of `part` to or from `rows`."""
-    return _arguments(layout, part, rows.starts, rows.offset, rows.step)
-
-
-def shift_arguments(layout: KVLayout, part: CopyPart, sources: I64) -> KernelArguments:
-    """For a kernel that moves the pages of `sources`, shape `(chunks, subs)`, to those of `part`'s blocks."""
-    none = np.zeros(len(part.widths), dtype=np.uint64)
-    orders = _arguments(layout, part, np.zeros(1, dtype=np.int64), none, none)
-    return orders._replace(rows=np.ascontiguousarray(sources).reshape(-1))
-
-
-def _arguments(layout: KVLayout, part: CopyPart, starts: I64, offset: U64, step: U64) -> KernelArguments:
     table = layout.table(part.group, split=part.split)
-    columns = (table.base[part.refs], table.stride[part.refs], part.widths, offset, step)
+    columns = (table.base[part.refs], table.stride[part.refs], part.widths, rows.offset, rows.step)
     lines = np.stack(columns, axis=1).astype(np.int64)
     # What holds for all references and any number of tokens: so that few kernels serve a layout, all known at start.
-    bits = int(np.bitwise_or.reduce(starts)) | (table.token_alignment if part.split else table.alignment) | _ALIGNMENT
+    bits = (
+        int(np.bitwise_or.reduce(rows.starts)) | (table.token_alignment if part.split else table.alignment) | _ALIGNMENT
+    )
     alignment = bits & -bits
     chunks, subs = part.blocks.shape
     shape = KernelShape.of(
@@ -234,4 +225,11 @@ def _arguments(layout: KVLayout, part: CopyPart, starts: I64, offset: U64, step:
         tail=bool((part.widths % np.uint64(alignment)).any()),
         longest=table.longest,
     )
-    return KernelArguments(np.ascontiguousarray(part.blocks).reshape(-1), starts, lines.reshape(-1), shape)
+    return KernelArguments(np.ascontiguousarray(part.blocks).reshape(-1), rows.starts, lines.reshape(-1), shape)
+
+
+def shift_arguments(layout: KVLayout, part: CopyPart, sources: I64) -> KernelArguments:
+    """For a kernel that moves the pages of `sources`, shape `(chunks, subs)`, to those of `part`'s blocks."""
+    none = np.zeros(len(part.widths), dtype=np.uint64)
+    arguments = kernel_arguments(layout, part, PageRows(np.zeros(1, dtype=np.int64), none, none))
+    return arguments._replace(rows=np.ascontiguousarray(sources).reshape(-1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -14,14 +14,14 @@ import torch
 
 from longshore.errors import DeviceError
 from longshore.layout.model import KVLayout
-from longshore.transfer.device.base import Device, DeviceEvent, InOnePiece, Stream
+from longshore.transfer.device.base import InOnePiece, Stream
 from longshore.transfer.device.cuda import calibration as calibrations
 from longshore.transfer.device.cuda import driver
 from longshore.transfer.device.cuda.arguments import KernelShape
 from longshore.transfer.device.cuda.calibration import THOROUGH, Always, Calibration, Effort, all_registered
 from longshore.transfer.device.cuda.driver import RELAXED, CudaAccelerator, Driver
 from longshore.transfer.device.cuda.streams import CudaResources, CudaStream, Kernels, Way, WayChooser
-from longshore.transfer.device.torch_streams import Events, Fallbacks, Point, with_index
+from longshore.transfer.device.torch_streams import StreamDevice, with_index
 
 _PAGE = 4096
 
@@ -92,11 +92,7 @@ class CudaImages:
         """Destroy the streams. No call may be in progress."""
         with self._lock:
             streams, self._streams = self._streams, []
-        for stream in streams:
-            try:
-                self._accelerator.destroy_stream(self._driver, stream)
-            except DeviceError as error:
-                _log.warning("a CUDA stream of %s could not be destroyed: %s", self._accelerator.device, error)
+        self._accelerator.destroy_streams(self._driver, streams)
 
     def _piece(self, offset: int, length: int) -> torch.Tensor:
         return self._memory[offset : offset + length]
@@ -122,8 +118,15 @@ STAGING_BYTES = 64 << 20
 _log = logging.getLogger(__name__)
 
 
-class CudaDevice(Device):
-    """One GPU. `compute` is a torch stream of either class, or `None` for the calling thread's current stream."""
+class CudaDevice(StreamDevice):
+    """One GPU. `compute` is a torch stream of either class, or `None` for the calling thread's current stream.
+
+    Fallbacks beside those of all devices with streams: `no_batched_copy`: the driver has no batched call.
+    `host_unregistered`: a batch was copied through pinned stages. `late_bounce`: these were allocated only then.
+    `straddling_piece`: adjacent images are in different registrations. `smaller_ring`, `no_ring`: less device memory
+    for staging. `longer_slip`: more kernel arguments than allocated for. `no_kernels`: kernels cannot be compiled, so
+    pages were copied one by one.
+    """
 
     def __init__(
         self,
@@ -152,15 +155,16 @@ class CudaDevice(Device):
         """
         self._accelerator = accelerator or CudaAccelerator(with_index(torch.device(device)))
         self._driver = Driver(driver.load() if library is None else library)
-        self._fallbacks = Fallbacks()
-        if self._driver.batch_version is None:
-            self._fallbacks.count("no_batched_copy")
         ways = [Way.DIRECT, Way.STAGED]
         if self._driver.reaches_host_pointers(self._accelerator.ordinal):
             ways.append(Way.ZERO_COPY)
-        events = Events(self._accelerator, self._fallbacks)
+        super().__init__(self._accelerator)
+        if self._driver.batch_version is None:
+            self._fallbacks.count("no_batched_copy")
         kernels = Kernels(self._accelerator, self._fallbacks)
-        self._resources = CudaResources(self._accelerator, self._driver, events, self._fallbacks, kernels, tuple(ways))
+        self._resources = CudaResources(
+            self._accelerator, self._driver, self._events, self._fallbacks, kernels, tuple(ways)
+        )
         self._staging_bytes = staging_bytes
         self._in_one_piece = in_one_piece
         self._link = calibrations.link_of(self._driver.pci_address(self._accelerator.ordinal))
@@ -221,40 +225,16 @@ class CudaDevice(Device):
             )
         return found
 
-    def resolve(self, compute: object) -> object:
+    def resolve(self, compute: object) -> torch.Stream:
         """The stream, by torch's class for CUDA."""
-        return self._compute(compute)
-
-    def mark(self, compute: object) -> DeviceEvent:
-        """An event on the compute stream."""
-        return self._resources.events.record(self._compute(compute))
-
-    def hold(self, compute: object, event: DeviceEvent) -> None:
-        """The compute stream waits for `event`; the calling thread does not."""
-        cast(Point, event).hold(self._compute(compute))
-
-    def fallbacks(self) -> Mapping[str, int]:
-        """Number of slower fallbacks, by reason.
-
-        `no_batched_copy`: the driver has no batched call. `host_unregistered`: a batch was copied through pinned
-        stages. `late_bounce`: these were allocated only then. `straddling_piece`: adjacent images are in different
-        registrations. `smaller_ring`, `no_ring`: less device memory for staging. `longer_slip`: more kernel arguments
-        than allocated for. `no_kernels`: kernels cannot be compiled, so pages were copied one by one. `new_event`,
-        `unpinned_stage`: as for other devices.
-        """
-        return self._fallbacks.counts()
+        return super().resolve(None) if compute is None else self._accelerator.of_cuda(cast(torch.Stream, compute))
 
     def close(self) -> None:
         """Release the events and the streams of images."""
-        self._resources.events.close()
+        super().close()
         if self._images is not None:
             self._images.close()
 
     def _has_kernels(self) -> bool:
         """Whether one can be compiled, which is tried."""
         return self._resources.kernels.prepare([KernelShape.of(1, 1, 1, widest=16, alignment=16, tail=False)])
-
-    def _compute(self, compute: object) -> torch.Stream:
-        if compute is None:
-            return self._accelerator.current_stream()
-        return self._accelerator.of_cuda(cast(torch.Stream, compute))

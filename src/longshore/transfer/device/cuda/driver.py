@@ -11,6 +11,8 @@ is invalid, the indices of attributes are as many as the attributes, and no two 
 from __future__ import annotations
 
 import ctypes
+import logging
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -21,6 +23,8 @@ from longshore.errors import DeviceError
 from longshore.layout.model import U64
 from longshore.transfer.device.cuda.arguments import KernelShape
 from longshore.transfer.device.torch_streams import Accelerator
+
+_log = logging.getLogger(__name__)
 
 MOST = 4096
 """Copies in one call: a driver crashed at more than about 50,000."""
@@ -272,6 +276,14 @@ class CudaAccelerator(Accelerator):
         """Destroy a stream of `create_stream`, once no memory allocated on it is in use."""
         driver.destroy_stream(self.handle(stream))
 
+    def destroy_streams(self, driver: Driver, streams: Iterable[torch.Stream]) -> None:
+        """Destroy them all; one that cannot be destroyed is logged."""
+        for stream in streams:
+            try:
+                self.destroy_stream(driver, stream)
+            except DeviceError as error:
+                _log.warning("a CUDA stream of %s could not be destroyed: %s", self.device, error)
+
     def empty_cache(self) -> None:
         """Free unused memory in torch's caches, on the device and pinned."""
         torch.cuda.empty_cache()
@@ -326,23 +338,13 @@ class CudaAccelerator(Accelerator):
             for move in (kernels.gather, kernels.scatter, kernels.shift):
                 move(none, none, none, shape._replace(chunks=0))
 
-    def gather(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        """`kernels.gather`."""
+    def launch(
+        self, kernel: str, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape
+    ) -> None:
+        """Launch `gather`, `scatter` or `shift` of `kernels`."""
         from longshore.transfer.device.cuda import kernels  # noqa: PLC0415
 
-        kernels.gather(blocks, rows, table, shape)
-
-    def scatter(self, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        """`kernels.scatter`."""
-        from longshore.transfer.device.cuda import kernels  # noqa: PLC0415
-
-        kernels.scatter(blocks, rows, table, shape)
-
-    def shift(self, blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-        """`kernels.shift`."""
-        from longshore.transfer.device.cuda import kernels  # noqa: PLC0415
-
-        kernels.shift(blocks, sources, table, shape)
+        getattr(kernels, kernel)(blocks, rows, table, shape)
 
     def wait(self) -> None:
         """Block until what was given to the calling thread's current stream has ended."""

@@ -12,7 +12,7 @@ bytes, and the remainder of a page byte by byte. A program moves `PIECES` times 
 of several; few programs saturate the link, and more would take multiprocessors from the engine. Data is read once, so
 it is evicted first from the cache.
 
-Each kernel has a reference with the same arguments, in plain torch: `longshore.testing.kernel_references`.
+Each kernel has a reference with the same arguments, in plain torch: `tests/transfer/kernel_references.py`.
 
 `mix64` sums the 8-byte words of device memory, each mixed with its position. Each program adds `SPAN` mixed words to
 one sum; the order of additions does not matter. The CPU version and the last step are in `longshore.checksums`;

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 
 from longshore.boundary import HOST
-from longshore.errors import DeviceError, FreedLayoutError
+from longshore.errors import DeviceError
 from longshore.layout.model import U64, KVLayout
 from longshore.transfer.device.base import Copy, DeviceEvent, ImageMemory, InOnePiece, Stream
 from longshore.transfer.device.cuda.arguments import (
@@ -51,6 +51,7 @@ from longshore.transfer.device.torch_streams import (
     Fallbacks,
     Point,
     StagedStream,
+    StreamCopy,
     pinned_or_pageable,
     stream_into,
 )
@@ -142,11 +143,7 @@ class CopyStreams:
     def close(self) -> None:
         """Free the memory, then the streams. No copy may be in flight."""
         self.ring = None
-        for stream in (self.kernels, self.link):
-            try:
-                self._accelerator.destroy_stream(self._driver, stream)
-            except DeviceError as error:
-                _log.warning("a CUDA stream of %s could not be destroyed: %s", self._accelerator.device, error)
+        self._accelerator.destroy_streams(self._driver, (self.kernels, self.link))
 
 
 class Kernels:
@@ -281,31 +278,6 @@ class CudaResources:
     ways: tuple[Way, ...]
 
 
-class _CudaCopy(Copy):
-    """A batch copied by one of the ways."""
-
-    def __init__(self, events: Events, begun: Point, reached: Point, ended: Point) -> None:
-        self._events = events
-        self._begun = begun
-        self._reached = reached
-        self._ended = ended
-
-    @property
-    def reached(self) -> DeviceEvent:
-        """The point after the last access to the pages."""
-        return self._reached
-
-    def passed(self) -> bool:
-        return self._ended.passed()
-
-    def finish(self) -> float:
-        try:
-            self._ended.wait()
-            return self._begun.seconds_until(self._ended)
-        finally:
-            self._events.release(self._begun, self._ended)
-
-
 def _none_registered(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArray[np.bool_]:
     """`InOnePiece` of host memory that is not registered."""
     return np.zeros(np.broadcast(offsets, lengths).shape, dtype=np.bool_)
@@ -365,10 +337,7 @@ class CudaStream(Stream):
 
     def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
         """Submit `batch` by the fastest way; the streams wait for `after`, the calling thread does not."""
-        if batch.generation != batch.layout.generation:
-            raise FreedLayoutError(
-                f"batch is of layout generation {batch.generation}, the layout now in {batch.layout.generation}"
-            )
+        batch.check_live()
         for event in after:
             for stream in (self._kernels, self._link):
                 cast(Point, event).hold(stream)
@@ -386,7 +355,9 @@ class CudaStream(Stream):
         pieces = buffer.planner.describe(batch, any_order=True)
         match self._choose(batch, pieces):
             case Way.DIRECT:
-                return self._copy_on(self._link, buffer, lambda: self._direct(pieces, buffer))
+                return self._copy_on(
+                    self._link, buffer, lambda: self._copy_over_link(buffer.keep(*pieces.directed(self._into)))
+                )
             case Way.ZERO_COPY:
                 return self._copy_on(self._kernels, buffer, lambda: self._zero_copy(batch, buffer))
             case Way.STAGED if self._ring is not None:
@@ -459,10 +430,7 @@ class CudaStream(Stream):
             raise
         ended.hold(other)
         buffer.used = ended
-        return _CudaCopy(self._resources.events, begun, ended, ended)
-
-    def _direct(self, pieces: Pieces, buffer: DescriptorBuffer) -> None:
-        self._copy_over_link(buffer.keep(*pieces.directed(self._into)))
+        return StreamCopy(self._resources.events, begun, ended, ended)
 
     def _zero_copy(self, batch: CopyBatch, buffer: DescriptorBuffer) -> None:
         rows = [rows_in_images(batch.layout, part, batch.host_address) for part in batch.parts]
@@ -471,8 +439,7 @@ class CudaStream(Stream):
 
     def _shift(self, batch: CopyBatch, buffer: DescriptorBuffer) -> None:
         orders = [shift_arguments(batch.layout, part, part.sources) for part in batch.parts if part.sources is not None]
-        for order, arguments in zip(orders, self._upload(buffer, orders), strict=True):
-            self._resources.accelerator.shift(*arguments, order.shape)
+        self._launch("shift", zip(orders, self._upload(buffer, orders), strict=True))
 
     def _staged(self, batch: CopyBatch, buffer: DescriptorBuffer, ring: Ring) -> Copy:
         offloads = self._into == HOST
@@ -484,7 +451,7 @@ class CudaStream(Stream):
             self._resources.events.release(begun)
             raise
         buffer.used = ended
-        return _CudaCopy(self._resources.events, begun, reached if offloads else ended, ended)
+        return StreamCopy(self._resources.events, begun, reached if offloads else ended, ended)
 
     def _through_ring(self, batch: CopyBatch, buffer: DescriptorBuffer, ring: Ring) -> Point:
         """Give a batch to both streams, place by place. Returns the point after the last kernel."""
@@ -538,10 +505,11 @@ class CudaStream(Stream):
         return places
 
     def _run(self, kernels: Iterable[tuple[KernelArguments, DeviceArguments]]) -> None:
-        accelerator = self._resources.accelerator
-        move = accelerator.gather if self._into == HOST else accelerator.scatter
-        for order, arguments in kernels:
-            move(*arguments, order.shape)
+        self._launch("gather" if self._into == HOST else "scatter", kernels)
+
+    def _launch(self, kernel: str, orders: Iterable[tuple[KernelArguments, DeviceArguments]]) -> None:
+        for order, arguments in orders:
+            self._resources.accelerator.launch(kernel, *arguments, order.shape)
 
     def _copy_over_link(self, descriptors: Descriptors) -> None:
         self._resources.driver.copy(self._handle(self._link), *descriptors)

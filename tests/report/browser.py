@@ -1,4 +1,4 @@
-"""Chromium without a window: opens pages in both colour schemes and at any width, and exports their figures.
+"""Chromium without a window: opens pages in both colour schemes and at any width.
 
     with Browser() as browser:
         view = browser.open(path, width=390, dark=True)
@@ -14,24 +14,18 @@ import base64
 import fcntl
 import json
 import os
-import re
 import select
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from textwrap import wrap
 from types import TracebackType
 from typing import Any, Final, Self
-from urllib.parse import unquote_to_bytes
 
 from longshore.errors import ReportError
-from longshore.report.page import write_whole
+from longshore.report.images import check_browser
 
-_NAMES: Final = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _SECONDS: Final = 120.0
 """The longest wait for an answer."""
 
@@ -49,23 +43,6 @@ for theirs, number in zip(sys.argv[1:3], (3, 4)):
 os.execv(sys.argv[3], sys.argv[3:])
 """
 """Starts the browser, which reads from descriptor 3 and writes to 4."""
-
-
-def find_browser() -> str | None:
-    """The path of Chromium or Chrome, or of what `LONGSHORE_BROWSER` names; `None` if there is none."""
-    named = os.environ.get("LONGSHORE_BROWSER")
-    return next((path for name in ((named,) if named else _NAMES) if (path := shutil.which(name))), None)
-
-
-def check_browser() -> str:
-    """The path of Chromium; raises `ReportError` without it."""
-    found = find_browser()
-    if found is None:
-        raise ReportError(
-            "images of figures are drawn by Chromium, which was not found: apt-get install chromium, or set "
-            "LONGSHORE_BROWSER to the path of Chromium or Chrome"
-        )
-    return found
 
 
 class Browser:
@@ -186,30 +163,6 @@ _SETTLED: Final = """(async () => {
   }
 })()"""
 
-_IMAGE: Final = """(async () => {
-  const from = document.getElementById(%s), holder = document.createElement("div");
-  holder.style = "position: absolute; left: -10000px; top: 0";
-  document.body.append(holder);
-  const layout = structuredClone(from.layout), notes = %s, below = 6 + 14 * notes.length;
-  const [width, height] = [960, layout.height + 40 + below];
-  Object.assign(layout, { width, height, autosize: false, paper_bgcolor: "#ffffff" });
-  const margin = layout.margin;
-  margin.t += 40;
-  margin.b += below;
-  layout.title = { text: %s, x: 0, xref: "container", xanchor: "left", pad: { l: 16 },
-                   y: 1 - 24 / height, yref: "container", font: { size: 18 } };
-  const annotations = notes.map((text, at, all) => ({
-    text, showarrow: false, xref: "paper", x: 0, xanchor: "left", xshift: 16 - margin.l, align: "left",
-    yref: "paper", y: 0, yanchor: "bottom", yshift: 6 - margin.b + 14 * (all.length - 1 - at),
-    font: { size: 10, color: "#606872" } }));
-  layout.annotations = [...(layout.annotations || []), ...annotations];
-  await Plotly.newPlot(holder, structuredClone(from.data), layout, { staticPlot: true });
-  const url = await Plotly.toImage(holder, { format: %s, width, height, scale: %s });
-  Plotly.purge(holder);
-  holder.remove();
-  return url;
-})()"""
-
 
 class PageView:
     """An open page."""
@@ -259,36 +212,9 @@ class PageView:
         asked = {"format": "png", "captureBeyondViewport": True, "clip": clip}
         return base64.b64decode(self.call("Page.captureScreenshot", asked)["data"])
 
-    def image(self, figure: str, kind: str, title: str, notes: Sequence[str]) -> bytes:
-        """A figure of the page, by its id, as an image: `kind` is `svg` or `png`, with `title` above, `notes` below."""
-        scale, notes = 2 if kind == "png" else 1, [line for note in notes for line in wrap(note, 150)]
-        url = self.evaluate(_IMAGE % tuple(json.dumps(each) for each in (figure, notes, title, kind, scale)))
-        head, _, data = url.partition(",")
-        if head.endswith(";base64"):
-            return base64.b64decode(data)
-        return unquote_to_bytes(data)
-
     def close(self) -> None:
         """Close the page."""
         self.call("Page.close")
-
-
-def export_figures(
-    path: Path, figures: Iterable[tuple[str, str]], notes: Sequence[str], folders: Mapping[str, Path]
-) -> Iterator[Path]:
-    """Write the `figures`, ids and titles, of the page at `path` as images, by kind into `folders`; yields their paths.
-
-    `notes` are the lines below each figure. Raises `ReportError`.
-    """
-    if not folders:
-        return
-    with Browser() as browser:
-        view = browser.open(path, width=1280)
-        for figure, title in figures:
-            for kind, folder in folders.items():
-                image = folder / f"{re.sub(r'[^a-z0-9]+', '-', title.lower()).strip('-')}.{kind}"
-                write_whole(image, view.image(figure, kind, title, notes), "figure")
-                yield image
 
 
 def _thrown(details: dict[str, Any]) -> str:

@@ -1,0 +1,472 @@
+"""A cluster of Valkey or Redis servers: each key belongs to one of 16,384 slots, and each slot to a node.
+
+    submit, ask ──► slot of each key ──► RemoteTier of its node ── threads, connections, breaker
+                                              │
+              -MOVED, -ASK ◄──────────────────┘   the operation goes on at the node that the error names
+    one thread ──► CLUSTER SLOTS of any node that answers, at most once in a second
+
+Nodes fail apart from each other: the operations on one that is away end as `AWAY`, those on others go on. Probes of one
+node are one round trip. The map of slots is read at the start, after a redirection, and each second while a node is
+away or a slot has none. Until it is known, the first node that the URL names is asked, which redirects.
+"""
+
+from __future__ import annotations
+
+import binascii
+import math
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from longshore.boundary import Key, Status
+from longshore.errors import TierClosedError, TierError
+from longshore.tiers.arena import Arena
+from longshore.tiers.base import KeyedTier, Op, TierOp, TierResult, check_batch, check_digest, check_generation
+from longshore.tiers.remote.breaker import FAILURES
+from longshore.tiers.remote.format import NO_RANK, Namespace, address
+from longshore.tiers.remote.resp import RespSession, RespStore
+from longshore.tiers.remote.settings import RemoteSettings, parse_url
+from longshore.tiers.remote.tier import FAILURE_REASONS, RemoteTier
+from longshore.tiers.remote.work import Budget, StoreError
+
+SLOTS = 16_384
+
+REFRESH_SECONDS = 1.0
+"""Between two readings of the map of slots, at least."""
+
+_HOPS = 4
+"""Nodes that one operation is sent to, at most."""
+
+_IDLE_SECONDS = 60.0
+"""After so long without use, the connections to a node that has no slots are closed."""
+
+_MOST_ASKS = 4096
+_LAST_PORT = 65_535
+
+
+class ClusterNode(NamedTuple):
+    """Where a node is. `asking`: it is asked for what has come there of a slot that still moves."""
+
+    host: str
+    port: int
+    asking: bool = False
+
+
+SlotMap = list[ClusterNode | None]
+"""The node of each slot; `None` for one that no node has."""
+
+
+def slot_of(key: bytes) -> int:
+    """The slot of `key`: CRC16 (XMODEM) of it, or of its hash tag, the first non-empty text between braces."""
+    begin = key.find(b"{")
+    end = key.find(b"}", begin + 1)
+    if 0 <= begin < end - 1:
+        key = key[begin + 1 : end]
+    return binascii.crc_hqx(key, 0) % SLOTS
+
+
+def read_slots(session: RespSession, host: str, deadline: float) -> SlotMap:
+    """The slots as a node at `host` knows them. Raises `StoreError`, also for a reply that is no map."""
+    reply: Any = session.call(b"CLUSTER", b"SLOTS", deadline=deadline)
+    slots: SlotMap = [None] * SLOTS
+    try:
+        for first, last, (name, port, *_), *_ in reply:
+            if not (0 <= first <= last < SLOTS and 0 < port <= _LAST_PORT):
+                raise ValueError(first, last, port)
+            # a node that does not know its own address says nothing, or a question mark
+            at = ClusterNode(host if name in {None, b"", b"?"} else name.decode(), port)
+            slots[first : last + 1] = [at] * (last + 1 - first)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise StoreError("broken", "invalid reply: no map of slots", Status.IO_ERROR) from error
+    return slots
+
+
+class _Split:
+    """A batch, or a probe, in parts of one node each: `what` are its operations, or keys of `generation`."""
+
+    def __init__(self, ticket: int, what: Sequence[Any], generation: int | None, now: float, deadline: float) -> None:
+        self.ticket = ticket
+        self.what = what
+        self.generation = generation
+        self.begun, self.deadline = now, deadline
+        self.ended: list[Any] = [None] * len(what)
+        self.open = len(what)
+        self.bytes, self.seconds, self.queued = 0, 0.0, math.inf
+
+
+class _Part(NamedTuple):
+    """What one node was given of a whole: the items at `indices`, which `hops` nodes have been given by then."""
+
+    whole: _Split
+    indices: Sequence[int]
+    hops: int
+
+
+class ClusterTier(KeyedTier):
+    """Images in a cluster, under `namespace`: as `RemoteTier`, with one of those for each node.
+
+    Attributes:
+        settings: What the URL says.
+    """
+
+    def __init__(
+        self,
+        url: str | RemoteSettings,
+        *,
+        arena: Arena,
+        image_bytes: int | Sequence[int],
+        namespace: bytes,
+        generation: int = 0,
+        rank: int | None = None,
+        fixed_weights: bool = False,
+        name: str = "remote",
+        failures: int = FAILURES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """As for `RemoteTier`; `failures` in a row open the breaker of one node."""
+        self.settings = settings = parse_url(url) if isinstance(url, str) else url
+        self.image_bytes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
+        self.name = name
+        check_digest("a namespace", namespace)
+        self._name = Namespace(namespace, fixed_weights=fixed_weights)
+        self._generation = generation
+        self._arena, self._rank, self._threshold, self._clock = arena, rank, failures, clock
+        self._budget = Budget(settings.daily_writes, clock)
+        self._store = RespStore(settings, clock, max(self.image_bytes))
+        self._lock = threading.RLock()
+        self._named = [ClusterNode(*each) for each in ((settings.host, settings.port), *settings.more)]
+        self._slots: SlotMap = [self._named[0]] * SLOTS
+        self._owners: set[ClusterNode | None] = {self._named[0]}
+        """What is in `_slots`."""
+        self._asks: dict[bytes, ClusterNode] = {}
+        """The nodes that have values of slots that move."""
+        self._nodes: dict[ClusterNode, RemoteTier] = {}
+        self._used: dict[ClusterNode, float] = {}
+        self._closed_counts: Counter[tuple[str, str]] = Counter()
+        self._closed_failures = Counter(dict.fromkeys(FAILURE_REASONS, 0))
+        self._closed_ended = self._tickets = 0
+        self._parts: dict[tuple[ClusterNode, int], _Part] = {}
+        self._probes: dict[tuple[ClusterNode, int], _Part] = {}
+        self._results: list[TierResult] = []
+        self._answers: list[tuple[int, tuple[bool, ...] | None]] = []
+        self._at_end: Callable[[], None] | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._wanted, self._closing = threading.Event(), threading.Event()
+        self._wanted.set()
+        self._at(self._named[0])  # raises where sizes or the like are invalid
+        self._thread = threading.Thread(target=self._keep_map, name=f"longshore-{name}", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ the tier
+
+    @property
+    def generation(self) -> int:
+        """The generation last given to `forget`, or to the constructor."""
+        return self._generation
+
+    @property
+    def namespace(self) -> bytes:
+        """Under which images are stored now."""
+        return self._name.current
+
+    @property
+    def is_away(self) -> bool:
+        """Whether no node that has slots can be used."""
+        with self._lock:
+            used = [self._nodes.get(node) for node in self._owners if node is not None]
+            return all(each is not None and each.is_away for each in used)
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """Number of failures of all nodes, by one of `FAILURE_REASONS`."""
+        with self._lock:
+            total = Counter(self._closed_failures)
+            for each in self._nodes.values():
+                total.update(each.failures)
+            return dict(total)
+
+    @property
+    def counts(self) -> Counter[tuple[str, str]]:
+        """How many operations have ended at nodes, by kind and status, and probes, by answer."""
+        with self._lock:
+            return sum((each.counts for each in self._nodes.values()), self._closed_counts)
+
+    @property
+    def ended(self) -> int:
+        """Operations that have ended."""
+        with self._lock:
+            return self._closed_ended + sum(each.ended for each in self._nodes.values())
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes sent to be stored since the tier was opened, headers included."""
+        return self._budget.spent
+
+    def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
+        """As `RemoteTier.submit`; nothing has begun if it raises."""
+        self._check_open()
+        nbytes = self._arena.array.nbytes
+        check_batch(batch, deadline, slabs=None, image_bytes=self.image_bytes, arena_bytes=nbytes)
+        self._check_known(max((op.generation for op in batch), default=0))
+        with self._lock:
+            return self._begin(tuple(batch), None, deadline)
+
+    def poll(self) -> list[TierResult]:
+        """Results since the last call; ends what is late."""
+        with self._lock:
+            for node, tier in list(self._nodes.items()):
+                for result in tier.poll():
+                    part = self._parts.pop((node, result.ticket))
+                    whole = part.whole
+                    whole.bytes += result.bytes
+                    whole.seconds = max(whole.seconds, result.seconds)
+                    whole.queued = min(whole.queued, result.queued_seconds)
+                    self._ended(node, part, result.statuses)
+            results, self._results = self._results, []
+        return results
+
+    def cancel(self, ticket: int) -> None:
+        """End operations of `ticket` that have not begun."""
+        with self._lock:
+            for (node, theirs), part in self._parts.items():
+                if part.whole.ticket == ticket:
+                    self._nodes[node].cancel(theirs)
+
+    def ask(self, keys: Sequence[Key], generation: int, deadline: float) -> int:
+        """As `RemoteTier.ask`: what a node does not answer for is not there, unless none answers."""
+        self._check_open()
+        for each in keys:
+            check_digest("a key", each)
+        check_generation(generation)
+        self._check_known(generation)
+        with self._lock:
+            return self._begin(tuple(keys), generation, min(deadline, self._clock() + self.settings.probe_timeout))
+
+    def answers(self) -> list[tuple[int, tuple[bool, ...] | None]]:
+        """Answers since the last call; `None`: it is not known, because all nodes are away or late."""
+        with self._lock:
+            for node, tier in list(self._nodes.items()):
+                for ticket, present in tier.answers():
+                    part = self._probes.pop((node, ticket))
+                    self._ended(node, part, [None] * len(part.indices) if present is None else present)
+            answers, self._answers = self._answers, []
+        return answers
+
+    def forget(self, generation: int, namespace: bytes | None = None) -> None:
+        """As `RemoteTier.forget`."""
+        self._check_open()
+        check_generation(generation)
+        check_digest("a namespace", self.namespace if namespace is None else namespace)
+        with self._lock:
+            if generation > self._generation:
+                self._generation = generation
+                self._name.reset(namespace, self.settings)
+                for each in self._nodes.values():
+                    each.forget(generation, self.namespace)
+
+    def weights_changed(self) -> None:
+        """Weights have changed: the next `forget` starts a namespace of its own."""
+        self._name.weights_changed()
+
+    def call_at_end(self, call: Callable[[], None]) -> None:
+        """As `RemoteTier.call_at_end`. It may also be called when only a part of a batch has ended."""
+        with self._lock:
+            self._at_end = call
+            for each in self._nodes.values():
+                each.call_at_end(call)
+
+    def close(self) -> None:
+        """As `RemoteTier.close`, for all nodes at once."""
+        with self._lock:
+            self._closed = True
+            nodes = list(self._nodes.values())
+        if os.getpid() != self._pid:
+            for each in nodes:
+                each.close()
+            return
+        self._closing.set()
+        self._wanted.set()
+        closing = [threading.Thread(target=each.close, name="longshore-close", daemon=True) for each in nodes]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+        self._thread.join(2 * self.settings.connect_timeout)
+
+    # ------------------------------------------------------------------ parts of batches and probes, with the lock
+
+    def _begin(self, what: Sequence[Any], generation: int | None, deadline: float) -> int:
+        self._tickets += 1
+        whole = _Split(self._tickets, what, generation, self._clock(), deadline)
+        self._send(_Part(whole, range(len(what)), 0))
+        return whole.ticket
+
+    def _send(self, part: _Part) -> None:
+        """Give each node what belongs to it."""
+        whole, limits = part.whole, {Op.READ: self.settings.fetch_timeout, Op.WRITE: self.settings.write_timeout}
+        by_node: dict[ClusterNode | None, list[int]] = {}
+        for index in part.indices:
+            name = self._address(whole.what[index])
+            by_node.setdefault(self._asks.pop(name, None) or self._slots[slot_of(name)], []).append(index)
+        for node, indices in by_node.items():
+            what = [whole.what[index] for index in indices]
+            if node is None:
+                self._wanted.set()
+                self._end(whole, indices, [None if whole.generation is not None else Status.UNAVAILABLE] * len(what))
+                continue
+            if whole.generation is not None:
+                ticket = self._at(node).ask(what, whole.generation, whole.deadline)
+                parts = self._probes
+            else:  # of what was sent before, the store's own timeout counts from then
+                until = whole.begun + min(limits[op.op] for op in what) if part.hops else math.inf
+                ticket = self._at(node).submit(what, min(whole.deadline, until))
+                parts = self._parts
+            parts[node, ticket] = _Part(whole, indices, part.hops + 1)
+        self._settle(whole)
+
+    def _ended(self, node: ClusterNode, part: _Part, how: Sequence[Status | bool | None]) -> None:
+        """A part has ended at `node`: what is elsewhere goes on there."""
+        again = {
+            index
+            for index, each in zip(part.indices, how, strict=True)
+            if (each is False or each is Status.EXPIRED) and self._goes_on(node, part, index)
+        }
+        self._end(part.whole, part.indices, how, but=again)
+        if Status.UNAVAILABLE in how or None in how:
+            self._wanted.set()
+        if again:
+            self._send(part._replace(indices=sorted(again)))
+        else:
+            self._settle(part.whole)
+
+    def _goes_on(self, node: ClusterNode, part: _Part, index: int) -> bool:
+        """Whether an item that was not found at `node` is to be looked for at another one."""
+        if self._closed or node.asking or part.hops >= _HOPS:
+            return False
+        name = self._address(part.whole.what[index])
+        return name in self._asks or self._slots[slot_of(name)] not in {node, None}
+
+    def _end(self, whole: _Split, indices: Sequence[int], how: Sequence[Any], but: Container[int] = ()) -> None:
+        elsewhere = Status.TIER_OFF if self._closed else Status.UNAVAILABLE  # of writes: it was not sent on
+        for index, each in zip(indices, how, strict=True):
+            if index not in but:
+                is_write = whole.generation is None and whole.what[index].op is Op.WRITE
+                whole.ended[index] = elsewhere if is_write and each is Status.EXPIRED else each
+                whole.open -= 1
+
+    def _settle(self, whole: _Split) -> None:
+        if whole.open:
+            return
+        if whole.generation is None:
+            queued = 0.0 if math.isinf(whole.queued) else whole.queued
+            self._results.append(TierResult(whole.ticket, tuple(whole.ended), whole.bytes, whole.seconds, queued))
+        else:
+            is_known = not whole.ended or any(each is not None for each in whole.ended)
+            self._answers.append((whole.ticket, tuple(map(bool, whole.ended)) if is_known else None))
+        self._tell()
+
+    def _address(self, each: TierOp | Key) -> bytes:
+        rank = NO_RANK if self._rank is None else self._rank
+        return address(self.namespace, each.key if isinstance(each, TierOp) else each, rank)
+
+    def _tell(self) -> None:
+        if self._at_end is not None:
+            self._at_end()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierClosedError(f"{self.settings}: the {self.name} tier was closed")
+
+    def _check_known(self, generation: int) -> None:
+        if generation > self._generation:
+            raise TierError(f"generation {generation} was never given to forget(), which knows {self._generation}")
+
+    # ------------------------------------------------------------------ nodes and slots
+
+    def _at(self, node: ClusterNode) -> RemoteTier:
+        """The tier of a node, opened if need be; nothing is connected for that."""
+        self._used[node] = self._clock()
+        if (tier := self._nodes.get(node)) is None:
+            settings = self.settings.node(node.host, node.port)
+            tier = self._nodes[node] = RemoteTier(
+                settings,
+                arena=self._arena,
+                image_bytes=self.image_bytes,
+                namespace=self.namespace,
+                generation=self._generation,
+                rank=self._rank,
+                name=self.name,
+                failures=self._threshold,
+                clock=self._clock,
+                store=self._store.at(settings, partial(self._redirected, node), asking=node.asking),
+                budget=self._budget,
+            )
+            if self._at_end is not None:
+                tier.call_at_end(self._at_end)
+        return tier
+
+    def _redirected(self, node: ClusterNode, name: bytes, error: bytes) -> None:
+        """`node` does not serve `name`. Called by the threads of its tier, before the operation ends."""
+        kind, _, where = error.partition(b" ")
+        host, _, port = where.rpartition(b" ")[2].rpartition(b":")
+        self._wanted.set()
+        if kind == b"CLUSTERDOWN" or not (port.isdigit() and 0 < int(port) <= _LAST_PORT):
+            return
+        to = ClusterNode(host.decode(errors="replace") or node.host, int(port), asking=kind == b"ASK")
+        if not to.asking:
+            self._owners.add(to)
+            self._slots[slot_of(name)] = to
+        elif len(self._asks) < _MOST_ASKS:
+            self._asks[name] = to
+
+    def _keep_map(self) -> None:
+        """Read the map of slots when it is wanted, until the tier is closed."""
+        while not self._closed:
+            self._wanted.wait()
+            self._wanted.clear()
+            self._refresh()
+            self._close_unused()
+            with self._lock:
+                if None in self._owners or any(each.is_away for each in self._nodes.values()):
+                    self._wanted.set()
+            self._closing.wait(REFRESH_SECONDS)
+
+    def _refresh(self) -> None:
+        """Read the map from the first node that answers; without one, it stays as it is."""
+        with self._lock:
+            known = sorted(self._nodes, key=lambda node: self._nodes[node].is_away)
+            candidates = dict.fromkeys(node._replace(asking=False) for node in [*known, *self._named])
+        for node in candidates:
+            if self._closed:
+                return
+            try:
+                session = self._store.at(self.settings.node(node.host, node.port), lambda *_: None).connect()
+                try:
+                    slots = read_slots(session, node.host, self._clock() + self.settings.connect_timeout)
+                finally:
+                    session.close()
+            except StoreError:
+                continue
+            with self._lock:
+                self._slots, self._owners = slots, set(slots)
+            return
+
+    def _close_unused(self) -> None:
+        """Close the connections to nodes that have no slots any more."""
+        unused = []
+        with self._lock:
+            busy = {node for node, _ in [*self._parts, *self._probes]} | {*self._owners, self._named[0]}
+            for node, used in list(self._used.items()):
+                if node not in busy and self._clock() - used > _IDLE_SECONDS:
+                    unused.append(tier := self._nodes.pop(node))
+                    del self._used[node]
+                    self._closed_counts += tier.counts
+                    self._closed_failures.update(tier.failures)
+                    self._closed_ended += tier.ended
+        for tier in unused:
+            tier.close()

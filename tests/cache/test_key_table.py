@@ -1,0 +1,85 @@
+"""The table of keys does what a dictionary does, whichever keys share a bucket."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from longshore.cache import key_table
+from longshore.cache.columns import numbers
+from longshore.cache.key_table import KeyTable
+from longshore.errors import CacheError
+
+
+@pytest.mark.parametrize("buckets", [1, 8, None])
+@pytest.mark.parametrize("most", [5, 200])
+def test_keys_are_found_as_in_a_dictionary(buckets: int | None, most: int) -> None:
+    dice, size = random.Random(most), 600
+    table, model, free = KeyTable(size), dict[bytes, int](), list(range(1, size))
+    if buckets is not None:
+        table._mask = buckets - 1  # so many keys share a bucket
+    for _ in range(300):
+        count = min(dice.randint(1, most), len(free))
+        if free and dice.random() < 0.55:
+            keys = [dice.randbytes(32) for _ in range(count)]
+            nodes = [free.pop(dice.randrange(len(free))) for _ in keys]
+            table.insert(numbers(nodes), keys)
+            model.update(zip(keys, nodes, strict=True))
+        elif model:
+            gone = dice.sample(sorted(model), min(count, len(model)))
+            nodes = [model.pop(key) for key in gone]
+            table.remove(nodes)
+            free += nodes
+            assert [table[node] for node in nodes] == [None] * len(nodes)
+        asked = [*dice.sample(sorted(model), min(most, len(model))), *(dice.randbytes(32) for _ in range(most))]
+        assert table.find(asked) == [model.get(key, 0) for key in asked]
+        assert [table.get(key) for key in asked] == [model.get(key, 0) for key in asked]
+    table.check_integrity()
+    assert len(table) == len(model) and table.nodes().tolist() == sorted(model.values())
+    assert table[list(model.values())].tolist() == list(model)
+    table.grow(5000)
+    table.check_integrity()
+    assert table.find(list(model)) == list(model.values())
+
+
+def test_keys_of_another_length_are_not_found_and_not_taken() -> None:
+    table = KeyTable(100)
+    table.insert(numbers([7, 9]), [b"a" * 16, b"b" * 16])
+    others = [b"a" * 15, b"a" * 17] * 40
+    assert table.find(others) == [0] * 80 and table.get(b"a" * 17) == 0
+    for keys in (others, [b"c" * 17], [b"c" * 16, b"d" * 17]):
+        with pytest.raises(CacheError, match="expected keys of 16 bytes, .* got"):
+            table.check(keys)
+    with pytest.raises(CacheError, match="one number of bytes"):
+        KeyTable(100).check(others)
+    table.check([b"c" * 16])
+    table.remove([7, 9])
+    table.check([b"a" * 17])
+    table.insert(numbers([7]), [b"a" * 17])
+    assert table[7] == b"a" * 17
+
+
+@pytest.mark.parametrize("key", [b"", 7, None, "text", bytearray(16)])
+@pytest.mark.parametrize("count", [1, key_table._FEW])
+def test_what_is_no_key_is_refused(key: bytes, count: int) -> None:
+    table = KeyTable(100)
+    table.insert(numbers([7]), [b"a" * 16])
+    with pytest.raises(CacheError, match="expected a key"):
+        table.find([*[b"a" * 16] * (count - 1), key])
+
+
+def test_damaged_links_are_noticed() -> None:
+    for damage in range(3):
+        table = KeyTable(200)
+        table.insert(np.arange(1, 150, dtype=np.int32), [i.to_bytes(32, "big") for i in range(149)])
+        table.check_integrity()
+        if damage == 0:
+            table._rows[5] = table._rows[6]
+        elif damage == 1:
+            table._before[5] = 0
+        else:
+            table._first[table._first.index(next(filter(None, table._first)))] = 0
+        with pytest.raises(CacheError):
+            table.check_integrity()

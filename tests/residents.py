@@ -1,0 +1,30 @@
+"""Which chunks a cache has, by tier: what tests compare with a model."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from longshore.boundary import Key, Slot
+from longshore.cache import State, TieredCache
+from longshore.cache.pool import STATES
+
+
+class Resident(NamedTuple):
+    """One chunk in one tier: filling or ready."""
+
+    key: Key
+    parent: Key | None
+    slot: Slot
+    state: State
+
+
+def residents_of(cache: TieredCache) -> list[Resident]:
+    """Every chunk that is ready or being filled, once for each tier that it is in."""
+    state, index = cache._state, cache._state.index
+    nodes = index.entered().tolist()
+    return [
+        Resident(index.key[node], before, Slot(level.name, pool.pool_of(slot), slot), STATES[pool.state[slot]])
+        for node, before in zip(nodes, index.before(nodes), strict=True)
+        for level, pool, slots in zip(state.levels, state.pools, index.slot, strict=True)
+        if (slot := slots[node]) >= 0
+    ]

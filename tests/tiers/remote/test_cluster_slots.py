@@ -1,0 +1,188 @@
+"""Slots of keys, and nodes of a cluster that answer nonsense or send operations round in circles."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longshore.boundary import Status
+from longshore.testing.tier_harness import key
+from longshore.tiers.arena import Arena
+from longshore.tiers.base import BY_KEY, Op, TierOp
+from longshore.tiers.remote import ClusterTier
+from longshore.tiers.remote.cluster import SLOTS, ClusterNode, read_slots, slot_of
+from longshore.tiers.remote.resp import RespSession
+from longshore.tiers.remote.settings import RemoteSettings
+from longshore.tiers.remote.stream import PlainStream
+from longshore.tiers.remote.work import StoreError
+
+IMAGE = 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "slot"),
+    [
+        (b"123456789", 12739), (b"foo", 12182), (b"bar", 5061), (b"hello", 866), (b"", 0),
+        (b"{user1000}.following", 3443), (b"{user1000}.followers", 3443), (b"foo{bar}{zap}", 5061),
+        (b"foo{}{bar}", 8363), (b"foo{{bar}}zap", 4015), (b"{}a", 10875), (b"a{b", 13340),
+    ],
+)  # fmt: skip
+def test_slots_of_keys(name: bytes, slot: int) -> None:
+    assert slot_of(name) == slot  # as valkey-server 9.1 answers to CLUSTER KEYSLOT
+
+
+def map_in(reply: bytes) -> list[ClusterNode | None]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(reply)
+        theirs.shutdown(socket.SHUT_WR)
+        session = RespSession(RemoteSettings("valkey", "h"), PlainStream(ours, time.monotonic), time.monotonic, IMAGE)
+        return read_slots(session, "h", time.monotonic() + 60)
+
+
+def ranges(*each: bytes) -> bytes:
+    return b"*%d\r\n" % len(each) + b"".join(each)
+
+
+def range_of(first: int, last: int, host: bytes, port: int = 7000) -> bytes:
+    node = b"*4\r\n%b:%d\r\n$2\r\nid\r\n*2\r\n$8\r\nhostname\r\n$1\r\nx\r\n" % (host, port)
+    return b"*4\r\n:%d\r\n:%d\r\n" % (first, last) + node + node
+
+
+def test_a_map_of_slots() -> None:
+    found = map_in(
+        ranges(range_of(0, 9, b"$1\r\na\r\n"), range_of(20, 20, b"$-1\r\n"), range_of(21, 21, b"$0\r\n\r\n"))
+    )
+    assert found[:10] == [ClusterNode("a", 7000)] * 10
+    assert found[20:22] == [ClusterNode("h", 7000)] * 2  # it does not know its address: that of the connection
+    assert found.count(None) == SLOTS - 12
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"-ERR This instance has cluster support disabled\r\n", b"$-1\r\n", b":3\r\n", b"*1\r\n:3\r\n", b"*1\r\n*0\r\n",
+        ranges(range_of(0, SLOTS, b"$1\r\na\r\n")), ranges(range_of(-1, 5, b"$1\r\na\r\n")),
+        ranges(range_of(9, 5, b"$1\r\na\r\n")), ranges(range_of(0, 5, b"$1\r\na\r\n", 70_000)),
+        ranges(range_of(0, 10**17, b"$1\r\na\r\n")), ranges(range_of(0, 5, b":1\r\n")),
+        ranges(range_of(0, 5, b"*0\r\n")), ranges(range_of(0, 5, b"$1\r\n\xff\r\n")), b"*9\r\n", b"",
+    ],
+)  # fmt: skip
+def test_what_is_no_map_is_refused(reply: bytes) -> None:
+    with pytest.raises(StoreError):
+        map_in(reply)
+
+
+@given(st.binary(max_size=200))
+def test_whatever_is_answered_is_a_map_or_an_error(reply: bytes) -> None:
+    with contextlib.suppress(StoreError):
+        assert len(map_in(reply)) == SLOTS
+
+
+class Redirecting:
+    """A server that answers `reply` to each command."""
+
+    def __init__(self) -> None:
+        self.reply = b""
+        self.asked = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError, ValueError), sock, sock.makefile("rb") as commands:
+            while line := commands.readline():
+                words = [commands.read(int(commands.readline()[1:]) + 2) for _ in range(int(line[1:]))]
+                self.asked += words[0] in {b"GET\r\n", b"STRLEN\r\n"}
+                sock.sendall(self.reply)
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[Redirecting, Redirecting]]:
+    pair = Redirecting(), Redirecting()
+    yield pair
+    for each in pair:
+        each.close()
+
+
+def statuses(tier: ClusterTier) -> tuple[Status, ...]:
+    ops = [TierOp(op, BY_KEY, key(1), None, place * IMAGE, IMAGE, 0) for place, op in enumerate(Op)]
+    tier.submit(ops, math.inf)
+    return wait(tier.poll)[0].statuses  # type: ignore[no-any-return]
+
+
+def wait(collect: Callable[[], list]) -> list:  # type: ignore[type-arg]
+    give_up = time.monotonic() + 30
+    while not (found := collect()):
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("error", "read"),
+    [
+        ("MOVED 1 127.0.0.1:{other}", Status.EXPIRED),
+        ("MOVED 1 127.0.0.1:{self}", Status.EXPIRED),
+        ("ASK 1 127.0.0.1:{other}", Status.IO_ERROR),  # in reply to ASKING
+        ("MOVED 1 :{other}", Status.EXPIRED),
+        ("MOVED", Status.IO_ERROR),
+        ("MOVED 1 nowhere", Status.EXPIRED),
+        ("MOVED 1 127.0.0.1:99999", Status.EXPIRED),
+        ("MOVED 1 127.0.0.1:0", Status.EXPIRED),
+        ("ASK \u00e9", Status.EXPIRED),
+        ("CLUSTERDOWN Hash slot not served", Status.EXPIRED),
+        ("CLUSTERDOWN The cluster is down", Status.IO_ERROR),
+    ],
+)
+def test_redirections_without_end_are_misses(
+    error: str, read: Status, servers: tuple[Redirecting, Redirecting]
+) -> None:
+    for server, other in (servers, servers[::-1]):
+        server.reply = b"-%b\r\n" % error.format(self=server.port, other=other.port).encode()
+    url = f"valkey-cluster://127.0.0.1:{servers[0].port}?fetch_timeout=20s&write_timeout=20s&connect_timeout=20s"
+    tier = ClusterTier(url, arena=Arena(2 * IMAGE), image_bytes=IMAGE, namespace=bytes(32), failures=10**9)
+    try:
+        for _ in range(3):
+            assert statuses(tier) in {(read, Status.UNAVAILABLE), (read, Status.IO_ERROR)}
+        tier.ask([key(1)], 0, math.inf)
+        wait(tier.answers)
+        assert 1 <= sum(each.asked for each in servers) <= 3 * 2 * 5 + 5
+    finally:
+        tier.close()
+
+
+def test_what_is_redirected_while_the_tier_closes_is_not_sent_on(servers: tuple[Redirecting, Redirecting]) -> None:
+    first, other = servers
+    first.reply = b"-MOVED 1 127.0.0.1:%d\r\n" % other.port
+    url = f"valkey-cluster://127.0.0.1:{first.port}?fetch_timeout=20s&write_timeout=20s&connect_timeout=20s"
+    tier = ClusterTier(url, arena=Arena(IMAGE), image_bytes=IMAGE, namespace=bytes(32))
+    tier.submit([TierOp(Op.WRITE, BY_KEY, key(1), None, 0, IMAGE, 0)], math.inf)
+    give_up = time.monotonic() + 30
+    while tier.ended == 0:  # at its first node
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+    tier.close()
+    assert tier.poll()[0].statuses == (Status.TIER_OFF,)
+    assert other.asked == 0
