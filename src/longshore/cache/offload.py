@@ -425,7 +425,7 @@ class Offloader:
             return min(most, found + writing[1] + self._state.pools[-1].room(pool))
 
         promising = max(room, policy.admit(path, make_room, least=0))
-        return promising if policy.victim() else len(path)
+        return promising
 
     def _worth(self, fresh: Sequence[Key], at: Sequence[int], retention: Sequence[Retention]) -> int:
         """How many leading new chunks of `fresh`, at positions `at`, the write policy stores; counts the others."""

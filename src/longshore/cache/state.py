@@ -618,7 +618,7 @@ class CacheState:
             self._reconsider(parent)
 
     def _remove_from_policies(self, node: int, tier: int, evicted: Key | None) -> None:
-        """The ready copy of `node` in `tier` is being removed: remove it from the policies that do not rank it any more."""
+        """The ready copy of `node` in `tier` is being removed: remove it from policies that do not rank it any more."""
         index = self.index
         if tier < self.last or not self.ranks_all:
             self.policies[tier].remove(node, evicted=evicted)

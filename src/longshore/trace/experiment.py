@@ -457,7 +457,7 @@ class CacheReplay:
     def __init__(self, kind: type[EvictionPolicy], slots: int, file_slots: int = 0) -> None:
         specs = [TierSpec(HOST, slots, policy=kind)]
         specs += [TierSpec(FILE, file_slots, policy=kind)] if file_slots else []
-        self.cache = TieredCache(specs, CacheSettings(max_writes=_MAX_WRITES))
+        self.cache = TieredCache(specs, CacheSettings(max_writes=_MAX_WRITES, stores_wait=file_slots > 0))
         self.hits: Counter[str] = Counter(dict.fromkeys((spec.name for spec in specs), 0))
         self._part = max(1, slots // _PARTS) if file_slots else 0
         self._now = 0.0

@@ -11,8 +11,8 @@ come after a pause promises little at first, and more as the pause draws to its 
 What reached an age is what ended at it or later, by a use or because it was forgotten, and what is that old now. Where
 little is known of a kind, its chance is that of all chunks of as many uses, and where little is known of these, that of
 all. Where little is known of a kind with a hint, its chance is that of all chunks used like it, whatever their hints,
-times what the hint says: how many chunks with it came back, of how many would have by their uses alone. Of two kinds with the same gap and no hint the one with more uses
-never promises less: it stands before the other in prompts.
+times what the hint says: how many chunks with it came back, of how many would have by their uses alone. Of two kinds
+with the same gap and no hint the one with more uses never promises less: it stands before the other in prompts.
 
 Ghost list: chunks that were evicted lately, and how each was used. Eight bytes a chunk; no operation scans it.
 
