@@ -27,8 +27,10 @@ pytest.register_assert_rewrite(
 
 Edge = tuple[State, State]
 
-# Bits are compared: oneMKL must not pick its kernels by the alignment of its inputs. Read when torch is loaded.
+# Read when torch is loaded, here and by the processes that tests start. Bits are compared: oneMKL must not pick its
+# kernels by the alignment of its inputs. Tiny models run faster on one thread, far faster beside other processes.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
 settings.register_profile("ci", max_examples=40, derandomize=True, **_COMMON)

@@ -320,7 +320,7 @@ def test_stores_are_one_url_or_several_in_order(given: Any, urls: tuple[str, ...
     [
         (7, "expected a URL such as valkey://host:6379/0, or a list of such URLs"),
         ([7], "expected a URL such as valkey://host:6379/0, or a list of such URLs"),
-        ("http://host", "expected a URL of one of redis, rediss, valkey, valkeys, unix, file, s3, got 'http'"),
+        ("http://host", "expected a URL of one of redis, rediss, valkey, valkeys, redis-cluster, rediss-cluster"),
         ("valkey://a file://relative", "expected file:///PATH with an absolute path"),
         ("valkey://host?ttl=soon", "ttl: expected a time such as 500ms, 30s or 1h"),
         ("valkey://host/0 redis://host:6379/0?ttl=1h", "expected stores that differ"),

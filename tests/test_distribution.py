@@ -51,7 +51,10 @@ def test_the_wheel_of_the_sdist_has_the_command(sdist: Path, tmp_path: Path) -> 
     command = [str(installed / "bin" / "longshore"), "--version"]
     said = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     assert wheel.name.split("-")[1] in said
-    assert (installed / "longshore" / "trace" / "data" / "NOTICE").exists()
+    files = [each for each in (ROOT / "src" / "longshore").rglob("*") if each.is_file()]
+    data = [each.relative_to(ROOT / "src") for each in files if each.suffix not in {".py", ".pyc"}]
+    assert len(data) > 5
+    assert [each for each in data if not (installed / each).exists()] == []
 
 
 def test_the_changelog_has_the_version() -> None:

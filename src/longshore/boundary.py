@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import enum
 import math
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple, Protocol, Self, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -127,6 +128,78 @@ class Addresses(_Rows[Slot]):
 
     def _row(self, at: int) -> Slot:
         return Slot(self.of.tier, self.of.pool, self.of.indices[at])
+
+
+class StoredChunk(NamedTuple):
+    """A chunk that a tier recovered at start: `key` (child of `parent`) is in `slot` of `pool`."""
+
+    slot: int
+    key: Key
+    parent: Key | None
+    pool: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredChunks(Sequence[StoredChunk]):
+    """Chunks that a tier recovered, kept as columns, because there may be ten million of them.
+
+    Attributes:
+        slots: int64, shape `(n,)`; the other columns have this shape, too.
+        keys: Dtype `V32` for digests of 32 bytes; object (bytes) if keys differ in length.
+        parents: Keys of parents; meaningless without one.
+        has_parent: bool.
+        pools: int64.
+    """
+
+    slots: npt.NDArray[np.int64]
+    keys: npt.NDArray[Any]
+    parents: npt.NDArray[Any]
+    has_parent: npt.NDArray[np.bool_]
+    pools: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[StoredChunk]:
+        parents = (each if has else None for each, has in zip(self.parents.tolist(), self.has_parent, strict=True))
+        keys: list[Key] = self.keys.tolist()
+        return map(StoredChunk, self.slots.tolist(), keys, parents, self.pools.tolist())
+
+    @overload
+    def __getitem__(self, at: int) -> StoredChunk: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[StoredChunk]: ...
+    def __getitem__(self, at: int | slice) -> StoredChunk | list[StoredChunk]:
+        if isinstance(at, slice):
+            return list(self)[at]
+        parent = bytes(self.parents[at]) if self.has_parent[at] else None
+        return StoredChunk(self.slots.item(at), bytes(self.keys[at]), parent, self.pools.item(at))
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    @classmethod
+    def of(cls, chunks: Sequence[tuple[int, Key, Key | None, int]]) -> StoredChunks:
+        """`chunks` as columns. Raises `TypeError`, `ValueError` or `OverflowError` where they are of other types."""
+        slots, keys, parents, pools = zip(*chunks, strict=True) if chunks else ((), (), (), ())
+        has_parent = np.array([parent is not None for parent in parents], bool)
+        names = [*keys, *(keys[0] if parent is None else parent for parent in parents)]
+        if not all(isinstance(key, bytes) and key for key in names):
+            raise TypeError("expected keys and parents as digests (non-empty bytes)")
+        lengths = set(map(len, names)) or {1}
+        table = np.array(names, object if len(lengths) > 1 else f"V{max(lengths)}")
+        ours, theirs = table[: len(keys)], table[len(keys) :]
+        numbers = (np.frombuffer(array("q", each), np.int64) for each in (slots, pools))
+        at, of = numbers
+        return cls(at, ours, theirs, has_parent, of)
+
+    def where(self, wanted: npt.NDArray[np.bool_]) -> StoredChunks:
+        """Those that are `wanted`: bool, shape `(n,)`."""
+        keys, parents = self.keys[wanted], self.parents[wanted]
+        return StoredChunks(self.slots[wanted], keys, parents, self.has_parent[wanted], self.pools[wanted])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

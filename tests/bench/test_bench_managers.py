@@ -46,7 +46,7 @@ def test_memory_is_that_of_filled_tiers() -> None:
 
 
 def test_policy_and_ghost_list_stay_within_their_bounds() -> None:
-    policy, ghosts = managers.run(blocks=[200_000], only=["policy/200000", "ghosts/200000"], repeats=1)
+    policy, ghosts = managers.run(blocks=[100_000], only=["policy/100000", "ghosts/100000"], repeats=1)
     assert (policy.reference_value, ghosts.reference_value) == (20, 60)
     assert 10 < policy.value < 20
     assert 25 < ghosts.value < 60

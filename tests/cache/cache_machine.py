@@ -32,7 +32,7 @@ ANSWERS = (Status.OK, Status.OK, Status.OK, Status.DEADLINE, Status.TIER_OFF)
 RESIZE = ("keep", "discard")
 RETENTION = ((), (), (), (Retention(0, 2, 80, 3.0),), (Retention(1, None, 5),), (Retention(0, None, 35),))
 REQUESTS = (None, "one", "two")
-THOROUGH = 100
+THOROUGH = 40
 """Examples from which on a profile is asked what its paths have covered."""
 
 long_paths = st.sampled_from(LEAVES)

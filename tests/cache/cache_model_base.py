@@ -420,7 +420,9 @@ class Stage:
                 for slot in (item.source, item.destination):
                     if slot is not None and slot.tier != DEVICE:
                         taken[slot.tier].add(slot)
-        ready = Counter(tier for (_, tier), r in self.resident.items() if r.state is State.READY)
+        copies = [(tier, each) for (each, tier), r in self.resident.items() if r.state is State.READY]
+        assert sorted(self.cache.ready()) == sorted(copies)
+        ready = Counter(tier for tier, _ in copies)
         for stats in self.cache.stats():
             slots, theirs = len(self.setup.indices(self.sizes[stats.name])), taken[stats.name]
             assert (stats.slots, stats.used) == (slots, len(theirs))

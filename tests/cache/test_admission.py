@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from depth import deep
 from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.evict import Evictor
@@ -81,8 +82,12 @@ def served(family: str, share: float, **how: object) -> Tiers:
     return tiers
 
 
-@pytest.mark.parametrize("backup", [WritePolicy.BACK, WritePolicy.THROUGH])
-@pytest.mark.parametrize("family", ["agents", "chats", "scans"])
+FAMILIES = [
+    (family, rule) for family in ("agents", "chats", "scans") for rule in (WritePolicy.BACK, WritePolicy.THROUGH)
+]
+
+
+@pytest.mark.parametrize(("family", "backup"), deep(FAMILIES[:4:3], FAMILIES))
 def test_full_file_tier_takes_fewer_writes_for_as_many_hits(family: str, backup: WritePolicy) -> None:
     everything, chosen = (served(family, 0.05, backup=backup, admission=on) for on in (False, True))
     assert chosen.refused > 0 == everything.refused

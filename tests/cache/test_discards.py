@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from cache_kit import store
 
-from longshore.boundary import FILE, HOST, Cancel, Discard, Forget, Status, Transfer, TransferResult
+from longshore.boundary import FILE, HOST, Cancel, Discard, Forget, Status, StoredChunk, Transfer, TransferResult
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
-from longshore.tiers.base import StoredChunk
 from residents import residents_of
 
 

@@ -243,7 +243,7 @@ def test_random_lives_keep_the_books(kind: str, steps: list[tuple[str, int]]) ->
     policy: EvictionPolicy = MAKERS[kind]() if kind in MAKERS else make(REFERENCES[kind])
     if isinstance(policy, PartitionedByPriority):
         for node in NODES[1::2]:
-            policy._priorities[node] = node % 3
+            policy.priorities[node] = node % 3
     resident: set[int] = set()
     held: set[int] = set()
     for verb, node in steps:
@@ -422,7 +422,7 @@ def test_ghosts_are_the_last_evicted_and_not_taken_back(steps: list[tuple[int, i
 
 def test_the_lowest_priority_goes_first_whatever_its_age() -> None:
     policy = banded()
-    policy._priorities[A], policy._priorities[B] = 90, 10
+    policy.priorities[A], policy.priorities[B] = 90, 10
     policy.insert([C, B, A])
     policy.touch([B])
     assert evict(policy, 3) == [B, C, A]
@@ -435,7 +435,7 @@ def test_batch_of_several_priorities_equals_one_by_one(kind: type[EvictionPolicy
     singly, together = banded(64, kind), banded(64, kind)
     for policy in (singly, together):
         for node in nodes[::3]:
-            policy._priorities[node] = 90
+            policy.priorities[node] = 90
         policy.insert(nodes)
     together.touch(nodes)
     together.hold_all(nodes[:55])
@@ -457,7 +457,7 @@ def test_changed_priority_moves_a_node_to_go_first_there() -> None:
     policy = banded()
     policy.insert([A, B, C])
     for node in (C, A, D):  # which is not in
-        policy._priorities[node] = 90
+        policy.priorities[node] = 90
         policy.move(np.array([node], np.int32))
     policy.check_integrity()
     assert evict(policy, 3) == [B, A, C]

@@ -60,17 +60,17 @@ def test_trap_20_source_and_destination_are_never_swapped() -> None:
     world = World(Setup(host=4, file=8, backup="write_through", found=((5, key("x"), None),)))
     world.store("a", 0, False)
     (down,) = world.on("device->host")
-    ((_, _, source, destination, _),) = down.transfer.items
+    ((_, _, source, destination),) = down.transfer.items
     assert (source, destination.tier, destination.index) == (None, HOST, 0)
     world.end(down)
     (further,) = world.on("host->file")
-    ((_, _, source, destination, _),) = further.transfer.items
+    ((_, _, source, destination),) = further.transfer.items
     assert (source.tier, source.index, destination.tier, destination.index) == (HOST, 0, FILE, 0)
     world.loading("x")
     (up,), (home,) = world.on("file->host"), world.on("host->device")
-    ((_, _, source, destination, _),) = up.transfer.items
+    ((_, _, source, destination),) = up.transfer.items
     assert (source.tier, source.index, destination.tier, destination.index) == (FILE, 5, HOST, 1)
-    ((_, _, source, destination, _),) = home.transfer.items
+    ((_, _, source, destination),) = home.transfer.items
     assert (source.tier, source.index, destination) == (HOST, 1, None)
 
 

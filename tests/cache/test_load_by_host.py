@@ -158,7 +158,7 @@ def test_what_is_no_key_is_refused() -> None:
     cache = cache_of(1)
     assert not residency(cache, [], Until.STEP).presences
     for wrong in ([b""], [None], keys_of("a")[0]):
-        with pytest.raises(CacheError, match="digests"):
+        with pytest.raises(CacheError, match="digest"):
             residency(cache, wrong, Until.STEP)  # type: ignore[arg-type]
 
 

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from object_state import state_of
 
 from depth import examples
-from longshore.boundary import FILE, HOST, Key, Slabs
+from longshore.boundary import FILE, HOST, Key, Slabs, StoredChunk
 from longshore.cache import CacheSettings, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import POLICIES
 from longshore.errors import CacheError
-from longshore.tiers.base import StoredChunk
 from residents import residents_of
 
 THIRD = "third"

@@ -506,7 +506,9 @@ def test_a_chunk_that_was_queued_twice_is_stored_once() -> None:
         desk.store(each)
 
     def use(path: str) -> None:
-        desk.cache.release(str(lookup(desk.cache, chunks(path), 0.0, request=path).lease and path))
+        lease = lookup(desk.cache, chunks(path), 0.0, request=path).lease
+        if lease is not None:
+            desk.cache.release(lease)
         desk.cache.end_step()
         desk.look()
 

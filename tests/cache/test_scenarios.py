@@ -10,6 +10,7 @@ import pytest
 from cache_kit import IMAGE_BYTES, chunks, key, lookup, residency, store
 from group_kit import settle
 
+from depth import deep
 from longshore.boundary import FILE, HOST, Status, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, TieredCache, TierSpec, Until, WritePolicy
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
@@ -124,13 +125,13 @@ def test_what_is_held_has_an_address_for_each_chunk() -> None:
     assert residency(cache, chunks("abcd")[1:]).slots() == [at[each] for each in chunks("abcd")[1:]]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(deep(10, 30)))
 def test_overlapping_requests_by_chance_leave_every_structure_whole(seed: int) -> None:
     """Requests of many lengths, policies and sizes; more of them by `make cache-soak`."""
     assert cache_soak.run(seed, 150).total() == 150
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(deep(4, 12)))
 def test_logged_calls_made_again_lead_to_the_same_state(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although idle calls are left out of the log."""
     monkeypatch.setattr(containment, "_KEPT", 1 << 20)

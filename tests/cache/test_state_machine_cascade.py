@@ -14,6 +14,7 @@ import pytest
 from cache_kit import Setup, path_of
 from cache_model import World
 
+from depth import deep
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import GroupKeys, TieredCache, TierSpec
 from longshore.cache.evict import Evictor
@@ -84,7 +85,7 @@ class Waterfall:
             assert stats.used <= stats.slots
 
 
-@pytest.mark.parametrize("first", range(0, 24, 8))
+@pytest.mark.parametrize("first", range(0, deep(8, 24), 8))
 def test_only_the_last_tier_gives_anything_up(first: int) -> None:
     given_up = 0
     for seed in range(first, first + 8):
@@ -96,7 +97,7 @@ def test_only_the_last_tier_gives_anything_up(first: int) -> None:
     assert given_up > 20, "nothing was ever given up: the lives are too quiet"
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(deep(3, 8)))
 def test_batched_copies_equal_those_one_by_one(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     together = Waterfall(seed)
     for _ in range(120):

@@ -7,10 +7,6 @@ from pathlib import Path
 import pytest
 from cli_kit import write_files
 
-from one_thread import one_thread
-
-__all__ = ["one_thread"]
-
 
 @pytest.fixture(autouse=True)
 def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ def test_one_json_object_on_standard_output_and_a_report(tmp_path: Path) -> None
         "demo",
         "--json",
         "--requests",
-        "20",
+        "8",
         "--report",
         "page",
         "--set",
@@ -39,7 +39,7 @@ def test_one_json_object_on_standard_output_and_a_report(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["bit_exact"] is True
-    assert facts["requests"] == 20
+    assert facts["requests"] == 8
     assert (tmp_path / "page" / "index.html").stat().st_size > 1 << 20
     assert [path.name for path in tmp_path.iterdir()] == ["page"]
 

@@ -3,8 +3,4 @@
 import sys
 from pathlib import Path
 
-from one_thread import one_thread
-
-__all__ = ["one_thread"]
-
 sys.path.insert(0, str(Path(__file__).parents[2]))

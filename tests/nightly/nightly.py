@@ -4,8 +4,8 @@
 
 Each part runs in rounds, each with another seed, for its share of the time. A round that fails is reported with the
 command that repeats it, and its part goes on with the next seed; so do the other parts. A round that does not end in
-`PATIENCE` times the time left to its part is killed, and reported as one that hangs. A part whose environment is missing
-is reported as such, and its share goes to the others. The exit status is 1 if anything has failed.
+`PATIENCE` times the time left to its part is killed, and reported as one that hangs. A part whose environment is
+missing is reported as such, and its share goes to the others. The exit status is 1 if anything has failed.
 """
 
 from __future__ import annotations
@@ -90,6 +90,19 @@ _MACHINES += [
     "tests/cache/test_slab_pool.py",
     "tests/cache/test_recovery.py",
 ]
+_DEEP = [
+    *("tests/tiers/test_file_crash.py", "tests/tiers/test_file_every_call.py", "tests/transfer/test_order_explore.py"),
+    *("tests/transfer/test_cuda_kernels.py", "tests/transfer/test_async_device.py"),
+    *(
+        "tests/transfer/test_transfer_order.py",
+        "tests/transfer/test_cuda_order.py",
+        "tests/tiers/test_file_invalidation.py",
+    ),
+    *("tests/cache/test_scenarios.py", "tests/examples/test_reference_engine.py"),
+    *("tests/cache/test_admission.py", "tests/trace", "tests/runtime/test_tier_host.py"),
+    *("tests/runtime/test_tier_host_conformance.py", "tests/runtime/test_hosted_store.py"),
+]
+"""Tests of which `make test` takes samples: see `depth.deep`."""
 _SGLANG = [f"tests/engines/sglang/test_sglang_{name}.py" for name in ("pools", "shared", "storage")]
 
 PARTS = (
@@ -115,6 +128,7 @@ PARTS = (
         r"(?P<kills>\d+) kills, (?P<records>\d+) records served",
     ),
     Part("machines", 2.0, lambda seed, left: _pytest(seed, *_MACHINES), _TESTS),
+    Part("deep", 1.0, lambda seed, left: _pytest(seed, *_DEEP), _TESTS),
     Part(
         "vllm",
         2.0,

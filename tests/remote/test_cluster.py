@@ -85,7 +85,7 @@ def test_slots_are_those_of_the_server(cluster: LocalCluster) -> None:
         assert cluster.nodes[0].command(b"CLUSTER", b"KEYSLOT", text) == b":%d\r\n" % slot_of(text)
 
 
-def test_values_are_spread_over_all_nodes_and_probes_are_one_round_trip_to_each(
+def test_values_spread_over_nodes_and_probes_take_one_trip(
     cluster: LocalCluster, opened: Callable[..., TierHarness]
 ) -> None:
     harness = opened(f"{cluster.url}?{PATIENT}")
@@ -313,7 +313,7 @@ def through(proxies: list[FaultyProxy]) -> str:
 
 
 @pytest.mark.parametrize("fault", WireFault)
-def test_each_fault_of_a_node_is_a_miss_and_the_others_serve(
+def test_each_fault_of_a_node_is_a_miss_there(
     fault: WireFault, proxied: tuple[LocalCluster, list[FaultyProxy]], opened: Callable[..., TierHarness]
 ) -> None:
     cluster, proxies = proxied

@@ -39,6 +39,8 @@ def test_json_and_text_say_how_they_were_made(name: str) -> None:
     assert "cores" in about["machine"]
     assert abs((datetime.now(UTC) - datetime.fromisoformat(about["date"])).days) <= 1
     assert about["seed"] == (0 if name == "bench" else None)
+    if name in ("plan", "experiment"):
+        return  # their text ends as that of a replay
     first, machine, command = longshore_says(*REPORTS[name]).splitlines()[-3:]
     assert first.startswith(f"longshore {longshore.__version__}, 20")
     assert first.endswith("seed 0" if name == "bench" else "no random numbers")

@@ -345,7 +345,7 @@ def test_chunks_are_told_as_soon_as_their_tokens_are_known(opened: Open) -> None
     assert router.blocks[HOST] == {block_hash(keys[0])}
 
 
-def test_tokens_of_what_is_never_stored_are_not_kept_for_ever(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_unstored_blocks_are_not_kept_for_ever(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "_DESCRIBED", 10)
     publisher = opened()
     for number in range(50):
@@ -354,7 +354,7 @@ def test_tokens_of_what_is_never_stored_are_not_kept_for_ever(opened: Open, monk
     assert len(publisher._lately) == 10
 
 
-def test_an_address_in_use_is_an_error_and_a_closed_one_is_free(opened: Open, tmp_path: Path) -> None:
+def test_address_in_use_is_an_error_closed_one_free(opened: Open, tmp_path: Path) -> None:
     one = opened("tcp://127.0.0.1:0")
     with pytest.raises(ConfigError, match=r"kv_events is tcp://127.0.0.1:\d+, which cannot be bound: Address already"):
         opened(one.endpoint)

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from longshore.boundary import DEVICE, FILE, HOST, Route
+from longshore.boundary import DEVICE, FILE, HOST, Route, StoredChunk
 from longshore.cache import CacheSettings, EventKind, GroupKeys, TieredCache, TierSpec, Verdict, explain
 from longshore.cache.explain import read_events
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import EventRecorder, Runtime, recorder
-from longshore.tiers.base import StoredChunk
 from scripted import Scripted
 
 NOW, WALL = 50.0, 1_000_000.0

@@ -21,7 +21,8 @@ from pathlib import Path
 import pytest
 from tier_host_kit import IMAGE, SLOTS, HostedHarness, is_running, program
 
-from longshore.boundary import Status
+from depth import deep
+from longshore.boundary import Status, StoredChunk, StoredChunks
 from longshore.errors import FormatError, PlanError, TierClosedError, TierError, TierInUseError
 from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, tier, wire
 from longshore.runtime.tier_host import supervisor as watch
@@ -29,7 +30,7 @@ from longshore.runtime.tier_host.supervisor import HostProcess
 from longshore.runtime.tier_host.wire import Kind, frame
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import Arena
-from longshore.tiers.base import Op, StoredChunk
+from longshore.tiers.base import Op
 from longshore.tiers.file import FAILURE_REASONS as OF_FILES
 from longshore.tiers.file import FileTier, capacity_for
 
@@ -368,7 +369,7 @@ NONSENSE = {
 }
 
 
-@pytest.mark.parametrize("what", NONSENSE)
+@pytest.mark.parametrize("what", deep(["a frame without end", "a status that there is not", "no text"], list(NONSENSE)))
 def test_process_that_sends_nonsense_is_replaced_and_serves(tmp_path: Path, what: str) -> None:
     gate, said = tmp_path / "gate", tmp_path / "said"
     said.write_bytes(NONSENSE[what])
@@ -400,10 +401,10 @@ def test_a_process_that_begins_with_nonsense_is_refused(tmp_path: Path, what: st
 
 
 def test_slots_that_cannot_be_are_nonsense(harness: HostedHarness) -> None:
-    opened = wire.OpenedReply(harness.tier.slabs, 0, {}, dict.fromkeys(OF_FILES, 0), [], [])
+    opened = wire.OpenedReply(harness.tier.slabs, 0, {}, dict.fromkeys(OF_FILES, 0), StoredChunks.of(()), [])
     assert wire.parse_opened(wire.pack_opened(opened), OF_FILES) == opened
     found = StoredChunk(harness.tier.slabs.indices, key(0), None)
-    for wrong in ({"found": [found]}, {"others": [harness.tier.slabs.indices]}, {"generation": -1}):
+    for wrong in ({"found": StoredChunks.of([found])}, {"others": [harness.tier.slabs.indices]}, {"generation": -1}):
         with pytest.raises(wire.WireError):
             wire.parse_opened(wire.pack_opened(opened._replace(**wrong)), OF_FILES)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longshore.boundary import Status
+from longshore.boundary import Status, StoredChunk
 from longshore.errors import FormatError, TierClosedError, TierError
 from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_image_bit
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE
-from longshore.tiers.base import Op, StoredChunk
+from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier, capacity_for
 from longshore.tiers.file.directory import COPIES
 from longshore.tiers.file.format import parse_superblock

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from crash_kit import APART, TWO_SIZES, Shape, one_size
 
+from depth import deep
 from longshore.boundary import Slabs, Status
 from longshore.errors import LongshoreError
 from longshore.testing.disk import Image, OneByOneQueue, SimulatedDisk
@@ -184,26 +185,30 @@ def workers() -> list[str]:
     return [name for name in names if name.startswith("longshore-file-") and not name.endswith("-index")]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
+SHAPES = {"one size": one_size(), "apart": APART, "two sizes": TWO_SIZES}
+TURNS = [  # each error, each shape, and both beginnings; nightly, each of one with each of the others
+    *[("EIO", True, "one size"), ("EIO", False, "apart"), ("EINTR", False, "one size"), ("EINTR", True, "two sizes")],
+    *[("ENOSPC", True, "apart"), ("ENOSPC", False, "two sizes"), ("half", False, "one size"), ("half", True, "apart")],
+]
+
+
 @pytest.mark.parametrize(
-    ("shape", "end"),
-    [(one_size(), {(0, 2), (1, 3)}), (APART, {(0, 2), (1, 3)}), (TWO_SIZES, {(1, 3)})],
-    ids=["one size", "apart", "two sizes"],
+    ("wrong", "again", "shape"), deep(TURNS, list(itertools.product(WRONG, (False, True), SHAPES))), ids=str
 )
-def test_every_call_in_turn(wrong: str, again: bool, shape: Shape, end: set[tuple[int, int]]) -> None:
+def test_every_call_in_turn(wrong: str, again: bool, shape: str) -> None:
     """Until the story is told without a failure, since it has no more calls."""
+    told, end = SHAPES[shape], {(1, 3)} if shape == "two sizes" else {(0, 2), (1, 3)}
     before: Image = {}
     if again:
         first = SimulatedDisk()
-        story(first, shape)
+        story(first, told)
         before = first.moments[-1].killed()
     failed = []
     for nth in itertools.count(1):
         disk = SimulatedDisk(before)
         io = FailsOnce(disk, nth, WRONG[wrong])
         try:
-            stored = story(io, shape)  # type: ignore[arg-type]
+            stored = story(io, told)  # type: ignore[arg-type]
         except LongshoreError:
             assert io.failed is not None
             stored = set()
@@ -214,7 +219,7 @@ def test_every_call_in_turn(wrong: str, again: bool, shape: Shape, end: set[tupl
             break
         failed.append(io.failed)
         image_now = disk.moments[-1].killed() if disk.moments else before
-        judge(image_now, stored, shape)
+        judge(image_now, stored, told)
     elsewhere = {"allocate", "free_bytes"} if again else set()
     assert set(failed) - {None} == set(CALLS) - {"close", "fchmod", "drop_cache", "ftruncate"} - elsewhere
 

@@ -11,13 +11,13 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from longshore.boundary import HOST, Status
+from longshore.boundary import HOST, Status, StoredChunk
 from longshore.cache import CacheSettings, TieredCache, TierSpec
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import Runtime
 from longshore.testing import TierHarness
 from longshore.testing.tier_harness import key
-from longshore.tiers.base import Op, StoredChunk
+from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier
 from longshore.tiers.file.tier import PATIENCE, TierState
 from plain_io import PlainIo

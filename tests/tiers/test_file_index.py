@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from longshore.boundary import Slabs, Status
+from longshore.boundary import Slabs, Status, StoredChunk
 from longshore.errors import TierError
 from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_image_bit
 from longshore.testing.tier_harness import key
 from longshore.tiers.arena import PAGE
-from longshore.tiers.base import Op, StoredChunk
+from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import ENTRY, JOURNAL_RECORD, Entries, RecordHeader, pack_entry, sequence

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from depth import examples
-from longshore.boundary import Slabs, Status
+from longshore.boundary import Slabs, Status, StoredChunk
 from longshore.cli.app import app
 from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_image_bit
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE
-from longshore.tiers.base import Op, StoredChunk
+from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier, capacity_of
 from longshore.tiers.file.directory import COPIES
 from longshore.tiers.file.format import (

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trace_kit import prompts, whole_trace
 
+from depth import deep
 from longshore.cache.eviction import LRU, POLICIES, Gittins
 from longshore.errors import TraceError
 from longshore.trace.analysis import Paths, optimal_hits
@@ -130,15 +131,18 @@ def conversation() -> Paths:
 def test_the_published_table_is_reproduced(name: str, conversation: Paths) -> None:
     _, kind = policy_named(name)
     assert (len(conversation), len(conversation.blocks), conversation.unique) == (12_031, 288_500, 182_790)
-    found = [experiment(conversation, kind, round(share * conversation.unique)).ratio for share in SHARES]
-    assert found == pytest.approx(TABLE[name], abs=0.01)
+    cells = dict(zip(SHARES, TABLE[name], strict=True))
+    for share in deep((0.03,), SHARES):
+        found = experiment(conversation, kind, round(share * conversation.unique)).ratio
+        assert found == pytest.approx(cells[share], abs=0.01)
 
 
 def test_the_default_policy_hits_what_its_page_says(conversation: Paths) -> None:
-    """At 1 and at 10 %, where it leads by the most over LRU, and over LRU-2; docs/eviction.md has all cells."""
+    """At 1 and, at night, 10 %, where it leads by the most over LRU, and over LRU-2; docs/eviction.md has all cells."""
     _, kind = policy_named(None)
-    found = [experiment(conversation, kind, round(share * conversation.unique)).ratio for share in (0.01, 0.10)]
-    assert found == pytest.approx((0.110, 0.297), abs=0.002)
+    for share, ratio in deep([(0.01, 0.110)], [(0.01, 0.110), (0.10, 0.297)]):
+        found = experiment(conversation, kind, round(share * conversation.unique)).ratio
+        assert found == pytest.approx(ratio, abs=0.002)
 
 
 def test_what_is_asked_for_twice_and_never_again_makes_way() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from depth import deep
 from longshore.boundary import REMOTE, Items, Probe, ProbeResult, Route, Status, Transfer, TransferResult
 from longshore.cache import DropReason
 from longshore.cache.eviction import LRU, Gittins
@@ -82,7 +83,7 @@ def test_a_slow_store_is_left_alone_by_the_gate() -> None:
     assert sum(quick.tally.ttft) < without / 2
 
 
-@pytest.mark.parametrize("family", ["chats", "mixed"])
+@pytest.mark.parametrize("family", deep(["chats"], ["chats", "mixed"]))
 def test_store_that_lost_chunks_gets_fewer_for_equal_hits(family: str) -> None:
     requests = list(synthesize(family, requests=600, seed=3))
     unique = len({block for request in requests for block in request.hash_ids})

@@ -127,20 +127,18 @@ def test_excerpt_with_plenty_of_room_hits_everything_possible() -> None:
 
 
 def test_memory_grows_with_the_blocks_and_not_with_the_requests() -> None:
-    def peak(requests: int) -> int:
-        stream = (ask(float(i), [10 * (i % 40) + j for j in range(5)]) for i in range(requests))
-        replay = TieredReplay(TIMING, BLOCK, {"host": 100 * IMAGE, "file": 150 * IMAGE}, LRU)
-        gc.collect()  # what goes meanwhile was not there before
-        tracemalloc.start()
-        for _ in replay.run(stream):
-            pass
-        used = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return used
-
-    peak(200)
-    more, few = peak(4400), peak(2400)  # by then, what remembers a bounded number of things is full
-    assert more - few < 64 * 2000  # times and hits of 2,000 requests, 44 bytes each, and room to grow
+    stream = (ask(float(i), [10 * (i % 40) + j for j in range(5)]) for i in range(3000))
+    replay = TieredReplay(TIMING, BLOCK, {"host": 100 * IMAGE, "file": 150 * IMAGE}, LRU)
+    for number, _ in enumerate(replay.run(stream)):
+        if number == 1799:  # what remembers a bounded number of things is full, and made anew until the next look
+            tracemalloc.start()
+        elif number == 2399:
+            gc.collect()
+            before = tracemalloc.get_traced_memory()[0]
+    gc.collect()
+    used = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert used < 64 * 600 + 4096  # times and hits of 600 requests, 44 bytes each, and room to grow
 
 
 @pytest.mark.parametrize("tiers", [{}, {"host": 1}, {"file": 10 * IMAGE}, {"host": 10 * IMAGE, "file": 1}])

@@ -29,6 +29,7 @@ from jobs_kit import (
 )
 
 import longshore
+from depth import deep
 from longshore.boundary import DEVICE, HOST
 from longshore.layout import KVLayout
 from longshore.tiers.arena import Arena
@@ -172,7 +173,7 @@ def jobs_that_lose(pools: Callable[..., DevicePools], kind: str) -> None:
 
 
 @pytest.mark.parametrize("guard", GUARDS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", deep(["torch", "any"], list(KINDS)))
 def test_random_jobs_lose_bytes_without_a_guard(
     pools: Callable[..., DevicePools], kind: str, guard: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

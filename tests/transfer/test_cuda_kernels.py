@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -21,6 +22,7 @@ import torch
 import triton
 from triton.backends.nvidia.compiler import get_ptxas
 
+from depth import deep
 from longshore.checksums import FACTOR, STEP
 from longshore.transfer.device.cuda import kernels as compiled
 from longshore.transfer.device.cuda.arguments import KernelShape
@@ -95,9 +97,13 @@ def aligned(array: np.ndarray[Any, Any]) -> int:
     return -(-int(array.ctypes.data) // 16) * 16
 
 
+PLACES = list(itertools.product(PAGES, (0, 1, 2, 4, 8)))
+
+
 @pytest.mark.parametrize("name", ["gather", "scatter", "shift"])
-@pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("skew", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("page", "skew"), deep([(page, skew) for page, skew in PLACES if not skew or page == 656], PLACES)
+)
 def test_a_kernel_does_what_its_reference_does(interpreted: ModuleType, name: str, page: int, skew: int) -> None:
     case = Case(page, skew=skew)
     untouched = [*case.pools, case.rows]
@@ -200,18 +206,21 @@ REALISTIC = {
 }
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("kernel", MOVES)
-@pytest.mark.parametrize("pages", REALISTIC)
+def for_gpus(*pages: str) -> list[tuple[str, str, int]]:
+    """Kernels for these pages, each for another architecture; at night each for all."""
+    kernels = list(itertools.product(MOVES, pages))
+    some = [(*each, architecture) for each, architecture in zip(kernels, itertools.cycle(ARCHITECTURES))]
+    return deep(some, [(*each, architecture) for each in kernels for architecture in ARCHITECTURES])
+
+
+@pytest.mark.parametrize(("kernel", "pages", "architecture"), for_gpus(*REALISTIC))
 def test_no_kernel_spills_and_registers_leave_room(kernel: str, pages: str, architecture: int) -> None:
     found = built(kernel, architecture, REALISTIC[pages])
     assert found.spilled == 0
     assert found.registers <= MOST_REGISTERS
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("kernel", MOVES)
-@pytest.mark.parametrize("pages", ["512 bytes", "4 KiB", "2 MiB"])
+@pytest.mark.parametrize(("kernel", "pages", "architecture"), for_gpus("512 bytes", "4 KiB", "2 MiB"))
 def test_accesses_of_16_bytes(kernel: str, pages: str, architecture: int) -> None:
     ptx = built(kernel, architecture, REALISTIC[pages]).ptx
     wide = {what: len(re.findall(rf"{what}\.global\S*\.v4\.b32", ptx)) for what in ("ld", "st")}

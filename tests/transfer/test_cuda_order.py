@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Bytes, Model, Pools, flat
 
-from depth import examples
+from depth import deep, examples
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.transfer.device.cuda.calibration import Always, all_registered
 from longshore.transfer.device.cuda.streams import PLACES, Way
@@ -50,7 +50,7 @@ def test_what_follows_another_way_sees_its_bytes(mood: str, seed: int, staging: 
 
 
 @pytest.mark.parametrize("mood", MOODS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(deep(3, 6)))
 def test_copies_reach_in_the_order_of_their_calls(mood: str | int, seed: int) -> None:
     """Whoever waits for the last of several offloads by several ways may overwrite the pages of all."""
     pools = Pools(flat(16, 656), slots=16)
@@ -82,7 +82,7 @@ def test_an_onboard_reads_the_host_only_when_it_may(way: Way, mood: str | int) -
 
 
 @pytest.mark.parametrize("into", [HOST, DEVICE])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(deep(4, 8)))
 def test_ring_slot_is_refilled_only_when_empty(into: str, seed: int) -> None:
     pools = Pools(flat(40, 512, refs=1), slots=40)
     gpu = StandIn(Always(Way.STAGED), staging_bytes=PLACES * 512, mood=seed)

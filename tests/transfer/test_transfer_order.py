@@ -11,6 +11,7 @@ import pytest
 from gated_device import A_MOMENT, PATIENCE, Compute, GatedDevice, SlowDevice
 from transfer_kit import Model, Pools, flat, transfer
 
+from depth import deep
 from longshore.boundary import DEVICE, HOST, Route, Section, Status
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
@@ -107,7 +108,7 @@ def test_end_step_survives_failed_and_cancelled_jobs() -> None:
     assert Status.OK not in [status for result in rig.engine.poll() for status in result.statuses]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(deep(4, 12)))
 def test_many_jobs_on_few_slots_equal_a_sequential_run(seed: int) -> None:
     """Both directions at once, copies cut in halves with pauses: any overtaking leaves other bytes."""
     rng = random.Random(seed)

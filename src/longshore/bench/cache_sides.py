@@ -215,10 +215,22 @@ class Ours:
         self._call(partial(self.cache.release, lease))
         return taken
 
-    def lend(self, keys: Sequence[Key]) -> None:
-        """A load without a lease, whose bytes the engine moves: the order, and its result."""
+    def lookup(self, keys: Sequence[Key]) -> float:
+        """Look up a resident prompt; returns the seconds, without those of its release."""
+        begun = time.thread_time()
+        found = self.cache.lookup({0: GroupKeys(keys)}, 0.0)
+        taken = time.thread_time() - begun
+        if found.chunks != len(keys) or found.lease is None:
+            raise BenchError(f"{found.chunks} of {len(keys)} resident blocks were found")
+        self.cache.release(found.lease)
+        return taken
+
+    def lend(self, keys: Sequence[Key]) -> float:
+        """A load without a lease, whose bytes the engine moves; returns the seconds of the order and its result."""
+        begun = time.thread_time()
         (part,) = self.cache.load({0: GroupKeys(keys)}).parts
         self.cache.apply([TransferResult(part.job, (Status.OK,) * part.chunks)], 0.0)
+        return time.thread_time() - begun
 
     def prefer(self, keys: Sequence[Key]) -> None:
         """A store of resident blocks with a priority; the first one allocates the structures of priorities."""

@@ -42,7 +42,6 @@ from longshore.bench.cache_sides import (
 )
 from longshore.bench.harness import Case, chosen, compare, medians, timed
 from longshore.boundary import Key
-from longshore.cache import GroupKeys
 from longshore.errors import BenchError
 from longshore.keys import Scope, chain
 
@@ -93,24 +92,7 @@ def _sized(size: int, kinds: Sequence[str], repeats: int) -> Iterator[Case]:
     load = PromptSet(size)
     gc.collect()
     gc.freeze()  # as engines do at their start
-    ours = Ours(size)
-    others = [make(size) for make in makers_of_rivals()]
-    offload = _fill(ours, others, load)
-    if "offload" in kinds:
-        yield _per_block(f"offload/{size}", *offload, size)
-    measures = {
-        "match": _match,
-        "commit": _commit,
-        "prompt": _prompt,
-        "slots": _slots,
-        "onboard": _onboard,
-        "evict": _evict,
-        "below": _below,
-    }
-    for kind, measure in measures.items():
-        if kind in kinds:
-            yield measure(size, ours, others, load, repeats)
-    del ours, others
+    yield from _times(size, kinds, repeats, load)
     gc.collect()
     if "pause" in kinds:
         yield _pause(size, load)
@@ -123,43 +105,56 @@ def _sized(size: int, kinds: Sequence[str], repeats: int) -> Iterator[Case]:
                 yield Case(f"{kind}/{size}", max(0.0, taken), "bytes", "the bound", bound, bound / max(taken, 1.0))
 
 
-def _fill(ours: Ours, others: Sequence[Rival], load: PromptSet) -> tuple[float, list[tuple[float, str]]]:
-    """Store all prompts on one side after the other; seconds of ours and of each rival."""
+def _times(size: int, kinds: Sequence[str], repeats: int, load: PromptSet) -> Iterator[Case]:
+    """The cases of ours beside rivals, all filled with the same prompts."""
+    ours, others = Ours(size), [make(size) for make in makers_of_rivals()]
+    filled = _fill([ours, *others], load)
+    if "offload" in kinds:
+        yield _per_block(f"offload/{size}", filled, others, size)
+    for kind, verb, most in (("match", "match", 100_000), ("commit", "known", 50_000)):
+        if kind in kinds:
+            prompts = load.sample(min(4 * size, most))
+            taken = medians([_over_all(getattr(side, verb), prompts) for side in (ours, *others)], repeats=repeats)
+            yield _per_block(f"{kind}/{size}", taken, others, sum(map(len, prompts)))
+    singles = {"prompt": (ours.lookup, "match"), "slots": (ours.lend, "slots"), "onboard": (ours.onboard, "slots")}
+    for kind, (call, verb) in singles.items():
+        if kind in kinds:
+            seconds = statistics.median(call(load.longest) for _ in range(4 * repeats))
+            best, whose = min(_median(other, verb, load.longest, repeats) for other in others)
+            yield Case(f"{kind}/{size}", seconds * 1e6, "us", whose, best * 1e6, best / seconds)
+    if "evict" in kinds:
+        yield _evict(f"evict/{size}", ours, others, load, repeats)
+    if "below" in kinds:
+        two = TwoTiers(size)
+        _fill([two], load)
+        yield _evict(f"below/{size}", two, others, load, repeats)
+
+
+def _median(side: Rival, verb: str, keys: Sequence[Key], repeats: int) -> tuple[float, str]:
+    """Seconds of a verb of a rival, and its name."""
+    once = _timed(partial(getattr(side, verb), keys))
+    return statistics.median(once() for _ in range(repeats)), side.name
+
+
+def _fill(sides: Sequence[Ours | Rival], load: PromptSet) -> list[float]:
+    """Store all prompts on one side after the other; seconds of each."""
     taken = []
-    for other in (None, *others):
+    for side in sides:
         begun = time.thread_time()
         for prompt, first in zip(load.prompts, load.shared, strict=True):
-            if other is None:
-                ours.store(prompt, first)
+            if isinstance(side, Ours):
+                side.store(prompt, first)
             else:
-                other.store(prompt[first:])
+                side.store(prompt[first:])
         taken.append(time.thread_time() - begun)
         gc.collect()
         gc.freeze()  # so that no side is charged for the objects of another
-    return taken[0], [(seconds, other.name) for seconds, other in zip(taken[1:], others, strict=True)]
+    return taken
 
 
-def _match(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
-    prompts = load.sample(min(4 * size, 100_000))
-    return _each(f"match/{size}", prompts, ours.match, [(o.name, o.match) for o in others], repeats)
-
-
-def _commit(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
-    prompts = load.sample(min(4 * size, 50_000))
-    return _each(f"commit/{size}", prompts, ours.known, [(o.name, o.known) for o in others], repeats)
-
-
-def _below(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
-    """New prompts into a full tier over a full tier."""
-    two = TwoTiers(size)
-    for prompt, first in zip(load.prompts, load.shared, strict=True):
-        two.store(prompt, first)
-    return _evict(size, two, others, load, repeats, "below")
-
-
-def _evict(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int, name: str = "evict") -> Case:
+def _evict(name: str, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
     """New prompts into a full tier, sides in turn: equally many blocks each time, at most a quarter of the tier."""
-    batches = [[load.fresh(n) for n in lengths(min(size // 4, 30_000))] for _ in range(repeats)]
+    batches = [[load.fresh(n) for n in lengths(min(load.blocks // 4, 30_000))] for _ in range(repeats)]
 
     def refilled(store: Callable[[Sequence[Key]], None]) -> Callable[[], float]:
         left = iter(batches)
@@ -167,39 +162,13 @@ def _evict(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repe
 
     stores: list[Callable[[Sequence[Key]], None]] = [partial(ours.store, evicting=True), *(o.store for o in others)]
     taken = medians(list(map(refilled, stores)), repeats=repeats, warm_ups=0)
-    rest = list(zip(taken[1:], [o.name for o in others], strict=True))
-    return _per_block(f"{name}/{size}", taken[0], rest, sum(map(len, batches[0])))
-
-
-def _prompt(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
-    prompt, cache, taken = load.longest, ours.cache, []
-    for _ in range(4 * repeats):
-        begun = time.thread_time()
-        found = cache.lookup({0: GroupKeys(prompt)}, 0.0)
-        taken.append(time.thread_time() - begun)
-        if found.chunks != len(prompt) or found.lease is None:
-            raise BenchError(f"{found.chunks} of {len(prompt)} resident blocks were found")
-        cache.release(found.lease)
-    best = _best("match", others, prompt, repeats)
-    return _single(f"prompt/{size}", statistics.median(taken), best)
-
-
-def _slots(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
-    prompt, taken = load.longest, [_timed(partial(ours.lend, load.longest))() for _ in range(4 * repeats)]
-    best = _best("slots", others, prompt, repeats)
-    return _single(f"slots/{size}", statistics.median(taken), best)
-
-
-def _onboard(size: int, ours: Ours, others: Sequence[Rival], load: PromptSet, repeats: int) -> Case:
-    taken = statistics.median(ours.onboard(load.longest) for _ in range(4 * repeats))
-    best = _best("slots", others, load.longest, repeats)
-    return _single(f"onboard/{size}", taken, best)
+    return _per_block(name, taken, others, sum(map(len, batches[0])))
 
 
 def _pause(size: int, load: PromptSet) -> Case:
     """The longest call without evictions, including a first priority, without other sides in memory."""
     ours = Ours(size)
-    _fill(ours, [], load)
+    _fill([ours], load)
     for prompt in load.sample(2 * size):
         ours.match(prompt)
         ours.known(prompt)
@@ -235,36 +204,14 @@ def _hash(repeats: int) -> Case:
     return Case("hash", taken.ours * 1e3, "ms", "bare hashlib", taken.reference * 1e3, taken.reference / taken.ours)
 
 
-def _each(
-    name: str,
-    prompts: Sequence[Sequence[Key]],
-    ours: Callable[[Sequence[Key]], None],
-    others: Sequence[tuple[str, Callable[[Sequence[Key]], None]]],
-    repeats: int,
-) -> Case:
-    """The median of `repeats` passes over all prompts, sides in turn."""
-
-    def over_all(verb: Callable[[Sequence[Key]], None]) -> Callable[[], float]:
-        return _timed(lambda: deque(map(verb, prompts), maxlen=0))
-
-    taken = medians([over_all(ours), *(over_all(verb) for _, verb in others)], repeats=repeats)
-    rest = list(zip(taken[1:], [each for each, _ in others], strict=True))
-    return _per_block(name, taken[0], rest, sum(map(len, prompts)))
+def _over_all(verb: Callable[[Sequence[Key]], None], prompts: Sequence[Sequence[Key]]) -> Callable[[], float]:
+    return _timed(lambda: deque(map(verb, prompts), maxlen=0))
 
 
-def _per_block(name: str, seconds: float, others: Sequence[tuple[float, str]], blocks: int) -> Case:
-    best, which = min(others)
-    return Case(name, seconds / blocks * 1e9, "ns", which, best / blocks * 1e9, best / seconds)
-
-
-def _single(name: str, seconds: float, best: tuple[float, str]) -> Case:
-    return Case(name, seconds * 1e6, "us", best[1], best[0] * 1e6, best[0] / seconds)
-
-
-def _best(name: str, others: Sequence[Rival], keys: Sequence[Key], repeats: int) -> tuple[float, str]:
-    """Seconds of the verb `name` of the fastest rival, and which that is."""
-    calls = [(_timed(partial(getattr(other, name), keys)), other.name) for other in others]
-    return min((statistics.median(call() for _ in range(repeats)), whose) for call, whose in calls)
+def _per_block(name: str, taken: Sequence[float], others: Sequence[Rival], blocks: int) -> Case:
+    """Nanoseconds per block of ours, whose seconds are first in `taken`, and of the fastest of `others`."""
+    best, which = min([(seconds, other.name) for seconds, other in zip(taken[1:], others, strict=True)])
+    return Case(name, taken[0] / blocks * 1e9, "ns", which, best / blocks * 1e9, best / taken[0])
 
 
 _timed = partial(timed, clock=time.thread_time)

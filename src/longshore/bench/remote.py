@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import signal
 import statistics
 import tempfile
 import time
@@ -218,10 +216,10 @@ def _away(server: LocalServer | LocalS3, names: Sequence[str]) -> Iterator[Case]
             ours = MeasuredTier(images, server, Path(), options="", failures=failures)
             try:
                 ours.put()
-                os.kill(server.pid, signal.SIGSTOP)
+                server.pause()
                 yield _late(name, ours, server)
             finally:
-                os.kill(server.pid, signal.SIGCONT)
+                server.resume()
                 ours.close()
     finally:
         images.arena.close()
@@ -231,7 +229,7 @@ def _late(name: str, ours: MeasuredTier, server: LocalServer | LocalS3) -> Case:
     if name == "back/stopped":
         while not ours.tier.is_away:
             ours.probe(expected=None)
-        os.kill(server.pid, signal.SIGCONT)
+        server.resume()
         begun = time.perf_counter()
         while ours.tier.is_away:
             time.sleep(0.002)

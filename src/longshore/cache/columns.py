@@ -45,11 +45,11 @@ def sparse(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     return np.frombuffer(places, dtype, count)
 
 
-def grown(numbers: Column, size: int) -> Column:
-    """The column extended with zeros to `size` elements, allocated when first written."""
+def grown(numbers: Column, size: int, dtype: npt.DTypeLike = _INT32) -> Column:
+    """The column of `dtype` extended with zeros to `size` elements, allocated when first written."""
     if size <= len(numbers):
         return numbers
-    places = sparse(size, _INT32).data
+    places = sparse(size, dtype).data
     places[: len(numbers)] = memoryview(numbers)
     return places
 
@@ -59,12 +59,12 @@ def column(numbers: Column) -> npt.NDArray[np.int32]:
     return _seen_as(numbers, _INT32)
 
 
-def marks(each: bytearray) -> npt.NDArray[np.uint8]:
+def marks(each: bytearray | memoryview[int]) -> npt.NDArray[np.uint8]:
     """A numpy view of a column of bytes."""
     return _seen_as(each, _UINT8)
 
 
-def words(each: array[int]) -> npt.NDArray[np.uint32]:
+def words(each: Column) -> npt.NDArray[np.uint32]:
     """A numpy view of a column of unsigned 32-bit numbers."""
     return _seen_as(each, _UINT32)
 
@@ -287,7 +287,7 @@ def known(node: int) -> IntegrityError:
     return IntegrityError(f"node {node} is already in the policy, or is below {LISTS}, the first number of a node")
 
 
-def check_new(place: bytearray | array[int], nodes: Sequence[int], out: int = 0) -> None:
+def check_new(place: bytearray | Column, nodes: Sequence[int], out: int = 0) -> None:
     """Raise `IntegrityError` if one of `nodes` is in the policy already, given twice, or no number of a node.
 
     `place` is the policy's column: a node that is not in it is marked `out`.
@@ -305,7 +305,7 @@ def check_new(place: bytearray | array[int], nodes: Sequence[int], out: int = 0)
         )
 
 
-def check_in(place: bytearray | array[int], nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
+def check_in(place: bytearray | Column, nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
     """Raise `IntegrityError` if one of `nodes` is not in the policy, by its mark in `place`."""
     if not all(
         map(place.__getitem__, nodes) if len(nodes) < FEW else (np.asarray(memoryview(place))[numbers(nodes)].all(),)

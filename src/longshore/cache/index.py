@@ -34,6 +34,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,7 +93,7 @@ class Index(Nodes):
             before = self._at(keys, first - 1) if first else ROOT
             end = self.known_prefix(keys, first)
             path = self.path(self.get(keys[end - 1]), end - first)[::-1] if end > first else []
-            if path and (self.parent[path[0]] != before or self.key[path].tobytes() != b"".join(keys[first:end])):
+            if path and (self.parent[path[0]] != before or self.key[path].tolist() != list(keys[first:end])):
                 raise _broken(keys, first)
             if self.orphans:
                 path += self._follow_orphans(keys, end)
@@ -101,7 +102,6 @@ class Index(Nodes):
             for node in filter(None, self.find(rest)):
                 if self.depth[node] >= 0:
                     raise _broken(keys, keys.index(self.key[node], first))
-            self.key.check(rest)
         except TypeError:
             raise CacheError("expected the keys of a path as digests (non-empty bytes)") from None
         if len(set(rest)) != len(rest):
@@ -140,7 +140,6 @@ class Index(Nodes):
         Raises `CacheError` if they are not distinct, or one is the child of another chunk.
         """
         nodes = self.find(keys)
-        self.key.check(keys)
         if len(set(keys)) != len(keys):
             raise CacheError(f"expected {len(keys)} distinct keys of a path, got {len(set(keys))}")
         self.check_alone(numbers(nodes))
@@ -210,11 +209,11 @@ class Index(Nodes):
 
     def link_trees(
         self,
-        keys: Sequence[Key],
+        keys: npt.NDArray[Any],
         before: npt.NDArray[np.int64],
         above: npt.NDArray[np.int32],
         tier: int,
-        slots: Sequence[int],
+        slots: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.int32]:
         """New nodes for `keys`, a forest of paths, parents first, in `slots` of `tier`, which are ready.
 
@@ -224,15 +223,19 @@ class Index(Nodes):
         at = self._numbers(len(keys))
         if not len(at):
             return at
-        nodes = self._enter(keys, at, tier, slots)
+        self._enter(keys, at, tier, slots)
         parents = np.where(before >= 0, at[before], above)
         self._tree.link_trees(parents, at)
         for reach in self.reach[: tier + 1]:
             np.add.at(column(reach), parents, 1)
-        depth, reachable = self.depth, self.reachable
-        for node, parent in zip(nodes, parents.tolist(), strict=True):
-            depth[node] = depth[parent] + 1
-            reachable[node] = reachable[parent]
+        # Steps up to the first of its path, and that one's position, by pointer doubling.
+        up, steps = np.where(before >= 0, before, np.arange(len(at))), (before >= 0).astype(np.int32)
+        while steps.any() and not np.array_equal(above_up := up[up], up):
+            steps += steps[up]
+            up = above_up
+        tops = parents[up]
+        column(self.depth)[at] = column(self.depth)[tops] + 1 + steps
+        marks(self.reachable)[at] = marks(self.reachable)[tops]
         return at
 
     def add_copies(self, nodes: Sequence[int], tier: int, slots: Sequence[int]) -> None:

@@ -3,8 +3,8 @@
     hash(key) ─► bucket ─ first ─► node 17 ─ following ─► node 9        `before` is the reverse link
                                    rows[17], the key                    before[17] is ~bucket
 
-All keys of a table have one length, that of the first. A key of 32 bytes takes 44 to 48 bytes, about a third of what
-an entry of a dictionary takes with its key and number. Nothing grows: there are as many places as nodes.
+A key of 32 bytes takes 44 to 48 bytes, about a third of what an entry of a dictionary takes with its key and number.
+Nothing grows: there are as many places as nodes. Digests have one length; keys of several lengths are separate objects.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ At = npt.NDArray[np.int32]
 class KeyTable:
     """Keys by node, for nodes from 1 to below `size`; reads like an array of them, with `None` for nodes without."""
 
-    __slots__ = ("_before", "_count", "_first", "_following", "_mask", "_rows", "_width")
+    __slots__ = ("_before", "_count", "_first", "_following", "_mask", "_rows")
 
     def __init__(self, size: int) -> None:
-        self._rows = np.empty(size, "V1")
-        self._width = 0
-        """Bytes of a key; 0 before the first one."""
+        self._rows: npt.NDArray[Any] = np.empty(size, "V1")
         self._following, self._before = zeros(size), zeros(size)
         """The next and the previous node of the same bucket; the first one has `~bucket`, nodes without a key 0."""
         self._count = 0
@@ -65,13 +63,6 @@ class KeyTable:
         """All nodes with a key, ascending."""
         return np.flatnonzero(column(self._before)).astype(np.int32)
 
-    def check(self, keys: Sequence[Key]) -> None:
-        """Raise `CacheError` unless `insert` would take these keys."""
-        lengths = set(map(len, keys))
-        if len(lengths) > 1 or (self._count and lengths - {self._width}):
-            expected = self._width if self._count else "one number of"
-            raise CacheError(f"expected keys of {expected} bytes, as all of one cache have, got {sorted(lengths)}")
-
     def get(self, key: Key) -> int:
         """The node of `key`; 0 for none. Raises `CacheError` if it is not bytes."""
         if not key or not isinstance(key, bytes):
@@ -86,7 +77,8 @@ class KeyTable:
         """`get` for many."""
         if len(keys) < _FEW:
             return list(map(self.get, keys))
-        return self.find_all(keys).tolist()
+        found: list[int] = self.find_all(keys).tolist()
+        return found
 
     def find_all(self, keys: Sequence[Key]) -> At:
         """`get` for many, as an array."""
@@ -95,7 +87,7 @@ class KeyTable:
             if len(lengths) > 1 or 0 in lengths:
                 return np.array([self.get(key) for key in keys], np.int32)
             found = column(self._first).take(self._buckets(keys))
-            wanted = np.frombuffer(b"".join(keys), np.dtype((np.void, *lengths)) if keys else "V1")
+            wanted = self._column(keys, max(lengths, default=1))
         except TypeError:
             raise no_key(next(key for key in keys if not isinstance(key, bytes))) from None
         if wanted.dtype != self._rows.dtype:
@@ -108,14 +100,27 @@ class KeyTable:
             left = left[found.take(left) != 0]
         return found
 
-    def insert(self, at: At, keys: Sequence[Key]) -> None:
+    def insert(self, at: At, keys: Sequence[Key] | npt.NDArray[Any]) -> None:
         """Give each of the nodes `at`, which have none, its key. They are distinct, and in no table."""
-        if not self._count and self._width != len(keys[0]):
-            self._width = len(keys[0])
-            self._rows = np.empty(len(self._rows), f"V{self._width}")
-        self._rows[at] = np.frombuffer(b"".join(keys), self._rows.dtype)
+        names = keys.tolist() if isinstance(keys, np.ndarray) else keys
+        lengths = set(map(len, names))
+        if not self._count and len(lengths) == 1:
+            if lengths != {self._rows.itemsize} or self._rows.dtype == object:
+                self._rows = np.empty(len(self._rows), f"V{max(lengths)}")
+        elif self._rows.dtype != object and lengths != {self._rows.itemsize}:
+            self._rows = self._rows.astype(object)
+        same = isinstance(keys, np.ndarray) and keys.dtype == self._rows.dtype
+        self._rows[at] = keys if same else self._column(names, self._rows.itemsize)
         self._count += len(at)
-        self._link(at, self._buckets(keys))
+        self._link(at, self._buckets(names))
+
+    def _column(self, keys: Sequence[Key], length: int) -> npt.NDArray[Any]:
+        """`keys` as an array of what the table has, for digests of this `length`."""
+        if self._rows.dtype != object:
+            return np.frombuffer(b"".join(keys), np.dtype((np.void, length)))
+        of = np.empty(len(keys), object)
+        of[:] = keys
+        return of
 
     def _buckets(self, keys: Sequence[Key]) -> npt.NDArray[np.int64]:
         return np.fromiter(map(hash, keys), np.int64, len(keys)) & self._mask

@@ -11,22 +11,31 @@ before it changes anything. `state` holds the state of the tiers, `transfers` th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import cast
 
-from longshore.boundary import DEVICE, Cancel, Command, Discard, Key, ProbeResult, Result, Route, TransferResult
+from longshore.boundary import (
+    DEVICE,
+    Cancel,
+    Command,
+    Discard,
+    Key,
+    ProbeResult,
+    Result,
+    Route,
+    StoredChunk,
+    StoredChunks,
+    TransferResult,
+)
 from longshore.cache.events import Event
-from longshore.cache.eviction.hit_rates import Return
-from longshore.cache.eviction.hit_rates import check as check_return
+from longshore.cache.eviction.hit_rates import Return, check_return
 from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import Leases, LookupCall, Lookups, check_first
 from longshore.cache.offload import Offloader
 from longshore.cache.recovery import Chunk, adopt
 from longshore.cache.remote import RemoteTiers
-from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, seconds
-from longshore.cache.settings import check as check_retention
+from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_retention, seconds
 from longshore.cache.state import CacheState, Level
 from longshore.cache.transfers import Load, Transfers
 from longshore.cache.types import (
@@ -45,10 +54,10 @@ from longshore.cache.types import (
     check_blocks,
     check_distinct,
     check_paths,
+    check_time,
     origins_of,
 )
 from longshore.errors import CacheError
-from longshore.monitoring.table import LOAD_SECONDS
 
 
 class TieredCache:
@@ -100,6 +109,8 @@ class TieredCache:
         self._prefetcher = Prefetcher(self._transfers, self._offloader, self._leases)
         self._lookups = Lookups(self._transfers, self._leases, self._remote, self._advance)
         self._device = DeviceBlocks(self.settings.device_blocks)
+        self._cleaned = -1
+        """`CacheState.changes` when backups were ordered last, so that their own changes cause another look."""
 
     @property
     def generation(self) -> int:
@@ -155,7 +166,7 @@ class TieredCache:
             count: Count misses, and record the request as an event. An engine that looks up a waiting request
                 repeatedly does so once.
         """
-        _check_time(now)
+        check_time(now)
         self._state.check_tick(tick)
         check_paths(paths)
         check_return(returns)
@@ -191,7 +202,7 @@ class TieredCache:
         next lookup finds what has arrived. Remote tiers are asked for chunks of which they have not answered. These
         reads are not cancelled with the request; they end within `timeout` seconds, `settings.load_timeout` if `None`.
         """
-        _check_time(now)
+        check_time(now)
         if not isinstance(what, Mapping):
             record = self._leases.get(what)
             policy, longest = self._prefetcher.check(policy, timeout)
@@ -429,7 +440,7 @@ class TieredCache:
         Jobs that no request waits for any more are cancelled, and own their slots until they end. Raises `JobError`,
         with nothing applied, for a job or probe that is not in flight, or that a rank reports twice.
         """
-        _check_time(now)
+        check_time(now)
         answers = [result for result in results if isinstance(result, ProbeResult)]
         if answers:
             self._remote.check(answers)
@@ -457,8 +468,9 @@ class TieredCache:
         empty slots. Chunks whose parents were not found are orphans. Raises `CacheError`, with nothing recovered, for
         two chunks in one slot, or with one key.
         """
-        at, chunks = self._tier(tier), list(found)
+        at = self._tier(tier)
         self._state.pools[at].check_slots(others)
+        chunks = found if isinstance(found, StoredChunks) else [StoredChunk(*each) for each in found]
         adopted = adopt(self._state, at, chunks)
         self._state.pools[at].give_last(others)
         return adopted
@@ -560,7 +572,8 @@ class TieredCache:
         """Order prefetches that have waited for room, then backups."""
         if self._prefetcher.queue:
             self._prefetcher.proceed()
-        if self._state.index.called or any(self._state.backlog.counts):
+        changed, self._cleaned = self._cleaned != self._state.changes, self._state.changes
+        if self._state.index.called or (changed and any(self._state.backlog.counts)):
             self._offloader.clean()
         if self._remote.tiers:
             self._remote.proceed()
@@ -577,10 +590,7 @@ class TieredCache:
         if load.outcome is not None and all(len(keys) != 1 or keys[0] != hidden for _, keys in load.asked):
             sources = load.outcome.sources
             self.counters.count_hits(sources, sources[: load.of_first], self.settings.first_tokens)
-            if sources:
-                by_tier = self.counters.histograms[LOAD_SECONDS]
-                slowest = next(tier for tier in reversed(by_tier) if tier in sources)
-                by_tier[slowest].observe(self._transfers.now - load.began, load.asked[0][0] if load.asked else None)
+            self.counters.observe_load(sources, self._transfers.now - load.began, load.asked)
         self._transfers.waits.close(load.wait)
 
     def _count_misses(self, load: Load, misses: Sequence[MissReason]) -> None:
@@ -589,13 +599,7 @@ class TieredCache:
             self._state.log.loaded(load.asked, load.outcome.chunks, misses)
 
     def _tier(self, name: str) -> int:
-        for tier, level in enumerate(self._state.levels):
-            if level.name == name:
-                return tier
-        raise CacheError(f"expected a tier of {[level.name for level in self._state.levels]}, got {name!r}")
-
-
-def _check_time(now: float) -> None:
-    """Raise `CacheError` unless `now` is a finite number: time would not return from infinity."""
-    if not isinstance(now, int | float) or not math.isfinite(now):
-        raise CacheError(f"now: expected a finite number of seconds, got {now!r}")
+        names = [level.name for level in self._state.levels]
+        if name not in names:
+            raise CacheError(f"expected a tier of {names}, got {name!r}")
+        return names.index(name)

@@ -1,13 +1,14 @@
 """Nodes: one small integer for each key that is in a tier, or on its way into one, and its attributes.
 
-The attributes are in arrays (29 bytes per node, and 8 for each tier), and so are the keys (`key_table`): a million nodes
-are about twenty Python objects, which saves memory and garbage collection.
+The attributes are in arrays (29 bytes per node, and 8 for each tier), and so are the keys (`key_table`): a million
+nodes are about twenty Python objects, which saves memory and garbage collection.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -337,7 +338,13 @@ class Nodes:
         self._free = FreeList(array("i", range(self.size + more - 1, self.size - 1, -1)) + array("i", self._free))
         self.size += more
 
-    def _enter(self, keys: Sequence[Key], at: npt.NDArray[np.int32], tier: int, slots: Sequence[int]) -> list[int]:
+    def _enter(
+        self,
+        keys: Sequence[Key] | npt.NDArray[Any],
+        at: npt.NDArray[np.int32],
+        tier: int,
+        slots: Sequence[int] | npt.NDArray[np.int32],
+    ) -> list[int]:
         """Enter the nodes `at` for `keys`, in `slots` of `tier`; returns the nodes as a list."""
         nodes: list[int] = at.tolist()
         where = numbers(slots)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Slabs, Status
-from longshore.cache.columns import FreeList, column, marks, numbers, zeros
+from longshore.cache.columns import FreeList, column, has_duplicates, marks, numbers, zeros
 from longshore.errors import CacheError, CapacityError, IntegrityError, StateError
 
 
@@ -150,14 +150,19 @@ class SlotPool:
             raise IntegrityError(f"slot {index} is {STATES[state[index]].value}, not {STATES[before].value}")
         state[at] = after
 
-    def claim(self, indices: Sequence[int], pools: Sequence[int]) -> None:
+    def claim(
+        self, indices: Sequence[int] | npt.NDArray[np.int64], pools: Sequence[int] | npt.NDArray[np.int64]
+    ) -> None:
         """Allocate recovered slots of `pools`, the most recently used one last; all or none."""
-        bad = [i for i in indices if not 0 <= i < self.capacity or self.state[i] != FREE]
-        if bad or len(set(indices)) != len(indices):
-            raise CacheError(f"expected free, distinct slots below {self.capacity}, got {bad or indices}")
-        self._claim(indices, pools)
-        self.move_all(indices, FREE, READY)
-        column(self.written)[numbers(indices)] = 0
+        at = np.asarray(indices, np.int64)
+        bad = (at < 0) | (at >= self.capacity)
+        bad[~bad] = marks(self.state)[at[~bad]] != FREE
+        if bad.any() or has_duplicates(at):
+            wrong = (at[bad] if bad.any() else at).tolist()
+            raise CacheError(f"expected free, distinct slots below {self.capacity}, got {wrong[:9]}")
+        self._claim(at, np.asarray(pools, np.int64))
+        self.move_all(at.astype(np.int32), FREE, READY)
+        column(self.written)[at] = 0
 
     def check_slots(self, indices: Sequence[int]) -> None:
         """Raise `CacheError` unless these are indices of slots."""
@@ -168,7 +173,8 @@ class SlotPool:
     def give_last(self, indices: Sequence[int]) -> None:
         """Allocate those of these slots that are free last, in order. Raises `CacheError` if one is out of range."""
         self.check_slots(indices)
-        self._give_last([index for index in indices if self.state[index] == FREE])
+        if len(indices):
+            self._give_last([index for index in indices if self.state[index] == FREE])
 
     def resize(self, slabs: int) -> None:
         """Resize to `slabs` slabs. Raises `CapacityError`, with nothing changed, if a slot above is not free."""
@@ -286,12 +292,13 @@ class SlotPool:
         """Add slots to the free list."""
         self._free.give(indices)
 
-    def _claim(self, indices: Sequence[int], pools: Sequence[int]) -> None:
-        """Remove these free slots from the free list. Raises `CacheError` for another pool."""
-        if any(pools):
-            raise CacheError(f"expected pool 0, as there is one image size; got pools {sorted(set(pools))}")
-        wanted = set(indices)
-        self._free = FreeList(array("i", [i for i in self._free if i not in wanted]))
+    def _claim(self, at: npt.NDArray[np.int64], pools: npt.NDArray[np.int64]) -> None:
+        """Remove the free slots `at` from the free list. Raises `CacheError` for another pool."""
+        if pools.any():
+            raise CacheError(f"expected pool 0, as there is one image size; got pools {np.unique(pools).tolist()}")
+        wanted, free = np.zeros(self.capacity, bool), column(array("i", self._free))
+        wanted[at] = True
+        self._free = FreeList(array("i", free[~wanted[free]].tobytes()))
 
     def _give_last(self, indices: Sequence[int]) -> None:
         """Move these free slots to the end of the free list."""

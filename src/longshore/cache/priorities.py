@@ -55,7 +55,7 @@ class Priorities:
         self._policies = policies
         self._makers = makers
         self._serving = serving
-        self._priority = bytearray()
+        self._priority: memoryview[int] = memoryview(b"")
         """The band of each node, after the first priority was set."""
         self._until: dict[int, float] = {}
         self._due: list[tuple[float, tuple[int, ...]]] = []
@@ -67,7 +67,11 @@ class Priorities:
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
         if self.used:
-            self._priority.extend(bytes([_USUAL]) * (nodes - len(self._priority)))
+            grown = np.full(nodes, _USUAL, np.uint8)
+            grown[: len(self._priority)] = self._priority
+            self._priority = grown.data
+            for band in self._bands:
+                band.priorities = self._priority
 
     def apply(self, nodes: Nodes, positions: npt.ArrayLike, retention: Sequence[Retention], now: float) -> None:
         """Set the priorities of `nodes`, the chunks at `positions` of a request, parents first, from `retention`."""
@@ -134,7 +138,7 @@ class Priorities:
 
     def _begin(self) -> None:
         self.used = True
-        self._priority = bytearray([_USUAL]) * self._index.size
+        self._priority = np.full(self._index.size, _USUAL, np.uint8).data
         for tier, make in enumerate(self._makers):
             split = partial(self._split, make)
             policy = self._policies[tier]

@@ -13,16 +13,14 @@ as used as recently as its newest descendant, so that tails are evicted before h
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
-from itertools import compress, repeat
-from operator import itemgetter
-from typing import cast
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import Key
+from longshore.boundary import Key, StoredChunk, StoredChunks
 from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.state import CacheState
 from longshore.errors import CacheError
@@ -37,32 +35,28 @@ Chunk = tuple[int, Key, Key | None, int]
 """A chunk found at start: slot, key, parent key, pool of the slot."""
 
 
-def adopt(state: CacheState, tier: int, found: Sequence[Chunk]) -> int:
+def adopt(state: CacheState, tier: int, found: StoredChunks | Sequence[Chunk]) -> int:
     """Recover chunks found in slots of `tier`, oldest first; returns how many.
 
     Raises `CacheError`, with nothing changed, for two chunks in one slot, two of one key, or a chunk that is in the
     index with another parent.
     """
-    slots, pools = (_numbers(map(itemgetter(field), found)) for field in (0, 3))
+    try:
+        chunks = found if isinstance(found, StoredChunks) else StoredChunks.of(found)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CacheError(f"expected chunks as (slot, key, parent, pool): {error}") from None
     if state.several_sizes:
-        last = _of_the_last_size(slots // state.pools[tier].slabs.stride, pools)
-        found, slots, pools = list(compress(found, last)), slots[last], pools[last]
-    known = _numbers(state.index.find([key for _, key, _, _ in found]))
-    before, above = _parents(state, tier, found, pools, known)
+        chunks = chunks.where(_of_the_last_size(chunks.slots // state.pools[tier].slabs.stride, chunks.pools))
+    keys = chunks.keys.tolist() if len(state.index) else []
+    known = np.array(state.index.find(keys), np.int64) if keys else np.zeros(len(chunks), np.int64)
+    before, above = _parents(state, tier, chunks, known)
     rows = _newest_first(before)
     shared = rows[known[rows] > 0]
-    _check(state, tier, [found[row] for row in shared.tolist()])
-    state.pools[tier].claim(slots[rows[::-1]].tolist(), pools[rows[::-1]].tolist())  # the newest last
-    nodes = _enter(state, tier, rows, found, slots, known, before, above)
+    _check(state, tier, [chunks[row] for row in shared.tolist()])
+    state.pools[tier].claim(chunks.slots[rows[::-1]], chunks.pools[rows[::-1]])  # the newest last
+    nodes = _enter(state, tier, rows, chunks, known, before, above)
     _insert(state, tier, nodes, known[shared].tolist())
     return len(nodes)
-
-
-def _numbers(numbers: Iterable[int]) -> _Numbers:
-    try:
-        return np.frombuffer(array("q", numbers), np.int64)
-    except (TypeError, IndexError, OverflowError) as error:
-        raise CacheError(f"expected slots and pools as integers: {error}") from None
 
 
 def _of_the_last_size(slabs: _Numbers, pools: _Numbers) -> npt.NDArray[np.bool_]:
@@ -75,32 +69,53 @@ def _of_the_last_size(slabs: _Numbers, pools: _Numbers) -> npt.NDArray[np.bool_]
 
 
 def _parents(
-    state: CacheState, tier: int, found: Sequence[Chunk], pools: _Numbers, known: _Numbers
+    state: CacheState, tier: int, found: StoredChunks, known: _Numbers
 ) -> tuple[_Numbers, npt.NDArray[np.int32]]:
     """The position in `found` of the parent of each chunk, or `_TOP` or `_LOST`; and its node if it is in the index.
 
     The node is `ORPHANS` for orphans. A chunk with a parent of another size is lost.
     """
-    index, count = state.index, len(found)
-    places: dict[Key | None, int] = dict(zip(map(itemgetter(1), found), range(count), strict=True))
-    if len(places) < count:
-        raise CacheError(f"expected {count} chunks with distinct keys, got {len(places)}")
-    places[None] = _TOP
-    try:
-        before = np.fromiter(map(places.get, map(itemgetter(2), found), repeat(_LOST)), np.int64, count)
-    except TypeError as error:
-        raise CacheError(f"expected parents as digests (non-empty bytes): {error}") from None
+    index, count, pools = state.index, len(found), found.pools
+    before = np.where(found.has_parent, _positions(found.keys, found.parents), _TOP)
     inside = before >= 0
     before[inside] = np.where(pools[before[inside]] == pools[inside], before[inside], _LOST)
     above = np.full(count, ROOT, np.int32)
     for row in np.flatnonzero(~inside & (before == _LOST)).tolist():
-        _, _, parent, pool = found[row]
-        node = index.get(parent)  # type: ignore[arg-type]  # which is not None here, as that has a place
+        node = index.get(bytes(found.parents[row]))
         accepted = not node or index.accepts(node, tier)
-        if (node and index.pool_of(node) != pool) or (not accepted and known[row]):
+        if (node and index.pool_of(node) != pools[row]) or (not accepted and known[row]):
             continue
         before[row], above[row] = _TOP, node if node and accepted else ORPHANS
     return before, above
+
+
+def _positions(keys: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> _Numbers:
+    """The position of each of `wanted` among `keys`, `_LOST` if it is not there. Raises `CacheError` for equal keys.
+
+    Digests differ in their first eight bytes, by which they are sorted; other keys need a dictionary.
+    """
+    count, width = len(keys), keys.itemsize
+    if not count or keys.dtype == object or width % 8:
+        return _positions_by_name(keys, wanted)
+    ours, theirs = (
+        np.ascontiguousarray(np.ascontiguousarray(each).view("<u8")[:: width // 8]) for each in (keys, wanted)
+    )
+    order = np.argsort(ours)
+    ours = ours[order]
+    if (ours[1:] == ours[:-1]).any():
+        return _positions_by_name(keys, wanted)
+    asked = np.argsort(theirs)  # a search in order is several times faster
+    found = np.empty(count, np.int64)
+    found[asked] = order[np.minimum(np.searchsorted(ours, theirs[asked]), count - 1)]
+    found[keys[found] != wanted] = _LOST
+    return found
+
+
+def _positions_by_name(keys: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> _Numbers:
+    count, places = len(keys), dict(zip(keys.tolist(), range(len(keys)), strict=True))
+    if len(places) < count:
+        raise CacheError(f"expected {count} chunks with distinct keys, got {len(places)}")
+    return np.fromiter(map(places.get, wanted.tolist(), repeat(_LOST)), np.int64, count)
 
 
 def _newest_first(before: _Numbers) -> _Numbers:
@@ -119,7 +134,7 @@ def _newest_first(before: _Numbers) -> _Numbers:
     return reached[np.lexsort((depth[reached], -newest[reached]))]
 
 
-def _check(state: CacheState, tier: int, known: Sequence[Chunk]) -> None:
+def _check(state: CacheState, tier: int, known: Sequence[StoredChunk]) -> None:
     """Raise `CacheError` where the index has another parent than the chunk found, or a copy in the tier."""
     index = state.index
     for _, key, parent, pool in known:
@@ -133,25 +148,23 @@ def _enter(
     state: CacheState,
     tier: int,
     rows: _Numbers,
-    found: Sequence[Chunk],
-    slots: _Numbers,
+    found: StoredChunks,
     known: _Numbers,
     before: _Numbers,
     above: npt.NDArray[np.int32],
 ) -> list[int]:
     """Nodes of the chunks at `rows`, parents first, each with its copy."""
-    index, new = state.index, rows[known[rows] == 0]
+    index, new, slots = state.index, rows[known[rows] == 0], found.slots.astype(np.int32)
     shared = rows[known[rows] > 0]
     index.add_copies(known[shared].tolist(), tier, slots[shared].tolist())
     index.reveal(known[shared].tolist())
     place, parent = np.full(len(found) + 2, -1), before[new]  # position among the new chunks
     place[new] = np.arange(len(new))
     outside = np.where(parent >= 0, np.append(known, [ROOT, ROOT])[parent], above[new]).astype(np.int32)
-    keys = [found[row][1] for row in new.tolist()]
     nodes = known.copy()
-    nodes[new] = index.link_trees(keys, place[parent], outside, tier, slots[new].tolist())
+    nodes[new] = index.link_trees(found.keys[new], place[parent], outside, tier, slots[new])
     for row in new[above[new] == ORPHANS].tolist():
-        index.wait(int(nodes[row]), cast("Key", found[row][2]))
+        index.wait(int(nodes[row]), bytes(found.parents[row]))
     adopted: list[int] = nodes[rows].tolist()
     if index.orphans and (adrift := [node for node in adopted if index.depth[node] < 0]):
         state.priorities.mark_orphans(adrift)
@@ -166,6 +179,7 @@ def _insert(state: CacheState, tier: int, nodes: list[int], known: Sequence[int]
         state.policies[tier].insert(nodes[::-1])
     state.rank(nodes[::-1], tier)
     state.windows.mark_ready(nodes, tier)
+    state.changes += 1
     if state.last:
         # A chunk that only the coldest tier has is not dirty, and no other chunk waits for it.
         news = known if tier == state.last else nodes[::-1]

@@ -153,7 +153,7 @@ class Retention(NamedTuple):
         return cls(first // chunk_tokens, None if end is None else -(-end // chunk_tokens), priority, seconds)
 
 
-def check(retention: Sequence[Retention]) -> None:
+def check_retention(retention: Sequence[Retention]) -> None:
     """Raise `CacheError` for an invalid range, priority or time."""
     for each in retention:
         good = each.first >= 0 and (each.end is None or each.end > each.first)

@@ -212,8 +212,8 @@ class SlabPool(SlotPool):
         self.owner[slab] = NOBODY
         self._spare.append(slab)
 
-    def _claim(self, indices: Sequence[int], pools: Sequence[int]) -> None:
-        at, of, images = np.array(indices, np.int64), np.array(pools, np.int64), np.array(self.slabs.images)
+    def _claim(self, indices: Sequence[int] | _Numbers, pools: Sequence[int] | _Numbers) -> None:
+        at, of, images = np.asarray(indices, np.int64), np.asarray(pools, np.int64), np.array(self.slabs.images)
         slab, position = np.divmod(at, self.slabs.stride)
         bad = (of < 0) | (of >= len(images))
         bad |= position >= images[np.where(bad, 0, of)]

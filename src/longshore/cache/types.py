@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import time
 from bisect import bisect_left
 from collections import Counter, deque
@@ -370,6 +371,13 @@ class Counters:
         self.hits.update(chunks)
         self.hit_tokens.update({tier: count * tokens for tier, count in Counter(of_first).items()})
 
+    def observe_load(self, sources: Sources, seconds: float, asked: Sequence[tuple[str | None, Sequence[Key]]]) -> None:
+        """Enter a load for the requests `asked` into the histogram of the slowest of `sources`, if there is one."""
+        if sources:
+            by_tier = self.histograms[LOAD_SECONDS]
+            slowest = next(tier for tier in reversed(by_tier) if tier in sources)
+            by_tier[slowest].observe(seconds, asked[0][0] if asked else None)
+
     def count_transfer(self, route: str, result: TransferResult) -> None:
         """Count what a rank moved on `route`. What moved nothing, as after a refusal, is not in the histograms."""
         totals = self.routes.get(route) or self.routes.setdefault(route, RouteTotals())
@@ -467,6 +475,12 @@ def check_distinct(keys: Sequence[Key]) -> None:
     """Raise `CacheError` unless all keys of a request are distinct."""
     if len(set(keys)) != len(keys):
         raise CacheError(f"expected {len(keys)} distinct keys over all groups, got {len(set(keys))}")
+
+
+def check_time(now: float) -> None:
+    """Raise `CacheError` unless `now` is a finite number: time would not return from infinity."""
+    if not isinstance(now, int | float) or not math.isfinite(now):
+        raise CacheError(f"now: expected a finite number of seconds, got {now!r}")
 
 
 def _brief(value: object) -> str:

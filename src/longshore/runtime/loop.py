@@ -108,18 +108,17 @@ class Runtime:
         self.stores = tuple(self._probers)
         """Names of the remote tiers that can be asked."""
         self._probing = dict[int, tuple[Probe, float]]()  # probes in flight, and when they were ordered
-        self._results = list[Result]()
+        self._results: list[Result] = []
         self._failures: dict[int, dict[Slot, Status]] = {}
         """Slots that were not filled, by job, until the result is applied to the cache."""
         self.closed = False
         self.pid = os.getpid()
-        self._unpollable: list[Mover] = []
-        """Movers that could not be polled after a fault."""
+        self._unpollable: list[Mover] = []  # they could not be polled after a fault
         self._calls = CallLog(cache, self.fail)
         self._applies = 0
         """Calls after which what a caller waits for may have happened."""
         self._idle_until = -math.inf
-        """Without results nothing is due before, unless a caller uses the cache."""
+        """Waits do not call the cache before, without results: nothing is due, unless a caller has used it."""
         self.fault: BaseException | None = None
         """The exception of the control plane's first fault, which disabled the tiers."""
         self.faults = 0
@@ -187,6 +186,7 @@ class Runtime:
     def pump(self) -> bool:
         """Make progress without waiting; returns whether anything is in flight."""
         with self._lock:
+            self._idle_until = -math.inf
             self._pump()
             return self._is_busy
 
@@ -254,6 +254,7 @@ class Runtime:
         """
 
         def is_done() -> bool:
+            self._idle_until = -math.inf  # `flush` may order backups
             if self.fault is not None or self._cache.flush():
                 return True
             return besides > 0 and self._cache.jobs_in_flight <= besides
@@ -573,7 +574,7 @@ class BackgroundLoop:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread. Idempotent; the runtime stays open."""
+        """Stop the thread; the runtime stays open. Idempotent."""
         self._stopping = True
         self._runtime.wakeup.set()
         self._thread.join()

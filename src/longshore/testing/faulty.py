@@ -25,10 +25,10 @@ from typing import NamedTuple
 
 import xxhash
 
-from longshore.boundary import Status
+from longshore.boundary import Status, StoredChunk
 from longshore.errors import ConfigError, TierClosedError, TierError
 from longshore.tiers.arena import Arena
-from longshore.tiers.base import Op, OpBatch, StoredChunk, Tier, TierOp, TierResult, check_batch
+from longshore.tiers.base import Op, OpBatch, Tier, TierOp, TierResult, check_batch
 
 
 class Fault(enum.Enum):
@@ -182,7 +182,7 @@ class FaultyTier(Tier):
         self._settle()
         self.inner.close()
 
-    def recover(self) -> list[StoredChunk]:
+    def recover(self) -> Sequence[StoredChunk]:
         """As the inner tier."""
         return self.inner.recover()
 

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longshore.boundary import PAGE, Status
+from longshore.boundary import PAGE, Status, StoredChunk
 from longshore.errors import TierClosedError, TierError
 from longshore.testing.tier_harness import POISON, TierHarness, image, key, span
 from longshore.tiers.arena import Arena
-from longshore.tiers.base import BY_KEY, Op, StoredChunk, Tier
+from longshore.tiers.base import BY_KEY, Op, Tier
 
 _PLACES = 32
 _SPECIAL = np.array([0x7FA00001, 0xFFC12345, 0x80000000, 0x7F800000, 0x00000001], np.uint32)

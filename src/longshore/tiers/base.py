@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longshore.boundary import Key, Slabs, Status
+from longshore.boundary import Key, Slabs, Status, StoredChunk
 from longshore.errors import PlanError, TierError
 
 
@@ -79,15 +79,6 @@ class TierResult(NamedTuple):
     queued_seconds: float
 
 
-class StoredChunk(NamedTuple):
-    """A chunk that a tier recovered at start: `key` (child of `parent`) is in `slot` of `pool`."""
-
-    slot: int
-    key: Key
-    parent: Key | None
-    pool: int = 0
-
-
 class Tier(ABC):
     """Storage for block images, addressed by slot, accessed through the host arena.
 
@@ -123,7 +114,7 @@ class Tier(ABC):
     def close(self) -> None:
         """Wait for operations that have begun, end the rest as `Status.TIER_OFF`, release all resources. Idempotent."""
 
-    def recover(self) -> list[StoredChunk]:
+    def recover(self) -> Sequence[StoredChunk]:
         """Chunks of an earlier process, least recently used first; none for most tiers."""
         return []
 

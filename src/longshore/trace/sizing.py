@@ -120,25 +120,10 @@ def estimate(
 ) -> tuple[Estimate, ...]:
     """Estimates for `cells`: pairs of bytes of host memory and of files."""
     image = arrivals.block_tokens * timing.geometry.kv_bytes_per_token
-    blocks = [(host // image, file // image) for host, file in cells]
-    ttft = _simulate(arrivals, distances, blocks, timing, image, engines)
-    p95 = np.percentile(ttft, 95, axis=0).tolist()
-    return tuple(Estimate(*cell, prices.of(*cell), each) for cell, each in zip(cells, p95, strict=True))
-
-
-def _simulate(
-    arrivals: Arrivals,
-    distances: npt.NDArray[np.int64],
-    cells: Sequence[tuple[int, int]],
-    timing: Timing,
-    image: int,
-    engines: int,
-) -> Floats:
-    """TTFT of each request (rows) in each cell (columns)."""
     starts, tokens, seconds = arrivals.paths.starts, arrivals.tokens, arrivals.seconds
     usable = ((tokens - 1) // arrivals.block_tokens).astype(np.int64)
-    warm = np.array([host for host, _ in cells])
-    both = np.array([host + file for host, file in cells])
+    warm = np.array([host // image for host, _ in cells])
+    both = np.array([host // image + file // image for host, file in cells])
     free = np.zeros((len(cells), engines))
     rows = np.arange(len(cells))
     ttft = np.empty((len(tokens), len(cells)))
@@ -155,7 +140,8 @@ def _simulate(
             begun = np.maximum(free[rows, engine], seconds[request] + loading[row])
             free[rows, engine] = begun + computing[row]
             ttft[request] = free[rows, engine] - seconds[request]
-    return ttft
+    p95 = np.percentile(ttft, 95, axis=0).tolist()
+    return tuple(Estimate(*cell, prices.of(*cell), each) for cell, each in zip(cells, p95, strict=True))
 
 
 def _times(

@@ -21,7 +21,7 @@ import math
 import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 from longshore.errors import ConfigError, TraceError
 from longshore.trace.parsing import TraceRequest
@@ -141,16 +141,20 @@ class Workload:
             raise TraceError("expected a trace of at least one request, got none")
         prompts = [shaper.prompt(request) for request in taken]
         paths = [request.hash_ids[: len(p) // block_tokens] for request, p in zip(taken, prompts, strict=True)]
-        common = _common_prefix(paths)
-        seen = _Seen()
+        both = zip(min(paths), max(paths), strict=False)  # what these two share, all share
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+        nodes: dict[tuple[int, int], int] = {}  # the tree of blocks so far: an edge is an id, a node is a prefix
         requests = []
         for index, (source, prompt, path) in enumerate(zip(taken, prompts, paths, strict=True)):
-            reusable = min(seen.add(path), (len(prompt) - 1) // block_tokens)
+            node, before = 0, len(nodes)
+            for hash_id in path:
+                node = nodes.setdefault((node, hash_id), len(nodes) + 1)
+            reusable = min(len(path) - (len(nodes) - before), (len(prompt) - 1) // block_tokens)
             output = max(min_new_tokens, min(max_new_tokens, shaper.length(source.output_length)))
             requests.append(
                 WorkloadRequest(index, prompt, output, source.hash_ids, len(path), reusable, reusable > common)
             )
-        return cls(tuple(requests), block_tokens, vocab_size, seen.count, common)
+        return cls(tuple(requests), block_tokens, vocab_size, len(nodes), common)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -200,33 +204,6 @@ class _Shaper:
         if run is None:
             run = self._runs[hash_id] = tokens_of(hash_id, self._block_tokens, self._vocab_size)
         return run
-
-
-class _Seen:
-    """The tree of full blocks seen so far: an edge is an id, a node is a prefix."""
-
-    def __init__(self) -> None:
-        self._nodes: dict[tuple[int, int], int] = {}
-
-    @property
-    def count(self) -> int:
-        return len(self._nodes)
-
-    def add(self, path: tuple[int, ...]) -> int:
-        """Add `path`; returns how many of its leading blocks were known."""
-        node, before = 0, len(self._nodes)
-        for hash_id in path:
-            node = self._nodes.setdefault((node, hash_id), len(self._nodes) + 1)
-        return len(path) - (len(self._nodes) - before)
-
-
-def _common_prefix(paths: list[tuple[int, ...]]) -> int:
-    """Length of the prefix that all `paths` have in common."""
-    low, high = min(paths), max(paths)  # the common prefix of the least and the greatest path is common to all
-    for i, (a, b) in enumerate(zip(low, high, strict=False)):
-        if a != b:
-            return i
-    return min(len(low), len(high))
 
 
 def _check(block: int, limit: int | None, least: int, most: int, trace_block: int) -> None:

@@ -354,7 +354,7 @@ def test_failing_eviction_policy_mid_batch_changes_no_answer(
             if named.get("until") is None:  # not only counted
                 damaged.append(len(policy))
             if len(damaged) == 2:
-                policy.remove_all(np.flatnonzero(policy.resident(len(policy.names))).tolist())
+                policy.remove_all(np.flatnonzero(policy.resident(cache._state.index.size)).tolist())
             return lookup(*arguments, **named)
 
         monkeypatch.setattr(cache, "lookup", damage)

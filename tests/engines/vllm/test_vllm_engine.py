@@ -66,21 +66,6 @@ def test_a_damaged_eviction_order_costs_time_and_nothing_else(serve: Serve, orac
     assert served.answers[-1]["cached"] == oracles("llama")[2]["cached"], "computed, but for what the device has"
 
 
-def test_prompt_longer_than_host_memory_is_served_from_its_head(serve: Serve, tmp_path: Path) -> None:
-    """vLLM offers it in one piece; it comes back from host memory, and from files after a restart."""
-    options = {"max_num_batched_tokens": 1024}
-    ask = asked([long_prompt()])
-    extra = {**tiers(tmp_path / "tier"), "host_size": "576KiB"}
-    served = serve("llama", [*ask, ["settle"], ["reset"], *ask], extra, 160, options=options)
-    assert served.counters["image_bytes"] == [576 * 1024 // 12], "12 chunks of 28"
-    restarted = serve("llama", ask, extra, 160, options=options)
-    assert restarted.counters["arrived"]["file->host"] == 12
-    plain = {"chunks": 12}
-    oracle = serve("llama", [*ask, ["reset"], *ask], None, 160, plain=plain, options=options).answers
-    assert oracle[1]["cached"] == 12 * 32
-    assert [*served.answers, *restarted.answers] == [*oracle, oracle[1]]
-
-
 CHUNKED = {"max_num_batched_tokens": 128}
 """Prompts are computed, and offered, four chunks at a time."""
 
@@ -155,21 +140,6 @@ def test_prompts_longer_than_host_memory_are_loaded_whole(serve: Serve, tmp_path
     assert seen["loads"] > 0
     assert (seen["wrong"], seen["open"]) == (0, 0)
     assert served.counters["held"] == served.counters["faults"] == 0
-
-
-def test_prompts_longer_than_host_memory_are_served_together(serve: Serve, tmp_path: Path) -> None:
-    prompts = [long_prompt(seed=seed) for seed in (1, 2)]
-    cold = [each["tokens"] for each in serve("llama", asked(prompts), None, 160, options=CHUNKED).answers]
-    extra = {**tiers(tmp_path / "tier"), "host_size": "576KiB"}
-    extra |= {"spec_name": "WatchedSpec", "spec_module_path": "watched_spec"}
-    together = ["ask_together", prompts]
-    steps = [together, ["reset"], together, ["reset"], together, ["settle"], ["witness"]]
-    served = serve("llama", steps, extra, 160, options=CHUNKED, script="many_requests.py", connector=CONNECTOR)
-    *answers, seen = served.answers
-    assert [[each["tokens"] for each in both] for both in answers] == [cold] * 3
-    assert sum(each["cached"] for both in answers[1:] for each in both) >= 12 * 32, answers
-    assert seen["loads"] > 0
-    assert (seen["wrong"], seen["open"]) == (0, 0)
 
 
 def test_hints_of_requests_are_followed_in_a_running_engine(serve: Serve, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def served(
     return router, frames, answers[-1], {int(name[-24:-8], 16) for name in names}
 
 
-def test_a_router_knows_what_the_tiers_of_a_real_engine_hold(serve: Serve, tmp_path: Path) -> None:
+def test_router_knows_what_a_real_engines_tiers_hold(serve: Serve, tmp_path: Path) -> None:
     router, frames, residents, shared = served(serve, tmp_path / "all", remote=True)
     assert router.blocks[HOST] == {*residents[IN_HOST]} != set()
     assert router.blocks[FILE] == {*residents[IN_FILE]} != set()

@@ -19,7 +19,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm_kit import BLOCKS, Rig, file_settings, keys_of
 
-from longshore.cache.eviction import POLICIES
 from longshore.cache.eviction.hit_rates import USES
 from longshore.engines.vllm.requests import ours
 from longshore.errors import ConfigError, EngineError
@@ -274,12 +273,6 @@ def test_what_cannot_be_served_is_refused_at_start() -> None:
         Rig(host_size=16)
 
 
-@pytest.mark.parametrize("eviction", POLICIES)
-def test_every_tier_evicts_by_the_policy_of_the_settings(rigs: Any, tmp_path: Path, eviction: str) -> None:
-    rig = rigs(eviction=eviction, **file_settings(tmp_path))
-    assert [type(policy) for policy in rig.cache._state.policies] == [POLICIES[eviction]] * 2
-
-
 def test_promised_loads_stay_in_place_after_a_fault(rigs: Any) -> None:
     rig, keys = rigs(), keys_of(5)
     assert rig.store(keys, [1, 2, 3, 4, 5], rig.request("first", keys)) == keys
@@ -364,14 +357,6 @@ def test_request_advances_the_eviction_clock_and_use_counts_once(rigs: Any) -> N
     assert [(policy._used[node], ((policy._state[node] & USES) >> 3) - 1) for node in nodes] == [(3, 2)] * 2
 
 
-def test_a_request_that_is_only_offered_draws_a_turn(rigs: Any) -> None:
-    rig, keys = rigs(), keys_of(2)
-    context = rig.request("one", keys)
-    rig.store(keys[:1], [1], context)
-    rig.store(keys[1:], [2], context)
-    assert rig.cache._state.policies[0]._now == 1
-
-
 def test_vllm_is_asked_to_offer_whole_paths(rigs: Any) -> None:
     context = ReqContext(req_id="one")
     assert rigs().manager.on_new_request(context).policy is OffloadPolicy.REQUEST_LEVEL
@@ -383,18 +368,6 @@ def test_tails_are_evicted_before_heads_of_a_path(rigs: Any) -> None:
     rig.store(two, range(7, 11), rig.request("two", two))
     assert rig.lookup(one, rig.request("again", one)) == [HIT] * 5 + [MISS]  # the end of `two` was let pass
     rig.cache.check_integrity()
-
-
-def test_chunks_are_linked_to_the_path_that_vllm_told(rigs: Any) -> None:
-    """In parts, as a prompt is computed; the second time with what the tiers have in front."""
-    rig, keys = rigs(), keys_of(6)
-    first = rig.request("first", keys)
-    for begin in (0, 2):
-        assert rig.store(keys[begin : begin + 2], [1, 2], first) == keys[begin : begin + 2]
-    assert rig.store(keys, range(1, 7), rig.request("second", keys)) == keys[4:]
-    index = rig.cache._state.index
-    nodes = [index.get(key) for key in ours(keys)]
-    assert [index.parent[node] for node in nodes] == [0, *nodes[:-1]]
 
 
 def test_offer_with_a_gap_is_taken_to_the_gap(rigs: Any) -> None:

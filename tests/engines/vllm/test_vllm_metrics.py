@@ -194,7 +194,7 @@ def test_changed_weights_remove_what_was_announced(rigs: Any) -> None:
     assert (gone.medium, gone.removed, sorted(gone.keys)) == (Medium.CPU, True, sorted(keys))
 
 
-def test_a_router_is_brought_up_to_date_when_events_are_missing(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_router_is_brought_up_to_date_after_missing_events(rigs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec, "EVENTS_LIMIT", 3)
     rig, keys = rigs(events=True), keys_of(4)
     rig.store(keys, [1, 2, 3, 4], rig.request("writer", keys))  # twice as many events

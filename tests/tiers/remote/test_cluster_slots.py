@@ -173,7 +173,7 @@ def test_redirections_without_end_are_misses(
         tier.close()
 
 
-def test_what_is_redirected_while_the_tier_closes_is_not_sent_on(servers: tuple[Redirecting, Redirecting]) -> None:
+def test_what_is_redirected_at_closing_is_not_sent_on(servers: tuple[Redirecting, Redirecting]) -> None:
     first, other = servers
     first.reply = b"-MOVED 1 127.0.0.1:%d\r\n" % other.port
     url = f"valkey-cluster://127.0.0.1:{first.port}?fetch_timeout=20s&write_timeout=20s&connect_timeout=20s"

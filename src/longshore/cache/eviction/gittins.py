@@ -94,7 +94,7 @@ class Gittins(EvictionPolicy):
     def __init__(self, slots: int, names: Names) -> None:
         super().__init__(slots, names)
         self._hit_rates, self._spans, self._linked = HitRates(), Spans(), LinkedLists()
-        self._state = array("I", bytes(4 * LISTS))
+        self._state: Column = array("I", bytes(4 * LISTS))
         self._used: Column = zeros(LISTS)
         self._count = 0
         self._now = self._tick = 0
@@ -128,7 +128,7 @@ class Gittins(EvictionPolicy):
     def grow(self, nodes: int) -> None:
         """Make room for node numbers below `nodes`."""
         self._linked.grow(nodes)
-        self._state.frombytes(bytes(4 * max(0, nodes - len(self._state))))
+        self._state = grown(self._state, nodes, np.uint32)
         self._used = grown(self._used, nodes)
 
     def begin(self, tick: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0) -> None:

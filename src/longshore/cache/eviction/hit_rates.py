@@ -116,7 +116,7 @@ class Returns:
         return self._classes.get(said.of, HINTS - 1)
 
 
-def check(said: Return | None) -> None:
+def check_return(said: Return | None) -> None:
     """Raise `CacheError` for a hint that cannot be."""
     if said is None:
         return

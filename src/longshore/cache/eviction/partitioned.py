@@ -26,10 +26,13 @@ class PartitionedPolicy(EvictionPolicy):
         super().__init__(slots, names)
         self._parts = dict(parts)
         self._tick = self._hint = 0
-        part = np.full(nodes, OUT, np.uint8)
-        for number, policy in parts.items():
-            part[policy.resident(nodes)] = number
-        self._part = bytearray(part)
+        part = np.zeros(0, np.uint8)
+        for number, policy in parts.items() if nodes else ():  # in few passes: there may be ten million nodes
+            ours = policy.resident(nodes).view(np.uint8)
+            ours *= np.uint8((number - OUT) % 256)
+            part = part + ours if len(part) else ours
+        part += np.uint8(OUT)
+        self._part: memoryview[int] = part.data
 
     @abstractmethod
     def wanted(self, node: int) -> int:
@@ -51,7 +54,10 @@ class PartitionedPolicy(EvictionPolicy):
 
     def grow(self, nodes: int) -> None:
         """Make room for node numbers below `nodes`."""
-        self._part.extend(bytes([OUT]) * (nodes - len(self._part)))
+        if nodes > len(self._part):
+            part = np.full(nodes, OUT, np.uint8)
+            part[: len(self._part)] = self._part
+            self._part = part.data
         for policy in self._parts.values():
             policy.grow(nodes)
 
@@ -239,11 +245,11 @@ class PartitionedByPriority(PartitionedPolicy):
         make: Callable[[int, Names], EvictionPolicy],
         first: EvictionPolicy,
         priority: int,
-        priorities: bytearray,
+        priorities: memoryview[int],
         tick: int = 0,
         hint: int = 0,
     ) -> None:
-        """`priorities`: those that nodes are to have, by node; whoever changes one calls `move`.
+        """`priorities`: those that nodes are to have, by node; whoever changes one calls `move`. It may be replaced.
 
         The request of `tick` is served, which has this `hint`; `first` has been told.
         """
@@ -251,15 +257,15 @@ class PartitionedByPriority(PartitionedPolicy):
         self.refuses, self._usual = first.refuses, first
         self._tick, self._hint = tick, hint
         self._make = make
-        self._priorities = priorities
+        self.priorities = priorities
 
     def wanted(self, node: int) -> int:
         """The priority that `node` is to have."""
-        return self._priorities[node]
+        return self.priorities[node]
 
     def all_wanted(self, nodes: Sequence[int]) -> bytes:
         """The priority that each of `nodes` is to have."""
-        return marks(self._priorities)[numbers(nodes)].tobytes()
+        return marks(self.priorities)[numbers(nodes)].tobytes()
 
     def part(self, number: int) -> EvictionPolicy:
         """The policy of a priority, made if there is none yet."""
@@ -282,7 +288,7 @@ class PartitionedByPriority(PartitionedPolicy):
         Each goes first among those of that priority, the last of them before the others.
         """
         at = once(at)
-        part, wanted = marks(self._part)[at], marks(self._priorities)[at]
+        part, wanted = marks(self._part)[at], marks(self.priorities)[at]
         moving = (part != OUT) & (part != wanted)
         at, part, wanted = at[moving], part[moving], wanted[moving]
         for number in sorted(set(part.tobytes())):

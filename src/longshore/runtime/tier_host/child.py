@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore import __version__
+from longshore.boundary import StoredChunks
 from longshore.errors import LongshoreError, TierError, TierInUseError
 from longshore.runtime.tier_host import wire
 from longshore.runtime.tier_host.wire import AWAY, Kind, frame
@@ -103,7 +104,7 @@ class TierHostServer:
     def _serve(self, tier: FileTier | StoreTier, *, recover: bool) -> None:
         self._reported = failures_of(tier)
         if isinstance(tier, FileTier):
-            found = tier.recover() if recover else []
+            found = tier.recover() if recover else StoredChunks.of(())
             opened = wire.OpenedReply(
                 tier.slabs, tier.generation, dict(tier.fallbacks), self._reported, found, tier.others()
             )

@@ -27,14 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from longshore import __version__, errors
-from longshore.boundary import FILE, PAGE, Status
+from longshore.boundary import FILE, PAGE, Status, StoredChunks
 from longshore.errors import TierClosedError, TierError
 from longshore.runtime.tier_host import wire
 from longshore.runtime.tier_host.supervisor import PROGRAM, HostProcess, HostSupervisor, SilenceTimer
 from longshore.runtime.tier_host.wire import Kind, WireError, frame
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import (
-    StoredChunk,
     Tier,
     TierOp,
     TierResult,
@@ -335,7 +334,7 @@ class HostedFileTier(HostedTier):
         """Operations completed by the process, as reported; and the number at the last look."""
         self._stalls = 0
         self._fallbacks: Mapping[str, int] = {}
-        self._found: list[StoredChunk] = []
+        self._found = StoredChunks.of(())
         self._others: list[int] = []
         try:
             self._open_first()
@@ -363,10 +362,10 @@ class HostedFileTier(HostedTier):
     def _is_stalled(self) -> bool:
         return self._progress_timer.seconds >= STALLED
 
-    def recover(self) -> list[StoredChunk]:
+    def recover(self) -> StoredChunks:
         """Chunks recovered at the first start. Returned once."""
         self._check_open()
-        found, self._found = self._found, []
+        found, self._found = self._found, StoredChunks.of(())
         return found
 
     def others(self) -> list[int]:

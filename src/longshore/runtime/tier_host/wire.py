@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longshore.boundary import Key, Slabs, Status
+from longshore.boundary import Key, Slabs, Status, StoredChunks
 from longshore.errors import LayoutError, PlanError
-from longshore.tiers.base import KEY_BYTES, Op, StoredChunk, TierOp, TierResult
+from longshore.tiers.base import KEY_BYTES, Op, TierOp, TierResult
 
 NUMBER = struct.Struct("<Q")
 """The body of CANCEL, a ticket; and of ALIVE, the number of operations carried out."""
@@ -93,7 +93,7 @@ class OpenedReply(NamedTuple):
     generation: int
     fallbacks: dict[str, int]
     failures: dict[str, int]
-    found: list[StoredChunk]
+    found: StoredChunks
     others: list[int]
 
 
@@ -248,8 +248,8 @@ def parse_opened(body: bytes, known: Iterable[str]) -> OpenedReply:
         if max(others, default=0) >= max(slabs.indices, 1):
             raise WireError(f"slot {max(others)} of {slabs.indices}")
         try:
-            for chunk in found:
-                slabs.check(chunk.pool, chunk.slot)
+            for pool in np.unique(found.pools).tolist():
+                slabs.offsets(pool, found.slots[found.pools == pool])
         except PlanError as error:
             raise WireError(str(error)) from None
         return OpenedReply(
@@ -269,24 +269,17 @@ def _counts(counts: Any, known: Iterable[str]) -> dict[str, int]:
     return {name: _whole(count) for name, count in counts.items()}
 
 
-def _pack_found(found: Sequence[StoredChunk]) -> bytes:
+def _pack_found(found: StoredChunks) -> bytes:
     table = np.zeros(len(found), _FOUND)
-    if found:
-        slots, keys, parents, pools = zip(*found, strict=True)
-        table["slot"], table["pool"] = slots, pools
-        table["key"] = _column(keys)
-        table["parent"] = _column(_NO_PARENT if parent is None else parent for parent in parents)
-        table["has_parent"] = [parent is not None for parent in parents]
+    if len(found):
+        table["slot"], table["pool"], table["has_parent"] = found.slots, found.pools, found.has_parent
+        table["key"], table["parent"] = found.keys, found.parents
+        table["parent"][~found.has_parent] = np.void(_NO_PARENT)
     return table.tobytes()
 
 
-def _column(digests: Iterable[bytes]) -> Any:
-    return np.frombuffer(b"".join(digests), "V32")
-
-
-def _parse_found(body: bytes) -> list[StoredChunk]:
+def _parse_found(body: bytes) -> StoredChunks:
     table = np.frombuffer(body, _FOUND)
-    slots, keys, parents, pools = (table[name].tolist() for name in ("slot", "key", "parent", "pool"))
-    for at in np.flatnonzero(~table["has_parent"]).tolist():
-        parents[at] = None
-    return list(map(StoredChunk, slots, keys, parents, pools))
+    keys, parents = (np.ascontiguousarray(table[name]) for name in ("key", "parent"))
+    slots, pools = (table[name].astype(np.int64) for name in ("slot", "pool"))
+    return StoredChunks(slots, keys, parents, table["has_parent"] != 0, pools)

@@ -26,7 +26,7 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -118,10 +118,11 @@ class RecordIndex:
         """Whether it is time for a checkpoint."""
         return self._missing or 2 * max(self._journal.written, self._touched) >= journal_records_for(self._slots)
 
-    def entries(self) -> Entries:
-        """The entries of all records, least recently used first."""
+    def entries(self, wanted: Callable[[Entries], npt.NDArray[np.bool_]] | None = None) -> Entries:
+        """The entries of all records, or of those `wanted`, least recently used first."""
         with self._changing:
-            table, used = self._table.copy(), self._used.copy()
+            live = np.flatnonzero(self._lengths if wanted is None else wanted(self._table) & (self._lengths > 0))
+            table, used = self._table.take(live), self._used.take(live)
         return _in_order(table, used)
 
     def find(self, records: Iterable[tuple[int, int, Key]], scope: bytes) -> list[int]:

@@ -168,6 +168,8 @@ def replay_journal(entries: Entries, records: JournalRecords, stride: int) -> En
 
 def drop_former_sizes(entries: Entries, stride: int) -> Entries:
     """`entries` without those of former image sizes of slabs; the record written last has the current size."""
+    if not entries["pool"].any():
+        return entries
     by_age = np.argsort(entries["sequence"], kind="stable")
     slabs = entries["slot"] // stride
     ended = np.empty(len(entries), np.int64)

@@ -20,19 +20,17 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 
 import numpy as np
 
-from longshore.boundary import FILE, Status
+from longshore.boundary import FILE, Status, StoredChunks
 from longshore.errors import DeviceError, TierClosedError, TierError
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import (
     Op,
-    StoredChunk,
     Tier,
     TierOp,
     TierResult,
@@ -44,7 +42,6 @@ from longshore.tiers.base import (
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.executor import TASK_RECORDS, WINDOW_TASKS, Executor, Order, coalesce
-from longshore.tiers.file.format import Entries
 from longshore.tiers.file.index import Checkpointer
 from longshore.tiers.file.io import IoCoroutine, IoQueue, RawIo, ThreadQueue
 from longshore.tiers.file.recovery import open_files, slabs_within
@@ -120,9 +117,6 @@ class Health:
                     status.value,
                 )
 
-
-_new_chunk: Callable[[Iterable[object]], StoredChunk] = partial(tuple.__new__, StoredChunk)
-# From C: there may be half a million of them, and a named tuple's own constructor runs in Python.
 
 _log = logging.getLogger(__name__)
 
@@ -302,30 +296,34 @@ class FileTier(Tier):
         """Records written from now on are served to this process only."""
         self._scope = os.urandom(len(self._scope))
 
-    def recover(self) -> list[StoredChunk]:
+    def recover(self) -> StoredChunks:
         """Chunks of this scope, least recently used first; of two with one key, the one written later.
 
         Reads the index only: an image that was torn in a crash is detected when it is read (`verify.py`).
         """
         self._check_open()
-        entries = self._index.entries()
-        ours = (entries["scope"] == np.void(self._scope)) & (entries["generation"] >= self.generation)
-        entries = entries.take(np.flatnonzero(ours))  # a write that `forget` overtook may have been entered after it
-        keys = entries["key"].tolist()
-        if len(set(keys)) < len(keys):
-            written = entries["sequence"].tolist()
+        # A write that `forget` overtook may have been entered after it.
+        scope, generation = np.void(self._scope), self.generation
+        entries = self._index.entries(lambda each: (each["scope"] == scope) & (each["generation"] >= generation))
+        keys = np.ascontiguousarray(entries["key"])
+        beginnings = np.sort(keys.view("<u8")[:: keys.itemsize // 8])
+        if (beginnings[1:] == beginnings[:-1]).any():  # there may be two of one key
+            names, written = keys.tolist(), entries["sequence"].tolist()
             newest: dict[bytes, int] = {}
-            for key, when in zip(keys, written, strict=True):
+            for key, when in zip(names, written, strict=True):
                 newest[key] = max(when, newest.get(key, 0))
-            entries = entries[[newest[key] == when for key, when in zip(keys, written, strict=True)]]
-        return _chunks(entries)
+            entries = entries[[newest[key] == when for key, when in zip(names, written, strict=True)]]
+        numbers = (entries[name].astype(np.int64) for name in ("slot", "pool"))
+        keys, parents = (np.ascontiguousarray(entries[name]) for name in ("key", "parent"))
+        slots, pools = numbers
+        return StoredChunks(slots, keys, parents, entries["flags"] != 0, pools)
 
     def others(self) -> list[int]:
         """Slots that hold records of other scopes, least recently used first."""
         self._check_open()
-        entries = self._index.entries()
-        theirs = (entries["scope"] != np.void(self._scope)) & (entries["generation"] >= self.generation)
-        slots: list[int] = entries["slot"][theirs].tolist()
+        scope, generation = np.void(self._scope), self.generation
+        theirs = self._index.entries(lambda each: (each["scope"] != scope) & (each["generation"] >= generation))
+        slots: list[int] = theirs["slot"].tolist()
         return slots
 
     def discard(self, slots: Sequence[int]) -> None:
@@ -470,10 +468,3 @@ class FileTier(Tier):
 
 def _all_ok(statuses: list[Status]) -> bool:
     return statuses.count(Status.OK) == len(statuses)  # by identity, in C: a status hashes itself in Python
-
-
-def _chunks(entries: Entries) -> list[StoredChunk]:
-    slots, keys, parents, pools = (entries[name].tolist() for name in ("slot", "key", "parent", "pool"))
-    for at in np.flatnonzero(entries["flags"] == 0).tolist():
-        parents[at] = None
-    return list(map(_new_chunk, zip(slots, keys, parents, pools, strict=True)))

@@ -98,7 +98,7 @@ class _Split:
         self.bytes, self.seconds, self.queued = 0, 0.0, math.inf
 
 
-class _Part(NamedTuple):
+class _Portion(NamedTuple):
     """What one node was given of a whole: the items at `indices`, which `hops` nodes have been given by then."""
 
     whole: _Split
@@ -149,8 +149,8 @@ class ClusterTier(KeyedTier):
         self._closed_counts: Counter[tuple[str, str]] = Counter()
         self._closed_failures = Counter(dict.fromkeys(FAILURE_REASONS, 0))
         self._closed_ended = self._tickets = 0
-        self._parts: dict[tuple[ClusterNode, int], _Part] = {}
-        self._probes: dict[tuple[ClusterNode, int], _Part] = {}
+        self._parts: dict[tuple[ClusterNode, int], _Portion] = {}
+        self._probes: dict[tuple[ClusterNode, int], _Portion] = {}
         self._results: list[TierResult] = []
         self._answers: list[tuple[int, tuple[bool, ...] | None]] = []
         self._at_end: Callable[[], None] | None = None
@@ -303,10 +303,10 @@ class ClusterTier(KeyedTier):
     def _begin(self, what: Sequence[Any], generation: int | None, deadline: float) -> int:
         self._tickets += 1
         whole = _Split(self._tickets, what, generation, self._clock(), deadline)
-        self._send(_Part(whole, range(len(what)), 0))
+        self._send(_Portion(whole, range(len(what)), 0))
         return whole.ticket
 
-    def _send(self, part: _Part) -> None:
+    def _send(self, part: _Portion) -> None:
         """Give each node what belongs to it."""
         whole, limits = part.whole, {Op.READ: self.settings.fetch_timeout, Op.WRITE: self.settings.write_timeout}
         by_node: dict[ClusterNode | None, list[int]] = {}
@@ -326,10 +326,10 @@ class ClusterTier(KeyedTier):
                 until = whole.begun + min(limits[op.op] for op in what) if part.hops else math.inf
                 ticket = self._at(node).submit(what, min(whole.deadline, until))
                 parts = self._parts
-            parts[node, ticket] = _Part(whole, indices, part.hops + 1)
+            parts[node, ticket] = _Portion(whole, indices, part.hops + 1)
         self._settle(whole)
 
-    def _ended(self, node: ClusterNode, part: _Part, how: Sequence[Status | bool | None]) -> None:
+    def _ended(self, node: ClusterNode, part: _Portion, how: Sequence[Status | bool | None]) -> None:
         """A part has ended at `node`: what is elsewhere goes on there."""
         again = {
             index
@@ -344,7 +344,7 @@ class ClusterTier(KeyedTier):
         else:
             self._settle(part.whole)
 
-    def _goes_on(self, node: ClusterNode, part: _Part, index: int) -> bool:
+    def _goes_on(self, node: ClusterNode, part: _Portion, index: int) -> bool:
         """Whether an item that was not found at `node` is to be looked for at another one."""
         if self._closed or node.asking or part.hops >= _HOPS:
             return False
