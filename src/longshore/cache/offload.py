@@ -12,7 +12,6 @@ place, or for a chunk that is not stored, so a cascade that fails loses nothing.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import compress
@@ -30,9 +29,6 @@ from longshore.cache.types import DropReason, GroupKeys, StoreOrder
 ADMISSION_FILTER_SIZE = 1 << 16
 """Number of chunks whose offers a selective write policy counts before they are stored."""
 
-_RESERVED = 4
-"""One slot in so many is reserved until it is known what bursts need."""
-
 _FORGET = 64
 """A reserve shrinks by one chunk for each 64 chunks that found clean room."""
 
@@ -49,10 +45,7 @@ class Offloader:
         self._state = transfers.state
         self._rules = rules
         self._uses_admission = is_only and not transfers.state.several_sizes
-        self._reserves = [
-            0.0 if transfers.settings.stores_wait else transfers.state.total_room(tier) // _RESERVED
-            for tier in range(transfers.state.last)
-        ]
+        self._reserves = [0.0] * transfers.state.last
         """Number of slots of each tier to keep free or backed up, where bursts need more than the write rule says."""
         self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]
         self._admission_filter = (
@@ -424,8 +417,7 @@ class Offloader:
                 found = evictor.make_room(0, most, pool, spare_dirty=True, ahead=False)
             return min(most, found + writing[1] + self._state.pools[-1].room(pool))
 
-        promising = max(room, policy.admit(path, make_room, least=0))
-        return promising
+        return max(room, policy.admit(path, make_room, least=0))
 
     def _worth(self, fresh: Sequence[Key], at: Sequence[int], retention: Sequence[Retention]) -> int:
         """How many leading new chunks of `fresh`, at positions `at`, the write policy stores; counts the others."""
@@ -462,8 +454,8 @@ class Offloader:
 
     def _clean_target(self, tier: int, slots: int) -> int:
         """How many of the `slots` of a tier are to be free or backed up."""
-        least = self._rules[tier + 1].policy.clean_target(slots)
-        return max(least, math.ceil(self._reserves[tier]))
+        least = self._rules[tier + 1].policy.clean_target(slots, stores_wait=self._transfers.settings.stores_wait)
+        return max(least, int(self._reserves[tier]))
 
     def _observe_room(self, tier: int, wanted: int, found: int) -> None:
         """Adapt the reserve of `tier` to a request for `wanted` slots, of which `found` were free or backed up.

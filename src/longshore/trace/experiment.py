@@ -517,13 +517,13 @@ class CacheReplay:
     def _store(self, keys: Sequence[Key], first: int, tick: int | None) -> None:
         """Store what is behind the hits; if there are files, again as long as that makes room for more."""
         waits = bool(self._part)
-        while True:
+        while first < len(keys):
             blocks = {0: range(first, len(keys))}
-            order = self.cache.store({0: GroupKeys(keys, first)}, blocks, tick=tick, stream=waits)[0]
+            order = self.cache.store({0: GroupKeys(keys, first)}, blocks, tick=tick, patient=waits)[0]
             ordered = self._move()
-            if not order.later or not ordered:
+            if not waits or not (order.positions or (order.again and ordered)):
                 break
-            first, keys = order.later[0], keys[: order.later[-1] + 1]
+            first = order.positions[-1] + 1 if order.positions else first
 
     def _move(self) -> bool:
         """The simulated device: whatever was ordered has succeeded; whether anything was."""
