@@ -9,8 +9,8 @@ import pytest
 from depth import deep
 from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
-from longshore.cache.evict import Evictor
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
+from longshore.cache.make_room import Evictor
 from longshore.trace.replay import keys_of
 from residents import residents_of
 from traffic import synthesize

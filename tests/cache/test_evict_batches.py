@@ -12,9 +12,9 @@ from cache_kit import chunks, key, path_of
 from longshore.boundary import HOST, Key, Status, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Lease, TieredCache, TierSpec
 from longshore.cache.events import EventKind
-from longshore.cache.evict import Evictor
 from longshore.cache.eviction import LRU, POLICIES, EvictionPolicy
 from longshore.cache.index import Index
+from longshore.cache.make_room import Evictor
 from longshore.cache.nodes import ROOT
 from longshore.cache.pool import SlotPool
 from longshore.errors import CacheError

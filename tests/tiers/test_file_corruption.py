@@ -21,7 +21,7 @@ from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier
 from longshore.tiers.file.format import RecordHeader, pack_header
-from longshore.tiers.file.verify import ExpectedRecord, check_header
+from longshore.tiers.file.record_verifier import ExpectedRecord, check_header
 
 WANTED = ExpectedRecord(bytes(range(32)), bytes(range(64, 96)), slot=3, pool=2, generation=1, length=0)
 

@@ -22,7 +22,7 @@ from longshore.tiers.file.format import (
     parse_superblock,
     sequence,
 )
-from longshore.tiers.file.verify import ExpectedRecord, check_header
+from longshore.tiers.file.record_verifier import ExpectedRecord, check_header
 
 HEADER = RecordHeader(
     key=bytes(range(32)),

@@ -21,7 +21,7 @@ from longshore.testing.simulated_device import CELL, SimulatedDevice, SimulatedE
 from longshore.testing.simulation import Clock, Mark, SimulatedQueue, Simulation, WatchedHazards
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
-from longshore.transfer.ordering import CopyJob, LanePosition, WaitCondition
+from longshore.transfer.lanes import CopyJob, LanePosition, WaitCondition
 from longshore.transfer.pieces import CopyBatch
 
 BLOCKS = 4

@@ -14,7 +14,7 @@ from longshore.testing.simulated_device import PlannerRing, SimulatedCopy, Simul
 from longshore.testing.simulation import WrongError, explore
 from longshore.transfer import OFFLOAD
 from longshore.transfer.engine import TransferEngine
-from longshore.transfer.ordering import Access, EngineState, Hazards, Lane, LanePosition, Place
+from longshore.transfer.lanes import Access, EngineState, Hazards, Lane, LanePosition, Place
 from longshore.transfer.pieces import Pieces
 
 Patch = pytest.MonkeyPatch

@@ -19,7 +19,7 @@ from transfer_kit import Pools, flat, transfer
 
 from longshore.boundary import DEVICE, HOST, Section, Status, Urgency
 from longshore.errors import FreedLayoutError, TierClosedError
-from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine, ordering
+from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine, lanes
 from longshore.transfer.pieces import CopyBatch
 
 OK = Status.OK
@@ -405,7 +405,7 @@ def test_interpreter_exit_waits_for_threads_of_open_engines() -> None:
     assert gate.wait_arrived(1)
     opener = threading.Timer(A_MOMENT, gate.open)
     opener.start()
-    ordering._stop_all()  # as `atexit` does
+    lanes._stop_all()  # as `atexit` does
     assert not any(thread.is_alive() for thread in threads)
     opener.join()
     assert [result.statuses for result in rig.engine.poll()] == [(OK,)]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depth import examples
-from longshore.transfer.ordering import Access, Hazards, LanePosition, Place
+from longshore.transfer.lanes import Access, Hazards, LanePosition, Place
 
 DEVICE = Place("device", 0)
 HOST = Place("host", 0)

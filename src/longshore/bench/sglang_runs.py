@@ -1,5 +1,7 @@
 """SGLang with Longshore beside the same SGLang alone, and beside its own `file` back end: three servers, in one run.
 
+All servers have `--sleep-on-idle`: schedulers that poll while they have no request take the others' processor time.
+
 first turns      prompts that nobody has asked before, in turn to each server        throughput: what storing costs
 /flush_cache     device and host memory are empty
 returning turns  the same prompts and a few tokens more, in turn to each server      time to the first token
@@ -9,10 +11,10 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +33,7 @@ _OURS = "SGLang with Longshore"
 class TurnPlan:
     """The prompts to send; `flags` of all servers, and those `of_cache`, SGLang's hierarchical cache."""
 
-    sessions: Annotated[int, typer.Option(min=1, max=10**6, help="Number of prompts, each of which returns.")] = 20
+    sessions: Annotated[int, typer.Option(min=1, max=10**6, help="Number of prompts, each of which returns.")] = 24
     prompt: Annotated[int, typer.Option(min=1, max=10**7, help="Prompt tokens of a first turn.")] = 512
     more: Annotated[
         int, typer.Option("--turn-tokens", min=1, max=10**7, help="Prompt tokens that the second turn adds.")
@@ -60,7 +62,7 @@ def run(model: Path, scratch: Path, plan: TurnPlan, *, tell: Tell = lambda line:
         for name, (flags, environment) in _kinds(scratch, plan).items():
             tell(f"starting {name}")
             log = scratch / f"{len(servers)}.log"
-            started = SglangServer(model, log, [*plan.flags, *flags], environment)
+            started = SglangServer(model, log, ["--sleep-on-idle", *plan.flags, *flags], environment)
             servers[name] = running.enter_context(started)
         tell("a prompt to warm up")
         _in_turn(servers, dict.fromkeys(servers, text(plan.prompt)), plan.answer, 0)
@@ -106,20 +108,21 @@ Said = Mapping[str, tuple[float, ServerAnswer]]
 
 
 def _in_turn(servers: Mapping[str, SglangServer], asked: Mapping[str, list[int]], answer: int, turn: int) -> Said:
-    """Ask all servers, one after the other; another one begins each time."""
-    names = list(servers)
+    """Ask all servers, one after the other, in each order equally often: what one writes late slows the next one."""
+    orders = list(permutations(servers))
     said = {}
-    for name in [*names[turn % len(names) :], *names[: turn % len(names)]]:
+    for name in orders[turn % len(orders)]:
         said[name] = servers[name].timed(asked[name], answer)
     return said
 
 
 def _throughput(firsts: Sequence[tuple[list[int], Said]], plan: TurnPlan) -> Iterator[Case]:
-    tokens = plan.prompt + plan.answer
-    speeds = {name: statistics.median(tokens / said[name][0] for _, said in firsts) for name in firsts[0][1]}
+    tokens = (plan.prompt + plan.answer) * len(firsts)
+    speeds = {name: tokens / sum(said[name][0] for _, said in firsts) for name in firsts[0][1]}
     for other, short in ((ALONE, "alone"), (OWN, "file")):
-        ratio = statistics.median(said[other][0] / said[_OURS][0] for _, said in firsts)
-        yield Case(f"zero-reuse/{short}", speeds[_OURS], "tokens/s", other, speeds[other], ratio)
+        yield Case(
+            f"zero-reuse/{short}", speeds[_OURS], "tokens/s", other, speeds[other], speeds[_OURS] / speeds[other]
+        )
 
 
 def _returned(returns: Sequence[Said], plan: TurnPlan) -> Iterator[Case]:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from longshore.errors import LongshoreError
-from longshore.transfer.ordering import Access, Hazards, LaneDriver, LanePosition, WaitCondition
+from longshore.transfer.lanes import Access, Hazards, LaneDriver, LanePosition, WaitCondition
 
 Clock = dict[str, int]
 

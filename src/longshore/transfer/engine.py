@@ -2,7 +2,7 @@
 
 submit()   validate, record dependencies, queue                        caller's thread
 ─────────────────────────────────────────────────────────────────────────────────────
-wait for the jobs that touch the same slots                            direction's thread (ordering.py)
+wait for the jobs that touch the same slots                            direction's thread (lanes.py)
 copy       batch by batch, on the device after the compute that was
            marked; between two, cancel, deadline and more urgent jobs
            are heard
@@ -21,7 +21,7 @@ from longshore.boundary import DEVICE, HOST, Route, Status, Transfer, TransferRe
 from longshore.errors import LayoutError, PlanError, QueueFullError, TierClosedError
 from longshore.layout.model import KVLayout
 from longshore.transfer.device.base import Device, DeviceEvent
-from longshore.transfer.ordering import (
+from longshore.transfer.lanes import (
     Access,
     CopyJob,
     EngineState,

@@ -25,9 +25,9 @@ from longshore.checksums import MIX64, XXH3_64, checksum
 from longshore.errors import DeviceError, TierError
 from longshore.tiers.base import TierOp
 from longshore.tiers.file.io import IoCoroutine, Move, Piece, RawIo
+from longshore.tiers.file.record_verifier import Verifier
 from longshore.tiers.file.segment import Seal, Segment, Staging, is_aligned
 from longshore.tiers.file.tier import FileTier
-from longshore.tiers.file.verify import Verifier
 
 if TYPE_CHECKING:  # a tier host needs no transfer engine
     from longshore.transfer.device.base import ImageMemory

@@ -1,7 +1,7 @@
 """The segment, and the movement of images between it and memory: host memory here, device memory in `gds.py`.
 
     write    image ─► checksum ─► header │ image ─► segment          one call where images lie in host memory
-    read     segment ─► header │ image ─► verified (`verify.py`) ─► delivered
+    read     segment ─► header │ image ─► verified (`record_verifier.py`) ─► delivered
 
 Direct I/O is used where the file system allows it, so that the page cache holds no second copy. Otherwise,
 `Segment.direct` is false, and pages are dropped from the cache after they have been synchronised.
@@ -22,7 +22,7 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.base import TierOp
 from longshore.tiers.file.directory import SEGMENT, Directory
 from longshore.tiers.file.io import IoCoroutine, IoQueue, Move, Piece, read_into
-from longshore.tiers.file.verify import Verifier
+from longshore.tiers.file.record_verifier import Verifier
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a full disk or an exceeded quota."""

@@ -44,9 +44,9 @@ from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.executor import TASK_RECORDS, WINDOW_TASKS, Executor, Order, coalesce
 from longshore.tiers.file.index import Checkpointer
 from longshore.tiers.file.io import IoCoroutine, IoQueue, RawIo, ThreadQueue
+from longshore.tiers.file.record_verifier import ExpectedRecord, Verifier
 from longshore.tiers.file.recovery import open_files, slabs_within
 from longshore.tiers.file.segment import FULL, HostImageIO, ImageIO, Segment, Staging, make_staging
-from longshore.tiers.file.verify import ExpectedRecord, Verifier
 
 PATIENCE = 8
 """Consecutive failures of reads, or of writes, that change the state."""
@@ -299,7 +299,7 @@ class FileTier(Tier):
     def recover(self) -> StoredChunks:
         """Chunks of this scope, least recently used first; of two with one key, the one written later.
 
-        Reads the index only: an image that was torn in a crash is detected when it is read (`verify.py`).
+        Reads the index only: an image that was torn in a crash is detected when it is read (`record_verifier.py`).
         """
         self._check_open()
         # A write that `forget` overtook may have been entered after it.

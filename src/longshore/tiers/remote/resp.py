@@ -177,7 +177,7 @@ class RespSession:
                 else:
                     header = pack_header(image.identity, image.memory)  # while the server is busy with those before
                     work.defer(image)
-                    while sent and under_way + value_bytes > self._in_flight:
+                    while under_way >= self._in_flight:
                         under_way -= HEADER_BYTES + len(sent[0].memory)
                         self._stored(sent, work)
                     if not work.hold(image):
