@@ -174,7 +174,7 @@ def _enter(
 def _insert(state: CacheState, tier: int, nodes: list[int], known: Sequence[int]) -> None:
     """Enter the copies of `nodes`, the newest first, in policies and backlog; other tiers have `known`."""
     if state.log.on:
-        state.log_arrivals(nodes, tier)
+        state.log.arrived(state.index, state.names, nodes, tier)
     if tier < state.last or not state.ranks_all:
         state.policies[tier].insert(nodes[::-1])
     state.rank(nodes[::-1], tier)

@@ -74,6 +74,7 @@ class CacheState:
         admission: bool = False,
     ) -> None:
         self.levels = list(levels)
+        self.names = [level.name for level in levels]
         self.counters = counters
         self.pools = [level.pool for level in levels]
         self.several_sizes = len(self.pools[0].slabs.image_bytes) > 1
@@ -152,10 +153,7 @@ class CacheState:
             return (Run(self.levels[0].name, len(at)),)
         warmest = np.full(len(at), _NOWHERE, np.uint8)
         for tier in reversed(self.index.tiers):
-            slots = column(self.index.slot[tier])[at]
-            there = slots >= 0
-            there[there] = marks(self.pools[tier].state)[slots[there]] == READY
-            warmest[there] = tier
+            warmest[self.index.are_ready(at, tier)] = tier
         runs = ((tier, len(list(run))) for tier, run in groupby(warmest.tobytes()))
         return tuple(Run(self.levels[tier].name, chunks) for tier, chunks in runs if tier != _NOWHERE)
 
@@ -243,7 +241,7 @@ class CacheState:
     def mark_ready(self, nodes: Sequence[int], tier: int) -> list[int]:
         """Copies of `nodes`, parents first, have become ready in `tier`. Returns orphans that now have parents."""
         if self.log.on:
-            self.log_arrivals(nodes, tier)
+            self.log.arrived(self.index, self.names, nodes, tier)
         leaf = bool(nodes) and not any(self.index.children(nodes[-1]))
         if not tier:
             self.policies[0].insert(nodes[::-1], leaf=leaf)
@@ -268,22 +266,15 @@ class CacheState:
         """Copies of `nodes`, tail first, are ready in `tier`: the policy that ranks all chunks gets those new to it."""
         if self.ranks_all and nodes:
             at = numbers(nodes)
-            new = ~self._are_ready(at, (each for each in self.index.tiers if each != tier))
+            new = ~self.index.are_ready_in_any(at, [each for each in self.index.tiers if each != tier])
             if new.any():
                 self.policies[self.last].insert(at[new].tolist(), leaf=leaf and bool(new[0]))
 
     def are_ranked(self, at: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
         """Which of the nodes `at` the policy of `tier` ranks: those that are ready there, or in any tier."""
         if self.ranks_all and tier == self.last:
-            return self._are_ready(at, self.index.tiers)
+            return self.index.are_ready_in_any(at, self.index.tiers)
         return self.index.are_ready(at, tier)
-
-    def _are_ready(self, at: npt.NDArray[np.int32], tiers: Iterable[int]) -> npt.NDArray[np.bool_]:
-        """Which of the nodes `at` are ready in one of `tiers`."""
-        ready = np.zeros(len(at), bool)
-        for tier in tiers:
-            ready |= self.index.are_ready(at, tier)
-        return ready
 
     def attach_orphans(self, nodes: Sequence[int]) -> list[int]:
         """Attach orphans to their parents among `nodes`, where allowed; returns those that are no orphans any more."""
@@ -324,9 +315,8 @@ class CacheState:
         idle = at[readers[at] == 0]
         state = marks(pool.state)[idle]
         ready = column(pool.node)[idle[state == READY]].tolist()
-        self.policies[tier].release(ready)
-        if self.ranks_all and tier < self.last:
-            self.policies[self.last].release(ready)
+        for each in {tier, self.last} if self.ranks_all else {tier}:
+            self.policies[each].release(ready)
         for slot in idle[state == DRAINING].tolist():
             self._free_drained(tier, slot)
 
@@ -477,40 +467,16 @@ class CacheState:
         if not nodes:
             return
         used = numbers(nodes)
-        for tier, (pool, policy, slots) in enumerate(zip(self.pools, self.policies, self.index.slot, strict=True)):
-            if self.ranks_all and tier == self.last:
-                policy.touch(used[self.are_ranked(used, tier)].tolist())
-                continue
-            at = column(slots)[used]
-            live = at >= 0
-            ready = marks(pool.state)[at[live]] == READY
-            policy.touch(used[live][ready].tolist())
+        for tier, policy in enumerate(self.policies):
+            ranked = used[self.are_ranked(used, tier)]
+            policy.touch(ranked.tolist())
             if self.several_sizes:
-                pool.record_use(at[live][ready].tolist())
+                self.pools[tier].record_use(column(self.index.slot[tier])[ranked].tolist())
         self._record_uses_elsewhere(used)
         if self.last:
             dirty = sum(self.backlog.counts)
             self.backlog.use(nodes)
             self.changes += self.several_sizes or sum(self.backlog.counts) != dirty
-
-    # ------------------------------------------------------------------ events
-
-    def log_arrivals(self, nodes: Sequence[int], tier: int) -> None:
-        """Record that copies have become ready."""
-        index, names = self.index, [level.name for level in self.levels]
-        for node in nodes:
-            others = [t for t in index.tiers if t != tier and index.is_ready(node, t)]
-            kind = EventKind.MOVED if others else EventKind.STORED
-            # A copy goes down from the tier above, and comes up from the warmest that had it.
-            source = names[max((t for t in others if t < tier), default=others[0])] if others else ""
-            (parent,) = index.before((node,))
-            self.log.record(kind, [index.key[node]], tier=names[tier], parent=parent, source=source)
-
-    def log_loss(self, node: int, tier: int, cause: str) -> None:
-        """Record that a copy is removed, or failed to be written."""
-        kind = EventKind.REMOVED if self.index.is_ready(node, tier) else EventKind.FAILED
-        by = self.log.by if cause == EVICTED else None
-        self.log.record(kind, [self.index.key[node]], tier=self.levels[tier].name, cause=cause, by=by)
 
     # ------------------------------------------------------------------ monitoring
 
@@ -552,9 +518,7 @@ class CacheState:
     def _record_uses_elsewhere(self, used: npt.NDArray[np.int32], *, leaf: bool = False) -> None:
         """Record uses, tail first, in the policies of colder tiers that lack the chunks. A `leaf` ends a prompt."""
         for tier in self.index.tiers[1 : self.last + (not self.ranks_all)]:
-            slots = column(self.index.slot[tier])[used]
-            there = slots >= 0
-            there[there] = marks(self.pools[tier].state)[slots[there]] == READY
+            there = self.index.are_ready(used, tier)
             if not there.all():
                 self.policies[tier].record_uses(once(used[~there]).tolist(), leaf=leaf and not there[0])
 
@@ -563,9 +527,8 @@ class CacheState:
         at = once(at)
         self.changes += bool(len(at))
         for tier, policy in enumerate(self.policies):
-            if tier == apart_from:
-                continue
-            policy.release(at[self.are_ranked(at, tier)].tolist())
+            if tier != apart_from:
+                policy.release(at[self.are_ranked(at, tier)].tolist())
 
     def _reconsider(self, node: int) -> None:
         """The same for one node."""
@@ -592,17 +555,15 @@ class CacheState:
         if cause == EVICTED and (age := pool.age(slot, self.log.now)) is not None:
             self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name].observe(age)
         if self.log.on:
-            self.log_loss(node, tier, cause)
+            self.log.lost(self.index, self.names, node, tier, cause)
         if pool.state[slot] == READY:
             self._remove_from_policies(node, tier, index.key[node] if cause == EVICTED else None)
         gone = index.drop_copy(node, tier)
         pool.move(slot, DRAINING if pool.is_busy(slot) else FREE)
         if gone:
             self.forget((node,))
-        if gone and self.pins:
             for pin in self.pins.pop(node, ()):
                 pin.node = ROOT
-        if gone:
             self.seen[node] = 0
             self.kept_in_host.discard(node)
             self.backlog.forget(node)
