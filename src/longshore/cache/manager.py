@@ -103,7 +103,7 @@ class TieredCache:
         self._state.log.hidden = self.settings.self_test_key
         self._transfers = Transfers(self._state, self.settings, generation)
         self._loader = Loader(self._transfers)
-        self._offloader = Offloader(self._transfers, rules[: len(names)], is_only=len(names) == 1 and not theirs)
+        self._offloader = Offloader(self._transfers, rules[: len(names)], has_remote=bool(theirs))
         self._remote = RemoteTiers(self._transfers, theirs, rules[len(names) :])
         self._leases = Leases(self._state)
         self._prefetcher = Prefetcher(self._transfers, self._offloader, self._leases)

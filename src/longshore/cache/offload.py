@@ -39,12 +39,13 @@ _AHEAD = 64
 class Offloader:
     """Orders offloads and backups, by the write rule of each tier."""
 
-    def __init__(self, transfers: Transfers, rules: Sequence[WriteRule], *, is_only: bool) -> None:
-        """`is_only`: there is one tier, so a chunk that it does not store is in no tier."""
+    def __init__(self, transfers: Transfers, rules: Sequence[WriteRule], *, has_remote: bool) -> None:
+        """`has_remote`: there are remote tiers, which are offered what host memory stores: it refuses no chunk then."""
         self._transfers = transfers
         self._state = transfers.state
         self._rules = rules
-        self._uses_admission = is_only and not transfers.state.several_sizes
+        self._uses_admission = not (has_remote or transfers.state.last or transfers.state.several_sizes)
+        self._asks_all = transfers.state.ranks_all and not has_remote
         self._reserves = [0.0] * transfers.state.last
         """Number of slots of each tier to keep free or backed up, where bursts need more than the write rule says."""
         self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]
@@ -359,7 +360,7 @@ class Offloader:
         The others are counted as dropped.
 
         `path` are their keys, unless they stand alone; the nodes `needed` are not evicted. If there is one tier, its
-        policy admits chunks. An `orphan` and its descendants take free slots only, because they are evicted first.
+        policy admits chunks, and if there are several, that of the coldest. An `orphan` and its descendants take free slots only, because they are evicted first.
         If the call is `patient` and room is being made for all of them, or for as many as the tier has slots, nothing
         is counted and there is room for none. For those that a `stream` waits for, nothing is counted.
         """
@@ -369,7 +370,7 @@ class Offloader:
         patient, stream = (each and not orphan and bool(state.last) for each in (patient, stream))
         nbytes, pins = state.pools[0].slabs.image_bytes[pool], [state.pin(node) for node in needed if node]
         asked = wanted
-        if state.ranks_all and path and not orphan:
+        if self._asks_all and path and not orphan:
             wanted = self._promising(path, pool)
         once = min(wanted, state.total_room(0))
         again = patient and self._room(0, once, pool, observes=False) < once and self._may_get_room(0)
