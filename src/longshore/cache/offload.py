@@ -359,10 +359,10 @@ class Offloader:
 
         The others are counted as dropped.
 
-        `path` are their keys, unless they stand alone; the nodes `needed` are not evicted. If there is one tier, its
-        policy admits chunks, and if there are several, that of the coldest. An `orphan` and its descendants take free slots only, because they are evicted first.
-        If the call is `patient` and room is being made for all of them, or for as many as the tier has slots, nothing
-        is counted and there is room for none. For those that a `stream` waits for, nothing is counted.
+        `path` are their keys, unless they stand alone; the nodes `needed` are not evicted. The policy of the only tier,
+        or of the coldest, admits chunks. An `orphan` and its descendants take free slots only, because they are evicted
+        first. If the call is `patient` and room is being made for all of them, or for as many as the tier has slots,
+        nothing is counted and there is room for none. For those that a `stream` waits for, nothing is counted.
         """
         state = self._state
         if not wanted:
