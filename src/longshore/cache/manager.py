@@ -91,16 +91,7 @@ class TieredCache:
         if len(sizes) > 1 or any(not 0 <= pool < min(sizes) for pool in self.settings.pools):
             raise CacheError(f"expected image sizes for the pools {self.settings.pools}, got {sorted(sizes)} sizes")
         thresholds = [rule.threshold if rule.selective else 0 for rule in rules[1 : len(names)]]
-        events, width = self.settings.events, self.settings.token_width
-        self._state = CacheState(
-            levels,
-            self.counters,
-            thresholds=thresholds,
-            events=events,
-            token_width=width,
-            admission=self.settings.admission,
-        )
-        self._state.log.hidden = self.settings.self_test_key
+        self._state = CacheState(levels, self.counters, self.settings, thresholds)
         self._transfers = Transfers(self._state, self.settings, generation)
         self._loader = Loader(self._transfers)
         self._offloader = Offloader(self._transfers, rules[: len(names)], has_remote=bool(theirs))

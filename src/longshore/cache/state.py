@@ -31,6 +31,7 @@ from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.partial import PartialPrefixes
 from longshore.cache.pool import DRAINING, FILLING, FREE, READY, SlotPool
 from longshore.cache.priorities import Priorities, WindowMarks
+from longshore.cache.settings import CacheSettings
 from longshore.cache.types import Counters, MissReason, Run, SizeStats, TierStats
 from longshore.errors import CacheError
 from longshore.monitoring.metric_names import EVICTED_AGE_SECONDS
@@ -67,11 +68,8 @@ class CacheState:
         self,
         levels: Sequence[Level],
         counters: Counters,
-        *,
+        settings: CacheSettings,
         thresholds: Sequence[int],
-        events: int,
-        token_width: int,
-        admission: bool = False,
     ) -> None:
         self.levels = list(levels)
         self.names = [level.name for level in levels]
@@ -82,10 +80,12 @@ class CacheState:
         self.thresholds = thresholds
         self.last = len(levels) - 1
         """The coldest tier."""
-        self.ranks_all = admission and self.last > 0 and not self.several_sizes and levels[-1].make_policy.refuses
+        alike = self.last > 0 and not self.several_sizes
+        self.ranks_all = alike and settings.admission and levels[-1].make_policy.refuses
         """Whether the policy of the coldest tier ranks the chunks of all tiers, as one tier of their size would."""
-        self.log = EventLog(events)
-        self._token_width = token_width
+        self.log = EventLog(settings.events)
+        self.log.hidden = settings.self_test_key
+        self._token_width = settings.token_width
         self.returns = Returns()
         self.tick = self.served = 0
         """The last tick that was drawn, and that of the request that is served."""

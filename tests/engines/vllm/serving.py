@@ -177,6 +177,12 @@ class Engine:
             if cache.discard(sorted(keys), "host") != len(keys):
                 raise RuntimeError("not all could be evicted")
 
+    def evict_all(self) -> None:
+        """Evict all that nothing holds from every tier."""
+        with self.manager._runtime.control() as cache:
+            for tier in cache.stats():
+                cache.evict(tier.name, 1 << 20)
+
     def lose(self, tier: str) -> None:
         """Evict all that `tier` has."""
         self.settle()
