@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from trace_kit import ROOT
 
-from depth import NIGHTLY
+from depth import NIGHTLY, deep
 from longshore.cache.eviction import POLICIES, Gittins
 from longshore.trace import read_mooncake
 from longshore.trace.experiment import CacheReplay
@@ -29,7 +29,7 @@ def ratios(paths: Sequence[Sequence[int]], host: float = 0.03, file: float = 0.1
     return hits[0] / asked, hits[1] / asked, tiers
 
 
-@pytest.mark.parametrize("family", ["agents", "chats", "documents", "mixed"])
+@pytest.mark.parametrize("family", deep(["documents"], ["agents", "chats", "documents", "mixed"]))
 def test_two_tiers_find_what_one_of_their_size_does(family: str) -> None:
     paths = [request.hash_ids for request in synthesize(family, requests=800, seed=3)]
     two, one, tiers = ratios(paths)
