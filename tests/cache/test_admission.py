@@ -28,10 +28,11 @@ class Tiers:
         policy: type[EvictionPolicy] = Gittins,
         backup: WritePolicy = WritePolicy.BACK,
         admission: bool = True,
+        is_served: bool = False,
         remote: Sequence[str] = (),
     ) -> None:
         specs = [TierSpec(HOST, host, policy=policy), TierSpec(FILE, file, policy=policy)]
-        settings = CacheSettings(backup=backup, admission=admission, max_writes=1 << 14)
+        settings = CacheSettings(backup=backup, admission=admission, is_served=is_served, max_writes=1 << 14)
         self.cache = TieredCache(specs, settings, remote=remote)
         self.hits = self.asked = self.written = 0
 
@@ -121,8 +122,8 @@ def popular(**how: object) -> Tiers:
     return tiers
 
 
-@pytest.mark.parametrize("how", [{}, {"remote": ["far"]}, {"admission": False}], ids=str)
-def test_host_memory_refuses_a_new_path_only_if_no_store_follows(how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("how", [{}, {"remote": ["far"]}, {"is_served": True}, {"admission": False}], ids=str)
+def test_host_memory_refuses_a_new_path_unless_others_are_offered_it(how: dict[str, Any]) -> None:
     """All that both tiers have was used for long; a new prompt is larger than what is free."""
     tiers = popular(**how)
     tiers.serve(range(900, 930))

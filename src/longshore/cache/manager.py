@@ -94,7 +94,8 @@ class TieredCache:
         self._state = CacheState(levels, self.counters, self.settings, thresholds)
         self._transfers = Transfers(self._state, self.settings, generation)
         self._loader = Loader(self._transfers)
-        self._offloader = Offloader(self._transfers, rules[: len(names)], has_remote=bool(theirs))
+        shared = bool(theirs) or self.settings.is_served
+        self._offloader = Offloader(self._transfers, rules[: len(names)], is_shared=shared)
         self._remote = RemoteTiers(self._transfers, theirs, rules[len(names) :])
         self._leases = Leases(self._state)
         self._prefetcher = Prefetcher(self._transfers, self._offloader, self._leases)
@@ -218,6 +219,7 @@ class TieredCache:
         timeout: float | None = None,
         tick: int | None = None,
         origins: Mapping[Key, str] | None = None,
+        count: bool = True,
     ) -> LoadOrder:
         """Load chunks onto the device, by group, as far as the host tier has room now. A lease serves one load.
 
@@ -239,6 +241,7 @@ class TieredCache:
             tick: Tick of the request, for chunks without a lease.
             origins: The tiers that chunks were brought up from for this request before, by key. They are hits of these
                 tiers; others are hits of the tier that they are read from.
+            count: Whether a read of chunks without a lease is a use by a request, and hits: that of a peer is neither.
 
         Chunks of one path for which the host tier has no room, and those behind them, are not loaded, and counted as
         misses. A load of all groups loads all chunks or none.
@@ -261,7 +264,7 @@ class TieredCache:
             warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
             self._remote.found([key for keys, _ in warm for key in keys])
             lend, pairs = self._loader.lease_slots, zip(paths, warm, strict=True)
-            parts = tuple(Part(*lend(*found, tick, origins, is_first=not group)) for group, found in pairs)
+            parts = tuple(Part(*lend(*found, tick, origins, is_first=not group, count=count)) for group, found in pairs)
             return LoadOrder(sum(part.chunks for part in parts), parts)
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])

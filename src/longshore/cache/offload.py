@@ -39,13 +39,13 @@ _AHEAD = 64
 class Offloader:
     """Orders offloads and backups, by the write rule of each tier."""
 
-    def __init__(self, transfers: Transfers, rules: Sequence[WriteRule], *, has_remote: bool) -> None:
-        """`has_remote`: there are remote tiers, which are offered what host memory stores: it refuses no chunk then."""
+    def __init__(self, transfers: Transfers, rules: Sequence[WriteRule], *, is_shared: bool) -> None:
+        """`is_shared`: remote tiers or other engines are offered what host memory stores: it refuses no chunk then."""
         self._transfers = transfers
         self._state = transfers.state
         self._rules = rules
-        self._uses_admission = not (has_remote or transfers.state.last or transfers.state.several_sizes)
-        self._asks_all = transfers.state.ranks_all and not has_remote
+        self._uses_admission = not (is_shared or transfers.state.last or transfers.state.several_sizes)
+        self._asks_all = transfers.state.ranks_all and not is_shared
         self._reserves = [0.0] * transfers.state.last
         """Number of slots of each tier to keep free or backed up, where bursts need more than the write rule says."""
         self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]

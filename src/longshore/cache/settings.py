@@ -237,7 +237,8 @@ class CacheSettings:
         into: Write rules of routes with other rules, by name of the destination tier.
         admission: Whether full tiers refuse chunks with fewer expected hits than those to evict for them, if the policy
             of the coldest has expected hits, and remote tiers that have lost chunks are not sent such. Host
-            memory above another tier refuses none if there are remote tiers.
+            memory refuses none if there are remote tiers, or with `is_served`.
+        is_served: Whether other engines read what the tiers have.
         stores_wait: Whether the engine offers chunks again for which there was no room. Such a store loses nothing, so
             write-back keeps a sixteenth of a tier clean instead of a quarter, and no reserve beyond that.
         prompt_only: Whether only chunks of the prompt are offloaded.
@@ -251,6 +252,7 @@ class CacheSettings:
         max_probes: Keys in flight in probes of one remote tier; probes beyond it are counted, and not sent.
         max_writes: Chunks in flight per write route; more are dropped (offloads) or postponed (backups).
         events: Events kept for a reader (`TieredCache.events`); 0 records none.
+        read_only: Remote tiers that nothing is stored in, and of which it is not remembered what they lack.
         remote_events: Whether events tell of copies in remote tiers, too.
         device_blocks: Blocks of the device pool, to check block numbers; `None` leaves that to the data plane.
         self_test_key: The chunk of the self-test, which no hit, route or event counts.
@@ -266,6 +268,7 @@ class CacheSettings:
     threshold: int = 2
     into: Mapping[str, WriteRule] = field(default_factory=dict)
     admission: bool = True
+    is_served: bool = False
     stores_wait: bool = False
     prompt_only: bool = False
     priority_floor: int = 0
@@ -278,6 +281,7 @@ class CacheSettings:
     max_probes: int = 8192
     max_writes: int = 1024
     events: int = 0
+    read_only: tuple[str, ...] = ()
     remote_events: bool = False
     device_blocks: int | None = None
     self_test_key: Key | None = None

@@ -33,6 +33,9 @@ INSTEAD = {
     "kv_events_replay": "set replay_endpoint in SGLang's --kv-events-config",
     "kv_events_topic": "set topic in SGLang's --kv-events-config",
     "kv_events_remote": "SGLang passes no events from a storage back end to routers",
+    "serve": "peers are served under vLLM: name a store in remote",
+    "peer_networks": "requests name peers under vLLM: name a store in remote",
+    "peer_url": "requests name peers under vLLM: name a store in remote",
 }
 """Settings without effect under SGLang, and the alternative to each."""
 

@@ -124,12 +124,12 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         watch_sleeps()
         note = find(self.config.engine_id)
         scope = None
-        if self.settings.file_path is not None or self.settings.remote:
+        if self.settings.file_path is not None or self.settings.shares:
             reason = why_transient(note.model)
             if reason:
                 if self.settings.file_path is not None:
                     _log.error("file tier disabled: %s", reason)
-                if self.settings.remote:
+                if self.settings.shares:
                     _log.error("remote tiers disabled: %s", reason)
             else:
                 scope = scope_of(self.config, note.model, note.fingerprint, note.device, self.settings.salt)
@@ -146,12 +146,18 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         manager = LongshoreManager(
             tiers, numbers, self.settings.load_timeout, announces=announces, hints=self.settings.request_hints
         )
-        if self.settings.control:
-            try:
+        try:
+            if self.settings.control:
                 serve_commands(manager, tiers, self.config, self.settings.control, note.model.hashing)
-            except BaseException:
-                manager.shutdown()
-                raise
+            if self.settings.serve and (peers := tiers.peers) is not None:
+                from longshore.runtime.peer_server import PeerServer, TierSource  # noqa: PLC0415 - only for who serves
+
+                host = HostTier(tiers.arena, note.layout)
+                source = TierSource(tiers.runtime, host, lambda: peers.namespace, manager.is_coming)
+                manager.peer_server = PeerServer(self.settings.serve, source)
+        except BaseException:
+            manager.shutdown()
+            raise
         return manager
 
     @classmethod
