@@ -199,7 +199,8 @@ class Storing(Stage):
         if before.orphan:
             assert set(dropped) <= {DropReason.NO_PARENT}
         elif count < fresh:
-            assert set(dropped) <= {DropReason.NO_ROOM, DropReason.BACKPRESSURE}
+            asks = self.setup.policy == "gittins" and self.setup.file is not None
+            assert set(dropped) <= {DropReason.NO_ROOM, DropReason.BACKPRESSURE, *[DropReason.ADMISSION] * asks}
         return count
 
     def check_evicted(self, before: Storing.Before) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -27,9 +28,12 @@ class Tiers:
         policy: type[EvictionPolicy] = Gittins,
         backup: WritePolicy = WritePolicy.BACK,
         admission: bool = True,
+        is_served: bool = False,
+        remote: Sequence[str] = (),
     ) -> None:
         specs = [TierSpec(HOST, host, policy=policy), TierSpec(FILE, file, policy=policy)]
-        self.cache = TieredCache(specs, CacheSettings(backup=backup, admission=admission, max_writes=1 << 14))
+        settings = CacheSettings(backup=backup, admission=admission, is_served=is_served, max_writes=1 << 14)
+        self.cache = TieredCache(specs, settings, remote=remote)
         self.hits = self.asked = self.written = 0
 
     def serve(self, path: Sequence[int]) -> int:
@@ -116,6 +120,18 @@ def popular(**how: object) -> Tiers:
         tiers.serve(range(100 * (tick % 3), 100 * (tick % 3) + 10))
     assert tiers.serve(range(100, 110)) == 10
     return tiers
+
+
+@pytest.mark.parametrize("how", [{}, {"remote": ["far"]}, {"is_served": True}, {"admission": False}], ids=str)
+def test_host_memory_refuses_a_new_path_unless_others_are_offered_it(how: dict[str, Any]) -> None:
+    """All that both tiers have was used for long; a new prompt is larger than what is free."""
+    tiers = popular(**how)
+    tiers.serve(range(900, 930))
+    refused = tiers.cache.counters.drops[HOST][DropReason.ADMISSION]
+    assert (refused > 0) is (not how)
+    if how.get("admission", True):
+        assert all(tiers.serve(range(100 * each, 100 * each + 10)) == 10 for each in range(3))
+    tiers.cache.check_integrity()
 
 
 def test_refused_chunk_stays_in_host_memory_and_is_offered_again() -> None:

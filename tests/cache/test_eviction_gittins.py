@@ -360,7 +360,7 @@ class Path:
         self.tier, self.free = tier, 0
         keys = tier.names[self.nodes].tolist()
         tier.policy.begin(tick, count, 0, keys)
-        self.admitted = tier.policy.admit(keys, self.make_room)[0]
+        self.admitted = tier.policy.admit(keys, self.make_room)
         known = tier.policy._ghosts.take_all(keys, forget=False)
         self.remembered = sum(count for count, _, state in known if state)
         tier.policy.insert(self.nodes[: self.admitted][::-1])

@@ -21,6 +21,7 @@ from longshore.cache.eviction.hit_rates import (
     FORGOTTEN,
     GAP_OF,
     GAPS,
+    HINT,
     HINTS,
     KIND_OF,
     LEAF,
@@ -166,6 +167,31 @@ def test_batch_that_leaves_or_returns_equals_one_by_one(limit: int, most: int) -
 
 
 # ---------------------------------------------------------------------- hints
+
+
+def test_new_hint_promises_what_chunks_used_alike_do() -> None:
+    """Nothing has been seen of `ends`: its kinds come back as often as chunks of as many uses and such a gap."""
+    rates, once, twice = HitRates(), 8 * 2, 8 * 3 + 1
+    rates._reached[KIND_OF[once], :8] = 9e6  # and did not come back
+    rates._reached[KIND_OF[twice], 1:8] = 1e6
+    rates._back[KIND_OF[twice], 7] = 0.4e6
+    rates.add_hints()
+    plain, hinted = (rates.chances()[KIND_OF[how]] for how in (twice, ENDS << HINT | twice))
+    assert hinted == pytest.approx(plain, abs=0.001)
+    assert hinted[7] == pytest.approx(0.4, abs=0.001)
+
+
+def test_hint_seen_on_other_chunks_tells_of_all_with_it() -> None:
+    """Chunks of `ends` that were used once did not come back: those that were used twice are taken to do so, too."""
+    rates, once, twice = HitRates(), 8 * 2, 8 * 3 + 1
+    rates.add_hints()
+    for how in (once, twice):
+        rates._reached[KIND_OF[how], :8] = 1e6
+        rates._back[KIND_OF[how], 7] = 0.4e6
+    rates._reached[KIND_OF[ENDS << HINT | once], :8] = 1e5
+    told, silent = (rates.chances()[KIND_OF[each << HINT | twice], 7] for each in (ENDS, BACK))
+    assert told < 0.05
+    assert silent > 0.25
 
 
 def test_classes_are_learned_apart_and_bounded_in_number() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from trace_kit import ROOT
 
-from depth import NIGHTLY
+from depth import NIGHTLY, deep
 from longshore.cache.eviction import POLICIES, Gittins
 from longshore.trace import read_mooncake
 from longshore.trace.experiment import CacheReplay
@@ -29,7 +29,7 @@ def ratios(paths: Sequence[Sequence[int]], host: float = 0.03, file: float = 0.1
     return hits[0] / asked, hits[1] / asked, tiers
 
 
-@pytest.mark.parametrize("family", ["mixed"])
+@pytest.mark.parametrize("family", deep(["documents"], ["agents", "chats", "documents", "mixed"]))
 def test_two_tiers_find_what_one_of_their_size_does(family: str) -> None:
     paths = [request.hash_ids for request in synthesize(family, requests=800, seed=3)]
     two, one, tiers = ratios(paths)
@@ -48,14 +48,14 @@ def test_path_longer_than_host_memory_moves_in_parts() -> None:
 def test_blocks_for_which_host_memory_has_no_slot_are_computed() -> None:
     """Both tiers are full of what the lease of a prompt holds that is longer than host memory."""
     tiers = CacheReplay(POLICIES["lru"], 64, 16)
-    hits = tiers.serve(range(1, 81)), tiers.serve(range(1, 68), 1.0)
-    assert hits[0] == 0 <= hits[1] < 67
+    hits = tiers.serve(range(1, 81)), tiers.serve(range(1, 81), 1.0)
+    assert hits[0] == 0 <= hits[1] < 80
     assert sum(tiers.hits.values()) == sum(hits)
     tiers.cache.check_integrity()
     assert (tiers.cache.held, tiers.cache.jobs_in_flight) == (0, 0)
 
 
-@pytest.mark.parametrize("name", ["mooncake_conversation", "agent_a", "agent_sparse"])
+@pytest.mark.parametrize("name", ["mooncake_conversation", "agent_a", "agent_dense", "agent_sparse"])
 @pytest.mark.skipif(not (NIGHTLY and TRACES.is_dir()), reason="whole recorded traces: at night, beside the clone")
 def test_two_tiers_find_as_much_on_recorded_traces(name: str) -> None:
     two, one, _ = ratios([request.hash_ids for request in read_mooncake(TRACES / f"{name}.jsonl")])

@@ -145,8 +145,8 @@ PIECE = 1024
 class AdmitsAll(Gittins):
     """The default policy without admission, because evictions are measured and rivals admit all blocks."""
 
-    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False) -> tuple[int, int]:
-        return make_room(len(keys)), 0
+    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, least: int = 1) -> int:
+        return make_room(len(keys))
 
 
 class Policy:

@@ -141,6 +141,10 @@ class Backlog:
         self._failed[node] = 1
         return self.update(node)
 
+    def is_refused(self, node: int) -> bool:
+        """Whether `node` is not copied before its next use."""
+        return bool(self._failed[node])
+
     def refuse(self, nodes: Sequence[int]) -> list[int]:
         """Copy the queued `nodes`, and chunks that wait for them, only after their next use; returns all of them."""
         refused, left = list[int](), list(nodes)

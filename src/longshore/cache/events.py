@@ -18,6 +18,7 @@ from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from longshore.boundary import Key
+from longshore.cache.nodes import Nodes
 from longshore.cache.types import MissReason
 from longshore.errors import TraceError
 
@@ -128,6 +129,22 @@ class EventLog:
             if len(self._events) > self._limit:
                 self._events.popleft()
                 self._missed += 1
+
+    def arrived(self, index: Nodes, names: Sequence[str], nodes: Sequence[int], tier: int) -> None:
+        """Copies of `nodes` have become ready in `tier`; `names` are those of all tiers."""
+        for node in nodes:
+            others = [each for each in index.tiers if each != tier and index.is_ready(node, each)]
+            kind = EventKind.MOVED if others else EventKind.STORED
+            # A copy goes down from the tier above, and comes up from the warmest that had it.
+            source = names[max((each for each in others if each < tier), default=others[0])] if others else ""
+            (parent,) = index.before((node,))
+            self.record(kind, [index.key[node]], tier=names[tier], parent=parent, source=source)
+
+    def lost(self, index: Nodes, names: Sequence[str], node: int, tier: int, cause: str) -> None:
+        """A copy of `node` is being removed from `tier` for `cause`, or failed to be written."""
+        kind = EventKind.REMOVED if index.is_ready(node, tier) else EventKind.FAILED
+        by = self.by if cause == EVICTED else None
+        self.record(kind, [index.key[node]], tier=names[tier], cause=cause, by=by)
 
     def loaded(
         self, asked: Iterable[tuple[str | None, Sequence[Key]]], arrived: int, misses: Sequence[MissReason]

@@ -32,13 +32,14 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import column, leading, marks
+from longshore.cache.columns import column, leading, marks, numbers
 from longshore.cache.events import EVICTED
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.nodes import ORPHANS
 from longshore.cache.pool import DRAINING, READY
 from longshore.cache.slab_pool import SlabPool
 from longshore.cache.state import CacheState
+from longshore.cache.types import DropReason
 from longshore.errors import CapacityError, IntegrityError
 
 Mask = npt.NDArray[np.bool_]
@@ -127,21 +128,19 @@ class Evictor:
         index.resize()
         self._state.fit()
         self._state.changes += 1
-        for each, policy in zip(self._state.pools, self._state.policies, strict=True):
-            policy.resize(each.capacity, index.key)
+        for each, policy in enumerate(self._state.policies):
+            policy.resize(self._state.ranked_slots(each), index.key)
 
     # ------------------------------------------------------------------ in policy order
 
     def evict(self, tier: int, count: int, pool: int = 0, *, spare_dirty: bool) -> int:
         """Evict at most `count` copies of `pool` from `tier`, in policy order; returns how many.
 
-        With `spare_dirty`, copies without a backup are not evicted.
+        With `spare_dirty`, copies without a backup are not evicted. Chunks that the policy ranks and only warmer tiers
+        have are refused then, and count: no copy of them needs room.
         """
-        state = self._state
         gone = 0 if spare_dirty else self._evict_passed_over(tier, count, pool)
-        gone += self._evict(tier, count - gone, pool, spare_dirty=spare_dirty)
-        state.counters.evictions[state.levels[tier].name] += gone
-        return gone
+        return gone + self._evict(tier, count - gone, pool, spare_dirty=spare_dirty)
 
     def may_go(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
         """Whether no transfer reads the copy of `node` in `tier`, no lease pins it, and no descendant needs it.
@@ -180,6 +179,11 @@ class Evictor:
                 policy.hold_victims(nodes[:passed])
                 several = max(2 * passed, _AT_LEAST)
                 continue
+            if self._is_only_warmer(nodes[0], tier):
+                warm = nodes[: min(count - gone, leading(column(self._state.index.slot[tier])[numbers(nodes)] < 0))]
+                policy.hold_victims(warm)
+                gone += self._refuse(warm) if spare_dirty else 0
+                continue
             free, kept, unclear = self._evict_batch(nodes, tier, policy, count - gone)
             gone += free
             several = max(2 * (free or kept), _AT_LEAST)
@@ -197,11 +201,45 @@ class Evictor:
             if not node:
                 break
             if self.may_go(node, tier) and not self._pass_over(node, tier, pool, spare_dirty=spare_dirty):
-                self._state.detach(node, tier, cause=EVICTED)
+                self._drop(node, tier)
                 gone += 1
             else:
                 policy.hold(node)
+                gone += self._refuse((node,)) if spare_dirty and self._is_only_warmer(node, tier) else 0
         return gone
+
+    def _drop(self, node: int, tier: int) -> None:
+        self._state.detach(node, tier, cause=EVICTED)
+        self._state.counters.evictions[self._state.levels[tier].name] += 1
+
+    # ------------------------------------------------------------------ what the coldest tier ranks, and does not have
+
+    def _is_only_warmer(self, node: int, tier: int) -> bool:
+        """Whether `node`, which the policy of `tier` ranks, is in warmer tiers only."""
+        return self._state.ranks_all and tier == self._state.last and self._state.index.slot[tier][node] < 0
+
+    def _refuse(self, nodes: Sequence[int]) -> int:
+        """Refuse copies of those of the held `nodes`, the next victims of all tiers, that only warmer tiers have.
+
+        They need no copy, and are evicted where they are. Returns how many.
+        """
+        state, policy = self._state, self._state.policies[self._state.last]
+        refused = [node for node in nodes if self._may_be_refused(node) and state.refuse((node,))]
+        if refused:
+            state.counters.drops[state.levels[state.last].name][DropReason.ADMISSION] += len(refused)
+            parents = dict.fromkeys(state.index.parent[node] for node in refused)
+            policy.release([parent for parent in parents if parent in policy])
+        return len(refused)
+
+    def _may_be_refused(self, node: int) -> bool:
+        """Whether `node` is dirty, and neither a transfer, a lease, a lookup of this step nor a descendant needs it."""
+        state, index = self._state, self._state.index
+        tier, backlog = index.coldest_tier(node), state.backlog
+        if not backlog.is_dirty(node, tier) or state.pools[tier].readers[index.slot[tier][node]]:
+            return False
+        if state.is_kept(node) or self._stays_warm(node, tier):
+            return False
+        return all(backlog.is_refused(child) for child in index.children(node))
 
     def _remember(self, nodes: Sequence[int], tier: int, pool: int) -> None:
         """Record dirty chunks that were passed over."""
@@ -220,7 +258,7 @@ class Evictor:
             # What came back to a warmer tier meanwhile is spared: its children there may be about to follow it down.
             may = self._is_passed_over(node, tier, pool) and not self._is_warmer(node, tier)
             if may and self.may_go(node, tier):
-                self._state.detach(node, tier, cause=EVICTED)
+                self._drop(node, tier)
                 gone += 1
         return gone
 
@@ -345,6 +383,7 @@ class Evictor:
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
         state.counters.demotions[state.levels[tier].name] += len(nodes)
+        state.counters.evictions[state.levels[tier].name] += len(nodes)
         state.policies[tier].remove_victims(nodes, index.key[at].tolist())
         index.drop_copies(at, tier)
         state.pools[tier].free_all(slots)
@@ -357,7 +396,11 @@ class Evictor:
         keys, slots = index.key[at].tolist(), column(index.slot[tier])[at]
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
+        state.counters.evictions[state.levels[tier].name] += len(nodes)
         policy.remove_victims(nodes, keys)
+        if state.ranks_all and tier < state.last:
+            state.policies[state.last].hold_all(nodes)
+            state.policies[state.last].remove_victims(nodes, keys)
         parents = index.drop_leaves(at, tier)
         state.pools[tier].free_all(slots)
         state.backlog.forget_all(nodes)
@@ -408,7 +451,7 @@ class Evictor:
     def _log(self, nodes: Sequence[int], tier: int) -> None:
         if self._state.log.on:
             for node in nodes:
-                self._state.log_loss(node, tier, EVICTED)
+                self._state.log.lost(self._state.index, self._state.names, node, tier, EVICTED)
 
     # ------------------------------------------------------------------ slabs
 

@@ -91,12 +91,11 @@ class TieredCache:
         if len(sizes) > 1 or any(not 0 <= pool < min(sizes) for pool in self.settings.pools):
             raise CacheError(f"expected image sizes for the pools {self.settings.pools}, got {sorted(sizes)} sizes")
         thresholds = [rule.threshold if rule.selective else 0 for rule in rules[1 : len(names)]]
-        events, width = self.settings.events, self.settings.token_width
-        self._state = CacheState(levels, self.counters, thresholds=thresholds, events=events, token_width=width)
-        self._state.log.hidden = self.settings.self_test_key
+        self._state = CacheState(levels, self.counters, self.settings, thresholds)
         self._transfers = Transfers(self._state, self.settings, generation)
         self._loader = Loader(self._transfers)
-        self._offloader = Offloader(self._transfers, rules[: len(names)], is_only=len(names) == 1 and not theirs)
+        shared = bool(theirs) or self.settings.is_served
+        self._offloader = Offloader(self._transfers, rules[: len(names)], is_shared=shared)
         self._remote = RemoteTiers(self._transfers, theirs, rules[len(names) :])
         self._leases = Leases(self._state)
         self._prefetcher = Prefetcher(self._transfers, self._offloader, self._leases)

@@ -296,6 +296,13 @@ class Nodes:
         state = marks(self.pools[tier].state)
         return (slots >= 0) & (state[slots] == READY) if len(state) else np.zeros(len(at), bool)
 
+    def are_ready_in_any(self, at: npt.NDArray[np.int32], tiers: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Whether the nodes `at` have a ready copy in one of `tiers`; bool, of the same shape."""
+        ready = np.zeros(len(at), bool)
+        for tier in tiers:
+            ready |= self.are_ready(at, tier)
+        return ready
+
     def pool_of(self, node: int) -> int:
         """The pool of the slots of `node`, the same in all tiers."""
         for tier in self.tiers:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import compress, pairwise
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -39,12 +39,13 @@ _AHEAD = 64
 class Offloader:
     """Orders offloads and backups, by the write rule of each tier."""
 
-    def __init__(self, transfers: Transfers, rules: Sequence[WriteRule], *, is_only: bool) -> None:
-        """`is_only`: there is one tier, so a chunk that it does not store is in no tier."""
+    def __init__(self, transfers: Transfers, rules: Sequence[WriteRule], *, is_shared: bool) -> None:
+        """`is_shared`: remote tiers or other engines are offered what host memory stores: it refuses no chunk then."""
         self._transfers = transfers
         self._state = transfers.state
         self._rules = rules
-        self._uses_admission = is_only and not transfers.state.several_sizes
+        self._uses_admission = not (is_shared or transfers.state.last or transfers.state.several_sizes)
+        self._asks_all = transfers.state.ranks_all and not is_shared
         self._reserves = [0.0] * transfers.state.last
         """Number of slots of each tier to keep free or backed up, where bursts need more than the write rule says."""
         self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]
@@ -315,9 +316,11 @@ class Offloader:
         for node in chosen if state.several_sizes else ():
             pools.setdefault(state.index.pool_of(node), []).append(node)
         for pool, nodes in pools.items():
-            # The ancestors of chosen chunks are in this tier, too, or are needed below: none is evicted for them.
+            # The ancestors of chosen chunks are in this tier, too, or are needed below: none is evicted for them. Some
+            # of the chosen may be refused.
             nbytes, allowed = state.pools[below].slabs.image_bytes[pool], self._allowed(below, nodes, pool)
-            chosen = self._admitted(below, allowed, pool)
+            room = self._room(below, len(allowed), pool)
+            chosen = [node for node in allowed if not state.backlog.is_refused(node)][:room]
             self._budgets[below].spend(len(chosen) * nbytes)
             self._copy_down(chosen, tier)
         state.log.by = by
@@ -335,36 +338,6 @@ class Offloader:
         for node in nodes[granted:]:
             self._state.backup_failed(node)
         return nodes[:granted]
-
-    def _admitted(self, tier: int, nodes: Sequence[int], pool: int) -> list[int]:
-        """Those of `nodes`, parents first, that `tier` stores; makes room for them.
-
-        If the tier is full, chunks with fewer expected hits than the chunks to evict for them are refused, with their
-        descendants. They are retried after their next use.
-        """
-        state, parent = self._state, self._state.index.parent
-        policy = state.order(tier, pool)
-        if not (self._transfers.settings.admission and policy.refuses) or state.pools[tier].room(pool) >= len(nodes):
-            return list(nodes[: self._room(tier, len(nodes), pool)])
-        if tier < state.last:
-            self._clean(tier, len(nodes))
-        chosen, left_out, refused = list[int](), set[int](), list[int]()
-
-        def make_room(most: int) -> int:
-            return self._room(tier, len(chosen) + most, pool, ahead=False, observes=not chosen) - len(chosen)
-
-        starts = [at for at, node in enumerate(nodes) if not at or parent[node] != nodes[at - 1]]
-        for start, end in pairwise([*starts, len(nodes)]):
-            path, taken, least = nodes[start:end], 0, 0
-            if parent[path[0]] not in left_out:
-                keys = [state.index.key[node] for node in path]
-                taken, least = policy.admit(keys, make_room, copies=True)
-            chosen += path[:taken]
-            refused += path[taken : taken + min(least, 1)]
-            left_out.update(path[taken:])
-        if refused:
-            self._transfers.drop(tier, state.refuse(refused), DropReason.ADMISSION)
-        return chosen
 
     def _copy_down(self, chosen: Sequence[int], tier: int) -> None:
         """Order one job that copies `chosen` from `tier` to the one below, which has room."""
@@ -386,16 +359,19 @@ class Offloader:
 
         The others are counted as dropped.
 
-        `path` are their keys, unless they stand alone; the nodes `needed` are not evicted. If there is one tier, its
-        policy admits chunks. An `orphan` and its descendants take free slots only, because they are evicted first.
-        If the call is `patient` and room is being made for all of them, or for as many as the tier has slots, nothing
-        is counted and there is room for none. For those that a `stream` waits for, nothing is counted.
+        `path` are their keys, unless they stand alone; the nodes `needed` are not evicted. The policy of the only tier,
+        or of the coldest, admits chunks. An `orphan` and its descendants take free slots only, because they are evicted
+        first. If the call is `patient` and room is being made for all of them, or for as many as the tier has slots,
+        nothing is counted and there is room for none. For those that a `stream` waits for, nothing is counted.
         """
         state = self._state
         if not wanted:
             return 0, 0
         patient, stream = (each and not orphan and bool(state.last) for each in (patient, stream))
         nbytes, pins = state.pools[0].slabs.image_bytes[pool], [state.pin(node) for node in needed if node]
+        asked = wanted
+        if self._asks_all and path and not orphan:
+            wanted = self._promising(path, pool)
         once = min(wanted, state.total_room(0))
         again = patient and self._room(0, once, pool, observes=False) < once and self._may_get_room(0)
         granted = 0 if again else self._budgets[0].allows(self._transfers.now, wanted, nbytes)
@@ -407,7 +383,7 @@ class Offloader:
             def make_room(most: int) -> int:
                 return self._transfers.evictor.make_room(0, most, pool, spare_dirty=False)
 
-            room = state.policies[0].admit(path[:allowed], make_room)[0]
+            room = state.policies[0].admit(path[:allowed], make_room)
         else:
             room = self._room(0, allowed, pool, waits=patient or stream) if allowed else 0
         for pin in pins:
@@ -415,6 +391,7 @@ class Offloader:
         if again:
             return 0, wanted
         waiting = granted - room if stream and (room or self._may_get_room(0)) else 0
+        self._transfers.drop(0, asked - wanted, DropReason.ADMISSION)
         self._transfers.drop(0, wanted - granted, DropReason.RATE_LIMIT)
         if room + waiting < granted:
             busy = allowed < granted or self._is_copying_down(0)
@@ -422,6 +399,26 @@ class Offloader:
             self._transfers.drop(0, granted - room - waiting, DropReason.NO_PARENT if orphan else reason)
         self._budgets[0].spend(room * nbytes)
         return room, waiting
+
+    def _promising(self, path: Sequence[Key], pool: int) -> int:
+        """How many leading chunks of `path` host memory stores.
+
+        For those, it has room, or chunks of any tier that promise fewer hits make room for them, now or when others
+        were copied down.
+        """
+        evictor, writing, policy = self._transfers.evictor, self._transfers.writing, self._state.policies[-1]
+        room = evictor.make_room(0, len(path), pool, spare_dirty=True)
+        if room == len(path):
+            return room
+
+        def make_room(most: int) -> int:
+            found = evictor.make_room(0, most, pool, spare_dirty=True, ahead=False)
+            if found < most:
+                self._clean(0, most - found)
+                found = evictor.make_room(0, most, pool, spare_dirty=True, ahead=False)
+            return min(most, found + writing[1] + self._state.pools[-1].room(pool))
+
+        return max(room, policy.admit(path, make_room, least=0))
 
     def _worth(self, fresh: Sequence[Key], at: Sequence[int], retention: Sequence[Retention]) -> int:
         """How many leading new chunks of `fresh`, at positions `at`, the write policy stores; counts the others."""
@@ -458,7 +455,7 @@ class Offloader:
 
     def _clean_target(self, tier: int, slots: int) -> int:
         """How many of the `slots` of a tier are to be free or backed up."""
-        least = self._rules[tier + 1].policy.clean_target(slots)
+        least = self._rules[tier + 1].policy.clean_target(slots, stores_wait=self._transfers.settings.stores_wait)
         return max(least, int(self._reserves[tier]))
 
     def _observe_room(self, tier: int, wanted: int, found: int) -> None:

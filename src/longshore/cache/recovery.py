@@ -174,8 +174,10 @@ def _enter(
 def _insert(state: CacheState, tier: int, nodes: list[int], known: Sequence[int]) -> None:
     """Enter the copies of `nodes`, the newest first, in policies and backlog; other tiers have `known`."""
     if state.log.on:
-        state.log_arrivals(nodes, tier)
-    state.policies[tier].insert(nodes[::-1])
+        state.log.arrived(state.index, state.names, nodes, tier)
+    if tier < state.last or not state.ranks_all:
+        state.policies[tier].insert(nodes[::-1])
+    state.rank(nodes[::-1], tier)
     state.windows.mark_ready(nodes, tier)
     state.changes += 1
     if state.last:

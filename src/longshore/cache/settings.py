@@ -30,9 +30,11 @@ class WritePolicy(enum.Enum):
         """Whether to store a chunk that has become complete on the device, or is about to be evicted (`evicting`)."""
         return self is not WritePolicy.BACK or evicting
 
-    def clean_target(self, slots: int) -> int:
-        """How many of the `slots` of the warmer tier to keep free or backed up."""
-        return slots // 4 if self is WritePolicy.BACK else slots
+    def clean_target(self, slots: int, *, stores_wait: bool) -> int:
+        """How many of the `slots` of the warmer tier to keep free or backed up; fewer if stores wait for room."""
+        if self is not WritePolicy.BACK:
+            return slots
+        return -(-slots // 16) if stores_wait else slots // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +235,12 @@ class CacheSettings:
         backup: Write policy of each tier -> the next colder one.
         threshold: Offers or uses of a chunk before a selective write policy copies it.
         into: Write rules of routes with other rules, by name of the destination tier.
-        admission: Whether a full tier below the warmest refuses chunks with fewer expected hits than those to evict for
-            them, if its eviction policy has expected hits, and remote tiers that have lost chunks are not sent such.
+        admission: Whether full tiers refuse chunks with fewer expected hits than those to evict for them, if the policy
+            of the coldest has expected hits, and remote tiers that have lost chunks are not sent such. Host
+            memory refuses none if there are remote tiers, or with `is_served`.
+        is_served: Whether other engines read what the tiers have.
         stores_wait: Whether the engine offers chunks again for which there was no room. Such a store loses nothing, so
-            no reserve of clean slots beyond the write policy is kept.
+            write-back keeps a sixteenth of a tier clean instead of a quarter, and no reserve beyond that.
         prompt_only: Whether only chunks of the prompt are offloaded.
         priority_floor: The lowest priority that is offloaded.
         prefetch: The policy of prefetches without one.
@@ -264,6 +268,7 @@ class CacheSettings:
     threshold: int = 2
     into: Mapping[str, WriteRule] = field(default_factory=dict)
     admission: bool = True
+    is_served: bool = False
     stores_wait: bool = False
     prompt_only: bool = False
     priority_floor: int = 0

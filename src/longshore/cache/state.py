@@ -31,6 +31,7 @@ from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.partial import PartialPrefixes
 from longshore.cache.pool import DRAINING, FILLING, FREE, READY, SlotPool
 from longshore.cache.priorities import Priorities, WindowMarks
+from longshore.cache.settings import CacheSettings
 from longshore.cache.types import Counters, MissReason, Run, SizeStats, TierStats
 from longshore.errors import CacheError
 from longshore.monitoring.metric_names import EVICTED_AGE_SECONDS
@@ -67,12 +68,11 @@ class CacheState:
         self,
         levels: Sequence[Level],
         counters: Counters,
-        *,
+        settings: CacheSettings,
         thresholds: Sequence[int],
-        events: int,
-        token_width: int,
     ) -> None:
         self.levels = list(levels)
+        self.names = [level.name for level in levels]
         self.counters = counters
         self.pools = [level.pool for level in levels]
         self.several_sizes = len(self.pools[0].slabs.image_bytes) > 1
@@ -80,8 +80,12 @@ class CacheState:
         self.thresholds = thresholds
         self.last = len(levels) - 1
         """The coldest tier."""
-        self.log = EventLog(events)
-        self._token_width = token_width
+        alike = self.last > 0 and not self.several_sizes
+        self.ranks_all = alike and settings.admission and levels[-1].make_policy.refuses
+        """Whether the policy of the coldest tier ranks the chunks of all tiers, as one tier of their size would."""
+        self.log = EventLog(settings.events)
+        self.log.hidden = settings.self_test_key
+        self._token_width = settings.token_width
         self.returns = Returns()
         self.tick = self.served = 0
         """The last tick that was drawn, and that of the request that is served."""
@@ -91,7 +95,7 @@ class CacheState:
 
     def _begin(self) -> None:
         self.index = Index(self.pools)
-        self.policies = [self._make_policy(level) for level in self.levels]
+        self.policies = [self._make_policy(tier) for tier in self.index.tiers]
         self.backlog = Backlog(self.index, self.thresholds)
         self.priorities = Priorities(
             self.index,
@@ -114,10 +118,16 @@ class CacheState:
     def _serving(self) -> tuple[int, int]:
         return self.served, self.returns.of(self.served)
 
-    def _make_policy(self, level: Level) -> EvictionPolicy:
-        names, slabs = self.index.key, level.pool.slabs
+    def ranked_slots(self, tier: int) -> int:
+        """The slots of all chunks that the policy of `tier` ranks."""
+        ranked = self.pools if self.ranks_all and tier == self.last else [self.pools[tier]]
+        return sum(pool.capacity for pool in ranked)
+
+    def _make_policy(self, tier: int) -> EvictionPolicy:
+        level, names = self.levels[tier], self.index.key
+        slabs = level.pool.slabs
         if not self.several_sizes:
-            return level.make_policy(level.pool.capacity, names)
+            return level.make_policy(self.ranked_slots(tier), names)
         parts = [level.make_policy(slabs.slabs * images, names) for images in slabs.images]
         return PartitionedBySize(level.pool.capacity, names, parts, self.index.pools_of)
 
@@ -143,10 +153,7 @@ class CacheState:
             return (Run(self.levels[0].name, len(at)),)
         warmest = np.full(len(at), _NOWHERE, np.uint8)
         for tier in reversed(self.index.tiers):
-            slots = column(self.index.slot[tier])[at]
-            there = slots >= 0
-            there[there] = marks(self.pools[tier].state)[slots[there]] == READY
-            warmest[there] = tier
+            warmest[self.index.are_ready(at, tier)] = tier
         runs = ((tier, len(list(run))) for tier, run in groupby(warmest.tobytes()))
         return tuple(Run(self.levels[tier].name, chunks) for tier, chunks in runs if tier != _NOWHERE)
 
@@ -234,13 +241,14 @@ class CacheState:
     def mark_ready(self, nodes: Sequence[int], tier: int) -> list[int]:
         """Copies of `nodes`, parents first, have become ready in `tier`. Returns orphans that now have parents."""
         if self.log.on:
-            self.log_arrivals(nodes, tier)
+            self.log.arrived(self.index, self.names, nodes, tier)
         leaf = bool(nodes) and not any(self.index.children(nodes[-1]))
-        if tier:
-            self.policies[tier].insert_copies(nodes[::-1], leaf=leaf)
-        else:
+        if not tier:
             self.policies[0].insert(nodes[::-1], leaf=leaf)
             self._record_uses_elsewhere(numbers(nodes)[::-1], leaf=leaf)
+        elif tier < self.last or not self.ranks_all:
+            self.policies[tier].insert_copies(nodes[::-1], leaf=leaf)
+        self.rank(nodes[::-1], tier, leaf=leaf)
         if self.several_sizes:
             slots = self.index.slot[tier]
             self.pools[tier].record_use([slots[node] for node in reversed(nodes)])
@@ -253,6 +261,20 @@ class CacheState:
                 self.backlog.backed_up(nodes, tier)
             self.reconsider(np.array(nodes, np.int32), apart_from=tier)
         return self.attach_orphans(news)
+
+    def rank(self, nodes: Sequence[int], tier: int, *, leaf: bool = False) -> None:
+        """Copies of `nodes`, tail first, are ready in `tier`: the policy that ranks all chunks gets those new to it."""
+        if self.ranks_all and nodes:
+            at = numbers(nodes)
+            new = ~self.index.are_ready_in_any(at, [each for each in self.index.tiers if each != tier])
+            if new.any():
+                self.policies[self.last].insert(at[new].tolist(), leaf=leaf and bool(new[0]))
+
+    def are_ranked(self, at: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
+        """Which of the nodes `at` the policy of `tier` ranks: those that are ready there, or in any tier."""
+        if self.ranks_all and tier == self.last:
+            return self.index.are_ready_in_any(at, self.index.tiers)
+        return self.index.are_ready(at, tier)
 
     def attach_orphans(self, nodes: Sequence[int]) -> list[int]:
         """Attach orphans to their parents among `nodes`, where allowed; returns those that are no orphans any more."""
@@ -282,7 +304,7 @@ class CacheState:
     def refuse(self, nodes: Sequence[int]) -> int:
         """The tier below takes no copy of `nodes`, nor of what waits for them, until they are used again; how many."""
         refused = self.backlog.refuse(nodes)
-        self.reconsider(numbers(refused))
+        self.reconsider(numbers(refused), apart_from=self.last)
         return len(refused)
 
     def end_reads(self, tier: int, slots: Sequence[int]) -> None:
@@ -292,7 +314,9 @@ class CacheState:
         readers[at] -= 1
         idle = at[readers[at] == 0]
         state = marks(pool.state)[idle]
-        self.policies[tier].release(column(pool.node)[idle[state == READY]].tolist())
+        ready = column(pool.node)[idle[state == READY]].tolist()
+        for each in {tier, self.last} if self.ranks_all else {tier}:
+            self.policies[each].release(ready)
         for slot in idle[state == DRAINING].tolist():
             self._free_drained(tier, slot)
 
@@ -443,37 +467,16 @@ class CacheState:
         if not nodes:
             return
         used = numbers(nodes)
-        for pool, policy, slots in zip(self.pools, self.policies, self.index.slot, strict=True):
-            at = column(slots)[used]
-            live = at >= 0
-            ready = marks(pool.state)[at[live]] == READY
-            policy.touch(used[live][ready].tolist())
+        for tier, policy in enumerate(self.policies):
+            ranked = used[self.are_ranked(used, tier)]
+            policy.touch(ranked.tolist())
             if self.several_sizes:
-                pool.record_use(at[live][ready].tolist())
+                self.pools[tier].record_use(column(self.index.slot[tier])[ranked].tolist())
         self._record_uses_elsewhere(used)
         if self.last:
             dirty = sum(self.backlog.counts)
             self.backlog.use(nodes)
             self.changes += self.several_sizes or sum(self.backlog.counts) != dirty
-
-    # ------------------------------------------------------------------ events
-
-    def log_arrivals(self, nodes: Sequence[int], tier: int) -> None:
-        """Record that copies have become ready."""
-        index, names = self.index, [level.name for level in self.levels]
-        for node in nodes:
-            others = [t for t in index.tiers if t != tier and index.is_ready(node, t)]
-            kind = EventKind.MOVED if others else EventKind.STORED
-            # A copy goes down from the tier above, and comes up from the warmest that had it.
-            source = names[max((t for t in others if t < tier), default=others[0])] if others else ""
-            (parent,) = index.before((node,))
-            self.log.record(kind, [index.key[node]], tier=names[tier], parent=parent, source=source)
-
-    def log_loss(self, node: int, tier: int, cause: str) -> None:
-        """Record that a copy is removed, or failed to be written."""
-        kind = EventKind.REMOVED if self.index.is_ready(node, tier) else EventKind.FAILED
-        by = self.log.by if cause == EVICTED else None
-        self.log.record(kind, [self.index.key[node]], tier=self.levels[tier].name, cause=cause, by=by)
 
     # ------------------------------------------------------------------ monitoring
 
@@ -484,12 +487,12 @@ class CacheState:
                 level.name,
                 pool.capacity,
                 pool.used,
-                len(policy),
+                pool.state.count(READY),
                 pool.slabs.nbytes,
                 pool.used_bytes,
                 tuple(SizeStats(size, *pool.used_by(each)) for each, size in enumerate(pool.slabs.image_bytes)),
             )
-            for level, pool, policy in zip(self.levels, self.pools, self.policies, strict=True)
+            for level, pool in zip(self.levels, self.pools, strict=True)
         )
 
     def check_integrity(self) -> None:
@@ -503,7 +506,7 @@ class CacheState:
             live = nodes[column(index.slot[tier])[nodes] >= 0]
             if len(live) + pool.state.count(DRAINING) != pool.used:
                 raise CacheError(f"{level.name}: {len(live)} copies use {pool.used} slots")
-            ready = live[index.are_ready(live, tier)]
+            ready = nodes[self.are_ranked(nodes, tier)]
             if len(policy) != len(ready) or not policy.resident(index.size)[ready].all():
                 raise CacheError(f"{level.name}: the eviction policy has {len(policy)} of {len(ready)} ready chunks")
         for node, pins in self.pins.items():
@@ -514,10 +517,8 @@ class CacheState:
 
     def _record_uses_elsewhere(self, used: npt.NDArray[np.int32], *, leaf: bool = False) -> None:
         """Record uses, tail first, in the policies of colder tiers that lack the chunks. A `leaf` ends a prompt."""
-        for tier in self.index.tiers[1:]:
-            slots = column(self.index.slot[tier])[used]
-            there = slots >= 0
-            there[there] = marks(self.pools[tier].state)[slots[there]] == READY
+        for tier in self.index.tiers[1 : self.last + (not self.ranks_all)]:
+            there = self.index.are_ready(used, tier)
             if not there.all():
                 self.policies[tier].record_uses(once(used[~there]).tolist(), leaf=leaf and not there[0])
 
@@ -527,15 +528,14 @@ class CacheState:
         self.changes += bool(len(at))
         for tier, policy in enumerate(self.policies):
             if tier != apart_from:
-                slots = column(self.index.slot[tier])[at]
-                live = at[slots >= 0]
-                policy.release(live[marks(self.pools[tier].state)[slots[slots >= 0]] == READY].tolist())
+                policy.release(at[self.are_ranked(at, tier)].tolist())
 
     def _reconsider(self, node: int) -> None:
         """The same for one node."""
         self.changes += 1
         for tier, policy in enumerate(self.policies):
-            if self.index.is_ready(node, tier) and policy.is_held(node):
+            ranked = self.index.is_ready(node, tier) or (self.ranks_all and tier == self.last)
+            if ranked and policy.is_held(node):
                 policy.release((node,))
 
     def observe_ages(self, tier: int, slots: npt.NDArray[np.int32]) -> None:
@@ -555,17 +555,15 @@ class CacheState:
         if cause == EVICTED and (age := pool.age(slot, self.log.now)) is not None:
             self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name].observe(age)
         if self.log.on:
-            self.log_loss(node, tier, cause)
+            self.log.lost(self.index, self.names, node, tier, cause)
         if pool.state[slot] == READY:
-            self.policies[tier].remove(node, evicted=index.key[node] if cause == EVICTED else None)
+            self._remove_from_policies(node, tier, index.key[node] if cause == EVICTED else None)
         gone = index.drop_copy(node, tier)
         pool.move(slot, DRAINING if pool.is_busy(slot) else FREE)
         if gone:
             self.forget((node,))
-        if gone and self.pins:
             for pin in self.pins.pop(node, ()):
                 pin.node = ROOT
-        if gone:
             self.seen[node] = 0
             self.kept_in_host.discard(node)
             self.backlog.forget(node)
@@ -579,6 +577,14 @@ class CacheState:
                 self.attach_orphans((index.get(before),))
         if parent > ORPHANS and not index.reach[tier][parent]:
             self._reconsider(parent)
+
+    def _remove_from_policies(self, node: int, tier: int, evicted: Key | None) -> None:
+        """The ready copy of `node` in `tier` is being removed: remove it from policies that do not rank it any more."""
+        index = self.index
+        if tier < self.last or not self.ranks_all:
+            self.policies[tier].remove(node, evicted=evicted)
+        if self.ranks_all and not any(index.is_ready(node, each) for each in index.tiers if each != tier):
+            self.policies[self.last].remove(node, evicted=evicted)
 
     def forget(self, nodes: Sequence[int]) -> None:
         """`nodes` are in no tier any more: remove them from priorities and partial prefixes."""

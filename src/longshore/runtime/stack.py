@@ -540,6 +540,7 @@ def make_cache(
         backup=config.backup,
         threshold=config.threshold,
         admission=config.admission,
+        is_served=bool(config.serve),
         prompt_only=config.prompt_only,
         priority_floor=config.priority_floor,
         prefetch=config.prefetch,

@@ -436,7 +436,7 @@ def experiment(paths: Iterable[Sequence[int]], kind: type[EvictionPolicy], slots
     return tier.totals()
 
 
-_PARTS = 4
+_PARTS = 16
 """A load takes at most one slot in this many of host memory at a time."""
 
 _MAX_WRITES = 1 << 14
@@ -447,7 +447,7 @@ class CacheReplay:
     """A `TieredCache`, empty at the start, under policy `kind`: one tier of `slots` slots.
 
     With `file_slots`, there is a file tier of as many slots, under `write_back`. Copies between the tiers end as soon
-    as they are ordered. What is found is loaded in parts of a quarter of host memory, and a store waits for room that
+    as they are ordered. What is found is loaded in parts of a sixteenth of host memory, and a store waits for room that
     is being made.
 
     Attributes:
@@ -457,7 +457,7 @@ class CacheReplay:
     def __init__(self, kind: type[EvictionPolicy], slots: int, file_slots: int = 0) -> None:
         specs = [TierSpec(HOST, slots, policy=kind)]
         specs += [TierSpec(FILE, file_slots, policy=kind)] if file_slots else []
-        self.cache = TieredCache(specs, CacheSettings(max_writes=_MAX_WRITES))
+        self.cache = TieredCache(specs, CacheSettings(max_writes=_MAX_WRITES, stores_wait=file_slots > 0))
         self.hits: Counter[str] = Counter(dict.fromkeys((spec.name for spec in specs), 0))
         self._part = max(1, slots // _PARTS) if file_slots else 0
         self._now = 0.0

@@ -53,16 +53,15 @@ class EvictionPolicy(ABC):
         (`longshore.cache.eviction.hit_rates`).
         """
 
-    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False) -> tuple[int, int]:
-        """How many leading chunks of `keys`, a part of a path, to store, and how many of the next ones are refused.
+    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, least: int = 1) -> int:
+        """How many leading chunks of `keys`, a part of a path, to store.
 
-        A chunk is refused if its expected hits are fewer than those of the chunks to evict for it. There is no room at
-        present for chunks that are neither stored nor refused. `make_room(count)` makes room for at most `count` of
-        `keys`, and returns for how many. The keys count as used by the current request, unless they are `copies` of
-        chunks of another tier; of those that are not, the first is stored if it gets room. A policy without expected
-        hits refuses nothing.
+        The others are refused: their expected hits are fewer than those of the chunks to evict for them, or there is no
+        room. `make_room(count)` makes room for at most `count` of `keys`, and returns for how many. The keys count as
+        used by the current request. The first `least` are stored if they get room. A policy without expected hits
+        refuses nothing.
         """
-        return make_room(len(keys)), 0
+        return make_room(len(keys))
 
     def outrank(self, nodes: Sequence[int], age: int) -> npt.NDArray[np.bool_]:
         """Which of `nodes` are expected to bring at least the hits of all chunks last used `age` requests ago; bool.

@@ -147,12 +147,12 @@ class Gittins(EvictionPolicy):
         self._tick, self._last = tick, self._pause
         self._fresh = self._spans.row(tick) * KINDS
 
-    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False) -> tuple[int, int]:
+    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, least: int = 1) -> int:
         """Leading `keys` with at least the expected hit rate of their victims; room is made by runs of one rate."""
         self._rank_lists()
         self._last, tail, count = self._pause, list(keys[::-1]), 0
         end, limit, rooms = 0, LISTS, dict[int, int]()
-        for some, state, used in reversed(self._use_new(tail, leaf=True, noted=False, copies=copies)):
+        for some, state, used in reversed(self._use_new(tail, leaf=True, noted=False)):
             end, limit = end + some, min(limit, self._rank[self._list_of(state, used)])
             rooms[limit] = end
         try:
@@ -162,12 +162,11 @@ class Gittins(EvictionPolicy):
                     break
         finally:
             self._limit = LISTS
-        count = count or (0 if copies else make_room(1))
-        gone = tail[: len(tail) - count]
-        if gone and not copies:
+        count = count or (make_room(least) if least else 0)
+        if gone := tail[: len(tail) - count]:
             self._remember(gone, leaf=True)
             self._since += len(gone)
-        return count, len(gone) if gone and self.victim() else 0
+        return count
 
     def outrank(self, nodes: Sequence[int], age: int) -> npt.NDArray[np.bool_]:
         """Which of `nodes` have at least the mean expected hit rate of all chunks of this age."""

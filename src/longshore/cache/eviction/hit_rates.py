@@ -9,9 +9,10 @@ That is the Gittins index (J. C. Gittins, "Bandit processes and dynamic allocati
 come after a pause promises little at first, and more as the pause draws to its end; and nothing, soon after.
 
 What reached an age is what ended at it or later, by a use or because it was forgotten, and what is that old now. Where
-little is known of a kind, its chance is that of all chunks of as many uses and the same hint, and where little is known
-of these, that of all chunks of this hint, or of all. Of two kinds with the same gap and no hint the one with more uses
-never promises less: it stands before the other in prompts.
+little is known of a kind, its chance is that of all chunks of as many uses, and where little is known of these, that of
+all. Where little is known of a kind with a hint, its chance is that of all chunks used like it, whatever their hints,
+times what the hint says: how many chunks with it came back, of how many would have by their uses alone. Of two kinds
+with the same gap and no hint the one with more uses never promises less: it stands before the other in prompts.
 
 Ghost list: chunks that were evicted lately, and how each was used. Eight bytes a chunk; no operation scans it.
 
@@ -248,6 +249,9 @@ class Spans:
 _IMAGINED = 128.0
 """So many chunks are imagined at each level of what is known, with the chances of the level above."""
 
+_HINTED = 16.0
+"""So many with a hint are imagined, which come back as all do: what a hint says is known from few."""
+
 _CHANCE = 0.05
 """Before anything is known, so many are taken to come back at each age."""
 
@@ -258,16 +262,13 @@ _NO_TIME = 1e-300
 
 _WEIGHTS = np.array(WEIGHTS)
 
-_HINTS = np.array([0, *range(PLAIN, KINDS, HINTED)])
-"""The first kind of each hint, and of none."""
+_USES, _HINTED_USES = (np.array([0, *range(1, end, gaps)]) for end, gaps in ((PLAIN, GAPS), (HINTED, HINTED_GAPS)))
+"""The first kind of each number of uses, without a hint and of one hint."""
 
-_USES = np.array(
-    [0, *range(1, PLAIN, GAPS), *(each for at in _HINTS[1:] for each in (at, *range(at + 1, at + HINTED, HINTED_GAPS)))]
-)
-"""The first kind of each number of uses."""
-
-_HINT_OF = np.searchsorted(_HINTS, _USES, "right") - 1
-"""The hint of each of these."""
+_AS_HINTED = np.zeros((HINTED, PLAIN))
+"""1 where a kind without a hint has the uses and the gap of a kind of a hint."""
+for _how in range(8, 8 * (MOST_USES + 2)):
+    _AS_HINTED[KIND_OF[1 << HINT | _how] - PLAIN, KIND_OF[_how]] = 1
 
 BECAME, FORGOTTEN, RETURNED = 0, 1 << 24, 3 << 24
 _AGE, _ENDED, _BACK, _WHEN = 19, 24, 25, 26
@@ -275,6 +276,15 @@ _AGE, _ENDED, _BACK, _WHEN = 19, 24, 25, 26
 
 _Floats = npt.NDArray[np.float64]
 _Numbers = npt.NDArray[np.intp]
+
+
+def _shrunk(back: _Floats, reached: _Floats, uses: _Numbers) -> _Floats:
+    """Chances of kinds; those of few chunks are near to that of all with as many uses, and that to the one of all."""
+    every = (back.sum(axis=0) + _IMAGINED * _CHANCE) / (reached.sum(axis=0) + _IMAGINED)
+    by_uses = (np.add.reduceat(back, uses) + _IMAGINED * every) / (np.add.reduceat(reached, uses) + _IMAGINED)
+    usual = np.repeat(by_uses, np.diff([*uses, len(back)]), axis=0)
+    chances: _Floats = (back + _IMAGINED * usual) / (reached + _IMAGINED)
+    return chances
 
 
 class HitRates:
@@ -354,16 +364,19 @@ class HitRates:
     def chances(self) -> _Floats:
         """For each kind and age the chance to be used again at this age, for what has reached it."""
         back, reached = self._back, np.maximum(self._reached, self._back)
-        hints, uses = _HINTS[self.kinds > _HINTS], _USES[self.kinds > _USES]
-        every = (back.sum(axis=0) + _IMAGINED * _CHANCE) / (reached.sum(axis=0) + _IMAGINED)
-        by_hint = np.add.reduceat(back, hints) + _IMAGINED * every
-        by_hint[0] += _IMAGINED * (_CHANCE - every)
-        by_hint /= np.add.reduceat(reached, hints) + _IMAGINED
-        by_uses = np.add.reduceat(back, uses) + _IMAGINED * by_hint[_HINT_OF[: len(uses)]]
-        by_uses /= np.add.reduceat(reached, uses) + _IMAGINED
-        usual = np.repeat(by_uses, np.diff([*uses, self.kinds]), axis=0)
-        chances: _Floats = (back + _IMAGINED * usual) / (reached + _IMAGINED)
-        return chances
+        plain = _shrunk(back[:PLAIN], reached[:PLAIN], _USES)
+        if self.kinds == PLAIN:
+            return plain
+        ours, there = (each[PLAIN:].reshape(-1, HINTED, AGES) for each in (back, reached))
+        all_back, all_reached = (
+            _AS_HINTED @ each[:PLAIN] + hinted.sum(axis=0) for each, hinted in ((back, ours), (reached, there))
+        )
+        alike = _shrunk(all_back, all_reached, _HINTED_USES)  # whatever the hint
+        every = _HINTED * (all_back.sum(axis=0) + _IMAGINED * _CHANCE) / (all_reached.sum(axis=0) + _IMAGINED)
+        says = (ours.sum(axis=1) + every) / ((there * alike).sum(axis=1) + every)
+        usual = np.minimum(1.0, says[:, None] * alike)
+        hinted = (ours + _IMAGINED * usual) / (there + _IMAGINED)
+        return np.concatenate([plain, hinted.reshape(-1, AGES)])
 
     def table(self) -> _Floats:
         """For each kind and age what is promised: hits per tick."""

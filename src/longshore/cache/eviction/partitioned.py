@@ -276,11 +276,11 @@ class PartitionedByPriority(PartitionedPolicy):
             self._parts = dict(sorted([*self._parts.items(), (number, policy)]))
         return self._parts[number]
 
-    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, copies: bool = False) -> tuple[int, int]:
+    def admit(self, keys: Sequence[Key], make_room: Callable[[int], int], *, least: int = 1) -> int:
         """As the first policy, as long as all others are of what goes before its nodes; they say so by `refuses`."""
         if not self.refuses:
-            return super().admit(keys, make_room, copies=copies)
-        return self._usual.admit(keys, make_room, copies=copies)
+            return super().admit(keys, make_room, least=least)
+        return self._usual.admit(keys, make_room, least=least)
 
     def move(self, at: npt.NDArray[np.int32]) -> None:
         """Those of the nodes `at`, a part of a path, parents first, that are in get the priority they are to have.
