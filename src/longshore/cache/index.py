@@ -1,7 +1,7 @@
 """The index: one small integer ("node") per key, its parent and children, and its slot in each tier.
 
-Invariant 6: no chunk outlives its parent. It holds for each tier together with all colder ones: for every `t`, the set
-of chunks with a copy in tier `t` or colder contains the parent of each of its chunks.
+The rule of prefixes: no chunk outlives its parent. It holds for each tier together with all colder ones. For every `t`,
+the set of chunks with a copy in tier `t` or colder contains the parent of each of its chunks.
 
     host   A ── B ── C ── D        {A..D} in host or file is closed: all of it can be read from the first chunk on
     file   A ── B ── C             {A..C} in file is closed: so it is after a restart
@@ -17,8 +17,8 @@ An *orphan* is a child of `ORPHANS` and has the key of its missing parent. It is
 is readable, and in a tier that is as cold. Descendants of `ORPHANS` are closed under "parent of", too; no lookup from
 the first chunk returns them.
 
-Both ends of a path are found by bisection. Behind an orphan, which only a request that has the chunks before it
-can use, it examines one chunk after the other.
+Both ends of a path are found by bisection. Chunks after an orphan are checked one by one; only a request that has the
+chunks before the orphan can use these.
 
     known       in a tier, or on its way into one             A ── B ── C ── D ── E
     readable    ready, like all chunks before it              A ── B ── C

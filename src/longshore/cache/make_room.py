@@ -44,13 +44,13 @@ from longshore.errors import CapacityError, IntegrityError
 Mask = npt.NDArray[np.bool_]
 
 _AHEAD, _MOST_AHEAD = 256, 64
-"""Evictions run ahead of demand by one slot in `_AHEAD` of the tier, at most `_MOST_AHEAD`, to amortise their cost."""
+"""Evict 1/`_AHEAD` of the tier more than asked, at most `_MOST_AHEAD` chunks, to amortise the cost of a call."""
 
 _ROUNDS = 4
 """Upper bound of rounds per chunk of a tier: each round evicts or holds a chunk, and may release others."""
 
 _AT_FIRST, _AT_LEAST = 2048, 256
-"""Victims in the first batch, and at least in later ones, which have twice as many as the batch before processed."""
+"""Size of the first batch of victims; smallest size of later ones, which are twice what the batch before processed."""
 
 _SLABS_EXAMINED = 8
 """Slabs of other sizes that are examined for one that can be reclaimed, least recently used first."""

@@ -64,7 +64,8 @@ class TieredCache:
     """The control plane of one engine: an index over `tiers`, warmest first, below the engine's own device cache.
 
     Calls name chunks by `Mapping`s from the number of a KV cache group to `GroupKeys`; an engine with one group has
-    `{0: GroupKeys(keys)}`. Times are seconds on the caller's clock. Invalid arguments raise `CacheError`.
+    `{0: GroupKeys(keys)}`. Times are seconds on the caller's clock. Invalid arguments raise `CacheError`. A `Runtime`
+    replaces each public method of its cache by one that also logs the call (`longshore.runtime.containment`).
     """
 
     def __init__(
@@ -140,8 +141,8 @@ class TieredCache:
         With one path: the longest run of ready chunks from its `first` on. Bisection finds it in microseconds, whatever
         its length, because a key identifies its whole prefix. Chunks behind an orphan, a chunk whose parent is in no
         tier, are found only if `first` is there, one after the other. With the paths of all groups, or with a path that
-        has a `device`: the longest prefix that every group can serve. With `each`: where each chunk is, by itself; the
-        keys need not form a path, and no misses are counted. A chunk is in flight if it or a chunk before it is.
+        has a `device`: the longest prefix that every group can serve. With `each`, keys are looked up independently;
+        they need not form a path, and no misses are counted. A chunk is in flight if it or one before it is.
 
         Remote tiers are asked for chunks that they are not known to have or lack, by lookups of one path and with
         `each`. A lookup does not wait for them.

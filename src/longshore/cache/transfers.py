@@ -1,6 +1,6 @@
 """Transfers in flight, and the changes to the cache when they end.
 
-A job has ended when every rank has reported it. An item has succeeded if it did on all ranks (invariant 1).
+A job has ended when every rank has reported it. An item has succeeded if it did on all ranks.
 
 `Waits` holds which requests wait for reads into the warmest tier, and until when.
 
@@ -54,10 +54,16 @@ from longshore.errors import CacheError, JobError
 class Load:
     """The load of a lease onto the device, in parts, and their progress.
 
-    `asked` are the requested keys, by name of request, the first `of_first` of the first group; `sources` the tiers
-    that they are read from, or were brought up from; `cut` the reasons for which the last were not ordered; `wait` is
-    the number of the wait for it, since `began`. One that `is_whole` has arrived when all chunks have; any other up to
-    the first gap.
+    Attributes:
+        wait: Number of the wait for the load.
+        began: Time at which the load was ordered, in seconds.
+        is_whole: Whether the load counts only if all its chunks arrive. Any other counts up to the first missing one.
+        asked: The requested keys, by name of the request.
+        of_first: How many of these keys are of the first group.
+        sources: For each ordered chunk, the tier that it is read from, or was read from into the warmest tier before.
+        cut: For each chunk that was not ordered, which are the last ones, why.
+        parts: The jobs that copy it.
+        outcome: What has arrived, once the load has ended.
     """
 
     wait: int = 0

@@ -339,7 +339,7 @@ class Runtime:
                 raise
 
     def _wait(self, done: Callable[[], bool], timeout: float, *, of_movers: bool = False) -> bool:
-        """Wait until `done`, which is asked when the cache may have changed; at each poll if it is of movers, too."""
+        """Wait until `done()`. It is called after each cache change; with `of_movers`, at each poll."""
         deadline, (nap, longest), asked = self.clock() + timeout, _POLL_SECONDS, -1
         while True:
             with self._lock:

@@ -127,7 +127,7 @@ class Stack:
     ring_mover: RingMover | None = None
 
     def describe(self, keys: Sequence[Key], first: int, tokens: Sequence[int]) -> None:
-        """Have events for routers tell which `tokens` the chunks `keys[first:]` of a path have."""
+        """Record the tokens of `keys[first:]` for KV events."""
         if self.events is not None:
             self.events.describe(keys, first, tokens)
 
@@ -145,9 +145,9 @@ class Stack:
         """Fill device `blocks` with the leading chunks of what `found` leases of `path`; the tier that each came from.
 
         `origins` are the tiers that chunks were brought up from for this prompt before, by key.
-        What the warmest tier lacks may be more than it has room for. It is then read and copied in parts of half of
-        that tier: what is not written down yet is before a part is read. All ends within `load_timeout`, and what has
-        arrived by then counts. The lease stays the caller's; the copies have ended, or are told to `uses`. The first of
+        If the missing chunks exceed half of the warmest tier, they are loaded in parts of that size; chunks without a
+        backup are backed up before each part. All ends within `load_timeout`, and what has arrived by then counts. The
+        lease stays the caller's; the copies have ended, or are told to `uses`. The first of
         the blocks is sub-block `skip` of its chunk.
         """
         runtime, per_chunk = self.runtime, self.config.blocks_per_chunk
@@ -193,7 +193,9 @@ class Stack:
         tick: int | None = None,
         patience: float = 0.0,
     ) -> int:
-        """Store chunks of a path as `TieredCache.store` does; how many of it, from the first on, tiers have then.
+        """Store chunks of a path as `TieredCache.store` does.
+
+        Returns the length of the prefix that is stored, or being stored, afterwards.
 
         With `patience`, in seconds, they are offered in parts of half of the warmest tier, and room that is being made
         for a part is waited for. `uses` is told which of the `blocks` each job reads.

@@ -213,7 +213,7 @@ _running: weakref.WeakSet[Threads] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """End the lanes of open engines: the interpreter would stop their threads within torch, and abort."""
+    """Stop all lanes at exit: a thread stopped inside torch aborts the process."""
     drivers = list(_running)
     for driver in drivers:
         driver.stop()

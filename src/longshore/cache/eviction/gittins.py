@@ -219,7 +219,7 @@ class Gittins(EvictionPolicy):
             first += count
         self._count += len(nodes)
         self._since += len(nodes)
-        if len(self._hit_rates.events) >= max(_MOST, self.slots // _LEARNED):  # of a host that tells of no requests
+        if len(self._hit_rates.events) >= max(_MOST, self.slots // _LEARNED):  # of a caller that reports no requests
             self._learn()
 
     def touch(self, nodes: Sequence[int]) -> None:

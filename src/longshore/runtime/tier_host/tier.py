@@ -2,7 +2,7 @@
 
     opening ──OPENED──► open ──(it dies)──► ending ──(reaped)──► away ──(pause)──► opening ...
 
-    HostedFileTier   files (here)              HostedRemoteTier   a store that replicas share (`store.py`)
+    HostedFileTier   files (here)              HostedRemoteTier   a store that replicas share (`remote.py`)
 
 When the process dies, its operations end as `Status.UNAVAILABLE`, but only once it is reaped: until then, its reads may
 still write to the arena. Until another process has opened the tier, new operations end as `UNAVAILABLE` at once: misses
