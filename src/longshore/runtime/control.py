@@ -135,7 +135,7 @@ class Commands:
         except LongshoreError as error:
             return {"error": type(error).__name__, "message": str(error)}
         except Exception as error:  # noqa: BLE001 - the thread goes on
-            _log.exception("a command failed; the engine goes on")
+            _log.exception("control: the command %s failed; report this", json.loads(line)["command"])  # it was parsed
             return {"error": type(error).__name__, "message": "the command failed, see the engine's log"}
 
     def _carry_out(self, line: bytearray) -> dict[str, Any]:
@@ -335,13 +335,15 @@ class ControlServer:
 
     def _take(self, path: Path) -> Path:
         """Lock the name `path`, or one of this process's own if a living engine has that."""
-        for each in (path, path.with_stem(f"{path.stem}-{os.getpid()}")):
+        own = path.with_stem(f"{path.stem}-{os.getpid()}")
+        for each in (path, own):
             self._lock = os.open(f"{each}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 os.close(self._lock)
-                _log.warning("control: a living engine has %s; this one adds its process number", each)
+                if each is path:
+                    _log.warning("control: socket %s is in use by another engine; using %s", path, own)
             else:
                 self._undo.callback(os.close, self._lock)
                 return each

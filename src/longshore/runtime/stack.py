@@ -279,7 +279,9 @@ class Stack:
         """
         if keep and HOST not in keep and not self.runtime.flush(self.config.write_timeout):
             _log.warning(
-                "sleep: some blocks were not written to the file tier in time; they are misses after waking up"
+                "sleep: some blocks were not written to the file tier within write_timeout (%g s); they are misses "
+                "after waking up; raise write_timeout",
+                self.config.write_timeout,
             )
         with self.runtime.control() as cache:
             cache.reset(keep=keep)
@@ -288,7 +290,10 @@ class Stack:
         if self.runtime.wait_idle(self.config.load_timeout) and self.runtime.fault is None:
             self.arena.give_back()
         else:
-            _log.warning("sleep: host memory is not released, because copies are in flight")
+            _log.warning(
+                "sleep: host memory (%s) stays allocated until the engine wakes up, because copies are in flight",
+                format_bytes(self.arena.nbytes),
+            )
 
     def wake(self) -> None:
         """Have host memory again. Raises `TierError` if there is not enough; nothing may use it then."""
@@ -485,7 +490,9 @@ def close_runtime(runtime: Runtime, flush_timeout: float = 30.0) -> bool:
         colder = [tier.name for tier in cache.stats() if tier.name != HOST] + list(runtime.stores)
     reason = f"waited {flush_timeout:g} s" if runtime.fault is None else "the control plane has failed"
     what = f"before all blocks were written to {' and '.join(colder)}" if colder else "while copies were in flight"
-    _log.warning("closed %s (%s)%s", what, reason, "; the others are misses after a restart" if colder else "")
+    advice = ": allow more time to shut down, or set backup to write_through" if runtime.fault is None else ""
+    loss = f"; the others are misses after a restart{advice}" if colder else ""
+    _log.warning("tiers closed %s (%s)%s", what, reason, loss)
     return False
 
 
@@ -498,8 +505,10 @@ def adopt_found(cache: TieredCache, file: Tier) -> None:
     """Have `cache` adopt the records that a file tier recovered at start, and log their number."""
     found, others = file.recover(), file.others()
     adopted = cache.adopt(FILE, found, others)
-    why = "; the others have another size than what their slab holds now, or than their prefix"
-    _log.info("file tier: recovered %d of %d block images%s", adopted, len(found), why * (adopted < len(found)))
+    skipped = len(found) - adopted
+    _log.info("file tier: recovered %d of %d block images", adopted, len(found))
+    if skipped:
+        _log.info("file tier: %d skipped: image size differs from the slab's or the parent's", skipped)
     if others:
         _log.warning(
             "file tier: %d records belong to other models, weights or settings; they are overwritten when no empty "

@@ -513,12 +513,22 @@ class Lane:
         """Log `error`, wait until no copy is in flight, and return the status of `job`."""
         is_freed = isinstance(error, FreedLayoutError)
         if not is_freed:
-            named = job.transfer.job, job.transfer.route
-            _log.error("transfer job %d (%s) failed; its blocks are misses", *named, exc_info=error)
+            route = job.transfer.route
+            _log.error(
+                "transfer job %d (%s) failed; %s; read the traceback, and report it if it repeats",
+                job.transfer.job,
+                route,
+                route.loss,
+                exc_info=error,
+            )
         try:
             self._stream.drain()
         except Exception:  # noqa: BLE001 - the job has failed anyway
-            _log.exception("device synchronization failed after a failed copy of %s", job.transfer.route)
+            _log.exception(
+                "device synchronization failed after a failed copy (%s); copies in flight count as failed; restart the "
+                "engine if it repeats",
+                job.transfer.route,
+            )
         return Status.TIER_OFF if is_freed else Status.IO_ERROR
 
     def _give_up(self) -> None:

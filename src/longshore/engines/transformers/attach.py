@@ -248,7 +248,10 @@ class Tiers:
             self._shut()
             if not self._opened:
                 raise
-            _log.exception("all tiers disabled: they could not be reopened. The engine continues without tiers.")
+            _log.exception(
+                "all tiers disabled: they could not be reopened. The engine continues without tiers. Correct the "
+                "error; the next call tries again."
+            )
         return self.stack
 
     def _open(self, allocator: TieredAllocator) -> None:

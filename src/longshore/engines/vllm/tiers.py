@@ -255,7 +255,7 @@ def _open_stores(
             fixed_weights=config.fixed_weights,
         )
         undo.callback(store.close)
-        _log.info("%s: %s, namespace %s", name, store.settings, scope.root.hex()[:16])
+        _log.info("remote tier opened: %s (%s), namespace %s", name, store.settings, scope.root.hex()[:16])
         yield store
 
 

@@ -67,7 +67,8 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         try:
             self._open_first()
         except TierHostError as error:
-            _log.error("%s: %s; its blocks are misses until another one has opened it", self.settings, error)
+            until = "its blocks are misses until a restarted tier host opens the store"
+            _log.error("%s: %s; %s", self.settings, error, until)
 
     @property
     def namespace(self) -> bytes:

@@ -199,7 +199,9 @@ class HostedTier(Tier):
                 self._on_opened(body)
                 self._is_open = True
             case Kind.REFUSED:
-                _log.error("%s", _refusal(body))
+                _log.error(
+                    "restarted tier host cannot open the %s tier: %s; its blocks are misses", self.name, _refusal(body)
+                )
             case Kind.FAILURES:
                 self._failures = wire.parse_counts(body, self._failures)
             case Kind.ALIVE:
@@ -262,7 +264,7 @@ class HostedTier(Tier):
     # ------------------------------------------------------------------ inside
 
     def _start(self) -> HostProcess:
-        process = HostProcess(self._program, self._arena.fd)
+        process = HostProcess(self._program, self._arena.fd, self.name)
         process.send(frame(Kind.OPEN, wire.pack_json({**self._open_request, **self._order()})))
         return process
 

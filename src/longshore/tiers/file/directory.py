@@ -265,7 +265,7 @@ class Directory:
                 self.io.ftruncate(fd, nbytes)
         except OSError as error:
             _log.warning(
-                "%s takes more space than it needs: it cannot be truncated to %d bytes: %s",
+                "%s takes more space than it needs: it cannot be truncated to %d bytes: %s; check the file system",
                 self.path / name,
                 nbytes,
                 error.strerror,

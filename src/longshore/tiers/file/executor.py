@@ -235,7 +235,8 @@ class Executor:
             try:
                 self.at_end()
             except Exception:  # noqa: BLE001 - the batch has ended all the same
-                _log.exception("completion callback raised; batch %d is done", batch.ticket)
+                message = "file tier: the callback of batch %d raised; its results wait for the next poll; report this"
+                _log.exception(message, batch.ticket)
 
     # ------------------------------------------------------------------ the thread
 
