@@ -572,7 +572,7 @@ def _disk(path: Path) -> Iterator[Finding]:
             yield OK, "direct I/O works", ""
             queue = io.open_queue(file.fileno(), 1, 1)
             if queue is None:
-                raise OSError("the system has none")
+                raise OSError("no asynchronous I/O")
             queue.close()
             yield OK, "asynchronous I/O works", ""
     except OSError as error:

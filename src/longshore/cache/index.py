@@ -256,7 +256,8 @@ class Index(Nodes):
         if np.count_nonzero(refused):
             name = self.key[nodes[int(refused.argmax())]].hex()[:12]
             raise IntegrityError(
-                f"chunk {name} has a copy in tier {tier} already, or no parent there or in a colder one"
+                f"{self.pools[tier].where}chunk {name} has a copy in tier {tier} already, or no parent there or in a "
+                "colder one"
             )
         reaching = np.zeros(len(at), bool)
         for each in reversed(self.tiers):
@@ -426,7 +427,8 @@ class Index(Nodes):
             nodes = np.concatenate([at, numbers((ROOT, ORPHANS))])
             for node in nodes[counted[nodes] != column(self.reach[tier])[nodes]].tolist():
                 count = self.reach[tier][node]
-                raise CacheError(f"node {node} counts {count} children in tier {tier}, has {counted[node]}")
+                where = self.pools[tier].where
+                raise CacheError(f"{where}children of node {node}: counted {count}, found {counted[node]}")
         waiting = {node: key for key, nodes in self.waiting.items() for node in nodes}
         if not waiting == self.orphans or set(waiting) != set(self.children(ORPHANS)):
             raise CacheError(f"there are {len(self.orphans)} orphans, but {len(waiting)} are listed by parent")

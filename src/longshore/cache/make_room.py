@@ -118,7 +118,8 @@ class Evictor:
         above = [node for node in pool.node[first:] if node] if discard else []
         going = set(above)
         if not all(self.may_go(node, tier, going) for node in above):
-            raise CapacityError(f"cannot remove the {len(above)} chunks from slot {slots} on: some are in use")
+            what = f"the {len(above)} chunks from slot {slots} on: some are in use"
+            raise CapacityError(f"{pool.where}cannot remove {what}")
         if slots < 0 or DRAINING in pool.state[first:]:
             pool.resize(slots)  # raises the error
         for node in sorted(above, key=lambda node: -index.depth[node]):
@@ -174,7 +175,8 @@ class Evictor:
         while gone < count and (nodes := policy.next_victims(several)):
             rounds -= 1
             if rounds < 0:
-                raise IntegrityError(f"the eviction policy of tier {tier} names the same victims repeatedly")
+                name = self._state.levels[tier].name
+                raise IntegrityError(f"{name} tier: the eviction policy names the same victims repeatedly")
             if spare_dirty and (passed := self._state.backlog.leading_sole(nodes, tier)):
                 self._remember(nodes[:passed], tier, pool)
                 policy.hold_victims(nodes[:passed])

@@ -78,7 +78,7 @@ class TieredCache:
     ) -> None:
         names, theirs = tuple(tier.name for tier in tiers), tuple(remote)
         if not names or len({DEVICE, *names, *theirs}) != 1 + len(names) + len(theirs):
-            raise CacheError(f"expected one tier or more, with different names; got {names}, {theirs}")
+            raise CacheError(f"expected one tier or more, with different names; got tiers {names}, remote {theirs}")
         self.settings = settings or CacheSettings()
         self.made_of = tuple(tiers), self.settings, theirs, generation
         """Arguments of the constructor, for the call log of a fault."""
@@ -90,7 +90,8 @@ class TieredCache:
         levels = [Level(tier.name, tier.make_pool(), tier.policy) for tier in tiers]
         sizes = {len(level.pool.slabs.image_bytes) for level in levels}
         if len(sizes) > 1 or any(not 0 <= pool < min(sizes) for pool in self.settings.pools):
-            raise CacheError(f"expected image sizes for the pools {self.settings.pools}, got {sorted(sizes)} sizes")
+            counts = f"tiers with {sorted(sizes)} image sizes"
+            raise CacheError(f"expected image sizes for the pools {self.settings.pools} of the groups, got {counts}")
         thresholds = [rule.threshold if rule.selective else 0 for rule in rules[1 : len(names)]]
         events, width = self.settings.events, self.settings.token_width
         self._state = CacheState(levels, self.counters, thresholds=thresholds, events=events, token_width=width)
@@ -167,7 +168,7 @@ class TieredCache:
         if not isinstance(until, Until):
             raise CacheError(f"until: expected one of {list(Until)}, got {until!r}")
         if asks and (not each or until is not Until.NOTHING):
-            raise CacheError("`asks` needs `each`, and `until` nothing: other lookups ask all tiers, or none")
+            raise CacheError("asks requires each=True and until=NOTHING: other lookups ask all tiers, or none")
         asks_all = asks is None and until is not Until.NOTHING
         call = LookupCall(now, until, request, tick, returns, count, asks_all)
         if each:

@@ -80,7 +80,7 @@ def take_back(arena: Arena) -> None:
     available = available_memory()
     if arena.nbytes > available:
         needed, free = format_bytes(arena.nbytes), format_bytes(available)
-        raise TierError(f"expected {needed} of free memory for the host tier, got {free}")
+        raise TierError(f"expected {needed} of free memory for the host tier, got {free}; lower host_size")
     arena.take_back()
 
 
@@ -262,8 +262,10 @@ class Stack:
 
         Raises `ConfigError` if they are not.
         """
-        if self.host is None or layout.fingerprint != self.layout.fingerprint:
-            raise ConfigError("expected a device cache with the layout of the one before, and a stack with a host tier")
+        if self.host is None:
+            raise ConfigError("expected a stack with a host tier, got one with file_mode gds")
+        if layout.fingerprint != self.layout.fingerprint:
+            raise ConfigError(f"expected a device cache with the former layout ({self.layout}), got {layout}")
         if self.arena is not None:
             device.reach(self.arena.in_one_piece)
         engine = TransferEngine(layout, device, self.host)

@@ -277,7 +277,7 @@ class TransferEngine:
 
     def _check_open(self) -> None:
         if self._state.closing:
-            raise TierClosedError("the transfer engine was closed")
+            raise TierClosedError("the transfer engine was closed; a lane may have failed: see the log")
 
     def _plan(self, transfer: Transfer) -> tuple[CopyPlan, list[Access]]:
         """The pages that move, and the slots that are accessed."""

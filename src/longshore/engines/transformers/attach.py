@@ -331,7 +331,7 @@ class Tiers:
         if allocator.num_blocks < self.config.blocks_per_chunk:
             raise SelfTestError(
                 f"expected at least the {self.config.blocks_per_chunk} blocks of a chunk in the device cache, got "
-                f"{allocator.num_blocks}"
+                f"{allocator.num_blocks}; lower blocks_per_chunk, or enlarge the device cache"
             )
         self_test(stack, RowBlocks(rows), list(blocks), files=files)
 

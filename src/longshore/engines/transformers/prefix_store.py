@@ -366,10 +366,11 @@ class PrefixStore:
         layers, _, _, heads, dim = self._shape
         expected = (layers, (heads, dim), self._pages.dtype)
         states = _states(cache)
-        for tensor in (tensor for pair in states for tensor in pair):
+        for layer, tensor in ((layer, tensor) for layer, pair in enumerate(states) for tensor in pair):
             found = (len(states), (tensor.shape[1], tensor.shape[3]), tensor.dtype)
             if found != expected:
-                raise CacheError(f"expected a cache of (layers, (heads, head size), dtype) {expected}, got {found}")
+                what = "a cache of (layers, (heads, head size), dtype)"
+                raise CacheError(f"layer {layer}: expected {what} {expected}, got {found}")
 
     def _fill(self, cache: DynamicCache, first_block: int, blocks: int) -> None:
         """Copy tokens of `cache`, shape `(1, heads, tokens, head_dim)` per layer, into the first staging blocks."""

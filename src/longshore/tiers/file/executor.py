@@ -166,7 +166,7 @@ class Executor:
             self._thread.start()
         except RuntimeError as error:
             queue.close()
-            raise TierError(f"expected a thread, the system gave none: {error}") from error
+            raise TierError(f"{name}: cannot start thread: {error}") from error
 
     def submit(self, ops: Sequence[TierOp], tasks: Sequence[Task], deadline: float) -> int:
         """Queue checked `ops`, all of them in `tasks`, each of one kind; a ticket."""

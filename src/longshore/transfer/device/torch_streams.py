@@ -120,7 +120,7 @@ class Point(DeviceEvent):
         """Seconds between two points by the device's clock. Both have passed and are not released."""
         with self._pool.lock:
             if self._event is None or later._event is None:
-                raise RuntimeError("expected two points that are still held, got one that was released")
+                raise RuntimeError("event already released")
             return float(self._event.elapsed_time(later._event)) / 1000
 
     def _has_passed(self) -> bool:
