@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from longshore.boundary import HOST, I64, Item, Route, Section, Slabs, Slot, Status, Transfer
+from longshore.boundary import HOST, Item, Route, Section, Slabs, Slot, Status, Transfer
 from longshore.errors import BenchError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
@@ -61,9 +61,6 @@ class PinnedHost:
     @property
     def arena(self) -> PinnedHost:
         return self
-
-    def offsets(self, pool: int, indices: Sequence[int], /) -> I64:
-        return self.slabs.offsets(pool, indices)
 
 
 class Pages:
@@ -215,7 +212,7 @@ class References:
         batch = plan_copy(
             pages.layout,
             [Section(0, 0, pages.blocks[route])],
-            pages.host.offsets(0, pages.slots[route]),
+            pages.host.slabs.offsets(0, pages.slots[route]),
             into=route.destination,
             host_address=pages.host.address,
             host_bytes=pages.host.nbytes,

@@ -44,11 +44,12 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.base import KEY_BYTES
 from longshore.tiers.host import HostTier
 from longshore.tiers.remote import RemoteTier
-from longshore.trace import TraceRequest, read_mooncake, synthesize
+from longshore.trace import TraceRequest, read_mooncake
 from longshore.trace.experiment import Experiment
 from longshore.trace.replay import keys_of
 from longshore.transfer.device import device_for
 from longshore.transfer.engine import TransferEngine
+from traffic import synthesize
 
 IMAGE = 4096
 PATIENCE = 120.0

@@ -27,6 +27,8 @@ from longshore.errors import LayoutError, PlanError
 DEVICE = "device"
 HOST = "host"
 FILE = "file"
+PEERS = "peers"
+"""Name of the tier of other replicas that requests name."""
 REMOTE = "remote"
 """The first store that replicas share; the next are `remote-2` and so on."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import ipaddress
 import os
 import re
 import shutil
@@ -76,6 +77,20 @@ class Config(BaseModel):
         (),
         description="URLs of stores that replicas share, in the order in which they are read: one, a list, or text "
         "with spaces between them; see `docs/remote.md`",
+    )
+    serve: str = Field(
+        "",
+        description="where other replicas may read what the tiers have, under vLLM: valkey://ADDRESS:PORT, or "
+        "valkeys:// with TLS; unset: nowhere; see `docs/remote.md`",
+    )
+    peer_networks: tuple[str, ...] = Field(
+        (),
+        description="networks, such as 10.0.0.0/8, in which requests may name a replica to read from, under vLLM; "
+        "unset: none",
+    )
+    peer_url: str = Field(
+        "valkey://peer?probe_timeout=1s&in_flight=2MiB",
+        description="what holds for each of these replicas but host and port: TLS, credentials and timeouts",
     )
     eviction: Literal["gittins", "arc", "lru"] = Field("gittins", description="eviction policy of every tier")
     offload: WritePolicy = Field(
@@ -195,6 +210,24 @@ class Config(BaseModel):
             raise ValueError("expected stores that differ")
         return tuple(urls)
 
+    @field_validator("peer_networks", mode="before")
+    @classmethod
+    def _are_networks(cls, value: Any) -> tuple[str, ...]:
+        named = value.split() if isinstance(value, str) else value
+        if not isinstance(named, list | tuple) or not all(isinstance(each, str) for each in named):
+            raise ValueError("expected a network such as 10.0.0.0/8, or a list of such networks")
+        return tuple(str(ipaddress.ip_network(each)) for each in named)
+
+    @field_validator("serve", "peer_url")
+    @classmethod
+    def _is_of_a_peer(cls, value: str) -> str:
+        if value and not value.startswith(("valkey://", "valkeys://")):
+            raise ValueError("expected valkey://ADDRESS:PORT, or valkeys:// with TLS")
+        try:
+            return str(value) if not value or parse_url(value) else value
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+
     @field_validator("kv_events", "kv_events_replay")
     @classmethod
     def _is_endpoint(cls, value: str) -> str:
@@ -279,6 +312,11 @@ class Config(BaseModel):
     def from_toml(cls, path: str | Path, **overrides: Any) -> Config:
         """A configuration from the table `[longshore]` of a TOML file, or from its top level; `overrides` win."""
         return cls.make(**{**read_toml(path), **overrides})
+
+    @property
+    def shares(self) -> bool:
+        """Whether blocks go to or come from other engines, so that the weights must be known by their content."""
+        return bool(self.remote or self.serve or self.peer_networks)
 
     def check_machine(self) -> None:
         """Raise `ConfigError`, with the available amount, if the machine does not have the resources configured.

@@ -30,6 +30,7 @@ import numpy as np
 from longshore.boundary import PAGE, Status
 from longshore.config import Config, available_memory, format_bytes
 from longshore.errors import ConfigError, TierError
+from longshore.runtime.peer_server import listen
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import BY_KEY, KEY_BYTES, Op, TierOp
 from longshore.tiers.file.io import SystemIo, file_system_of
@@ -47,8 +48,7 @@ if TYPE_CHECKING:
 PROBED = 512
 """Keys that one probe asks for."""
 
-_PROBES, _READS = 9, 3
-_CALL_SECONDS = 1.0
+_PROBES, _READS, _CALL_SECONDS, _PATIENCE = 9, 3, 1.0, 60.0
 _EXPIRY = 60.0
 """Seconds after which what was written to try a server expires."""
 
@@ -62,7 +62,6 @@ _LEAST_OPEN_FILES = 1024
 _SHARED_MEMORY, _LEAST_SHARED_MEMORY = "/dev/shm", 1 << 30  # noqa: S108 - only looked at
 _NETWORKED = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "fuse", "9p", "virtiofs", "glusterfs"})
 _RAM_DISKS = frozenset({"tmpfs", "ramfs"})
-_PATIENCE = 60.0
 _CHECK_SECONDS = 10.0
 """After so long a check hangs, beyond the timeouts that a store's settings give it."""
 
@@ -123,8 +122,7 @@ def check_store(
 
 def _by_deadline(about: str, check: Callable[[], Iterable[Finding]], seconds: float | None = None) -> list[Diagnosis]:
     """What `check` finds. One that hangs in a file system is left to itself, which is a finding as well."""
-    found: list[Diagnosis] = []
-    failed: list[Exception] = []
+    found, failed = list[Diagnosis](), list[Exception]()
 
     def run() -> None:
         try:
@@ -504,7 +502,19 @@ def check_machine(config: Config) -> list[Diagnosis]:
     found += _by_deadline(_SHARED_MEMORY, _shared_memory)
     if (path := config.file_path) is not None:
         found += _by_deadline(f"file tier in {path}", lambda: _disk(path))
-    return found
+    return found + (_by_deadline(f"serve {config.serve}", lambda: _serving(config.serve)) if config.serve else [])
+
+
+def _serving(url: str) -> Iterator[Finding]:
+    try:
+        listener, has_password = listen(parse_url(url))
+        listener.close()
+        advice = (
+            "" if has_password else "without a password all who connect read cached blocks: add ?password_file=PATH"
+        )
+        yield OK if has_password else WARNING, "it can be bound", advice
+    except ConfigError as error:
+        yield BROKEN, str(error), "name an address of this machine, a port that is free, and files that can be read"
 
 
 def _memory_of(config: Config) -> Iterator[Finding]:
@@ -531,11 +541,8 @@ def _locked_memory(config: Config) -> Iterator[Finding]:
         yield OK, "unlimited" if locked < 0 else f"up to {format_bytes(locked)}", ""
     else:
         what = f"limited to {format_bytes(locked)}, host_size is {format_bytes(config.host_size)}"
-        advice = (
-            "a GPU's driver does not count here; RDMA does: ulimit -l unlimited, docker run --ulimit memlock=-1, or "
-            "LimitMEMLOCK=infinity for systemd"
-        )
-        yield WARNING, what, advice
+        unlimited = "ulimit -l unlimited, docker run --ulimit memlock=-1, or LimitMEMLOCK=infinity for systemd"
+        yield WARNING, what, f"a GPU's driver does not count here; RDMA does: {unlimited}"
 
 
 def _open_files() -> Iterator[Finding]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -53,3 +55,15 @@ def test_cycles_and_names_are_found() -> None:
     modules = {name: ast.parse(source) for name, source in sources.items()}
     assert house.cycles(modules) == [["a.x", "a.y"]]
     assert house.repeated_classes(modules) == {"Job": ["a.y", "a.z"]}
+
+
+def test_benchmarks_import_what_there_is() -> None:
+    missing = []
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        for found in ast.walk(ast.parse(path.read_text())):
+            if isinstance(found, ast.ImportFrom) and (found.module or "").startswith("longshore"):
+                with contextlib.suppress(ImportError):  # an engine that is not installed here
+                    there = importlib.import_module(str(found.module))
+                    names = (each.name for each in found.names if not hasattr(there, each.name))
+                    missing += [f"{path.name}: {found.module}.{name}" for name in names]
+    assert [name for name in missing if importlib.util.find_spec(name.split(": ")[1]) is None] == []

@@ -36,7 +36,6 @@ from longshore.cache.eviction.hit_rates import (
     Return,
     Returns,
     Spans,
-    event,
 )
 
 WIDTHS = np.diff([*AGE_BEGINS, 2 * OLDEST]).tolist()
@@ -89,11 +88,11 @@ def test_what_reached_an_age_is_counted_once_whenever_spans_end() -> None:
         for row, into in spans.begin(now):
             promises.join(row, into)
         if now == 1:
-            promises.record(event(BECAME, state, 1), 10)
+            promises.record(BECAME, state, 1, count=10)
         if now == 6:
-            promises.record(event(RETURNED, state, 1, AGE_OF[5]))
+            promises.record(RETURNED, state, 1, AGE_OF[5])
         if now == 10:
-            promises.record(event(FORGOTTEN, state, 1, AGE_OF[9]))
+            promises.record(FORGOTTEN, state, 1, AGE_OF[9])
         promises.learn(spans, now)
     reached = promises._reached[kind] / WEIGHTS[weight]
     assert reached[: AGE_OF[5] + 1].tolist() == pytest.approx([10] * (AGE_OF[5] + 1))

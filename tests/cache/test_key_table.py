@@ -7,9 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from longshore.cache import key_table
-from longshore.cache.columns import numbers
-from longshore.cache.key_table import KeyTable
+from longshore.cache import columns
+from longshore.cache.columns import KeyTable, numbers
 from longshore.errors import CacheError
 
 
@@ -52,7 +51,7 @@ def test_keys_of_another_length_are_not_found() -> None:
 
 
 @pytest.mark.parametrize("key", [b"", 7, None, "text", bytearray(16)])
-@pytest.mark.parametrize("count", [1, key_table._FEW])
+@pytest.mark.parametrize("count", [1, columns._FEW_KEYS])
 def test_what_is_no_key_is_refused(key: bytes, count: int) -> None:
     table = KeyTable(100)
     table.insert(numbers([7]), [b"a" * 16])

@@ -217,7 +217,7 @@ $ PLAN --ttft-p95 ''
 $ PLAN --prices gone.toml
 2 gone.toml: expected prices in TOML: No such file or directory
 $ PLAN --prices free.toml
-2 free.toml: expected dram_per_gib, nvme_per_gib (positive) and currency, got {'dram_per_gib': 0, 'nvme_per_gib': 1}
+2 free.toml: expected dram_per_gib, nvme_per_gib, store_per_gib (*) and currency, got {*'dram_per_gib': 0, *}
 $ PLAN --replays 0
 2 Invalid value for '--replays': *; see longshore plan --help
 $ PLAN --link 5

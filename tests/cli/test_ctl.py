@@ -1,4 +1,4 @@
-"""`longshore ctl` with a running `PrefixStore`: every command, what it prints, and how it says no."""
+"""`longshore ctl` with a running `PrefixStore`, and under `tiered`: each command, what it prints, how it says no."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig, LlamaConfig
 from typer.testing import CliRunner
 
 from longshore.cli.app import app
@@ -168,6 +168,58 @@ def test_a_socket_without_a_thread_leaves_nothing_open(
     PrefixStore(model, config, block_size=16).close()
 
 
-def test_tiered_refuses_a_setting_that_it_does_not_serve(model: Any) -> None:
-    with pytest.raises(ConfigError, match="control has no effect with"), tiered(model, Config.make(control="one")):
-        pass
+def generate(model: Any) -> list[int]:
+    """Answer the prompt by continuous batching; its tokens."""
+    sizes = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 128}
+    (output,) = model.generate_batch(
+        [[*TOKENS, 1]],
+        generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=4),
+        continuous_batching_config=ContinuousBatchingConfig(**sizes, use_async_batching=False, use_cuda_graph=False),
+        progress_bar=False,
+    ).values()
+    assert output.error is None
+    return list(output.generated_tokens)
+
+
+def test_each_command_of_an_engine_under_tiered(model: Any, config: Config) -> None:
+    ids = ("--tokens", ",".join(map(str, TOKENS)), "--json")
+    with tiered(model, Config.make(**{**config.model_dump(), "gate": False})) as tiers:
+        with pytest.raises(CommandError, match="no tiers now"):
+            run(config, "lookup", *ids)
+        assert json.loads(run(config, "stats"))["pinned_chunks"] == 0
+        first = generate(model)
+        said = {"chunks": 4, "leading": 4, "runs": [{"tier": "host", "chunks": 4}]}
+        assert json.loads(run(config, "lookup", *ids)) == said
+        assert json.loads(run(config, "pin", *ids)) == {"chunks": 4, "pinned": 4}
+        stats = json.loads(run(config, "stats"))
+        assert stats["pinned_chunks"] == 4
+        assert any(each["value"] for each in stats["metrics"]["longshore_used_bytes"])
+        tiers.sleep(keep=("file",))
+        assert json.loads(run(config, "lookup", *ids))["runs"] == [{"tier": "file", "chunks": 4}]
+        tiers.wake()
+        assert generate(model) == first  # another engine, from files
+        assert tiers.records[-1].sources[:4] == ("file",) * 4
+        assert json.loads(run(config, "unpin", *ids)) == {"unpinned": 4}
+        assert sum(json.loads(run(config, "clear", "--json"))["dropped"].values()) >= 8
+        assert json.loads(run(config, "lookup", *ids))["leading"] == 0
+        assert generate(model) == first
+        assert set(tiers.records[-1].sources[:4]) <= {"device", "computed"}
+        assert tiers.stack is not None
+        assert tiers.stack.runtime.fault is None
+    with pytest.raises(CommandError, match="no such socket"):
+        run(config, "stats")
+
+
+def test_a_lookup_of_several_groups_has_a_table_for_each(monkeypatch: pytest.MonkeyPatch, config: Config) -> None:
+    groups = [
+        {"chunks": 5, "leading": 4, "runs": [{"tier": "host", "chunks": 4}]},
+        {"chunks": 2, "leading": 0, "runs": [{"tier": "none", "chunks": 1}, {"tier": "file", "chunks": 1}]},
+    ]
+    answer = {"tokens": 64, "leading_tokens": 64, "groups": groups}
+    monkeypatch.setattr("longshore.cli.ctl.ask", lambda *_: answer)
+    shown = run(config, "lookup", "--tokens", "1").split("\n")
+    assert [line.split() for line in shown] == [
+        ["tier", "chunks", "of", "group", "0"], ["host", "4"], ["none", "1"],
+        ["tier", "chunks", "of", "group", "1"], ["none", "1"], ["file", "1"], ["none", "0"],
+        ["all", "groups", "have", "the", "first", "64", "of", "64", "tokens"], [],
+    ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from longshore.cli.app import app
+from longshore.config import Config
+from longshore.doctor import Severity, check_machine
+from longshore.testing.local_server import free_port
 
 
 def doctor(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -43,6 +47,22 @@ def test_settings_that_it_cannot_give() -> None:
     assert status == 1
     (broken,) = (each for each in found.values() if each["level"] == "broken")
     assert "of memory is free" in broken["what"]
+
+
+def test_an_address_that_peers_are_served_at(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("secret\n")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        urls = {
+            f"valkey://127.0.0.1:{taken.getsockname()[1]}": Severity.BROKEN,
+            f"valkey://127.0.0.1:{free_port()}": Severity.WARNING,
+            f"valkey://127.0.0.1:{free_port()}?password_file={tmp_path}/password": Severity.OK,
+            f"valkey://0.0.0.0:{free_port()}": Severity.BROKEN,
+        }
+        for url, level in urls.items():
+            found = check_machine(Config.make(host_size="1MiB", serve=url))
+            assert [each.level for each in found if each.about == f"serve {url}"] == [level]
 
 
 def test_limits(few_files: None) -> None:

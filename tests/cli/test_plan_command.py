@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from longshore.cli.app import app
-from longshore.errors import LongshoreError
+from longshore.errors import ConfigError, LongshoreError
 from longshore.report.units import quantity
 
 EXCERPT = str(resources.files("longshore.trace").joinpath("data", "conversation_excerpt.jsonl"))
@@ -91,15 +91,20 @@ def check_promise(found: Any) -> None:
     assert chosen["busy"] == replayed["engine_busy"]
 
 
-def test_plan_with_drives_keeps_its_promise_and_shows_endurance(tmp_path: Path) -> None:
-    """Thirty prompts, of a GiB each, take turns: a drive is the cheapest that holds them."""
-    trace, prices = tmp_path / "trace.jsonl", tmp_path / "prices.toml"
-    prices.write_text("dram_per_gib = 2.5\nnvme_per_gib = 0.01\n")
-    with trace.open("w") as file:
-        for i in range(720):
-            ids = list(range(16 * (i % 30), 16 * (i % 30) + 16))
+def turns(folder: Path, requests: int, prompts: int = 30) -> Path:
+    """A trace in which prompts of a GiB each take turns."""
+    with (folder / "trace.jsonl").open("w") as file:
+        for i in range(requests):
+            ids = list(range(16 * (i % prompts), 16 * (i % prompts) + 16))
             asked = {"timestamp": 2000 * i, "input_length": 8192, "output_length": 1, "hash_ids": ids}
             file.write(json.dumps(asked) + "\n")
+    return folder / "trace.jsonl"
+
+
+def test_plan_with_drives_keeps_its_promise_and_shows_endurance(tmp_path: Path) -> None:
+    """Thirty prompts, of a GiB each, take turns: a drive is the cheapest that holds them."""
+    trace, prices = turns(tmp_path, 720), tmp_path / "prices.toml"
+    prices.write_text("dram_per_gib = 2.5\nnvme_per_gib = 0.01\n")
     arguments = (str(trace), *MODEL, "--ttft-p95", "300ms", "--prices", str(prices), "--replays", "3")
     found = json.loads(run(*arguments, "--json"))
     assert found["recommended"]["file_bytes"] == 960 * 10**9
@@ -108,6 +113,50 @@ def test_plan_with_drives_keeps_its_promise_and_shows_endurance(tmp_path: Path) 
     assert f"{quantity(found['recommended']['drive_writes_per_day'])} drive writes per day (DWPD)" in endurance
     assert "16 GiB of DRAM and 0.96 TB of NVMe" in found["words"][0]
     check_promise(found)
+
+
+OF_A_STORE = ("--ttft-p95", "300ms", "--remote", "20GB/s:1ms", "--route", "round-robin", "--replays", "6")
+
+
+@pytest.mark.parametrize(("price", "words"), [(1.0, "pays"), (25.0, "does not pay")])
+def test_a_store_that_replicas_share_pays_at_a_price(price: float, words: str, tmp_path: Path) -> None:
+    """Two replicas have the prompts each, or share them."""
+    trace, prices, page = turns(tmp_path, 1550, prompts=31), tmp_path / "prices.toml", tmp_path / "page"
+    prices.write_text(f"dram_per_gib = 25\nnvme_per_gib = 20\nstore_per_gib = {price}\n")
+    arguments = (str(trace), *MODEL, *OF_A_STORE, "--replicas", "2", "--prices", str(prices))
+    found = json.loads(run(*arguments, "--report", str(page), "--json"))
+    chosen = found["recommended"]
+    assert (chosen["host_bytes"] >> 30, chosen["store_bytes"] >> 30) == ((16, 64) if words == "pays" else (32, 0))
+    assert chosen["cost"] == 25 * 2 * (chosen["host_bytes"] >> 30) + price * (chosen["store_bytes"] >> 30)
+    said = next(line for line in found["words"] if line.startswith("A store that the replicas share"))
+    assert said.startswith(f"A store that the replicas share {words}: the cheapest size with one is 16 GiB of DRAM in")
+    assert "without one 32 GiB of DRAM in each of 2 replicas" in said
+    text = (page / "index.html").read_text().replace("\u00a0", " ")
+    assert said in text
+    assert "without a store, TTFT p95" in text
+    check_promise(found)
+
+
+def test_a_store_may_be_needed(tmp_path: Path) -> None:
+    """Each of four replicas asks for each prompt too seldom to meet the target alone."""
+    found = json.loads(run(str(turns(tmp_path, 720)), *MODEL, *OF_A_STORE, "--replicas", "4", "--json"))
+    assert "A store that the replicas share is needed" in " ".join(found["words"])
+    assert any(choice["host_bytes"] and not choice["store_bytes"] for choice in found["choices"])
+    check_promise(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--remote", "3GB/s"), "no effect without --replicas of at least 2"),
+        (("--route", "prefix"), "no effect without --replicas of at least 2"),
+        (("--replicas", "2", "--remote", "fast"), "--remote: expected a rate"),
+        (("--replicas", "2", "--remote", "3GB/s:"), "--remote: expected a time"),
+    ],
+)
+def test_a_store_that_makes_no_sense_is_refused(options: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        run(EXCERPT, *MODEL, *options)
 
 
 def test_overload_is_a_banner_of_the_plan_and_its_page(tmp_path: Path) -> None:

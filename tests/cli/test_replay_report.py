@@ -91,7 +91,7 @@ def test_hits_queue_and_overload_over_time() -> None:
 
 
 def test_drives_last_as_long_as_warranty_covers_their_writes() -> None:
-    choice = Choice(1 << 30, 4 * 10**12, 1.0, 0.5, 0.2, 0.1, 0.2, file_write_bytes_per_day=8e12)
+    choice = Choice(1 << 30, 4 * 10**12, 0, 1.0, 0.5, 0.2, 0.1, 0.2, file_write_bytes_per_day=8e12)
     assert drive_life(choice) == [
         ("read-intensive (1 DWPD)", "7.30 PB", "2.50 years", "too short"),
         ("mixed-use (3 DWPD)", "21.9 PB", "7.50 years", "enough"),

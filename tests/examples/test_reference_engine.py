@@ -84,7 +84,7 @@ def flip_a_bit(made: Rig) -> None:
         first = made.engine.submit(tokens(1, 45), 1)
         made.engine.waiting.remove(first)
         (slot,) = [one.slot.index for one in residents_of(cache) if one.key == first.chains[1].keys[0]]
-    made.stack.arena.array[made.stack.host.offset(0, slot) + 3] ^= 0x40
+    made.stack.arena.array[made.stack.host.slabs.offset(0, slot) + 3] ^= 0x40
 
 
 def test_prefixes_are_restored_from_the_file_tier(tmp_path: Any) -> None:

@@ -133,3 +133,18 @@ def test_taken_port_is_refused_and_a_closed_one_free() -> None:
         serve_metrics(source, server.address)
     server.close()
     serve_metrics(source, server.address).close()
+
+
+def test_nothing_is_collected_before_a_scrape_also_over_ipv6() -> None:
+    class Source(LongshoreCollector):
+        reads = 0
+
+        def collect(self) -> Any:
+            self.reads += 1
+            return super().collect()
+
+    source = Source(make()[0])
+    with serve_metrics(source, "[::1]:0" if socket.has_dualstack_ipv6() else "127.0.0.1:0") as server:
+        assert source.reads == 0
+        assert get(server, "/metrics")[0] == 200
+        assert source.reads == 1

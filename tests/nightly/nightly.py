@@ -19,6 +19,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -194,24 +195,25 @@ def _round(part: Part, outcome: Outcome, seed: int, left: float, log: int) -> No
 
 def _outcome_of(command: Sequence[str], environment: dict[str, str], patience: float) -> tuple[str, str]:
     """What a command printed, and how it failed; empty if it did not."""
-    process = subprocess.Popen(
-        command,
-        cwd=PROJECT,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        output, status = process.communicate(timeout=patience)[0], ""
-        if process.returncode:
-            status = f"exit status {process.returncode}"
-    except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # it and what it has started
-        output, status = process.communicate()[0], f"killed: it had not ended after {patience:.0f} s"
-    return output.decode(errors="replace"), status
+    with tempfile.TemporaryFile() as output:  # not a pipe: what the command leaves behind may keep that open
+        process = subprocess.Popen(
+            command,
+            cwd=PROJECT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = f"exit status {process.returncode}" if process.wait(patience) else ""
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # it and what it has started
+            process.wait()
+            status = f"killed: it had not ended after {patience:.0f} s"
+        output.seek(0)
+        return output.read().decode(errors="replace"), status
 
 
 def report(outcomes: Sequence[Outcome], hours: float, seed: int) -> str:

@@ -1,10 +1,8 @@
 """What tests of remote tiers share: probes, waits, and traffic among faults."""
 
 import math
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
@@ -41,16 +39,6 @@ def until(what: Callable[[], bool]) -> None:
     while not what():
         assert time.monotonic() < give_up
         time.sleep(0.01)
-
-
-def self_signed(directory: Path) -> tuple[Path, Path]:
-    """A certificate for this machine, and its private key."""
-    certificate, private = directory / "cert.pem", directory / "key.pem"
-    make = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost")
-    make = (*make, "-addext", "basicConstraints=critical,CA:FALSE")  # rustls takes no authority for a server
-    names = ("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(private), "-out", str(certificate))
-    subprocess.run([*make, *names], check=True, capture_output=True)
-    return certificate, private
 
 
 COMMON = [WireFault.FLIP, WireFault.TRUNCATE, WireFault.OTHER, WireFault.ERROR, WireFault.EXTRA, WireFault.JUNK]

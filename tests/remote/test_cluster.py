@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from remotes import IMAGE, PATIENT, ask, moved_among_faults, remote, self_signed, until
+from remotes import IMAGE, PATIENT, ask, moved_among_faults, remote, until
 from typer.testing import CliRunner
 
+from certificates import self_signed
 from longshore.boundary import Status
 from longshore.cli.app import app
 from longshore.runtime.tier_host import HostedRemoteTier

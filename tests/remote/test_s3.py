@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import obstore
 import pytest
-from remotes import IMAGE, PATIENCE, PATIENT, ask, moved_among_faults, remote, self_signed, until
+from remotes import IMAGE, PATIENCE, PATIENT, ask, moved_among_faults, remote, until
 
+from certificates import self_signed
 from longshore.boundary import Status
 from longshore.testing import FaultyHttpProxy, HttpFault, TierHarness, TierTests, WireFault
 from longshore.testing.local_server import LocalS3, free_port

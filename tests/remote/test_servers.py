@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from remotes import IMAGE, PATIENCE, PATIENT, ask, moved_among_faults, remote, self_signed, until
+from remotes import IMAGE, PATIENCE, PATIENT, ask, moved_among_faults, remote, until
 
+from certificates import self_signed
 from longshore.boundary import Status
 from longshore.testing import FaultyProxy, TierHarness, TierTests, WireFault
 from longshore.testing.local_server import LocalServer, free_port

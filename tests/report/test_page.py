@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from longshore.cli.output import ReportOptions
 from longshore.errors import LongshoreError, ReportError
 from longshore.report import RUNS, SOURCES, Page, Points, levels, paired_points, stacked_bars
 from longshore.report.page import theme
@@ -235,3 +236,12 @@ def test_limit_far_above_the_scale_is_text_not_line() -> None:
     assert "capacity 1,000.0 MiB (above the scale)" in far
     assert layout["yaxis"]["range"][1] > 10
     assert 8 < layout["yaxis2"]["range"][1] < 20
+
+
+@pytest.mark.parametrize("module", ["plotly", "jinja2"])
+def test_what_reports_lack_is_said_before_the_work(
+    module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ReportError, match=rf"{module}.*pip install"):
+        ReportOptions(report=tmp_path / "report").check()

@@ -16,7 +16,8 @@ from longshore.config import Config
 from longshore.keys import Scope, chain
 from longshore.layout import from_rows
 from longshore.metrics import FollowingCollector
-from longshore.runtime.control import ControlledEngine, ControlServer, ask
+from longshore.runtime.commands import ControlledEngine, ControlledGroup
+from longshore.runtime.control import ControlServer, ask
 from longshore.runtime.stack import Stack, open_stack
 from longshore.transfer import CpuDevice
 
@@ -36,7 +37,10 @@ class Engine:
         self.stack: Stack = open_stack(config, self.layout, scope, CpuDevice())
         metrics = FollowingCollector()
         metrics.follow(self.stack)
-        self.server = ControlServer(name, ControlledEngine(lambda: self.stack.runtime, self.keys, metrics.collect))
+        engine = ControlledEngine(
+            lambda: [ControlledGroup(self.stack.runtime)], lambda tokens: [self.keys(tokens)], metrics.collect
+        )
+        self.server = ControlServer(name, engine)
 
     def keys(self, tokens: Sequence[int]) -> list[Key]:
         return chain(self.stack.scope.root, tokens, TOKENS)

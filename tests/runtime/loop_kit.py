@@ -148,7 +148,9 @@ class Memory:
     def submit(self, transfer: Transfer) -> None:
         for item, block in zip(transfer.items, transfer.sections[0].blocks, strict=True):
             slot = item.source or item.destination
-            image = np.frombuffer(self.host.arena.view(self.host.offset(slot.pool, slot.index), IMAGE), dtype=np.uint8)
+            image = np.frombuffer(
+                self.host.arena.view(self.host.slabs.offset(slot.pool, slot.index), IMAGE), dtype=np.uint8
+            )
             if transfer.route == DOWN:
                 image[:] = self.blocks[block]
             else:

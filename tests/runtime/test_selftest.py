@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from longshore.keys import Scope
 from longshore.layout import from_rows
 from longshore.runtime.selftest import copy_test, self_test
 from longshore.runtime.stack import Stack, open_stack
+from longshore.tiers.base import TierResult
 from longshore.tiers.file.fsck import Fsck
 from longshore.transfer.device import device_for
 from residents import residents_of
@@ -64,6 +66,23 @@ def test_it_passes_at_every_start_over_the_same_directory(tmp_path: Path, backup
                 assert cache.counters.hits == {HOST: 0, FILE: 0}
                 assert not any(total.bytes or total.chunks for total in cache.counters.routes.values())
         assert (rows.rows == 0xAA).all()
+
+
+def test_a_slow_backup_of_the_test_block_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows()
+    with stack_over(rows, tmp_path / "kv", "write_through") as stack:
+        assert stack.file is not None
+        poll, begun = stack.file.poll, list[float]()
+
+        def slow_poll() -> Sequence[TierResult]:
+            begun.append(time.monotonic())
+            return poll() if time.monotonic() > begun[0] + 0.5 else []
+
+        monkeypatch.setattr(stack.file, "poll", slow_poll)
+        self_test(stack, rows, [5], files=False)
+        assert begun
+        with stack.runtime.observe() as cache:
+            assert residents_of(cache) == []
 
 
 @pytest.mark.parametrize(("sound", "tier"), [(1, HOST), (2, FILE)])

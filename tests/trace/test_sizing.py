@@ -79,16 +79,17 @@ def test_the_published_lru_row_is_on_the_curve() -> None:
     assert ratios.tolist() == pytest.approx([0.052, 0.126, 0.279, 0.345], abs=0.001)
 
 
-def arrivals(*, gap: float = 1.0) -> Arrivals:
+def arrivals(*, gap: float = 1.0, replicas: int = 1) -> Arrivals:
     """The excerpt, evenly spaced."""
-    found = Arrivals(512)
+    found = Arrivals(512, replicas)
     for i, request in enumerate(read_excerpt()):
         found.add(gap * i, request.input_length, request.hash_ids)
     return found
 
 
-def replay(host: int, file: int, engines: int, *, gap: float = 1.0) -> TieredReplay:
-    run = TieredReplay(TIMING, 512, {"host": host} | ({"file": file} if file else {}), DEFAULT_POLICY, engines=engines)
+def replay(size: Size, engines: int, *, gap: float = 1.0) -> TieredReplay:
+    tiers = {"host": size.host} | ({"file": size.file} if size.file else {})
+    run = TieredReplay(TIMING, 512, tiers, DEFAULT_POLICY, engines=engines)
     for _ in run.run(replace(request, timestamp_ms=1000 * gap * i) for i, request in enumerate(read_excerpt())):
         pass
     return run
@@ -99,48 +100,52 @@ def made(target: float = 0.5, prices: Prices = Prices(), **changes: Any) -> Plan
 
 
 def estimates(known: Arrivals, sizes: list[Size]) -> list[Estimate]:
-    return list(estimate(known, stack_distances(known.paths), sizes, TIMING, Prices(), 1))
+    return list(estimate(known, known.distances(), sizes, TIMING, Prices(), 1))
 
 
 def test_estimates_of_larger_sizes_are_never_slower() -> None:
-    sizes = [(host << 30, file << 30) for host in (0, 1, 4, 16, 64) for file in (0, 8, 64) if host or not file]
-    found = dict(zip(sizes, (each.ttft_p95 for each in estimates(arrivals(), sizes)), strict=True))
-    for host, file in sizes:
-        for more, other in sizes:
-            if more >= host and other >= file:
-                assert found[more, other] <= found[host, file]
+    sold = [(host << 30, file << 30) for host in (0, 1, 4, 16, 64) for file in (0, 8, 64) if host or not file]
+    sizes = [Size(*each, store << 30) for each in sold for store in (0, 8, 128) if each[0] or not store]
+    found = dict(zip(sizes, (each.ttft_p95 for each in estimates(arrivals(replicas=2), sizes)), strict=True))
+    for size in sizes:
+        for other in sizes:
+            if all(more >= less for more, less in zip(other, size, strict=True)):
+                assert found[other] <= found[size]
+    assert found[Size(4 << 30, 0, 128 << 30)] < found[Size(4 << 30)]
 
 
 def test_an_estimate_of_nothing_is_what_computing_everything_takes() -> None:
-    (nothing,) = estimates(arrivals(), [(0, 0)])
+    (nothing,) = estimates(arrivals(), [Size(0)])
     assert nothing.cost == 0
-    assert nothing.ttft_p95 == pytest.approx(np.percentile(replay(1 << 30, 0, 1).tally.recompute, 95))
+    assert nothing.ttft_p95 == pytest.approx(np.percentile(replay(Size(1 << 30), 1).tally.recompute, 95))
 
 
 def test_an_estimate_is_what_a_replay_finds_where_nothing_waits() -> None:
-    """One tier, LRU, and half a minute between requests."""
+    """LRU, and half a minute between requests; one tier, or also a store of three replicas."""
     seen = list(synthesize("chats", requests=300, seed=5))
     spread = [replace(request, timestamp_ms=30_000.0 * i) for i, request in enumerate(seen)]
-    known = Arrivals(512)
-    for request in spread:
-        known.add(request.timestamp_ms / 1000, request.input_length, request.hash_ids)
-    for each in estimates(known, [(gib << 30, 0) for gib in (2, 16, 64)]):
-        run = TieredReplay(TIMING, 512, {"host": each.host_bytes}, LRU, gated=False)
-        for _ in run.run(spread):
-            pass
-        assert np.percentile(run.tally.ttft, 95) == pytest.approx(each.ttft_p95, rel=0.05)
+    for replicas, store in ((1, 0), (3, 0), (3, 64)):
+        known = Arrivals(512, replicas)
+        for request in spread:
+            known.add(request.timestamp_ms / 1000, request.input_length, request.hash_ids)
+        for each in estimates(known, [Size(gib << 30, 0, store << 30) for gib in (2, 16, 64)]):
+            tiers = {"host": each.host_bytes} | ({"remote": each.store_bytes} if store else {})
+            run = TieredReplay(TIMING, 512, tiers, LRU, gated=False, replicas=replicas)
+            for _ in run.run(spread):
+                pass
+            assert np.percentile(run.tally.ttft, 95) == pytest.approx(each.ttft_p95, rel=0.05)
 
 
 def test_every_figure_of_a_plan_is_that_of_a_replay() -> None:
     found = made(0.6)
     assert len(found.choices) > 2
     for choice in found.choices[1:]:
-        again = Replayed(replay(*choice.size, 1), "", 0, None)
+        again = Replayed(replay(choice.size, 1), "", 0, None)
         assert (choice.ttft_p50, choice.ttft_p95) == (again.ttft["p50"], again.ttft["p95"])
         assert choice.hit_ratio == again.hit_ratio
         assert choice.file_write_bytes_per_day == again.write_bytes_per_day("file")
     nothing = found.choices[0]
-    assert (nothing.size, nothing.cost, nothing.ttft_p95) == ((0, 0), 0, again.ttft["recompute_p95"])
+    assert (nothing.size, nothing.cost, nothing.ttft_p95) == (Size(0), 0, again.ttft["recompute_p95"])
     assert set(found.frontier) <= set(found.choices)
     assert found.knee in found.frontier
 
@@ -150,10 +155,10 @@ def test_sizes_are_those_that_are_sold() -> None:
         assert choice.host_bytes in [gib << 30 for gib in DRAM_GIB]
         assert choice.file_bytes in [0, *(gb * 10**9 for gb in DRIVES_GB)]
     large = sizes_for(10**13, 1 << 26)
-    assert (16 << 30, 7_680 * 10**9) in large.cells
-    assert max(file for _, file in large.cells) == 15_360 * 10**9
-    assert max(host for host, _ in large.cells) == 4096 << 30
-    assert max(host // (1 << 26) for host, _ in sizes_for(10**13, 1 << 26, most_blocks=3000).cells) <= 3000
+    assert Size(16 << 30, 7_680 * 10**9) in large.cells
+    assert max(size.file for size in large.cells) == 15_360 * 10**9
+    assert max(size.host for size in large.cells) == 4096 << 30
+    assert max(size.host // (1 << 26) for size in sizes_for(10**13, 1 << 26, most_blocks=3000).cells) <= 3000
     with pytest.raises(TraceError, match="expected a block far smaller than"):
         sizes_for(10**13, 1 << 50)
 
@@ -162,10 +167,10 @@ def synthetic_replays(times: dict[Size, float]) -> tuple[list[Size], Replay]:
     """Replays of which only the times are known, which contradict all estimates."""
     asked: list[Size] = []
 
-    def pretend(host: int, file: int, engines: int) -> TieredReplay:
-        asked.append((host, file))
-        run = replay(host, file, engines)
-        run.tally.ttft = array("d", [times.get((host, file), 9.0)] * len(run.tally.ttft))
+    def pretend(size: Size, engines: int) -> TieredReplay:
+        asked.append(size)
+        run = replay(size, engines)
+        run.tally.ttft = array("d", [times.get(size, 9.0)] * len(run.tally.ttft))
         return run
 
     return asked, pretend
@@ -173,22 +178,22 @@ def synthetic_replays(times: dict[Size, float]) -> tuple[list[Size], Replay]:
 
 def test_recommendation_keeps_the_target_in_its_replay() -> None:
     known = arrivals()
-    estimated = estimates(known, [(16 << 30, 0), (32 << 30, 0)])
+    estimated = estimates(known, [Size(16 << 30), Size(32 << 30)])
     between = (estimated[0].ttft_p95 + estimated[1].ttft_p95) / 2
     asked, none_keeps = synthetic_replays({})
     assert plan(known, TIMING, between, Prices(), none_keeps).recommended is None
-    assert (32 << 30, 0) in asked
-    asked, small_keeps = synthetic_replays({(16 << 30, 0): between / 2, (32 << 30, 0): between / 3})
+    assert Size(32 << 30) in asked
+    asked, small_keeps = synthetic_replays({Size(16 << 30): between / 2, Size(32 << 30): between / 3})
     found = plan(known, TIMING, between, Prices(), small_keeps).recommended
-    assert found.size == (16 << 30, 0)
-    assert asked[0] == (32 << 30, 0), "the estimate's own choice comes first, then its cheaper neighbours"
+    assert found.size == Size(16 << 30)
+    assert asked[0] == Size(32 << 30), "the estimate's own choice comes first, then its cheaper neighbours"
 
 
 def test_no_more_sizes_are_replayed_than_allowed() -> None:
     asked, pretend = synthetic_replays({})
     found = plan(arrivals(), TIMING, 0.01, Prices(), pretend, replays=1)
     assert len(asked) == 1
-    assert [choice.size for choice in found.choices] == [(0, 0), asked[0]]
+    assert [choice.size for choice in found.choices] == [Size(0), asked[0]]
 
 
 def test_the_cheapest_replayed_size_that_keeps_the_target_is_recommended() -> None:
@@ -201,13 +206,13 @@ def test_the_cheapest_replayed_size_that_keeps_the_target_is_recommended() -> No
 
 
 def test_overload_of_a_plan_names_engines_that_were_replayed() -> None:
-    def rushed(host: int, file: int, engines: int) -> TieredReplay:
-        return replay(host, file, engines, gap=0.01)
+    def rushed(size: Size, engines: int) -> TieredReplay:
+        return replay(size, engines, gap=0.01)
 
     found = plan(arrivals(gap=0.01), TIMING, 0.5, Prices(), rushed)
     assert found.overload.engines == 1
     chosen = found.recommended or found.frontier[-1]
-    again = rushed(*chosen.size, found.overload.enough)
+    again = rushed(chosen.size, found.overload.enough)
     assert again.tally.computing <= again.tally.seconds * found.overload.enough
     assert found.overload.ttft_p95 == np.percentile(again.tally.ttft, 95)
     assert made().overload is None
@@ -216,9 +221,9 @@ def test_overload_of_a_plan_names_engines_that_were_replayed() -> None:
 def test_overload_replays_one_size_and_engines_meet_the_target() -> None:
     asked: list[tuple[Size, int]] = []
 
-    def rushed(host: int, file: int, engines: int) -> TieredReplay:
-        asked.append(((host, file), engines))
-        return replay(host, file, engines, gap=0.01)
+    def rushed(size: Size, engines: int) -> TieredReplay:
+        asked.append((size, engines))
+        return replay(size, engines, gap=0.01)
 
     found = plan(arrivals(gap=0.01), TIMING, 2.0, Prices(), rushed)
     assert len({size for size, engines in asked if engines == 1}) <= 2
@@ -226,7 +231,7 @@ def test_overload_replays_one_size_and_engines_meet_the_target() -> None:
     assert found.overload.missed is None
     assert found.overload.ttft_p95 is not None
     assert found.overload.ttft_p95 <= 2.0
-    alone = max(rushed(*asked[0][0], 1000).tally.ttft)  # nobody waits: what is left is computing
+    alone = max(rushed(asked[0][0], 1000).tally.ttft)  # nobody waits: what is left is computing
     out_of_reach = plan(arrivals(gap=0.01), TIMING, 1e-3, Prices(), rushed).overload
     assert out_of_reach.missed == 1e-3
     assert out_of_reach.ttft_p95 is not None
@@ -244,6 +249,7 @@ def test_more_engines_are_faster_and_the_plan_is_deterministic() -> None:
 
 @pytest.mark.parametrize("content", ["{", "dram_per_gib = 1", "dram_per_gib = 1\nnvme_per_gib = -1", "x = 1",
                                      "dram_per_gib = true\nnvme_per_gib = 1",
+                                     "dram_per_gib = 1\nnvme_per_gib = 1\nstore_per_gib = 0",
                                      "dram_per_gib = 1\nnvme_per_gib = 1\ncurrency = 3"])  # fmt: skip
 def test_prices_that_are_none_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "prices.toml"
@@ -258,9 +264,20 @@ def test_prices_change_what_a_size_costs(tmp_path: Path) -> None:
     path = tmp_path / "prices.toml"
     path.write_text('dram_per_gib = 2.5\nnvme_per_gib = 0.1\ncurrency = "EUR"\n')
     prices = Prices.read(path)
-    assert prices == Prices(2.5, 0.1, "EUR")
+    assert prices == Prices(2.5, 0.1, 2.5, "EUR")
     assert made(prices=prices).frontier[-1].cost < made().frontier[-1].cost
-    assert prices.of(4 << 30, 10 << 30) == pytest.approx(11)
+    assert prices.of(Size(4 << 30, 10 << 30)) == pytest.approx(11)
+    path.write_text("dram_per_gib = 2.5\nnvme_per_gib = 0.1\nstore_per_gib = 0.5\n")
+    assert Prices.read(path).of(Size(4 << 30, 10 << 30, 8 << 30), 3) == pytest.approx(3 * 11 + 4)
+
+
+def test_distances_of_replicas_are_those_of_their_own_requests() -> None:
+    known = Arrivals(1, replicas=2)
+    for path in ([1, 2], [3], [1, 2], [4], [5], [1, 2]):
+        known.add(0.0, len(path), path)
+    own, shared = known.distances()
+    assert shared.tolist() == [NEVER] * 3 + [2, 3] + [NEVER] * 2 + [3, 4]
+    assert own.tolist() == [NEVER] * 3 + [1, 2] + [NEVER] * 4
 
 
 def test_there_must_be_something_to_plan_for() -> None:

@@ -162,7 +162,7 @@ def test_a_copy_waits_for_compute(way: Way, mood: str | int) -> None:
     mark = gpu.device.mark(gpu.accelerator.compute)
     lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole], (mark,))
     lane.finish()
-    offset = pools.host.offset(0, 1)
+    offset = pools.host.slabs.offset(0, 1)
     assert (pools.arena.array[offset : offset + 4096] == 7).all()
 
 
@@ -196,7 +196,7 @@ def test_pages_are_reusable_once_an_offload_passed_its_point(way: Way, mood: str
     assert (pools.tensors[0] == 7).all()
     lane.finish()
     for block in range(64):
-        start = pools.host.offset(0, block)
+        start = pools.host.slabs.offset(0, block)
         page = slice(block * 4096, (block + 1) * 4096)
         np.testing.assert_array_equal(pools.arena.array[start : start + 4096], before[page])
 

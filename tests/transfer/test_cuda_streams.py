@@ -167,7 +167,7 @@ def test_no_copy_leaves_a_registered_piece() -> None:
     """Blocks side by side and images side by side would be one piece, half of which is registered apart."""
     layout = flat(8, 4096, refs=1)
     pools = Pools(layout, slots=8)
-    border = pools.host.offset(0, 2)
+    border = pools.host.slabs.offset(0, 2)
 
     def in_one_piece(offsets: Bytes, lengths: Bytes) -> Bytes:
         first, last = np.asarray(offsets), np.asarray(offsets) + lengths
@@ -192,7 +192,7 @@ def test_where_no_way_is_left_copies_go_through_pinned_stages() -> None:
     pools = Pools(layout, slots=8)
     library = StandInLibrary(World())
     library.host_pointers_serve = 0
-    one_image = pools.host.offset(0, 1)
+    one_image = pools.host.slabs.offset(0, 1)
     gpu = StandIn(AnyWay(3), library=library, in_one_piece=lambda offsets, lengths: np.asarray(lengths) <= one_image)
     library.world = gpu.world
     gpu.accelerator.refuse_above = 1 << 20
@@ -231,7 +231,7 @@ def test_less_memory_to_stage_in_is_counted() -> None:
     assert gpu.device.fallbacks() == {"smaller_ring": 1}
     lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
     lane.finish()
-    start = pools.host.offset(0, 1)
+    start = pools.host.slabs.offset(0, 1)
     np.testing.assert_array_equal(pools.arena.array[start : start + 24], pools.tensors[0].numpy()[72:96])
 
 
@@ -297,7 +297,7 @@ def test_what_the_driver_refuses_ends_one_copy_only() -> None:
     gpu.library.fail_with = 0
     lane.send([batch])
     lane.finish()
-    start = pools.host.offset(0, 1)
+    start = pools.host.slabs.offset(0, 1)
     np.testing.assert_array_equal(
         pools.arena.array[start : start + 4096], pools.tensors[0].numpy()[3 * 4096 : 4 * 4096]
     )

@@ -37,7 +37,7 @@ def test_cancel_takes_effect_between_batches() -> None:
     assert result.statuses == (OK, OK, OK, OK, Status.CANCELLED)
     assert result.bytes == 4 * 48
     rig.expect(HOST, (0, 2, 4, 6), [0, 1, 2, 3])
-    rig.model.host[rig.pools.host.offset(0, 4) + 48 :][: 4096 - 48] = 0
+    rig.model.host[rig.pools.host.slabs.offset(0, 4) + 48 :][: 4096 - 48] = 0
     rig.model.check(rig.pools)
     rig.engine.close()
 

@@ -289,7 +289,7 @@ def test_what_could_not_be_carried_is_carried_later(monkeypatch: pytest.MonkeyPa
     stream.drain()
     for at, copy in enumerate((first, second)):
         copy.finish()
-        model.host[pools.host.offset(0, at) :][:4096] = model.device[0][4096 * at :][:4096]
+        model.host[pools.host.slabs.offset(0, at) :][:4096] = model.device[0][4096 * at :][:4096]
     model.check(pools)
 
 
@@ -372,10 +372,10 @@ def test_failed_copy_leaves_no_bytes_in_another_image(
     with pytest.raises(RuntimeError):
         stream.copy(between(pools, [Section(0, 0, (0, 5))], [0, 1], HOST).whole, ())
     stream.drain()
-    pools.arena.array[pools.host.offset(0, 0) :][:4096] = 77  # its next owner's
+    pools.arena.array[pools.host.slabs.offset(0, 0) :][:4096] = 77  # its next owner's
     for block in (2, 3, 4):
         stream.copy(between(pools, [Section(0, 0, (block,))], [block], HOST).whole, ()).finish()
-    assert (pools.arena.array[pools.host.offset(0, 0) :][:4096] == 77).all()
+    assert (pools.arena.array[pools.host.slabs.offset(0, 0) :][:4096] == 77).all()
     monkeypatch.setattr(torch_streams, "_gather", lambda *given: 1 / 0)
     for _ in range(200):
         with pytest.raises(ZeroDivisionError):

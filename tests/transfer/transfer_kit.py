@@ -42,7 +42,7 @@ class Pools:
         return self.arena.array.copy()
 
     def images(self, slots: Sequence[int]) -> list[int]:
-        return self.host.offsets(0, slots).tolist()
+        return self.host.slabs.offsets(0, slots).tolist()
 
 
 class Model:

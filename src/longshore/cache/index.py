@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import column, marks, numbers
+from longshore.cache.columns import At, column, marks, numbers
 from longshore.cache.nodes import NONE, ORPHANED, ORPHANS, ROOT, ROOTED, Nodes
 from longshore.cache.pool import READY, SlotPool
 from longshore.errors import CacheError, IntegrityError
@@ -453,8 +453,6 @@ class Presence(enum.Enum):
 
 _PRESENCES = (Presence.ABSENT, Presence.IN_FLIGHT, Presence.READY, Presence.COLDER)
 _ABSENT, _IN_FLIGHT, _READY, _COLDER = range(len(_PRESENCES))
-
-At = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)

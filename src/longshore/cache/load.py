@@ -138,22 +138,24 @@ class Loader:
         origins: Mapping[Key, str] | None,
         *,
         is_first: bool,
+        count: bool = True,
     ) -> tuple[int, int, Addresses]:
         """Begin a job that reads `keys`, distinct chunks at the nodes `at`, ready in the warmest tier: a use, and hits.
 
         The engine carries it out itself. Returns the job, their number, and the slots, which are not written before the
-        job has ended. `is_first`: they are of the first group.
+        job has ended. `is_first`: they are of the first group. Unless `count`, it is neither a use nor hits.
         """
         state, nodes = self._state, at.tolist()
         taken = column(state.index.slot[0])[at]
         column(state.pools[0].readers)[taken] += 1
-        state.windows.serve(nodes)
-        state.serve(tick)
-        state.touch(nodes[::-1])
         slots, name = taken.tolist(), state.levels[0].name
         job = self._transfers.new_id()
-        hits = Counter(origins_of(keys, [name] * len(keys), origins)) if origins else {name: len(keys)}
-        state.counters.count_hits(hits, hits if is_first else {}, self._transfers.settings.first_tokens)
+        if count:
+            state.windows.serve(nodes)
+            state.serve(tick)
+            state.touch(nodes[::-1])
+            hits = Counter(origins_of(keys, [name] * len(keys), origins)) if origins else {name: len(keys)}
+            state.counters.count_hits(hits, hits if is_first else {}, self._transfers.settings.first_tokens)
         self._transfers.order(job, keys, [None] * len(nodes), TierSlots(0, slots), None, command=False)
         return job, len(keys), Addresses(Slots(name, state.pools[0].pool_of(slots[0]), tuple(slots)))
 

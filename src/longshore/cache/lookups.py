@@ -30,10 +30,10 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key, Section
-from longshore.cache.columns import column, has_duplicates, leading, marks, numbers, once, runs_of
+from longshore.cache.columns import At, column, has_duplicates, leading, marks, numbers, once, runs_of
 from longshore.cache.events import EventKind
 from longshore.cache.eviction.hit_rates import Return
-from longshore.cache.index import At, Index, Residency, nodes_of
+from longshore.cache.index import Index, Residency, nodes_of
 from longshore.cache.nodes import ROOT
 from longshore.cache.partial import Partial, PartialPrefixes
 from longshore.cache.remote import RemoteTiers

@@ -222,6 +222,7 @@ class TieredCache:
         timeout: float | None = None,
         tick: int | None = None,
         origins: Mapping[Key, str] | None = None,
+        count: bool = True,
     ) -> LoadOrder:
         """Load chunks onto the device, by group, as far as the host tier has room now. A lease serves one load.
 
@@ -243,6 +244,7 @@ class TieredCache:
             tick: Tick of the request, for chunks without a lease.
             origins: The tiers that chunks were brought up from for this request before, by key. They are hits of these
                 tiers; others are hits of the tier that they are read from.
+            count: Whether a read of chunks without a lease is a use by a request, and hits: that of a peer is neither.
 
         Chunks of one path for which the host tier has no room, and those behind them, are not loaded, and counted as
         misses. A load of all groups loads all chunks or none.
@@ -265,7 +267,7 @@ class TieredCache:
             warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
             self._remote.found([key for keys, _ in warm for key in keys])
             lend, pairs = self._loader.lease_slots, zip(paths, warm, strict=True)
-            parts = tuple(Part(*lend(*found, tick, origins, is_first=not group)) for group, found in pairs)
+            parts = tuple(Part(*lend(*found, tick, origins, is_first=not group, count=count)) for group, found in pairs)
             return LoadOrder(sum(part.chunks for part in parts), parts)
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])

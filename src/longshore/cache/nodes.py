@@ -1,6 +1,6 @@
 """Nodes: one small integer for each key that is in a tier, or on its way into one, and its attributes.
 
-The attributes are in arrays (29 bytes per node, and 8 for each tier), and so are the keys (`key_table`): a million
+The attributes are in arrays (29 bytes per node, and 8 for each tier), and so are the keys (`KeyTable`): a million
 nodes are about twenty Python objects, which saves memory and garbage collection.
 """
 
@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, FreeList, column, marks, numbers, zeros
-from longshore.cache.key_table import KeyTable
+from longshore.cache.columns import LISTS, FreeList, KeyTable, column, marks, numbers, zeros
 from longshore.cache.pool import READY, SlotPool
 from longshore.errors import CacheError, IntegrityError
 

@@ -187,7 +187,8 @@ class RemoteKeys:
             del self._asked[key]
             if asked.answered:
                 self._observe(key, present=present)
-                self.learn(key, present=present)
+                if present or self.name not in self._transfers.settings.read_only:
+                    self.learn(key, present=present)
                 if not present and key not in asked.overtaken:
                     self.withdraw(key, Status.EXPIRED.value)
             answer = (Answer.PRESENT if present else Answer.ABSENT) if asked.answered else Answer.NO_ANSWER
@@ -363,6 +364,8 @@ class RemoteTiers:
     def _send(self, at: int, keys: Sequence[Key]) -> None:
         """Queue a store of those of `keys` that the tier is not known to have, and that are not on their way."""
         tier, queue = self.tiers[at], self._queues[at]
+        if tier.name in self._transfers.settings.read_only:
+            return
         fresh = self._admitted(at, [key for key in keys if not tier.was_sent(key)])
         taken = fresh[: max(0, self._transfers.settings.max_writes - len(queue))]
         queue.extend(taken)

@@ -248,6 +248,7 @@ class CacheSettings:
         max_probes: Keys in flight in probes of one remote tier; probes beyond it are counted, and not sent.
         max_writes: Chunks in flight per write route; more are dropped (offloads) or postponed (backups).
         events: Events kept for a reader (`TieredCache.events`); 0 records none.
+        read_only: Remote tiers that nothing is stored in, and of which it is not remembered what they lack.
         remote_events: Whether events tell of copies in remote tiers, too.
         device_blocks: Blocks of the device pool, to check block numbers; `None` leaves that to the data plane.
         self_test_key: The chunk of the self-test, which no hit, route or event counts.
@@ -275,6 +276,7 @@ class CacheSettings:
     max_probes: int = 8192
     max_writes: int = 1024
     events: int = 0
+    read_only: tuple[str, ...] = ()
     remote_events: bool = False
     device_blocks: int | None = None
     self_test_key: Key | None = None

@@ -53,9 +53,9 @@ def ctl(
 ) -> None:
     """Look into a running engine, pin prompts, and clear its tiers.
 
-    The engine has a socket if its setting [bold]control[/] names it: Config.make(control="one", ...) for PrefixStore,
-    longshore vllm-config --set control=one for vLLM. Only the engine's own user can use it. A prompt is given as the
-    engine's tokenizer makes it, with all special tokens; only whole chunks count.
+    The engine has a socket if its setting [bold]control[/] names it: Config.make(control="one", ...) for PrefixStore
+    and tiered, longshore vllm-config or sglang-config --set control=one. Only the engine's own user can use it. A
+    prompt is given as the engine's tokenizer makes it, with all special tokens; only whole chunks count.
 
     [dim]longshore ctl one stats[/]
 
@@ -117,11 +117,16 @@ def _number(item: object) -> int:
 def _render(command: Command, answer: Mapping[str, Any]) -> None:
     console = console_on()
     if command is Command.LOOKUP:
-        rows = table("tier", "leading chunks", right=("leading chunks",))
-        for run in answer["runs"]:
-            rows.add_row(run["tier"], f"{run['chunks']:,}")
-        rows.add_row("none", f"{answer['chunks'] - answer['leading']:,}", style="dim")
-        console.print(rows)
+        groups = answer.get("groups", [answer])
+        for number, group in enumerate(groups):
+            name = "leading chunks" if len(groups) == 1 else f"chunks of group {number}"
+            rows = table("tier", name, right=(name,))
+            for run in group["runs"]:
+                rows.add_row(run["tier"], f"{run['chunks']:,}")
+            rows.add_row("none", f"{group['chunks'] - sum(run['chunks'] for run in group['runs']):,}", style="dim")
+            console.print(rows)
+        if len(groups) > 1:
+            console.print(f"all groups have the first {answer['leading_tokens']:,} of {answer['tokens']:,} tokens")
     elif command is Command.PIN:
         console.print(f"{answer['pinned']:,} of {answer['chunks']:,} chunks are pinned")
     elif command is Command.UNPIN:

@@ -29,6 +29,7 @@ from longshore.errors import ConfigError, TraceError
 from longshore.trace.machine import MODELS, Timing, geometry_of, profile_named, with_bench, with_changes
 from longshore.trace.parsing import TraceRequest
 from longshore.trace.readers import Form, form_of, read_trace
+from longshore.trace.replay import Routing
 
 _NUMBER = re.compile(r"[0-9]*\.?[0-9]+")
 _RATE = re.compile(rf"{_NUMBER.pattern}\s*[A-Za-z]+(/s)?")
@@ -196,6 +197,13 @@ PrefillRate = Annotated[
     typer.Option(min=1e-3, max=1e9, help="Prefill speed of one engine for short prompts, in tokens per second."),
 ]
 
+Route = Annotated[
+    Routing | None,
+    typer.Option(
+        help="How requests are dealt to replicas. round-robin (default): in turn. prefix: to the replica that was "
+        "last dealt at least half of the prompt as a prefix, else to the one with the fewest requests."
+    ),
+]
 Model = Annotated[
     str | None,
     typer.Option(help="A built-in model (llama-3.1-8b, ...) or a Hugging Face config.json."),

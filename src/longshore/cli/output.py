@@ -37,6 +37,7 @@ from longshore.config import format_bytes
 from longshore.errors import ConfigError, DeviceError, EngineError, LongshoreError, ReportError, SelfTestError
 from longshore.report import Page, plotly_javascript
 from longshore.report.images import check_browser, export_figures
+from longshore.report.page import page_template
 
 _WIDE = 10_000
 _PADDING = re.compile(r" +(?=\n)")
@@ -127,6 +128,7 @@ class ReportOptions:
 def _check_directory(directory: Path, option: str) -> None:
     """Raise an error if no report can be written into `directory`."""
     plotly_javascript()
+    page_template()
     made = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from longshore.boundary import FILE, HOST
+from longshore.boundary import FILE, HOST, REMOTE
 from longshore.cli.replay_report import show_hit_curves, show_requests
 from longshore.report import RUNS, SOURCES, Curve, Page, curves
 from longshore.report.plots import MUTED
 from longshore.report.units import quantity, seconds, share
 from longshore.trace.experiment import HitCurves
-from longshore.trace.sizing import LARGEST_DRIVE, WARRANTY_YEARS, Choice, Plan
+from longshore.trace.sizing import LARGEST_DRIVE, WARRANTY_YEARS, Choice, Estimate, Plan, Size, frontier_of
 
 DRIVE_CLASSES = {"read-intensive": 1, "mixed-use": 3}
 """Drive writes per day (DWPD) that the warranty of each class of drives covers."""
 
-COLUMNS = ("DRAM", "NVMe", "cost", "hits", "TTFT p50", "TTFT p95", "DWPD", "")
+COLUMNS = ("DRAM", "NVMe", "store", "cost", "hits", "TTFT p50", "TTFT p95", "DWPD", "")
 
 
-def amount(choice: Choice) -> str:
-    """Both sizes as text."""
-    return sizes_words(choice.host_bytes, choice.file_bytes)
+def amount(found: Plan, choice: Choice | Estimate) -> str:
+    """Its size as text."""
+    return sizes_words(choice.size, found.replicas)
 
 
-def sizes_words(host: int, file: int) -> str:
-    """Bytes of host memory and of files as text."""
-    if not host:
+def sizes_words(size: Size, replicas: int) -> str:
+    """A size as text."""
+    if not size.host:
         return "nothing"
-    return f"{host >> 30} GiB of DRAM" + (f" and {drives(file)} of NVMe" if file else "")
+    words = f"{size.host >> 30} GiB of DRAM" + (f" and {drives(size.file)} of NVMe" if size.file else "")
+    words += f" in each of {replicas:,} replicas" if replicas > 1 else ""
+    return words + (f", and a store of {size.store >> 30:,} GiB" if size.store else "")
 
 
 def drives(file: int) -> str:
@@ -48,6 +50,7 @@ def rows(found: Plan) -> list[tuple[str, ...]]:
         (
             f"{each.host_bytes >> 30} GiB" if each.host_bytes else "-",
             drives(each.file_bytes) if each.file_bytes else "-",
+            f"{each.store_bytes >> 30} GiB" if each.store_bytes else "-",
             f"{each.cost:,.0f}",
             share(each.hit_ratio, 1),
             seconds(each.ttft_p50),
@@ -89,7 +92,7 @@ def plan_page(found: Plan, words: Sequence[str], hits: HitCurves, image: int) ->
     choice, nothing = found.recommended or found.frontier[-1], found.choices[0]
     page.facts(
         [
-            ("Cost", f"{choice.cost:,.0f}", f"{found.prices.currency}: {amount(choice)}"),
+            ("Cost", f"{choice.cost:,.0f}", f"{found.prices.currency}: {amount(found, choice)}"),
             ("TTFT p95", seconds(choice.ttft_p95), f"{seconds(nothing.ttft_p95)} without tiers"),
             ("TTFT p50", seconds(choice.ttft_p50), f"{seconds(nothing.ttft_p50)} without tiers"),
             ("Blocks hit", share(choice.hit_ratio, 1), f"{share(choice.host_hit_ratio, 1)} in DRAM"),
@@ -97,11 +100,12 @@ def plan_page(found: Plan, words: Sequence[str], hits: HitCurves, image: int) ->
     )
     page.text("Results", *others)
     _show_frontier(page, found, choice)
-    page.table("Sizes replayed", COLUMNS, rows(found), "By cost. Costs are in " + found.prices.currency + ".")
+    each = f" DRAM and NVMe are those of each of {found.replicas:,} replicas." if found.replicas > 1 else ""
+    page.table("Sizes replayed", COLUMNS, rows(found), f"By cost. Costs are in {found.prices.currency}.{each}")
     if found.tally is not None:
         page.text(
             "The choice, replayed",
-            f"The figures below are of the replay with {amount(choice)}.",
+            f"The figures below are of the replay with {amount(found, choice)}.",
         )
         if choice.file_write_bytes_per_day:
             page.table(
@@ -111,8 +115,8 @@ def plan_page(found: Plan, words: Sequence[str], hits: HitCurves, image: int) ->
                 f"{quantity(choice.file_write_bytes_per_day / 1e12)} TB are written per day at the rate of the trace, "
                 f"{quantity(choice.drive_writes_per_day)} drive writes per day (DWPD).",
             )
-        show_requests(page, found.tally, [HOST, FILE], found.engines)
-    size = choice.host_bytes + choice.file_bytes
+        show_requests(page, found.tally, [HOST, FILE, REMOTE], found.engines * found.replicas)
+    size = found.replicas * (choice.host_bytes + choice.file_bytes) + choice.store_bytes
     show_hit_curves(page, hits, image, (size // image, choice.hit_ratio) if size else None)
     assumed = [line.removeprefix("Assumed: ") for line in words if line.startswith("Assumed: ")]
     page.text("Assumptions", *(line[:1].upper() + line[1:] for line in assumed))
@@ -124,27 +128,29 @@ def _show_frontier(page: Page, found: Plan, choice: Choice) -> None:
     sold = [each for each in found.estimates if each.host_bytes]
     unit = found.prices.currency
     most = max([each.cost for each in sold] or [choice.cost])
+    alone = frontier_of([each for each in found.choices if not each.store_bytes])
     lines = [
         Curve(
             "on sale, estimated p95",
             [each.cost for each in sold],
             [each.ttft_p95 for each in sold],
             SOURCES["computed"],
-            [f"{sizes_words(each.host_bytes, each.file_bytes)}: {seconds(each.ttft_p95)} (estimate)" for each in sold],
+            [f"{amount(found, each)}: {seconds(each.ttft_p95)} (estimate)" for each in sold],
             "",
             size=5,
         ),
         *(
             Curve(
                 name,
-                [each.cost for each in found.frontier],
-                [getattr(each, field) for each in found.frontier],
+                [each.cost for each in among],
+                [getattr(each, field) for each in among],
                 RUNS[colour],
-                [f"{amount(each)}: {seconds(getattr(each, field))}, {cost(found, each)}" for each in found.frontier],
+                [f"{amount(found, each)}: {seconds(getattr(each, field))}, {cost(found, each)}" for each in among],
             )
-            for name, colour, field in (
-                ("frontier, TTFT p95", "recompute", "ttft_p95"),
-                ("frontier, TTFT p50", "tiered", "ttft_p50"),
+            for name, colour, field, among in (
+                ("frontier, TTFT p95", "recompute", "ttft_p95", found.frontier),
+                ("frontier, TTFT p50", "tiered", "ttft_p50", found.frontier),
+                *([("without a store, TTFT p95", "resident", "ttft_p95", alone)] if found.replicas > 1 else []),
             )
         ),
         Curve("target for p95", [0, most], [found.target] * 2, MUTED, dash="dot"),
@@ -153,7 +159,7 @@ def _show_frontier(page: Page, found: Plan, choice: Choice) -> None:
             [choice.cost],
             [choice.ttft_p95],
             RUNS["recompute"],
-            [f"{amount(choice)}: {seconds(choice.ttft_p95)}, {cost(found, choice)}"],
+            [f"{amount(found, choice)}: {seconds(choice.ttft_p95)}, {cost(found, choice)}"],
             "",
             "star",
             14,

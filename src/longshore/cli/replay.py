@@ -66,13 +66,7 @@ def replay(
             "same trace is also replayed without the store, and the hits of one cache of the same total are computed.",
         ),
     ] = None,
-    route: Annotated[
-        Routing | None,
-        typer.Option(
-            help="How requests are dealt to replicas. round-robin (default): in turn. prefix: to the replica that was "
-            "last dealt at least half of the prompt as a prefix, else to the one with the fewest requests."
-        ),
-    ] = None,
+    route: options.Route = None,
     capacity_blocks: Annotated[
         int | None,
         typer.Option(min=1, help="Run the policy experiment instead: one tier of this many blocks, no timing."),

@@ -17,13 +17,12 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from socketserver import ThreadingMixIn
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.registry import Collector
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from longshore.errors import ConfigError
 
@@ -59,13 +58,7 @@ class MetricsSource(Protocol):
         """The health of the tiers."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    """One thread for each connection, so that a slow scraper holds up no other."""
-
-    daemon_threads = True
-
-
-class _Server6(_Server):
+class _Server6(ThreadingWSGIServer):
     address_family = socket.AF_INET6
 
 
@@ -86,9 +79,9 @@ class MetricsServer:
     def __init__(self, source: MetricsSource, address: str) -> None:
         """See `serve_metrics`."""
         host, port = _parse(address)
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Unnamed(source))
-        kind = _Server6 if ":" in host else _Server
+        registry = CollectorRegistry(auto_describe=False)  # registration reads no metrics
+        registry.register(source)
+        kind = _Server6 if ":" in host else ThreadingWSGIServer
         try:
             self._server = make_server(host, port, _application(registry, source), kind, _Quiet)
         except OSError as error:
@@ -119,16 +112,6 @@ def serve_metrics(source: MetricsSource, address: str = "127.0.0.1:9464") -> Met
     default address. There is neither encryption nor a password. Raises `ConfigError` if the address cannot be used.
     """
     return MetricsServer(source, address)
-
-
-class _Unnamed(Collector):
-    """A collector whose registration reads no metrics."""
-
-    def __init__(self, source: MetricsSource) -> None:
-        self._source = source
-
-    def collect(self) -> Iterable[Any]:
-        return self._source.collect()
 
 
 def _parse(address: str) -> tuple[str, int]:

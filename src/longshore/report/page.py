@@ -40,6 +40,18 @@ from longshore.report.units import escape
 _COLOURS: Final = {"ink": INK, "muted": MUTED, "rule": RULE, "paper": PAPER, "panel": PANEL, "pass": PASS, "fail": FAIL}
 
 
+def page_template() -> Any:
+    """The Jinja template of a page. Raises `ReportError` without jinja2."""
+    try:
+        import jinja2  # noqa: PLC0415 - of the extra `report`
+        import markupsafe  # noqa: PLC0415
+    except ImportError as error:
+        raise ReportError(f"pages need jinja2 ({error}): {with_extra('report')}") from error
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["text"] = lambda text: markupsafe.Markup(escape(text))  # noqa: S704 - it is escaped
+    return environment.from_string(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
+
+
 class Page:
     """Collects parts in order; `write` or `html` returns the page.
 
@@ -87,14 +99,7 @@ class Page:
 
     def html(self) -> str:
         """The whole page."""
-        try:
-            import jinja2  # noqa: PLC0415 - of the extra `report`
-            import markupsafe  # noqa: PLC0415
-        except ImportError as error:
-            raise ReportError(f"pages need jinja2 ({error}): {with_extra('report')}") from error
-        environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-        environment.filters["text"] = lambda text: markupsafe.Markup(escape(text))  # noqa: S704 - it is escaped
-        template = environment.from_string(resources.files(__package__).joinpath("page.html").read_text("utf-8"))
+        template = page_template()
         groups = [(kind, list(parts)) for kind, parts in itertools.groupby(self._parts, lambda part: part["kind"])]
         plotly = plotly_javascript() if self.figures else ""
         colours = {"colours": _COLOURS, "theme": theme(), "font": FONT}

@@ -1,6 +1,6 @@
-"""Commands to a running engine: `lookup`, `pin`, `unpin`, `clear`, `stats`, over a unix socket of the engine's process.
+"""The socket of an engine for `longshore ctl`, and its client. `commands` carries out what it is sent.
 
-    longshore ctl ──► socket, of its owner alone ──► thread ──► Runtime.control ──► TieredCache
+    longshore ctl ──► socket, of its owner alone ──► thread ──► Commands ──► Runtime.control ──► TieredCache
 
     request   {"command": "lookup", "tokens": [1, 2, ...]}\\n           or "keys": ["00ff...", ...], in hexadecimal
     answer    {"ok": {...}}\\n    or    {"error": "PinLimitError", "message": "..."}\\n
@@ -26,36 +26,21 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from longshore.boundary import Key
-from longshore.cache import GroupKeys, Lease, Presence, TieredCache, Until
-from longshore.errors import CommandError, EngineError, LongshoreError, PinLimitError
-from longshore.runtime.loop import Runtime
-
-if TYPE_CHECKING:
-    from prometheus_client import Metric
+from longshore.errors import CommandError, EngineError
+from longshore.runtime.commands import Commands, ControlledEngine
 
 _log = logging.getLogger(__name__)
 
 MOST_BYTES = 2 << 20
 """Of a request: some 300,000 token ids, which take the interpreter about 20 ms to read."""
 
-PIN_SHARE = 0.25
-"""Of the slots of the warmest tier."""
-
-_AT_ONCE = 1024
-"""Chunks that `clear` evicts before it lets others have the cache."""
-
 _MOST_CLIENTS, _BACKLOG = 16, 128
 _IDLE_SECONDS, _PAUSE, _NAP = 30.0, 0.1, 0.01
 _PATH_BYTES = 107
-_KEY_BYTES = 32
-_MOST_TOKEN = 2**32 - 1
 
 
 def user_directory() -> Path:
@@ -88,179 +73,6 @@ def socket_path(name: str) -> Path:
     if len(os.fsencode(path)) > _PATH_BYTES - 12:  # with the process's number behind it
         raise EngineError(f"control: {path} is too long for a socket: expected at most {_PATH_BYTES - 12} bytes")
     return path
-
-
-@dataclass(frozen=True, slots=True)
-class ControlledEngine:
-    """What commands need of an engine.
-
-    Attributes:
-        runtime: Its runtime at present.
-        keys: The keys of the whole chunks of a prompt of these token ids.
-        metrics: Its metrics.
-        groups: Number of KV cache groups.
-    """
-
-    runtime: Callable[[], Runtime]
-    keys: Callable[[Sequence[int]], list[Key]]
-    metrics: Callable[[], Iterable[Metric]]
-    groups: int = 1
-
-
-@dataclass(slots=True)
-class _PinnedPrompt:
-    runtime: Runtime
-    lease: Lease
-    keys: list[Key]
-
-
-class Commands:
-    """Carries out the commands of one engine, one at a time."""
-
-    def __init__(self, engine: ControlledEngine) -> None:
-        self._engine = engine
-        self._pins: list[_PinnedPrompt] = []
-        self._known: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-            "lookup": self._lookup,
-            "pin": self._pin,
-            "unpin": self._unpin,
-            "clear": self._clear,
-            "stats": self._stats,
-        }
-
-    def answer(self, line: bytearray) -> dict[str, Any]:
-        """The answer to a request. Raises nothing."""
-        try:
-            return {"ok": self._carry_out(line)}
-        except LongshoreError as error:
-            return {"error": type(error).__name__, "message": str(error)}
-        except Exception as error:  # noqa: BLE001 - the thread goes on
-            _log.exception("control: the command %s failed; report this", json.loads(line)["command"])  # it was parsed
-            return {"error": type(error).__name__, "message": "the command failed, see the engine's log"}
-
-    def _carry_out(self, line: bytearray) -> dict[str, Any]:
-        try:
-            request = json.loads(line)
-        except (ValueError, RecursionError):
-            raise CommandError("expected a JSON object in one line") from None
-        command = request.get("command") if isinstance(request, dict) else None
-        if not isinstance(command, str) or command not in self._known:
-            raise CommandError(f"expected a command of {', '.join(self._known)}, got {str(command)[:40]!r}")
-        if extra := set(request) - {"command", "tokens", "keys"}:
-            raise CommandError(f"expected tokens or keys, got {str(sorted(extra)[0])[:40]!r}, too")
-        current = self._engine.runtime()
-        self._pins = [pin for pin in self._pins if pin.runtime is current]  # others went with their tiers
-        return self._known[command](request)
-
-    def _keys(self, request: dict[str, Any]) -> list[Key]:
-        if self._engine.groups != 1:
-            raise CommandError(f"this engine has {self._engine.groups} KV cache groups; expected one for this command")
-        if ("tokens" in request) == ("keys" in request):
-            raise CommandError("expected either tokens, the token ids of a prompt, or keys, those of its chunks")
-        given = request["tokens"] if "tokens" in request else request["keys"]
-        if not isinstance(given, list):
-            raise CommandError("expected a list of token ids or of keys")
-        if "tokens" in request:
-            if not all(type(each) is int and 0 <= each <= _MOST_TOKEN for each in given):
-                raise CommandError(f"tokens: expected whole numbers from 0 to {_MOST_TOKEN}")
-            keys = self._engine.keys(given)
-        else:
-            try:
-                keys = [bytes.fromhex(each) for each in given]
-            except (TypeError, ValueError):
-                raise CommandError("keys: expected hexadecimal text") from None
-            if any(len(key) != _KEY_BYTES for key in keys) or len(set(keys)) < len(keys):
-                raise CommandError(f"keys: expected different keys of {_KEY_BYTES} bytes, 64 hexadecimal digits each")
-        if not keys:
-            raise CommandError("expected a prompt of at least one whole chunk")
-        return keys
-
-    def _lookup(self, request: dict[str, Any]) -> dict[str, Any]:
-        keys, runtime = self._keys(request), self._engine.runtime()
-        with runtime.control() as cache:
-            found = cache.lookup({0: GroupKeys(keys)}, runtime.clock(), until=Until.NOTHING, each=True)
-            names = [tier.name for tier in cache.stats()]
-        stores = found.remote_sources.get(0) or [""] * len(keys)
-        colder = names[1] if len(names) == 2 else "colder"
-        place = {Presence.READY: names[0], Presence.COLDER: colder, Presence.IN_FLIGHT: "in flight"}
-        where = [place.get(each, store) for each, store in zip(found.residency[0].presences, stores, strict=True)]
-        leading = list(takewhile(bool, where))
-        runs = [{"tier": tier, "chunks": sum(1 for _ in same)} for tier, same in groupby(leading)]
-        return {"chunks": len(keys), "leading": len(leading), "runs": runs}
-
-    def _pin(self, request: dict[str, Any]) -> dict[str, Any]:
-        keys, runtime = self._keys(request), self._engine.runtime()
-        with runtime.control() as cache:
-            if cache.settings.stands_alone(0):
-                raise CommandError("pin: expected a group of whole prefixes, got a sliding window or recurrent states")
-            self._forget_lost(cache)
-            found = cache.lookup({0: GroupKeys(keys)}, runtime.clock(), count=False, asks=())
-            if found.lease is None:
-                return {"chunks": len(keys), "pinned": 0}
-            there = keys[: found.chunks]
-            replaced = [pin for pin in self._pins if pin.keys == there[: len(pin.keys)]]
-            kept = [pin for pin in self._pins if pin not in replaced]
-            most = int(PIN_SHARE * cache.stats()[0].slots)
-            wanted = len({*there, *(key for pin in kept for key in pin.keys)})
-            if wanted > most:
-                cache.release(found.lease)
-                raise PinLimitError(
-                    f"expected at most {most} pinned chunks, {PIN_SHARE:.0%} of the tier {cache.stats()[0].name}, got "
-                    f"{wanted} with these {len(there)}; unpin others, or make the tier larger"
-                )
-            self._release(replaced, cache)
-            self._pins = [*kept, _PinnedPrompt(runtime, found.lease, there)]
-        return {"chunks": len(keys), "pinned": len(there)}
-
-    def _unpin(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Without tokens and keys, all; else those that are the beginning of this prompt."""
-        keys, gone = self._keys(request) if {"tokens", "keys"} & request.keys() else None, list[_PinnedPrompt]()
-        if self._pins:
-            with self._engine.runtime().control() as cache:
-                self._forget_lost(cache)
-                gone = [pin for pin in self._pins if keys is None or pin.keys == keys[: len(pin.keys)]]
-                self._release(gone, cache)
-        self._pins = [pin for pin in self._pins if pin not in gone]
-        return {"unpinned": sum(len(pin.keys) for pin in gone)}
-
-    def _forget_lost(self, cache: TieredCache) -> None:
-        """Release pins whose chunks have gone from all tiers, as by a reset."""
-        lost = [pin for pin in self._pins if not cache.progress(pin.lease).runs]
-        self._release(lost, cache)
-        self._pins = [pin for pin in self._pins if pin not in lost]
-
-    def _clear(self, request: dict[str, Any]) -> dict[str, Any]:
-        if len(request) > 1:
-            raise CommandError("clear: expected neither tokens nor keys: it drops everything")
-        self._unpin({})
-        runtime, dropped = self._engine.runtime(), dict[str, int]()
-        with runtime.control() as cache:
-            tiers = [tier.name for tier in cache.stats()]
-        for tier in tiers:
-            more = True
-            while more:
-                with runtime.control() as cache:
-                    more = bool(count := cache.evict(tier, _AT_ONCE))
-                    dropped[tier] = dropped.get(tier, 0) + count
-        with runtime.observe() as cache:
-            return {"dropped": dropped, "left": {tier.name: tier.used for tier in cache.stats()}}
-
-    def _stats(self, request: dict[str, Any]) -> dict[str, Any]:
-        if len(request) > 1:
-            raise CommandError("stats: expected neither tokens nor keys")
-        metrics: dict[str, list[dict[str, Any]]] = {}
-        for metric in self._engine.metrics():
-            for sample in metric.samples:
-                values = metrics.setdefault(sample.name, [])
-                values.append({"labels": dict(sample.labels), "value": sample.value})
-        with self._engine.runtime().observe() as cache:
-            pinned = len({key for pin in self._pins if cache.progress(pin.lease).runs for key in pin.keys})
-        return {"pid": os.getpid(), "pinned_chunks": pinned, "metrics": metrics}
-
-    @staticmethod
-    def _release(pins: Iterable[_PinnedPrompt], cache: TieredCache) -> None:
-        for pin in pins:
-            cache.release(pin.lease)
 
 
 @dataclass(slots=True)

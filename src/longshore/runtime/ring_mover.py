@@ -22,7 +22,6 @@ from typing import Protocol
 from longshore.boundary import (
     DEVICE,
     HOST,
-    I64,
     Item,
     Route,
     Section,
@@ -73,10 +72,6 @@ class ImageRing:
     def free(self) -> int:
         """Number of free slots."""
         return len(self._free)
-
-    def offsets(self, pool: int, indices: Sequence[int]) -> I64:
-        """Bytes from the start of the memory to each of these slots."""
-        return self.slabs.offsets(pool, indices)
 
     def take(self, count: int) -> list[int]:
         """Take `count` of the free slots."""
@@ -276,7 +271,7 @@ class RingMover:
         usable = 0 if piece.job.cancelled else leading_ok(statuses)
         for slot, status in zip(piece.slots, statuses, strict=True):
             if status is not Status.OK:  # nobody knows what it brought, and padding is zero
-                self._ring.arena.zero(int(self._ring.offsets(0, [slot])[0]), self._ring.slabs.slab_bytes)
+                self._ring.arena.zero(self._ring.slabs.offset(0, slot), self._ring.slabs.slab_bytes)
         piece.statuses = [Status.CANCELLED if status is Status.OK else status for status in statuses[usable:]]
         if usable:
             self._copy(piece, usable, ONBOARD)
@@ -353,7 +348,7 @@ class RingMover:
             ours, other = (item.destination, item.source) if op is Op.WRITE else (item.source, item.destination)
             if ours is None or other is not None:
                 raise PlanError(f"item {position}: expected the device and a slot of the file tier, got {item}")
-            offset = int(self._ring.offsets(0, [slot])[0])
+            offset = self._ring.slabs.offset(0, slot)
             length = self._tier.image_bytes[ours.pool]
             batch.append(TierOp(op, ours.index, item.key, item.parent, offset, length, transfer.generation, ours.pool))
         return batch

@@ -111,6 +111,8 @@ def _copy(engine: TransferEngine, transfer: Transfer, timeout: float) -> None:
 
 
 def _clear(stack: Stack, key: Key) -> None:
+    """Remove the test block from all tiers, after copies under way: a backup that reads it would keep it."""
+    stack.runtime.wait_idle(stack.config.write_timeout)
     tiers = {HOST: stack.host, FILE: stack.file}
     for tier in [name for name, tier in tiers.items() if tier is not None]:
         with stack.runtime.control() as cache:

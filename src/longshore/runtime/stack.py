@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
-from longshore.boundary import FILE, HOST, REMOTE, Key, Mover, Slabs, by_size
+from longshore.boundary import FILE, HOST, PEERS, REMOTE, Key, Mover, Slabs, by_size
 from longshore.cache import (
     CacheGroup,
     CacheSettings,
@@ -415,6 +415,8 @@ def _check_config(config: Config, layout: KVLayout, ring: ImageRing | None, *, h
         config.check_files()
     if has_stores and config.file_mode == "gds":
         raise ConfigError("remote tiers need a host tier, which file_mode gds does not have; use file_mode posix")
+    if config.serve or config.peer_networks:
+        raise ConfigError("serve and peer_networks are for vLLM: other engines neither serve peers nor read from them")
     if has_stores and ring is not None:
         raise ConfigError("remote stores need a host tier, which this engine has of its own; remove remote")
     if config.file_path is not None:
@@ -541,8 +543,9 @@ def make_cache(
     into = {FILE: WriteRule(rule, config.threshold, daily / 86_400)} if file is not None and daily else {}
     for name, url in named_stores(config).items() if remote else ():
         into[name] = WriteRule(_WRITES[parse_url(url).write])
-    slowest = max((parse_url(url).probe_timeout for url in config.remote), default=0.0)
-    stores: dict[str, Any] = {"probe_timeout": slowest + _ANSWER_SECONDS} if config.remote else {}
+    urls = [*config.remote, *([config.peer_url] if PEERS in remote else [])]
+    slowest = max((parse_url(url).probe_timeout for url in urls), default=0.0)
+    stores: dict[str, Any] = {"probe_timeout": slowest + _ANSWER_SECONDS} if urls else {}
     settings = CacheSettings(
         into=into,
         blocks_per_chunk=config.blocks_per_chunk,
@@ -557,6 +560,7 @@ def make_cache(
         load_timeout=config.load_timeout,
         write_timeout=config.write_timeout,
         remote_events=config.kv_events_remote,
+        read_only=(PEERS,),
         **stores,
         **of_engine,
     )

@@ -6,16 +6,13 @@
     TierMover │ ▼      a transfer of the control plane becomes a batch of operations
     colder tier
 
-The transfer engine, too, accesses a slot by its arena offset (`HostTier.offsets`).
+The transfer engine, too, accesses a slot by its arena offset (`Slabs.offsets`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from longshore.boundary import (
     HOST,
-    I64,
     PAGE,
     Item,
     Probe,
@@ -36,7 +33,7 @@ class HostTier:
     """`slabs` of images in `arena`, one behind the other from its start.
 
     Attributes:
-        slabs: Numbering and sizes of its slots.
+        slabs: Numbering and sizes of its slots, and their offsets in the arena.
         arena: Where they are; its owner closes it.
     """
 
@@ -50,14 +47,6 @@ class HostTier:
             raise TierError(f"{slabs} need {slabs.nbytes} bytes, but the arena has {arena.nbytes}")
         self.slabs = slabs
         self.arena = arena
-
-    def offset(self, pool: int, index: int) -> int:
-        """Arena offset of the first byte of a slot. Raises `PlanError` if there is no such slot."""
-        return self.slabs.offset(pool, index)
-
-    def offsets(self, pool: int, indices: Sequence[int]) -> I64:
-        """The same for many slots of one pool: int64, shape `(len(indices),)`."""
-        return self.slabs.offsets(pool, indices)
 
 
 _PROBES = 1024
@@ -115,8 +104,9 @@ class TierMover:
         if hosts is None:
             raise PlanError(f"expected a host slot on one side of a transfer between tiers, got {item}")
         index = self._address(ours, hosts)
-        offset, length = self._host.offset(hosts.pool, hosts.index), self._host.slabs.image_bytes[hosts.pool]
-        return TierOp(op, index, item.key, item.parent, offset, length, generation, hosts.pool)
+        slabs, pool = self._host.slabs, hosts.pool
+        offset, length = slabs.offset(pool, hosts.index), slabs.image_bytes[pool]
+        return TierOp(op, index, item.key, item.parent, offset, length, generation, pool)
 
     def _address(self, ours: Slot | None, hosts: Slot) -> int:
         """The index of the slot in the tier. Raises `PlanError` where there is none, or one of another pool."""

@@ -399,10 +399,7 @@ class HostSlots(Protocol):
 
     @property
     def slabs(self) -> Slabs:
-        """Numbering and image sizes of the slots."""
-
-    def offsets(self, pool: int, indices: Sequence[int], /) -> I64:
-        """Bytes from the start of the arena to each of these slots; `PlanError` if one does not exist."""
+        """Numbering and image sizes of the slots, one behind the other from the start of the arena."""
 
 
 class HostImages(NamedTuple):
@@ -434,7 +431,7 @@ def images_of(transfer: Transfer, host: HostSlots) -> HostImages:
     offsets, room = np.empty(len(items), np.int64), np.empty(len(items), np.int64)
     touched = [np.empty(0, np.int64)]
     for pool, (places, indices) in pools.items():
-        offsets[places] = host.offsets(pool, indices)
+        offsets[places] = host.slabs.offsets(pool, indices)
         room[places] = host.slabs.image_bytes[pool]
         touched.append(host.slabs.touched(pool, indices))
     together = np.concatenate(touched)

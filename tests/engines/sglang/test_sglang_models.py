@@ -6,9 +6,12 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sglang_kit import Answer, Server, check, check_threads, damage, prompt, write_hybrid_model, write_window_model
+
+from longshore.runtime.control import ask
 
 TOKENS, SERVED = 400, 384
 SEEDS = range(3)
@@ -28,12 +31,18 @@ def test_sliding_windows_of_which_sglang_keeps_all_tokens(tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("hybrid")
+    made.chmod(0o700)
     write_hybrid_model(made / "model")
     return made
 
 
 def tier(place: Path) -> dict[str, object]:
-    return {"file_path": str(place / "tier"), "file_size": "64MiB", "load_timeout": 20}
+    return {
+        "file_path": str(place / "tier"),
+        "file_size": "64MiB",
+        "load_timeout": 20,
+        "control": str(place / "one.ctl"),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +70,29 @@ def test_a_pool_of_windows_is_read_from_files(oracle: dict[int, Answer], hybrid:
     for rank in ("0", "1"):
         assert hybrid.metric("longshore_hit_chunks_total", tier="file", pool="swa", tp_rank=rank) >= len(SEEDS) * 4
     assert len(hybrid.processes("longshore.runtime.tier_host.child")) == 4
+
+
+def test_commands_concern_each_rank_and_both_pools(oracle: dict[int, Answer], hybrid: Server, place: Path) -> None:
+    """Of the engine's keys and windows: the prompts of the test before are in files."""
+
+    def command(rank: int, what: str, **more: object) -> dict[str, Any]:
+        return ask(place / f"one-rank-{rank}-of-2.ctl", {"command": what, **more}, 60.0)
+
+    for rank in range(2):
+        found = command(rank, "lookup", tokens=prompt(0, SERVED))
+        assert (found["tokens"], found["leading_tokens"]) == (SERVED, SERVED)
+        assert found["groups"][0]["runs"] == [{"tier": "file", "chunks": SERVED // 16}]
+        assert found["groups"][1]["runs"][-1] == {"tier": "file", "chunks": 4}
+        assert command(rank, "pin", tokens=prompt(0, SERVED))["pinned"] == SERVED // 16 + 4
+        dropped = command(rank, "clear")["dropped"]
+        assert dropped["file"] >= SERVED // 16 + 4
+        assert command(rank, "lookup", tokens=prompt(0, SERVED))["leading_tokens"] == 0
+    hybrid.flush()
+    computed = hybrid.ask(prompt(0, TOKENS))
+    check(computed, oracle[0])
+    assert computed.cached == 0
+    for seed in SEEDS:
+        hybrid.ask_storage(prompt(seed, TOKENS), oracle[seed], SERVED)
 
 
 def test_the_next_turn_continues_from_the_last_window(oracle: dict[int, Answer], hybrid: Server) -> None:

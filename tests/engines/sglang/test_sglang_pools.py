@@ -6,14 +6,18 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-from storage_kit import Rig, eventually, indices, names
+from sglang.srt.mem_cache.utils import get_hash_str
+from storage_kit import PAGE, Rig, eventually, indices, names
 
+from longshore.engines.sglang import identity
 from longshore.engines.sglang.storage import restorable
-from longshore.errors import EngineError
+from longshore.errors import CommandError, EngineError
+from longshore.runtime.control import ask
 
 Rigs = Callable[..., Rig]
 KEYS = names(12)
@@ -168,6 +172,50 @@ def test_pools_share_the_files_by_their_size(rig: Rig) -> None:
     assert sizes["kv"] == 2 * sizes["swa"] == (16 << 20) * 2 // 3  # of 64 and of 32 pages
     scopes = {tiers.stack.scope.root for tiers in rig.storage._tiers.values()}
     assert len(scopes) == 2
+
+
+def windowed(read: Callable[[], Any]) -> Callable[[], Any]:
+    """A model whose windows are those of the pool of these tests."""
+
+    def config() -> Any:
+        found = read()
+        found.sliding_window_size = LAST * PAGE
+        return found
+
+    return config
+
+
+def test_commands_concern_both_pools(rigs: Rigs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(identity, "model_config", windowed(identity.model_config))
+    tokens, name = list(range(12 * PAGE)), tmp_path / "one.ctl"
+    rig = rigs(windows=32, control=str(name))
+    keys = get_hash_str(tokens, None, PAGE)
+    rig.store(keys, range(12))
+    store_windows(rig, keys[6:10], [0, 1, 2, 3], seed=2)
+
+    def command(what: str, **more: object) -> dict[str, Any]:
+        return ask(name, {"command": what, **more}, 60.0)
+
+    found = command("lookup", tokens=tokens)
+    assert (found["tokens"], found["leading_tokens"]) == (12 * PAGE, 10 * PAGE)
+    runs = [{"tier": tier, "chunks": count} for tier, count in (("none", 6), ("file", 4), ("none", 2))]
+    assert [each["runs"] for each in found["groups"]] == [[{"tier": "file", "chunks": 12}], runs]
+    assert ends(rig, keys) == [10]
+    assert command("pin", tokens=tokens) == {"chunks": 16, "pinned": 14}
+    used = command("stats")["metrics"]["longshore_used_bytes"]
+    assert {each["labels"]["pool"] for each in used if each["value"]} == {"kv", "swa"}
+    for tiers in rig.storage._tiers.values():
+        with tiers.runtime.control() as cache:
+            cache.evict("file", 100)
+    assert ends(rig, keys) == [10]
+    assert command("clear") == {"dropped": {"file": 14}, "left": {"file": 0}}
+    assert ends(rig, keys) == []
+    rig.storage.weights_change()
+    with pytest.raises(CommandError, match="no tiers now"):
+        command("lookup", tokens=tokens)
+    rig.close()
+    assert not name.exists()
 
 
 def test_other_pools_and_stores_beside_windows_are_refused(rigs: Rigs, tmp_path: Path) -> None:

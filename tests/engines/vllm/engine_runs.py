@@ -10,7 +10,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,8 +41,9 @@ Serve = Callable[..., Served]
 class Zygote:
     """Runs scripts in forks of one process that has imported vLLM."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, Path(__file__).with_name("zygote.py")]
+    def __init__(self, prefix: Sequence[str] = ()) -> None:
+        """`prefix` is a command that runs the rest of its line somewhere else."""
+        command = [*prefix, sys.executable, str(Path(__file__).with_name("zygote.py"))]
         path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parents[2])])
         environment = {**os.environ, "PYTHONPATH": path}  # with the modules of all tests, as pytest has them
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)

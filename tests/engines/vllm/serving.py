@@ -91,6 +91,42 @@ class Engine:
         (output,) = self.llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False, lora_request=lora)
         return self._said(output)
 
+    def ask_peer(self, tokens: list[int], port: int, host: str = "127.0.0.1") -> dict[str, Any]:
+        """Answer one prompt, whose blocks another engine has; and how long that took."""
+        sampling = self.sampling.clone()
+        sampling.extra_args = {"kv_transfer_params": {"remote_kv_source": {"host": host, "port": port}}}
+        begun = time.monotonic()
+        (output,) = self.llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
+        return {**self._said(output), "seconds": time.monotonic() - begun}
+
+    def touch(self, path: str) -> None:
+        """Tell another process that we are here."""
+        Path(path).touch()
+
+    def wait_for(self, path: str) -> None:
+        """Wait for another process that tells so."""
+        give_up = time.monotonic() + 300.0
+        while not Path(path).exists():
+            if time.monotonic() > give_up:
+                raise RuntimeError(f"{path} was not touched")
+            time.sleep(0.01)
+
+    def slow_down(self, seconds: float, path: str, steps: int = 0) -> None:
+        """From now on each step takes `seconds` more; `path` is touched after the first; it dies after `steps`."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        step, taken = core.step_fn, [0]
+
+        def slow() -> Any:
+            answer = step()
+            taken[0] += 1
+            Path(path).touch()
+            if taken[0] == steps:
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(seconds)
+            return answer
+
+        core.step_fn = slow
+
     def ask_together(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
         """Answer several prompts at once."""
         asked = [{"prompt_token_ids": tokens} for tokens in prompts]
@@ -176,6 +212,12 @@ class Engine:
             keys = {resident.key for resident in residents_of(cache) if resident.slot.tier == "host"}
             if cache.discard(sorted(keys), "host") != len(keys):
                 raise RuntimeError("not all could be evicted")
+
+    def evict_all(self) -> None:
+        """Evict all that nothing holds from every tier."""
+        with self.manager._runtime.control() as cache:
+            for tier in cache.stats():
+                cache.evict(tier.name, 1 << 20)
 
     def lose(self, tier: str) -> None:
         """Evict all that `tier` has."""

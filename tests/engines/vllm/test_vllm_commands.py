@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from engine_runs import CONNECTOR, Answers, Serve, prompts, tiers
 
 
@@ -37,3 +38,28 @@ def test_an_operator_looks_pins_and_clears_in_a_running_engine(
     assert [len(answer["tokens"]) for answer in together] == [6, 6, 6]
     assert served.counters["faults"] == 0
     assert not socket.exists()
+
+
+@pytest.mark.parametrize("model", ["gemma", "qwen"])
+def test_commands_concern_all_groups_of_an_engine(
+    model: str, serve: Serve, oracles: Callable[[str], Answers], tmp_path: Path
+) -> None:
+    """Sliding windows, and recurrent states, beside full attention."""
+    first, *others = prompts()
+    steps = [
+        ["ask", first], ["settle"], ["ctl", "lookup", first], ["ctl", "pin", first], ["ctl", "lookup", others[0]],
+        *(["ask", each] for each in others), ["settle"], ["evict_all"], ["ctl", "lookup", first],
+        ["reset"], ["ask", first], ["ctl", "unpin"], ["ctl", "clear"], ["ctl", "lookup", first],
+        ["reset"], ["ask", first],
+    ]  # fmt: skip
+    extra = {**tiers(tmp_path / "kv"), "control": str(tmp_path / "engine.ctl")}
+    served = serve(model, steps, extra, 160, connector=CONNECTOR)
+    asked, there, pinned, absent, _, _, left, again, unpinned, cleared, gone, computed = served.answers
+    assert len(there["groups"]) > 1
+    assert there["leading_tokens"] == left["leading_tokens"] == again["cached"] > 0
+    assert (absent["leading_tokens"], gone["leading_tokens"], computed["cached"]) == (0, 0, 0)
+    assert 0 < pinned["pinned"] == unpinned["unpinned"] <= pinned["chunks"]
+    assert sum(run["chunks"] for run in there["groups"][0]["runs"]) > 0
+    assert all(count for count in cleared["dropped"].values())
+    assert asked["tokens"] == again["tokens"] == computed["tokens"] == oracles(model)[0]["tokens"]
+    assert served.counters["faults"] == 0

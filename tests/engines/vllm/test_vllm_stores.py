@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +18,10 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm_kit import Group, Rig, file_settings, keys_of
 
-from longshore.boundary import HOST, REMOTE
+from longshore.boundary import HOST, PEERS, REMOTE
 from longshore.cache import MissReason
 from longshore.engines.vllm import spec
+from longshore.engines.vllm.requests import ours
 from longshore.keys import Scope
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
@@ -47,6 +51,12 @@ def opened(tmp_path: Path) -> Iterator[Opener]:
         rig.close()
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 def until(what: Callable[[], bool]) -> None:
     give_up = time.monotonic() + PATIENCE
     while not what():
@@ -73,6 +83,14 @@ def answered(rig: Rig, keys: Any, context: Any) -> list[LookupResult]:
     return said
 
 
+def named(rig: Rig, keys: Any, port: int) -> Any:
+    """A request that names a peer."""
+    context = rig.request("second", keys)
+    context.kv_transfer_params = {"remote_kv_source": {"host": "127.0.0.1", "port": port}}
+    rig.manager.on_new_request(context)
+    return context
+
+
 def test_another_engine_is_served_what_one_has_stored(opened: Opener) -> None:
     one, other = opened(), opened()
     expected = stored(one)
@@ -92,6 +110,123 @@ def test_another_engine_is_served_what_one_has_stored(opened: Opener) -> None:
     assert other.manager.loaded_tokens[HOST] == 64
     stats = other.manager.get_stats()
     assert stats is not None and "valkey" not in str(stats.data)
+
+
+def test_a_request_is_served_what_the_peer_it_names_has(opened: Opener) -> None:
+    port = free_port()
+    one = opened(remote=(), serve=f"valkey://127.0.0.1:{port}")
+    other = opened(remote=(), peer_networks="127.0.0.0/8", peer_url=f"valkey://peer?{PATIENT}")
+    one.store(keys_of(4), range(4), one.request("first"))
+    expected = [part for block in range(4) for part in one.bytes_of(0, block)]
+    keys = keys_of(6)
+    nobody = other.request("nobody", keys)
+    assert answered(other, keys, nobody) == [MISS] * 6
+    context = named(other, keys, port)
+    assert answered(other, keys, context) == [HIT] * 4 + [MISS] * 2
+    other.load(keys[:4], range(8, 12), context)
+    found = [part for block in range(8, 12) for part in other.bytes_of(0, block)]
+    assert all(map(torch.equal, found, expected))
+    other.manager.on_request_finished(context)
+    assert other.manager.loaded_tokens[PEERS] == 64
+
+
+def test_what_a_peer_is_computing_is_waited_for(opened: Opener) -> None:
+    port = free_port()
+    one = opened(remote=(), serve=f"valkey://127.0.0.1:{port}")
+    other = opened(remote=(), peer_networks="127.0.0.0/8", peer_url=f"valkey://peer?{PATIENT}")
+    keys = keys_of(4)
+    prefill = one.request("first", keys)
+    assert one.lookup(keys, prefill) == [MISS] * 4  # it computes them now
+    context = named(other, keys, port)
+    for _ in range(20):
+        assert other.lookup(keys, context) == [PENDING] * 4
+        time.sleep(0.01)
+    one.store(keys, range(4), prefill)
+    assert answered(other, keys, context) == [HIT] * 4
+
+
+def test_what_a_peer_does_not_compute_is_not_waited_for(opened: Opener) -> None:
+    port = free_port()
+    one = opened(remote=(), serve=f"valkey://127.0.0.1:{port}")
+    other = opened(remote=(), peer_networks="127.0.0.0/8", peer_url=f"valkey://peer?{PATIENT}")
+    keys = keys_of(4)
+    prefill = one.request("first", keys)
+    assert one.lookup(keys, prefill) == [MISS] * 4
+    context = named(other, keys, port)
+    assert other.lookup(keys, context) == [PENDING] * 4
+    one.manager.on_request_finished(prefill)  # aborted
+    assert answered(other, keys, context) == [MISS] * 4
+
+
+@pytest.mark.parametrize("said", [{"host": "192.0.2.1", "port": 7}, {"host": "127.0.0.1"}, "127.0.0.1:7"])
+def test_a_peer_that_may_not_be_named_is_not_asked(opened: Opener, said: Any, caplog: pytest.LogCaptureFixture) -> None:
+    other = opened(remote=(), peer_networks="127.0.0.0/8")
+    keys = keys_of(4)
+    context = other.request("second", keys)
+    context.kv_transfer_params = {"remote_kv_source": said}
+    other.manager.on_new_request(context)
+    assert answered(other, keys, context) == [MISS] * 4
+    assert "is not used" in caplog.text
+
+
+def test_what_was_offered_and_not_stored_is_not_coming(opened: Opener) -> None:
+    port = free_port()
+    one = opened(remote=(), serve=f"valkey://127.0.0.1:{port}")
+    keys = keys_of(4)
+    prefill = one.request("first", keys)
+    assert one.lookup(keys, prefill) == [MISS] * 4
+    assert one.manager.is_coming(ours(keys)[0])
+    one.store(keys, range(4), prefill)
+    assert not any(map(one.manager.is_coming, ours(keys)))
+    one.manager.on_request_finished(prefill)
+    assert not one.manager._computes
+
+
+def test_a_request_that_names_nobody_asks_no_peer(opened: Opener) -> None:
+    """Though another request has named the peer that has its blocks, which is gone since."""
+    port = free_port()
+    one = opened(remote=(), serve=f"valkey://127.0.0.1:{port}")
+    other = opened(remote=(), peer_networks="127.0.0.0/8", peer_url=f"valkey://peer?{PATIENT}")
+    one.store(keys_of(4), range(4), one.request("first"))
+    keys = keys_of(4)
+    context = named(other, keys, port)
+    until(lambda: other.lookup(keys, context)[0] is HIT)
+    other.manager.on_request_finished(context)
+    with other.manager._runtime.control() as cache:
+        assert cache.discard(ours(keys), HOST) == 4
+    one.close()
+    assert other.lookup(keys, other.request("third", keys)) == [MISS] * 4
+
+
+def test_what_a_peer_stored_before_a_reset_is_gone(opened: Opener) -> None:
+    """It may mean other weights. What is stored under the same keys afterwards is the peer's own."""
+    port = free_port()
+    one = opened(remote=(), serve=f"valkey://127.0.0.1:{port}")
+    other = opened(remote=(), peer_networks="127.0.0.0/8", peer_url=f"valkey://peer?{PATIENT}")
+    keys = keys_of(4)
+    one.store(keys, range(4), one.request("first"))
+    one.manager.reset_cache()
+    one.store(keys, range(4, 8), one.request("second"))
+    assert answered(one, keys, one.request("third", keys)) == [HIT] * 4
+    assert answered(other, keys, named(other, keys, port)) == [MISS] * 4
+
+
+def test_engines_without_peers_import_nothing_of_them() -> None:
+    code = (
+        "import sys, longshore.engines.vllm.spec\n"
+        "assert not [name for name in sys.modules if 'peer' in name and name.startswith('longshore')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_peer_of_other_weights_has_nothing(opened: Opener) -> None:
+    port = free_port()
+    one = opened(b"a" * 64, remote=(), serve=f"valkey://127.0.0.1:{port}")
+    one.store(keys_of(4), range(4), one.request("first"))
+    for weights, found in ((b"a" * 64, HIT), (b"b" * 64, MISS)):
+        other = opened(weights, remote=(), peer_networks="127.0.0.0/8", peer_url=f"valkey://peer?{PATIENT}")
+        context = named(other, keys_of(4), port)
+        assert answered(other, keys_of(4), context) == [found] * 4
 
 
 def test_a_damaged_value_is_a_miss_that_is_counted_once(opened: Opener, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.key_table import KeyTable
+from longshore.cache.columns import KeyTable
 
 Names: TypeAlias = "npt.NDArray[np.object_] | KeyTable"
 """The key of each node, for policies with a ghost list."""

@@ -62,7 +62,6 @@ from longshore.cache.eviction.hit_rates import (
     GhostList,
     HitRates,
     Spans,
-    event,
 )
 from longshore.errors import CacheError
 
@@ -294,7 +293,7 @@ class Gittins(EvictionPolicy):
             self._linked.remove(node)
         left = (when, state) if evicted is None else self._ghosts.insert(evicted, when, state & STATE)
         if left:
-            self._hit_rates.record(event(FORGOTTEN, left[1], left[0], AGE_OF[min(self._now - left[0], OLDEST)]))
+            self._hit_rates.record(FORGOTTEN, left[1], left[0], AGE_OF[min(self._now - left[0], OLDEST)])
         self._state[node] = OUT
         self._count -= 1
 
@@ -432,7 +431,7 @@ class Gittins(EvictionPolicy):
                     last = uses | last & GAP | self._hint | self._length
                     runs.append((some, last, self._tick))
                     if noted:
-                        self._hit_rates.record(event(BECAME, last, self._tick), some)
+                        self._hit_rates.record(BECAME, last, self._tick, count=some)
         return runs
 
     def _use(self, state: int, when: int, count: int = 1, *, noted: bool = True) -> int:
@@ -442,8 +441,8 @@ class Gittins(EvictionPolicy):
         age = AGE_OF[min(self._tick - when, OLDEST)]
         new = AGAIN[state & (USES | GAP)] | GAP_OF[age] | self._hint | self._length
         if noted:
-            self._hit_rates.record(event(RETURNED, state, when, age), count)
-            self._hit_rates.record(event(BECAME, new, self._tick), count)
+            self._hit_rates.record(RETURNED, state, when, age, count)
+            self._hit_rates.record(BECAME, new, self._tick, count=count)
         return new
 
     def _alike(self, nodes: Sequence[int], at: _Nodes) -> list[int]:

@@ -277,11 +277,6 @@ _Floats = npt.NDArray[np.float64]
 _Numbers = npt.NDArray[np.intp]
 
 
-def event(what: int, state: int, when: int, age: int = 0) -> int:
-    """Something happened to a chunk of `state`, which was last used at tick `when`, when its age class was `age`."""
-    return when << _WHEN | what | age << _AGE | state & STATE
-
-
 class HitRates:
     """Counts of chunks that ended at an age, and that came back then, by kind and age; and those still waited for."""
 
@@ -311,9 +306,9 @@ class HitRates:
         self._rank_kinds()
         return True
 
-    def record(self, what: int, count: int = 1) -> None:
-        """This event happened to so many chunks."""
-        self.events.extend((what, count))
+    def record(self, what: int, state: int, when: int, age: int = 0, count: int = 1) -> None:
+        """It happened to `count` chunks of `state`, last used at tick `when`, when their age class was `age`."""
+        self.events.extend((when << _WHEN | what | age << _AGE | state & STATE, count))
 
     def forget(self, states: npt.NDArray[np.uint32], when: npt.NDArray[np.int32], ages: npt.NDArray[np.uint8]) -> None:
         """Nothing is known any more of these chunks, last used at ticks `when`; `ages` are classes of ages."""

@@ -41,6 +41,7 @@ _PARAMETERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller": {
         "HybridCacheController._storage_hit_query": ("self", "operation"),
     },
+    "sglang.srt.mem_cache.utils": {"get_hash_str": ("token_ids", "prior_hash", "page_size")},
     "sglang.srt.mem_cache.pool_host.base": {"HostKVCache.alloc": ("self", "need_size")},
     "sglang.srt.mem_cache.pool_host.mha": {"MHATokenToKVPoolHost.get_page_buffer_meta": ("self", "indices")},
     "sglang.srt.runtime_context": {"RuntimeContext.resolved_server_args_dict": ("self",)},
@@ -80,8 +81,8 @@ def violations() -> list[str]:
             continue
         for path, expected in functions.items():
             owner, _, method = path.partition(".")
-            function = getattr(names.get(owner), method, None)
-            got = tuple(inspect.signature(function).parameters) if function is not None else ()
+            function = getattr(names.get(owner), method, None) if method else names.get(owner)
+            got = tuple(inspect.signature(function).parameters) if callable(function) else ()
             if got[: len(expected)] != expected:
                 found.append(f"expected {path}{expected}, got {got or 'nothing'}")
     names = vars(sys.modules.get(_STORAGE, object))

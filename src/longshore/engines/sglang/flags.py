@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from longshore.cache import WritePolicy
@@ -32,7 +33,9 @@ INSTEAD = {
     "kv_events_replay": "set replay_endpoint in SGLang's --kv-events-config",
     "kv_events_topic": "set topic in SGLang's --kv-events-config",
     "kv_events_remote": "SGLang passes no events from a storage back end to routers",
-    "control": "commands are served under vLLM and by PrefixStore",
+    "serve": "peers are served under vLLM: name a store in remote",
+    "peer_networks": "requests name peers under vLLM: name a store in remote",
+    "peer_url": "requests name peers under vLLM: name a store in remote",
 }
 """Settings without effect under SGLang, and the alternative to each."""
 
@@ -103,6 +106,9 @@ def read(extra: Mapping[str, Any], replica: str, replicas: int) -> Config:
         ours["host_size"] = config.host_size // replicas
     if config.events_path is not None and replicas > 1:
         ours["events_path"] = config.events_path.with_name(f"{config.events_path.name}.{replica}")
+    if config.control and replicas > 1:
+        name = Path(config.control)
+        ours["control"] = str(name.with_stem(f"{name.stem}-{replica}"))
     return Config.make(**ours)
 
 

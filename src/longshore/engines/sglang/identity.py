@@ -73,6 +73,14 @@ def refuse(storage: Any, told: dict[str, Any]) -> None:
         raise EngineError(f"load_format is {told['load_format']!r}: expected one of {sorted(_FROM_FILES)}")
 
 
+def model_config() -> Any:
+    """SGLang's `ModelConfig` of the model that this process serves."""
+    from sglang.srt.configs.model_config import ModelConfig  # noqa: PLC0415 - SGLang is there where this is called
+    from sglang.srt.runtime_context import get_server_args  # noqa: PLC0415
+
+    return ModelConfig.from_server_args(get_server_args())
+
+
 def check_pool(pool: Any) -> None:
     """Raise `EngineError` for host memory in which pages move, or are shared with other pools."""
     if pool.shared_allocation_domain is not None:
@@ -88,10 +96,8 @@ def scope_of(
     that of the keys and values. Raises `EngineError` where weights cannot be told apart, or the model is not served.
     """
     import sglang  # noqa: PLC0415
-    from sglang.srt.configs.model_config import ModelConfig  # noqa: PLC0415
-    from sglang.srt.runtime_context import get_server_args  # noqa: PLC0415
 
-    model = ModelConfig.from_server_args(get_server_args())
+    model = model_config()
     if model.is_multimodal:
         raise EngineError("multimodal models are not served: keys of pages name images by short hashes only")
     config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}

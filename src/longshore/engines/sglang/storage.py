@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.mem_cache.utils import get_hash_str
 
 from longshore.boundary import Key
 from longshore.cache import UNTOLD, Found, GroupKeys, TieredCache, Until
@@ -45,7 +46,9 @@ from longshore.engines.sglang.tiers import HostPages, PoolTiers, digests
 from longshore.engines.weight_files import MEMO
 from longshore.errors import EngineError, LongshoreError
 from longshore.metrics import LongshoreCollector, MirroredMetrics
+from longshore.runtime.commands import ControlledEngine, ControlledGroup
 from longshore.runtime.containment import contained
+from longshore.runtime.control import ControlServer
 from longshore.runtime.loop import Runtime
 from longshore.runtime.remote_fetch import bring, offered
 from longshore.runtime.stack import Stack
@@ -144,9 +147,38 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
                     for name, of in tiers.items()
                 ]
             _watch()
+            self._tiers, self._kv = tiers, tiers[PoolName.KV]
+            if self.settings.control:
+                undo.callback(ControlServer(self.settings.control, self._controlled()).close)
             self._opened = undo.pop_all()
-        self._tiers, self._kv, self._why_off = tiers, tiers[PoolName.KV], ""
+        self._why_off = ""
         _open.add(self)
+
+    def _controlled(self) -> ControlledEngine:
+        """What `longshore ctl` looks into: pages of each host pool, by the keys of prompts without adapter and salt."""
+        size, window = self._kv.pages.page_size, None
+        if len(self._tiers) > 1:
+            window = int(identity.model_config().sliding_window_size)
+
+        def groups() -> list[ControlledGroup]:
+            return [
+                ControlledGroup(tiers.runtime, size, None if tiers is self._kv else window)
+                for tiers in (() if self._why_off else self._tiers.values())
+            ]
+
+        def keys(tokens: Sequence[int]) -> list[list[Key]]:
+            whole = list(tokens[: len(tokens) // size * size])
+            found = digests(get_hash_str(whole, None, size)) if whole else []
+            return [found for _ in self._tiers]
+
+        def metrics() -> Iterator[Any]:
+            for pool, tiers in self._tiers.items():
+                for metric in _collector(tiers.stack).collect():
+                    named = [each._replace(labels={**each.labels, "pool": str(pool)}) for each in metric.samples]
+                    metric.samples = named
+                    yield metric
+
+        return ControlledEngine(groups, keys, metrics)
 
     def _add_pool(self, name: Any, pool: Any) -> None:
         identity.check_pool(pool)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from longshore.boundary import DEVICE, FILE, HOST
+from longshore.boundary import DEVICE, FILE, HOST, Key
 from longshore.cache import CacheGroup
 from longshore.config import Config
 from longshore.engines.tensors import RowBlocks
@@ -21,10 +21,13 @@ from longshore.engines.transformers.contract import informed_allocators, replace
 from longshore.engines.transformers.oracle import block_digests
 from longshore.engines.transformers.requests import PromptRecord
 from longshore.engines.transformers.scope import ModelScope
-from longshore.errors import CacheError, ConfigError, EngineError, HintError, LongshoreError, SelfTestError, TierError
+from longshore.errors import CacheError, EngineError, HintError, LongshoreError, SelfTestError, TierError
 from longshore.hints import RequestHints
+from longshore.keys import chain
 from longshore.layout import from_rows
 from longshore.metrics import FollowingCollector
+from longshore.runtime.commands import ControlledEngine, ControlledGroup
+from longshore.runtime.control import ControlServer
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import Stack, open_stack
 from longshore.tiers.base import Tier
@@ -88,8 +91,6 @@ class Tiers:
     """
 
     def __init__(self, model: Any, config: Config, open_file: Callable[..., Tier] = FileTier) -> None:
-        if config.control:
-            raise ConfigError("control has no effect with tiered(): commands are served by PrefixStore and under vLLM")
         self.model = model
         self._open_file = open_file
         self.config = config
@@ -148,6 +149,18 @@ class Tiers:
     def block_digests(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
         """Digests of the blocks that the device has of `tokens`, for the oracle. No request may be active."""
         return block_digests(self._allocator, tokens) if self._allocator is not None else ()
+
+    def controlled_groups(self) -> list[ControlledGroup]:
+        """What `longshore ctl` looks into; nothing without tiers."""
+        stack = self.stack
+        return [] if stack is None else [ControlledGroup(stack.runtime)]
+
+    def keys(self, tokens: Sequence[int]) -> list[list[Key]]:
+        """The keys of the whole chunks of a prompt, of the one KV cache group. Raises `EngineError` without tiers."""
+        if (stack := self.stack) is None:
+            raise EngineError("there are no tiers now")
+        with stack.runtime.observe() as cache:
+            return [chain(stack.scope.root, tokens, cache.settings.first_tokens)]
 
     def occupancy(self) -> dict[str, int]:
         """Bytes in use by tier, the device cache (blocks kept for reuse included) first."""
@@ -361,8 +374,9 @@ def tiered(model: Any, config: Config, *, open_file: Callable[..., Tier] = FileT
         )
     tiers = Tiers(model, config, open_file)
     ours = TieredAllocator.over(tiers)
-    with replaced_allocator(ours), informed_allocators(ours):
-        try:
-            yield tiers
-        finally:
-            tiers.close()
+    with replaced_allocator(ours), informed_allocators(ours), ExitStack() as undo:
+        undo.callback(tiers.close)
+        if config.control:
+            engine = ControlledEngine(tiers.controlled_groups, tiers.keys, tiers.collector.collect)
+            undo.callback(ControlServer(config.control, engine).close)
+        yield tiers

@@ -28,7 +28,8 @@ from longshore.hints import RequestHints
 from longshore.keys import chain
 from longshore.layout import from_rows
 from longshore.metrics import FollowingCollector
-from longshore.runtime.control import ControlledEngine, ControlServer
+from longshore.runtime.commands import ControlledEngine, ControlledGroup
+from longshore.runtime.control import ControlServer
 from longshore.runtime.remote_fetch import bring
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import open_stack
@@ -94,7 +95,11 @@ class PrefixStore:
         self._open()
         self._control: ControlServer | None = None
         if config.control:
-            engine = ControlledEngine(lambda: self._stack.runtime, self._keys, self.collector.collect)
+            engine = ControlledEngine(
+                lambda: [ControlledGroup(self._stack.runtime)],
+                lambda tokens: [self._keys(tokens)],
+                self.collector.collect,
+            )
             try:
                 self._control = ControlServer(config.control, engine)
             except BaseException:
@@ -314,8 +319,8 @@ class PrefixStore:
                 found = control.lookup({0: path}, runtime.clock(), tick=tick, returns=hints.returns, asks=())
             if found.lease is None:
                 return 0, found.tick
-            ready = control.progress(found.lease).leading(HOST)
-        end = path.first + (found.chunks if FILE in hints.load else min(ready, found.chunks))
+            most = found.chunks if FILE in hints.load else control.progress(found.lease).leading(HOST)
+        end = path.first + min(most, found.chunks)
         try:
             while done < end:
                 part = GroupKeys(path.names[: min(end, done + self._blocks // self._chunk)], done)

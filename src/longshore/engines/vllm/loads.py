@@ -13,7 +13,8 @@ Chunks that only stores of replicas have are asked for once for each request, an
     lookup, some chunks are in no tier ─► ask ─(the probe ends)─► gate ─► fetch into host memory ─► lookup: HIT
                                               MISS: not there, or quicker to compute, or not in time
 
-Nothing here waits. vLLM asks about a request again in each step; the answer is `HIT_PENDING` until then.
+A peer that computes or stores some of them answers that they are coming, and is asked again. Nothing here waits. vLLM
+asks about a request again in each step; the answer is `HIT_PENDING` until then.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
+from typing import TYPE_CHECKING
 
 from vllm.v1.kv_offload.base import OffloadKey
 
-from longshore.boundary import FILE, HOST, REMOTE, Key
+from longshore.boundary import FILE, HOST, PEERS, REMOTE, Key
 from longshore.cache import Gate, GroupKeys, Lease, PrefetchPolicy, Presence, Residency, Run, TieredCache, Until
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, JobContext, RequestState, Ticket, residency
@@ -34,6 +36,9 @@ from longshore.engines.vllm.stores import NO_SLOTS
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.runtime.loop import Runtime
 from longshore.runtime.remote_fetch import patience, worth_asking
+
+if TYPE_CHECKING:
+    from longshore.tiers.remote.peers import PeerTier
 
 Paths = Mapping[int, Residency | Sequence[Key]]
 """Chunks by our number of their KV cache group."""
@@ -271,12 +276,17 @@ def load_limit(
     return chain[count - 1][0] if count else computed
 
 
+_ASKS_AGAIN, _LONGER = 0.01, 0.05
+"""A peer that computes chunks is asked again after so many seconds, and after so much of the time waited for it."""
+
+
 class RemoteFetches:
     """Asks stores about the chunks of requests, and fetches, for one manager."""
 
-    def __init__(self, runtime: Runtime, groups: ChunkGroups) -> None:
+    def __init__(self, runtime: Runtime, groups: ChunkGroups, peers: PeerTier | None = None) -> None:
         self._runtime = runtime
         self._groups = groups
+        self._peers = peers
 
     def look(
         self, request: RequestState, ends: Mapping[OffloadKey, int], found: Sequence[Presence], first: OffloadKey
@@ -293,16 +303,28 @@ class RemoteFetches:
             return found
         absent = [key for key, presence in zip(ends, found, strict=True) if presence is Presence.ABSENT]
         now = self._runtime.clock()
+        if request.probes is None and now < request.asks_again:
+            return _on_their_way(found, ends, set(absent))
         with self._runtime.control() as cache:
             asked = {0: GroupKeys(request.ours(absent))}
-            asks = self._worth_asking(ends, absent, first) if request.probes is None else ()
+            asks = self._worth_asking(ends, absent, first) if request.probes is None else []
+            if request.source is None:  # a peer is asked by requests that name it
+                asks = [name for name in asks if name != PEERS]
+            elif self._peers is not None and asks:
+                self._peers.route(asked[0].names, request.source)
             known = cache.lookup(asked, now, until=Until.NOTHING, each=True, asks=asks)
             if request.probes is None:
                 request.probes = known.probes
             if not all(cache.progress(probe).is_over for probe in request.probes):
                 return _on_their_way(found, ends, set(absent))
+            if self._peers is not None and request.source is not None and self._peers.are_coming(asked[0].names):
+                request.probes = None
+                request.asks_again = now + max(_ASKS_AGAIN, _LONGER * (now - (request.waiting_since or now)))
+                return _on_their_way(found, ends, set(absent))
             request.fetches_end = True
             names = dict(zip(absent, known.remote_sources.get(0, [""] * len(absent)), strict=True))
+            if request.source is None:  # what a peer has that another request has named
+                names = {key: "" if name == PEERS else name for key, name in names.items()}
             if not any(names.values()):
                 return found
             tiers = [names.get(key) or tier for key, tier in zip(ends, tiers_of(found), strict=True)]

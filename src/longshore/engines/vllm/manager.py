@@ -12,10 +12,10 @@ tiers of a request that needs more than host memory has room for: these are read
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from longshore.boundary import DEVICE, FILE, HOST, Route, Slots
+from longshore.boundary import DEVICE, FILE, HOST, Key, Route, Slots
 from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, TieredCache, Until
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.connector import Backoff
@@ -46,6 +46,7 @@ from longshore.engines.vllm.requests import (
     hints_of,
     known_keys,
     residency,
+    source_of,
 )
 from longshore.engines.vllm.stores import NO_SLOTS, StoreJobs
 from longshore.engines.vllm.tiers import SchedulerTiers
@@ -54,6 +55,9 @@ from longshore.hints import RequestHints
 from longshore.monitoring.metric_names import LOOKUP_SECONDS
 from longshore.runtime.containment import contained
 from longshore.runtime.control import ControlServer
+
+if TYPE_CHECKING:
+    from longshore.runtime.peer_server import PeerServer
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 _THERE = (Presence.READY, Presence.COLDER)
@@ -100,6 +104,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._backoff = Backoff()
         self._closed = False
         self.control: ControlServer | None = None
+        self.peer_server: PeerServer | None = None
+        """If there is one, it asks `is_coming`."""
+        self._computes: dict[Key, str] = {}
+        """The request that computes a chunk which no tier has, and will offer it; kept for peers alone."""
         self._events = EventTranslator() if announces else None
         with self._runtime.observe() as cache:
             histograms = [*cache.counters.each_histogram(), (LOOKUP_SECONDS, (), self._runtime.asked.seconds)]
@@ -112,7 +120,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             )
         images = [size.image_bytes for size in host.sizes]
         self._jobs = JobContext(self._groups, tiers.reports, self._runtime.clock, patience, host.slots, images)
-        self._fetches = RemoteFetches(self._runtime, self._groups) if tiers.stores else None
+        self._fetches = RemoteFetches(self._runtime, self._groups, tiers.peers) if tiers.stores else None
         self._loads = Loads(self._jobs, self._validity)
         self._stores = StoreJobs(self._jobs, self._validity, self._events, tiers.write_timeout)
 
@@ -123,7 +131,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """A request has arrived. From now on the device may have blocks of it."""
         self._look_for_new_weights()  # the device had no block of this request before they changed
         self._validity.used()
-        self._begin(req_context).hints = hints_of(req_context, self._hints)
+        request = self._begin(req_context)
+        request.hints, request.source = hints_of(req_context, self._hints), source_of(req_context, self._tiers.peers)
         return WHOLE_PATHS
 
     @contained(lambda self, key, req_context: MISS)
@@ -202,6 +211,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         takes = request.hints.store and self._validity.may_store(request, keys, self._stores)
         with self._runtime.control() as cache:
             taken = self._stores.offer(cache, request, keys, req_context, takes=takes)
+            if self._computes and taken is not None:  # it is on its way now, or not stored at all
+                self._no_longer_computes(request.ours(keys))
         return None if taken is None else PrepareStoreOutput(*taken, [])
 
     @contained(lambda self, keys, req_context, success=True: None)
@@ -228,6 +239,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             with self._runtime.control() as cache:
                 self._release(request, cache)
                 self._loads.stop(cache, request.name)
+                self._no_longer_computes(key for key in request.computes if self._computes.get(key) == request.name)
             request.finished = True
             self._forget_if_done(req_context.req_id, request)
 
@@ -243,6 +255,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 cache.end_step()  # what this step reads is lent by now: a tail may make way for the head before it
             for request in self._asked:
                 self._bring_up(request, cache)
+                if self.peer_server is not None and request.hints.store and not request.finished:
+                    computes = request.ours(key for key, answer in request.answers.items() if answer is MISS)
+                    request.computes.update(computes)
+                    self._computes.update(dict.fromkeys(computes, request.name))
                 request.end_step()
             self._asked.clear()
             cache.end_step()
@@ -297,6 +313,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._stale += [(ticket, False) for ticket in self._loads.end_all(cache)]
             self._stale += [(ticket, True) for ticket in self._stores.void_all()]
             cache.reset(keep=keep, weights=weights)
+            self._computes.clear()
         for request in self._asked:
             request.end_step()
         for name in [name for name, request in self._requests.items() if request.finished]:
@@ -338,6 +355,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         with self._runtime.observe() as cache:
             return list(self._events.translate(cache))
 
+    def is_coming(self, key: Key) -> bool:
+        """Whether a request computes a chunk, or it waits to be stored. In any thread that has control of the cache."""
+        return key in self._computes or key in self._stores.coming
+
     def flush(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds until all stored chunks are in every tier; returns whether they are."""
         return self._runtime.flush(timeout)
@@ -347,8 +368,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._closed:
             return
         self._closed = True
-        if self.control is not None:
-            self.control.close()
+        for close in [server.close for server in (self.control, self.peer_server) if server is not None]:
+            close()
         self._withdraw(self._tickets)
         self._tiers.close()
 
@@ -533,6 +554,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             cache.release(lease)
         request.leases.clear()
         request.leased.clear()
+
+    def _no_longer_computes(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self._computes.pop(key, None)
 
     def _forget_if_done(self, name: str, request: RequestState) -> None:
         if request.finished and name not in self._loads:

@@ -31,7 +31,8 @@ from longshore.cache import DropReason, EventKind, MissReason, Presence, RouteTo
 from longshore.cache.events import WEIGHTS, Announcements, Change
 from longshore.cache.types import Answer, Histogram
 from longshore.monitoring.metric_names import METRICS, QUEUE_SECONDS, Metric, MetricKind
-from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier, HostedRemoteTier
+from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier
+from longshore.tiers.base import Tier
 from longshore.tiers.remote import FAILURE_REASONS as OF_STORES
 
 _TIERS = (HOST, FILE)
@@ -64,7 +65,7 @@ class OffloadingMetrics:
     def __init__(
         self,
         file: HostedFileTier | None = None,
-        stores: Sequence[HostedRemoteTier] = (),
+        stores: Sequence[Tier] = (),
         *,
         histograms: Iterable[tuple[str, tuple[str, ...], Histogram]] = (),
         is_off: bool = False,

@@ -98,7 +98,7 @@ def is_killed_at_once() -> bool:
 
 def memo_directory(config: Config) -> Path | None:
     """Where the memo of digests is: with the files, or in the user's cache; `None` where no tier needs digests."""
-    if config.file_path is not None or not config.remote:
+    if config.file_path is not None or not config.shares:
         return config.file_path
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longshore"
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice, takewhile
 from operator import eq
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext
 
@@ -24,6 +24,10 @@ from longshore.cache import GroupKeys, Lease, Presence, Residency, TieredCache, 
 from longshore.errors import HintError
 from longshore.hints import RequestHints
 from longshore.runtime.rank_reports import RankReports
+
+if TYPE_CHECKING:
+    from longshore.tiers.remote.cluster import ClusterNode
+    from longshore.tiers.remote.peers import PeerTier
 
 _KEY_BYTES = 32
 GROUP_BYTES = 4
@@ -42,6 +46,10 @@ _log = logging.getLogger(__name__)
 OK = Status.OK
 HINTS = "longshore"
 """Where a request has its hints: this key of `kv_transfer_params`, or the action of this type among its KV hints."""
+
+
+SOURCE = "remote_kv_source"
+"""Where a request names the replica that has its blocks: `{"host": ..., "port": ...}` in `kv_transfer_params`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +143,9 @@ class RequestState:
         paths: By our number of a KV cache group, the chunks that follow one another from the first one on.
         hints: Its `RequestHints`.
         tick: Its tick in the cache, from its first lookup or store on.
+        source: The replica that it names as the source of its blocks.
+        asks_again: When that is asked again, as some of them were coming.
+        computes: Keys of its chunks that no tier had, if peers are told.
         lora: vLLM's `LoRARequest`, if the connector has reported one.
         adapter: Digest of that adapter, once it is known.
     """
@@ -165,6 +176,9 @@ class RequestState:
     paths: dict[int, RequestPath] = field(default_factory=dict)
     hints: RequestHints = field(default_factory=RequestHints)
     tick: int | None = None
+    source: ClusterNode | None = None
+    asks_again: float = 0.0
+    computes: set[Key] = field(default_factory=set)
     lora: Any = None
     adapter: bytes = b""
 
@@ -378,6 +392,17 @@ def hints_of(context: ReqContext, usual: RequestHints) -> RequestHints:
         if kind in hints.load and not context.load_tier_filter.allows(Medium.STORAGE, locality):
             hints = hints.model_copy(update={"load": tuple(tier for tier in hints.load if tier != kind)})
     return hints
+
+
+def source_of(context: ReqContext, peers: PeerTier | None) -> ClusterNode | None:
+    """The replica that a request names as the source of its blocks; `None` if it names none, or one it may not."""
+    if peers is None or (said := (context.kv_transfer_params or {}).get(SOURCE)) is None:
+        return None
+    try:
+        return peers.parse(said)
+    except HintError as error:
+        _log.warning("request %s: kv_transfer_params[%r] is not used: %s", context.req_id, SOURCE, error)
+        return None
 
 
 def known_keys(context: ReqContext) -> dict[OffloadKey, int]:

@@ -38,7 +38,8 @@ from longshore.engines.vllm.worker import LongshoreWorker
 from longshore.errors import EngineError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.metrics import LongshoreCollector
-from longshore.runtime.control import ControlledEngine, ControlServer
+from longshore.runtime.commands import ControlledEngine, ControlledGroup
+from longshore.runtime.control import ControlServer
 from longshore.runtime.rank_reports import RankReports
 from longshore.runtime.selftest import copy_test
 from longshore.runtime.stack import check_size, open_arena, registrar_for
@@ -123,12 +124,12 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         watch_sleeps()
         note = find(self.config.engine_id)
         scope = None
-        if self.settings.file_path is not None or self.settings.remote:
+        if self.settings.file_path is not None or self.settings.shares:
             reason = why_transient(note.model)
             if reason:
                 if self.settings.file_path is not None:
                     _log.error("file tier disabled: %s", reason)
-                if self.settings.remote:
+                if self.settings.shares:
                     _log.error("remote tiers disabled: %s", reason)
             else:
                 scope = scope_of(self.config, note.model, note.fingerprint, note.device, self.settings.salt)
@@ -145,12 +146,18 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         manager = LongshoreManager(
             tiers, numbers, self.settings.load_timeout, announces=announces, hints=self.settings.request_hints
         )
-        if self.settings.control:
-            try:
+        try:
+            if self.settings.control:
                 serve_commands(manager, tiers, self.config, self.settings.control, note.model.hashing)
-            except BaseException:
-                manager.shutdown()
-                raise
+            if self.settings.serve and (peers := tiers.peers) is not None:
+                from longshore.runtime.peer_server import PeerServer, TierSource  # noqa: PLC0415 - only for who serves
+
+                host = HostTier(tiers.arena, note.layout)
+                source = TierSource(tiers.runtime, host, lambda: peers.namespace, manager.is_coming)
+                manager.peer_server = PeerServer(self.settings.serve, source)
+        except BaseException:
+            manager.shutdown()
+            raise
         return manager
 
     @classmethod
@@ -245,12 +252,14 @@ def serve_commands(manager: LongshoreManager, tiers: SchedulerTiers, config: Any
     `config` is vLLM's `OffloadingConfig`, `hashing` the name of its hash of blocks. Raises `EngineError`.
     """
     metrics = LongshoreCollector(tiers.runtime, file=tiers.file, stores=tiers.stores)
-    engine = ControlledEngine(lambda: tiers.runtime, keys_of(config, hashing), metrics.collect, len(config.groups))
-    manager.control = ControlServer(name, engine)
+    with tiers.runtime.observe() as cache:
+        kinds = [cache.settings.group(number) for number in range(len(config.groups))]
+    groups = [ControlledGroup(tiers.runtime, size, kind.window, number) for number, (kind, size) in enumerate(kinds)]
+    manager.control = ControlServer(name, ControlledEngine(lambda: groups, keys_of(config, hashing), metrics.collect))
 
 
-def keys_of(config: Any, hashing: str) -> Callable[[Sequence[int]], list[Key]]:
-    """Our keys of prompts, without adapter, `cache_salt` or images, as vLLM makes them in this process.
+def keys_of(config: Any, hashing: str) -> Callable[[Sequence[int]], list[list[Key]]]:
+    """Our keys of prompts in each KV cache group, as vLLM makes them here without adapter, `cache_salt` or images.
 
     Raises `ContractError` if vLLM has no such function.
     """
@@ -261,15 +270,15 @@ def keys_of(config: Any, hashing: str) -> Callable[[Sequence[int]], list[Key]]:
     contract.check_has(kv_cache_utils, "hash_block_tokens")
     contract.check_has(hashes, "get_hash_fn_by_name")
     function, per_hash = hashes.get_hash_fn_by_name(hashing), config.cache.tokens_per_hash
-    group = config.groups[0]
-    chunk = group.tokens_per_block * config.cache.blocks_per_chunk
 
-    def keys(tokens: Sequence[int]) -> list[Key]:
-        theirs, parent = [], None
-        for end in range(per_hash, len(tokens) // chunk * chunk + 1, per_hash):
+    def keys(tokens: Sequence[int]) -> list[list[Key]]:
+        theirs: dict[int, list[Any]] = {group.group_id: [] for group in config.groups}
+        parent = None
+        for end in range(per_hash, len(tokens) + 1, per_hash):
             parent = kv_cache_utils.hash_block_tokens(function, parent, tokens[end - per_hash : end], None)
-            if end % chunk == 0:
-                theirs.append(make_offload_key(parent, group.group_id))
-        return ours(theirs)
+            for group in config.groups:
+                if end % (group.tokens_per_block * config.cache.blocks_per_chunk) == 0:
+                    theirs[group.group_id].append(make_offload_key(parent, group.group_id))
+        return [ours(each) for each in theirs.values()]
 
     return keys

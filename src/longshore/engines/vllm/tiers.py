@@ -21,15 +21,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from longshore.boundary import FILE, HOST
+from longshore.boundary import FILE, HOST, PEERS
 from longshore.cache import CacheGroup, TieredCache
 from longshore.cache.eviction import EvictionPolicy
 from longshore.config import Config, Kept
 from longshore.engines.vllm import contract
 from longshore.engines.vllm.rendezvous import EngineMemory, attach
-from longshore.errors import CapacityError, TierError
+from longshore.errors import CapacityError, ConfigError, TierError
 from longshore.keys import Scope
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.rank_reports import RankReports
@@ -40,6 +40,10 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
 from longshore.tiers.file.recovery import slabs_within
 from longshore.tiers.host import HostTier, KeyedMover, TierMover
+from longshore.tiers.remote.settings import parse_url
+
+if TYPE_CHECKING:
+    from longshore.tiers.remote.peers import PeerTier
 
 _level: ContextVar[int] = ContextVar("level", default=0)
 """Level of the sleep whose reset is in progress; 0 in any other reset."""
@@ -175,6 +179,7 @@ class SchedulerTiers:
         windows: How many chunks the window of each group has; `None` for those that never slide.
         sleeps: What resets keep.
         write_timeout: Seconds for which a store waits for slots.
+        peers: The other replicas, which are the last of the stores.
     """
 
     runtime: Runtime
@@ -186,8 +191,9 @@ class SchedulerTiers:
     sleeps: SleepControl
     base_is_mixed: bool = False
     is_off: bool = False
-    stores: tuple[HostedRemoteTier, ...] = ()
+    stores: tuple[HostedRemoteTier | PeerTier, ...] = ()
     write_timeout: float = 60.0
+    peers: PeerTier | None = None
 
     def close(self) -> None:
         """Write back chunks that a restart would lose, then release all resources. Idempotent."""
@@ -229,7 +235,8 @@ def open_tiers(
     windows = tuple(window and -(-window // size) for window, size in zip(note.model.windows, sizes, strict=True))
     is_off = scope is not None and config.file_path is not None and file is None
     sleeps = SleepControl(runtime, reports, note.slabs, config)
-    more = (note.model.base_is_mixed, is_off, stores, config.write_timeout)
+    peers: Any = next((store for store in stores if store.name == PEERS), None)
+    more = (note.model.base_is_mixed, is_off, stores, config.write_timeout, peers)
     return SchedulerTiers(runtime, reports, arena, loop, file, windows, sleeps, *more)
 
 
@@ -240,7 +247,7 @@ def _open_stores(
     scope: Scope | None,
     file: Tier | None,
     undo: contextlib.ExitStack,
-) -> Iterator[HostedRemoteTier]:
+) -> Iterator[HostedRemoteTier | PeerTier]:
     """The stores that replicas share; `undo` closes them."""
     if scope is None:
         return
@@ -257,6 +264,22 @@ def _open_stores(
         undo.callback(store.close)
         _log.info("remote tier opened: %s (%s), namespace %s", name, store.settings, scope.root.hex()[:16])
         yield store
+    if config.serve or config.peer_networks:
+        from longshore.tiers.remote.peers import PeerTier  # noqa: PLC0415 - only an engine with peers has it
+
+        if len(note.pools) > 1:
+            raise ConfigError("serve and peer_networks are for models with one KV cache group: remove them")
+        peers = PeerTier(
+            parse_url(config.peer_url),
+            config.peer_networks,
+            image_bytes=note.image_bytes,
+            arena=arena,
+            namespace=scope.root,
+            generation=0 if file is None else file.generation,
+            fixed_weights=config.fixed_weights,
+        )
+        undo.callback(peers.close)
+        yield peers
 
 
 def _open_file_tier(

@@ -33,6 +33,7 @@ come from a file or from the environment, and stand in no message.
     breaker     when a server is left alone               directory   a shared directory
     s3          a bucket of S3                            bucket      its access key, and requests about it
     tier        the tier itself                           cluster     one for each node of a cluster
+    peers       one for each replica that requests name
 """
 
 from typing import Any

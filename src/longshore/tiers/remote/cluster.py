@@ -5,9 +5,10 @@
               -MOVED, -ASK ◄──────────────────┘   the operation goes on at the node that the error names
     one thread ──► CLUSTER SLOTS of any node that answers, at most once in a second
 
-Nodes fail apart from each other: the operations on one that is away end as `AWAY`, those on others go on. Probes of one
-node are one round trip. The map of slots is read at the start, after a redirection, and each second while a node is
-away or a slot has none. Until it is known, the first node that the URL names is asked, which redirects.
+Nodes fail apart from each other: the operations on one that is away end as `UNAVAILABLE`, those on others go on.
+Probes of one node are one round trip. The map of slots is read at the start, after a redirection, and each second
+while a node is away or a slot has none. Until it is known, the first node that the URL names is asked, which redirects.
+`NodesTier` is all of that but the map; `longshore.tiers.remote.peers` is the other one with several nodes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 import os
 import threading
 import time
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
@@ -98,7 +100,7 @@ class _Split:
         self.bytes, self.seconds, self.queued = 0, 0.0, math.inf
 
 
-class _Portion(NamedTuple):
+class Portion(NamedTuple):
     """What one node was given of a whole: the items at `indices`, which `hops` nodes have been given by then."""
 
     whole: _Split
@@ -106,8 +108,10 @@ class _Portion(NamedTuple):
     hops: int
 
 
-class ClusterTier(KeyedTier):
-    """Images in a cluster, under `namespace`: as `RemoteTier`, with one of those for each node.
+class NodesTier(KeyedTier):
+    """Images in several servers, under `namespace`: as `RemoteTier`, with one of those for each node.
+
+    Subclasses say which node an address belongs to.
 
     Attributes:
         settings: What the URL says.
@@ -138,29 +142,45 @@ class ClusterTier(KeyedTier):
         self._budget = Budget(settings.daily_writes, clock)
         self._store = RespStore(settings, clock, max(self.image_bytes))
         self._lock = threading.RLock()
-        self._named = [ClusterNode(*each) for each in ((settings.host, settings.port), *settings.more)]
-        self._slots: SlotMap = [self._named[0]] * SLOTS
-        self._owners: set[ClusterNode | None] = {self._named[0]}
-        """What is in `_slots`."""
-        self._asks: dict[bytes, ClusterNode] = {}
-        """The nodes that have values of slots that move."""
         self._nodes: dict[ClusterNode, RemoteTier] = {}
         self._used: dict[ClusterNode, float] = {}
         self._closed_counts: Counter[tuple[str, str]] = Counter()
         self._closed_failures = Counter(dict.fromkeys(FAILURE_REASONS, 0))
         self._closed_ended = self._tickets = 0
-        self._parts: dict[tuple[ClusterNode, int], _Portion] = {}
-        self._probes: dict[tuple[ClusterNode, int], _Portion] = {}
+        self._parts: dict[tuple[ClusterNode, int], Portion] = {}
+        self._probes: dict[tuple[ClusterNode, int], Portion] = {}
         self._results: list[TierResult] = []
         self._answers: list[tuple[int, tuple[bool, ...] | None]] = []
         self._at_end: Callable[[], None] | None = None
         self._closed = False
         self._pid = os.getpid()
         self._wanted, self._closing = threading.Event(), threading.Event()
-        self._wanted.set()
-        self._at(self._named[0])  # raises where sizes or the like are invalid
-        self._thread = threading.Thread(target=self._keep_map, name=f"longshore-{name}", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._keep_nodes, name=f"longshore-{name}", daemon=True)
+
+    @abstractmethod
+    def _node_of(self, name: bytes) -> ClusterNode | None:
+        """Where the value with the address `name` is; `None` if nowhere. With the lock."""
+
+    @abstractmethod
+    def _redirected(self, node: ClusterNode, name: bytes, error: bytes) -> None:
+        """`node` does not serve `name`. Called by the threads of its tier, before the operation ends."""
+
+    def _goes_on(self, node: ClusterNode, part: Portion, index: int) -> bool:
+        """Whether an item that was not found at `node` is to be looked for at another one."""
+        return False
+
+    def _refresh(self) -> None:
+        """Find out where values are, at most once in `REFRESH_SECONDS`."""
+
+    @property
+    def _kept(self) -> set[ClusterNode | None]:
+        """Nodes whose connections are kept without use. With the lock."""
+        return set()
+
+    @property
+    def _is_restless(self) -> bool:
+        """Whether to look after the nodes again in `REFRESH_SECONDS`, though nothing happens. With the lock."""
+        return bool(self._nodes)
 
     # ------------------------------------------------------------------ the tier
 
@@ -173,13 +193,6 @@ class ClusterTier(KeyedTier):
     def namespace(self) -> bytes:
         """Under which images are stored now."""
         return self._name.current
-
-    @property
-    def is_away(self) -> bool:
-        """Whether no node that has slots can be used."""
-        with self._lock:
-            used = [self._nodes.get(node) for node in self._owners if node is not None]
-            return all(each is not None and each.is_away for each in used)
 
     @property
     def failures(self) -> Mapping[str, int]:
@@ -303,16 +316,16 @@ class ClusterTier(KeyedTier):
     def _begin(self, what: Sequence[Any], generation: int | None, deadline: float) -> int:
         self._tickets += 1
         whole = _Split(self._tickets, what, generation, self._clock(), deadline)
-        self._send(_Portion(whole, range(len(what)), 0))
+        self._send(Portion(whole, range(len(what)), 0))
         return whole.ticket
 
-    def _send(self, part: _Portion) -> None:
+    def _send(self, part: Portion) -> None:
         """Give each node what belongs to it."""
         whole, limits = part.whole, {Op.READ: self.settings.fetch_timeout, Op.WRITE: self.settings.write_timeout}
         by_node: dict[ClusterNode | None, list[int]] = {}
         for index in part.indices:
             name = self._address(whole.what[index])
-            by_node.setdefault(self._asks.pop(name, None) or self._slots[slot_of(name)], []).append(index)
+            by_node.setdefault(self._node_of(name), []).append(index)
         for node, indices in by_node.items():
             what = [whole.what[index] for index in indices]
             if node is None:
@@ -326,10 +339,10 @@ class ClusterTier(KeyedTier):
                 until = whole.begun + min(limits[op.op] for op in what) if part.hops else math.inf
                 ticket = self._at(node).submit(what, min(whole.deadline, until))
                 parts = self._parts
-            parts[node, ticket] = _Portion(whole, indices, part.hops + 1)
+            parts[node, ticket] = Portion(whole, indices, part.hops + 1)
         self._settle(whole)
 
-    def _ended(self, node: ClusterNode, part: _Portion, how: Sequence[Status | bool | None]) -> None:
+    def _ended(self, node: ClusterNode, part: Portion, how: Sequence[Status | bool | None]) -> None:
         """A part has ended at `node`: what is elsewhere goes on there."""
         again = {
             index
@@ -343,13 +356,6 @@ class ClusterTier(KeyedTier):
             self._send(part._replace(indices=sorted(again)))
         else:
             self._settle(part.whole)
-
-    def _goes_on(self, node: ClusterNode, part: _Portion, index: int) -> bool:
-        """Whether an item that was not found at `node` is to be looked for at another one."""
-        if self._closed or node.asking or part.hops >= _HOPS:
-            return False
-        name = self._address(part.whole.what[index])
-        return name in self._asks or self._slots[slot_of(name)] not in {node, None}
 
     def _end(self, whole: _Split, indices: Sequence[int], how: Sequence[Any], but: Container[int] = ()) -> None:
         elsewhere = Status.TIER_OFF if self._closed else Status.UNAVAILABLE  # of writes: it was not sent on
@@ -410,6 +416,75 @@ class ClusterTier(KeyedTier):
                 tier.call_at_end(self._at_end)
         return tier
 
+    def _keep_nodes(self) -> None:
+        """Look after the nodes when that is wanted, until the tier is closed."""
+        while not self._closed:
+            self._wanted.wait()
+            self._wanted.clear()
+            self._refresh()
+            self._close_unused()
+            with self._lock:
+                if self._is_restless:
+                    self._wanted.set()
+            self._closing.wait(REFRESH_SECONDS)
+
+    def _close_unused(self) -> None:
+        """Close the connections to nodes that are not used any more."""
+        unused = []
+        with self._lock:
+            busy = {node for node, _ in [*self._parts, *self._probes]} | self._kept
+            for node, used in list(self._used.items()):
+                if node not in busy and self._clock() - used > _IDLE_SECONDS:
+                    unused.append(tier := self._nodes.pop(node))
+                    del self._used[node]
+                    self._closed_counts += tier.counts
+                    self._closed_failures.update(tier.failures)
+                    self._closed_ended += tier.ended
+        for tier in unused:
+            tier.close()
+
+
+class ClusterTier(NodesTier):
+    """A cluster, as its map of slots says, which is read again when it seems to be wrong."""
+
+    def __init__(self, url: str | RemoteSettings, **options: Any) -> None:
+        """As for `RemoteTier`; `failures` in a row open the breaker of one node."""
+        super().__init__(url, **options)
+        self._named = [ClusterNode(*each) for each in ((self.settings.host, self.settings.port), *self.settings.more)]
+        self._slots: SlotMap = [self._named[0]] * SLOTS
+        self._owners: set[ClusterNode | None] = {self._named[0]}
+        """What is in `_slots`."""
+        self._asks: dict[bytes, ClusterNode] = {}
+        """The nodes that have values of slots that move."""
+        self._wanted.set()
+        self._at(self._named[0])  # raises where sizes or the like are invalid
+        self._thread.start()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether no node that has slots can be used."""
+        with self._lock:
+            used = [self._nodes.get(node) for node in self._owners if node is not None]
+            return all(each is not None and each.is_away for each in used)
+
+    @property
+    def _kept(self) -> set[ClusterNode | None]:
+        return {*self._owners, self._named[0]}
+
+    @property
+    def _is_restless(self) -> bool:
+        return None in self._owners or any(each.is_away for each in self._nodes.values())
+
+    def _node_of(self, name: bytes) -> ClusterNode | None:
+        return self._asks.pop(name, None) or self._slots[slot_of(name)]
+
+    def _goes_on(self, node: ClusterNode, part: Portion, index: int) -> bool:
+        """Whether an item that was not found at `node` is to be looked for at another one."""
+        if self._closed or node.asking or part.hops >= _HOPS:
+            return False
+        name = self._address(part.whole.what[index])
+        return name in self._asks or self._slots[slot_of(name)] not in {node, None}
+
     def _redirected(self, node: ClusterNode, name: bytes, error: bytes) -> None:
         """`node` does not serve `name`. Called by the threads of its tier, before the operation ends."""
         kind, _, where = error.partition(b" ")
@@ -423,18 +498,6 @@ class ClusterTier(KeyedTier):
             self._slots[slot_of(name)] = to
         elif len(self._asks) < _MOST_ASKS:
             self._asks[name] = to
-
-    def _keep_map(self) -> None:
-        """Read the map of slots when it is wanted, until the tier is closed."""
-        while not self._closed:
-            self._wanted.wait()
-            self._wanted.clear()
-            self._refresh()
-            self._close_unused()
-            with self._lock:
-                if None in self._owners or any(each.is_away for each in self._nodes.values()):
-                    self._wanted.set()
-            self._closing.wait(REFRESH_SECONDS)
 
     def _refresh(self) -> None:
         """Read the map from the first node that answers; without one, it stays as it is."""
@@ -455,18 +518,3 @@ class ClusterTier(KeyedTier):
             with self._lock:
                 self._slots, self._owners = slots, set(slots)
             return
-
-    def _close_unused(self) -> None:
-        """Close the connections to nodes that have no slots any more."""
-        unused = []
-        with self._lock:
-            busy = {node for node, _ in [*self._parts, *self._probes]} | {*self._owners, self._named[0]}
-            for node, used in list(self._used.items()):
-                if node not in busy and self._clock() - used > _IDLE_SECONDS:
-                    unused.append(tier := self._nodes.pop(node))
-                    del self._used[node]
-                    self._closed_counts += tier.counts
-                    self._closed_failures.update(tier.failures)
-                    self._closed_ended += tier.ended
-        for tier in unused:
-            tier.close()

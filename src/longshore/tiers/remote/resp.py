@@ -57,6 +57,9 @@ _ABSENT = -1
 ELSEWHERE = -1
 """The length of a value that another node of a cluster has."""
 
+COMING = -1
+"""What a peer answers as the length of a value that it is computing or storing; ask again."""
+
 _ELSEWHERE = (b"MOVED ", b"ASK ", b"CLUSTERDOWN Hash slot")
 _GET = b"%b*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n"
 _ASKING = b"*1\r\n$6\r\nASKING\r\n"
@@ -66,7 +69,7 @@ Reply = bytes | int | list["Reply"] | None
 """What a server answers: text, a number, several, or nothing."""
 
 Redirected = Callable[[bytes, bytes], None]
-"""Called with an address, and the error of a node of a cluster that does not have its slot."""
+"""Called with an address, and the error of a node that does not have its value; `COMING` of a peer that will."""
 
 
 class RespSession:
@@ -293,7 +296,10 @@ class RespSession:
         line = self._read_line(deadline)
         if self._is_elsewhere(address, line):
             return ELSEWHERE
-        return 0 if line.startswith(b"-WRONGTYPE") else max(0, _number(line, b":"))
+        length = 0 if line.startswith(b"-WRONGTYPE") else _number(line, b":")
+        if length == COMING and self._redirected is not None:
+            self._redirected(address, b"COMING")
+        return max(0, length)
 
     def _is_elsewhere(self, address: bytes, line: bytes) -> bool:
         """Whether a node answers that another one has a value, or none; who it is has been told on then."""
