@@ -79,7 +79,7 @@ class Load:
     @property
     def pending(self) -> list[Job]:
         """Parts that have not ended."""
-        return [job for job in self.parts if job.waiting]
+        return [job for job in self.parts if job.pending_ranks]
 
     def conclude(self, unfinished: MissReason) -> list[MissReason]:
         """Set the outcome: the chunks that have arrived. Returns the misses; pending chunks count as `unfinished`."""
@@ -110,7 +110,7 @@ class Load:
     def _reasons(parts: Sequence[Job], unfinished: MissReason) -> Iterator[MissReason | None]:
         for job in parts:
             for status in job.statuses:
-                if job.waiting:
+                if job.pending_ranks:
                     yield unfinished
                 else:
                     yield None if status is Status.OK else MissReason.of(status)
@@ -175,8 +175,8 @@ class TierSlots(NamedTuple):
 class Job:
     """One transfer in flight between two sides, of which one may be the device (`None`).
 
-    It is `commanded` unless the engine moves the bytes itself. `waiting` are the ranks that have not reported, `waits`
-    the waits of requests for its destination, by number; `tick` is the tick of the request that ordered it.
+    It is `commanded` unless the engine moves the bytes itself. `pending_ranks` are the ranks that have not reported,
+    `waits` the waits of requests for its destination, by number; `tick` is the tick of the request that ordered it.
     """
 
     transfer: Transfer
@@ -185,38 +185,40 @@ class Job:
     load: Load | None = None
     commanded: bool = True
     tick: int = 0
-    waiting: set[int] = field(init=False)
+    pending_ranks: set[int] = field(init=False)
     statuses: list[Status] = field(init=False)
     waits: dict[int, Wait] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.waiting = set(range(self.transfer.ranks))
+        self.pending_ranks = set(range(self.transfer.ranks))
         self.statuses = [Status.OK] * len(self.transfer.items)
 
     @property
     def arrived(self) -> bool:
         """Whether the job has ended, and every item has succeeded."""
-        return not self.waiting and self.statuses.count(Status.OK) == len(self.statuses)
+        return not self.pending_ranks and self.statuses.count(Status.OK) == len(self.statuses)
 
     def check(self, result: TransferResult) -> None:
         """Raise `JobError` unless `result` is of a rank that has not reported, with a status for each item."""
-        if result.rank not in self.waiting:
-            raise JobError(f"job {result.job}: expected results of ranks {sorted(self.waiting)}, got {result.rank}")
+        if result.rank not in self.pending_ranks:
+            raise JobError(
+                f"job {result.job}: expected results of ranks {sorted(self.pending_ranks)}, got {result.rank}"
+            )
         if len(result.statuses) != len(self.statuses):
             raise JobError(f"job {result.job}: expected {len(self.statuses)} statuses, got {len(result.statuses)}")
 
     def report(self, result: TransferResult) -> bool:
         """Merge a checked result; returns whether it was the last. Invalid bytes supersede other failures."""
-        self.waiting.discard(result.rank)
+        self.pending_ranks.discard(result.rank)
         if result.statuses.count(Status.OK) == len(self.statuses):
-            return not self.waiting
+            return not self.pending_ranks
         for i, status in enumerate(result.statuses):
             if status is Status.OK:
                 continue
             known = self.statuses[i]
             if known is Status.OK or (status.invalidates_source and not known.invalidates_source):
                 self.statuses[i] = status
-        return not self.waiting
+        return not self.pending_ranks
 
     def blame_sources(self, faults: Mapping[int, Status], writers: Mapping[int, int]) -> None:
         """Items read from slots whose bytes were found invalid meanwhile have failed, whatever the mover reported.
@@ -411,7 +413,7 @@ class Transfers:
         if record is None or record.commanded:
             raise JobError(f"job {job} cannot be released: it is not in flight, or its bytes are moved by a mover")
         statuses = (Status.CANCELLED,) * len(record.statuses)
-        self.apply([TransferResult(job, statuses, rank=rank) for rank in sorted(record.waiting)])
+        self.apply([TransferResult(job, statuses, rank=rank) for rank in sorted(record.pending_ranks)])
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless the readers and the writer of every slot are those of the jobs in flight."""

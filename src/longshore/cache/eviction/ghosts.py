@@ -93,5 +93,5 @@ class Ghosts:
         ]
         counts = [sum(place & 3 == which for _, place in found) for which in range(3)]
         if placed != dict(found) or len(placed) != len(found) or counts != self.counts:
-            found = f"{counts} in the rings and {len(placed)} places"
-            raise CacheError(f"internal error: ghost lists: counted {self.counts} keys, found {found}")
+            seen = f"{counts} in the rings and {len(placed)} places"
+            raise CacheError(f"internal error: ghost lists: counted {self.counts} keys, found {seen}")
