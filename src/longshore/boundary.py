@@ -56,6 +56,18 @@ class Route(NamedTuple):
     def __str__(self) -> str:
         return f"{self.source}->{self.destination}"
 
+    @property
+    def loss(self) -> str:
+        """What a failed transfer means for its blocks, for logs."""
+        is_read = self.destination == DEVICE or (self.destination == HOST and self.source != DEVICE)
+        return "its blocks are misses" if is_read else "its blocks were not stored"
+
+    @staticmethod
+    def coldest(routes: Iterable[Route]) -> str:
+        """The names of the coldest tiers of `routes`, for logs."""
+        names = {name for route in routes for name in route}
+        return " and ".join(sorted(names - {DEVICE, HOST} or names - {DEVICE} or names))
+
 
 class Item(NamedTuple):
     """One chunk of a transfer.

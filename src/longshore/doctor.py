@@ -581,7 +581,7 @@ def _disk(path: Path) -> Iterator[Finding]:
                 return
             yield OK, "direct I/O works", ""
             if (queue := io.open_queue(file.fileno(), 1, 1)) is None:
-                raise OSError("the system has none")
+                raise OSError("no asynchronous I/O")
             queue.close()
             yield OK, "asynchronous I/O works", ""
     except OSError as error:

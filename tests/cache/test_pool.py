@@ -90,7 +90,7 @@ def test_integrity_notices_a_slot_that_is_free_and_taken() -> None:
     pool.allocate(2)
     pool.free(0)
     pool.state[0] = READY
-    with pytest.raises(CacheError, match="the free list has 1 slots, but 0 are free"):
+    with pytest.raises(CacheError, match="free list: counted 1 slots, found 0 free"):
         pool.check_integrity()
 
 

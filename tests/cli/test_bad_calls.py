@@ -421,9 +421,9 @@ $ bench copy --bytes lots
 $ bench copy --repeats 0
 2 Invalid value for '--repeats': *; see longshore bench copy --help
 $ bench copy --device cuda
-2 --device cuda and --calibrate need each other; `make gpu` measures the copies of a GPU
+2 --device cuda and --calibrate: set both or neither; `make gpu` measures the copies of a GPU
 $ bench copy --calibrate
-2 --device cuda and --calibrate need each other; `make gpu` measures the copies of a GPU
+2 --device cuda and --calibrate: set both or neither; `make gpu` measures the copies of a GPU
 $ bench copy --device tpu
 2 Invalid value for '--device': *; see longshore bench copy --help
 $ bench copy --case nothing

@@ -39,7 +39,7 @@ def engine(remote: str) -> tuple[int, int, list[int]]:
     ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends)).eval().requires_grad_(requires_grad=False)
     config = Config.make(host_size="4MiB", remote=remote, gate=False, blocks_per_chunk=2, load_timeout=60)
-    with PrefixStore(model, config, block_size=16, window=8) as store:
+    with PrefixStore(model, config, block_size=16, staging_blocks=8) as store:
         cache, restored = store.restore_prefix(PROMPT[:-1])
         filled = cache if restored else DynamicCache()
         prompt = torch.tensor([PROMPT])

@@ -180,7 +180,7 @@ def test_exception_of_mover_close_closes_the_others(caplog: pytest.LogCaptureFix
     runtime = Runtime(host_cache(), movers)
     assert runtime.close(0.0)
     assert movers[1].closed
-    assert "Scripted could not be closed" in caplog.text
+    assert "host tier could not be closed" in caplog.text
 
 
 WAITS: dict[str, Callable[[Rig, Lease], Any]] = {
@@ -243,6 +243,6 @@ def test_failing_mover_is_polled_once_after_a_fault(
     assert polls == [(reading.job,), ()]
     assert not rig.runtime.wait_ended([reading.job], 0.0), "what has not ended may still write"
     assert rig.runtime.wait_ended([storing.job], 0.0)
-    assert sum("Scripted cannot be polled" in record.getMessage() for record in caplog.records) == 1
+    assert sum("file tier failed, its slots are blocked" in record.getMessage() for record in caplog.records) == 1
     assert not rig.runtime.close(0.0)
     assert rig.files.closed

@@ -122,7 +122,7 @@ def test_a_slot_that_was_never_written_is_a_mismatch() -> None:
         (8, b"\x01", "format version 4, got 1"),
         (12, b"\x03", "checksum algorithm out of .1, 2., got 3"),
         (14, b"\x03", "unknown flags 0x0003"),
-        (14, b"\x00", "a parent without the flag"),
+        (14, b"\x00", "parent set, flag missing"),
         (128, bytes(8), "length 0"),
         (160, b"\x01", "padding"),
         (PAGE - 9, b"\x01", "padding"),

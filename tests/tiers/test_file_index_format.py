@@ -138,9 +138,9 @@ def test_a_sealed_checkpoint_with_a_wrong_field_is_refused(offset: int, new: byt
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"length": 0}, "entry 1 describes no record"),
-        ({"flags": 2}, "entry 1 describes no record"),
-        ({"flags": 0}, "entry 1 describes no record"),
+        ({"length": 0}, "invalid entry 1"),
+        ({"flags": 2}, "invalid entry 1"),
+        ({"flags": 0}, "invalid entry 1"),
         ({"slot": 3}, "two entries for one slot"),
     ],
 )

@@ -372,7 +372,15 @@ def _of_event(event: DeviceEvent | None) -> tuple[object, ...] | None:
 
 def _of_job(job: CopyJob) -> tuple[object, ...]:
     return (
-        (job.transfer.job, job.begun, job.handed, job.cancelled, job.arrived, job.stopped, job.ahead is None),
+        (
+            job.transfer.job,
+            job.begun,
+            job.fully_submitted,
+            job.cancelled,
+            job.done_bytes,
+            job.early_status,
+            job.next_step is None,
+        ),
         job.result is None,
         tuple((layer, _of_event(event)) for layer, event in job.layers.items()),
         tuple(map(_of_event, job.fences)),

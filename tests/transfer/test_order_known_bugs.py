@@ -244,7 +244,7 @@ def test_a_layer_that_failed_is_never_reported_as_done(monkeypatch: Patch) -> No
     def all_is_well(self: Lane, job: Any, stopped: Status | None) -> None:
         take_step(self, job, stopped)
         job.layers |= {0: None, 1: None}
-        job.stopped = None
+        job.early_status = None
 
     monkeypatch.setattr(Lane, "_take_step", all_is_well)
     goes_wrong(a_layer_fails, "AssertionError")

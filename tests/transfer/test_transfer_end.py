@@ -99,7 +99,8 @@ def test_device_failure_ends_its_job_and_no_other(rig: Rig, step: str, caplog: p
     assert (first.statuses, first.bytes) == ((Status.IO_ERROR, Status.IO_ERROR), 0)
     assert second.statuses == (OK,)
     assert [record.message for record in caplog.records] == [
-        "transfer job 1 (device->host) failed; its blocks are misses"
+        "transfer job 1 (device->host) failed; its blocks were not stored; read the traceback, and report it if "
+        "it repeats"
     ]
 
 

@@ -93,7 +93,7 @@ class Event(NamedTuple):
             fields["keys"] = tuple(bytes.fromhex(key) for key in fields.get("keys", ()))
             event = cls(**{"number": 0, **fields})
         except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"expected an event, got a field that it has not, or cannot be: {error}") from error
+            raise TraceError(f"expected an event, got an unknown or invalid field: {error}") from error
         if type(event.at) not in (int, float) or not 0 <= event.at <= _LAST:
             raise TraceError(f"expected 'at' to be seconds since 1970, got {str(event.at)[:80]!r}")
         if any(type(count) is not int or count < 0 for count in (event.start, event.length)):

@@ -1,7 +1,7 @@
 """The index: one small integer ("node") per key, its parent and children, and its slot in each tier.
 
-Invariant 6: no chunk outlives its parent. It holds for each tier together with all colder ones: for every `t`, the set
-of chunks with a copy in tier `t` or colder contains the parent of each of its chunks.
+The rule of prefixes: no chunk outlives its parent. It holds for each tier together with all colder ones. For every `t`,
+the set of chunks with a copy in tier `t` or colder contains the parent of each of its chunks.
 
     host   A ── B ── C ── D        {A..D} in host or file is closed: all of it can be read from the first chunk on
     file   A ── B ── C             {A..C} in file is closed: so it is after a restart
@@ -17,8 +17,8 @@ An *orphan* is a child of `ORPHANS` and has the key of its missing parent. It is
 is readable, and in a tier that is as cold. Descendants of `ORPHANS` are closed under "parent of", too; no lookup from
 the first chunk returns them.
 
-Both ends of a path are found by bisection. Behind an orphan, which only a request that has the chunks before it
-can use, it examines one chunk after the other.
+Both ends of a path are found by bisection. Chunks after an orphan are checked one by one; only a request that has the
+chunks before the orphan can use these.
 
     known       in a tier, or on its way into one             A ── B ── C ── D ── E
     readable    ready, like all chunks before it              A ── B ── C
@@ -256,7 +256,8 @@ class Index(Nodes):
         if np.count_nonzero(refused):
             name = self.key[nodes[int(refused.argmax())]].hex()[:12]
             raise IntegrityError(
-                f"chunk {name} has a copy in tier {tier} already, or no parent there or in a colder one"
+                f"{self.pools[tier].where}chunk {name} has a copy in tier {tier} already, or no parent there or in a "
+                "colder one"
             )
         reaching = np.zeros(len(at), bool)
         for each in reversed(self.tiers):
@@ -426,7 +427,8 @@ class Index(Nodes):
             nodes = np.concatenate([at, numbers((ROOT, ORPHANS))])
             for node in nodes[counted[nodes] != column(self.reach[tier])[nodes]].tolist():
                 count = self.reach[tier][node]
-                raise CacheError(f"node {node} counts {count} children in tier {tier}, has {counted[node]}")
+                where = self.pools[tier].where
+                raise CacheError(f"{where}children of node {node}: counted {count}, found {counted[node]}")
         waiting = {node: key for key, nodes in self.waiting.items() for node in nodes}
         if not waiting == self.orphans or set(waiting) != set(self.children(ORPHANS)):
             raise CacheError(f"there are {len(self.orphans)} orphans, but {len(waiting)} are listed by parent")

@@ -179,7 +179,7 @@ class Loader:
     def _claim(self, load: Load, path: Sequence[int], keys: Sequence[Key]) -> tuple[list[int], list[int], int]:
         """`_pin`, and make room in the host tier for those that it lacks, if necessary without backups.
 
-        What there is no room for, and what is behind it, is cut off; all of it, if the load is a whole.
+        Chunks from the first without room on are not loaded; if `load.is_whole`, none is.
         """
         tiers, slots, warm = self._pin(path)
         cold = [i for i, tier in enumerate(tiers) if tier]

@@ -45,13 +45,13 @@ from longshore.errors import CapacityError, IntegrityError
 Mask = npt.NDArray[np.bool_]
 
 _AHEAD, _MOST_AHEAD = 256, 64
-"""Evictions run ahead of demand by one slot in `_AHEAD` of the tier, at most `_MOST_AHEAD`, to amortise their cost."""
+"""Evict 1/`_AHEAD` of the tier more than asked, at most `_MOST_AHEAD` chunks, to amortise the cost of a call."""
 
 _ROUNDS = 4
 """Upper bound of rounds per chunk of a tier: each round evicts or holds a chunk, and may release others."""
 
 _AT_FIRST, _AT_LEAST = 2048, 256
-"""Victims in the first batch, and at least in later ones, which have twice as many as the batch before processed."""
+"""Size of the first batch of victims; smallest size of later ones, which are twice what the batch before processed."""
 
 _SLABS_EXAMINED = 8
 """Slabs of other sizes that are examined for one that can be reclaimed, least recently used first."""
@@ -119,7 +119,8 @@ class Evictor:
         above = [node for node in pool.node[first:] if node] if discard else []
         going = set(above)
         if not all(self.may_go(node, tier, going) for node in above):
-            raise CapacityError(f"cannot remove the {len(above)} chunks from slot {slots} on: some are in use")
+            what = f"the {len(above)} chunks from slot {slots} on: some are in use"
+            raise CapacityError(f"{pool.where}cannot remove {what}")
         if slots < 0 or DRAINING in pool.state[first:]:
             pool.resize(slots)  # raises the error
         for node in sorted(above, key=lambda node: -index.depth[node]):
@@ -173,7 +174,8 @@ class Evictor:
         while gone < count and (nodes := policy.next_victims(several)):
             rounds -= 1
             if rounds < 0:
-                raise IntegrityError(f"the eviction policy of tier {tier} names the same victims repeatedly")
+                name = self._state.levels[tier].name
+                raise IntegrityError(f"{name} tier: the eviction policy names the same victims repeatedly")
             if spare_dirty and (passed := self._state.backlog.leading_sole(nodes, tier)):
                 self._remember(nodes[:passed], tier, pool)
                 policy.hold_victims(nodes[:passed])

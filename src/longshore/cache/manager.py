@@ -64,7 +64,8 @@ class TieredCache:
     """The control plane of one engine: an index over `tiers`, warmest first, below the engine's own device cache.
 
     Calls name chunks by `Mapping`s from the number of a KV cache group to `GroupKeys`; an engine with one group has
-    `{0: GroupKeys(keys)}`. Times are seconds on the caller's clock. Invalid arguments raise `CacheError`.
+    `{0: GroupKeys(keys)}`. Times are seconds on the caller's clock. Invalid arguments raise `CacheError`. A `Runtime`
+    replaces each public method of its cache by one that also logs the call (`longshore.runtime.containment`).
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class TieredCache:
     ) -> None:
         names, theirs = tuple(tier.name for tier in tiers), tuple(remote)
         if not names or len({DEVICE, *names, *theirs}) != 1 + len(names) + len(theirs):
-            raise CacheError(f"expected one tier or more, with different names; got {names}, {theirs}")
+            raise CacheError(f"expected one tier or more, with different names; got tiers {names}, remote {theirs}")
         self.settings = settings or CacheSettings()
         self.made_of = tuple(tiers), self.settings, theirs, generation
         """Arguments of the constructor, for the call log of a fault."""
@@ -89,7 +90,8 @@ class TieredCache:
         levels = [Level(tier.name, tier.make_pool(), tier.policy) for tier in tiers]
         sizes = {len(level.pool.slabs.image_bytes) for level in levels}
         if len(sizes) > 1 or any(not 0 <= pool < min(sizes) for pool in self.settings.pools):
-            raise CacheError(f"expected image sizes for the pools {self.settings.pools}, got {sorted(sizes)} sizes")
+            counts = f"tiers with {sorted(sizes)} image sizes"
+            raise CacheError(f"expected image sizes for the pools {self.settings.pools} of the groups, got {counts}")
         thresholds = [rule.threshold if rule.selective else 0 for rule in rules[1 : len(names)]]
         self._state = CacheState(levels, self.counters, self.settings, thresholds)
         self._transfers = Transfers(self._state, self.settings, generation)
@@ -139,8 +141,8 @@ class TieredCache:
         With one path: the longest run of ready chunks from its `first` on. Bisection finds it in microseconds, whatever
         its length, because a key identifies its whole prefix. Chunks behind an orphan, a chunk whose parent is in no
         tier, are found only if `first` is there, one after the other. With the paths of all groups, or with a path that
-        has a `device`: the longest prefix that every group can serve. With `each`: where each chunk is, by itself; the
-        keys need not form a path, and no misses are counted. A chunk is in flight if it or a chunk before it is.
+        has a `device`: the longest prefix that every group can serve. With `each`, keys are looked up independently;
+        they need not form a path, and no misses are counted. A chunk is in flight if it or one before it is.
 
         Remote tiers are asked for chunks that they are not known to have or lack, by lookups of one path and with
         `each`. A lookup does not wait for them.
@@ -165,7 +167,7 @@ class TieredCache:
         if not isinstance(until, Until):
             raise CacheError(f"until: expected one of {list(Until)}, got {until!r}")
         if asks and (not each or until is not Until.NOTHING):
-            raise CacheError("`asks` needs `each`, and `until` nothing: other lookups ask all tiers, or none")
+            raise CacheError("asks requires each=True and until=NOTHING: other lookups ask all tiers, or none")
         asks_all = asks is None and until is not Until.NOTHING
         call = LookupCall(now, until, request, tick, returns, count, asks_all)
         if each:

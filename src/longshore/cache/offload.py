@@ -6,8 +6,8 @@
 Offloads for which there is no room are dropped and counted. Backups are postponed.
 
 A full tier evicts chunks that a colder tier has. If these are too few, more are copied down first, for which the tier
-below makes room in the same way: a cascade of at most one job for each tier. No chunk is evicted before its copy is in
-place, or for a chunk that is not stored, so a cascade that fails loses nothing.
+below makes room in the same way: a cascade of at most one job for each tier. A chunk is evicted only after its copy is
+complete, and only for a chunk that will be stored. A cascade that fails loses nothing.
 """
 
 from __future__ import annotations
@@ -355,9 +355,7 @@ class Offloader:
         stream: bool = False,
         path: Sequence[Key] = (),
     ) -> tuple[int, int]:
-        """Make room in the host tier for `wanted` chunks; returns for how many, and for how many it is being made.
-
-        The others are counted as dropped.
+        """Make room in the host tier for `wanted` chunks. Returns (granted, room_pending); counts the rest as dropped.
 
         `path` are their keys, unless they stand alone; the nodes `needed` are not evicted. The policy of the only tier,
         or of the coldest, admits chunks. An `orphan` and its descendants take free slots only, because they are evicted

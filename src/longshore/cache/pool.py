@@ -62,10 +62,10 @@ FREE, FILLING, READY, DRAINING = range(len(STATES))
 _LEGAL = bytes((before, after) in EDGES for before in STATES for after in STATES)
 
 
-def step(state: int, to: int) -> int:
+def step(state: int, to: int, where: str = "") -> int:
     """`to`, if the table has the edge; raises `StateError` otherwise. Both are indices into `STATES`."""
     if not _LEGAL[state * len(STATES) + to]:
-        raise StateError(f"a slot cannot go from {STATES[state].value} to {STATES[to].value}")
+        raise StateError(f"{where}a slot cannot go from {STATES[state].value} to {STATES[to].value}")
     return to
 
 
@@ -79,7 +79,19 @@ class SlotPool:
     `slab_pool.SlabPool` has slots of several sizes. The parameters `pool` are for these; here they are 0.
     """
 
-    __slots__ = ("_free", "capacity", "fault", "freed", "node", "readers", "slabs", "state", "writer", "written")
+    __slots__ = (
+        "_free",
+        "capacity",
+        "fault",
+        "freed",
+        "node",
+        "readers",
+        "slabs",
+        "state",
+        "where",
+        "writer",
+        "written",
+    )
 
     def __init__(self, slots: int | Slabs) -> None:
         """`slots`: slabs of one slot each, or their number if the image size does not matter."""
@@ -88,6 +100,8 @@ class SlotPool:
                 raise CacheError(f"expected zero or more slots, got {slots}")
             slots = Slabs.of_one_size(1, slots)
         self.slabs = slots
+        self.where = ""
+        """The tier of the slots, as errors begin with it: `host tier: `; empty if it is not known."""
         self.capacity = capacity = slots.indices
         """Indices of slots are below this one."""
         self.state = bytearray(capacity)
@@ -135,19 +149,21 @@ class SlotPool:
     def allocate(self, count: int, pool: int = 0) -> list[int]:
         """Allocate `count` slots of `pool`, to be filled. Raises `CapacityError` with nothing changed."""
         if count < 0:
-            raise CacheError(f"cannot allocate {count} slots")
+            raise CacheError(f"{self.where}cannot allocate {count} slots")
         if count > self.room(pool):
-            raise CapacityError(f"cannot allocate {count} slots: {self.room(pool)} of {self.capacity} are free")
+            free = f"{self.room(pool)} of {self.capacity} are free"
+            raise CapacityError(f"{self.where}cannot allocate {count} slots: {free}")
         taken = self._take(count, pool)
         self.move_all(taken, FREE, FILLING)
         return taken
 
     def move_all(self, indices: Sequence[int] | npt.NDArray[np.int32], before: int, to: int) -> None:
         """Change the state of slots that are all in state `before`."""
-        state, after, at = marks(self.state), step(before, to), numbers(indices)
+        state, after, at = marks(self.state), step(before, to, self.where), numbers(indices)
         if state[at].tobytes().count(before) < len(at):
             index = next(index for index in at.tolist() if state[index] != before)
-            raise IntegrityError(f"slot {index} is {STATES[state[index]].value}, not {STATES[before].value}")
+            found = STATES[state[index]].value
+            raise IntegrityError(f"{self.where}slot {index} is {found}, not {STATES[before].value}")
         state[at] = after
 
     def claim(
@@ -159,7 +175,7 @@ class SlotPool:
         bad[~bad] = marks(self.state)[at[~bad]] != FREE
         if bad.any() or has_duplicates(at):
             wrong = (at[bad] if bad.any() else at).tolist()
-            raise CacheError(f"expected free, distinct slots below {self.capacity}, got {wrong[:9]}")
+            raise CacheError(f"{self.where}expected free, distinct slots below {self.capacity}, got {wrong[:9]}")
         self._claim(at, np.asarray(pools, np.int64))
         self.move_all(at.astype(np.int32), FREE, READY)
         column(self.written)[at] = 0
@@ -168,7 +184,7 @@ class SlotPool:
         """Raise `CacheError` unless these are indices of slots."""
         bad = [index for index in indices if not 0 <= index < self.capacity]
         if bad:
-            raise CacheError(f"expected slots in [0, {self.capacity}), got {bad[0]}")
+            raise CacheError(f"{self.where}expected slots in [0, {self.capacity}), got {bad[0]}")
 
     def give_last(self, indices: Sequence[int]) -> None:
         """Allocate those of these slots that are free last, in order. Raises `CacheError` if one is out of range."""
@@ -179,12 +195,13 @@ class SlotPool:
     def resize(self, slabs: int) -> None:
         """Resize to `slabs` slabs. Raises `CapacityError`, with nothing changed, if a slot above is not free."""
         if slabs < 0:
-            raise CacheError(f"a pool has zero or more slots, got {slabs}")
+            raise CacheError(f"{self.where}expected zero or more slots, got {slabs}")
         resized = replace(self.slabs, slabs=slabs)
         capacity = resized.indices
         taken = sum(state != FREE for state in self.state[capacity:])
         if taken:
-            raise CapacityError(f"cannot resize from {self.capacity} to {capacity} slots: {taken} above are in use")
+            how = f"from {self.capacity} to {capacity} slots: {taken} above are in use"
+            raise CapacityError(f"{self.where}cannot resize {how}")
         more = max(0, capacity - self.capacity)
         self.state = self.state[:capacity] + bytearray(more)
         self.node = self.node[:capacity] + zeros(more)
@@ -210,7 +227,7 @@ class SlotPool:
 
     def move(self, index: int, to: int) -> None:
         """Change the state of a slot; raises `StateError` for an edge that the table does not have."""
-        self.state[index] = step(self.state[index], to)
+        self.state[index] = step(self.state[index], to, self.where)
         if to == FREE:
             self.node[index] = 0
             self._give_back(array("i", (index,)))
@@ -244,7 +261,7 @@ class SlotPool:
     def free(self, index: int) -> None:
         """Free a slot. Raises `IntegrityError` if it is out of range or free."""
         if not 0 <= index < self.capacity or self.state[index] == FREE:
-            raise IntegrityError(f"slot {index} of {self.capacity} is not in use")
+            raise IntegrityError(f"{self.where}slot {index} of {self.capacity} is not in use")
         self.move(index, FREE)
 
     def is_busy(self, index: int) -> bool:
@@ -275,7 +292,7 @@ class SlotPool:
         wrong += written[(state[written] != FILLING) & (state[written] != DRAINING)].tolist()
         for i in wrong:
             told = f"{self.readers[i]} readers, writer {self.writer.get(i)}, node {self.node[i]}"
-            raise CacheError(f"slot {i} is {STATES[self.state[i]].value}, with {told}")
+            raise CacheError(f"{self.where}slot {i} is {STATES[self.state[i]].value}, with {told}")
 
     # ------------------------------------------------------------------ which are free; all of it differs with slabs
 
@@ -313,4 +330,4 @@ class SlotPool:
     def _check_free(self, marked: Sequence[int]) -> None:
         """Raise `CacheError` unless the ascending `marked` are the free slots."""
         if sorted(self._free) != marked:
-            raise CacheError(f"the free list has {len(self._free)} slots, but {len(marked)} are free")
+            raise CacheError(f"{self.where}free list: counted {len(self._free)} slots, found {len(marked)} free")

@@ -288,13 +288,14 @@ class CacheSettings:
     pools: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if min(self.blocks_per_chunk, self.ranks, self.max_writes, self.max_probes) < 1:
-            raise CacheError(f"expected at least 1 for blocks_per_chunk, ranks, max_writes and max_probes, got {self}")
+        for name in ("blocks_per_chunk", "ranks", "max_writes", "max_probes"):
+            if getattr(self, name) < 1:
+                raise CacheError(f"{name}: expected at least 1, got {getattr(self, name)}")
         for policy in (self.offload, self.backup):
             WriteRule(policy, self.threshold)
-        loads, probes = (self.prefetch_timeout, self.load_timeout), (self.probe_timeout, self.probe_life)
-        if not all(0 < each < math.inf for each in (*loads, self.write_timeout, *probes)):
-            raise CacheError(f"expected timeouts as positive numbers of seconds, got {self}")
+        for name in ("prefetch_timeout", "load_timeout", "write_timeout", "probe_timeout", "probe_life"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise CacheError(f"{name}: expected a positive number of seconds, got {getattr(self, name)}")
         if not 0 <= self.priority_floor <= HIGHEST_PRIORITY:
             raise CacheError(f"priority_floor: expected 0 to {HIGHEST_PRIORITY}, got {self.priority_floor}")
 
@@ -346,7 +347,8 @@ class CacheSettings:
     def pool_of(self, group: int) -> int:
         """The pool of the chunks of a group. Raises `CacheError` for an unknown group."""
         if group < 0 or (self.pools and group >= len(self.pools)):
-            raise CacheError(f"expected a group in [0, {len(self.pools) or 'any number'}), got {group}")
+            most = f"in [0, {len(self.pools)})" if self.pools else "of 0 or more"
+            raise CacheError(f"expected a group {most}, got {group}")
         return self.pools[group] if self.pools else 0
 
 
@@ -397,6 +399,7 @@ class TierSpec:
     def make_pool(self) -> SlotPool:
         """The slots of the tier, all free. Raises `CacheError` for an invalid number or size."""
         pool = self._make_pool()
+        pool.where = f"{self.name} tier: "
         if self.outlives:
             pool.freed = []
         return pool

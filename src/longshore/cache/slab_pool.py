@@ -218,7 +218,7 @@ class SlabPool(SlotPool):
         bad = (of < 0) | (of >= len(images))
         bad |= position >= images[np.where(bad, 0, of)]
         if bad.any():
-            raise CacheError(f"pool {of[bad.argmax()]} has no slot {at[bad.argmax()]}")
+            raise CacheError(f"{self.where}pool {of[bad.argmax()]} has no slot {at[bad.argmax()]}")
         slabs, last, slab_of = np.unique(slab[::-1], return_index=True, return_inverse=True)
         last, slab_of = len(at) - 1 - last, slab_of[::-1]
         owner = marks(self.owner)[slab]
@@ -312,12 +312,12 @@ class SlabPool(SlotPool):
             if listed != free.intersection(slots) or len(slots) - len(listed) != self._taken[slab]:
                 raise CacheError(f"slab {slab} lists {len(listed)} free slots, but counts {self._taken[slab]} in use")
             if len(free) - len(listed) != stride - len(slots):
-                raise CacheError(f"slab {slab} has data behind the {len(slots)} slots of pool {pool}")
+                raise CacheError(f"{self.where}slab {slab} has data behind the {len(slots)} slots of pool {pool}")
             open_slots[pool] += len(listed)
             if (slab + LISTS in partial[pool]) != bool(listed) or slab + LISTS not in ages[pool]:
-                raise CacheError(f"slab {slab} of pool {pool} is in the wrong lists")
+                raise CacheError(f"{self.where}slab {slab} of pool {pool} is in the wrong lists")
         if open_slots != self._open or sum(map(len, ages)) + len(self._spare) != len(self.owner):
-            raise CacheError(f"pools count {self._open} free slots in their slabs, but have {open_slots}")
+            raise CacheError(f"{self.where}pools count {self._open} free slots in their slabs, but have {open_slots}")
 
     def _walk(self, slab: int) -> Iterator[int]:
         index = self._returned[slab]

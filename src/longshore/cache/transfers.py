@@ -1,6 +1,6 @@
 """Transfers in flight, and the changes to the cache when they end.
 
-A job has ended when every rank has reported it. An item has succeeded if it did on all ranks (invariant 1).
+A job has ended when every rank has reported it. An item has succeeded if it did on all ranks.
 
 `Waits` holds which requests wait for reads into the warmest tier, and until when.
 
@@ -54,10 +54,16 @@ from longshore.errors import CacheError, JobError
 class Load:
     """The load of a lease onto the device, in parts, and their progress.
 
-    `asked` are the requested keys, by name of request, the first `of_first` of the first group; `sources` the tiers
-    that they are read from, or were brought up from; `cut` the reasons for which the last were not ordered; `wait` is
-    the number of the wait for it, since `began`. One that `is_whole` has arrived when all chunks have; any other up to
-    the first gap.
+    Attributes:
+        wait: Number of the wait for the load.
+        began: Time at which the load was ordered, in seconds.
+        is_whole: Whether the load counts only if all its chunks arrive. Any other counts up to the first missing one.
+        asked: The requested keys, by name of the request.
+        of_first: How many of these keys are of the first group.
+        sources: For each ordered chunk, the tier that it is read from, or was read from into the warmest tier before.
+        cut: For each chunk that was not ordered, which are the last ones, why.
+        parts: The jobs that copy it.
+        outcome: What has arrived, once the load has ended.
     """
 
     wait: int = 0
@@ -73,7 +79,7 @@ class Load:
     @property
     def pending(self) -> list[Job]:
         """Parts that have not ended."""
-        return [job for job in self.parts if job.waiting]
+        return [job for job in self.parts if job.pending_ranks]
 
     def conclude(self, unfinished: MissReason) -> list[MissReason]:
         """Set the outcome: the chunks that have arrived. Returns the misses; pending chunks count as `unfinished`."""
@@ -104,7 +110,7 @@ class Load:
     def _reasons(parts: Sequence[Job], unfinished: MissReason) -> Iterator[MissReason | None]:
         for job in parts:
             for status in job.statuses:
-                if job.waiting:
+                if job.pending_ranks:
                     yield unfinished
                 else:
                     yield None if status is Status.OK else MissReason.of(status)
@@ -169,8 +175,8 @@ class TierSlots(NamedTuple):
 class Job:
     """One transfer in flight between two sides, of which one may be the device (`None`).
 
-    It is `commanded` unless the engine moves the bytes itself. `waiting` are the ranks that have not reported, `waits`
-    the waits of requests for its destination, by number; `tick` is the tick of the request that ordered it.
+    It is `commanded` unless the engine moves the bytes itself. `pending_ranks` are the ranks that have not reported,
+    `waits` the waits of requests for its destination, by number; `tick` is the tick of the request that ordered it.
     """
 
     transfer: Transfer
@@ -179,38 +185,40 @@ class Job:
     load: Load | None = None
     commanded: bool = True
     tick: int = 0
-    waiting: set[int] = field(init=False)
+    pending_ranks: set[int] = field(init=False)
     statuses: list[Status] = field(init=False)
     waits: dict[int, Wait] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.waiting = set(range(self.transfer.ranks))
+        self.pending_ranks = set(range(self.transfer.ranks))
         self.statuses = [Status.OK] * len(self.transfer.items)
 
     @property
     def arrived(self) -> bool:
         """Whether the job has ended, and every item has succeeded."""
-        return not self.waiting and self.statuses.count(Status.OK) == len(self.statuses)
+        return not self.pending_ranks and self.statuses.count(Status.OK) == len(self.statuses)
 
     def check(self, result: TransferResult) -> None:
         """Raise `JobError` unless `result` is of a rank that has not reported, with a status for each item."""
-        if result.rank not in self.waiting:
-            raise JobError(f"job {result.job}: expected results of ranks {sorted(self.waiting)}, got {result.rank}")
+        if result.rank not in self.pending_ranks:
+            raise JobError(
+                f"job {result.job}: expected results of ranks {sorted(self.pending_ranks)}, got {result.rank}"
+            )
         if len(result.statuses) != len(self.statuses):
             raise JobError(f"job {result.job}: expected {len(self.statuses)} statuses, got {len(result.statuses)}")
 
     def report(self, result: TransferResult) -> bool:
         """Merge a checked result; returns whether it was the last. Invalid bytes supersede other failures."""
-        self.waiting.discard(result.rank)
+        self.pending_ranks.discard(result.rank)
         if result.statuses.count(Status.OK) == len(self.statuses):
-            return not self.waiting
+            return not self.pending_ranks
         for i, status in enumerate(result.statuses):
             if status is Status.OK:
                 continue
             known = self.statuses[i]
             if known is Status.OK or (status.invalidates_source and not known.invalidates_source):
                 self.statuses[i] = status
-        return not self.waiting
+        return not self.pending_ranks
 
     def blame_sources(self, faults: Mapping[int, Status], writers: Mapping[int, int]) -> None:
         """Items read from slots whose bytes were found invalid meanwhile have failed, whatever the mover reported.
@@ -405,7 +413,7 @@ class Transfers:
         if record is None or record.commanded:
             raise JobError(f"job {job} cannot be released: it is not in flight, or its bytes are moved by a mover")
         statuses = (Status.CANCELLED,) * len(record.statuses)
-        self.apply([TransferResult(job, statuses, rank=rank) for rank in sorted(record.waiting)])
+        self.apply([TransferResult(job, statuses, rank=rank) for rank in sorted(record.pending_ranks)])
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless the readers and the writer of every slot are those of the jobs in flight."""

@@ -82,7 +82,7 @@ class Answer(enum.Enum):
 
 
 UNTOLD = -(1 << 30)
-"""`GroupKeys.first` of a lookup whose host does not say what is before its keys."""
+"""`GroupKeys.first` of a lookup whose caller does not say what is before its keys."""
 
 
 class GroupKeys(NamedTuple):

@@ -89,7 +89,7 @@ def copy(
 ) -> None:
     """Copy device pages into block images and back. In GB/s."""
     if calibrate != (device is CopyDevice.CUDA):
-        raise BenchError("--device cuda and --calibrate need each other; `make gpu` measures the copies of a GPU")
+        raise BenchError("--device cuda and --calibrate: set both or neither; `make gpu` measures the copies of a GPU")
     if calibrate:
         _calibrate(as_json)
         return

@@ -119,7 +119,7 @@ class Commands:
         except LongshoreError as error:
             return {"error": type(error).__name__, "message": str(error)}
         except Exception as error:  # noqa: BLE001 - the thread goes on
-            _log.exception("a command failed; the engine goes on")
+            _log.exception("control: the command %s failed; report this", json.loads(line)["command"])  # it was parsed
             return {"error": type(error).__name__, "message": "the command failed, see the engine's log"}
 
     def _carry_out(self, line: bytearray) -> dict[str, Any]:

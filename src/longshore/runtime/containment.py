@@ -128,7 +128,7 @@ class CallLog:
         self._keep(_LoggedCall(name, args, kwargs, sum(map(_bytes, args)) + sum(map(_bytes, kwargs.values()))))
 
     def _keep_idle(self) -> None:
-        """What follows was not idle, so the calls before it count, too."""
+        """A call with an effect follows: record the idle calls before it."""
         for call in self._idle.values():
             self._keep(call)
         self._idle.clear()

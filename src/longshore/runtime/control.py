@@ -147,13 +147,15 @@ class ControlServer:
 
     def _take(self, path: Path) -> Path:
         """Lock the name `path`, or one of this process's own if a living engine has that."""
-        for each in (path, path.with_stem(f"{path.stem}-{os.getpid()}")):
+        own = path.with_stem(f"{path.stem}-{os.getpid()}")
+        for each in (path, own):
             self._lock = os.open(f"{each}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 os.close(self._lock)
-                _log.warning("control: a living engine has %s; this one adds its process number", each)
+                if each is path:
+                    _log.warning("control: socket %s is in use by another engine; using %s", path, own)
             else:
                 self._undo.callback(os.close, self._lock)
                 return each

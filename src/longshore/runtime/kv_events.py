@@ -149,7 +149,11 @@ class KVEventPublisher:
                 return
             frames = self._replay.recv_multipart()
             if len(frames) != 3 or len(frames[2]) != 8:
-                _log.warning("a request for a replay was ignored: expected 8 bytes, behind an empty frame")
+                _log.warning(
+                    "KV events: a request to %s was ignored: expected a sequence of 8 bytes behind an empty frame; "
+                    "correct the subscriber",
+                    self.replay_endpoint,
+                )
                 continue
             asked = int.from_bytes(frames[2], "big")
             for sequence, body in self._kept:

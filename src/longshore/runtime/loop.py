@@ -298,8 +298,7 @@ class Runtime:
     def close(self, flush_timeout: float = 30.0) -> bool:
         """Flush, then close all movers; returns whether everything was flushed. Idempotent.
 
-        The lock is free while this waits, so that other threads can proceed. A forked process closes its copies
-        of the tiers' files alone: all else is its parent's.
+        The lock is free while this waits. A forked process closes only its copies of the tiers' files.
         """
         if os.getpid() != self.pid:
             for tier in self._tiers:
@@ -316,7 +315,7 @@ class Runtime:
             try:
                 mover.close()
             except Exception:  # noqa: BLE001 - the others are to be closed all the same
-                _log.exception("%s could not be closed; it is freed when the process ends", type(mover).__name__)
+                _log.exception("%s tier could not be closed; its memory is freed at exit", Route.coldest(mover.routes))
         self.pump()
         self.wakeup.set()
         return flushed
@@ -339,7 +338,7 @@ class Runtime:
                 raise
 
     def _wait(self, done: Callable[[], bool], timeout: float, *, of_movers: bool = False) -> bool:
-        """Wait until `done`, which is asked when the cache may have changed; at each poll if it is of movers, too."""
+        """Wait until `done()`. It is called after each cache change; with `of_movers`, at each poll."""
         deadline, (nap, longest), asked = self.clock() + timeout, _POLL_SECONDS, -1
         while True:
             with self._lock:
@@ -376,7 +375,7 @@ class Runtime:
             try:
                 results = mover.poll()
             except Exception:  # noqa: BLE001 - the others are to be heard all the same
-                _log.exception("%s cannot be polled; its jobs count as in flight", type(mover).__name__)
+                _log.exception("%s tier failed, its slots are blocked; restart the engine", Route.coldest(mover.routes))
                 self._unpollable.append(mover)
                 continue
             for result in results:
@@ -477,7 +476,8 @@ class Runtime:
             self._end(transfer, (Status.QUEUE_FULL,) * len(statuses))
         except Exception as error:  # noqa: BLE001 - whatever a mover raises, the job must end, and the others go on
             if not isinstance(error, TierClosedError):
-                _log.exception("transfer job %d could not be submitted; its blocks are misses", transfer.job)
+                named = transfer.job, transfer.route, transfer.route.loss
+                _log.exception("transfer job %d (%s) could not be submitted; %s; report this", *named)
             self._end(transfer, (Status.TIER_OFF,) * len(statuses))  # its sources were not touched, and stay good
         else:
             self._running[transfer.job] = _RunningTransfer(transfer, mover, tail, transfer.ranks)

@@ -1,4 +1,4 @@
-"""What stores of replicas have of a prompt: asked for where that may pay, and fetched as far as it does.
+"""Probe remote stores if that may be faster than computing; fetch what is faster to fetch.
 
     ready prefix ─┬─ what no tier has: worth asking? ─► probe ─► worth loading? ─► fetch into host memory
                   └─ all of the prompt: nothing is asked

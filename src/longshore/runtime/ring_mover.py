@@ -302,8 +302,8 @@ class RingMover:
         if isinstance(error, QueueFullError):
             return Status.QUEUE_FULL
         if not isinstance(error, TierClosedError):
-            job = piece.job.transfer.job
-            _log.error("transfer job %d between device and file failed; its blocks are misses", job, exc_info=error)
+            job, route = piece.job.transfer.job, piece.job.transfer.route
+            _log.error("transfer job %d (%s) failed; %s; check the disk", job, route, route.loss, exc_info=error)
         return Status.TIER_OFF
 
     def _end(self, piece: _RingPiece, statuses: Sequence[Status]) -> None:

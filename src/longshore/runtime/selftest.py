@@ -106,7 +106,8 @@ def _copy(engine: TransferEngine, transfer: Transfer, timeout: float) -> None:
         raise SelfTestError(f"copying the test block {transfer.route} did not complete within {timeout:.0f} seconds")
     (result,) = engine.poll()
     if result.statuses != (Status.OK,):
-        raise SelfTestError(f"copying the test block {transfer.route} failed: {result.statuses}")
+        statuses = ", ".join(status.value for status in result.statuses)
+        raise SelfTestError(f"copying the test block {transfer.route} failed: {statuses}")
 
 
 def _clear(stack: Stack, key: Key) -> None:
@@ -122,8 +123,12 @@ def _offload(stack: Stack, key: Key, blocks: Sequence[int]) -> None:
     stack.engine.begin_step(None)
     with stack.runtime.control() as cache:
         job = cache.store({0: GroupKeys([key])}, {0: blocks}, evicting=True)[0].job
-    if job is None or not stack.runtime.wait_ended([job], stack.config.write_timeout):
-        raise SelfTestError("the test block was not stored in the first tier")
+    if job is None:
+        raise SelfTestError("the first tier did not accept the test block")
+    if not stack.runtime.wait_ended([job], stack.config.write_timeout):
+        raise SelfTestError(
+            f"the test block was not stored in the first tier within write_timeout ({stack.config.write_timeout:g} s)"
+        )
 
 
 def _discard(stack: Stack, key: Key, tier: str) -> None:

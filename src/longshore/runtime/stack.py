@@ -80,7 +80,7 @@ def take_back(arena: Arena) -> None:
     available = available_memory()
     if arena.nbytes > available:
         needed, free = format_bytes(arena.nbytes), format_bytes(available)
-        raise TierError(f"expected {needed} of free memory for the host tier, got {free}")
+        raise TierError(f"expected {needed} of free memory for the host tier, got {free}; lower host_size")
     arena.take_back()
 
 
@@ -127,7 +127,7 @@ class Stack:
     ring_mover: RingMover | None = None
 
     def describe(self, keys: Sequence[Key], first: int, tokens: Sequence[int]) -> None:
-        """Have events for routers tell which `tokens` the chunks `keys[first:]` of a path have."""
+        """Record the tokens of `keys[first:]` for KV events."""
         if self.events is not None:
             self.events.describe(keys, first, tokens)
 
@@ -145,9 +145,9 @@ class Stack:
         """Fill device `blocks` with the leading chunks of what `found` leases of `path`; the tier that each came from.
 
         `origins` are the tiers that chunks were brought up from for this prompt before, by key.
-        What the warmest tier lacks may be more than it has room for. It is then read and copied in parts of half of
-        that tier: what is not written down yet is before a part is read. All ends within `load_timeout`, and what has
-        arrived by then counts. The lease stays the caller's; the copies have ended, or are told to `uses`. The first of
+        If the missing chunks exceed half of the warmest tier, they are loaded in parts of that size; chunks without a
+        backup are backed up before each part. All ends within `load_timeout`, and what has arrived by then counts. The
+        lease stays the caller's; the copies have ended, or are told to `uses`. The first of
         the blocks is sub-block `skip` of its chunk.
         """
         runtime, per_chunk = self.runtime, self.config.blocks_per_chunk
@@ -193,7 +193,9 @@ class Stack:
         tick: int | None = None,
         patience: float = 0.0,
     ) -> int:
-        """Store chunks of a path as `TieredCache.store` does; how many of it, from the first on, tiers have then.
+        """Store chunks of a path as `TieredCache.store` does.
+
+        Returns the length of the prefix that is stored, or being stored, afterwards.
 
         With `patience`, in seconds, they are offered in parts of half of the warmest tier, and room that is being made
         for a part is waited for. `uses` is told which of the `blocks` each job reads.
@@ -260,8 +262,10 @@ class Stack:
 
         Raises `ConfigError` if they are not.
         """
-        if self.host is None or layout.fingerprint != self.layout.fingerprint:
-            raise ConfigError("expected a device cache with the layout of the one before, and a stack with a host tier")
+        if self.host is None:
+            raise ConfigError("expected a stack with a host tier, got one with file_mode gds")
+        if layout.fingerprint != self.layout.fingerprint:
+            raise ConfigError(f"expected a device cache with the former layout ({self.layout}), got {layout}")
         if self.arena is not None:
             device.reach(self.arena.in_one_piece)
         engine = TransferEngine(layout, device, self.host)
@@ -277,7 +281,9 @@ class Stack:
         """
         if keep and HOST not in keep and not self.runtime.flush(self.config.write_timeout):
             _log.warning(
-                "sleep: some blocks were not written to the file tier in time; they are misses after waking up"
+                "sleep: some blocks were not written to the file tier within write_timeout (%g s); they are misses "
+                "after waking up; raise write_timeout",
+                self.config.write_timeout,
             )
         with self.runtime.control() as cache:
             cache.reset(keep=keep)
@@ -286,7 +292,10 @@ class Stack:
         if self.runtime.wait_idle(self.config.load_timeout) and self.runtime.fault is None:
             self.arena.give_back()
         else:
-            _log.warning("sleep: host memory is not released, because copies are in flight")
+            _log.warning(
+                "sleep: host memory (%s) stays allocated until the engine wakes up, because copies are in flight",
+                format_bytes(self.arena.nbytes),
+            )
 
     def wake(self) -> None:
         """Have host memory again. Raises `TierError` if there is not enough; nothing may use it then."""
@@ -485,7 +494,9 @@ def close_runtime(runtime: Runtime, flush_timeout: float = 30.0) -> bool:
         colder = [tier.name for tier in cache.stats() if tier.name != HOST] + list(runtime.stores)
     reason = f"waited {flush_timeout:g} s" if runtime.fault is None else "the control plane has failed"
     what = f"before all blocks were written to {' and '.join(colder)}" if colder else "while copies were in flight"
-    _log.warning("closed %s (%s)%s", what, reason, "; the others are misses after a restart" if colder else "")
+    advice = ": allow more time to shut down, or set backup to write_through" if runtime.fault is None else ""
+    loss = f"; the others are misses after a restart{advice}" if colder else ""
+    _log.warning("tiers closed %s (%s)%s", what, reason, loss)
     return False
 
 
@@ -498,8 +509,10 @@ def adopt_found(cache: TieredCache, file: Tier) -> None:
     """Have `cache` adopt the records that a file tier recovered at start, and log their number."""
     found, others = file.recover(), file.others()
     adopted = cache.adopt(FILE, found, others)
-    why = "; the others have another size than what their slab holds now, or than their prefix"
-    _log.info("file tier: recovered %d of %d block images%s", adopted, len(found), why * (adopted < len(found)))
+    skipped = len(found) - adopted
+    _log.info("file tier: recovered %d of %d block images", adopted, len(found))
+    if skipped:
+        _log.info("file tier: %d skipped: image size differs from the slab's or the parent's", skipped)
     if others:
         _log.warning(
             "file tier: %d records belong to other models, weights or settings; they are overwritten when no empty "

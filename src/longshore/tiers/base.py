@@ -132,7 +132,7 @@ class Tier(ABC):
         """Serve no record from before `generation`, from now on and after a restart."""
 
     def weights_changed(self) -> None:  # noqa: B027 - nothing to do for a tier that keeps nothing
-        """Weights have changed: records written after the next `forget` must not be served to an engine of later."""
+        """Weights have changed: no engine that starts later may read records written after the next `forget`."""
 
     @property
     def fallbacks(self) -> Mapping[str, int]:

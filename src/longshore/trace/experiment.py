@@ -484,7 +484,7 @@ class CacheReplay:
                 part = GroupKeys(keys[: min(hits, first + self._part)], first)
                 mine = cache.lookup({0: part}, now, tick=found.tick).lease
                 if mine is None:
-                    raise IntegrityError(f"the blocks found from {first} on are not there any more, and are held")
+                    raise IntegrityError(f"held blocks were evicted: those found from {first} on")
                 wanted = len(part.names) - first
                 arrived = self._load(mine, wanted)
                 loaded += arrived

@@ -6,6 +6,15 @@ engine.py      the mover: submit, wait, results
 lanes.py       one direction: choice of the next copy, submission to the device, completion in order; dependencies
                between jobs; threads that run the lanes
 device/        copies on each kind of device
+
+Terms, from the largest to the smallest:
+
+    section     the device blocks of one KV cache group in a transfer (`boundary.Section`)
+    rectangle   consecutive chunks of a section, with the same consecutive blocks of each chunk (`plan.Rectangle`)
+    part        a rectangle, and the pages of its blocks that are copied (`pieces.CopyPart`)
+    batch       parts that are submitted to the device together; a job is cut into batches (`pieces.CopyBatch`)
+    run         blocks that are adjacent in device memory and in the image, copied as one piece (`pieces.BlockRuns`)
+    piece       consecutive bytes that are copied at once: an address on each side and a size (`pieces.Pieces`)
 """
 
 from longshore.transfer.device import CpuDevice, Device, device_for

@@ -124,7 +124,7 @@ class TransferEngine:
         self._state = EngineState(self._driver, self._driver.watch(hazards), clock, max_batch_bytes)
         self._lanes = {into: Lane(f"into {into}", device.stream(layout, into), self._state) for into in _DIRECTIONS}
         for lane in self._lanes.values():
-            self._driver.start(f"longshore {lane.name}", lane.serve(), self._state.stop)
+            self._driver.start(f"longshore {lane.name}", lane.run(), self._state.stop)
         if driver is None:
             weakref.finalize(self, self._state.stop).atexit = False
 
@@ -157,7 +157,7 @@ class TransferEngine:
             self._step = ()
             self._layered.age()
             waited = [job for number, job in self._state.jobs.items() if jobs is None or number in jobs]
-            self._driver.wait_for(lambda: all(job.handed for job in waited))
+            self._driver.wait_for(lambda: all(job.fully_submitted for job in waited))
         for job in waited:
             if job.reached is not None:
                 self._device.hold(compute, job.reached)
@@ -174,7 +174,7 @@ class TransferEngine:
         if not isinstance(transfer.deadline, int | float):
             raise PlanError(f"expected a deadline in clock seconds, got {transfer.deadline!r}")
         plan, accesses = self._plan(transfer)
-        keeps = (self._layout.tensors, kept(self._host))
+        memory_refs = (self._layout.tensors, kept(self._host))
         direction = _DIRECTIONS[transfer.route.destination]
         lane = self._lanes[transfer.route.destination]
         with self._lock:
@@ -188,7 +188,7 @@ class TransferEngine:
                 )
             fences = self._step or (self._device.mark(self._compute),)
             position = self._state.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
-            job = CopyJob(transfer, plan, fences, position, self._state.clock(), keeps)
+            job = CopyJob(transfer, plan, fences, position, self._state.clock(), memory_refs)
             self._state.jobs[transfer.job] = job
             self._layered.add(job)
             lane.put(job)
@@ -235,8 +235,8 @@ class TransferEngine:
                 raise PlanError(f"job {job} copies layers [0, {self._layout.num_layers}), got layer {layer}")
             if not self._driver.wait_for(lambda: layer in found.layers or found.result is not None, timeout):
                 return Status.DEADLINE
-            if layer not in found.layers or found.stopped is Status.IO_ERROR:
-                return cast(Status, found.stopped)  # a job that has ended without a layer was stopped
+            if layer not in found.layers or found.early_status is Status.IO_ERROR:
+                return cast(Status, found.early_status)  # a job that has ended without a layer was stopped
             event, compute = found.layers[layer], self._compute
         if event is not None:
             self._device.hold(compute, event)
@@ -277,7 +277,7 @@ class TransferEngine:
 
     def _check_open(self) -> None:
         if self._state.closing:
-            raise TierClosedError("the transfer engine was closed")
+            raise TierClosedError("the transfer engine was closed; a lane may have failed: see the log")
 
     def _plan(self, transfer: Transfer) -> tuple[CopyPlan, list[Access]]:
         """The pages that move, and the slots that are accessed."""

@@ -213,7 +213,7 @@ _running: weakref.WeakSet[Threads] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """End the lanes of open engines: the interpreter would stop their threads within torch, and abort."""
+    """Stop all lanes at exit: a thread stopped inside torch aborts the process."""
     drivers = list(_running)
     for driver in drivers:
         driver.stop()
@@ -234,14 +234,14 @@ class CopyJob:
 
     Attributes:
         fences: Points of compute that its copies wait for.
-        keeps: References to the memory on both sides, kept until the job has ended.
-        steps: The steps after `ahead`.
-        ahead: The next step to submit to the device; `None` before the job begins, and after its last step.
+        memory_refs: References to the memory on both sides, kept until the job has ended.
+        steps: The steps after `next_step`.
+        next_step: The next step to submit to the device; `None` before the job begins, and after its last step.
         reached: The point after which other work may use the device memory of the steps submitted so far.
         layers: That point for each completely submitted layer; `None` for an empty layer.
-        handed: Whether the last step has been submitted to the device.
-        arrived: Bytes that are in place on both sides, in order.
-        stopped: Status of a job that was stopped early.
+        fully_submitted: Whether the last step has been submitted to the device.
+        done_bytes: Bytes that are in place on both sides, in order.
+        early_status: Status of a job that was stopped early.
         result: Set when it has ended.
     """
 
@@ -250,17 +250,17 @@ class CopyJob:
     fences: tuple[DeviceEvent, ...]
     position: LanePosition
     submitted: float
-    keeps: object = None
+    memory_refs: object = None
     begun: float | None = None
     steps: Iterator[CopyStep] = field(default_factory=lambda: iter(()))
-    ahead: CopyStep | None = None
+    next_step: CopyStep | None = None
     reached: DeviceEvent | None = None
     layers: dict[int, DeviceEvent | None] = field(default_factory=dict)
-    handed: bool = False
+    fully_submitted: bool = False
     cancelled: bool = False
-    arrived: int = 0
+    done_bytes: int = 0
     seconds: float = 0.0
-    stopped: Status | None = None
+    early_status: Status | None = None
     result: TransferResult | None = None
 
     def begin(self, now: float, max_bytes: int) -> None:
@@ -270,8 +270,8 @@ class CopyJob:
         self.advance()
 
     def advance(self) -> None:
-        """Record that `ahead` was submitted to the device."""
-        self.ahead = next(self.steps, None)
+        """Record that `next_step` was submitted to the device."""
+        self.next_step = next(self.steps, None)
 
     def end(self) -> TransferResult:
         """The result, once no copy of the job is in flight."""
@@ -286,7 +286,7 @@ class CopyJob:
             queued_seconds=begun - self.submitted,
             rank=layout.rank,
         )
-        self.keeps = None
+        self.memory_refs = None
         return self.result
 
 
@@ -304,12 +304,12 @@ def _steps(job: CopyJob, max_bytes: int) -> Iterator[CopyStep]:
 def _statuses(job: CopyJob) -> tuple[tuple[Status, ...], int]:
     """Status of each item, and the bytes of those that are whole."""
     item_bytes = job.plan.item_bytes
-    if job.stopped is None:
-        return (Status.OK,) * len(item_bytes), job.arrived
+    if job.early_status is None:
+        return (Status.OK,) * len(item_bytes), job.done_bytes
     # Layer by layer, all items arrive at the end. And a device may have failed earlier than it said.
-    in_order = not job.transfer.by_layer and job.stopped is not Status.IO_ERROR
-    count = int(np.searchsorted(np.cumsum(item_bytes), job.arrived, side="right")) if in_order else 0
-    statuses = (Status.OK,) * count + (job.stopped,) * (len(item_bytes) - count)
+    in_order = not job.transfer.by_layer and job.early_status is not Status.IO_ERROR
+    count = int(np.searchsorted(np.cumsum(item_bytes), job.done_bytes, side="right")) if in_order else 0
+    statuses = (Status.OK,) * count + (job.early_status,) * (len(item_bytes) - count)
     return statuses, int(item_bytes[:count].sum())
 
 
@@ -339,8 +339,8 @@ class EngineState:
 
     def stop_reason(self, job: CopyJob) -> Status | None:
         """The status with which the remaining steps of `job` must be stopped, if any."""
-        if job.stopped is not None:
-            return job.stopped
+        if job.early_status is not None:
+            return job.early_status
         if self.closing or job.plan.whole.generation != job.plan.whole.layout.generation:
             return Status.TIER_OFF
         if job.cancelled:
@@ -434,7 +434,7 @@ class Lane:
         """Release the resources of the stream, once `serve` has returned."""
         self._stream.close()
 
-    def serve(self) -> Generator[WaitCondition, None, None]:
+    def run(self) -> Generator[WaitCondition, None, None]:
         """Run until the state is closing and no job is left."""
         try:
             yield from self._steps()
@@ -484,15 +484,15 @@ class Lane:
             except Exception as error:  # noqa: BLE001 - whatever the device raises ends this job, never the lane
                 stopped = self._failed(job, error)
         with self._lock:
-            job.stopped = stopped
-            job.handed = stopped is not None or job.ahead is None
+            job.early_status = stopped
+            job.fully_submitted = stopped is not None or job.next_step is None
             if copy is not None:
                 job.reached = copy.reached
             job.layers |= dict.fromkeys(step.completes if step is not None else (), job.reached)
-            if job.handed:
+            if job.fully_submitted:
                 self._queues[job.transfer.urgency].popleft()
             nbytes = 0 if step is None or step.batch is None else step.batch.nbytes
-            self._in_flight.append(_SubmittedStep(job, copy, nbytes, job.handed))
+            self._in_flight.append(_SubmittedStep(job, copy, nbytes, job.fully_submitted))
             self._driver.notify()
 
     def _send(self, job: CopyJob) -> tuple[CopyStep | None, Copy | None]:
@@ -503,7 +503,7 @@ class Lane:
             if job.transfer.route.destination == HOST:
                 zero_padding(job.plan, self._stream.zero)
             job.begin(self._state.clock(), self._state.max_batch_bytes)
-        step, copy = job.ahead, None
+        step, copy = job.next_step, None
         if step is not None and step.batch is not None:
             copy = self._stream.copy(step.batch, job.fences)
         job.advance()
@@ -513,12 +513,22 @@ class Lane:
         """Log `error`, wait until no copy is in flight, and return the status of `job`."""
         is_freed = isinstance(error, FreedLayoutError)
         if not is_freed:
-            named = job.transfer.job, job.transfer.route
-            _log.error("transfer job %d (%s) failed; its blocks are misses", *named, exc_info=error)
+            route = job.transfer.route
+            _log.error(
+                "transfer job %d (%s) failed; %s; read the traceback, and report it if it repeats",
+                job.transfer.job,
+                route,
+                route.loss,
+                exc_info=error,
+            )
         try:
             self._stream.drain()
         except Exception:  # noqa: BLE001 - the job has failed anyway
-            _log.exception("device synchronization failed after a failed copy of %s", job.transfer.route)
+            _log.exception(
+                "device synchronization failed after a failed copy (%s); copies in flight count as failed; restart the "
+                "engine if it repeats",
+                job.transfer.route,
+            )
         return Status.TIER_OFF if is_freed else Status.IO_ERROR
 
     def _give_up(self) -> None:
@@ -530,7 +540,7 @@ class Lane:
             jobs = [sent.job for sent in self._in_flight if sent.is_last]
             jobs += [job for queue in self._queues.values() for job in queue]
             for job in jobs:
-                job.stopped, job.handed = Status.IO_ERROR, True
+                job.early_status, job.fully_submitted = Status.IO_ERROR, True
                 self._state.end(job)
             self._queues = {urgency: deque() for urgency in self._queues}
             self._driver.notify()
@@ -546,8 +556,8 @@ class Lane:
         with self._lock:
             self._in_flight.popleft()
             job.seconds += seconds
-            job.arrived += sent.nbytes
-            job.stopped = failed or job.stopped
+            job.done_bytes += sent.nbytes
+            job.early_status = failed or job.early_status
             if sent.is_last:
                 self._state.end(job)
             self._driver.notify()

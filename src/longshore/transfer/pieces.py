@@ -138,7 +138,8 @@ class CopyBatch(NamedTuple):
         """Raise `FreedLayoutError` if the device memory was freed, or replaced, since the ids were checked."""
         now = self.layout.generation
         if self.generation != now:
-            raise FreedLayoutError(f"batch is of layout generation {self.generation}, the layout now in {now}")
+            generations = f"layout generation {self.generation}, now {now}"
+            raise FreedLayoutError(f"the device memory was freed or rebound since planning ({generations})")
 
     def of_layer(self, layer: int) -> CopyBatch:
         """The part of the batch that belongs to one model layer; may be empty."""

@@ -56,7 +56,7 @@ def settings(tmp_path: Path, host: int = 12, **more: Any) -> Config:
 def test_a_prefix_longer_than_host_memory_is_restored_whole(model: Any, tmp_path: Path, host: int, backup: str) -> None:
     tokens = long_tokens(28)
     cache = prefill(model, tokens)
-    with PrefixStore(model, settings(tmp_path, host, backup=backup), block_size=16, window=8) as store:
+    with PrefixStore(model, settings(tmp_path, host, backup=backup), block_size=16, staging_blocks=8) as store:
         for seed in range(3):
             other = long_tokens(28, seed=1 + seed)
             assert store.store_prefix(other, prefill(model, other)) == 28 * 16
@@ -74,7 +74,7 @@ def test_a_prefix_longer_than_host_memory_is_restored_whole(model: Any, tmp_path
 def test_hints_say_what_is_stored_kept_and_loaded(model: Any, tmp_path: Path) -> None:
     """Twelve chunks in host memory, of which a prefix has five; those of higher priority are kept in it."""
     prompts = [long_tokens(5, seed) for seed in range(4)]
-    with PrefixStore(model, settings(tmp_path, backup="write_through"), block_size=16, window=8) as store:
+    with PrefixStore(model, settings(tmp_path, backup="write_through"), block_size=16, staging_blocks=8) as store:
         first = prefill(model, prompts[0])
         assert store.store_prefix(prompts[0], first, {"store": False}) == 0
         assert store.restore_prefix(prompts[0])[1] == 0
@@ -141,7 +141,7 @@ def test_dead_tier_host_costs_a_long_prefix_its_tail(
 ) -> None:
     tokens = long_tokens(LONG)
     cache, config = prefill(model, tokens), settings(tmp_path, host_shared=True, load_timeout=60.0)
-    with PrefixStore(model, config, block_size=16, window=8, open_file=dying) as store:
+    with PrefixStore(model, config, block_size=16, staging_blocks=8, open_file=dying) as store:
         if op is Op.WRITE:
             dying.dies_at[op] = 2
             kept = store.store_prefix(tokens, cache)
@@ -175,7 +175,7 @@ def test_a_corrupt_record_ends_a_long_prefix(model: Any, tmp_path: Path) -> None
         made.append(FaultyTier(FileTier(*args, arena=arena, **kwargs), FaultPlan([rule], seed=1), arena))
         return made[-1]
 
-    with PrefixStore(model, settings(tmp_path), block_size=16, window=8, open_file=open_file) as store:
+    with PrefixStore(model, settings(tmp_path), block_size=16, staging_blocks=8, open_file=open_file) as store:
         assert store.store_prefix(tokens, cache) == LONG * 16
         restored, n = store.restore_prefix(tokens)
         assert made[0].fired[Fault.CORRUPT] == 1
@@ -199,7 +199,7 @@ def test_an_interrupted_restore_lets_go_of_everything(
             raise KeyboardInterrupt
         return stock(self, *args, **kwargs)
 
-    with PrefixStore(model, settings(tmp_path, host=4), block_size=16, window=8) as store:
+    with PrefixStore(model, settings(tmp_path, host=4), block_size=16, staging_blocks=8) as store:
         assert store.store_prefix(tokens, cache) == LONG * 16
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(Stack, "_load", interrupted)

@@ -58,7 +58,7 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Config]:
 def test_what_goes_in_comes_out(model: Any, config: Config) -> None:
     tokens = [int(t) for t in torch.randint(0, 256, (500,))]
     cache = prefill(model, tokens)
-    with PrefixStore(model, config, block_size=16, window=8) as store:
+    with PrefixStore(model, config, block_size=16, staging_blocks=8) as store:
         kept = store.store_prefix(tokens, cache)
         assert kept == 500 // (16 * config.blocks_per_chunk) * 16 * config.blocks_per_chunk
         restored, n = store.restore_prefix(tokens)
@@ -97,7 +97,7 @@ def test_generation_goes_on_from_it(model: Any, config: Config) -> None:
 def test_threads_take_turns_with_the_window(model: Any) -> None:
     prompts = [[token] * 64 for token in range(4)]
     caches = [prefill(model, prompt) for prompt in prompts]
-    with PrefixStore(model, Config.make(host_size="4MiB", fixed_weights=True), block_size=8, window=2) as store:
+    with PrefixStore(model, Config.make(host_size="4MiB", fixed_weights=True), block_size=8, staging_blocks=2) as store:
         for prompt, cache in zip(prompts, caches, strict=True):
             assert store.store_prefix(prompt, cache) == 64
 
@@ -148,7 +148,7 @@ def test_an_interrupted_call_costs_hits_at_most(model: Any, tmp_path: Path, verb
     config = Config.make(
         host_size="64KiB", file_path=tmp_path / "kv", file_size="2MiB", write_timeout=2, fixed_weights=True
     )
-    with PrefixStore(model, config, block_size=8, window=2) as store:
+    with PrefixStore(model, config, block_size=8, staging_blocks=2) as store:
 
         def call(new: int) -> None:
             """A restore from the file tier, or a store of blocks that no tier has."""

@@ -80,7 +80,7 @@ def agreed(subscriber: Subscriber, runtime: Any) -> Router:
 
 def test_a_router_knows_the_prefixes_of_a_store(config: Config, subscriber: Subscriber) -> None:
     model, chunk = make_model(1), BLOCK * config.blocks_per_chunk
-    with PrefixStore(model, config, block_size=BLOCK, window=8) as kept:
+    with PrefixStore(model, config, block_size=BLOCK, staging_blocks=8) as kept:
         assert kept.store_prefix(PROMPT, prefill(model, PROMPT)) == 192
         assert kept._stack.runtime.flush(PATIENCE)
         router = agreed(subscriber, kept._stack.runtime)
@@ -90,7 +90,7 @@ def test_a_router_knows_the_prefixes_of_a_store(config: Config, subscriber: Subs
         for at, key in enumerate(keys):
             parent = block_hash(keys[at - 1]) if at else None
             assert router.tokens[block_hash(key)] == (parent, PROMPT[at * chunk : (at + 1) * chunk])
-    with PrefixStore(model, config, block_size=BLOCK, window=8) as kept:  # what files have of an earlier process
+    with PrefixStore(model, config, block_size=BLOCK, staging_blocks=8) as kept:  # files of an earlier process
         assert not router_of(subscriber).blocks[FILE]
         assert kept.restore_prefix(PROMPT[:-1])[1] == 192
         assert kept._stack.runtime.flush(PATIENCE)

@@ -47,12 +47,12 @@ def continued(model: Any, cache: DynamicCache) -> list[int]:
 
 
 def stored_by(model: Any, config: Config) -> None:
-    with PrefixStore(model, config, block_size=BLOCK, window=8) as store:
+    with PrefixStore(model, config, block_size=BLOCK, staging_blocks=8) as store:
         assert store.store_prefix(PROMPT, prefill(model, PROMPT)) == 192
 
 
 def restored_by(model: Any, config: Config) -> tuple[int, list[int]]:
-    with PrefixStore(model, config, block_size=BLOCK, window=8) as store:
+    with PrefixStore(model, config, block_size=BLOCK, staging_blocks=8) as store:
         cache, tokens = store.restore_prefix(PROMPT[:-1])
         return tokens, continued(model, cache)
 
@@ -94,7 +94,7 @@ def test_continuous_batching_is_served_what_another_engine_has_stored(shared: Co
 def test_reset_keeps_the_store_and_new_weights_rename_it(shared: Config) -> None:
     model = make_model(1)
     stored_by(model, shared)
-    with PrefixStore(model, shared, block_size=BLOCK, window=8) as store:
+    with PrefixStore(model, shared, block_size=BLOCK, staging_blocks=8) as store:
         (tier,) = store._stack.remote
         name = tier.namespace  # type: ignore[attr-defined]
         with store._stack.runtime.control() as cache:
@@ -117,7 +117,7 @@ def test_a_store_slower_than_computing_is_asked_seldom(shared: Config) -> None:
         host_size="4MiB", remote=shared.remote, prefill_speed=1e9, blocks_per_chunk=2, load_timeout=60, background=False
     )
     asked = 0
-    with PrefixStore(model, config, block_size=BLOCK, window=8) as store:
+    with PrefixStore(model, config, block_size=BLOCK, staging_blocks=8) as store:
         assert store.restore_prefix(PROMPT[:-1])[1] == 192  # nothing is known of the store yet
         runtime, cache = store._stack.runtime, store._stack.runtime._cache
         before = cache.counters.probes[REMOTE].total()

@@ -193,10 +193,11 @@ class ARC(EvictionPolicy):
             marked = set(np.flatnonzero(marks(self._place) == which).tolist())
             held = self._place.count(which | _HELD)
             if set(self._linked.walk(which)) != marked or len(marked) + held != self._counts[which]:
-                raise CacheError(f"ARC marks {len(marked)} and {held} held nodes, counts {self._counts[which]}")
+                found = f"{len(marked)} marked and {held} held"
+                raise CacheError(f"internal error: ARC: counted {self._counts[which]} nodes, found {found}")
         self._ghosts.check_integrity()
         if not 0 <= self.target <= self.slots:
-            raise CacheError(f"ARC means {self.target} of {self.slots} slots for what was seen once")
+            raise CacheError(f"internal error: ARC: target of {self.target} slots, expected 0 to {self.slots}")
 
     def _insert_one(self, node: int) -> None:
         left = self._ghosts.take(self.names[node])

@@ -93,4 +93,5 @@ class Ghosts:
         ]
         counts = [sum(place & 3 == which for _, place in found) for which in range(3)]
         if placed != dict(found) or len(placed) != len(found) or counts != self.counts:
-            raise CacheError(f"{counts} ghosts are in the rings, {len(placed)} have a place, {self.counts} counted")
+            seen = f"{counts} in the rings and {len(placed)} places"
+            raise CacheError(f"internal error: ghost lists: counted {self.counts} keys, found {seen}")

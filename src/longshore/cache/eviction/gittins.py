@@ -217,7 +217,7 @@ class Gittins(EvictionPolicy):
             first += count
         self._count += len(nodes)
         self._since += len(nodes)
-        if len(self._hit_rates.events) >= max(_MOST, self.slots // _LEARNED):  # of a host that tells of no requests
+        if len(self._hit_rates.events) >= max(_MOST, self.slots // _LEARNED):  # of a caller that reports no requests
             self._learn()
 
     def touch(self, nodes: Sequence[int]) -> None:
@@ -399,14 +399,13 @@ class Gittins(EvictionPolicy):
                     raise CacheError(f"node {node}, of state {state} at {when}, is in list {which}")
                 ordered.add(node)
             if not self._stale and not self._filled >> self._rank[which] & 1:
-                raise CacheError(f"list {which} is passed over, and has a node")
+                raise CacheError(f"internal error: Gittins: list {which} is marked as empty, but has a node")
         states = words(self._state)
         marked = set(np.flatnonzero((states > OUT) & (states < HELD)).tolist())
         held = int(np.count_nonzero(states >= HELD))
         if ordered != marked or len(marked) + held != self._count:
-            raise CacheError(
-                f"lists have {len(ordered)} nodes, {len(marked)} and {held} held are marked of {self._count}"
-            )
+            found = f"{len(ordered)} in lists, {len(marked)} marked and {held} held"
+            raise CacheError(f"internal error: Gittins: counted {self._count} nodes, found {found}")
 
     def _use_new(
         self, keys: Sequence[Key], *, leaf: bool, noted: bool = True, copies: bool = False

@@ -1,4 +1,4 @@
-"""Hit-rate table: by kind and age, the hits that chunks promise for the time that they go on taking a slot.
+"""Hit-rate table: expected hits per unit of time in a slot, by kind and age.
 
                 came back at this age         chance = came back / reached this age
     age         1    2    3   4-5  6-7 ...    promise of what has this age = the best, over all ages to wait for,
@@ -65,7 +65,7 @@ _REMEMBERED = 4096
 
 
 class Return(NamedTuple):
-    """What the host of a request knows about when its chunks are used again.
+    """What the caller knows about when the chunks of a request are used again.
 
     Attributes:
         ends: They are not: nobody will come back.
@@ -123,7 +123,7 @@ def check_return(said: Return | None) -> None:
     if not isinstance(said, Return) or not isinstance(said.ends, bool) or not isinstance(said.of, str):
         raise CacheError(f"expected a Return, got {said!r}")
     if said.seconds is not None and (said.ends or not 0 <= said.seconds < math.inf):
-        raise CacheError(f"chunks are used again in a finite number of seconds, or never, got {said}")
+        raise CacheError(f"Return: seconds must be finite, >= 0, and not combined with ends; got {said}")
 
 
 # How a node was used, in 20 bits; and what follows from them.

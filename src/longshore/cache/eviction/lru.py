@@ -154,4 +154,5 @@ class LRU(EvictionPolicy):
         marked = set(np.flatnonzero(marks(self._place) == _IN).tolist())
         held = self._place.count(_HELD)
         if ordered != marked or len(marked) + held != self._count:
-            raise CacheError(f"LRU orders {len(ordered)} nodes, marks {len(marked)} and {held} held, of {self._count}")
+            found = f"{len(ordered)} in order, {len(marked)} marked and {held} held"
+            raise CacheError(f"internal error: LRU: counted {self._count} nodes, found {found}")

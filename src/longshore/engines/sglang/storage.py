@@ -235,7 +235,8 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         if self._why_off:
             return None
         if pool not in self._tiers:
-            _log.error("expected a host pool of %s, got %s; its pages are misses", list(map(str, self._tiers)), pool)
+            known = list(map(str, self._tiers))
+            _log.error("expected a host pool of %s, got %s; its pages are misses; report this", known, pool)
         return self._tiers.get(pool)
 
     @contained(lambda self, names, before: 0, expected=(LongshoreError,))

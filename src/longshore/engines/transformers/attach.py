@@ -261,7 +261,10 @@ class Tiers:
             self._shut()
             if not self._opened:
                 raise
-            _log.exception("all tiers disabled: they could not be reopened. The engine continues without tiers.")
+            _log.exception(
+                "all tiers disabled: they could not be reopened. The engine continues without tiers. Correct the "
+                "error; the next call tries again."
+            )
         return self.stack
 
     def _open(self, allocator: TieredAllocator) -> None:
@@ -341,7 +344,7 @@ class Tiers:
         if allocator.num_blocks < self.config.blocks_per_chunk:
             raise SelfTestError(
                 f"expected at least the {self.config.blocks_per_chunk} blocks of a chunk in the device cache, got "
-                f"{allocator.num_blocks}"
+                f"{allocator.num_blocks}; lower blocks_per_chunk, or enlarge the device cache"
             )
         self_test(stack, RowBlocks(rows), list(blocks), files=files)
 

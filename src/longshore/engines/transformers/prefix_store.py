@@ -1,8 +1,8 @@
 """`PrefixStore`: for users of plain `generate()`, keep and restore the KV cache of a prefix.
 
-The prefix's blocks pass through a small window of device blocks (`window` of them), so a prefix may be longer than it:
+The prefix's blocks pass through a few staging blocks on the device. A prefix may have more blocks than these:
 
-    DynamicCache ── rows of the window ── host tier ── file tier, remote stores
+    DynamicCache ── staging blocks ── host tier ── file tier, remote stores
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ Hints = RequestHints | Mapping[str, Any] | None
 class PrefixStore:
     """Block images of prefixes, in the tiers of a `Config`. A context manager. Threads may share it, and take turns.
 
-    Each call looks at the whole model: at every byte of its weights, where they lie, and at its code. What was stored
-    before a change is not restored after it. That takes about 150 ms for each GiB of weights on 2 cores of a shared
-    machine, and 20 to 50 ms for the code; with `fixed_weights` the model is looked at once, when the store is opened.
+    Each call hashes all weights and the model's code; weights are hashed on their own device. What was stored before a
+    change is not restored after it. Hashing takes about 150 ms for each GiB of weights on 2 cores of a shared machine,
+    and 20 to 50 ms for the code. With `fixed_weights` the model is hashed once, when the store is opened.
 
     Args:
         model: A causal language model with full attention in all layers, batch size one.
         config: Where the bytes go; `config.blocks_per_chunk` blocks make an image.
         block_size: Tokens per block; whole chunks of a prefix are kept.
-        window: Device blocks that copies pass through.
+        staging_blocks: Number of device blocks that copies pass through; rounded down to whole chunks, at least one.
         open_file: Makes the file tier, with the arguments of `FileTier`.
 
     Attributes:
@@ -73,7 +73,7 @@ class PrefixStore:
         config: Config,
         *,
         block_size: int = 32,
-        window: int = 64,
+        staging_blocks: int = 64,
         open_file: Callable[..., Tier] = FileTier,
     ) -> None:
         if (reason := refuse(model)) is not None:
@@ -82,16 +82,16 @@ class PrefixStore:
         self._config = config
         self._chunk = config.blocks_per_chunk
         self._chunk_tokens = config.blocks_per_chunk * block_size
-        self._blocks = max(window // self._chunk, 1) * self._chunk
+        self._blocks = max(staging_blocks // self._chunk, 1) * self._chunk
         self._block_size = block_size
         self._open_file = open_file
         self._scopes = ModelScope(model, config.salt, fixed=config.fixed_weights)
         self._lock = threading.RLock()
-        """Of the window, through which the prefix of one call passes at a time."""
+        """Guards the staging blocks: one call uses them at a time."""
         self._is_asleep = False
         self.collector = FollowingCollector()
         self._interrupted = False
-        """Whether a call was left amid its copies, as by KeyboardInterrupt: the window may still be written."""
+        """Whether an exception interrupted a call; copies to the staging blocks may still run."""
         self._open()
         self._control: ControlServer | None = None
         if config.control:
@@ -107,16 +107,16 @@ class PrefixStore:
                 raise
 
     def _open(self) -> None:
-        """Take the window, and open the tiers under the scope of the model as it is."""
-        device = self._take_window()
+        """Allocate the staging blocks, and open the tiers under the scope of the model as it is."""
+        device = self._allocate_staging()
         self._stack = open_stack(
             self._config, self._layout, self._scopes.of(self._layout), device, open_file=self._open_file
         )
         self.collector.follow(self._stack)
         self._test()
 
-    def _take_window(self) -> Device:
-        """Allocate the window; what copies its blocks."""
+    def _allocate_staging(self) -> Device:
+        """Allocate the staging blocks. Returns their device."""
         model, block_size = self._model, self._block_size
         text = model.config.get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -145,7 +145,7 @@ class PrefixStore:
 
     @contextmanager
     def _exclusive(self) -> Iterator[bool]:
-        """One call at a time, with tiers that are valid for the model as it is, unless they sleep: whether awake."""
+        """Hold the lock. Reopens the tiers if the model changed. Yields `False` while the store sleeps."""
         with self._lock:
             try:
                 if not self._is_asleep:
@@ -162,9 +162,9 @@ class PrefixStore:
                 raise
 
     def _reopen_if_model_changed(self) -> None:
-        """Reopen the tiers if the model has changed since they were opened: what they have is not valid for it.
+        """Reopen the tiers if the model has changed since they were opened: their blocks are not valid for it.
 
-        Nor is the state of what was interrupted.
+        Also reopens them after an interrupted call.
         """
         changed = self._scopes.of(self._layout).root != self._stack.scope.root
         if changed:
@@ -180,7 +180,7 @@ class PrefixStore:
     def store_prefix(self, tokens: Sequence[int], cache: DynamicCache, hints: Hints = None) -> int:
         """Keep the KV of the whole chunks of `tokens`, which `cache` holds; returns how many tokens are kept.
 
-        Of `hints` the priorities of token ranges count, and `store`; without hints those of `Config.request_hints`.
+        Uses `hints.retention` and `hints.store`; without `hints`, those of `Config.request_hints`.
         Raises `CacheError` if `cache` has another batch size, or fewer tokens than `tokens`; `HintError` for hints that
         cannot be read.
         """
@@ -199,7 +199,8 @@ class PrefixStore:
         sequences, length = _states(cache)[0][0].shape[0], cache.get_seq_length()
         if length < len(tokens) or sequences != 1:
             raise CacheError(
-                f"expected a cache of one sequence of at least {len(tokens)} tokens, got {sequences} of {length}"
+                f"expected a cache of one sequence of at least {len(tokens)} tokens, got {sequences} sequences of "
+                f"{length} tokens"
             )
         kept = 0
         while kept < len(keys):
@@ -225,7 +226,7 @@ class PrefixStore:
     def restore_prefix(self, tokens: Sequence[int], hints: Hints = None) -> tuple[DynamicCache, int]:
         """A cache with the longest known prefix of `tokens`, exact to the bit, and its length in tokens (maybe 0).
 
-        Of `hints` the tiers to `load` from count, and when the prefix is used again; else as for `store_prefix`.
+        Uses `hints.load`, `ends`, `returns_in` and `kind`; without `hints`, those of `Config.request_hints`.
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
         """
         cache, done, tick, said = DynamicCache(), 0, None, self._hints(hints)
@@ -242,11 +243,11 @@ class PrefixStore:
         return cache, done * self._chunk * self._block_size
 
     def sleep(self, *, keep: Sequence[str] = (HOST, FILE)) -> None:
-        """Free the window's device memory, and forget the blocks of all but the coldest tiers to `keep`.
+        """Free the staging blocks, and forget the blocks of all but the coldest tiers to `keep`.
 
-        What only host memory has goes into files before, if these are kept alone. Host memory that is not kept is given
-        back. Until `wake` nothing is stored, and nothing is restored. Raises `CacheError`, with nothing changed, for
-        what cannot be kept, or if a copy does not end within `write_timeout`.
+        If only files are kept, chunks that only host memory has are written to files first. Host memory that is not
+        kept is freed. Until `wake` nothing is stored, and nothing is restored. Raises `CacheError`, with nothing
+        changed, for what cannot be kept, or if a copy does not end within `write_timeout`.
         """
         keep = kept_tiers(self._config, keep)
         with self._lock:
@@ -267,7 +268,9 @@ class PrefixStore:
                 torch.get_device_module().empty_cache()
 
     def wake(self) -> None:
-        """Take the memory again. Raises `TierError` if there is not enough for the host tier; the store sleeps on."""
+        """Take the memory again. Raises `TierError` if there is not enough for the host tier;
+        the store stays asleep.
+        """
         with self._lock:
             if not self._is_asleep:
                 return
@@ -275,7 +278,7 @@ class PrefixStore:
                 self._open()
             else:
                 self._stack.wake()
-                device = self._take_window()
+                device = self._allocate_staging()
                 self._stack = self._stack.bind(self._layout, device)
                 self.collector.follow(self._stack)
                 self._test(files=False)
@@ -321,7 +324,7 @@ class PrefixStore:
         try:
             while done < end:
                 part = GroupKeys(path.names[: min(end, done + self._blocks // self._chunk)], done)
-                arrived = self._restore_window(found, part)
+                arrived = self._restore_part(found, part)
                 self._append(cache, arrived * self._chunk)
                 done += arrived
                 if done < len(part.names):
@@ -331,12 +334,12 @@ class PrefixStore:
                 control.release(found.lease)
         return done - path.first, found.tick
 
-    def _restore_window(self, found: Found, part: GroupKeys) -> int:
-        """Load a `part` of what was found into the window; how many chunks arrived."""
+    def _restore_part(self, found: Found, part: GroupKeys) -> int:
+        """Load a `part` of what was found into the staging blocks; how many chunks arrived."""
         self._wait_idle()
         self._stack.engine.begin_step(None)
         blocks = range((len(part.names) - part.first) * self._chunk)
-        if len(part.names) - part.first == found.chunks:  # all of it fits into the window
+        if len(part.names) - part.first == found.chunks:  # all of it fits into the staging blocks
             arrived = self._stack.load_path(found, part, blocks, self._note_use)
         else:
             with self._stack.runtime.control() as control:
@@ -355,7 +358,7 @@ class PrefixStore:
         self._busy.append(job)
 
     def _wait_idle(self) -> None:
-        """Wait until no job uses the window. Raises `CacheError` if one does not end."""
+        """Wait until no job uses the staging blocks. Raises `CacheError` if one does not end."""
         if not self._stack.runtime.wait_ended(self._busy, self._stack.config.write_timeout):
             raise CacheError(
                 f"copies of jobs {self._busy} from or to the device have not ended within write_timeout "
@@ -368,13 +371,14 @@ class PrefixStore:
         layers, _, _, heads, dim = self._shape
         expected = (layers, (heads, dim), self._pages.dtype)
         states = _states(cache)
-        for tensor in (tensor for pair in states for tensor in pair):
+        for layer, tensor in ((layer, tensor) for layer, pair in enumerate(states) for tensor in pair):
             found = (len(states), (tensor.shape[1], tensor.shape[3]), tensor.dtype)
             if found != expected:
-                raise CacheError(f"expected a cache of (layers, (heads, head size), dtype) {expected}, got {found}")
+                what = "a cache of (layers, (heads, head size), dtype)"
+                raise CacheError(f"layer {layer}: expected {what} {expected}, got {found}")
 
     def _fill(self, cache: DynamicCache, first_block: int, blocks: int) -> None:
-        """Copy tokens of `cache`, shape `(1, heads, tokens, head_dim)` per layer, into the first rows of the window."""
+        """Copy tokens of `cache`, shape `(1, heads, tokens, head_dim)` per layer, into the first staging blocks."""
         _, _, size, heads, dim = self._shape
         begin, end = first_block * size, (first_block + blocks) * size
         for layer, keys_values in enumerate(_states(cache)):
@@ -389,7 +393,7 @@ class PrefixStore:
                 self._pages[:blocks, layer, kv].reshape(blocks * size, heads, dim).transpose(0, 1).unsqueeze(0)
                 for kv in (0, 1)
             )
-            cache.update(keys.clone(), values.clone(), layer)  # the window is written again
+            cache.update(keys.clone(), values.clone(), layer)  # the staging blocks are written again
 
 
 def _states(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -399,7 +399,8 @@ def _private_if_opaque(digester: ValueDigester, look: Callable[[ValueDigester], 
         _told.add(path)
         _log.warning(
             "%s is not hashable by content: KV blocks of this model are valid only until this process exits, so none "
-            "are found after a restart; keep such state in plain values, tensors or attributes, or remove its holder",
+            "are found after a restart; keep such state in plain values, tensors or attributes, or remove the object "
+            "that refers to it",
             path,
         )
     return f"{found} in process {_TOKEN} {os.getpid()}"

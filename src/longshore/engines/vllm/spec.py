@@ -171,7 +171,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
         if parallel.world_size > 1 and not are_together():  # before whatever may fail on one rank alone: all ask
             raise EngineError(_APART)
         layout = layout_of(kv_caches, self.config)
-        _log.info("%s", layout)
+        _log.info("KV cache layout: %s", layout)
         with contextlib.ExitStack() as undo:
             if parallel.rank == 0:
                 arena, reports, note = self._make_memory(layout)

@@ -262,7 +262,7 @@ def _open_stores(
             fixed_weights=config.fixed_weights,
         )
         undo.callback(store.close)
-        _log.info("%s: %s, namespace %s", name, store.settings, scope.root.hex()[:16])
+        _log.info("remote tier opened: %s (%s), namespace %s", name, store.settings, scope.root.hex()[:16])
         yield store
     if config.serve or config.peer_networks:
         from longshore.tiers.remote.peers import PeerTier  # noqa: PLC0415 - only an engine with peers has it

@@ -256,7 +256,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         while self.reports.is_asleep(0) and time.monotonic() < deadline:
             time.sleep(0.02)
         if self.reports.lacks_memory(0):
-            raise TierError("rank 0 could not allocate host memory again")
+            raise TierError("rank 0 could not allocate host memory again; free memory, or lower host_size")
 
     def shutdown(self) -> None:
         """Wait for copies in flight, then release all resources. Idempotent."""

@@ -67,7 +67,8 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         try:
             self._open_first()
         except TierHostError as error:
-            _log.error("%s: %s; its blocks are misses until another one has opened it", self.settings, error)
+            until = "its blocks are misses until a restarted tier host opens the store"
+            _log.error("%s: %s; %s", self.settings, error, until)
 
     @property
     def namespace(self) -> bytes:
@@ -91,7 +92,7 @@ class HostedRemoteTier(HostedTier, KeyedTier):
             check_digest("a key", each)
         check_generation(generation)
         if generation > self._generation:
-            raise TierError(f"generation {generation} is newer than the last reset, generation {self._generation}")
+            raise TierError(f"generation {generation} is newer than the last reset ({self._generation})")
         ticket = self._new_ticket()
         self._asked[ticket] = len(keys)
         if self.is_away or not self._send(Kind.ASK, wire.pack_ask(ticket, generation, deadline, keys)):
@@ -127,7 +128,7 @@ class HostedRemoteTier(HostedTier, KeyedTier):
 
     def _on_opened(self, body: bytes) -> None:
         if self._is_open:
-            raise WireError("OPENED: a second time")
+            raise WireError("OPENED received twice")
         self._failures = wire.parse_counts(body, self._failures)
         self._is_open = True
         self._send_generation()  # it may have been told an earlier one
@@ -143,7 +144,8 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         if kind is Kind.ANSWER:
             ticket, present = wire.parse_answer(body)
             if ticket not in self._asked or (present is not None and len(present) != self._asked[ticket]):
-                raise WireError(f"ANSWER: {present} for ticket {ticket}")
+                got = "no answer" if present is None else f"{len(present)} keys"
+                raise WireError(f"ANSWER: ticket {ticket}: expected {self._asked.get(ticket, 0)} keys, got {got}")
             self._answer(ticket, present)
         elif kind is not Kind.FORGOTTEN:
             super()._handle(kind, body)

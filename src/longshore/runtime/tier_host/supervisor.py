@@ -44,7 +44,8 @@ class HostProcess:
         is_eof: Whether no more answers will arrive.
     """
 
-    def __init__(self, program: Sequence[str], memory: int) -> None:
+    def __init__(self, program: Sequence[str], memory: int, tier: str = FILE) -> None:
+        self._tier = tier
         self.is_eof = False
         self._unsent = bytearray()
         self._frames = Frames()
@@ -99,7 +100,7 @@ class HostProcess:
 
     def reject(self, error: Exception) -> None:
         """Ignore the process after an invalid message; the watch kills it."""
-        _log.error("tier host (process %d) killed: invalid message: %s", self.pid, error)
+        _log.error("%s tier: tier host (process %d) killed: invalid message: %s", self._tier, self.pid, error)
         self.is_eof = True
 
     def wait(self, timeout: float | None) -> None:
@@ -246,7 +247,8 @@ class HostSupervisor:
         """Kill a process that has been silent for too long; `over`: it has sent a message, or none is expected."""
         self._silence.look(over=over)
         if self._silence.seconds >= SILENCE:
-            _log.error("tier host (process %d) killed: no message for %.0f s", process.pid, SILENCE)
+            message = "%s tier: tier host (process %d) killed: no message for %.0f s; look at the load of the machine"
+            _log.error(message, self._tier, process.pid, SILENCE)
             self._silence.seconds = 0.0
             process.kill()
 
@@ -268,7 +270,11 @@ class HostSupervisor:
     def _count_death(self, what: str) -> None:
         self.deaths += 1
         _log.error(
-            "tier host %s; %s tier blocks are misses until it is restarted, in %.1f s", what, self._tier, self._pause
+            "tier host %s; %s tier blocks are misses until it is restarted, in %.1f s; if it repeats, look for the "
+            "out-of-memory killer in dmesg",
+            what,
+            self._tier,
+            self._pause,
         )
         self._restart_at = self._clock() + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)

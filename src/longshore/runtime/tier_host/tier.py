@@ -2,7 +2,7 @@
 
     opening ──OPENED──► open ──(it dies)──► ending ──(reaped)──► away ──(pause)──► opening ...
 
-    HostedFileTier   files (here)              HostedRemoteTier   a store that replicas share (`store.py`)
+    HostedFileTier   files (here)              HostedRemoteTier   a store that replicas share (`remote.py`)
 
 When the process dies, its operations end as `Status.UNAVAILABLE`, but only once it is reaped: until then, its reads may
 still write to the arena. Until another process has opened the tier, new operations end as `UNAVAILABLE` at once: misses
@@ -137,7 +137,7 @@ class HostedTier(Tier):
         check_batch(batch, deadline, slabs=slabs, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
         newest = max((op.generation for op in batch), default=0)
         if newest > self._generation:
-            raise TierError(f"generation {newest} is newer than the last reset, generation {self._generation}")
+            raise TierError(f"generation {newest} is newer than the last reset ({self._generation})")
         ticket = self._new_ticket()
         self._in_flight[ticket] = len(batch)
         if self.is_away or not self._send(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
@@ -192,14 +192,18 @@ class HostedTier(Tier):
             case Kind.RESULT:
                 result = wire.parse_result(body)
                 if self._in_flight.get(result.ticket) != len(result.statuses):
-                    raise WireError(f"RESULT: {len(result.statuses)} statuses of ticket {result.ticket}")
+                    wanted = self._in_flight.get(result.ticket, 0)
+                    said = f"expected {wanted} statuses, got {len(result.statuses)}"
+                    raise WireError(f"RESULT: ticket {result.ticket}: {said}")
                 del self._in_flight[result.ticket]
                 self._results.append(result)
             case Kind.OPENED:
                 self._on_opened(body)
                 self._is_open = True
             case Kind.REFUSED:
-                _log.error("%s", _refusal(body))
+                _log.error(
+                    "restarted tier host cannot open the %s tier: %s; its blocks are misses", self.name, _refusal(body)
+                )
             case Kind.FAILURES:
                 self._failures = wire.parse_counts(body, self._failures)
             case Kind.ALIVE:
@@ -262,7 +266,7 @@ class HostedTier(Tier):
     # ------------------------------------------------------------------ inside
 
     def _start(self) -> HostProcess:
-        process = HostProcess(self._program, self._arena.fd)
+        process = HostProcess(self._program, self._arena.fd, self.name)
         process.send(frame(Kind.OPEN, wire.pack_json({**self._open_request, **self._order()})))
         return process
 
@@ -426,10 +430,14 @@ class HostedFileTier(HostedTier):
         """A process has opened the files: as the first did, if it is not that one."""
         opened, slabs = wire.parse_opened(body, OF_FILES), getattr(self, "slabs", None)
         sizes = tuple(PAGE + each for each in self.image_bytes)
-        if self._is_open or opened.slabs.image_bytes != sizes or slabs not in (None, opened.slabs):
-            raise WireError(f"OPENED: {opened.slabs}, for images of {self.image_bytes} bytes, after {slabs}")
-        if opened.generation < self._generation or opened.slabs.nbytes > self._open_request["capacity"]:
-            raise WireError(f"OPENED: generation {opened.generation} of {opened.slabs}, after {self._generation}")
+        if self._is_open:
+            raise WireError("OPENED received twice")
+        if opened.slabs.image_bytes != sizes or slabs not in (None, opened.slabs):
+            raise WireError(f"OPENED: expected {slabs or f'records of {sizes} bytes'}, got {opened.slabs}")
+        if opened.generation < self._generation:
+            raise WireError(f"OPENED: expected generation {self._generation} or later, got {opened.generation}")
+        if opened.slabs.nbytes > (capacity := self._open_request["capacity"]):
+            raise WireError(f"OPENED: expected at most {capacity} bytes, got {opened.slabs}")
         pending = PendingReset(Path(self._open_request["directory"]))  # the directory may be another one now
         if self._pending is not None:
             self._pending.close()

@@ -213,7 +213,7 @@ def parse_result(body: bytes) -> TierResult:
     with checked("RESULT"):
         ticket, nbytes, seconds, queued = _RESULT.unpack_from(body)
         if not (math.isfinite(seconds) and math.isfinite(queued)):
-            raise WireError(f"{seconds} seconds moving, {queued} queued")
+            raise WireError(f"expected finite times, got {seconds} s moving and {queued} s queued")
         return TierResult(ticket, tuple(_STATUSES[number] for number in body[_RESULT.size :]), nbytes, seconds, queued)
 
 
@@ -246,7 +246,7 @@ def parse_opened(body: bytes, known: Iterable[str]) -> OpenedReply:
         others = np.frombuffer(body[end:behind], "<u8").tolist()
         found = _parse_found(body[behind:])
         if max(others, default=0) >= max(slabs.indices, 1):
-            raise WireError(f"slot {max(others)} of {slabs.indices}")
+            raise WireError(f"expected slots below {slabs.indices}, got {max(others)}")
         try:
             for pool in np.unique(found.pools).tolist():
                 slabs.offsets(pool, found.slots[found.pools == pool])

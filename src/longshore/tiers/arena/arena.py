@@ -351,7 +351,8 @@ class Arena:
 
     def _count_fallback(self, reason: Fallback, about: str) -> None:
         self._fallbacks[reason] += 1
-        _log.warning("host arena: %s (%s); copies may be slower", about, reason.value)
+        advice = "see Limits of the machine in docs/operations.md"
+        _log.warning("host arena: %s (%s); copies may be slower; %s", about, reason.value, advice)
 
 
 def _map(nbytes: int, alignment: int, fd: int | None, *, shared: bool) -> Memory:

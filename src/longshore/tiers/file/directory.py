@@ -111,8 +111,9 @@ class Directory:
                 free = self.io.free_bytes(self._fd) if any(missing.values()) else 0
             if sum(missing.values()) > free:
                 raise TierError(
-                    f"{self.path}: expected room for {sum(missing.values())} more bytes (capacity "
-                    f"{sum(files.values())}), the file system has {free} free"
+                    f"{self.path}: expected room for {sum(missing.values()) / 2**20:.1f} MiB more (capacity "
+                    f"{sum(files.values()) / 2**20:.1f} MiB), the file system has {free / 2**20:.1f} MiB free; lower "
+                    "file_size, or free disk space"
                 )
             with contextlib.ExitStack() as restore:
                 for name in filter(missing.get, files):
@@ -254,7 +255,7 @@ class Directory:
             raise TierError(f"{path}: expected a regular file, got mode {status.st_mode:#o}")
         _check_owner(status, path)
         if status.st_nlink != 1:
-            raise TierError(f"{path}: expected a file with one name, got {status.st_nlink} links to it")
+            raise TierError(f"{path}: file has {status.st_nlink} hard links, expected 1")
         if stat.S_IMODE(status.st_mode) != 0o600 and not self._unlocked:
             self.io.fchmod(fd, 0o600)
 
@@ -265,7 +266,7 @@ class Directory:
                 self.io.ftruncate(fd, nbytes)
         except OSError as error:
             _log.warning(
-                "%s takes more space than it needs: it cannot be truncated to %d bytes: %s",
+                "%s takes more space than it needs: it cannot be truncated to %d bytes: %s; check the file system",
                 self.path / name,
                 nbytes,
                 error.strerror,

@@ -166,7 +166,7 @@ class Executor:
             self._thread.start()
         except RuntimeError as error:
             queue.close()
-            raise TierError(f"expected a thread, the system gave none: {error}") from error
+            raise TierError(f"{name}: cannot start thread: {error}") from error
 
     def submit(self, ops: Sequence[TierOp], tasks: Sequence[Task], deadline: float) -> int:
         """Queue checked `ops`, all of them in `tasks`, each of one kind; a ticket."""
@@ -235,7 +235,8 @@ class Executor:
             try:
                 self.at_end()
             except Exception:  # noqa: BLE001 - the batch has ended all the same
-                _log.exception("completion callback raised; batch %d is done", batch.ticket)
+                message = "file tier: the callback of batch %d raised; its results wait for the next poll; report this"
+                _log.exception(message, batch.ticket)
 
     # ------------------------------------------------------------------ the thread
 

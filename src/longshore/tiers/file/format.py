@@ -139,7 +139,7 @@ def parse_header(page: bytes) -> RecordHeader:
     if flags & ~HAS_PARENT:
         raise FormatError(f"record header: unknown flags {flags:#06x}")
     if not flags and parent != NO_PARENT:
-        raise FormatError("record header: a parent without the flag that says so")
+        raise FormatError("record header: parent set, flag missing")
     if not length:
         raise FormatError("record header: an image of length 0")
     check_padding("record header", page, _RECORD.size)
@@ -188,7 +188,7 @@ def parse_reset(page: bytes) -> int:
     check_page("reset", page, RESET_MAGIC)
     _, _, zero, generation = _RESET.unpack_from(page)
     if zero:
-        raise FormatError(f"reset: expected 0 behind the version, got {zero}")
+        raise FormatError(f"reset: non-zero reserved field {zero:#x}")
     check_padding("reset", page, _RESET.size)
     return int(generation)
 
@@ -335,7 +335,7 @@ def parse_checkpoint_body(header: CheckpointHeader, body: bytes) -> Entries:
     entries = np.frombuffer(body, ENTRY)
     right = describes(entries)
     if not right.all():
-        raise FormatError(f"checkpoint: entry {int(right.argmin())} describes no record")
+        raise FormatError(f"checkpoint: invalid entry {int(right.argmin())}")
     slots = np.sort(entries["slot"])
     if (slots[1:] == slots[:-1]).any():
         raise FormatError("checkpoint: two entries for one slot")

@@ -275,7 +275,9 @@ class GdsImageIO:
                 file.close()
             if not self._strict:
                 _log.warning(
-                    "GPUDirect Storage is not available (%s); file I/O goes through host memory, which is slower", error
+                    "GPUDirect Storage is not available (%s); file I/O goes through host memory, which is slower; "
+                    "install cuFile (libcufile), or set another file_mode",
+                    error,
                 )
             self._count_fallback("no_gds", error)
             return None

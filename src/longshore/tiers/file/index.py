@@ -286,7 +286,8 @@ class RecordIndex:
     def _journal_failed(self, error: OSError) -> None:
         if not self._missing:
             _log.warning(
-                "%s: cannot be written: %s; newer records are lost if the process ends before the next checkpoint",
+                "%s: cannot be written: %s; newer records are lost if the process ends before the next checkpoint; "
+                "check the disk",
                 self._directory.path / journal_name(self._journal.epoch),
                 error,
             )

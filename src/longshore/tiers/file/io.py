@@ -122,7 +122,7 @@ class ThreadQueue:
             except RuntimeError as error:
                 del self._threads[started:]
                 self.close()
-                raise TierError(f"expected {threads} threads, the system gave {started}: {error}") from error
+                raise TierError(f"{name}: cannot start thread {started + 1} of {threads}: {error}") from error
 
     def submit(self, pieces: Sequence[Piece], /, *, writing: bool) -> list[int]:
         """As `IoQueue.submit`."""

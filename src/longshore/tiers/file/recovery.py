@@ -133,7 +133,8 @@ def _read_checkpoint(directory: Directory, file: int) -> _Checkpoint | None:
         body = directory.read(name, header.records * fmt.ENTRY.itemsize, PAGE)
         return _Checkpoint(header.epoch, header.known, fmt.parse_checkpoint_body(header, body))
     except FormatError as error:
-        _log.info("recovery: %s ignored: %s", directory.path / name, error)
+        why = "recovery: %s is not used: %s; the other checkpoint is read, or the record headers, which is slower"
+        _log.info(why, directory.path / name, error)
         return None
 
 
@@ -145,7 +146,8 @@ def _read_journal(directory: Directory, file: int) -> int | None:
     try:
         return fmt.parse_journal_header(page)
     except FormatError as error:
-        _log.info("recovery: %s ignored: %s", directory.path / journal_name(file), error)
+        why = "recovery: %s is not used: %s; an older checkpoint is read, or the record headers, which is slower"
+        _log.info(why, directory.path / journal_name(file), error)
         return None
 
 
@@ -223,7 +225,8 @@ def scan(segment: Segment, slabs: Slabs) -> Entries:
         with ThreadPoolExecutor(_THREADS) as threads:
             found = [header for some in threads.map(headers, ranges) for header in some]
     except RuntimeError as error:
-        _log.warning("recovery: reading record headers one by one, which is slower: no threads (%s)", error)
+        message = "recovery: %s: reading record headers one by one, which is slower: cannot start threads: %s"
+        _log.warning(message, segment.path, error)
         found = headers(range(slabs.slabs))
     found.sort(key=lambda header: header.sequence)
     newest = {header.slot: header for header in found}
@@ -245,7 +248,8 @@ def _header(segment: Segment, slabs: Slabs, slot: int, pool: int, page: memoryvi
     except FormatError:
         return None
     except OSError as error:
-        _log.warning("recovery: the record in slot %d is lost: its header cannot be read: %s", slot, error)
+        message = "recovery: %s: the record in slot %d is lost: its header cannot be read: %s; check the disk"
+        _log.warning(message, segment.path, slot, error)
         return None
     return header if header is not None and (header.slot, header.pool) == (slot, pool) else None
 

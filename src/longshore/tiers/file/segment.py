@@ -37,17 +37,18 @@ class Segment:
         direct: Whether reads and writes bypass the page cache. Then addresses, offsets and lengths must be aligned
             to `PAGE`.
         fd: Its descriptor.
+        path: The file, for logs.
     """
 
     def __init__(self, directory: Directory, nbytes: int) -> None:
         self._io = directory.io
-        self._path = directory.path / SEGMENT
+        self.path = directory.path / SEGMENT
         self.fd = directory.reserve(SEGMENT, nbytes)
         try:
             self.direct = self._io.enable_direct(self.fd)
         except OSError as error:
             self._io.close(self.fd)
-            raise TierError(f"{self._path}: cannot be used: {error.strerror}") from error
+            raise TierError(f"{self.path}: cannot be used: {error.strerror}") from error
 
     def open_queue(self, pieces: int, buffers: int) -> IoQueue | None:
         """Asynchronous I/O for `pieces` of at most `buffers`; `None` if the system has none."""
@@ -57,7 +58,7 @@ class Segment:
             _log.warning(
                 "%s: no asynchronous I/O (%s); falling back to a thread pool, which is slower: on ext4 or xfs, check "
                 "fs.aio-max-nr",
-                self._path,
+                self.path,
                 error.strerror,
             )
             return None
@@ -71,7 +72,7 @@ class Segment:
                     self._io.fsync(self.fd)
                 self._io.drop_cache(self.fd, piece.offset, moved)
         except OSError as error:
-            _log.debug("%s: %s at byte %d failed: %s", self._path, "write" if writing else "read", piece.offset, error)
+            _log.debug("%s: %s at byte %d failed: %s", self.path, "write" if writing else "read", piece.offset, error)
             return -error.errno if error.errno in FULL | {errno.EINTR} else -errno.EIO
         return moved
 

@@ -233,7 +233,7 @@ class FileTier(Tier):
         newest = max((op.generation for op in batch), default=0)
         if newest > self._stored_generation:
             # After a crash, such a record would be of an unknown generation, and could be served after a later reset.
-            raise TierError(f"generation {newest} was never given to forget(), which knows {self._stored_generation}")
+            raise TierError(f"generation {newest} is newer than the last reset ({self._stored_generation})")
         if self._health.allows(Op.WRITE):
             # All at once, in one system call; `_write` invalidates what was inserted since, or what failed.
             with contextlib.suppress(OSError):

@@ -390,7 +390,7 @@ class NodesTier(KeyedTier):
 
     def _check_known(self, generation: int) -> None:
         if generation > self._generation:
-            raise TierError(f"generation {generation} was never given to forget(), which knows {self._generation}")
+            raise TierError(f"generation {generation} is newer than the last reset ({self._generation})")
 
     # ------------------------------------------------------------------ nodes and slots
 

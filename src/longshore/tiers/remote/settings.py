@@ -344,7 +344,7 @@ def _check(settings: RemoteSettings, options: Mapping[str, object]) -> None:
         if not Path(path := getattr(settings, name)).is_absolute():
             raise ConfigError(f"remote store: {name}: expected an absolute path{_shown(path, ', got ')}")
     if bool(settings.cert_file) != bool(settings.key_file):
-        raise ConfigError("remote store: cert_file and key_file need each other")
+        raise ConfigError("remote store: cert_file and key_file: set both or neither")
     tls_only = {"ca_file", "cert_file", "key_file", "server_name"} & options.keys()
     if tls_only and not settings.tls:
         raise ConfigError(f"remote store: {', '.join(sorted(tls_only))}: only for valkeys://, rediss:// and https")
@@ -394,7 +394,7 @@ def _size(name: str, text: str) -> int:
 
 def _number(name: str, text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 6:
-        raise ConfigError(f"remote store: {name}: expected a small number{_shown(text, ', got ')}")
+        raise ConfigError(f"remote store: {name}: expected a number from 0 to 999999{_shown(text, ', got ')}")
     return int(text)
 
 

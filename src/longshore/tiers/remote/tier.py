@@ -204,7 +204,7 @@ class RemoteTier(KeyedTier):
         check_batch(batch, deadline, slabs=None, image_bytes=self.image_bytes, arena_bytes=nbytes)
         newest = max((op.generation for op in batch), default=0)
         if newest > self._generation:
-            raise TierError(f"generation {newest} was never given to forget(), which knows {self._generation}")
+            raise TierError(f"generation {newest} is newer than the last reset ({self._generation})")
         views = [self._arena.view(op.offset, op.length) for op in batch]
         with self._lock:
             self._tickets += 1
@@ -255,7 +255,7 @@ class RemoteTier(KeyedTier):
             check_digest("a key", each)
         check_generation(generation)
         if generation > self._generation:
-            raise TierError(f"generation {generation} was never given to forget(), which knows {self._generation}")
+            raise TierError(f"generation {generation} is newer than the last reset ({self._generation})")
         with self._lock:
             self._tickets += 1
             if generation < self._generation or not keys:
@@ -524,7 +524,8 @@ class RemoteTier(KeyedTier):
     def _as_failure(self, error: Exception) -> StoreError:
         if isinstance(error, StoreError):
             return error
-        _log.error("remote tier %s (%s): an I/O thread raised", self.name, self.settings, exc_info=error)
+        what = "remote tier %s (%s): an I/O thread raised; the operation failed; report this with the traceback"
+        _log.error(what, self.name, self.settings, exc_info=error)
         return StoreError("broken", f"{type(error).__name__} in its client", Status.IO_ERROR)
 
     def _failed(self, error: StoreError, times: int = 1) -> None:

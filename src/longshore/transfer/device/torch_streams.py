@@ -120,7 +120,7 @@ class Point(DeviceEvent):
         """Seconds between two points by the device's clock. Both have passed and are not released."""
         with self._pool.lock:
             if self._event is None or later._event is None:
-                raise RuntimeError("expected two points that are still held, got one that was released")
+                raise RuntimeError("event already released")
             return float(self._event.elapsed_time(later._event)) / 1000
 
     def _has_passed(self) -> bool:
@@ -270,11 +270,13 @@ def pinned_or_pageable(accelerator: Accelerator, fallbacks: Fallbacks, nbytes: i
     """Pinned host memory if available, else pageable memory, which is logged and counted."""
     try:
         return accelerator.pinned_bytes(nbytes)
-    except RuntimeError:
+    except RuntimeError as error:
         _log.warning(
-            "cannot allocate %d bytes of pinned memory; copies to %s use pageable memory, which is slower",
+            "cannot allocate %d bytes of pinned memory; copies to %s use pageable memory, which is slower; free host "
+            "memory, or raise ulimit -l: %s",
             nbytes,
             accelerator.device,
+            error,
         )
         fallbacks.count("unpinned_stage")
         return torch.empty(nbytes, dtype=torch.uint8)

@@ -108,7 +108,7 @@ def take_ring(accelerator: Accelerator, fallbacks: Fallbacks, nbytes: int, large
             return Ring(accelerator, nbytes // part, largest_page)
         except RuntimeError as error:
             _log.warning(
-                "cannot allocate a staging buffer of %d bytes on %s; copies may be slower: %s",
+                "cannot allocate a staging buffer of %d bytes on %s; copies may be slower; free device memory: %s",
                 nbytes // part,
                 accelerator.device,
                 error,
