@@ -382,6 +382,8 @@ class KeyTable:
         """`keys` as an array of what the table has, for digests of this `length`."""
         if self._rows.dtype != object:
             return np.frombuffer(b"".join(keys), np.dtype((np.void, length)))
+        if wrong := [key for key in keys if not isinstance(key, bytes)]:
+            raise no_key(wrong[0])
         of = np.empty(len(keys), object)
         of[:] = keys
         return of

@@ -132,12 +132,11 @@ class EventLog:
 
     def arrived(self, index: Nodes, names: Sequence[str], nodes: Sequence[int], tier: int) -> None:
         """Copies of `nodes` have become ready in `tier`; `names` are those of all tiers."""
-        for node in nodes:
+        for node, parent in zip(nodes, index.before(nodes), strict=True):
             others = [each for each in index.tiers if each != tier and index.is_ready(node, each)]
             kind = EventKind.MOVED if others else EventKind.STORED
             # A copy goes down from the tier above, and comes up from the warmest that had it.
             source = names[max((each for each in others if each < tier), default=others[0])] if others else ""
-            (parent,) = index.before((node,))
             self.record(kind, [index.key[node]], tier=names[tier], parent=parent, source=source)
 
     def lost(self, index: Nodes, names: Sequence[str], node: int, tier: int, cause: str) -> None:

@@ -63,9 +63,8 @@ from longshore.errors import CacheError
 class TieredCache:
     """The control plane of one engine: an index over `tiers`, warmest first, below the engine's own device cache.
 
-    Calls name chunks by `Mapping`s from the number of a KV cache group to `GroupKeys`; an engine with one group has
-    `{0: GroupKeys(keys)}`. Times are seconds on the caller's clock. Invalid arguments raise `CacheError`. A `Runtime`
-    replaces each public method of its cache by one that also logs the call (`longshore.runtime.containment`).
+    Calls name chunks by `Mapping`s from the number of a KV cache group to `GroupKeys`. Times are seconds.
+    Invalid arguments raise `CacheError`. A `Runtime` logs each call of its methods (`longshore.runtime.containment`).
     """
 
     def __init__(

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, FreeList, KeyTable, column, marks, numbers, zeros
+from longshore.cache.columns import FEW, LISTS, FreeList, KeyTable, column, marks, numbers, zeros
 from longshore.cache.pool import READY, SlotPool
 from longshore.errors import CacheError, IntegrityError
 
@@ -181,9 +181,6 @@ _FAR = -(1 << 30)
 NONE = -1
 """No slot."""
 
-_MANY = 64
-"""From this number of nodes on, array operations are faster than a loop."""
-
 
 class Nodes:
     """Nodes by key over the slots of `pools`, warmest tier first."""
@@ -252,8 +249,9 @@ class Nodes:
 
     def ready(self) -> list[tuple[int, Key]]:
         """Tier and key of each copy that is ready."""
-        nodes = self.entered().tolist()
-        return [(tier, self.key[node]) for node in nodes for tier in self.tiers if self.is_ready(node, tier)]
+        nodes = self.entered()
+        ready = {tier: self.key[nodes[self.are_ready(nodes, tier)]] for tier in self.tiers}
+        return [(tier, key) for tier, keys in ready.items() for key in keys.tolist()]
 
     def get(self, key: Key) -> int:
         """The node of `key`; `ROOT` if no tier has it. Raises `CacheError` if `key` is not bytes."""
@@ -313,6 +311,8 @@ class Nodes:
 
     def pools_of(self, nodes: Sequence[int]) -> list[int]:
         """`pool_of` for many."""
+        if len(nodes) < FEW:
+            return list(map(self.pool_of, nodes))
         at = np.array(nodes, np.int32)
         pools = np.full(len(at), NONE)
         for tier in self.tiers:

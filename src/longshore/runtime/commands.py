@@ -91,8 +91,8 @@ class _PinnedPrompt:
     def exists(self) -> bool:
         """Whether the tiers still have any of it; a reset may have removed it."""
         for runtime, lease in self.leases:
-            with runtime.observe() as cache:
-                if lease is not None and cache.progress(lease).runs:
+            with runtime.observe() as cache:  # after a fault, it cannot be asked
+                if lease is not None and (runtime.fault is not None or cache.progress(lease).runs):
                     return True
         return False
 

@@ -31,7 +31,7 @@ from longshore.errors import IntegrityError, LongshoreError
 _log = logging.getLogger(__name__)
 _KEPT = 512
 _KEPT_BYTES = 16 << 20
-_READ_ONLY = frozenset({"stats", "check_integrity", "progress"})
+_READ_ONLY = frozenset({"stats", "ready", "check_integrity", "progress"})
 LOOPS_OWN = frozenset({"apply", "take", "end_step", "flush", "reset", "check_integrity"})
 """Methods whose every exception is a fault."""
 

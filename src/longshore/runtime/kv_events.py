@@ -85,7 +85,9 @@ class KVEventPublisher:
         self._topic = topic.encode()
         self._chunk_tokens = chunk_tokens
         self._announced: Announcements[_Block] = Announcements()
-        self._described: deque[tuple[Key, _Block]] = deque(maxlen=_DESCRIBED)
+        self._described: deque[tuple[Key, Key | None, Sequence[int]]] = deque()
+        self._pending: set[Key] = set()
+        """The keys in `_described`: a request that waits is described again and again."""
         self._lately: dict[Key, _Block] = {}
         """The chunks described last: what is in no tier now may be stored at any time."""
         self._kept: deque[tuple[bytes, bytes]] = deque()
@@ -112,9 +114,10 @@ class KVEventPublisher:
         """
         size = self._chunk_tokens
         for at, key in enumerate(keys[first:], first):
-            if key not in self._lately:
+            if key not in self._lately and key not in self._pending and len(self._described) < _DESCRIBED:
+                self._pending.add(key)
                 mine = tokens[(at - first) * size : (at - first + 1) * size]
-                self._described.append((key, _Block(keys[at - 1] if at else None, tuple(int(token) for token in mine))))
+                self._described.append((key, keys[at - 1] if at else None, mine))
 
     def publish(self, events: Iterable[Event], ready: Iterable[tuple[str, Key]] = ()) -> None:
         """Publish what `events` mean as one batch; nothing if they mean nothing.
@@ -186,10 +189,12 @@ class KVEventPublisher:
         """The changes of chunks that tiers had before their tokens were known."""
         changes: list[Change[_Block]] = []
         while self._described:
-            key, block = self._described.popleft()
+            key, parent, tokens = self._described.popleft()
+            block = _Block(parent, tuple(map(int, tokens)))
             if self._announced.has(key):
                 changes += self._announced.name(key, block)
             self._lately[key] = block
+            self._pending.discard(key)
             if len(self._lately) > _DESCRIBED:
                 del self._lately[next(iter(self._lately))]
         return changes

@@ -186,3 +186,31 @@ def test_what_is_redirected_at_closing_is_not_sent_on(servers: tuple[Redirecting
     tier.close()
     assert tier.poll()[0].statuses == (Status.TIER_OFF,)
     assert other.asked == 0
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_node_without_a_map_hides_no_other(servers: tuple[Redirecting, Redirecting], empty: int) -> None:
+    """As after `CLUSTER RESET` of a node, or where it has lost its configuration."""
+    full = servers[1 - empty]
+    servers[empty].reply = b"*0\r\n"
+    full.reply = b"*1\r\n*3\r\n:0\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % (SLOTS - 1, full.port)
+    url = "valkey-cluster://{},{}?connect_timeout=20s".format(*(f"127.0.0.1:{each.port}" for each in servers))
+    tier = ClusterTier(url, arena=Arena(IMAGE), image_bytes=IMAGE, namespace=bytes(32))
+    try:
+        give_up = time.monotonic() + 30
+        while tier._owners != {ClusterNode("127.0.0.1", full.port)}:
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+    finally:
+        tier.close()
+
+
+def test_a_host_that_cannot_be_is_a_node_that_is_away(servers: tuple[Redirecting, Redirecting]) -> None:
+    servers[0].reply = b"-MOVED 1 a..b:7000\r\n"
+    url = f"valkey-cluster://127.0.0.1:{servers[0].port}?connect_timeout=20s&fetch_timeout=20s&write_timeout=20s"
+    tier = ClusterTier(url, arena=Arena(2 * IMAGE), image_bytes=IMAGE, namespace=bytes(32))
+    try:
+        assert statuses(tier) == (Status.UNAVAILABLE, Status.UNAVAILABLE)
+        assert tier._thread.is_alive()
+    finally:
+        tier.close()

@@ -509,15 +509,15 @@ class TieredAllocator(FullAttentionCacheAllocator):
             first = tail.position
             run = [tail]
             while first and (parent := self._chunks.get(tail.path[first - 1])) is not None:
-                run.insert(0, parent)
+                run.append(parent)
                 first -= 1
+            run.reverse()
             done.update(tail.path[first : tail.position + 1])
             blocks = [block for chunk in run for block in chunk.blocks]
             keys, text = tail.path[: tail.position + 1], None
-            for chunk in run:
-                stack.describe(tail.path[: chunk.position + 1], chunk.position, chunk.tokens or ())
             known = [np.array(chunk.tokens, np.uint32) for chunk in run if chunk.tokens is not None]
             if known:  # of the chunks before them nothing is asked
+                stack.describe(keys, tail.position + 1 - len(known), np.concatenate(known).tolist())
                 text = Text(np.concatenate([np.zeros(first * len(known[0]), np.uint32), *known]), stack.scope.root)
             path = GroupKeys(keys, first, text=text, prompt=tail.prompt, retention=tail.retention)
             self._store(stack, path, blocks, evicting=True)

@@ -211,7 +211,14 @@ class EventTranslator:
             medium, owner = _MEDIA.get(tier, Medium.STORAGE), None if is_own else tier
             yield OffloadingEvent(keys, medium, removed, where, owner, removal_expected=True)
 
-    def _changes(self, cache: TieredCache) -> Iterator[Change[OffloadKey]]:
+    def _changes(self, cache: TieredCache) -> Iterable[Change[OffloadKey]]:
+        changes = list(self._of_events(cache))
+        if not self.were_cleared:
+            return changes
+        self.were_cleared = False
+        return self._announced.again()
+
+    def _of_events(self, cache: TieredCache) -> Iterator[Change[OffloadKey]]:
         for event in cache.events():
             if event.kind is EventKind.GAP:
                 yield from self._announced.reconcile(cache.ready())
@@ -219,6 +226,3 @@ class EventTranslator:
                 self._announced.clear()  # vLLM says so itself: all blocks are cleared
             else:
                 yield from self._announced.changes(event)
-        if self.were_cleared:
-            self.were_cleared = False
-            yield from self._announced.again()

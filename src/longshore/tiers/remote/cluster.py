@@ -295,13 +295,14 @@ class NodesTier(KeyedTier):
 
     def close(self) -> None:
         """As `RemoteTier.close`, for all nodes at once."""
+        if os.getpid() != self._pid:  # another thread may have had the lock when this process was forked
+            self._closed = True
+            for each in list(self._nodes.values()):
+                each.close()
+            return
         with self._lock:
             self._closed = True
             nodes = list(self._nodes.values())
-        if os.getpid() != self._pid:
-            for each in nodes:
-                each.close()
-            return
         self._closing.set()
         self._wanted.set()
         closing = [threading.Thread(target=each.close, name="longshore-close", daemon=True) for each in nodes]
@@ -473,7 +474,8 @@ class ClusterTier(NodesTier):
 
     @property
     def _is_restless(self) -> bool:
-        return None in self._owners or any(each.is_away for each in self._nodes.values())
+        nodes = self._nodes.items()
+        return None in self._owners or any(each.is_away or node not in self._kept for node, each in nodes)
 
     def _node_of(self, name: bytes) -> ClusterNode | None:
         return self._asks.pop(name, None) or self._slots[slot_of(name)]
@@ -490,17 +492,24 @@ class ClusterTier(NodesTier):
         kind, _, where = error.partition(b" ")
         host, _, port = where.rpartition(b" ")[2].rpartition(b":")
         self._wanted.set()
-        if kind == b"CLUSTERDOWN" or not (port.isdigit() and 0 < int(port) <= _LAST_PORT):
+        if kind == b"CLUSTERDOWN" or host == b"?" or not (port.isdigit() and 0 < int(port) <= _LAST_PORT):
             return
         to = ClusterNode(host.decode(errors="replace") or node.host, int(port), asking=kind == b"ASK")
-        if not to.asking:
-            self._owners.add(to)
-            self._slots[slot_of(name)] = to
-        elif len(self._asks) < _MOST_ASKS:
+        with self._lock:
+            if not to.asking:
+                self._owners.add(to)
+                self._slots[slot_of(name)] = to
+                return
+            if len(self._asks) >= _MOST_ASKS:  # the oldest, whose operation may have ended meanwhile
+                del self._asks[next(iter(self._asks))]
             self._asks[name] = to
 
     def _refresh(self) -> None:
-        """Read the map from the first node that answers; without one, it stays as it is."""
+        """Read the map from the first node that knows an owner of each slot, or else from the one that knows most.
+
+        A node that was reset, or has lost its configuration, knows none. If no node answers, the map stays as it is.
+        """
+        best: SlotMap | None = None
         with self._lock:
             known = sorted(self._nodes, key=lambda node: self._nodes[node].is_away)
             candidates = dict.fromkeys(node._replace(asking=False) for node in [*known, *self._named])
@@ -515,6 +524,10 @@ class ClusterTier(NodesTier):
                     session.close()
             except StoreError:
                 continue
+            if best is None or slots.count(None) < best.count(None):
+                best = slots
+            if None not in best:
+                break
+        if best is not None:
             with self._lock:
-                self._slots, self._owners = slots, set(slots)
-            return
+                self._slots, self._owners = best, set(best)

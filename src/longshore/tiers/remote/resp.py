@@ -447,7 +447,10 @@ class RespStore:
 
     def _open_tcp(self, deadline: Deadline) -> Stream:
         settings = self._settings
-        sock = socket.create_connection((settings.host, settings.port), timeout=settings.connect_timeout)
+        try:
+            sock = socket.create_connection((settings.host, settings.port), timeout=settings.connect_timeout)
+        except UnicodeError:
+            raise OSError(f"{settings.host!r} is not the name of a host") from None
         with _closed_on_error(sock):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._certificates is None:
