@@ -68,8 +68,8 @@ def test_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_every_setting_can_be_set_or_is_refused_with_reason(setting: str, tmp_path: Path) -> None:
     default = Config.make().model_dump(mode="json")[setting]
     text = str(tmp_path / "x") if default is None else str(default)
-    if setting == "remote":
-        text = f"file://{tmp_path}"
+    if isinstance(default, list):
+        text = {"remote": f"file://{tmp_path}", "peer_networks": "10.0.0.0/8"}[setting]
     if isinstance(default, dict):
         text = json.dumps(default)
     options = ["--host-size", "1MiB", "--no-check", "--set", f"{setting}={text}"]
