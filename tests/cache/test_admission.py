@@ -123,7 +123,7 @@ def popular(**how: object) -> Tiers:
 
 
 @pytest.mark.parametrize("how", [{}, {"remote": ["far"]}, {"is_served": True}, {"admission": False}], ids=str)
-def test_host_memory_refuses_new_paths_unless_others_are_offered_them(how: dict[str, Any]) -> None:
+def test_host_memory_refuses_new_paths_unless_others_are_offered(how: dict[str, Any]) -> None:
     """All that both tiers have was used for long; a new prompt is larger than what is free."""
     tiers = popular(**how)
     tiers.serve(range(900, 930))

@@ -247,7 +247,7 @@ def test_a_full_store_says_so(tmp_path: Path, shared: Callable[..., TierHarness]
 # Faults
 
 
-def test_a_stopped_master_ends_requests_at_their_deadlines_and_no_process_is_left_to_write(
+def test_a_stopped_master_ends_requests_in_time_without_late_writers(
     own: LocalMooncake, shared: Callable[..., TierHarness]
 ) -> None:
     harness = shared(own.url(SHORT), failures=10**9)
@@ -311,7 +311,7 @@ def test_a_machine_that_dies_costs_its_values_alone(own: LocalMooncake, shared: 
     assert ask(harness, 2) == (False,)
 
 
-def test_a_client_that_was_killed_idle_is_replaced_without_a_miss(
+def test_a_client_killed_while_idle_is_replaced_without_misses(
     mooncake: LocalMooncake, shared: Callable[..., TierHarness]
 ) -> None:
     harness = shared(mooncake.url(PATIENT))
@@ -447,7 +447,7 @@ def test_its_package_is_not_imported_unless_a_store_is_configured() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_two_stacks_share_blocks_and_their_memory_is_shared_with_the_client(mooncake: LocalMooncake) -> None:
+def test_two_stacks_share_blocks_and_memory_with_the_client(mooncake: LocalMooncake) -> None:
     rows = torch.randint(0, 256, (8, 4 * 65536), dtype=torch.uint8, generator=torch.manual_seed(3))
     layout = from_rows(rows, pages_per_block=4, block_size=16)
     scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=16, salt=os.urandom(8).hex())

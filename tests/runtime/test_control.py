@@ -384,7 +384,7 @@ def several(request: pytest.FixtureRequest) -> Iterator[Several]:
         runtime.close()
 
 
-def test_a_lookup_of_several_groups_says_what_all_of_them_serve(several: Several) -> None:
+def test_a_lookup_of_several_groups_says_what_all_serve(several: Several) -> None:
     tokens = prompt(1, chunks=9)
     several.store(FULL, tokens, slice(0, 7))
     several.store(WINDOW, tokens, slice(1, 3))

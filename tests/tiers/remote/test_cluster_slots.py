@@ -205,7 +205,7 @@ def test_a_node_without_a_map_hides_no_other(servers: tuple[Redirecting, Redirec
         tier.close()
 
 
-def test_a_host_that_cannot_be_is_a_node_that_is_away(servers: tuple[Redirecting, Redirecting]) -> None:
+def test_an_impossible_host_is_a_node_that_is_away(servers: tuple[Redirecting, Redirecting]) -> None:
     servers[0].reply = b"-MOVED 1 a..b:7000\r\n"
     url = f"valkey-cluster://127.0.0.1:{servers[0].port}?connect_timeout=20s&fetch_timeout=20s&write_timeout=20s"
     tier = ClusterTier(url, arena=Arena(2 * IMAGE), image_bytes=IMAGE, namespace=bytes(32))
