@@ -26,7 +26,6 @@ from longshore.cache.eviction.hit_rates import (
     GhostList,
     HitRates,
     Spans,
-    event,
 )
 from longshore.trace.experiment import key_of
 
@@ -212,10 +211,10 @@ class GittinsModel(Model):
         elif state[1] == self.now:
             new = state[0]
         else:
-            self.hit_rates.record(event(RETURNED, *state, self.age(state[1])))
+            self.hit_rates.record(RETURNED, *state, self.age(state[1]))
             new = AGAIN[state[0] & HOW] | GAP_OF[self.age(state[1])] | self.length
         if state is None or state[1] != self.now:
-            self.hit_rates.record(event(BECAME, new, self.now))
+            self.hit_rates.record(BECAME, new, self.now)
         self.blocks.append(block)  # the last one was used last
         self.state[block] = new, self.now
         self.last = new
@@ -234,7 +233,7 @@ class GittinsModel(Model):
         state, when = self.state.pop(victim)
         self.blocks.remove(victim)
         if forgotten := self.ghosts.insert(key_of(victim), when, state):
-            self.hit_rates.record(event(FORGOTTEN, forgotten[1], forgotten[0], self.age(forgotten[0])))
+            self.hit_rates.record(FORGOTTEN, forgotten[1], forgotten[0], self.age(forgotten[0]))
 
     def list_of(self, block: int) -> tuple[int, int]:
         state, when = self.state[block]
