@@ -50,7 +50,7 @@ class Crowd(serving.Engine):
                 if damages:
                     with self.manager._runtime.observe() as cache:
                         policy = cache._state.policies[0]
-                        policy.remove_all(np.flatnonzero(policy.resident(len(policy.names))).tolist())
+                        policy.remove_all(np.flatnonzero(policy.resident(cache._state.index.size)).tolist())
                 elif not engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
                     raise RuntimeError("the prefix cache was not reset")
         return {"ended": ended, "aborted": len(aborted), "preempted": before_reset, "was_reset": is_reset}
