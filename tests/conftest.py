@@ -54,8 +54,8 @@ def edges_taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
     step = pool.step
 
-    def counted(state: int, to: int) -> int:
-        after = step(state, to)
+    def counted(state: int, to: int, where: str = "") -> int:
+        after = step(state, to, where)
         taken[pool.STATES[state], pool.STATES[to]] += 1
         return after
 

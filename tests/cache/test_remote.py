@@ -478,7 +478,7 @@ def test_fetch_of_standalone_chunks_evicts_none_of_its_request() -> None:
 def test_names_and_rules_that_cannot_be_are_refused() -> None:
     with pytest.raises(CacheError, match="different names"):
         TieredCache([TierSpec(HOST, 1, 1)], remote=(HOST,))
-    with pytest.raises(CacheError, match="positive numbers of seconds"):
+    with pytest.raises(CacheError, match="a positive number of seconds"):
         CacheSettings(probe_timeout=0.0)
 
 

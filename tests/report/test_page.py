@@ -238,10 +238,7 @@ def test_limit_far_above_the_scale_is_text_not_line() -> None:
     assert 8 < layout["yaxis2"]["range"][1] < 20
 
 
-@pytest.mark.parametrize("module", ["plotly", "jinja2"])
-def test_what_reports_lack_is_said_before_the_work(
-    module: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ReportError, match=rf"{module}.*pip install"):
+def test_what_reports_lack_is_said_before_the_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ReportError, match=r"jinja2.*pip install"):
         ReportOptions(report=tmp_path / "report").check()

@@ -71,7 +71,7 @@ class TestOwnership:
         before = precious.read_bytes()
         directory.mkdir(mode=0o700)
         getattr(directory / name, kind)(precious)
-        with pytest.raises(TierError, match=r"symbolic link|2 links"):
+        with pytest.raises(TierError, match=r"symbolic link|2 hard links"):
             opener()
         assert precious.read_bytes() == before
 

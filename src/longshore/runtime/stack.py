@@ -493,10 +493,12 @@ def close_runtime(runtime: Runtime, flush_timeout: float = 30.0) -> bool:
     with runtime.observe() as cache:
         colder = [tier.name for tier in cache.stats() if tier.name != HOST] + list(runtime.stores)
     reason = f"waited {flush_timeout:g} s" if runtime.fault is None else "the control plane has failed"
-    what = f"before all blocks were written to {' and '.join(colder)}" if colder else "while copies were in flight"
+    what = "tiers closed while copies were in flight"
+    if colder:
+        what = f"tiers closed before all blocks were written to {' and '.join(colder)}"
     advice = ": allow more time to shut down, or set backup to write_through" if runtime.fault is None else ""
     loss = f"; the others are misses after a restart{advice}" if colder else ""
-    _log.warning("tiers closed %s (%s)%s", what, reason, loss)
+    _log.warning("%s (%s)%s", what, reason, loss)
     return False
 
 

@@ -524,7 +524,7 @@ class RemoteTier(KeyedTier):
     def _as_failure(self, error: Exception) -> StoreError:
         if isinstance(error, StoreError):
             return error
-        _log.error("remote tier %s (%s): an operation failed; report this", self.name, self.settings, exc_info=error)
+        _log.error("remote tier %s (%s): an I/O thread raised; report this", self.name, self.settings, exc_info=error)
         return StoreError("broken", f"{type(error).__name__} in its client", Status.IO_ERROR)
 
     def _failed(self, error: StoreError, times: int = 1) -> None:
