@@ -47,6 +47,8 @@ def test_keys_are_found_as_in_a_dictionary(lengths: list[int], buckets: int | No
 def test_keys_of_another_length_are_not_found() -> None:
     table = KeyTable(100)
     table.insert(numbers([7, 9]), [b"a" * 16, b"b" * 16])
+    table.insert(numbers([]), [])
+    assert table._rows.dtype == "V16"  # not separate objects
     assert table.find([b"a" * 15, b"a" * 17] * 40) == [0] * 80 and table.get(b"a" * 17) == 0
 
 

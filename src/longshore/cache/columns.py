@@ -371,7 +371,7 @@ class KeyTable:
         if not self._count and len(lengths) == 1:
             if lengths != {self._rows.itemsize} or self._rows.dtype == object:
                 self._rows = np.empty(len(self._rows), f"V{max(lengths)}")
-        elif self._rows.dtype != object and lengths != {self._rows.itemsize}:
+        elif self._rows.dtype != object and lengths - {self._rows.itemsize}:
             self._rows = self._rows.astype(object)
         same = isinstance(keys, np.ndarray) and keys.dtype == self._rows.dtype
         self._rows[at] = keys if same else self._column(names, self._rows.itemsize)
