@@ -354,6 +354,18 @@ def test_tokens_of_unstored_blocks_are_not_kept_for_ever(opened: Open, monkeypat
     assert len(publisher._lately) == 10
 
 
+def test_a_waiting_request_is_described_once(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_DESCRIBED", 100)
+    publisher = opened()
+    first, others = ([bytes([each]) * 32 for each in some] for some in (range(1), range(1, 51)))
+    publisher.describe(first, 0, [0] * 4)
+    for _ in range(9):
+        publisher.describe(others, 0, [0] * 200)
+    publisher.publish([])
+    assert {first[0], *others} <= set(publisher._lately)
+    assert not publisher._pending
+
+
 def test_address_in_use_is_an_error_closed_one_free(opened: Open, tmp_path: Path) -> None:
     one = opened("tcp://127.0.0.1:0")
     with pytest.raises(ConfigError, match=r"kv_events is tcp://127.0.0.1:\d+, which cannot be bound: Address already"):
