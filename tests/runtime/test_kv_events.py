@@ -358,9 +358,9 @@ def test_a_waiting_request_is_described_once(opened: Open, monkeypatch: pytest.M
     monkeypatch.setattr(wire, "_DESCRIBED", 100)
     publisher = opened()
     first, others = ([bytes([each]) * 32 for each in some] for some in (range(1), range(1, 51)))
-    publisher.describe(first, 0, [0] * 4)
     for _ in range(9):
         publisher.describe(others, 0, [0] * 200)
+    publisher.describe(first, 0, [0] * 4)
     publisher.publish([])
     assert {first[0], *others} <= set(publisher._lately)
     assert not publisher._pending
