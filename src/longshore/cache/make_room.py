@@ -145,8 +145,40 @@ class Evictor:
         With `spare_dirty`, copies without a backup are not evicted. Chunks that the policy ranks and only warmer tiers
         have are refused then, and count: no copy of them needs room.
         """
-        gone = self._evict(tier, count, pool, spare_dirty=spare_dirty)
-        return gone + (0 if spare_dirty else self._evict_passed_over(tier, count - gone, pool, HIGHEST_PRIORITY))
+        policy, gone, several = self._state.order(tier, pool), 0, min(count, _AT_FIRST)
+        rounds = _ROUNDS * len(policy) + _AT_LEAST
+        while gone < count:
+            nodes = policy.next_victims(several)
+            priority = self._state.priorities.of(nodes[0]) if nodes else HIGHEST_PRIORITY
+            if not spare_dirty and (some := self._evict_passed_over(tier, count - gone, pool, priority)):
+                gone += some
+                several = min(count - gone, _AT_FIRST)
+                continue
+            if not nodes or (spare_dirty and self._is_lower_waiting(tier, pool, priority)):
+                break
+            rounds -= 1
+            if rounds < 0:
+                name = self._state.levels[tier].name
+                raise IntegrityError(f"{name} tier: the eviction policy names the same victims repeatedly")
+            if spare_dirty and (passed := self._state.backlog.leading_sole(nodes, tier)):
+                self._remember(nodes[:passed], tier, pool)
+                policy.hold_victims(nodes[:passed])
+                several = max(2 * passed, _AT_LEAST)
+                continue
+            if self._is_only_warmer(nodes[0], tier):
+                warm = nodes[: min(count - gone, leading(column(self._state.index.slot[tier])[numbers(nodes)] < 0))]
+                policy.hold_victims(warm)
+                gone += self._refuse(warm) if spare_dirty else 0
+                continue
+            free, kept, unclear = self._evict_batch(nodes, tier, policy, count - gone)
+            gone += free
+            self._remember_copied(nodes[:kept], tier, pool)
+            several = max(2 * (free or kept), _AT_LEAST)
+            if not kept:
+                several = min(several, count - gone)
+            if unclear:
+                gone += self._evict_few(tier, min(several, unclear), pool, spare_dirty=spare_dirty)
+        return gone
 
     def may_go(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
         """Whether no transfer reads the copy of `node` in `tier`, no lease pins it, and no descendant needs it.
@@ -172,42 +204,6 @@ class Evictor:
     def _stays_warm(self, node: int, tier: int) -> bool:
         return tier == 0 and (bool(self._state.seen[node]) or node in self._state.kept_in_host)
 
-    def _evict(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
-        """Evict in policy order: in batches where possible, else one by one."""
-        policy, gone, several = self._state.order(tier, pool), 0, min(count, _AT_FIRST)
-        rounds = _ROUNDS * len(policy) + _AT_LEAST
-        while gone < count and (nodes := policy.next_victims(several)):
-            rounds -= 1
-            if rounds < 0:
-                name = self._state.levels[tier].name
-                raise IntegrityError(f"{name} tier: the eviction policy names the same victims repeatedly")
-            priority = self._state.priorities.of(nodes[0])
-            if spare_dirty and self._is_lower_waiting(tier, pool, priority):
-                break
-            if not spare_dirty and (some := self._evict_passed_over(tier, count - gone, pool, priority)):
-                gone += some
-                continue
-            if spare_dirty and (passed := self._state.backlog.leading_sole(nodes, tier)):
-                self._remember(nodes[:passed], tier, pool)
-                policy.hold_victims(nodes[:passed])
-                several = max(2 * passed, _AT_LEAST)
-                continue
-            if self._is_only_warmer(nodes[0], tier):
-                warm = nodes[: min(count - gone, leading(column(self._state.index.slot[tier])[numbers(nodes)] < 0))]
-                policy.hold_victims(warm)
-                gone += self._refuse(warm) if spare_dirty else 0
-                continue
-            free, kept, unclear = self._evict_batch(nodes, tier, policy, count - gone)
-            gone += free
-            if kept and self._state.priorities.used:
-                self._remember([node for node in nodes[:kept] if self._is_being_copied_down(node, tier)], tier, pool)
-            several = max(2 * (free or kept), _AT_LEAST)
-            if not kept:
-                several = min(several, count - gone)
-            if unclear:
-                gone += self._evict_few(tier, min(several, unclear), pool, spare_dirty=spare_dirty)
-        return gone
-
     def _evict_few(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
         """Evict at most `count` of the next victims, one by one; returns how many."""
         policy, gone = self._state.order(tier, pool), 0
@@ -220,6 +216,7 @@ class Evictor:
                 gone += 1
             else:
                 policy.hold(node)
+                self._remember_copied((node,), tier, pool)
                 gone += self._refuse((node,)) if spare_dirty and self._is_only_warmer(node, tier) else 0
         return gone
 
@@ -266,6 +263,11 @@ class Evictor:
             kept = dict.fromkeys(each for each in queue if self._is_waiting(each, tier, pool, priority))
             queue = self._passed_over[tier][pool][priority] = deque(kept)
         queue.extend(nodes)
+
+    def _remember_copied(self, nodes: Sequence[int], tier: int, pool: int) -> None:
+        """Record those of the held `nodes` that are being copied down, if there are priorities."""
+        if self._state.priorities.used:
+            self._remember([node for node in nodes if self._is_being_copied_down(node, tier)], tier, pool)
 
     def _is_lower_waiting(self, tier: int, pool: int, priority: int) -> bool:
         """Whether a chunk of a priority below `priority` was passed over, and may be evicted after a copy."""
