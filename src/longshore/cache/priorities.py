@@ -75,7 +75,7 @@ class Priorities:
 
     def of(self, node: int) -> int:
         """The priority of `node`."""
-        return self._priority[node] // 2 if self.used else DEFAULT_PRIORITY
+        return (self._priority[node] ^ _USUAL) // 2 if self.used else DEFAULT_PRIORITY
 
     def apply(self, nodes: Nodes, positions: npt.ArrayLike, retention: Sequence[Retention], now: float) -> None:
         """Set the priorities of `nodes`, the chunks at `positions` of a request, parents first, from `retention`."""
