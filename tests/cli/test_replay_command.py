@@ -235,7 +235,7 @@ def test_the_machine_can_be_described(tmp_path: Path) -> None:
         ("--limit", "10"),
     ):
         assert facts(EXCERPT, *TIMED, *options) != usual, options
-    assert facts(EXCERPT, *TIMED, "--gate", "--optimum", "--profile", "h100") == usual
+    assert facts(EXCERPT, *TIMED, "--gate", "--optimum", "--comparisons", "--profile", "h100") == usual
 
 
 def test_a_remote_store_can_be_described() -> None:
