@@ -32,9 +32,9 @@ from longshore.cache.columns import (
     has_duplicates,
     numbers,
     once,
+    sparse,
     unknown,
     words,
-    zeros,
 )
 from longshore.cache.eviction.base import EvictionPolicy, Names
 from longshore.cache.eviction.hit_rates import (
@@ -61,7 +61,9 @@ from longshore.cache.eviction.hit_rates import (
     USES,
     GhostList,
     HitRates,
+    Keys,
     Spans,
+    sooner,
 )
 from longshore.errors import CacheError
 
@@ -93,8 +95,8 @@ class Gittins(EvictionPolicy):
     def __init__(self, slots: int, names: Names) -> None:
         super().__init__(slots, names)
         self._hit_rates, self._spans, self._linked = HitRates(), Spans(), LinkedLists()
-        self._state: Column = array("I", bytes(4 * LISTS))
-        self._used: Column = zeros(LISTS)
+        self._state: Column = sparse(LISTS, np.uint32).data
+        self._used: Column = sparse(LISTS, np.int32).data
         self._count = 0
         self._now = self._tick = 0
         """The last tick that was drawn, and that of the request that is served."""
@@ -178,9 +180,9 @@ class Gittins(EvictionPolicy):
     def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """Record uses of `nodes`, which are not in the policy, in the ghost list."""
         self._last = self._pause
-        self._remember(self.names[numbers(nodes)].tolist(), leaf=leaf)
+        self._remember(self.names[numbers(nodes)], leaf=leaf)
 
-    def _remember(self, keys: Sequence[Key], *, leaf: bool) -> None:
+    def _remember(self, keys: Keys, *, leaf: bool) -> None:
         """Record uses of `keys`, tail first, which are not in the policy, in this tick."""
         counts, states, when = np.array(self._use_new(keys, leaf=leaf)).T
         when, states = when.repeat(counts).astype(np.int32), states.repeat(counts).astype(np.uint32)
@@ -202,7 +204,7 @@ class Gittins(EvictionPolicy):
         if not continues:
             self._last = self._pause
         at, first = numbers(nodes), 0
-        for count, state, when in self._use_new(self.names[at].tolist(), leaf=leaf, copies=copies):
+        for count, state, when in self._use_new(self.names[at], leaf=leaf, copies=copies):
             which = self._list_of(state, when)
             if count < FEW:
                 some = nodes[first : first + count]
@@ -266,9 +268,11 @@ class Gittins(EvictionPolicy):
 
     def release(self, nodes: Sequence[int]) -> None:
         """Release those of `nodes` that are held, each to the cold end of its list."""
-        check_in(self._state, nodes)
-        if len(nodes) >= FEW:
+        if len(nodes) < FEW:
+            check_in(self._state, nodes)
+        else:
             at, state = numbers(nodes), words(self._state)
+            check_in(self._state, at)
             held = once(at[state[at] >= HELD])
             state[held] &= STATE
             lists = self._lists(state[held], column(self._used)[held])
@@ -408,7 +412,7 @@ class Gittins(EvictionPolicy):
             raise CacheError(f"internal error: Gittins: counted {self._count} nodes, found {found}")
 
     def _use_new(
-        self, keys: Sequence[Key], *, leaf: bool, noted: bool = True, copies: bool = False
+        self, keys: Keys, *, leaf: bool, noted: bool = True, copies: bool = False
     ) -> list[tuple[int, int, int]]:
         """What new chunks, tail first, become by a use in this tick, in runs: how many, their state, their last use.
 
@@ -438,7 +442,10 @@ class Gittins(EvictionPolicy):
         if when >= self._tick:
             return state & STATE
         age = AGE_OF[min(self._tick - when, OLDEST)]
-        new = AGAIN[state & (USES | GAP)] | GAP_OF[age] | self._hint | self._length
+        hint = self._hint
+        if hint and (old := (state & HOW) >> HINT):
+            hint = sooner(old, self._tick - when, hint >> HINT) << HINT
+        new = AGAIN[state & (USES | GAP)] | GAP_OF[age] | hint | self._length
         if noted:
             self._hit_rates.record(RETURNED, state, when, age, count)
             self._hit_rates.record(BECAME, new, self._tick, count=count)
