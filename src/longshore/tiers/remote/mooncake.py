@@ -306,7 +306,8 @@ class _Read(NamedTuple):
     @property
     def is_small(self) -> bool:
         """Whether whole values go to the buffer."""
-        return sum(len(image.memory) for image in self.images) <= _BUFFER_BYTES
+        lengths = [len(image.memory) for image in self.images]
+        return max(lengths) <= _SMALL and sum(lengths) <= _BUFFER_BYTES
 
     def places(self) -> list[int]:
         """Where the header of each value is; behind it is its image if they are small."""

@@ -10,8 +10,9 @@
     ["remove", pattern]                             how many keys matched the regular expression; below 0: an error
 
 The header of the value at index N of a get or put is at area + 128 * N in the buffer, its image at its offset in the
-arena. Orders are carried out one after the other; some may wait. The first answer is Mooncake's code of its `setup`, 0 if it is connected, or the text of an error.
-The process ends at the end of its input, and with the thread that started it, whatever the client is doing.
+arena. Orders are carried out one after the other; some may wait. The first answer is Mooncake's code of its `setup`, 0
+if it is connected, or the text of an error. The process ends at the end of its input, and with the thread that started
+it, whatever the client is doing.
 """
 
 import ctypes
