@@ -1,6 +1,6 @@
 """Copies of a GPU at every size of page, and what they take from a matrix product that runs meanwhile.
 
-    python benchmarks/gpu.py [--json] [--bytes 256MiB] [--sizes 32KiB,2MiB] [--budget 420] [--gds DIR] [--out benchmarks/results]
+    python benchmarks/gpu.py [--json] [--bytes 256MiB] [--sizes 32KiB,2MiB] [--budget 420] [--gds DIR] [--out DIR]
 
 Each figure is GB/s of payload through the transfer engine, from `submit` to the result, beside references that were
 taken in turn with it: one large copy from and to pinned memory, `cuMemcpyAsync` page by page, the pages as they are in

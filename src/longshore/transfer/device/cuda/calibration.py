@@ -32,7 +32,7 @@ from longshore.transfer.plan import plan_copy
 
 _FORMAT = 3
 _UNKNOWN = "unknown"
-_KERNELS_COST = 1.1  # kernels take multiprocessors from the engine, DMA does not
+_KERNELS_COST = 1.05  # kernels take multiprocessors from the engine, and copy less in both directions at once
 _IN_A_ROW = 4
 
 _log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Calibration:
         return fixed + per_byte * load.nbytes
 
     def choose(self, load: CopyShape, ways: Collection[Way]) -> Way:
-        """The fastest of `ways`; a way by kernels must be faster than DMA by a tenth."""
+        """The fastest of `ways`; a way by kernels must be faster than DMA by a twentieth."""
         return min(ways, key=lambda way: self.seconds(load, way) * (1.0 if way is Way.DIRECT else _KERNELS_COST))
 
     def _at(self, into: str, way: Way, page_bytes: float) -> tuple[float, float]:
