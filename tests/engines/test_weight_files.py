@@ -95,7 +95,7 @@ def test_a_file_that_could_not_be_synchronised_has_no_digest_unless_its_file_sys
     expected, digests = FileDigests().of([model]), FileDigests(tmp_path / "memo")
     monkeypatch.setattr(os, "fsync", fails)
     if is_refused:
-        with pytest.raises(EngineError, match=r"model\.safetensors: cannot be synchronised \(Input/output error"):
+        with pytest.raises(EngineError, match=r"model\.safetensors: cannot be synchronised: Input/output error"):
             digests.of([model])
         assert not (tmp_path / "memo").exists()
     else:
