@@ -83,7 +83,7 @@ def test_writes_through_a_mapping_that_stays_are_seen(model: Path, tmp_path: Pat
 
 @pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize(("number", "is_refused"), [(errno.EIO, True), (errno.EINVAL, False), (errno.EROFS, False)])
-def test_a_file_that_could_not_be_synchronised_has_no_digest_unless_its_file_system_cannot(
+def test_file_that_cannot_be_synchronised_has_no_digest(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, *, is_refused: bool
 ) -> None:
     fired = list[int]()

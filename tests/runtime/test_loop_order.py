@@ -233,7 +233,7 @@ def test_commands_before_a_callers_error_are_submitted(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("route", [OUT, IN])
-def test_an_internal_error_of_a_submission_fails_its_job_and_no_later_one(
+def test_internal_error_of_a_submission_fails_one_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, route: Route
 ) -> None:
     machine, fired = Machine(tmp_path), list[Route]()

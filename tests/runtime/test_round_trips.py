@@ -287,7 +287,7 @@ def failing(request: pytest.FixtureRequest) -> Iterator[tuple[FailingDevice, Sta
         yield device, opened, rows
 
 
-def test_chunks_whose_copy_to_the_device_failed_stay_in_host_memory(
+def test_chunks_that_failed_to_load_stay_in_host_memory(
     failing: tuple[FailingDevice, Stack, torch.Tensor],
 ) -> None:
     device, opened, rows = failing
@@ -304,7 +304,7 @@ def test_chunks_whose_copy_to_the_device_failed_stay_in_host_memory(
     assert torch.equal(rows[7:10], rows[:3])
 
 
-def test_chunks_whose_copy_from_the_device_failed_are_not_in_host_memory(
+def test_failed_store_leaves_nothing_in_host_memory(
     failing: tuple[FailingDevice, Stack, torch.Tensor],
 ) -> None:
     device, opened, _ = failing

@@ -182,7 +182,7 @@ def test_transfers_that_cufile_refuses_use_the_host_counted(
     harness.assert_serves(1, 1)
 
 
-def test_device_failure_is_no_failure_of_the_disk_and_quarantines_no_record(
+def test_device_failure_is_no_io_error_and_quarantines_no_record(
     open_gds: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = open_gds(library=None)
