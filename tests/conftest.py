@@ -40,6 +40,15 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+
+@pytest.fixture(autouse=True)
+def every_error_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of tests that ran before do not count as repeated."""
+    from longshore import errors
+
+    monkeypatch.setattr(errors, "_logged", {})
+
+
 _EDGES_TAKEN = "edges taken"
 _all_taken: Counter[Edge] = Counter()
 """Of all tests that have ended, whichever process they ran in."""

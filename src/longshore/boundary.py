@@ -341,7 +341,9 @@ class Status(enum.Enum):
     CORRUPT = "corrupt"  # the checksum does not match
     MISMATCH = "mismatch"  # a valid record of another key, scope or generation
     SHORT = "short"  # fewer bytes than the image has
-    IO_ERROR = "io_error"  # the operating system or the device reported an error
+    IO_ERROR = "io_error"  # the operating system or a store reported an error
+    DEVICE_ERROR = "device_error"  # a copy to or from the device failed; the source is still valid
+    INTERNAL_ERROR = "internal_error"  # an exception that only a bug explains; the source is still valid
     NO_SPACE = "no_space"  # the medium is full
     DEADLINE = "deadline"  # not begun or not completed in time
     CANCELLED = "cancelled"  # cancelled by the requester
@@ -393,10 +395,7 @@ Result = TransferResult | ProbeResult
 
 def leading_ok(statuses: Sequence[Status]) -> int:
     """Length of the leading run of `Status.OK`."""
-    for i, status in enumerate(statuses):
-        if status is not Status.OK:
-            return i
-    return len(statuses)
+    return next((i for i, status in enumerate(statuses) if status is not Status.OK), len(statuses))
 
 
 class Mover(Protocol):

@@ -6,6 +6,13 @@ A failure of one chunk in flight (a short read, a corrupt record, a deadline) is
 Messages say what was expected and what was given.
 """
 
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+
 
 class LongshoreError(Exception):
     """Base of every error that Longshore raises."""
@@ -117,6 +124,26 @@ class ContractError(EngineError):
 
 class CommandError(LongshoreError):
     """A command to a running engine that it cannot read or carry out, or an engine that does not answer."""
+
+
+_LOG_SECONDS = 60.0
+_logged: dict[tuple[str, type[BaseException] | None], tuple[float, int]] = {}
+"""By message and type of exception: when it was logged last, and how often it was raised since."""
+
+
+def log_seldom(log: logging.Logger, message: str, *arguments: object) -> None:
+    """Log the exception that is being handled as an error, with its traceback, unless it repeats within a minute.
+
+    The next line says how many were not logged. What counts as a repetition: the same `message`, before `arguments`
+    are filled in, and the same type of exception.
+    """
+    kind, now = (message, sys.exc_info()[0]), time.monotonic()
+    last, left_out = _logged.get(kind, (-math.inf, 0))
+    if now < last + _LOG_SECONDS:
+        _logged[kind] = last, left_out + 1
+        return
+    _logged[kind] = now, 0
+    log.exception(message + (f" ({left_out} more since the last line like this)" if left_out else ""), *arguments)
 
 
 def with_extra(extra: str) -> str:

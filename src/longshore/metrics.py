@@ -239,6 +239,7 @@ def _of_cache(counters: Counters) -> Iterable[Metric]:
     yield _metric("longshore_lost_chunks", counters.lost)
     yield _metric("longshore_dropped_chunks", _by_two(counters.drops))
     yield _metric("longshore_probed_chunks", _by_two(counters.probes))
+    yield _metric("longshore_internal_errors", counters.internal_errors)
     routes = counters.routes
     yield _metric("longshore_moved_bytes", {route: totals.bytes for route, totals in routes.items()})
     yield _metric("longshore_moving_seconds", {route: totals.seconds for route, totals in routes.items()})

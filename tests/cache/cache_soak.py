@@ -60,7 +60,7 @@ VERBS = (
     "results",
 )
 VERBS += ("end_step", "store_orphans", "store_orphans", "slide", "priority", "store_blocks", "discard", "rare")
-BAD = (Status.IO_ERROR, Status.CORRUPT, Status.CANCELLED, Status.DEADLINE)
+BAD = (Status.IO_ERROR, Status.DEVICE_ERROR, Status.CORRUPT, Status.CANCELLED, Status.DEADLINE)
 CALLS_OF_A_SEED = 400
 SECONDS_OF_A_SEED = 600
 """After which all threads are shown, and the process ends: a call does not."""

@@ -181,7 +181,7 @@ def test_each_group_of_a_load_that_fails_is_accounted_for() -> None:
     assert {(a.verdict, a.cause) for a in explain(events, "r/2")["r/2"]} == {(Verdict.MISSED, "after_miss")}
 
 
-FAILURES = [Status.OK, Status.IO_ERROR, Status.CORRUPT, Status.CANCELLED, Status.DEADLINE]
+FAILURES = [Status.OK, Status.IO_ERROR, Status.DEVICE_ERROR, Status.CORRUPT, Status.CANCELLED, Status.DEADLINE]
 
 
 @given(st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -78,6 +79,28 @@ def test_writes_through_a_mapping_that_stays_are_seen(model: Path, tmp_path: Pat
             seen.add(digests.of([model]))
             time.sleep(0.05)  # ticks of the clock of time stamps
     assert len(seen) == 3
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize(("number", "is_refused"), [(errno.EIO, True), (errno.EINVAL, False), (errno.EROFS, False)])
+def test_file_that_cannot_be_synchronised_has_no_digest(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, *, is_refused: bool
+) -> None:
+    fired = list[int]()
+
+    def fails(fd: int) -> None:
+        fired.append(fd)
+        raise OSError(number, os.strerror(number))
+
+    expected, digests = FileDigests().of([model]), FileDigests(tmp_path / "memo")
+    monkeypatch.setattr(os, "fsync", fails)
+    if is_refused:
+        with pytest.raises(EngineError, match=r"model\.safetensors: cannot be synchronised: Input/output error"):
+            digests.of([model])
+        assert not (tmp_path / "memo").exists()
+    else:
+        assert digests.of([model]) == expected
+    assert len(fired) == 1
 
 
 @pytest.mark.usefixtures("settled")

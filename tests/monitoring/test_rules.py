@@ -61,6 +61,7 @@ AVAILABLE, FAULTS = (
     'longshore_tier_available{instance="a",tier="file"}',
     'longshore_control_plane_faults_total{instance="a"}',
 )
+INTERNAL = 'longshore_internal_errors_total{instance="a"}'
 EVENTS = 'longshore_events_off{instance="a"}'
 LOADS = ("longshore_load_seconds", 'tier="file"')
 AGES = ("longshore_evicted_age_seconds", 'tier="host"')
@@ -68,6 +69,12 @@ A, FILE = {"instance": "a"}, {"instance": "a", "tier": "file"}
 
 CASES = {
     "LongshoreControlPlaneFailed": Case({FAULTS: "1x180"}, A, {FAULTS: FLAT}),
+    "LongshoreInternalErrors": Case({INTERNAL: "0x110 1x70"}, A, {INTERNAL: "1x180"}),
+    "LongshoreDeviceErrors": Case(
+        {MISS % "device_error": "0x100 4+4x80"},
+        A | {"reason": "device_error"},
+        {MISS % "device_error": "0x117 4x70", MISS % "io_error": "0x100 4+4x80"},
+    ),
     "LongshoreTierUnavailable": Case({AVAILABLE: "1x110 0x70"}, FILE, {AVAILABLE: "1x117 0x70"}),
     "LongshoreFileTierDisabled": Case({OFF: "1x180"}, A | {"reason": "off"}, {OFF: FLAT, ERRORS: "1x180"}),
     "LongshoreFileErrors": Case(

@@ -470,6 +470,32 @@ def test_a_job_twice_is_refused(machine: Machine) -> None:
     machine.wait(1)
 
 
+@pytest.mark.parametrize(
+    ("route", "side"), [(WRITE, "engine"), (WRITE, "tier"), (READ, "engine"), (READ, "tier")], ids=str
+)
+def test_an_internal_error_fails_its_pieces_alone(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, route: Route, side: str
+) -> None:
+    machine.run(machine.transfer(1, WRITE, range(CHUNKS)))
+    fired = list[str]()
+
+    def broken(*arguments: Any) -> None:
+        fired.append(side)
+        raise ZeroDivisionError("an error of ours")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(machine.mover._engine if side == "engine" else machine.mover._tier, "submit", broken)
+        result = machine.run(machine.transfer(2, route, range(CHUNKS)))
+    assert fired
+    assert set(result.statuses) <= {Status.INTERNAL_ERROR, Status.CANCELLED}
+    assert result.statuses[0] is Status.INTERNAL_ERROR
+    assert machine.ring.free == 4
+    assert caplog.text.count("ZeroDivisionError: an error of ours") == 1
+    if route == READ:
+        assert set(machine.run(machine.transfer(3, READ, range(CHUNKS))).statuses) == {Status.OK}, "records are whole"
+    assert set(machine.run(machine.transfer(4, WRITE, range(CHUNKS))).statuses) == {Status.OK}
+
+
 def test_close_ends_everything_and_the_results_can_be_polled(machine: Machine) -> None:
     machine.mover.submit(machine.transfer(1, WRITE, range(CHUNKS)))
     machine.mover.submit(machine.transfer(2, READ, range(CHUNKS)))

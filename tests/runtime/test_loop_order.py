@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from loop_kit import (
+    IN,
+    OUT,
+    Machine,
     Rig,
     StubCache,
     in_chain,
@@ -13,9 +18,18 @@ from loop_kit import (
 )
 
 from longshore.boundary import FILE, HOST, Cancel, Route, Status
-from longshore.cache import CacheGroup, GroupKeys
-from longshore.errors import CacheError, PlanError, TierClosedError, TierError
-from longshore.runtime import Runtime
+from longshore.cache import CacheGroup, GroupKeys, MissReason
+from longshore.errors import (
+    CacheError,
+    DeviceError,
+    FreedLayoutError,
+    PlanError,
+    QueueFullError,
+    TierClosedError,
+    TierError,
+)
+from longshore.runtime import Runtime, TierMover
+from longshore.tiers.base import Op, TierOp
 from residents import residents_of
 from scripted import Scripted
 
@@ -99,11 +113,19 @@ def test_failed_first_upstream_item_ends_the_dependent_transfer(rig: Rig) -> Non
 
 
 @pytest.mark.parametrize(
-    "error",
-    [TierError("no"), PlanError("no"), TierClosedError("no"), RuntimeError("CUDA error")],
+    ("error", "reason"),
+    [
+        (TierError("no"), "internal_error"),
+        (PlanError("no"), "internal_error"),
+        (TierClosedError("no"), "tier_off"),
+        (FreedLayoutError("no"), "tier_off"),
+        (QueueFullError("no"), "queue_full"),
+        (DeviceError("no"), "device_error"),
+        (RuntimeError("CUDA error"), "internal_error"),
+    ],
     ids=lambda e: type(e).__name__,
 )
-def test_refused_load_is_a_miss_and_copies_no_slots(error: Any) -> None:
+def test_refused_load_is_a_miss_and_copies_no_slots(error: Any, reason: str) -> None:
     rig = Rig()
     rig.store(path(2))
     rig.files.refuse = error
@@ -111,7 +133,7 @@ def test_refused_load_is_a_miss_and_copies_no_slots(error: Any) -> None:
     rig.runtime.pump()
     assert rig.device.submitted == [], "bytes that never came were copied to the device"
     assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
-    assert rig.misses() == {"tier_off": 2}
+    assert rig.misses() == {reason: 2}
     assert {r.slot.tier for r in residents_of(rig.cache)} == {FILE}, "a refusal is not the fault of the stored bytes"
     rig.check_idle()
 
@@ -208,3 +230,60 @@ def test_commands_before_a_callers_error_are_submitted(rig: Rig) -> None:
         cache.store({0: GroupKeys(path(1))}, {0: [0]})
         cache.store({0: GroupKeys(path(1))}, {0: [0, 1, 2]})
     assert len(rig.device.submitted) == 1
+
+
+@pytest.mark.parametrize("route", [OUT, IN])
+def test_internal_error_of_a_submission_fails_one_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, route: Route
+) -> None:
+    machine, fired = Machine(tmp_path), list[Route]()
+    operation = TierMover._operation
+
+    def broken(mover: TierMover, op: Op, *rest: Any) -> TierOp:
+        if (op is Op.WRITE) == (route == OUT):
+            fired.append(route)
+            raise ZeroDivisionError("an error of ours")
+        return operation(mover, op, *rest)
+
+    def store(keys: list[bytes], blocks: list[int]) -> None:
+        with machine.runtime.control() as cache:
+            cache.store({0: GroupKeys(keys)}, {0: blocks})
+        assert machine.runtime.flush(10.0)
+
+    first, second = path(2), path(2, first=50)
+    machine.memory.blocks[:] = np.arange(8, dtype=np.uint8)[:, None]
+    if route == IN:
+        store(first, [0, 1])
+        with machine.runtime.control() as cache:
+            cache.discard(first, HOST)
+    with monkeypatch.context() as patched:
+        patched.setattr(TierMover, "_operation", broken)
+        if route == OUT:
+            store(first, [0, 1])
+        else:
+            assert machine.load(first, [4, 5]) == (0, ())
+    assert fired, "the fault did not fire"
+    assert {each.slot.tier for each in residents_of(machine.cache)} == {HOST if route == OUT else FILE}
+    store(second, [2, 3])
+    assert {each.key for each in residents_of(machine.cache) if each.slot.tier == FILE} >= set(second)
+    if route == IN:
+        assert machine.load(first, [4, 5]) == (2, (FILE, FILE))
+        assert (machine.memory.blocks[4:6] == machine.memory.blocks[:2]).all()
+        assert machine.cache.counters.misses[MissReason.INTERNAL_ERROR] == 2
+    assert len(fired) == 1
+    assert machine.cache.counters.internal_errors == (2 if route == IN else 1), "with the copy that waited for the read"
+    (told,) = [record for record in caplog.records if "could not be submitted" in record.message]
+    assert told.exc_info
+    machine.close()
+
+
+def test_repeated_internal_errors_are_counted_each_and_logged_seldom(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.store(path(1))
+    rig.files.refuse = ZeroDivisionError("an error of ours")
+    for _ in range(5):
+        rig.load(path(1), [1])
+        rig.runtime.pump()
+    assert rig.cache.counters.internal_errors == 10, "with the copies that waited for the reads"
+    assert len([record for record in caplog.records if "could not be submitted" in record.message]) == 1

@@ -10,14 +10,16 @@ from typing import ClassVar
 import pytest
 import torch
 
-from longshore.boundary import FILE, HOST
-from longshore.cache import GroupKeys, TieredCache, Until
+from longshore.boundary import DEVICE, FILE, HOST
+from longshore.cache import DropReason, GroupKeys, MissReason, TieredCache, Until
 from longshore.config import Config
+from longshore.errors import DeviceError
 from longshore.keys import Scope
 from longshore.layout import KVLayout, from_rows
 from longshore.runtime.stack import Stack, open_stack
 from longshore.transfer.device import CpuDevice, Stream, device_for
-from longshore.transfer.device.base import InOnePiece
+from longshore.transfer.device.base import Copy, CpuStream, DeviceEvent, InOnePiece
+from longshore.transfer.pieces import CopyBatch
 from residents import residents_of
 
 BLOCKS, ROW = 24, 6 * 1000  # rows that are no multiple of anything
@@ -226,3 +228,95 @@ def test_another_scope_finds_nothing(tmp_path: Path) -> None:
                     cache.release(match.lease)
             if not found:
                 offload(opened, [0, 1, 2])
+
+
+class FailingDevice(CpuDevice):
+    """Copies in the direction `into` fail, while there is one: `at` once they are submitted, or when they end."""
+
+    def __init__(self) -> None:
+        self.into = ""
+        self.at = "copy"
+        self.fired = 0
+
+    def stream(self, layout: KVLayout, into: str) -> Stream:
+        return FailingStream(self, into)
+
+    def check(self, into: str, at: str) -> None:
+        if (into, at) == (self.into, self.at):
+            self.fired += 1
+            raise DeviceError("the device fell off the bus")
+
+
+class FailingStream(CpuStream):
+    def __init__(self, device: FailingDevice, into: str) -> None:
+        super().__init__()
+        self._device = device
+        self._into = into
+
+    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
+        self._device.check(self._into, "copy")
+        return FailingCopy(self._device, self._into, super().copy(batch, after))
+
+
+class FailingCopy(Copy):
+    def __init__(self, device: FailingDevice, into: str, copy: Copy) -> None:
+        self._device = device
+        self._into = into
+        self._copy = copy
+
+    @property
+    def reached(self) -> DeviceEvent:
+        return self._copy.reached
+
+    def passed(self) -> bool:
+        return self._copy.passed()
+
+    def finish(self) -> float:
+        self._device.check(self._into, "finish")
+        return self._copy.finish()
+
+
+@pytest.fixture(params=["copy", "finish"])
+def failing(request: pytest.FixtureRequest) -> Iterator[tuple[FailingDevice, Stack, torch.Tensor]]:
+    rows = torch.randint(0, 256, (BLOCKS, ROW), dtype=torch.uint8, generator=torch.manual_seed(2))
+    layout = from_rows(rows, pages_per_block=6, block_size=10)
+    scope = Scope(model="m", weights="w", dtype="d", layout=layout.fingerprint, block_size=10)
+    device = FailingDevice()
+    device.at = request.param
+    with open_stack(Config.make(host_size="256KiB"), layout, scope, device) as opened:
+        yield device, opened, rows
+
+
+def test_chunks_that_failed_to_load_stay_in_host_memory(
+    failing: tuple[FailingDevice, Stack, torch.Tensor],
+) -> None:
+    device, opened, rows = failing
+    offload(opened, [0, 1, 2])
+    device.into = DEVICE
+    assert load(opened, [7, 8, 9]) == ()
+    assert device.fired == 1
+    with opened.runtime.observe() as cache:
+        assert {(each.key, each.slot.tier) for each in residents_of(cache)} == {(key, HOST) for key in KEYS}
+        assert cache.counters.lost.total() == 0
+        assert cache.counters.misses[MissReason.DEVICE_ERROR] == len(KEYS)
+    device.into = ""
+    assert load(opened, [7, 8, 9]) == (HOST,) * 3
+    assert torch.equal(rows[7:10], rows[:3])
+
+
+def test_failed_store_leaves_nothing_in_host_memory(
+    failing: tuple[FailingDevice, Stack, torch.Tensor],
+) -> None:
+    device, opened, _ = failing
+    device.into = HOST
+    offload(opened, [0, 1, 2])
+    assert device.fired == 1
+    with opened.runtime.observe() as cache:
+        assert residents_of(cache) == []
+        assert cache.stats()[0].used == 0
+        assert cache.counters.drops[HOST] == {DropReason.WRITE_FAILED: len(KEYS)} | dict.fromkeys(
+            set(DropReason) - {DropReason.WRITE_FAILED}, 0
+        )
+    device.into = ""
+    offload(opened, [0, 1, 2])
+    assert load(opened, [7, 8, 9]) == (HOST,) * 3

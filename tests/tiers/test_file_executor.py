@@ -365,7 +365,7 @@ def test_pieces_that_cannot_be_begun_end_their_task_alone(
 
     monkeypatch.setattr(io.queue, "submit", refuse)
     for _ in range(2 * executor.WINDOW_TASKS):
-        assert harness.run(harness.op(Op.READ, 1, 1)) == (Status.IO_ERROR,)
+        assert harness.run(harness.op(Op.READ, 1, 1)) == (Status.INTERNAL_ERROR,)
     assert "nobody expects this" in caplog.text
     monkeypatch.undo()
     harness.assert_serves(1, 1)
@@ -385,7 +385,7 @@ def test_a_queue_that_breaks_ends_all_and_closes_the_tier(
     monkeypatch.setattr(io.queue, "reap", breaks)
     monkeypatch.setattr(io.queue, "close", io.queue.drop)
     io.queue.wake()
-    assert {harness.wait(ticket).statuses for ticket in under_way} == {(Status.IO_ERROR,)}
+    assert {harness.wait(ticket).statuses for ticket in under_way} == {(Status.INTERNAL_ERROR,)}
     assert harness.wait(waiting).statuses == (Status.TIER_OFF,)
     assert "file tier disabled: asynchronous I/O queue failed (KeyError: 7); restart the process" in caplog.text
     with pytest.raises(TierClosedError):
@@ -405,8 +405,8 @@ def test_unexpected_error_ends_one_task_alone(
 
     monkeypatch.setattr(FileTier, "_record_results", explode)
     for _ in range(2 * executor.WINDOW_TASKS):
-        assert harness.run(harness.op(Op.READ, 1, 1)) == (Status.IO_ERROR,)
-    assert "nobody expects this" in caplog.text
+        assert harness.run(harness.op(Op.READ, 1, 1)) == (Status.INTERNAL_ERROR,)
+    assert caplog.text.count("ZeroDivisionError: nobody expects this") == 1, "with a traceback, and not for each"
     harness.assert_serves(0, 0)
     monkeypatch.undo()
     harness.assert_serves(1, 1)

@@ -151,7 +151,7 @@ def test_an_unexpected_error_is_logged_and_ends_one_operation(
         raise ZeroDivisionError("nobody expects this")
 
     io.script = [explode]
-    assert harness.run(harness.op(Op.WRITE, 0, 0)) == (Status.IO_ERROR,)
+    assert harness.run(harness.op(Op.WRITE, 0, 0)) == (Status.INTERNAL_ERROR,)
     assert "nobody expects this" in caplog.text
     harness.store(0, 0)
     harness.assert_serves(0, 0)

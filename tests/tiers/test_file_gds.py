@@ -140,7 +140,7 @@ def test_strict_mode_moves_nothing_by_way_of_the_host(
 
     library.fault = fault
     status = harness.run(harness.op(Op.WRITE, 1, 1)) if name == "write" else harness.load(0, 0)[0]
-    assert status in (Status.IO_ERROR, (Status.IO_ERROR,))
+    assert status in (Status.DEVICE_ERROR, (Status.DEVICE_ERROR,))
     assert fired == [name]
     assert fallbacks(harness) == {f"gds_{name}": 1}
 
@@ -182,7 +182,7 @@ def test_transfers_that_cufile_refuses_use_the_host_counted(
     harness.assert_serves(1, 1)
 
 
-def test_device_failure_is_an_io_error_and_quarantines_no_record(
+def test_device_failure_is_no_io_error_and_quarantines_no_record(
     open_gds: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = open_gds(library=None)
@@ -196,16 +196,40 @@ def test_device_failure_is_an_io_error_and_quarantines_no_record(
     with monkeypatch.context() as patched:
         patched.setattr(HostAsDevice, "load", fail)
         patched.setattr(HostAsDevice, "store", fail)
-        assert {harness.run(harness.op(Op.WRITE, 1, 1)) for _ in range(PATIENCE)} == {(Status.IO_ERROR,)}
+        assert {harness.run(harness.op(Op.WRITE, 1, 1)) for _ in range(PATIENCE)} == {(Status.DEVICE_ERROR,)}
         assert harness.tier.state is TierState.READ_ONLY
-        assert {harness.load(0, 0)[0] for _ in range(PATIENCE)} == {Status.IO_ERROR}
+        assert {harness.load(0, 0)[0] for _ in range(PATIENCE)} == {Status.DEVICE_ERROR}
         assert harness.tier.state is TierState.OFF
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2, "said once for each kind"
+    assert caplog.text.count("check the device") == 2
     failures = harness.tier.failures
-    assert (failures["write_io_error"], failures["read_io_error"]) == (PATIENCE, PATIENCE)
+    assert (failures["write_device_error"], failures["read_device_error"]) == (PATIENCE, PATIENCE)
+    assert (failures["write_io_error"], failures["read_io_error"]) == (0, 0)
     harness.reopen()
     harness.assert_serves(0, 0)
     assert [chunk.slot for chunk in harness.tier.recover()] == [0]
+
+
+def test_internal_errors_beside_the_device_disable_nothing(
+    open_gds: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness, fired = open_gds(library=None), []
+    assert isinstance(harness.tier, GdsFileTier)
+    harness.store(0, 0)
+
+    def fail(memory: HostAsDevice, offset: int, host: memoryview) -> None:
+        fired.append(offset)
+        raise TypeError("an error of ours")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostAsDevice, "load", fail)
+        patched.setattr(HostAsDevice, "store", fail)
+        assert {harness.run(harness.op(Op.WRITE, 1, 1)) for _ in range(2 * PATIENCE)} == {(Status.INTERNAL_ERROR,)}
+        assert {harness.load(0, 0)[0] for _ in range(2 * PATIENCE)} == {Status.INTERNAL_ERROR}
+    assert len(fired) == 4 * PATIENCE
+    assert harness.tier.state is TierState.ON
+    assert "TypeError: an error of ours" in caplog.text
+    harness.assert_serves(0, 0)
 
 
 def test_images_are_with_the_device_several_at_once(

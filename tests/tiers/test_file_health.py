@@ -175,9 +175,50 @@ def test_a_disk_that_fails_degrades_the_health(io: FailingIo, harness: TierHarne
 def test_every_failure_reason_is_reported_from_the_start(harness: TierHarness) -> None:
     assert tier(harness).failures == dict.fromkeys(
         [
-            *(f"read_{status}" for status in ("corrupt", "mismatch", "short", "io_error")),
-            *(f"write_{status}" for status in ("io_error", "no_space")),
+            *(f"read_{status}" for status in ("corrupt", "mismatch", "short", "io_error", "device_error")),
+            *(f"write_{status}" for status in ("io_error", "no_space", "device_error")),
             *("read_only", "off", "checkpoint"),
         ],
         0,
     )
+
+
+@pytest.mark.parametrize("kind", [Op.READ, Op.WRITE])
+def test_internal_errors_are_no_failures_of_the_disk(
+    harness: TierHarness, io: FailingIo, kind: Op, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness.store(0, 0)
+    fired = list[int]()
+
+    def broken(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        fired.append(offset)
+        raise TypeError("an error of ours")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(io, "preadv" if kind is Op.READ else "pwritev", broken)
+        op = harness.op(kind, *((0, 0) if kind is Op.READ else (1, 1)))
+        assert {harness.run(op) for _ in range(2 * PATIENCE)} == {(Status.INTERNAL_ERROR,)}
+    assert len(fired) == 2 * PATIENCE
+    assert tier(harness).state is TierState.ON
+    assert not any(tier(harness).failures.values())
+    assert caplog.text.count("TypeError: an error of ours") == 1, "with a traceback, and not for each"
+    harness.assert_serves(0, 0)
+    harness.store(1, 1)
+    assert [chunk.slot for chunk in tier(harness).recover()] == [0, 1]
+
+
+def test_internal_errors_do_not_interrupt_failures_in_a_row(
+    harness: TierHarness, io: FailingIo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> int:
+        raise TypeError("an error of ours")
+
+    for number in range(PATIENCE):
+        assert tier(harness).state is TierState.ON
+        io.writes = errno.EIO
+        assert harness.run(harness.op(Op.WRITE, 1, 1)) == (Status.IO_ERROR,)
+        if number < PATIENCE - 1:
+            with monkeypatch.context() as patched:
+                patched.setattr(io, "pwritev", broken)
+                assert harness.run(harness.op(Op.WRITE, 1, 1)) == (Status.INTERNAL_ERROR,)
+    assert tier(harness).state is TierState.READ_ONLY

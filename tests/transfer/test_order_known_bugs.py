@@ -229,11 +229,11 @@ def a_layer_fails(told: Tale) -> None:
     told.device.fault = fault
     job = told.onboard([0], [0], by_layer=True)
     told.forget(blocks=[0])
-    assert told.wait_layer(job, 1) is Status.IO_ERROR
+    assert told.wait_layer(job, 1) is Status.DEVICE_ERROR
     told.wait(job)
-    assert told.wait_layer(job, 1) is Status.IO_ERROR
+    assert told.wait_layer(job, 1) is Status.DEVICE_ERROR
     told.poll()
-    assert told.results[job].statuses == (Status.IO_ERROR,)
+    assert told.results[job].statuses == (Status.DEVICE_ERROR,)
 
 
 @pytest.mark.filterwarnings("ignore")

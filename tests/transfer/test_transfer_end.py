@@ -96,7 +96,7 @@ def test_device_failure_ends_its_job_and_no_other(rig: Rig, step: str, caplog: p
     rig.offload(1, (0, 1), [0, 1])
     rig.offload(2, (2,), [2])
     first, second = rig.results(1, 2)
-    assert (first.statuses, first.bytes) == ((Status.IO_ERROR, Status.IO_ERROR), 0)
+    assert (first.statuses, first.bytes) == ((Status.DEVICE_ERROR, Status.DEVICE_ERROR), 0)
     assert second.statuses == (OK,)
     assert [record.message for record in caplog.records] == [
         "transfer job 1 (device->host) failed; its blocks were not stored; read the traceback, and report it if "
@@ -115,7 +115,7 @@ def test_failed_batch_fails_all_items_of_its_job() -> None:
     rig.onboard(1, (0, 1, 2), [0, 1, 2])
     (result,) = rig.results(1)
     # What the batches before it brought is not trusted: the device may have failed earlier than it said.
-    assert (result.statuses, result.bytes) == ((Status.IO_ERROR,) * 3, 0)
+    assert (result.statuses, result.bytes) == ((Status.DEVICE_ERROR,) * 3, 0)
     rig.engine.close()
 
 
@@ -203,8 +203,8 @@ def test_layer_whose_copy_fails_on_completion_is_missing() -> None:
     rig.device.fault = fail
     rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3, 1))], [6, 2], by_layer=True))
     (result,) = rig.results(1)
-    assert result.statuses == (Status.IO_ERROR,) * 2
-    assert [rig.engine.wait_layer(1, layer) for layer in range(3)] == [Status.IO_ERROR] * 3
+    assert result.statuses == (Status.DEVICE_ERROR,) * 2
+    assert [rig.engine.wait_layer(1, layer) for layer in range(3)] == [Status.DEVICE_ERROR] * 3
     rig.engine.close()
 
 
@@ -241,7 +241,7 @@ def test_batches_after_a_failed_one_are_not_copied() -> None:
 
     rig.device.fault = fail
     rig.onboard(1, (0, 1, 2), [0, 1, 2])
-    assert [result.statuses for result in rig.results(1)] == [(Status.IO_ERROR,) * 3]
+    assert [result.statuses for result in rig.results(1)] == [(Status.DEVICE_ERROR,) * 3]
     assert rig.device.log == ["device begins", "device ends"]
     rig.engine.close()
 
@@ -294,13 +294,38 @@ def test_failed_lane_ends_its_jobs_and_closes_the_engine(caplog: pytest.LogCaptu
     opener.start()
     assert engine.wait([1, 2])  # it sleeps by then, and is woken by the lane, not by the clock
     opener.join()
-    assert {result.job: result.statuses for result in engine.poll()}[2] == (Status.IO_ERROR,)
+    assert {result.job: result.statuses for result in engine.poll()}[2] == (Status.INTERNAL_ERROR,)
     with pytest.raises(TierClosedError):
         engine.submit(transfer(3, OFFLOAD, [Section(0, 0, (3,))], [3]))
     assert device.drained == 1
     assert not any(engine.stats().queued.values())
     assert engine.shutdown(PATIENCE)
     assert "transfer lane into host failed" in caplog.text
+
+
+def test_a_failed_lane_whose_device_cannot_be_synchronized_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    pools, device, fired = Pools(flat(16), 8), GatedDevice(), list[str]()
+
+    def clock() -> float:
+        if threading.current_thread().name == "longshore into host":
+            raise OverflowError("the clock struck thirteen")
+        return 0.0
+
+    def fail(step: str, batch: CopyBatch | None) -> None:
+        if step == "drain":
+            fired.append(step)
+            raise RuntimeError("the device fell off the bus")
+
+    device.fault = fail
+    engine = TransferEngine(pools.layout, device, pools.host, clock=clock)
+    engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (1,))], [1], deadline=5.0))
+    assert engine.wait([1], PATIENCE)
+    assert [result.statuses for result in engine.poll()] == [(Status.INTERNAL_ERROR,)]
+    assert engine.shutdown(PATIENCE)
+    assert fired == ["drain"]
+    (told,) = [record for record in caplog.records if "device synchronization failed" in record.message]
+    assert told.exc_info
+    assert "the device fell off the bus" in caplog.text
 
 
 def test_single_fault_in_a_wait_ends_its_lanes_jobs() -> None:
@@ -325,7 +350,7 @@ def test_single_fault_in_a_wait_ends_its_lanes_jobs() -> None:
     assert faults == 1
     device.gates[HOST].open()
     assert engine.wait([1], PATIENCE)
-    assert {result.job: result.statuses for result in engine.poll()}[2] == (Status.IO_ERROR,)
+    assert {result.job: result.statuses for result in engine.poll()}[2] == (Status.INTERNAL_ERROR,)
     assert engine.shutdown(PATIENCE)
 
 

@@ -42,7 +42,9 @@ class MissReason(enum.Enum):
     CORRUPT = "corrupt"  # its checksum did not match
     MISMATCH = "mismatch"  # the slot had a valid record of another key, scope or generation
     SHORT = "short"  # its record was shorter than the image
-    IO_ERROR = "io_error"  # reading it failed in the operating system or the device
+    IO_ERROR = "io_error"  # reading it failed in the operating system or a store
+    DEVICE_ERROR = "device_error"  # copying it to the device failed; the tier keeps it
+    INTERNAL_ERROR = "internal_error"  # a bug: an exception ended the transfer; the tier keeps it
     NO_SPACE = "no_space"  # a medium was full
     DEADLINE = "deadline"  # the load timed out, before it began or while it ran
     CANCELLED = "cancelled"  # the request or a reset cancelled the load
@@ -352,7 +354,8 @@ class Counters:
     alone knows what its engine asks for; `drops` chunks not stored, by destination tier; `evictions` copies evicted, by
     tier; `demotions` those of which a colder tier kept a copy; `lost` copies removed because their bytes, or those of
     an ancestor, were invalid; `probes` keys that remote tiers were asked for; `histograms` are
-    distributions, by name of the metric and by its label, a tier or a route.
+    distributions, by name of the metric and by its label, a tier or a route; `internal_errors` transfers that failed as
+    `Status.INTERNAL_ERROR`, with those that waited for them, and what else failed alone because of a bug.
     """
 
     hits: Counter[str]
@@ -365,6 +368,7 @@ class Counters:
     routes: dict[str, RouteTotals] = field(default_factory=dict)
     probes: dict[str, Counter[Answer]] = field(default_factory=dict)
     histograms: dict[str, dict[str, Histogram]] = field(default_factory=dict)
+    internal_errors: int = 0
 
     def count_hits(self, chunks: Sources, of_first: Sources, tokens: int) -> None:
         """Count chunks that were loaded; `of_first` are those of the first group, of `tokens` tokens each."""
@@ -384,6 +388,7 @@ class Counters:
         arrived = result.statuses.count(Status.OK)
         totals.chunks += arrived
         totals.failed += len(result.statuses) - arrived
+        self.internal_errors += arrived < len(result.statuses) and Status.INTERNAL_ERROR in result.statuses
         totals.bytes += result.bytes
         totals.seconds += result.seconds
         if result.bytes:
@@ -410,6 +415,7 @@ class Counters:
         """Add the counts of another cache with the same tiers."""
         for name in ("hits", "hit_tokens", "misses", "evictions", "demotions", "lost"):
             getattr(self, name).update(getattr(other, name))
+        self.internal_errors += other.internal_errors
         for tier, drops in other.drops.items():
             self.drops[tier].update(drops)
         for tier, answers in other.probes.items():

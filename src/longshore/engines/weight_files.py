@@ -53,6 +53,8 @@ _TRIES = 3
 _SECOND = 10**9
 _TICK = _SECOND // 50
 """Nanoseconds by which a ctime may lie before the change that set it: file systems read a clock that ticks."""
+_NO_FSYNC = frozenset({errno.EINVAL, errno.EROFS, errno.ENOSYS, errno.EOPNOTSUPP})
+"""Errors of a file system that cannot synchronise a file."""
 _MOST_LINKS = 40
 """Most symbolic links on one path, as in Linux."""
 _BLOB = re.compile(r"(.*/)?blobs/([0-9a-f]{40}|[0-9a-f]{64})")
@@ -76,7 +78,7 @@ class FileDigests:
         """One digest of what is in `paths`: files, or directories with all that is below them; names included.
 
         With `only_once` no file is read that could not be memoised. Raises `EngineError` for such a file, and where a
-        file cannot be read, or changes while it is.
+        file cannot be read or synchronised, or changes while it is.
         """
         begun, before = time.monotonic(), self.hashed_bytes
         try:
@@ -99,8 +101,13 @@ class FileDigests:
                 identity = _identity(fd)
                 if (known := self._known.get(name)) is not None and known[0] == identity:
                     return known[1]
-                with contextlib.suppress(OSError):  # a file system without it
+                try:
                     os.fsync(fd)
+                except OSError as error:
+                    if error.errno not in _NO_FSYNC:  # what is read now may not be what a later start finds
+                        raise EngineError(
+                            f"{path}: cannot be synchronised: {error.strerror}; check the disk"
+                        ) from error
                 started, identity = time.time(), _identity(fd)
                 why_again = _why_again(identity, started)
                 if only_once and why_again:

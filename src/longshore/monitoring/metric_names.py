@@ -142,6 +142,11 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
         "longshore_control_plane_faults": _counter(
             "Failures of the control plane; the first one disables all tiers", vllm=True
         ),
+        "longshore_internal_errors": _counter(
+            "Transfers, with those that waited for them, and reports of metrics that failed because of a bug of "
+            "Longshore; the log has the traceback",
+            vllm=True,
+        ),
         "longshore_file_failures": _counter("Failures in the file tier, by reason", "reason", vllm=True),
         "longshore_file_fallbacks": _counter(
             "Operations of the file tier that used a slower fallback, by reason", "reason"
@@ -184,7 +189,9 @@ VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
         "corrupt": "its checksum did not match",
         "mismatch": "its slot has a valid record of another key, scope or generation",
         "short": "its record was shorter than the image",
-        "io_error": "reading it failed in the operating system or the device",
+        "io_error": "reading it failed in the operating system or a store",
+        "device_error": "copying it to the device failed; the tier keeps it",
+        "internal_error": "a bug of Longshore ended the transfer, see the log; the tier keeps it",
         "no_space": "a medium was full",
         "deadline": "the load timed out (`load_timeout`)",
         "cancelled": "the request or a reset cancelled the load",

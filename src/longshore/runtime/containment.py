@@ -25,8 +25,16 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
+from longshore.boundary import Status
 from longshore.cache import DeviceCopy, GroupKeys, Residency, TieredCache, Until
-from longshore.errors import IntegrityError, LongshoreError
+from longshore.errors import (
+    DeviceError,
+    FreedLayoutError,
+    IntegrityError,
+    LongshoreError,
+    QueueFullError,
+    TierClosedError,
+)
 
 _log = logging.getLogger(__name__)
 _KEPT = 512
@@ -246,6 +254,19 @@ def log_fault(error: BaseException, log: CallLog) -> None:
         path or "no file: none could be written",
         exc_info=error,
     )
+
+
+_REFUSALS = {
+    QueueFullError: Status.QUEUE_FULL,
+    TierClosedError: Status.TIER_OFF,
+    FreedLayoutError: Status.TIER_OFF,
+    DeviceError: Status.DEVICE_ERROR,
+}
+
+
+def refusal_status(error: Exception) -> Status:
+    """The status of a transfer whose submission raised `error`. `TIER_OFF` only if the tier has ended: it is final."""
+    return next((status for kind, status in _REFUSALS.items() if isinstance(error, kind)), Status.INTERNAL_ERROR)
 
 
 def is_fault(error: BaseException) -> bool:

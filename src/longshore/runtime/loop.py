@@ -39,8 +39,8 @@ from longshore.boundary import (
 )
 from longshore.cache import Gate, Lease, Progress, TieredCache
 from longshore.cache.types import LookupCounters
-from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
-from longshore.runtime.containment import CallLog, log_fault
+from longshore.errors import LongshoreError, PlanError, TierClosedError, log_seldom
+from longshore.runtime.containment import CallLog, log_fault, refusal_status
 from longshore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
@@ -470,15 +470,14 @@ class Runtime:
         whole = usable == len(transfer.items)
         try:
             if mover is None:
-                raise PlanError(f"no transfer backend for route {transfer.route}")
+                raise TierClosedError(f"no transfer backend for route {transfer.route}")
             mover.submit(transfer if whole else _truncated(transfer, usable, self._cache.settings.blocks_per_chunk))
-        except QueueFullError:
-            self._end(transfer, (Status.QUEUE_FULL,) * len(statuses))
         except Exception as error:  # noqa: BLE001 - whatever a mover raises, the job must end, and the others go on
-            if not isinstance(error, TierClosedError):
+            status = refusal_status(error)
+            if mover is None or status in (Status.DEVICE_ERROR, Status.INTERNAL_ERROR):
                 named = transfer.job, transfer.route, transfer.route.loss
-                _log.exception("transfer job %d (%s) could not be submitted; %s; report this", *named)
-            self._end(transfer, (Status.TIER_OFF,) * len(statuses))  # its sources were not touched, and stay good
+                log_seldom(_log, "transfer job %d (%s) could not be submitted; %s; report this", *named)
+            self._end(transfer, (status,) * len(statuses))  # its sources were not touched, and stay good
         else:
             self._running[transfer.job] = _RunningTransfer(transfer, mover, tail, transfer.ranks)
 

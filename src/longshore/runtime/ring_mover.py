@@ -32,8 +32,9 @@ from longshore.boundary import (
     TransferResult,
     leading_ok,
 )
-from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
+from longshore.errors import PlanError, TierClosedError, log_seldom
 from longshore.layout.model import KVLayout
+from longshore.runtime.containment import refusal_status
 from longshore.tiers.base import Op, Tier, TierOp, check_batch
 from longshore.transfer.engine import INSIDE, OFFLOAD, ONBOARD, TransferEngine
 
@@ -283,7 +284,7 @@ class RingMover:
         self._copying[piece.number] = piece
         try:
             self._engine.submit(inner)
-        except LongshoreError as error:
+        except Exception as error:  # noqa: BLE001 - the piece must end, and the others go on
             del self._copying[piece.number]
             self._end(piece, [self._refused(piece, error)] * count + piece.statuses)
 
@@ -294,17 +295,17 @@ class RingMover:
         try:
             batch = self._operations(transfer, op, [(piece.first + index, piece.slots[index]) for index in good])
             self._filing[self._tier.submit(batch, transfer.deadline)] = piece
-        except LongshoreError as error:
+        except Exception as error:  # noqa: BLE001 - as above
             refused = self._refused(piece, error)
             self._end(piece, [refused if status is Status.OK else status for status in statuses])
 
-    def _refused(self, piece: _RingPiece, error: LongshoreError) -> Status:
-        if isinstance(error, QueueFullError):
-            return Status.QUEUE_FULL
-        if not isinstance(error, TierClosedError):
+    def _refused(self, piece: _RingPiece, error: Exception) -> Status:
+        """Of what the engine or the tier did not take, while `error` is being handled."""
+        status = refusal_status(error)
+        if status in (Status.DEVICE_ERROR, Status.INTERNAL_ERROR):
             job, route = piece.job.transfer.job, piece.job.transfer.route
-            _log.error("transfer job %d (%s) failed; %s; check the disk", job, route, route.loss, exc_info=error)
-        return Status.TIER_OFF
+            log_seldom(_log, "transfer job %d (%s) failed; %s; report this", job, route, route.loss)
+        return status
 
     def _end(self, piece: _RingPiece, statuses: Sequence[Status]) -> None:
         """Both sides are done with the slots of `piece`."""

@@ -22,6 +22,7 @@ from longshore.errors import LayoutError, PlanError, QueueFullError, TierClosedE
 from longshore.layout.model import KVLayout
 from longshore.transfer.device.base import Device, DeviceEvent
 from longshore.transfer.lanes import (
+    FAILED,
     Access,
     CopyJob,
     EngineState,
@@ -235,7 +236,7 @@ class TransferEngine:
                 raise PlanError(f"job {job} copies layers [0, {self._layout.num_layers}), got layer {layer}")
             if not self._driver.wait_for(lambda: layer in found.layers or found.result is not None, timeout):
                 return Status.DEADLINE
-            if layer not in found.layers or found.early_status is Status.IO_ERROR:
+            if layer not in found.layers or found.early_status in FAILED:
                 return cast(Status, found.early_status)  # a job that has ended without a layer was stopped
             event, compute = found.layers[layer], self._compute
         if event is not None:

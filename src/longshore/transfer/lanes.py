@@ -41,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import HOST, Status, Transfer, TransferResult, Urgency
-from longshore.errors import FreedLayoutError
+from longshore.errors import FreedLayoutError, log_seldom
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
 from longshore.transfer.pieces import CopyBatch
 from longshore.transfer.plan import CopyPlan, zero_padding
@@ -307,10 +307,14 @@ def _statuses(job: CopyJob) -> tuple[tuple[Status, ...], int]:
     if job.early_status is None:
         return (Status.OK,) * len(item_bytes), job.done_bytes
     # Layer by layer, all items arrive at the end. And a device may have failed earlier than it said.
-    in_order = not job.transfer.by_layer and job.early_status is not Status.IO_ERROR
+    in_order = not job.transfer.by_layer and job.early_status not in FAILED
     count = int(np.searchsorted(np.cumsum(item_bytes), job.done_bytes, side="right")) if in_order else 0
     statuses = (Status.OK,) * count + (job.early_status,) * (len(item_bytes) - count)
     return statuses, int(item_bytes[:count].sum())
+
+
+FAILED = frozenset({Status.DEVICE_ERROR, Status.INTERNAL_ERROR})
+"""Statuses after which nothing that the job has copied counts as arrived."""
 
 
 @dataclass(slots=True)
@@ -513,37 +517,35 @@ class Lane:
         return step, copy
 
     def _failed(self, job: CopyJob, error: Exception) -> Status:
-        """Log `error`, wait until no copy is in flight, and return the status of `job`."""
+        """Log `error`, which is being handled; wait until no copy is in flight; return the status of `job`."""
         is_freed = isinstance(error, FreedLayoutError)
         if not is_freed:
             route = job.transfer.route
-            _log.error(
-                "transfer job %d (%s) failed; %s; read the traceback, and report it if it repeats",
-                job.transfer.job,
-                route,
-                route.loss,
-                exc_info=error,
-            )
+            message = "transfer job %d (%s) failed; %s; read the traceback, and report it if it repeats"
+            log_seldom(_log, message, job.transfer.job, route, route.loss)
+        self._drain()
+        return Status.TIER_OFF if is_freed else Status.DEVICE_ERROR
+
+    def _drain(self) -> None:
+        """Wait until no copy is in flight, after a failure."""
         try:
             self._stream.drain()
-        except Exception:  # noqa: BLE001 - the job has failed anyway
-            _log.exception(
+        except Exception:  # noqa: BLE001 - the jobs have failed anyway
+            message = (
                 "device synchronization failed after a failed copy (%s); copies in flight count as failed; restart the "
-                "engine if it repeats",
-                job.transfer.route,
+                "engine if it repeats"
             )
-        return Status.TIER_OFF if is_freed else Status.IO_ERROR
+            log_seldom(_log, message, self.name)
 
     def _give_up(self) -> None:
         """End all jobs as failed, once no copy is in flight."""
-        with contextlib.suppress(Exception):
-            self._stream.drain()
+        self._drain()
         with self._lock:
             self._state.closing = True
             jobs = [sent.job for sent in self._in_flight if sent.is_last]
             jobs += [job for queue in self._queues.values() for job in queue]
             for job in jobs:
-                job.early_status, job.fully_submitted = Status.IO_ERROR, True
+                job.early_status, job.fully_submitted = Status.INTERNAL_ERROR, True
                 self._state.end(job)
             self._queues = {urgency: deque() for urgency in self._queues}
             self._driver.notify()

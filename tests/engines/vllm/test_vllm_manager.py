@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm_kit import BLOCKS, Rig, file_settings, keys_of
 
+from longshore.cache import Residency
 from longshore.cache.eviction.hit_rates import USES
 from longshore.engines.vllm.requests import ours
 from longshore.errors import ConfigError, EngineError
@@ -399,3 +400,23 @@ def test_slot_is_not_reused_while_a_worker_may_write_it(rigs: Any) -> None:
     rig.end_step()
     assert not rig.manager.has_pending_work()
     rig.cache.check_integrity()
+
+
+def test_chunks_that_cannot_be_read_after_a_fault_are_logged(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig, keys, fired = rigs(), keys_of(2), []
+    assert rig.store(keys, [1, 2], rig.request("first", keys)) == keys
+    second = rig.request("second", keys)
+    assert [rig.manager.lookup(key, second) for key in keys] == [HIT] * 2
+    rig.manager._runtime.fail(RuntimeError("by the test"))
+
+    def damaged(residency: Residency) -> None:
+        fired.append(residency)
+        raise IndexError("damaged by the test")
+
+    monkeypatch.setattr(Residency, "slots", damaged)
+    assert list(rig.manager.prepare_load(keys, second).indices) == []
+    assert fired
+    (told,) = [record for record in caplog.records if "cannot be read; they are recomputed" in record.message]
+    assert told.exc_info

@@ -245,3 +245,26 @@ def test_nothing_is_recorded_for_an_engine_that_publishes_no_events(rigs: Any) -
     rig.store(keys, [1, 2], rig.request("writer", keys))
     assert list(rig.manager.take_events()) == []
     assert rig.cache.events() == []
+
+
+def test_an_error_in_the_metrics_disables_no_tier(
+    rigs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig, keys, fired = rigs(), keys_of(2), []
+    rig.store(keys, [1, 2], rig.request("one", keys))
+
+    def broken(*arguments: Any) -> None:
+        fired.append(arguments)
+        raise ZeroDivisionError("an error of ours")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(OffloadingMetrics, "_samples", broken)
+        assert [rig.manager.get_stats() for _ in range(3)] == [None] * 3
+    assert len(fired) == 3
+    assert rig.manager._runtime.fault is None
+    read(rig, keys, "two")
+    told = rig.manager.get_stats().data["data"]
+    assert told["longshore_internal_errors"] == {(): 3}
+    assert told["longshore_control_plane_faults"] == {(): 0}
+    (logged,) = [record for record in caplog.records if "metrics could not be reported" in record.message]
+    assert logged.exc_info

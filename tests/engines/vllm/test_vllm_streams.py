@@ -18,6 +18,7 @@ from vllm.v1.request import RequestStatus
 from vllm_kit import TOKENS
 
 from longshore.boundary import FILE, HOST
+from longshore.cache import MissReason
 from longshore.engines.vllm import manager as manager_module
 
 
@@ -112,6 +113,9 @@ def test_a_part_that_cannot_be_copied_fails_the_load(engine: Engine) -> None:
     worker._try = submit
     assert engine.failed
     assert engine.begin(request) == 0, "it is computed"
+    misses = engine.rig.cache.counters.misses
+    assert (misses[MissReason.DEVICE_ERROR] > 0, misses[MissReason.IO_ERROR]) == (True, 0)
+    assert engine.rig.cache.counters.lost.total() == 0
     engine.finish(request, RequestStatus.FINISHED_ABORTED)
     settled(engine)
 

@@ -29,7 +29,18 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_offload.base import OffloadKey
 
 from longshore.boundary import FILE, HOST, PEERS, REMOTE, Key
-from longshore.cache import Gate, GroupKeys, Lease, PrefetchPolicy, Presence, Residency, Run, TieredCache, Until
+from longshore.cache import (
+    Gate,
+    GroupKeys,
+    Lease,
+    MissReason,
+    PrefetchPolicy,
+    Presence,
+    Residency,
+    Run,
+    TieredCache,
+    Until,
+)
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, JobContext, RequestState, Ticket, residency
 from longshore.engines.vllm.stores import NO_SLOTS
@@ -56,7 +67,7 @@ class StreamedLoad:
         rest: The chunks that were not lent, in order: our number of the group, and the key.
         lease: Keeps `rest` in some tier.
         fetch: On the first of `rest`, as many as are `fetched`: they are being brought up.
-        failed: Whether a part has failed, or will not come.
+        failed: Why a part has failed, or will not come; `None` for neither.
     """
 
     name: str
@@ -69,7 +80,7 @@ class StreamedLoad:
     lease: Lease | None = None
     fetch: Lease | None = None
     fetched: int = 0
-    failed: bool = False
+    failed: MissReason | None = None
 
 
 class Loads:
@@ -129,12 +140,13 @@ class Loads:
         streams = [load for load in self._loads.values() if load.rest]
         for load in streams:
             for ticket in [each for each in load.parts if self._reports.has_loaded(each.number)]:
-                load.failed |= self._reports.has_failed(ticket.number)
+                if self._reports.has_failed(ticket.number):
+                    load.failed = MissReason.DEVICE_ERROR
                 load.parts.remove(ticket)
                 self._jobs.end(ticket, cache)
             ahead, is_late = load.rest[:slots], load.fetch is not None and cache.progress(load.fetch).is_over
             ready, rest = _ready(cache, _by_group(ahead))
-            if load.failed or (is_late and not ready):
+            if load.failed is not None or (is_late and not ready):
                 self.stop(cache, load.name)
                 continue
             if ready:
@@ -153,15 +165,17 @@ class Loads:
         """No more is lent for `name`: the workers report the load as failed when they have read what they were lent."""
         load = self._loads.get(name)
         if load is not None and load.rest:
-            load.failed, load.rest = True, []
+            load.failed, load.rest = load.failed or MissReason.IO_ERROR, []
             self._new_parts.append(JobPart(load.number, None))
             _release(cache, load)
 
-    def end(self, cache: TieredCache, name: str) -> tuple[list[Ticket], bool]:
-        """The workers have reported the load for `name`, or will in vain. Its open parts, and whether it has failed."""
+    def end(self, cache: TieredCache, name: str) -> tuple[list[Ticket], MissReason | None]:
+        """The workers have reported the load for `name`, or will in vain. Its open parts, and why it failed, if so."""
         self.stop(cache, name)
         load = self._loads.pop(name)
-        return load.parts, load.failed or any(self._reports.has_failed(ticket.number) for ticket in load.parts)
+        if any(self._reports.has_failed(ticket.number) for ticket in load.parts):
+            return load.parts, MissReason.DEVICE_ERROR
+        return load.parts, load.failed
 
     def end_all(self, cache: TieredCache) -> list[Ticket]:
         """End the loads of all requests; returns the tickets of open parts."""

@@ -12,8 +12,8 @@ tiers of a request that needs more than host memory has room for: these are read
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,7 @@ from longshore.engines.vllm.requests import (
 from longshore.engines.vllm.stores import NO_SLOTS, StoreJobs
 from longshore.engines.vllm.tiers import SchedulerTiers
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
+from longshore.errors import log_seldom
 from longshore.hints import RequestHints
 from longshore.monitoring.metric_names import LOOKUP_SECONDS
 from longshore.runtime.containment import contained
@@ -59,6 +60,7 @@ from longshore.runtime.control import ControlServer
 if TYPE_CHECKING:
     from longshore.runtime.peer_server import PeerServer
 
+_log = logging.getLogger(__name__)
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 _THERE = (Presence.READY, Presence.COLDER)
 LOAD = Route(HOST, DEVICE)
@@ -179,7 +181,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if request is not None and name in self._loads:
             with self._runtime.control() as cache:
                 parts, failed = self._loads.end(cache, name)
-                request.load_failed |= failed
+                request.load_failed = failed or request.load_failed
                 results = [result for ticket in parts for result in self._jobs.end(ticket, cache)]
                 if not request.streams:  # the seconds of a part include those between two steps
                     self._runtime.observe_loads(LOAD, results)
@@ -332,15 +334,16 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """The increments of the counters since the last call; all counters at the first call."""
-        try:
-            with self._runtime.observe() as cache:
+        with self._runtime.observe() as cache:
+            try:
                 gate = self._runtime.gate
                 refused = 0 if gate is None else gate.refused
                 peers = peer_samples(self.peer_server, self._fetches)
                 return self._metrics.stats(cache, refused, self._validity.weight_changes, self._runtime.faults, peers)
-        except Exception as error:  # noqa: BLE001 - not `contained`, as counters are told of after a fault, too
-            self._runtime.fail(error)
-            return None
+            except Exception:  # noqa: BLE001 - what is wrong with the metrics is no reason to serve nothing
+                log_seldom(_log, "metrics could not be reported to vLLM, which shows the last ones; report this")
+                cache.counters.internal_errors += 1
+                return None
 
     @property
     def loaded_tokens(self) -> Mapping[str, int]:
@@ -391,14 +394,17 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def _in_place(self, keys: Collection[OffloadKey], context: ReqContext) -> SlotsSpec:
         """Slots of chunks found before the control plane failed, if all are in place; else `_nothing`."""
         request, runs = self._begin(context), [NO_SLOTS] * len(self._groups)
-        with suppress(Exception), self._runtime.observe() as cache:  # state that failed an integrity check
-            for group, mine in self._groups.split(keys):
-                seen = request.seen(mine)
-                slots = seen.slots() if isinstance(seen, Residency) else None
-                if slots is None:
-                    return self._nothing()
-                runs[group] = Slots(HOST, cache.settings.pool_of(group), tuple(slots))
-            return self._slots_spec(runs)
+        try:
+            with self._runtime.observe() as cache:
+                for group, mine in self._groups.split(keys):
+                    seen = request.seen(mine)
+                    slots = seen.slots() if isinstance(seen, Residency) else None
+                    if slots is None:
+                        return self._nothing()
+                    runs[group] = Slots(HOST, cache.settings.pool_of(group), tuple(slots))
+                return self._slots_spec(runs)
+        except Exception:  # noqa: BLE001 - of state that failed an integrity check
+            log_seldom(_log, "chunks found before all tiers were disabled cannot be read; they are recomputed")
         return self._nothing()
 
     def _ask(self, request: RequestState, key: OffloadKey, context: ReqContext) -> LookupResult:
@@ -409,7 +415,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._look_for_new_weights()
             self._tiers.sleeps.restore_host_memory()
         self._validity.used()
-        barred = request.load_failed or not self._validity.knows(request) or not request.hints.load
+        barred = bool(request.load_failed) or not self._validity.knows(request) or not request.hints.load
         barred |= self._tiers.reports.is_asleep() or not self._tiers.sleeps.has_memory
         request.asked_keys, request.streams = list(asked), False
         now = self._runtime.clock()
@@ -425,7 +431,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._asked.append(request)
         if barred:
             request.answers = dict.fromkeys(asked, MISS)
-            reason = MissReason.IO_ERROR if request.load_failed else MissReason.ABSENT
+            reason = request.load_failed or MissReason.ABSENT
             if not request.counted and request.hints.load:
                 with self._runtime.observe() as cache:
                     cache.counters.misses[reason] += len(asked)

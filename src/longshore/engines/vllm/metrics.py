@@ -164,6 +164,7 @@ class OffloadingMetrics:
             drops = counters.drops.get(tier) or Counter[DropReason]()
             for reason in DropReason:
                 yield ("longshore_dropped_chunks", (tier, reason.value)), drops[reason]
+        yield ("longshore_internal_errors", ()), counters.internal_errors
         for missed, count in counters.misses.items():
             yield ("longshore_miss_chunks", (missed.value,)), count
         for failure, times in (self._no_file if self._file is None else self._file.failures).items():

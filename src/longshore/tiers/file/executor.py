@@ -33,9 +33,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from longshore.boundary import PAGE, Status
-from longshore.errors import TierClosedError, TierError
+from longshore.errors import TierClosedError, TierError, log_seldom
 from longshore.tiers.base import Op, OpBatch, TierOp, TierResult
-from longshore.tiers.file.io import IoCoroutine, IoQueue, Piece
+from longshore.tiers.file.io import BROKEN, IoCoroutine, IoQueue, Piece
 from longshore.tiers.file.segment import FULL, Segment, Staging
 
 _log = logging.getLogger(__name__)
@@ -57,8 +57,10 @@ _READS_IN_A_ROW = 7
 _INTERRUPTIONS = 100
 """Consecutive interruptions after which a piece has failed."""
 
-_ANSWERS = FULL | {errno.EIO, errno.EINTR}
-"""Errors that come from the disk; another one means that the queue did not take the piece."""
+_ANSWERS = FULL | {errno.EIO, errno.EINTR, BROKEN}
+"""Errors of a call that was made; another one means that the queue did not take the piece."""
+
+_FAILURES = dict.fromkeys(FULL, Status.NO_SPACE) | {BROKEN: Status.INTERNAL_ERROR}
 
 _MOMENT = 1e-6
 """Seconds of sleep between tasks that completed together, so that the polling thread gets the interpreter lock.
@@ -252,7 +254,7 @@ class Executor:
             self._stop()
             self._queue.close()  # waits for I/O in flight; only then may its memory be reused
             for task in list(self._begun):
-                self._end(task, [Status.IO_ERROR] * len(task.at))
+                self._end(task, [_status_of(error)] * len(task.at))
 
     def _run(self) -> None:
         while True:
@@ -302,8 +304,8 @@ class Executor:
             task.advance()
         except StopIteration as end:
             self._end(task, end.value)
-        except Exception:  # noqa: BLE001 - the batch must end
-            self._fail(task)
+        except Exception as error:  # noqa: BLE001 - the batch must end
+            self._fail(task, error)
         else:
             self._ready.append(task)
 
@@ -316,8 +318,8 @@ class Executor:
                 continue
             try:
                 numbers = self._queue.submit(task.pieces, writing=task.writing)
-            except Exception:  # noqa: BLE001 - as above
-                self._fail(task)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._fail(task, error)
             else:
                 self._room[task.writing] -= task.nbytes
                 self._moving.update((number, (task, at)) for at, number in enumerate(numbers))
@@ -336,22 +338,17 @@ class Executor:
         elif moved >= 0:
             status = Status.IO_ERROR if task.writing else Status.SHORT
         else:
-            status = Status.NO_SPACE if -moved in FULL else Status.IO_ERROR
+            status = _FAILURES.get(-moved, Status.IO_ERROR)
         if task.arrive(at, status):
             self._room[task.writing] += task.nbytes
             self._completed.append(task)
 
-    def _fail(self, task: _Task) -> None:
-        """End a task that raised an unexpected exception, while it is being handled."""
-        op = task.orders[0].op
-        kind, count = op.op.value, len(task.at)
-        _log.exception(
-            "internal error of the file tier: a %s of %d slots from slot %d on failed; report this",
-            kind,
-            count,
-            op.slot,
-        )
-        self._end(task, [Status.IO_ERROR] * count)
+    def _fail(self, task: _Task, error: Exception) -> None:
+        """End a task that raised an unexpected `error`, while it is being handled."""
+        op, count = task.orders[0].op, len(task.at)
+        message = "internal error of the file tier: a %s of %d slots from slot %d on failed; report this"
+        log_seldom(_log, message, op.op.value, count, op.slot)
+        self._end(task, [_status_of(error)] * count)
 
     def _end(self, task: _Task, statuses: Sequence[Status]) -> None:
         self._begun.remove(task)
@@ -362,6 +359,11 @@ class Executor:
             self._report_if_ended(task.batch)
         if self._completed:
             time.sleep(_MOMENT)
+
+
+def _status_of(error: Exception) -> Status:
+    """Of operations that an unexpected `error` ended: the disk is to blame only for what the system says of it."""
+    return Status.IO_ERROR if isinstance(error, OSError) else Status.INTERNAL_ERROR
 
 
 class _Task:

@@ -129,7 +129,7 @@ class GdsFileTier(FileTier):
         """As for `FileTier`. `library` stands for the functions of cuFile, for tests.
 
         With `strict` no image goes through host memory: raises `TierError` if cuFile cannot be used, and images that it
-        refuses later end as `Status.IO_ERROR`.
+        refuses later end as `Status.DEVICE_ERROR`.
         """
         self._gds: GdsImageIO
 
@@ -292,7 +292,7 @@ class GdsImageIO:
         return self._file
 
     def _wait(self, work: Callable[[], T]) -> IoCoroutine[T]:
-        """Run `work` in a thread of the queue; returns its result, or raises its `DeviceError`."""
+        """Run `work` in a thread of the queue; returns its result, or raises its exception."""
         call = _Call(self.bind, work)
         yield Move([Piece([], 0, call)], writing=False)
         return call.result()
@@ -312,19 +312,19 @@ class _Call(Generic[T]):
     def __init__(self, bind: Callable[[], None], work: Callable[[], T]) -> None:
         self._bind = bind
         self._work = work
-        self._result: T | DeviceError = DeviceError("the call was never made")
+        self._result: T | Exception = DeviceError("the call was never made")
 
     def __call__(self) -> int:
         """Make the call; returns 0, the result of the piece."""
-        self._bind()
         try:
+            self._bind()
             self._result = self._work()
-        except DeviceError as error:
+        except Exception as error:  # noqa: BLE001 - the executor tells a failure of the device from an error of ours
             self._result = error
         return 0
 
     def result(self) -> T:
-        """The result of the call; raises its `DeviceError`."""
-        if isinstance(self._result, DeviceError):
+        """The result of the call; raises its exception."""
+        if isinstance(self._result, Exception):
             raise self._result
         return self._result

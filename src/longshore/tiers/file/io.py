@@ -36,9 +36,12 @@ from queue import SimpleQueue
 from typing import NamedTuple, Protocol, TypeVar
 
 from longshore.boundary import PAGE, Status
-from longshore.errors import TierError
+from longshore.errors import TierError, log_seldom
 
 T = TypeVar("T")
+
+BROKEN = 1 << 16
+"""Beyond every error number of the system."""
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +95,7 @@ class IoQueue(Protocol):
 
         Returns numbers of pieces that have ended, with the bytes moved or a negative error number. An error other than
         `EINTR`, `EIO` or those of a full disk means that the queue did not accept the piece; a plain call may work.
+        `BROKEN` is no error of the system: the call raised an exception that is not an `OSError`.
         """
 
     def wake(self) -> None:
@@ -156,8 +160,8 @@ class ThreadQueue:
             try:
                 moved = self._move(piece, writing=writing) if piece.call is None else piece.call()
             except Exception:  # noqa: BLE001 - the piece must end
-                _log.exception("internal error of the file tier: I/O at byte %d failed; report this", piece.offset)
-                moved = -errno.EIO
+                log_seldom(_log, "internal error of the file tier: I/O at byte %d failed; report this", piece.offset)
+                moved = -BROKEN
             self._ended.put((number, moved))
 
 

@@ -51,11 +51,12 @@ from longshore.tiers.file.segment import FULL, HostImageIO, ImageIO, Segment, St
 PATIENCE = 8
 """Consecutive failures of reads, or of writes, that change the state."""
 
-_FAILED = frozenset({Status.IO_ERROR, Status.NO_SPACE})
-
-_UNREADABLE = (Status.CORRUPT, Status.MISMATCH, Status.SHORT, Status.IO_ERROR)
-_WRONG = (*((Op.READ, each) for each in _UNREADABLE), (Op.WRITE, Status.IO_ERROR), (Op.WRITE, Status.NO_SPACE))
+_UNWRITABLE = (Status.IO_ERROR, Status.NO_SPACE, Status.DEVICE_ERROR)
+_UNREADABLE = (Status.CORRUPT, Status.MISMATCH, Status.SHORT, Status.IO_ERROR, Status.DEVICE_ERROR)
+_WRONG = (*((Op.READ, each) for each in _UNREADABLE), *((Op.WRITE, each) for each in _UNWRITABLE))
 """Counted failures."""
+
+_FAILED = frozenset(_UNWRITABLE)
 
 
 class TierState(enum.Enum):
@@ -102,16 +103,19 @@ class Health:
         if not self._failures[op] and statuses.count(Status.OK) == len(statuses):
             return
         for status in statuses:
+            if status is Status.INTERNAL_ERROR:  # which says nothing of the disk
+                continue
             if status is not Status.OK:
                 self._wrong[op, status] += 1
             self._failures[op] = self._failures[op] + 1 if status in _FAILED else 0
             if self._failures[op] >= PATIENCE and self.allows(op):
                 self.state = TierState.OFF if op is Op.READ else TierState.READ_ONLY
                 _log.error(
-                    "file tier %s is %s until the engine is restarted; check the disk: %d %ss in a row failed, the "
-                    "last with %s",
+                    "file tier %s is %s until the engine is restarted; check the %s: %d %ss in a row failed, the last "
+                    "with %s",
                     self._name,
                     self.state.value.replace("_", "-"),
+                    "device" if status is Status.DEVICE_ERROR else "disk",
                     PATIENCE,
                     op.value,
                     status.value,
@@ -120,7 +124,7 @@ class Health:
 
 _log = logging.getLogger(__name__)
 
-_NOT_MOVED = frozenset({Status.IO_ERROR, Status.NO_SPACE, Status.SHORT})
+_NOT_MOVED = frozenset({Status.IO_ERROR, Status.NO_SPACE, Status.SHORT, Status.INTERNAL_ERROR})
 """Statuses of records that were not moved completely."""
 
 
@@ -418,7 +422,7 @@ class FileTier(Tier):
             return claims, [Status.NO_SPACE if error.errno in FULL else Status.IO_ERROR] * len(ops)
         except DeviceError as error:  # of the device where images are: what the disk holds is as good as before
             _log.debug("%s of slot %d: %s", ops[0].op.value, ops[0].slot, error)
-            return [], [Status.IO_ERROR] * len(ops)
+            return [], [Status.DEVICE_ERROR] * len(ops)
 
     def _record_results(self, task: Sequence[Order], claims: Sequence[int], statuses: list[Status]) -> list[Status]:
         """Update index and health from `statuses`; returns them, as misses if there was a reset meanwhile."""
