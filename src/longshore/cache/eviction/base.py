@@ -126,6 +126,10 @@ class EvictionPolicy(ABC):
     def is_held(self, node: int) -> bool:
         """Whether `node` is in the policy, and held."""
 
+    def are_held(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """`is_held` for the nodes `at`; bool, of the same shape."""
+        return np.array([self.is_held(node) for node in at.tolist()], bool)
+
     @abstractmethod
     def __contains__(self, node: object) -> bool:
         """Whether `node` is in the policy, held or not."""

@@ -382,6 +382,11 @@ class Gittins(EvictionPolicy):
         """Whether `node` is in the policy, and held."""
         return self._state[node] >= HELD
 
+    def are_held(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Which of the nodes `at` are in the policy, and held."""
+        held: npt.NDArray[np.bool_] = words(self._state).take(at) >= HELD
+        return held
+
     def __contains__(self, node: object) -> bool:
         return isinstance(node, int) and node < len(self._state) and self._state[node] != OUT
 

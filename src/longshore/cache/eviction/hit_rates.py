@@ -266,8 +266,9 @@ _CHANCE = 0.05
 """Before anything is known, so many are taken to come back at each age."""
 
 _WIDTHS = np.diff([*AGE_BEGINS, 2 * OLDEST]).astype(float)
-_LATER = np.triu(np.ones((AGES, AGES), bool))
-"""Whether an age ends later than another begins."""
+_FROM, _UNTIL = np.triu_indices(AGES)
+_FIRST = np.searchsorted(_FROM, range(AGES))
+"""All pairs of ages, to wait from the begin of the one until the end of the other; and the first pair of each."""
 _NO_TIME = 1e-300
 
 _WEIGHTS = np.array(WEIGHTS)
@@ -390,13 +391,13 @@ class HitRates:
 
     def table(self) -> _Floats:
         """For each kind and age what is promised: hits per tick."""
-        still = np.ones((self.kinds, AGES + 1))  # not used again when an age begins
-        np.cumprod(1.0 - self.chances(), axis=1, out=still[:, 1:])
-        time = np.zeros((self.kinds, AGES + 1))  # to be spent from there on; from the end, exact where little is left
-        time[:, :-1] = np.cumsum((still[:, :-1] * _WIDTHS)[:, ::-1], axis=1)[:, ::-1]
-        spent = np.where(_LATER, time[:, :-1, None] - time[:, None, 1:], np.inf)
-        np.maximum(spent, _NO_TIME, out=spent)
-        promised: _Floats = ((still[:, :-1, None] - still[:, None, 1:]) / spent).max(axis=2)
+        still = np.ones((AGES + 1, self.kinds))  # not used again when an age begins
+        np.cumprod(1.0 - self.chances().T, axis=0, out=still[1:])
+        time = np.zeros((AGES + 1, self.kinds))  # to be spent from there on; from the end, exact where little is left
+        time[:-1] = np.cumsum((still[:-1] * _WIDTHS[:, None])[::-1], axis=0)[::-1]
+        spent = np.maximum(time[_FROM] - time[_UNTIL + 1], _NO_TIME)
+        rates = (still[_FROM] - still[_UNTIL + 1]) / spent
+        promised: _Floats = np.ascontiguousarray(np.maximum.reduceat(rates, _FIRST, axis=0).T)
         by_uses = promised[1:PLAIN].reshape(-1, GAPS, AGES)
         np.maximum.accumulate(by_uses, axis=0, out=by_uses)
         return promised
