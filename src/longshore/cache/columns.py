@@ -86,7 +86,7 @@ def has_duplicates(at: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bool:
     if len(at) < FEW:
         return len(set(at.tolist())) < len(at)
     ordered = np.sort(at)
-    return np.count_nonzero(ordered[1:] == ordered[:-1]) > 0
+    return bool(np.count_nonzero(ordered[1:] == ordered[:-1]))
 
 
 def once(at: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
