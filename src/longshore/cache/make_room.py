@@ -54,7 +54,7 @@ _AHEAD, _MOST_AHEAD = 256, 64
 _ROUNDS = 4
 """Upper bound of rounds per chunk of a tier: each round evicts or holds a chunk, and may release others."""
 
-_AT_FIRST, _AT_LEAST = 2048, 128
+_AT_FIRST, _AT_LEAST = 2048, 256
 """Size of the first batch of victims; smallest size of later ones, which are twice what the batch before processed."""
 
 _SLABS_EXAMINED = 8
@@ -149,9 +149,9 @@ class Evictor:
         rounds = _ROUNDS * len(policy) + _AT_LEAST
         ahead: list[int] = []  # victims named and not yet processed
         while gone < count:
-            if len(ahead) < min(several, count - gone):
-                ahead = policy.next_victims(max(several, _AT_LEAST))
-            nodes = ahead
+            if len(ahead) < several:
+                ahead = policy.next_victims(several + _AT_LEAST)
+            nodes = ahead[:several]
             priority = self._state.priorities.of(nodes[0]) if nodes else HIGHEST_PRIORITY
             if not spare_dirty and (some := self._evict_passed_over(tier, count - gone, pool, priority)):
                 gone += some
@@ -174,11 +174,15 @@ class Evictor:
                 refused = self._refuse(warm) if spare_dirty else 0
                 gone, ahead = gone + refused, [] if refused else ahead[len(warm) :]
                 continue
-            free, done, unclear = self._evict_batch(nodes, tier, pool, count - gone)
+            free, done, unclear = self._evict_batch(nodes, tier, policy, count - gone)
             gone, ahead = gone + free, ahead[done:] if done else []
-            several = max(2 * (done or free), _AT_LEAST)
+            several = max(2 * (free or done), _AT_LEAST)
+            if free or not done:
+                several = min(several, count - gone)
+            else:
+                self._remember_copied(nodes[:done], tier, pool)
             if unclear:
-                gone += self._evict_few(tier, min(several, count - gone, unclear), pool, spare_dirty=spare_dirty)
+                gone += self._evict_few(tier, min(several, unclear), pool, spare_dirty=spare_dirty)
         return gone
 
     def may_go(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
@@ -333,31 +337,28 @@ class Evictor:
 
     # ------------------------------------------------------------------ in batches
 
-    def _evict_batch(self, nodes: Sequence[int], tier: int, pool: int, most: int) -> tuple[int, int, int]:
-        """Evict at most `most` of the leading victims of `nodes`, and hold those between that cannot be evicted.
+    def _evict_batch(self, nodes: Sequence[int], tier: int, policy: EvictionPolicy, most: int) -> tuple[int, int, int]:
+        """Evict at most `most` of the victims `nodes`, or hold some: the leading ones that are alike.
 
         Returns how many were evicted; how many leading ones were evicted or held, 0 if others became evictable; and how
         many leading ones must be examined one by one.
         """
-        policy, at = self._state.order(tier, pool), np.array(nodes, np.int32)
+        at = np.array(nodes, np.int32)
         safe, sole = self._kinds(at, tier)
-        if done := leading(~sole):
-            free = safe[:done].nonzero()[0][:most]
-            done = int(free[-1]) + 1 if len(free) == most else done
-            if len(free) < done:
-                policy.hold_victims(nodes[:done])
-                self._remember_copied(at[:done][~safe[:done]].tolist(), tier, pool)
-            if len(free):
-                self._drop_copies(at[free], tier)
-            return len(free), done, 0
-        if alone := leading(sole & self._state.backlog.are_clean(at)):
+        if run := min(leading(safe), most):
+            self._drop_copies(nodes[:run], at[:run], tier)
+            return run, run, 0
+        kept = 0
+        if not sole[0]:
+            kept = leading(~safe & ~sole)
+        elif alone := leading(sole & self._state.backlog.are_clean(at)):
             going, kept = self._leaves(nodes[:alone], at[:alone], tier, policy, most)
             if going:
                 self._drop_leaves(going, tier)
-            else:
-                policy.hold_victims(nodes[:kept])
-            return len(going), kept, 0
-        return 0, 0, leading(~safe)
+                return len(going), 0, 0
+        if kept:
+            policy.hold_victims(nodes[:kept])
+        return 0, kept, 0 if kept else leading(~safe)
 
     def _kinds(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
         """Which of the nodes `at` are safe, and which have their only copy in `tier`; bool, of the same shape."""
@@ -431,9 +432,9 @@ class Evictor:
                 return going[:most]
         return [*going, *nodes[begin:]][:most]
 
-    def _drop_copies(self, at: npt.NDArray[np.int32], tier: int) -> None:
+    def _drop_copies(self, nodes: Sequence[int], at: npt.NDArray[np.int32], tier: int) -> None:
         """Evict safe copies, of which a colder tier keeps another."""
-        state, index, nodes = self._state, self._state.index, at.tolist()
+        state, index = self._state, self._state.index
         slots = column(index.slot[tier])[at]
         self._log(nodes, tier)
         state.observe_ages(tier, slots)

@@ -136,11 +136,9 @@ class ARC(EvictionPolicy):
             self._ghosts.add(evicted, which)
 
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """Remove the first nodes of one list, or held ones of it; their keys enter a ghost list."""
+        """Remove the first nodes of one list; their keys enter a ghost list."""
         which, at = self._place[nodes[0]], once(numbers(nodes))
-        if which < _HELD:
-            self._linked.drop_first(which, int(at[-1]))
-        which &= ~_HELD
+        self._linked.drop_first(which, int(at[-1]))
         marks(self._place)[at] = _OUT
         self._counts[which] -= len(at)
         self._ghosts.add_all(keys if len(at) == len(keys) else list(dict.fromkeys(keys)), which)

@@ -105,8 +105,7 @@ class LRU(EvictionPolicy):
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """Remove the first nodes of the order, and held ones among them."""
         at, place = once(numbers(nodes)), marks(self._place)
-        if len(inside := at[place[at] == _IN]):
-            self._linked.drop_first(_ORDER, int(inside[-1]))
+        self._linked.drop_first(_ORDER, int(at[place[at] == _IN][-1]))
         place[at] = _OUT
         self._count -= len(at)
 
