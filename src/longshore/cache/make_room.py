@@ -150,7 +150,7 @@ class Evictor:
         ahead: list[int] = []  # victims named and not yet processed
         while gone < count:
             if len(ahead) < several:
-                ahead = policy.next_victims(several + _AT_LEAST)
+                ahead = policy.next_victims(several + min(several, _AT_LEAST))
             nodes = ahead[:several]
             priority = self._state.priorities.of(nodes[0]) if nodes else HIGHEST_PRIORITY
             if not spare_dirty and (some := self._evict_passed_over(tier, count - gone, pool, priority)):
