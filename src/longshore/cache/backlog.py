@@ -208,11 +208,12 @@ class Backlog:
         if not np.count_nonzero(lost):
             return due
         for tier in range(self._last):
-            there = column(index.slot[tier])[at] >= 0
             dirty = index.are_ready(at, tier)
             if self._thresholds[tier]:
                 dirty &= marks(self._uses)[at] >= self._thresholds[tier]
-            due[there] = dirty[there] * np.uint8(_waiting(tier))
+            if tier:
+                due[column(index.slot[tier])[at] >= 0] = _CLEAN
+            due[dirty] = _waiting(tier)
         due *= lost
         if index.orphans:
             due[column(index.depth)[at] < 0] = _CLEAN

@@ -83,8 +83,10 @@ def numbers(each: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32
 
 def has_duplicates(at: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bool:
     """Whether `at` has duplicates."""
+    if len(at) < FEW:
+        return len(set(at.tolist())) < len(at)
     ordered = np.sort(at)
-    return bool((ordered[1:] == ordered[:-1]).any())
+    return bool(np.count_nonzero(ordered[1:] == ordered[:-1]))
 
 
 def once(at: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
@@ -501,8 +503,9 @@ def check_new(place: bytearray | Column, nodes: Sequence[int], out: int = 0) -> 
     """
     if not nodes:
         return
-    if len(nodes) == 1:
-        good = nodes[0] >= LISTS and place[nodes[0]] == out
+    if len(nodes) < FEW:
+        there = map(place.__getitem__, nodes)
+        good = len(set(nodes)) == len(nodes) and min(nodes) >= LISTS and (list(there).count(out) == len(nodes))
     else:
         at = numbers(nodes)
         good = at.min() >= LISTS and (np.asarray(memoryview(place))[at] == out).all() and not has_duplicates(at)

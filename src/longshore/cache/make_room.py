@@ -147,12 +147,15 @@ class Evictor:
         """
         policy, gone, several = self._state.order(tier, pool), 0, min(count, _AT_FIRST)
         rounds = _ROUNDS * len(policy) + _AT_LEAST
+        ahead: list[int] = []  # victims named and not yet processed
         while gone < count:
-            nodes = policy.next_victims(several)
+            if len(ahead) < several:
+                ahead = policy.next_victims(several + min(several, _AT_LEAST))
+            nodes = ahead[:several]
             priority = self._state.priorities.of(nodes[0]) if nodes else HIGHEST_PRIORITY
             if not spare_dirty and (some := self._evict_passed_over(tier, count - gone, pool, priority)):
                 gone += some
-                several = min(count - gone, _AT_FIRST)
+                several, ahead = min(count - gone, _AT_FIRST), []
                 continue
             if not nodes or (spare_dirty and self._is_lower_waiting(tier, pool, priority)):
                 break
@@ -163,19 +166,21 @@ class Evictor:
             if spare_dirty and (passed := self._state.backlog.leading_sole(nodes, tier)):
                 self._remember(nodes[:passed], tier, pool)
                 policy.hold_victims(nodes[:passed])
-                several = max(2 * passed, _AT_LEAST)
+                several, ahead = max(2 * passed, _AT_LEAST), ahead[passed:]
                 continue
             if self._is_only_warmer(nodes[0], tier):
                 warm = nodes[: min(count - gone, leading(column(self._state.index.slot[tier])[numbers(nodes)] < 0))]
                 policy.hold_victims(warm)
-                gone += self._refuse(warm) if spare_dirty else 0
+                refused = self._refuse(warm) if spare_dirty else 0
+                gone, ahead = gone + refused, [] if refused else ahead[len(warm) :]
                 continue
-            free, kept, unclear = self._evict_batch(nodes, tier, policy, count - gone)
-            gone += free
-            self._remember_copied(nodes[:kept], tier, pool)
-            several = max(2 * (free or kept), _AT_LEAST)
-            if not kept:
+            free, done, unclear = self._evict_batch(nodes, tier, policy, count - gone)
+            gone, ahead = gone + free, ahead[done:] if done else []
+            several = max(2 * (free or done), _AT_LEAST)
+            if free or not done:
                 several = min(several, count - gone)
+            else:
+                self._remember_copied(nodes[:done], tier, pool)
             if unclear:
                 gone += self._evict_few(tier, min(several, unclear), pool, spare_dirty=spare_dirty)
         return gone
@@ -335,13 +340,14 @@ class Evictor:
     def _evict_batch(self, nodes: Sequence[int], tier: int, policy: EvictionPolicy, most: int) -> tuple[int, int, int]:
         """Evict at most `most` of the victims `nodes`, or hold some: the leading ones that are alike.
 
-        Returns how many were evicted, and how many are held; or how many leading ones must be examined one by one.
+        Returns how many were evicted; how many leading ones were evicted or held, 0 if others became evictable; and how
+        many leading ones must be examined one by one.
         """
         at = np.array(nodes, np.int32)
         safe, sole = self._kinds(at, tier)
         if run := min(leading(safe), most):
             self._drop_copies(nodes[:run], at[:run], tier)
-            return run, 0, 0
+            return run, run, 0
         kept = 0
         if not sole[0]:
             kept = leading(~safe & ~sole)

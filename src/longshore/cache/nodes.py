@@ -286,14 +286,17 @@ class Nodes:
 
     def are_ready(self, at: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
         """`is_ready` for the nodes `at`; bool, of the same shape."""
-        slots = column(self.slot[tier])[at]
-        state = marks(self.pools[tier].state)
-        return (slots >= 0) & (state[slots] == READY) if len(state) else np.zeros(len(at), bool)
+        slots, state = column(self.slot[tier]).take(at), marks(self.pools[tier].state)
+        if not len(state):
+            return np.zeros(len(at), bool)
+        ready: npt.NDArray[np.bool_] = state.take(slots) == READY
+        ready &= slots >= 0
+        return ready
 
     def are_ready_in_any(self, at: npt.NDArray[np.int32], tiers: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Whether the nodes `at` have a ready copy in one of `tiers`; bool, of the same shape."""
-        ready = np.zeros(len(at), bool)
-        for tier in tiers:
+        ready = self.are_ready(at, tiers[0])
+        for tier in tiers[1:]:
             ready |= self.are_ready(at, tier)
         return ready
 

@@ -315,9 +315,9 @@ class CacheState:
         readers[at] -= 1
         idle = at[readers[at] == 0]
         state = marks(pool.state)[idle]
-        ready = column(pool.node)[idle[state == READY]].tolist()
+        ready = column(pool.node)[idle[state == READY]]
         for each in {tier, self.last} if self.ranks_all else {tier}:
-            self.policies[each].release(ready)
+            _release(self.policies[each], ready)
         for slot in idle[state == DRAINING].tolist():
             self._free_drained(tier, slot)
 
@@ -525,11 +525,10 @@ class CacheState:
 
     def reconsider(self, at: npt.NDArray[np.int32], *, apart_from: int = -1) -> None:
         """Nodes may have become evictable, in all tiers except `apart_from`."""
-        at = once(at)
         self.changes += bool(len(at))
         for tier, policy in enumerate(self.policies):
             if tier != apart_from:
-                policy.release(at[self.are_ranked(at, tier)].tolist())
+                _release(policy, at)
 
     def _reconsider(self, node: int) -> None:
         """The same for one node."""
@@ -598,3 +597,10 @@ class CacheState:
     def _free_drained(self, tier: int, slot: int) -> None:
         if not self.pools[tier].is_busy(slot):
             self.pools[tier].move(slot, FREE)
+
+
+def _release(policy: EvictionPolicy, at: npt.NDArray[np.int32]) -> None:
+    """Release those of the nodes `at` that `policy` holds, each once."""
+    held = at[policy.are_held(at)]
+    if len(held):
+        policy.release(once(held).tolist())

@@ -495,7 +495,7 @@ class Transfers:
         for slot in () if has_readers else sources:
             self.state.pools[tier].readers[slot] += 1
         sides = TierSlots(tier, sources), TierSlots(to, self.state.place_copies(nodes, to, job))
-        return self.order(job, [index.key[node] for node in nodes], index.before(nodes), *sides, prefetch=prefetch)
+        return self.order(job, index.key[nodes].tolist(), index.before(nodes), *sides, prefetch=prefetch)
 
     def _items(
         self,

@@ -126,6 +126,10 @@ class EvictionPolicy(ABC):
     def is_held(self, node: int) -> bool:
         """Whether `node` is in the policy, and held."""
 
+    def are_held(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """`is_held` for the nodes `at`; bool, of the same shape."""
+        return np.array([self.is_held(node) for node in at.tolist()], bool)
+
     @abstractmethod
     def __contains__(self, node: object) -> bool:
         """Whether `node` is in the policy, held or not."""
@@ -160,11 +164,14 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
-        """The leading nodes of the last `next_victims`, with `keys`, were evicted, and held nodes among them."""
+        """Leading nodes of the last `next_victims`, with `keys`, were evicted, and held nodes among them.
+
+        Those that were removed or held since then do not count: the next ones lead.
+        """
 
     @abstractmethod
     def hold_victims(self, nodes: Sequence[int]) -> None:
-        """Hold the leading nodes of the last `next_victims`, which cannot be evicted at present."""
+        """Hold leading nodes of the last `next_victims`, as in `remove_victims`: they cannot be evicted at present."""
 
     def victims_after(self, node: int, held: Sequence[int]) -> int:
         """How many leading nodes of `held`, once released, would be evicted right after `node`, a victim just named.

@@ -114,7 +114,7 @@ class Gittins(EvictionPolicy):
         self._limit = LISTS
         """The last place in the order whose nodes may be evicted now."""
         self._named: list[tuple[int, int]] = []
-        """What `next_victims` has named last: lists, and how many of all come from them and from those before."""
+        """Lists of what `next_victims` has named last, and how many of each; what was taken out is removed."""
         self._ghosts = GhostList(_GHOSTS * slots)
         self._order, self._rank = array("H"), array("H")
 
@@ -339,9 +339,11 @@ class Gittins(EvictionPolicy):
                     break
                 which = order[first.bit_length() - 1]
                 if after[which] != which:
-                    found += self._linked.first_few(which, count - len(found))
-                    self._named.append((which, len(found)))
+                    some = self._linked.first_few(which, count - len(found))
+                    found += some
+                    self._named.append((which, len(some)))
                 filled ^= first
+        self._named.reverse()
         return found
 
     def victims_after(self, node: int, held: Sequence[int]) -> int:
@@ -379,6 +381,11 @@ class Gittins(EvictionPolicy):
     def is_held(self, node: int) -> bool:
         """Whether `node` is in the policy, and held."""
         return self._state[node] >= HELD
+
+    def are_held(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Which of the nodes `at` are in the policy, and held."""
+        held: npt.NDArray[np.bool_] = words(self._state).take(at) >= HELD
+        return held
 
     def __contains__(self, node: object) -> bool:
         return isinstance(node, int) and node < len(self._state) and self._state[node] != OUT
@@ -480,11 +487,13 @@ class Gittins(EvictionPolicy):
 
     def _take_out(self, nodes: Sequence[int]) -> None:
         """Take the first nodes out of their lists, as `next_victims` has named them."""
-        begin = 0
-        for which, end in self._named:
-            if begin < len(nodes):
-                self._linked.drop_first(which, nodes[min(end, len(nodes)) - 1])
-            begin = end
+        out = 0
+        while out < len(nodes):
+            which, count = self._named.pop()
+            if (left := out + count - len(nodes)) > 0:
+                self._named.append((which, left))
+            out = min(out + count, len(nodes))
+            self._linked.drop_first(which, nodes[out - 1])
 
     def _list_of(self, state: int, when: int) -> int:
         """The list of what is of this state, and was last used then."""

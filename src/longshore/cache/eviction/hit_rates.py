@@ -266,8 +266,9 @@ _CHANCE = 0.05
 """Before anything is known, so many are taken to come back at each age."""
 
 _WIDTHS = np.diff([*AGE_BEGINS, 2 * OLDEST]).astype(float)
-_LATER = np.triu(np.ones((AGES, AGES), bool))
-"""Whether an age ends later than another begins."""
+_FROM, _UNTIL = np.triu_indices(AGES)
+_FIRST = np.searchsorted(_FROM, range(AGES))
+"""All pairs of ages, to wait from the begin of the one until the end of the other; and the first pair of each."""
 _NO_TIME = 1e-300
 
 _WEIGHTS = np.array(WEIGHTS)
@@ -390,13 +391,13 @@ class HitRates:
 
     def table(self) -> _Floats:
         """For each kind and age what is promised: hits per tick."""
-        still = np.ones((self.kinds, AGES + 1))  # not used again when an age begins
-        np.cumprod(1.0 - self.chances(), axis=1, out=still[:, 1:])
-        time = np.zeros((self.kinds, AGES + 1))  # to be spent from there on; from the end, exact where little is left
-        time[:, :-1] = np.cumsum((still[:, :-1] * _WIDTHS)[:, ::-1], axis=1)[:, ::-1]
-        spent = np.where(_LATER, time[:, :-1, None] - time[:, None, 1:], np.inf)
-        np.maximum(spent, _NO_TIME, out=spent)
-        promised: _Floats = ((still[:, :-1, None] - still[:, None, 1:]) / spent).max(axis=2)
+        still = np.ones((AGES + 1, self.kinds))  # not used again when an age begins
+        np.cumprod(1.0 - self.chances().T, axis=0, out=still[1:])
+        time = np.zeros((AGES + 1, self.kinds))  # to be spent from there on; from the end, exact where little is left
+        time[:-1] = np.cumsum((still[:-1] * _WIDTHS[:, None])[::-1], axis=0)[::-1]
+        spent = np.maximum(time[_FROM] - time[_UNTIL + 1], _NO_TIME)
+        rates = (still[_FROM] - still[_UNTIL + 1]) / spent
+        promised: _Floats = np.ascontiguousarray(np.maximum.reduceat(rates, _FIRST, axis=0).T)
         by_uses = promised[1:PLAIN].reshape(-1, GAPS, AGES)
         np.maximum.accumulate(by_uses, axis=0, out=by_uses)
         return promised
@@ -427,6 +428,7 @@ _BELOW, _HINT, _ABOVE = (1 << HINT) - 1, (1 << REQUEST) - (1 << HINT), _STATES &
 """Bits of a state below the hint, and of the hint; and those above the hint, where they are in a word."""
 _ODD = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+_ODD64, _HALF64, _TAG64, _TAGS64, _TAG_BITS64 = map(np.uint64, (_ODD, 32, _TAG, _TAGS, _TAGS << _TAG))
 
 _Places = npt.NDArray[np.int64]
 _Ticks = npt.NDArray[np.int32]
@@ -485,7 +487,7 @@ class GhostList:
         at, every = at[stay], self._buckets.reshape(-1)
         old, every[at] = every[at], words[stay]
         before = hints[stay]
-        if self._hinted or hints.any():
+        if self._hinted or np.count_nonzero(hints):
             self._hinted, before, self._hints[at] = True, self._hints[at], before
         there = old > 0
         return _unpacked(np.concatenate([old[there], words[~stay]]), np.concatenate([before[there], hints[~stay]]))
@@ -542,9 +544,9 @@ class GhostList:
         if not len(keys) or not self._any:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         buckets, tags = self._places_of(keys)
-        words = self._buckets[buckets]
-        same = words & np.uint64(_TAGS << _TAG) == (tags << np.uint64(_TAG))[:, None]
-        if not tags.all():  # as an empty word has
+        words = self._buckets.take(buckets, axis=0)
+        same = words & _TAG_BITS64 == (tags << _TAG64)[:, None]
+        if np.count_nonzero(tags) < len(tags):  # as an empty word has
             same &= words > 0
         who, which = same.nonzero()
         if len(who) > 1:  # one key may be taken for two chunks
@@ -568,11 +570,11 @@ class GhostList:
             mixed = np.fromiter((int.from_bytes(key[:8], "little") for key in keys), np.uint64, len(keys))
         else:
             mixed = np.frombuffer(b"".join(keys), "<u8")[::words].astype(np.uint64)
-        mixed = mixed * np.uint64(_ODD)
-        mixed ^= mixed >> np.uint64(32)
-        mixed *= np.uint64(_ODD)
-        buckets = ((mixed >> np.uint64(32)) * np.uint64(len(self._buckets)) >> np.uint64(32)).astype(np.int64)
-        return buckets, mixed & np.uint64(_TAGS)
+        mixed *= _ODD64
+        mixed ^= mixed >> _HALF64
+        mixed *= _ODD64
+        buckets = ((mixed >> _HALF64) * np.uint64(len(self._buckets)) >> _HALF64).astype(np.int64)
+        return buckets, mixed & _TAGS64
 
 
 def _unpacked(words: _Words, hints: npt.NDArray[np.uint8]) -> tuple[_Ticks, _States]:

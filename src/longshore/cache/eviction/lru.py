@@ -136,6 +136,11 @@ class LRU(EvictionPolicy):
         """Whether `node` is in the policy, and held."""
         return self._place[node] == _HELD
 
+    def are_held(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Which of the nodes `at` are in the policy, and held."""
+        held: npt.NDArray[np.bool_] = marks(self._place).take(at) == _HELD
+        return held
+
     def __contains__(self, node: object) -> bool:
         return isinstance(node, int) and node < len(self._place) and self._place[node] != _OUT
 
