@@ -67,6 +67,10 @@ def test_metrics_are_the_counters_of_the_control_plane() -> None:
     mover.end(Status.OK, Status.IO_ERROR)
     runtime.pump()
     with runtime.control() as cache:
+        cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, count=False)
+        assert cache.protected == 1
+    assert found.get_sample_value("longshore_leases") == 0
+    with runtime.control() as cache:
         hold = cache.lookup({0: GroupKeys(PATH)}, 0.0).lease
         assert hold is not None
         cache.load(hold, {0: (5,)})

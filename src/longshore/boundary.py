@@ -33,7 +33,7 @@ REMOTE = "remote"
 """The first store that replicas share; the next are `remote-2` and so on."""
 
 Key = bytes
-"""Hash of a chunk's tokens: 32 bytes, chained over its prefix, starting from a scope (`longshore.keys`)."""
+"""Hash of a chunk's tokens, chained over its prefix: of `longshore.keys` (32 bytes), or the engine's own."""
 
 
 class Slot(NamedTuple):

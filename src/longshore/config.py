@@ -133,7 +133,9 @@ class Config(BaseModel):
         "`PrefixStore` for copies, and for writes to files of a sleep or reset that drops host memory",
     )
     gate: bool = Field(
-        True, description="recompute blocks when that is faster than reading them from a file; off: always load"
+        True,
+        description="recompute blocks when that is faster than reading them from a file; off: always load, as "
+        "`PrefixStore` does from files in any case",
     )
     prefill_speed: float = Field(
         0.0, ge=0, allow_inf_nan=False, description="prompt tokens computed per second, for the gate; 0: measured"

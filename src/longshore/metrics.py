@@ -78,10 +78,10 @@ class LongshoreCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """All metric families, read under the runtime's lock; also after it was closed."""
         runtime = self._runtime
-        with runtime.observe() as cache:
+        with runtime.locked() as cache:
             metrics = [*_of_cache(cache.counters), *_of_tiers(cache.stats())]
             metrics += [
-                _metric("longshore_leases", cache.held),
+                _metric("longshore_leases", cache.leases),
                 _metric("longshore_jobs_in_flight", cache.jobs_in_flight),
                 _histograms(LOOKUP_SECONDS, {(): runtime.asked.seconds}),
             ]
@@ -116,8 +116,8 @@ class LongshoreCollector(Collector):
         return [*metrics, _metric("longshore_store_failures", failures)]
 
     def histograms(self) -> Iterator[tuple[str, tuple[str, ...], Histogram]]:
-        """Every histogram: its name, its label values, and itself. To be read within `Runtime.observe`."""
-        with self._runtime.observe() as cache:
+        """Every histogram: its name, its label values, and itself. To be read within `Runtime.locked`."""
+        with self._runtime.locked() as cache:
             yield from cache.counters.each_histogram()
             yield LOOKUP_SECONDS, (), self._runtime.asked.seconds
 

@@ -93,7 +93,7 @@ class World(Reading, Storing):
         self.settle_all()
         while not self.flush():
             self.settle_all()
-        assert (self.cache.held, self.cache.jobs_in_flight) == (0, 0)
+        assert (self.cache.leases, self.cache.protected, self.cache.jobs_in_flight) == (0, 0, 0)
         self.check_device_is_free()
         for stats in self.cache.stats():
             assert stats.used == stats.ready, "a slot is neither free nor ready"

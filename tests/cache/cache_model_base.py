@@ -434,7 +434,7 @@ class Stage:
     def check_books(self) -> None:
         assert self.cache.jobs_in_flight == len(self.jobs)
         assert not any(self.cache.progress(job).is_over for job in self.jobs)
-        assert self.cache.held == len(self.holds) + len(self.seen_in_step)
+        assert (self.cache.leases, self.cache.protected) == (len(self.holds), len(self.seen_in_step))
         misses, hits = +self.cache.counters.misses, +self.cache.counters.hits
         assert misses == +self.misses, f"{misses - self.misses} too many, {self.misses - misses} too few"
         assert hits == +self.hits

@@ -45,7 +45,7 @@ def test_a_match_of_nothing_holds_nothing() -> None:
     world = World(BOTH)
     assert world.lookup("abc", 0, None) is None
     assert misses(world) == {"absent": 3}
-    assert world.cache.held == 0
+    assert world.cache.leases == world.cache.protected == 0
 
 
 def test_chunk_in_flight_to_its_first_tier_is_a_miss() -> None:
@@ -227,7 +227,7 @@ def test_letting_go_amid_a_load_leaves_nothing_behind() -> None:
     for hold in list(world.holds)[:1]:
         world.load(hold, 3, 0, 0)
     world.release_request("one")
-    assert world.cache.held == 0
+    assert world.cache.leases == world.cache.protected == 0
     world.settle_all()
     assert world.where("abc") == {HOST: "ready", FILE: "ready"}  # what was on its way in stays, for the next one
     world.drain()

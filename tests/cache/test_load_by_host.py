@@ -116,9 +116,9 @@ def test_looked_up_chunks_stay_in_host_tier_until_step_ends() -> None:
     assert store(cache, [c]) == 1
     assert residency(cache, [a, b, c], Until.STEP).presences == [Presence.READY, Presence.COLDER, Presence.READY]
     assert len(cache.load({0: GroupKeys([a])}).parts[0].slots) == 1
-    assert cache.held == 3
+    assert (cache.leases, cache.protected) == (0, 3)
     cache.end_step()
-    assert cache.held == 0
+    assert cache.leases == cache.protected == 0
     cache.check_integrity()
 
 
@@ -187,7 +187,7 @@ def test_single_chunks_that_are_not_ready_are_not_leased() -> None:
     store(cache, [a])
     cache.store({0: GroupKeys([b])})
     found = cache.lookup({0: GroupKeys([a, b, c])}, 0.0, each=True)
-    assert (found.chunks, cache.held) == (1, 1)
+    assert (found.chunks, cache.leases) == (1, 1)
     assert [each.value for each in found.residency[0].presences] == ["ready", "in_flight", "absent"]
     for none in ([], [b, c]):
         assert cache.lookup({0: GroupKeys(none)}, 0.0, each=True)[:2] == (None, 0)

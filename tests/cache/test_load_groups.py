@@ -165,7 +165,7 @@ def test_the_deadline_of_a_load_that_has_not_come() -> None:
     cache.release(hold)
     end(cache, [transfer], Status.CANCELLED)
     settle(cache)
-    assert (cache.held, cache.jobs_in_flight) == (0, 0)
+    assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
 
 
 def test_each_group_of_a_load_that_fails_is_accounted_for() -> None:

@@ -46,7 +46,14 @@ def stored(cache: TieredCache, *names: str) -> None:
 
 def books(cache: TieredCache) -> tuple[Any, ...]:
     cache.check_integrity()
-    return cache.stats(), cache.held, cache.jobs_in_flight, residents_of(cache), cache.counters.copy()
+    return (
+        cache.stats(),
+        cache.leases,
+        cache.protected,
+        cache.jobs_in_flight,
+        residents_of(cache),
+        cache.counters.copy(),
+    )
 
 
 def test_there_are_twenty_verbs() -> None:
@@ -203,14 +210,14 @@ def test_lookup_keeps_chunks_until_its_step_ends(paths: dict[int, str], each: bo
     asked = {group: GroupKeys(keys(name)) for group, name in paths.items()}
     found = cache.lookup(asked, 1.0, until=Until.STEP, each=each)
     assert found.lease is None
-    assert cache.held == 3 * len(paths)
+    assert (cache.leases, cache.protected) == (0, 3 * len(paths))
     cache.store({0: GroupKeys(keys("x", 6))}, {0: range(6)}, evicting=True)
     settle(cache)
     for name in paths.values():
         where = cache.lookup({0: GroupKeys(keys(name))}, 1.0, until=Until.NOTHING, each=True).residency[0]
         assert set(where.presences) == {Presence.READY}
     cache.end_step()
-    assert cache.held == 0
+    assert cache.protected == 0
 
 
 def test_slots_of_a_residency_from_before_a_reset_are_nobodys() -> None:

@@ -326,14 +326,14 @@ def test_impossible_text_is_refused_before_a_miss_is_counted() -> None:
     before = cache.counters.copy()
     with pytest.raises(CacheError, match="token ids"):
         lookup(cache, path(ABC), 1.0, text=Text([*ABC, -1, 0, 0, 0], ROOT))
-    assert (cache.counters, cache.events(), cache.held) == (before, [], 0)
+    assert (cache.counters, cache.events(), cache.leases + cache.protected) == (before, [], 0)
 
 
 def test_chunks_that_stand_alone_have_no_partial_match_by_path() -> None:
     cache = stored(ABC, group=WINDOW)
     with pytest.raises(CacheError, match="stand alone"):
         lookup(cache, path(ABC, 2)[:1], 0.0, text=Text(ABC, ROOT), group=0)
-    assert cache.held == 0
+    assert (cache.leases, cache.protected) == (0, 0)
 
 
 @pytest.mark.parametrize("tokens", [-1, 0, 5])

@@ -123,6 +123,6 @@ def test_what_was_peeked_at_is_let_go_of() -> None:
     world = World(BOTH).stored("a")
     world.lookup_each(key("a"))
     world.reset(ALL)
-    assert world.cache.held == 0
+    assert world.cache.leases == world.cache.protected == 0
     assert world.where("a") == {HOST: "ready", FILE: "ready"}
     world.drain()

@@ -41,7 +41,7 @@ def test_a_hundred_branches_over_a_shared_prefix_fifty_released() -> None:
     holds = [lookup(cache, branch, 0.0).lease for branch in branches]
     for hold in holds[:50]:
         cache.release(hold)
-    assert cache.held == 50
+    assert cache.leases == 50
     cache.check_integrity()
     assert evictable(cache, branches) == 50
     assert all(lookup(cache, branch, 0.0).chunks == 4 for branch in branches[50:])
@@ -62,11 +62,11 @@ def test_overlapping_lookups_in_a_step_leave_the_order_whole(
     for _ in range(3):
         residency(cache, keys, Until.STEP, tick=tick)
         residency(cache, keys[5 : size - 5], Until.STEP, tick=tick)
-        assert cache.held == size, "a chunk that two lookups have found is protected once"
+        assert (cache.leases, cache.protected) == (0, size), "a chunk that two lookups have found is protected once"
         assert store(cache, [b"new".ljust(32)]).job is None  # it needs room, and all is protected
         cache.end_step()
         cache.check_integrity()
-        assert cache.held == 0
+        assert cache.leases == cache.protected == 0
     offload = store(cache, [(b"new%i" % i).ljust(32) for i in range(size)])
     # The end of a prompt promises less than what else is in: Gittins lets it pass where it knows the path.
     assert len(offload.positions) == size - (policy is Gittins and not alone and size < 300)
@@ -110,10 +110,10 @@ def test_five_users_of_one_block() -> None:
     cache = stored([[key("a")]], 1)
     holds = [lookup(cache, [key("a")], 0.0).lease for _ in range(5)]
     for users_left, hold in zip((5, 4, 3, 2, 1), holds, strict=True):
-        assert cache.held == users_left
+        assert cache.leases == users_left
         assert evictable(cache, [[key("a")]]) == 0
         cache.release(hold)
-    assert cache.held == 0
+    assert cache.leases == cache.protected == 0
     assert evictable(cache, [[key("a")]]) == 1
 
 
@@ -151,7 +151,7 @@ def test_logged_calls_made_again_lead_to_the_same_state(seed: int, monkeypatch: 
     assert sum(call.name in ("take", "apply") for call in log.calls) < asked
     assert residents_of(again) == residents_of(storm.cache)
     assert again.counters == storm.cache.counters
-    assert (again.generation, again.jobs_in_flight, again.held) == (
-        *(storm.cache.generation, storm.cache.jobs_in_flight, storm.cache.held),
+    assert (again.generation, again.jobs_in_flight, again.leases, again.protected) == (
+        *(storm.cache.generation, storm.cache.jobs_in_flight, storm.cache.leases, storm.cache.protected),
     )
     again.check_integrity()

@@ -162,9 +162,9 @@ class Rig:
         """After all requests have ended: no hold, no job, no block that is not free or idle."""
         self.settle()
         self.pool.give(self.pool.take(0))
-        with self.stack.runtime.observe() as cache:
+        with self.stack.runtime.locked() as cache:
             cache.check_integrity()
-            assert (cache.held, cache.jobs_in_flight) == (0, 0)
+            assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
         assert self.pool.obtainable == self.pool.size
 
 

@@ -80,7 +80,7 @@ def test_one_flipped_bit_in_the_host_tier_changes_the_logits() -> None:
 
 def flip_a_bit(made: Rig) -> None:
     """The highest bit of the exponent of the first key in the first full-attention block."""
-    with made.stack.runtime.observe() as cache:
+    with made.stack.runtime.locked() as cache:
         first = made.engine.submit(tokens(1, 45), 1)
         made.engine.waiting.remove(first)
         (slot,) = [one.slot.index for one in residents_of(cache) if one.key == first.chains[1].keys[0]]
@@ -94,7 +94,7 @@ def test_prefixes_are_restored_from_the_file_tier(tmp_path: Any) -> None:
         move_to_files(made, requests[0])
         requests.append(made.serve(prompts[1]))
         assert requests[1].hits["tiers"] == 40
-        with made.stack.runtime.observe() as cache:
+        with made.stack.runtime.locked() as cache:
             assert cache.counters.hits["file"] == 5 + 3  # five blocks, and those that the window still sees
         made.check_nothing_is_held()
     assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
@@ -233,11 +233,11 @@ def test_layers_of_both_groups_are_copied_in_model_order() -> None:
         made.serve(tokens(1, 45))
         made.evict_all()
         made.link.fault = note
-        with made.stack.runtime.observe() as cache:
+        with made.stack.runtime.locked() as cache:
             before = cache.counters.routes[str(ONBOARD)].chunks
         made.serve(tokens(1, 45))
         made.settle()
-        with made.stack.runtime.observe() as cache:
+        with made.stack.runtime.locked() as cache:
             assert cache.counters.routes[str(ONBOARD)].chunks - before > 2
     assert travelled == list(LAYERS)
 
@@ -270,7 +270,7 @@ def test_first_layers_compute_while_later_ones_are_in_flight(tmp_path: Any, monk
         monkeypatch.undo()
         assert passed[: SHAPE.layers] == [1, 2, 3, 4, 5, 6]
         assert (requests[1].hits["tiers"], requests[1].restarts) == (40, 0)
-        with made.stack.runtime.observe() as cache:
+        with made.stack.runtime.locked() as cache:
             assert cache.counters.hits["file"] == 5 + 3
         gate.open()
         made.check_nothing_is_held()

@@ -213,8 +213,8 @@ def test_abort_of_the_last_request_releases_everything() -> None:
         made.engine.admit()
         for request in requests:
             made.engine.abort(request)
-        with made.stack.runtime.observe() as cache:
-            assert cache.held == 0
+        with made.stack.runtime.locked() as cache:
+            assert cache.leases == cache.protected == 0
         made.link.gates[DEVICE].open()
         made.check_nothing_is_held()
         assert not made.pool.index

@@ -37,7 +37,7 @@ def test_plans_are_refused_during_sleep() -> None:
         with made.stack.runtime.control() as cache:
             job = cache.load({0: DeviceCopy([Slot(DEVICE, 0, 0)])}, {0: [1]}).parts[0].job
         assert made.stack.runtime.wait_ended([job], PATIENCE)
-        with made.stack.runtime.observe() as cache:
+        with made.stack.runtime.locked() as cache:
             assert cache.counters.routes["device->device"].failed == 1
         assert not made.engine.step()
 
@@ -76,8 +76,8 @@ def test_sleep_waits_for_transfers_in_both_directions() -> None:
         timer.join()
         assert memory_was_there == [True]
         assert made.pool._rows is not memory
-        with made.stack.runtime.observe() as cache:
-            assert (cache.held, cache.jobs_in_flight) == (0, 0)
+        with made.stack.runtime.locked() as cache:
+            assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
         memory.zero_()
         made.engine.wake_up()
         made.engine.run()

@@ -171,7 +171,7 @@ def test_queue_wait_and_size_are_observed_by_route() -> None:
         cache.store({0: GroupKeys(path(0, 1))}, {0: (0, 1)})
     (transfer,) = watched.mover.open.values()
     result = TransferResult(transfer.job, (Status.OK,) * 2, bytes=2 * IMAGE, seconds=1.0, queued_seconds=0.2)
-    with watched.runtime.observe() as cache:
+    with watched.runtime.locked() as cache:
         cache.apply([result], watched.now)
     assert watched.value("longshore_transfer_queue_seconds_sum", route="device->host") == 0.2
     assert watched.value("longshore_transfer_queue_seconds_bucket", route="device->host", le="0.1") == 0

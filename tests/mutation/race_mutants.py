@@ -2,7 +2,7 @@
 
 python tests/mutation/race_mutants.py            all, the last line is `caught N of N`
 python tests/mutation/race_mutants.py --list     what would be tried
-python tests/mutation/race_mutants.py --only lanes.py
+python tests/mutation/race_mutants.py --only ordering.py
 
 A mutant is `caught` by a test that fails, or because a test `hung`: it took several times as long as without it.
 """
@@ -76,7 +76,7 @@ SUITES: dict[str, tuple[str, ...]] = {
 """Tests that know the order."""
 
 MODULES: dict[str, str] = {
-    "transfer/lanes.py": "transfer",
+    "transfer/ordering.py": "transfer",
     "transfer/engine.py": "transfer",
     "transfer/device/torch_streams.py": "streams",
     "transfer/device/cuda/streams.py": "cuda",

@@ -48,7 +48,7 @@ def opened(path: Path) -> Iterator[Opened]:
 
     yield open_one
     for engine in made:
-        with engine.stack.runtime.observe() as cache:
+        with engine.stack.runtime.locked() as cache:
             if engine.stack.runtime.fault is None:
                 cache.check_integrity()
         engine.close()
@@ -87,11 +87,11 @@ def test_lookup_says_which_tier_has_how_many_leading_chunks(opened: Opened, tmp_
 def test_a_lookup_is_no_use_and_keeps_nothing(opened: Opened) -> None:
     engine = opened()
     engine.store(prompt(1))
-    with engine.stack.runtime.observe() as cache:
-        before = cache.counters.copy(), cache.held
+    with engine.stack.runtime.locked() as cache:
+        before = cache.counters.copy(), cache.leases, cache.protected
     engine.leading([*prompt(1), *prompt(2)])
-    with engine.stack.runtime.observe() as cache:
-        assert (cache.counters, cache.held) == before
+    with engine.stack.runtime.locked() as cache:
+        assert (cache.counters, cache.leases, cache.protected) == before
 
 
 def test_pinned_chunks_stay_until_they_are_unpinned(opened: Opened) -> None:
@@ -119,11 +119,11 @@ def test_more_than_a_quarter_of_a_tier_cannot_be_pinned(opened: Opened) -> None:
         CommandError, match=r"PinLimitError: expected at most 4 pinned chunks, 25% of the tier host, got 8"
     ):
         engine.ask("pin", tokens=prompt(2))
-    with engine.stack.runtime.observe() as cache:
-        assert cache.held == 1
+    with engine.stack.runtime.locked() as cache:
+        assert cache.leases == 1
     assert engine.ask("pin", tokens=prompt(1))["pinned"] == 4  # again: it counts once
-    with engine.stack.runtime.observe() as cache:
-        assert cache.held == 1
+    with engine.stack.runtime.locked() as cache:
+        assert cache.leases == 1
     assert engine.ask("pin", tokens=prompt(7)) == {"chunks": 4, "pinned": 0}
 
 
@@ -133,13 +133,13 @@ def test_clear_drops_what_the_tiers_hold_also_for_later(opened: Opened, tmp_path
     engine.ask("pin", tokens=prompt(1))
     assert engine.ask("clear") == {"dropped": {HOST: 4, FILE: 4}, "left": {HOST: 0, FILE: 0}}
     assert engine.leading(prompt(1)) == 0
-    with engine.stack.runtime.observe() as cache:
-        assert cache.held == 0
+    with engine.stack.runtime.locked() as cache:
+        assert (cache.leases, cache.protected) == (0, 0)
         generation = cache.generation
     engine.store(prompt(2))
     engine.close()
     again = opened(files=tmp_path / "kv")
-    with again.stack.runtime.observe() as cache:
+    with again.stack.runtime.locked() as cache:
         assert cache.generation == generation  # what is stored afterwards is of the same weights
     assert (again.leading(prompt(1)), again.leading(prompt(2))) == (0, 4)
 
@@ -179,8 +179,8 @@ def test_an_engines_own_reset_ends_pins_without_a_fault(opened: Opened, tmp_path
     assert engine.ask("stats")["pinned_chunks"] == 0
     engine.store(prompt(2))
     assert engine.ask("pin", tokens=prompt(2))["pinned"] == 4, "the former pins do not count"
-    with engine.stack.runtime.observe() as cache:
-        assert cache.held == 1
+    with engine.stack.runtime.locked() as cache:
+        assert cache.leases == 1
     assert engine.ask("unpin") == {"unpinned": 4}
 
 
@@ -298,8 +298,8 @@ def test_commands_at_once_are_carried_out_one_by_one(opened: Opened) -> None:
 
     with ThreadPoolExecutor(8) as threads:
         assert sum(threads.map(work, range(1, 9))) == 0
-    with engine.stack.runtime.observe() as cache:
-        assert cache.held == 0
+    with engine.stack.runtime.locked() as cache:
+        assert (cache.leases, cache.protected) == (0, 0)
 
 
 # ------------------------------------------------------------------ engines that do not answer
@@ -379,7 +379,7 @@ def several(request: pytest.FixtureRequest) -> Iterator[Several]:
     engine = Several(apart=request.param)
     yield engine
     for runtime in engine.runtimes:
-        with runtime.observe() as cache:
+        with runtime.locked() as cache:
             cache.check_integrity()
         runtime.close()
 
@@ -428,8 +428,8 @@ def test_the_limit_of_pins_counts_all_groups_and_changes_nothing(several: Severa
 
 
 def runtime_held(runtime: Runtime) -> int:
-    with runtime.observe() as cache:
-        return cache.held
+    with runtime.locked() as cache:
+        return cache.leases
 
 
 def test_an_engine_without_tiers_says_so() -> None:

@@ -167,7 +167,7 @@ def test_daily_write_budget_holds_without_host_tier(pages: Pages, tmp_path: Path
     hourly = 3 * (4096 + pages.layout.image_bytes)
     with opened(pages, tmp_path, library, file_daily_writes=24 * hourly) as stack:
         store(stack, list(range(2 * CHUNKS)))
-        with stack.runtime.observe() as cache:
+        with stack.runtime.locked() as cache:
             drops = {reason: n for reason, n in cache.counters.drops[FILE].items() if n}
     assert library.calls["write"] == 3
     assert drops == {DropReason.RATE_LIMIT: CHUNKS - 3}

@@ -102,7 +102,7 @@ def test_background_loop_advances_chains_without_calls() -> None:
         control.load(hold, {0: [4, 5]})
 
     def arrived() -> bool:
-        with runtime.observe() as watched:
+        with runtime.locked() as watched:
             return watched.progress(hold).outcome is not None
 
     assert until(arrived)

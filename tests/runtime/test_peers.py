@@ -131,7 +131,7 @@ def until(what: Callable[[], bool]) -> None:
 
 
 def jobs_of(stack: Stack) -> int:
-    with stack.runtime.observe() as cache:
+    with stack.runtime.locked() as cache:
         return cache.jobs_in_flight
 
 
@@ -163,7 +163,7 @@ def test_another_engine_reads_what_the_tiers_of_one_have(prefiller: Stack, serve
         assert torch.equal(decoder_rows(decoder)[:3], rows_of(1)[:3])
         until(lambda: server.served == 3)
     until(lambda: not jobs_of(prefiller))
-    with prefiller.runtime.observe() as cache:
+    with prefiller.runtime.locked() as cache:
         cache.check_integrity()
 
 
@@ -413,13 +413,13 @@ def test_a_file_without_room_above_is_absent(prefiller: Stack, serve: Serve) -> 
 
 
 def test_reads_of_peers_are_no_requests(prefiller: Stack, serve: Serve) -> None:
-    with prefiller.runtime.observe() as cache:
+    with prefiller.runtime.locked() as cache:
         before = cache.counters.hits.copy()
     session = session_of(serve())
     for key in KEYS[:3]:
         session.call(b"GET", address(prefiller.scope.root, key), deadline=soon())
     session.close()
-    with prefiller.runtime.observe() as cache:
+    with prefiller.runtime.locked() as cache:
         assert cache.counters.hits == before
     until(lambda: not jobs_of(prefiller))
 
@@ -531,7 +531,7 @@ def test_a_slot_is_not_written_while_it_is_sent(prefiller: Stack, serve: Serve) 
                 cache.store({0: GroupKeys([bytes([turn]) * 32])}, {0: [turn]})
             prefiller.runtime.wait_idle(1.0)
         assert bytes(value[1]) == before
-    with prefiller.runtime.observe() as cache:
+    with prefiller.runtime.locked() as cache:
         cache.check_integrity()
 
 

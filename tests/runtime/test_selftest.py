@@ -60,9 +60,9 @@ def test_it_passes_at_every_start_over_the_same_directory(tmp_path: Path, backup
         rows = Rows()
         with stack_over(rows, tmp_path / "kv", backup) as stack:
             self_test(stack, rows, [5])
-            with stack.runtime.observe() as cache:
+            with stack.runtime.locked() as cache:
                 assert residents_of(cache) == []
-                assert (cache.held, cache.jobs_in_flight) == (0, 0)
+                assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
                 assert cache.counters.hits == {HOST: 0, FILE: 0}
                 assert not any(total.bytes or total.chunks for total in cache.counters.routes.values())
         assert (rows.rows == 0xAA).all()
@@ -81,7 +81,7 @@ def test_a_slow_backup_of_the_test_block_keeps_nothing(tmp_path: Path, monkeypat
         monkeypatch.setattr(stack.file, "poll", slow_poll)
         self_test(stack, rows, [5], files=False)
         assert begun
-        with stack.runtime.observe() as cache:
+        with stack.runtime.locked() as cache:
             assert residents_of(cache) == []
 
 
@@ -130,7 +130,7 @@ def test_start_under_another_scope_spares_records_beside_empty_slots(tmp_path: P
     after = records(tmp_path / "kv")
     assert before.items() <= after.items()
     assert len(after) == 10
-    with stack_over(Rows(), tmp_path / "kv", "write_back", "a") as stack, stack.runtime.observe() as cache:
+    with stack_over(Rows(), tmp_path / "kv", "write_back", "a") as stack, stack.runtime.locked() as cache:
         assert len(residents_of(cache)) == 5
 
 

@@ -99,7 +99,7 @@ def machine() -> Iterator[Machine]:
 
 
 def sizes(stack: Stack, tier: str) -> list[tuple[int, int]]:
-    with stack.runtime.observe() as cache:
+    with stack.runtime.locked() as cache:
         (stats,) = (each for each in cache.stats() if each.name == tier)
     assert stats.used_bytes <= stats.nbytes
     return [(each.slabs, each.used) for each in stats.sizes]
@@ -165,7 +165,7 @@ def test_random_prompts_of_both_groups_never_get_a_wrong_byte(tmp_path: Path, fi
         else:
             came[group] += machine.load(group, keys)[0]
         changes.add(tuple(slabs for slabs, _ in sizes(machine.stack, HOST)))
-        with machine.stack.runtime.observe() as cache:
+        with machine.stack.runtime.locked() as cache:
             cache.check_integrity()
     assert min(came.values()) > 20, "both groups were served"
     assert len(changes) > 3, "slabs have changed their size"
@@ -175,6 +175,6 @@ def test_random_prompts_of_both_groups_never_get_a_wrong_byte(tmp_path: Path, fi
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_every_tier_evicts_by_the_policy_of_the_settings(eviction: str, tmp_path: Path) -> None:
     machine = Machine(tmp_path, eviction=eviction)
-    with machine.stack, machine.stack.runtime.observe() as cache:
+    with machine.stack, machine.stack.runtime.locked() as cache:
         of_sizes = [policy.part(pool) for policy in cache._state.policies for pool in (0, 1)]
         assert [type(policy) for policy in of_sizes] == [POLICIES[eviction]] * 4

@@ -42,7 +42,7 @@ def test_nothing_is_held_or_moving_after_a_request(name: str, paths: list[list[i
         assert replay.serve(path) <= next((at for at, block in enumerate(path) if block not in seen), len(path))
         seen.update(path)
         replay.cache.check_integrity()
-        assert (replay.cache.held, replay.cache.jobs_in_flight) == (0, 0)
+        assert (replay.cache.leases, replay.cache.protected, replay.cache.jobs_in_flight) == (0, 0, 0)
 
 
 def test_a_prompt_longer_than_the_tier_keeps_its_head() -> None:

@@ -21,7 +21,7 @@ from longshore.testing.simulated_device import CELL, SimulatedDevice, SimulatedE
 from longshore.testing.simulation import Clock, Mark, SimulatedQueue, Simulation, WatchedHazards
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
-from longshore.transfer.lanes import CopyJob, LanePosition, WaitCondition
+from longshore.transfer.ordering import CopyJob, QueuePosition, WaitCondition
 from longshore.transfer.pieces import CopyBatch
 
 BLOCKS = 4
@@ -108,7 +108,7 @@ class Tale:
         )
         self.results: dict[int, TransferResult] = {}
         self.wrong: list[str] = []
-        self.tickets: dict[int, LanePosition] = {}
+        self.tickets: dict[int, QueuePosition] = {}
         self.given: dict[int, tuple[Transfer, Sequence[int]]] = {}
         self._jobs = 0
         self._writes = 0

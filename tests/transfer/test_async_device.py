@@ -39,7 +39,7 @@ from longshore.transfer.device.cuda.calibration import Always, Effort
 from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.streams import CudaStream, Way
 from longshore.transfer.device.torch_streams import Accelerator, Point, StagedStream, StreamCopy, TorchDevice
-from longshore.transfer.lanes import EngineState
+from longshore.transfer.ordering import EngineState
 
 PAUSE = 100
 """Microseconds."""

@@ -14,7 +14,7 @@ from longshore.testing.simulated_device import PlannerRing, SimulatedCopy, Simul
 from longshore.testing.simulation import WrongError, explore
 from longshore.transfer import OFFLOAD
 from longshore.transfer.engine import TransferEngine
-from longshore.transfer.lanes import Access, EngineState, Hazards, Lane, LanePosition, Place
+from longshore.transfer.ordering import Access, EngineState, Hazards, Lane, QueuePosition, TierPool
 from longshore.transfer.pieces import Pieces
 
 Patch = pytest.MonkeyPatch
@@ -213,7 +213,7 @@ def test_result_is_reported_at_copy_end_not_at_submission(script: Script, how: s
 
 def nothing_moves(told: Tale) -> None:
     told.engine.submit(Transfer(told._number(), OFFLOAD, ()))
-    told.tickets[1] = told._hazards().newest or LanePosition(0, 0, ())
+    told.tickets[1] = told._hazards().newest or QueuePosition(0, 0, ())
     told.wait(1)
 
 
@@ -283,7 +283,7 @@ def test_all_readers_are_waited_for(monkeypatch: Patch) -> None:
     explore(tale(two_readers_then_a_writer))
     admit = Hazards.admit
 
-    def keep_the_last(self: Hazards, lane: int, accesses: Sequence[Access]) -> LanePosition:
+    def keep_the_last(self: Hazards, lane: int, accesses: Sequence[Access]) -> QueuePosition:
         ticket = admit(self, lane, accesses)
         for place, slots, is_written in accesses:
             if not is_written:
@@ -305,8 +305,8 @@ def test_a_slot_is_its_tier_too(monkeypatch: Patch) -> None:
     explore(tale(block_2_is_not_slot_2))
     admit = Hazards.admit
 
-    def forget_the_tier(self: Hazards, lane: int, accesses: Sequence[Access]) -> LanePosition:
-        return admit(self, lane, [access._replace(place=Place(DEVICE, 0)) for access in accesses])
+    def forget_the_tier(self: Hazards, lane: int, accesses: Sequence[Access]) -> QueuePosition:
+        return admit(self, lane, [access._replace(place=TierPool(DEVICE, 0)) for access in accesses])
 
     monkeypatch.setattr(Hazards, "admit", forget_the_tier)
     goes_wrong(block_2_is_not_slot_2, "AssertionError")

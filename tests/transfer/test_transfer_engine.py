@@ -17,7 +17,7 @@ from longshore.boundary import DEVICE, FILE, HOST, Item, Mover, Route, Section, 
 from longshore.errors import LayoutError, PlanError, QueueFullError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, CpuDevice, TransferEngine
-from longshore.transfer.lanes import LayerWiseJobs
+from longshore.transfer.ordering import LayerWiseJobs
 from longshore.transfer.pieces import CopyBatch
 
 OK = Status.OK

@@ -54,8 +54,13 @@ class Leases:
         """Nodes protected in this step, each once; some may have been removed since."""
 
     def __len__(self) -> int:
-        """Number of leases not released, and of chunks protected until the end of the step."""
-        return len(self._records) + int(np.count_nonzero(marks(self._state.seen)[np.unique(column(self._step))]))
+        """Number of leases not released."""
+        return len(self._records)
+
+    @property
+    def protected(self) -> int:
+        """Number of chunks that lookups protect until the end of the step."""
+        return int(np.count_nonzero(marks(self._state.seen)[np.unique(column(self._step))]))
 
     def __iter__(self) -> Iterator[LeaseRecord]:
         return iter(self._records.values())

@@ -111,9 +111,14 @@ class TieredCache:
         return self._transfers.generation
 
     @property
-    def held(self) -> int:
-        """Number of leases not released, and of chunks protected until the end of the step."""
+    def leases(self) -> int:
+        """Number of leases not released."""
         return len(self._leases)
+
+    @property
+    def protected(self) -> int:
+        """Number of chunks that lookups protect until the end of the step."""
+        return self._leases.protected
 
     @property
     def jobs_in_flight(self) -> int:
@@ -167,8 +172,7 @@ class TieredCache:
             raise CacheError(f"until: expected one of {list(Until)}, got {until!r}")
         if asks and (not each or until is not Until.NOTHING):
             raise CacheError("asks requires each=True and until=NOTHING: other lookups ask all tiers, or none")
-        asks_all = asks is None and until is not Until.NOTHING
-        call = LookupCall(now, until, request, tick, returns, count, asks_all)
+        call = LookupCall(now, until, request, tick, returns, count, asks is None and until is not Until.NOTHING)
         if each:
             return self._lookups.chunks(paths, call, asks or ())
         if len(paths) == 1 and next(iter(paths.values())).device is None:
@@ -283,13 +287,11 @@ class TieredCache:
             load.asked = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
             load.of_first = sum(len(part.keys) for part in record.parts if not part.group)
             return self._ordered(load, origins)
-        (part,), per_chunk = record.parts, self.settings.blocks_per_chunk
+        (part,), size = record.parts, self.settings.blocks_per_chunk
         group, into = part.group, blocks.get(part.group, ())
-        chunks, held = -(-(skip + len(into)) // per_chunk), len(part.keys)
-        if not 0 <= skip < per_chunk or not into or chunks > held:
-            raise CacheError(
-                f"expected blocks of {held} chunks of {per_chunk} blocks, got {len(into)} with skip={skip}"
-            )
+        chunks, leased = -(-(skip + len(into)) // size), len(part.keys)
+        if not 0 <= skip < size or not into or chunks > leased:
+            raise CacheError(f"expected blocks of {leased} chunks of {size} blocks, got {len(into)} with skip={skip}")
         self._device.check(into)
         self._state.check_pool([part.pins[0].node], self.settings.pool_of(group))
         self.settings.check_tokens(tokens, group)
@@ -375,11 +377,10 @@ class TieredCache:
                 raise CacheError(f"expected `slid` only for groups with a window, got it for group {group}")
             self._state.index.find_alone(path.slid)
             mine = () if blocks is None else blocks.get(group, ())
-            expected = 0 if blocks is None else (len(path.names) - path.first) * self.settings.blocks_per_chunk
+            chunks = len(path.names) - path.first
+            expected = 0 if blocks is None else chunks * self.settings.blocks_per_chunk
             if len(mine) != expected:
-                raise CacheError(
-                    f"expected {expected} blocks of {len(path.names) - path.first} chunks, got {len(mine)}"
-                )
+                raise CacheError(f"expected {expected} blocks of {chunks} chunks, got {len(mine)}")
             self._device.check(mine)
         if len(paths) > 1:
             check_distinct([key for path in paths.values() for keys in (path.names, path.slid) for key in keys])
@@ -475,8 +476,7 @@ class TieredCache:
 
         Raises `CacheError` while a job uses that one.
         """
-        routes = [job.transfer.route for job in self._transfers.jobs.values()]
-        if busy := sum(DEVICE in (route.source, route.destination) for route in routes):
+        if busy := sum(DEVICE in job.transfer.route for job in self._transfers.jobs.values()):
             raise CacheError(f"the device pool cannot be replaced: {busy} jobs in flight read or write its blocks")
         self._device = DeviceBlocks(blocks)
 
@@ -500,7 +500,7 @@ class TieredCache:
 
         Raises `CacheError` if `keep` are not the coldest tiers, or with both `keep` and `weights`.
         """
-        names = tuple(level.name for level in self._state.levels)
+        names = tuple(self._state.names)
         first = len(names) - len(keep)
         if tuple(keep) != names[first:] or (keep and weights):
             raise CacheError(
@@ -527,7 +527,7 @@ class TieredCache:
 
     def ready(self) -> list[tuple[str, Key]]:
         """Tier and key of each copy that is ready, for readers that have missed events."""
-        return [(self._state.levels[tier].name, key) for tier, key in self._state.index.ready()]
+        return [(self._state.names[tier], key) for tier, key in self._state.index.ready()]
 
     def events(self, limit: int | None = None) -> list[Event]:
         """Events since the last call, in order, at most `limit`; the others are returned by the next call.
@@ -594,7 +594,6 @@ class TieredCache:
             self._state.log.loaded(load.asked, load.outcome.chunks, misses)
 
     def _tier(self, name: str) -> int:
-        names = [level.name for level in self._state.levels]
-        if name not in names:
-            raise CacheError(f"expected a tier of {names}, got {name!r}")
-        return names.index(name)
+        if name not in self._state.names:
+            raise CacheError(f"expected a tier of {self._state.names}, got {name!r}")
+        return self._state.names.index(name)

@@ -91,7 +91,7 @@ class _PinnedPrompt:
     def exists(self) -> bool:
         """Whether the tiers still have any of it; a reset may have removed it."""
         for runtime, lease in self.leases:
-            with runtime.observe() as cache:  # after a fault, it cannot be asked
+            with runtime.locked() as cache:  # after a fault, it cannot be asked
                 if lease is not None and (runtime.fault is not None or cache.progress(lease).runs):
                     return True
         return False
@@ -285,7 +285,7 @@ class Commands:
                     with runtime.control() as cache:
                         more = bool(count := cache.evict(tier, _AT_ONCE))
                         dropped[tier] += count
-            with runtime.observe() as cache:
+            with runtime.locked() as cache:
                 left.update({tier.name: tier.used for tier in cache.stats()})
         return {"dropped": dropped, "left": left}
 

@@ -238,8 +238,8 @@ def log_fault(error: BaseException, log: CallLog) -> None:
         return
     path = log.write()
     _log.error(
-        "all tiers disabled: the control plane failed (%s: %s). Every request is computed until the engine is "
-        "restarted. Please report this with the traceback and the last %d calls, which are in %s",
+        "all tiers disabled: the control plane failed (%s: %s). Every request is computed until the tiers are "
+        "reopened (restart the engine). Please report this with the traceback and the last %d calls, which are in %s",
         type(error).__name__,
         error,
         len(log.calls),

@@ -44,7 +44,9 @@ from longshore.runtime.containment import CallLog, log_fault
 from longshore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
-_OFF = "all tiers disabled: the control plane failed, see the log; restart the engine to re-enable them"
+_OFF = (
+    "all tiers disabled: the control plane failed, see the log; reopen the tiers (restart the engine)"
+)
 _POLL_SECONDS = (20e-6, 1e-3)
 """Seconds between two polls of a waiting thread: first, and maximum."""
 
@@ -178,8 +180,8 @@ class Runtime:
             raise
 
     @contextmanager
-    def observe(self) -> Iterator[TieredCache]:
-        """Read access to the cache; submits no commands. Works after `close`, too."""
+    def locked(self) -> Iterator[TieredCache]:
+        """The cache, under the lock; submits no commands, and makes no progress. Works after `close`, too."""
         with self._lock:
             yield self._cache
 

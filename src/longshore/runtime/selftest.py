@@ -46,7 +46,7 @@ def self_test(stack: Stack, device: BlockAccess, blocks: Sequence[int], *, files
         _log.info("self-test skips the file tier, because every slab of it holds records; host tier tested")
         if stack.host is not None:
             slot, timeout = Slot(HOST, 0, 0), stack.config.load_timeout
-            with stack.runtime.observe():  # nobody else takes the engine's results meanwhile
+            with stack.runtime.locked():  # nobody else takes the engine's results meanwhile
                 copy_test(stack.engine, device, Section(0, 0, tuple(blocks)), slot, timeout)
         return
     key = stack.scope.self_test_key
@@ -95,7 +95,7 @@ def copy_test(engine: TransferEngine, device: BlockAccess, section: Section, slo
 
 def _has_empty_slab(stack: Stack, file: Tier) -> bool:
     """Whether a slab of the file tier holds no records, neither ours nor of other scopes."""
-    with stack.runtime.observe() as cache:
+    with stack.runtime.locked() as cache:
         ours = sum(size.slabs for stats in cache.stats() if stats.name == FILE for size in stats.sizes)
     return ours + len({file.slabs.slab_of(slot) for slot in file.others()}) < file.slabs.slabs
 

@@ -147,8 +147,8 @@ class Stack:
         `origins` are the tiers that chunks were brought up from for this prompt before, by key.
         If the missing chunks exceed half of the warmest tier, they are loaded in parts of that size; chunks without a
         backup are backed up before each part. All ends within `load_timeout`, and what has arrived by then counts. The
-        lease stays the caller's; the copies have ended, or are told to `uses`. The first of
-        the blocks is sub-block `skip` of its chunk.
+        caller releases the lease. `uses` is called with each job and the blocks that it fills: a job may still run when
+        this returns. The first of the blocks is sub-block `skip` of its chunk.
         """
         runtime, per_chunk = self.runtime, self.config.blocks_per_chunk
         deadline = runtime.clock() + self.config.load_timeout
@@ -269,7 +269,7 @@ class Stack:
         if self.arena is not None:
             device.reach(self.arena.in_one_piece)
         engine = TransferEngine(layout, device, self.host)
-        with self.runtime.observe() as cache:
+        with self.runtime.locked() as cache:
             cache.replace_device(layout.num_blocks)
         self.runtime.add(engine)
         return replace(self, layout=layout, engine=engine)
@@ -490,14 +490,14 @@ def close_runtime(runtime: Runtime, flush_timeout: float = 30.0) -> bool:
         return True
     if runtime.pid != os.getpid():  # a forked process: the lock may be held by a thread that it does not have
         return False
-    with runtime.observe() as cache:
+    with runtime.locked() as cache:
         colder = [tier.name for tier in cache.stats() if tier.name != HOST] + list(runtime.stores)
     reason = f"waited {flush_timeout:g} s" if runtime.fault is None else "the control plane has failed"
     what = "tiers closed while copies were in flight"
     if colder:
         what = f"tiers closed before all blocks were written to {' and '.join(colder)}"
     advice = ": allow more time to shut down, or set backup to write_through" if runtime.fault is None else ""
-    loss = f"; the others are misses after a restart{advice}" if colder else ""
+    loss = f"; blocks not written are misses after a restart{advice}" if colder else ""
     _log.warning("%s (%s)%s", what, reason, loss)
     return False
 

@@ -2,7 +2,7 @@
 
 submit()   validate, record dependencies, queue                        caller's thread
 ─────────────────────────────────────────────────────────────────────────────────────
-wait for the jobs that touch the same slots                            direction's thread (lanes.py)
+wait for the jobs that touch the same slots                            direction's thread (ordering.py)
 copy       batch by batch, on the device after the compute that was
            marked; between two, cancel, deadline and more urgent jobs
            are heard
@@ -21,7 +21,7 @@ from longshore.boundary import DEVICE, HOST, Route, Status, Transfer, TransferRe
 from longshore.errors import LayoutError, PlanError, QueueFullError, TierClosedError
 from longshore.layout.model import KVLayout
 from longshore.transfer.device.base import Device, DeviceEvent
-from longshore.transfer.lanes import (
+from longshore.transfer.ordering import (
     Access,
     CopyJob,
     EngineState,
@@ -29,8 +29,8 @@ from longshore.transfer.lanes import (
     Lane,
     LaneDriver,
     LayerWiseJobs,
-    Place,
     Threads,
+    TierPool,
 )
 from longshore.transfer.plan import CopyPlan, HostSlots, images_of, kept, plan_copy, plan_copy_inside
 
@@ -119,8 +119,8 @@ class TransferEngine:
         self._step: tuple[DeviceEvent, ...] = ()
         self._layered = LayerWiseJobs()
         self._refused = 0
-        places = {Place(DEVICE, pool): layout.num_blocks for pool in layout.pools}
-        hazards = Hazards({**places, Place(HOST, 0): host.slabs.indices}, lanes=len(_DIRECTIONS) * len(Urgency))
+        places = {TierPool(DEVICE, pool): layout.num_blocks for pool in layout.pools}
+        hazards = Hazards({**places, TierPool(HOST, 0): host.slabs.indices}, queues=len(_DIRECTIONS) * len(Urgency))
         self._state = EngineState(self._driver, self._driver.watch(hazards), clock, max_batch_bytes)
         self._lanes = {into: Lane(f"into {into}", device.stream(layout, into), self._state) for into in _DIRECTIONS}
         for lane in self._lanes.values():
@@ -286,8 +286,8 @@ class TransferEngine:
             raise PlanError(f"route {transfer.route} is not served, only {served}")
         if transfer.route == INSIDE:
             plan = plan_copy_inside(self._layout, transfer.sections, transfer.items, tokens=transfer.tokens)
-            read = [Access(Place(DEVICE, pool), blocks, False) for pool, blocks in plan.sources().items()]
-            written = [Access(Place(DEVICE, pool), blocks, True) for pool, blocks in plan.blocks().items()]
+            read = [Access(TierPool(DEVICE, pool), blocks, False) for pool, blocks in plan.sources().items()]
+            written = [Access(TierPool(DEVICE, pool), blocks, True) for pool, blocks in plan.blocks().items()]
             return plan, read + written
         images = images_of(transfer, self._host)
         into = transfer.route.destination
@@ -301,5 +301,5 @@ class TransferEngine:
             tokens=transfer.tokens,
             room=images.room,
         )
-        device = [Access(Place(DEVICE, pool), blocks, into == DEVICE) for pool, blocks in plan.blocks().items()]
-        return plan, [*device, Access(Place(HOST, 0), images.touched, into == HOST)]
+        device = [Access(TierPool(DEVICE, pool), blocks, into == DEVICE) for pool, blocks in plan.blocks().items()]
+        return plan, [*device, Access(TierPool(HOST, 0), images.touched, into == HOST)]

@@ -140,7 +140,7 @@ def test_a_stopped_tier_host_of_windows_holds_no_call_up(rigs: Rigs) -> None:
     assert torch.equal(rig.read([4, 5, 6, 7], rig.windows), held)
     with rig.storage._tiers["swa"].runtime.control() as cache:
         cache.check_integrity()
-        assert cache.held == 0
+        assert cache.leases == cache.protected == 0
 
 
 def test_changed_weights_and_clear_concern_windows_too(rig: Rig) -> None:

@@ -42,7 +42,7 @@ def test_pages_come_back_as_they_went(rigs: Rigs, layout: str) -> None:
     assert rig.exists([*KEYS, *names(1, seed=7)]) == 8
     assert rig.get(KEYS, [40, 3, 22, 50, 51, 52, 9, 1]) == [True] * 8
     assert torch.equal(rig.read([40, 3, 22, 50, 51, 52, 9, 1]), held)
-    with rig.storage._kv.runtime.observe() as cache:
+    with rig.storage._kv.runtime.locked() as cache:
         assert cache.counters.hit_tokens["file"] == 8 * PAGE
 
 
@@ -432,7 +432,7 @@ def test_threads_of_sglang_store_and_read_at_once(rigs: Rigs) -> None:
     assert not wrong
     with rig.storage._kv.stack.runtime.control() as cache:
         cache.check_integrity()
-        assert cache.held == 0
+        assert cache.leases == cache.protected == 0
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_the_second_call_hits_in_host_memory(offload: str, blocks: int) -> None:
         assert tiers.stack.arena is arena
         with tiers.stack.runtime.control() as cache:
             cache.check_integrity()
-            assert (cache.held, cache.jobs_in_flight) == (0, 0)
+            assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
     assert close(first, second)
 
 
@@ -347,7 +347,7 @@ def test_failing_eviction_policy_mid_batch_changes_no_answer(
         registry.register(tiers.collector)
         assert [each.generated_tokens for each in generate(model)] == [each.generated_tokens for each in plain]
         first = tiers.stack
-        with first.runtime.observe() as cache:
+        with first.runtime.locked() as cache:
             policy, lookup = cache._state.policies[0], cache.lookup
 
         def damage(*arguments: Any, **named: Any) -> Any:
@@ -377,7 +377,7 @@ def test_failing_eviction_policy_mid_batch_changes_no_answer(
 
 
 def stored_keys(tiers: Tiers) -> set[bytes]:
-    with tiers.stack.runtime.observe() as cache:
+    with tiers.stack.runtime.locked() as cache:
         return {each.key for each in residents_of(cache)}
 
 
@@ -459,7 +459,7 @@ def test_hinted_priorities_apply_at_commit_and_eviction(offload: str) -> None:
             assert not stored_keys(tiers)
             generate(model, PROMPTS[1:2], num_blocks=32)  # the device cache before this one lets go of its blocks
         keys = stored_keys(tiers)
-        with tiers.stack.runtime.observe() as cache:
+        with tiers.stack.runtime.locked() as cache:
             found = [cache._state.priorities._priority[cache._state.index.get(key)] >> 1 for key in keys]
         assert found == [90] * 6
 
@@ -499,7 +499,7 @@ def test_leading_blocks_of_a_chunk_are_reused(offload: str) -> None:
         assert sources(tiers)[0] == ("host",) * 4, "its own chunk, which begins with the blocks of another, is stored"
         with tiers.stack.runtime.control() as cache:
             cache.check_integrity()
-            assert (cache.held, cache.jobs_in_flight) == (0, 0)
+            assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
 
 
 def test_leading_blocks_follow_whole_chunks_and_what_the_device_has() -> None:

@@ -65,7 +65,7 @@ def test_nothing_leaks_and_nothing_is_wrong(tmp_path: Path, settings: dict[str, 
         assert allocator._obtainable() + len(allocator.ledger.cached_blocks) == allocator.num_blocks
         with stack.runtime.control() as cache:
             cache.check_integrity()
-            assert (cache.held, cache.jobs_in_flight) == (0, 0)
+            assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
     with tiered(demo.model, config) as tiers, _engine(demo, demo.device_blocks) as ask:
         answers = [ask(request) for request in requests]
         restored = sum(source == "file" for record in tiers.records for source in record.sources)

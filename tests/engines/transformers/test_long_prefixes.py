@@ -224,7 +224,7 @@ def check_idle(tiers: Tiers) -> None:
     assert tiers.stack.runtime.flush(30.0)
     with tiers.stack.runtime.control() as cache:
         cache.check_integrity()
-        assert (cache.held, cache.jobs_in_flight) == (0, 0)
+        assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("offload", ["write_through", "write_back"])

@@ -66,7 +66,7 @@ def agreed(subscriber: Subscriber, runtime: Any) -> Router:
     give_up = time.monotonic() + PATIENCE
     while True:
         router = router_of(subscriber)
-        with runtime.observe() as cache:
+        with runtime.locked() as cache:
             assert isinstance(cache, TieredCache)
             residents = residents_of(cache)
         there = {

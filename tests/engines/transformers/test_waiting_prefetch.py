@@ -128,7 +128,7 @@ def serve(
             found = results(manager, len(prompts))
         with tiers.stack.runtime.control() as cache:
             cache.check_integrity()
-            assert (cache.held, cache.jobs_in_flight) == (0, 0)
+            assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
             counters = cache.counters.copy()
         assert all(result.error is None for result in found.values())
         return found, {record.request: record.sources for record in tiers.records}, counters
@@ -161,7 +161,7 @@ def test_nothing_is_prefetched_that_is_computed_sooner(tmp_path: Path, monkeypat
         before, read = gate.refused, tiers.stack.runtime
         generate(model, PROMPTS[1:], num_blocks=201, max_requests_per_batch=1)
         assert gate.refused - before == 7 * BLOCKS, "each counts once, however often it was asked for"
-        with read.observe() as cache:
+        with read.locked() as cache:
             assert cache.counters.routes["file->host"].chunks <= BLOCKS
         assert {record.sources for record in tiers.records if "@2" in record.request} == {()}
 
@@ -189,8 +189,8 @@ def test_what_is_kept_for_waiting_requests_is_bounded_heads_first(
 
 
 def leases(stack: Stack) -> int:
-    with stack.runtime.observe() as cache:
-        return cache.held
+    with stack.runtime.locked() as cache:
+        return cache.leases
 
 
 @pytest.mark.parametrize("how", ["cancelled", "stopped", "failed"])
@@ -209,8 +209,8 @@ def test_a_prefetch_ends_with_its_request(
         for number, prompt in enumerate(PROMPTS[1:]):
             manager.add_request(prompt, request_id=str(number), max_new_tokens=4)
         until(lambda: len(allocator._lookups) == 8 and allocator._lookups["6"].kept is not None)
-        with stack.runtime.observe() as cache:
-            assert cache.held == 7
+        with stack.runtime.locked() as cache:
+            assert cache.leases == 7
             assert cache.jobs_in_flight > 0
         if how == "cancelled":
             for number in range(7):

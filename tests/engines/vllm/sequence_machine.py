@@ -594,7 +594,7 @@ class Sequences(RuleBasedStateMachine):
         assert not pending
         manager, cache = self.manager, self.rig.cache
         self.runtime.pump()
-        assert (cache.held, cache.jobs_in_flight) == (0, 0)
+        assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
         assert {state for pool in cache._state.pools for state in pool.state} <= {FREE, READY}
         assert not (manager._stores or manager._stores.by_key or manager._stale or manager._requests)
         assert not self.scheduler._req_status

@@ -351,7 +351,7 @@ class Engine:
 
     def damage(self) -> None:
         """Make a cycle of the host tier's eviction order, which loses a chunk, between two requests."""
-        with self.manager._runtime.observe() as cache:
+        with self.manager._runtime.locked() as cache:
             policy = cache._state.policies[0]
             node = next(iter(policy.order()))
             policy._linked.after[node] = node
@@ -375,7 +375,7 @@ class Engine:
     def counters(self) -> dict[str, Any]:
         """What the tiers have counted."""
         manager = self.manager
-        with manager._runtime.observe() as cache:
+        with manager._runtime.locked() as cache:
             if manager._runtime.fault is None:
                 cache.check_integrity()
             counters = cache.counters
@@ -386,7 +386,7 @@ class Engine:
                 "failed": {route: totals.failed for route, totals in counters.routes.items()},
                 "failures": {each.name: dict(each.failures) for each in manager._runtime._tiers},
                 "arrived": {route: totals.chunks for route, totals in counters.routes.items()},
-                "held": cache.held,
+                "held": cache.leases + cache.protected,
                 "image_bytes": [each.image_bytes for each in cache.stats()[0].sizes],
                 "refused": self.refused,
                 "faults": manager._runtime.faults,

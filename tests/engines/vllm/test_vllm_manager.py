@@ -53,7 +53,7 @@ def test_stored_bytes_load_into_other_blocks(rigs: Any, world: int, per_chunk: i
             assert all(map(torch.equal, rig.bytes_of(rank, block), before[rank][at]))
     for context in (first, second):
         rig.manager.on_request_finished(context)
-    assert rig.cache.held == 0 and rig.cache.jobs_in_flight == 0
+    assert rig.cache.leases == rig.cache.protected == 0 and rig.cache.jobs_in_flight == 0
     rig.cache.check_integrity()
 
 
@@ -165,7 +165,7 @@ def test_requests_ending_at_any_point_leak_nothing(rigs: Any) -> None:
     rig.manager.on_request_finished(loading)  # aborted: its completion comes later
     rig.run("submit_load", spec, rig._theirs(spec, [7, 8, 9]))
     rig.manager.complete_load(set(keys), loading)
-    assert rig.cache.held == 0 and rig.cache.jobs_in_flight == 0
+    assert rig.cache.leases == rig.cache.protected == 0 and rig.cache.jobs_in_flight == 0
     assert set(rig.manager._requests) == {"writer"}
 
 
@@ -185,7 +185,7 @@ def test_file_tier_hit_is_prefetched_then_loaded(rigs: Any, tmp_path: Path) -> N
     for at in range(5):
         assert all(map(torch.equal, rig.bytes_of(0, 11 + at), before[at]))
     rig.manager.on_request_finished(reader)
-    assert rig.cache.held == 0
+    assert rig.cache.leases == rig.cache.protected == 0
 
 
 def test_corrupt_record_is_a_miss_for_every_waiting_request(rigs: Any, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_promised_loads_stay_in_place_after_a_fault(rigs: Any) -> None:
     second = rig.request("second", [*keys[:3], keys[4], keys[3]])
     assert [rig.manager.lookup(key, second) for key in keys] == [HIT] * 5
     rig.manager._runtime.fail(RuntimeError("by the test"))
-    with rig.manager._runtime.observe() as cache:
+    with rig.manager._runtime.locked() as cache:
         index = cache._state.index
         expected = [index.slot[0][index.get(key)] for key in ours(keys[:4])]
     assert list(rig.manager.prepare_load(keys[:4], second).indices) == expected

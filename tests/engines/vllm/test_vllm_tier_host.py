@@ -112,7 +112,7 @@ def test_a_tier_host_killed_while_it_reads_costs_these_reads(rig: HostedRig) -> 
     assert all(all(map(torch.equal, rig.bytes_of(0, 11 + at), before[at])) for at in range(4))
     for context in (reader, late):
         rig.manager.on_request_finished(context)
-    assert rig.cache.held == 0
+    assert rig.cache.leases == rig.cache.protected == 0
 
 
 def test_hung_tier_host_delays_a_request_by_load_timeout(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_hung_tier_host_delays_a_request_by_load_timeout(tmp_path: Path) -> None
     rig.manager.on_request_finished(reader)
     rig.signal(signal.SIGCONT)
     rig.settle()
-    assert rig.cache.held == 0
+    assert rig.cache.leases == rig.cache.protected == 0
     rig.close()
 
 

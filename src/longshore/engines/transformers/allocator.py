@@ -526,7 +526,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         self, stack: Stack, path: GroupKeys, blocks: Sequence[int], *, evicting: bool, tick: int | None = None
     ) -> None:
         stack.engine.begin_step(self._compute)
-        with stack.runtime.observe() as cache:
+        with stack.runtime.locked() as cache:
             is_long = len(path.names) > cache.stats()[0].slots
         patience = stack.config.write_timeout if evicting and is_long else 0.0
         stack.store_path(path, blocks, self._guard.add, evicting=evicting, tick=tick, patience=patience)

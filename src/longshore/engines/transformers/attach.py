@@ -159,7 +159,7 @@ class Tiers:
         """The keys of the whole chunks of a prompt, of the one KV cache group. Raises `EngineError` without tiers."""
         if (stack := self.stack) is None:
             raise EngineError("there are no tiers now")
-        with stack.runtime.observe() as cache:
+        with stack.runtime.locked() as cache:
             return [chain(stack.scope.root, tokens, cache.settings.first_tokens)]
 
     def occupancy(self) -> dict[str, int]:
@@ -167,7 +167,7 @@ class Tiers:
         if self.stack is None or self._allocator is None:
             return {}
         self.stack.runtime.pump()
-        with self.stack.runtime.observe() as cache:
+        with self.stack.runtime.locked() as cache:
             tiers = cache.stats()
         return {DEVICE: self._allocator.used_bytes, **{tier.name: tier.used_bytes for tier in tiers}}
 

@@ -23,7 +23,7 @@ from longshore.config import Config
 from longshore.engines.tensors import RowBlocks
 from longshore.engines.transformers.attach import kept_tiers, refuse
 from longshore.engines.transformers.scope import ModelScope
-from longshore.errors import CacheError, EngineError
+from longshore.errors import CacheError, CopyTimeoutError, EngineError
 from longshore.hints import RequestHints
 from longshore.keys import chain
 from longshore.layout import from_rows
@@ -182,7 +182,7 @@ class PrefixStore:
 
         Uses `hints.retention` and `hints.store`; without `hints`, those of `Config.request_hints`.
         Raises `CacheError` if `cache` has another batch size, or fewer tokens than `tokens`; `HintError` for hints that
-        cannot be read.
+        cannot be read; `CopyTimeoutError` if copies do not end within `write_timeout`.
         """
         said = self._hints(hints)
         with self._exclusive() as awake:
@@ -228,6 +228,8 @@ class PrefixStore:
 
         Uses `hints.load`, `ends`, `returns_in` and `kind`; without `hints`, those of `Config.request_hints`.
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
+        What a file has is read even where computing it would be faster: the setting `gate` is not asked. Raises
+        `CopyTimeoutError` if copies do not end within `write_timeout`.
         """
         cache, done, tick, said = DynamicCache(), 0, None, self._hints(hints)
         with self._exclusive() as awake:
@@ -246,8 +248,8 @@ class PrefixStore:
         """Free the staging blocks, and forget the blocks of all but the coldest tiers to `keep`.
 
         If only files are kept, chunks that only host memory has are written to files first. Host memory that is not
-        kept is freed. Until `wake` nothing is stored, and nothing is restored. Raises `CacheError`, with nothing
-        changed, for what cannot be kept, or if a copy does not end within `write_timeout`.
+        kept is freed. Until `wake` nothing is stored, and nothing is restored. Raises, with nothing changed,
+        `CacheError` for what cannot be kept, and `CopyTimeoutError` if a copy does not end within `write_timeout`.
         """
         keep = kept_tiers(self._config, keep)
         with self._lock:
@@ -358,9 +360,9 @@ class PrefixStore:
         self._busy.append(job)
 
     def _wait_idle(self) -> None:
-        """Wait until no job uses the staging blocks. Raises `CacheError` if one does not end."""
+        """Wait until no job uses the staging blocks. Raises `CopyTimeoutError` if one does not end."""
         if not self._stack.runtime.wait_ended(self._busy, self._stack.config.write_timeout):
-            raise CacheError(
+            raise CopyTimeoutError(
                 f"copies of jobs {self._busy} from or to the device have not ended within write_timeout "
                 f"({self._stack.config.write_timeout:g} s): raise write_timeout, or close the store if it happens again"
             )

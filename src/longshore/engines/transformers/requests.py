@@ -80,7 +80,7 @@ class WaitingPrefetcher:
         self.waits = stack.config.prefetch is not PrefetchPolicy.BEST_EFFORT
         self._has_stores = bool(stack.remote)
         self._per_chunk = stack.config.blocks_per_chunk
-        with stack.runtime.observe() as cache:
+        with stack.runtime.locked() as cache:
             self.room = cache.stats()[0].slots // 2
         self.keys: Counter[Key] = Counter()
         """Leased chunks, and for how many requests each."""

@@ -109,7 +109,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._computes: dict[Key, str] = {}
         """The request that computes a chunk which no tier has, and will offer it; kept for peers alone."""
         self._events = EventTranslator() if announces else None
-        with self._runtime.observe() as cache:
+        with self._runtime.locked() as cache:
             histograms = [*cache.counters.each_histogram(), (LOOKUP_SECONDS, (), self._runtime.asked.seconds)]
             self._metrics = OffloadingMetrics(tiers.file, tiers.stores, histograms=histograms, is_off=tiers.is_off)
             host = cache.stats()[0]
@@ -333,7 +333,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def get_stats(self) -> OffloadingConnectorStats | None:
         """The increments of the counters since the last call; all counters at the first call."""
         try:
-            with self._runtime.observe() as cache:
+            with self._runtime.locked() as cache:
                 gate = self._runtime.gate
                 refused = 0 if gate is None else gate.refused
                 return self._metrics.stats(cache, refused, self._validity.weight_changes, self._runtime.faults)
@@ -344,7 +344,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     @property
     def loaded_tokens(self) -> Mapping[str, int]:
         """Tokens of the first KV cache group that were loaded so far, by the tier they came from."""
-        with self._runtime.observe() as cache:
+        with self._runtime.locked() as cache:
             return dict(cache.counters.hit_tokens)
 
     @contained(lambda self: list[OffloadingEvent]())
@@ -352,7 +352,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """KV events since the last call: chunks that tiers stored and removed; none unless vLLM publishes events."""
         if self._events is None:
             return []
-        with self._runtime.observe() as cache:
+        with self._runtime.locked() as cache:
             return list(self._events.translate(cache))
 
     def is_coming(self, key: Key) -> bool:
@@ -390,7 +390,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def _in_place(self, keys: Collection[OffloadKey], context: ReqContext) -> SlotsSpec:
         """Slots of chunks found before the control plane failed, if all are in place; else `_nothing`."""
         request, runs = self._begin(context), [NO_SLOTS] * len(self._groups)
-        with suppress(Exception), self._runtime.observe() as cache:  # state that failed an integrity check
+        with suppress(Exception), self._runtime.locked() as cache:  # state that failed an integrity check
             for group, mine in self._groups.split(keys):
                 seen = request.seen(mine)
                 slots = seen.slots() if isinstance(seen, Residency) else None
@@ -426,7 +426,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             request.answers = dict.fromkeys(asked, MISS)
             reason = MissReason.IO_ERROR if request.load_failed else MissReason.ABSENT
             if not request.counted and request.hints.load:
-                with self._runtime.observe() as cache:
+                with self._runtime.locked() as cache:
                     cache.counters.misses[reason] += len(asked)
             request.counted = True
             return MISS
@@ -523,7 +523,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         sent = [key for key, presence in mine if presence is Presence.ABSENT and key in request.origins]
         reasons[MissReason.ABSENT] -= sum(request.origins[key] != FILE for key in sent)
         request.counted = True
-        with self._runtime.observe() as cache:
+        with self._runtime.locked() as cache:
             cache.counters.misses.update(reasons)
 
     def _bring_up(self, request: RequestState, cache: TieredCache) -> None:

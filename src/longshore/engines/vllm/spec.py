@@ -252,7 +252,7 @@ def serve_commands(manager: LongshoreManager, tiers: SchedulerTiers, config: Any
     `config` is vLLM's `OffloadingConfig`, `hashing` the name of its hash of blocks. Raises `EngineError`.
     """
     metrics = LongshoreCollector(tiers.runtime, file=tiers.file, stores=tiers.stores)
-    with tiers.runtime.observe() as cache:
+    with tiers.runtime.locked() as cache:
         kinds = [cache.settings.group(number) for number in range(len(config.groups))]
     groups = [ControlledGroup(tiers.runtime, size, kind.window, number) for number, (kind, size) in enumerate(kinds)]
     manager.control = ControlServer(name, ControlledEngine(lambda: groups, keys_of(config, hashing), metrics.collect))

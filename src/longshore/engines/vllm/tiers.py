@@ -124,7 +124,7 @@ class SleepControl:
         """
         level = _level.get()
         kept = self._config.reset_keep if not level else self._config.sleep_keep if level == 1 else Kept.NONE
-        with self._runtime.observe() as cache:
+        with self._runtime.locked() as cache:
             keep = tuple(tier.name for tier in cache.stats() if tier.name in kept.tiers)
         if keep == (FILE,) and not self._runtime.flush(self._config.write_timeout, besides=workers):
             what = "sleep" if level else "reset"

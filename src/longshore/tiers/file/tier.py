@@ -108,8 +108,8 @@ class Health:
             if self._failures[op] >= PATIENCE and self.allows(op):
                 self.state = TierState.OFF if op is Op.READ else TierState.READ_ONLY
                 _log.error(
-                    "file tier %s is %s until the engine is restarted; check the disk: %d %ss in a row failed, the "
-                    "last with %s",
+                    "file tier %s is %s until it is reopened (restart the engine); check the disk: %d %ss in a row "
+                    "failed, the last with %s",
                     self._name,
                     self.state.value.replace("_", "-"),
                     PATIENCE,

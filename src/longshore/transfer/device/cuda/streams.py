@@ -411,7 +411,7 @@ class CudaStream(Stream):
         load = CopyShape(
             self._into,
             batch.nbytes,
-            sum(part.pieces for part in parts),
+            sum(part.page_copies for part in parts),
             len(pieces.size),
             sum(len(image_runs(batch.layout, part).size) * len(part.images) for part in parts),
         )

@@ -47,7 +47,7 @@ from longshore.transfer.pieces import CopyBatch
 from longshore.transfer.plan import CopyPlan, zero_padding
 
 
-class Place(NamedTuple):
+class TierPool(NamedTuple):
     """A pool of slots in a tier."""
 
     tier: str
@@ -57,49 +57,49 @@ class Place(NamedTuple):
 class Access(NamedTuple):
     """The slots of one place that a job touches. `slots`: int64, shape `(slots,)`."""
 
-    place: Place
+    place: TierPool
     slots: npt.NDArray[np.int64]
     writes: bool
 
 
-class LanePosition(NamedTuple):
+class QueuePosition(NamedTuple):
     """The position of a job.
 
     Attributes:
-        lane: The lane of the job.
-        number: Position in the lane; the first is 1.
-        needs: For each lane, the position that must have ended before the job begins.
+        queue: The queue of the job: one per direction and class.
+        number: Position in the queue; the first is 1.
+        needs: For each queue, the position that must have ended before the job begins.
     """
 
-    lane: int
+    queue: int
     number: int
     needs: tuple[int, ...]
 
 
 class Hazards:
-    """The last reader and writer of every slot, per lane. Not thread-safe: the engine's lock guards it.
+    """The last reader and writer of every slot, per queue. Not thread-safe: the engine's lock guards it.
 
-    A slot is (tier, pool, index): slot 5 of the host is not block 5 of the device. Jobs run in lanes, one per direction
-    and class, and a lane ends its jobs in order. Per slot and lane, the number of the last reader therefore covers all
-    readers of that lane, and that of the last writer all writers:
+    A slot is (tier, pool, index): slot 5 of the host is not block 5 of the device. A lane has a
+    queue per class, and ends the jobs of a queue in order. Per slot and queue, the number of the last reader therefore
+    covers all readers of that queue, and that of the last writer all writers:
 
                            slot 0   slot 1   slot 2  ...
-        writers   lane 0      4        0        4          slot 0 was last written in lane 0 by its job 4
-                  lane 1      0        7        7
-        readers   lane 0      ...
+        writers   queue 0     4        0        4          slot 0 was last written in queue 0 by its job 4
+                  queue 1     0        7        7
+        readers   queue 0     ...
 
-    Entries are never removed. An entry is irrelevant once its lane has ended the job of that number.
+    Entries are never removed. An entry is irrelevant once its queue has ended the job of that number.
     """
 
-    def __init__(self, sizes: Mapping[Place, int], lanes: int) -> None:
+    def __init__(self, sizes: Mapping[TierPool, int], queues: int) -> None:
         """`sizes`: slots in each place."""
-        self._given = [0] * lanes
-        self._ended = [0] * lanes
-        self._readers = {place: np.zeros((lanes, size), dtype=np.int64) for place, size in sizes.items()}
-        self._writers = {place: np.zeros((lanes, size), dtype=np.int64) for place, size in sizes.items()}
+        self._given = [0] * queues
+        self._ended = [0] * queues
+        self._readers = {place: np.zeros((queues, size), dtype=np.int64) for place, size in sizes.items()}
+        self._writers = {place: np.zeros((queues, size), dtype=np.int64) for place, size in sizes.items()}
 
-    def admit(self, lane: int, accesses: Sequence[Access]) -> LanePosition:
-        """Record the slots of the next job of `lane`; returns its position, which names the jobs to wait for."""
+    def admit(self, queue: int, accesses: Sequence[Access]) -> QueuePosition:
+        """Record the slots of the next job of `queue`; returns its position, which names the jobs to wait for."""
         needs = np.zeros(len(self._given), dtype=np.int64)
         for place, slots, writes in accesses:
             if not len(slots):
@@ -107,19 +107,19 @@ class Hazards:
             np.maximum(needs, self._writers[place][:, slots].max(axis=1), out=needs)
             if writes:
                 np.maximum(needs, self._readers[place][:, slots].max(axis=1), out=needs)
-        self._given[lane] += 1
+        self._given[queue] += 1
         for place, slots, writes in accesses:
             newest = self._writers if writes else self._readers
-            newest[place][lane, slots] = self._given[lane]
-        return LanePosition(lane, self._given[lane], tuple(needs.tolist()))
+            newest[place][queue, slots] = self._given[queue]
+        return QueuePosition(queue, self._given[queue], tuple(needs.tolist()))
 
-    def is_clear(self, position: LanePosition) -> bool:
+    def is_clear(self, position: QueuePosition) -> bool:
         """Whether all jobs that the job at `position` depends on have ended."""
         return all(ended >= need for ended, need in zip(self._ended, position.needs, strict=True))
 
-    def end(self, position: LanePosition) -> None:
-        """Record that the job at `position`, and all before it in its lane, have ended."""
-        self._ended[position.lane] = position.number
+    def end(self, position: QueuePosition) -> None:
+        """Record that the job at `position`, and all before it in its queue, have ended."""
+        self._ended[position.queue] = position.number
 
 
 class WaitCondition(NamedTuple):
@@ -222,7 +222,7 @@ def _stop_all() -> None:
 
 
 class CopyStep(NamedTuple):
-    """A piece of a job. `completes`: layers whose last piece this is, in a layer-wise job."""
+    """A step of a job. `completes`: layers whose last step this is, in a layer-wise job."""
 
     batch: CopyBatch | None
     completes: tuple[int, ...] = ()
@@ -248,7 +248,7 @@ class CopyJob:
     transfer: Transfer
     plan: CopyPlan
     fences: tuple[DeviceEvent, ...]
-    position: LanePosition
+    position: QueuePosition
     submitted: float
     memory_refs: object = None
     begun: float | None = None
@@ -409,7 +409,7 @@ class _SubmittedStep:
 
 
 class Lane:
-    """One direction. Only its generator `serve` uses the stream."""
+    """One direction. Only its generator `run` uses the stream."""
 
     def __init__(self, name: str, stream: Stream, state: EngineState) -> None:
         self.name = name
@@ -431,7 +431,7 @@ class Lane:
         self._driver.notify()
 
     def close(self) -> None:
-        """Release the resources of the stream, once `serve` has returned."""
+        """Release the resources of the stream, once `run` has returned."""
         self._stream.close()
 
     def run(self) -> Generator[WaitCondition, None, None]:
@@ -440,7 +440,7 @@ class Lane:
             yield from self._steps()
         except Exception:  # noqa: BLE001 - an internal error, or one of the clock: jobs must end
             _log.exception(
-                "transfer lane %s failed; transfer engine closed, nothing is stored or loaded; restart the engine",
+                "transfer lane %s failed; copies stopped, nothing is stored or loaded; restart the inference engine",
                 self.name,
             )
             self._give_up()
@@ -475,7 +475,7 @@ class Lane:
         return self._state.may_begin(job) or self._state.stop_reason(job) is not None
 
     def _take_step(self, job: CopyJob, stopped: Status | None) -> None:
-        """Give the next piece of `job` to the device, unless it is `stopped`: then it ends here."""
+        """Give the next step of `job` to the device, unless it is `stopped`: then it ends here."""
         step: CopyStep | None = None
         copy: Copy | None = None
         if stopped is None:
