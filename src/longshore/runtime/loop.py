@@ -44,9 +44,7 @@ from longshore.runtime.containment import CallLog, log_fault
 from longshore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
-_OFF = (
-    "all tiers disabled: the control plane failed, see the log; reopen the tiers (restart the engine)"
-)
+_OFF = "all tiers disabled: the control plane failed, see the log; reopen the tiers (restart the engine)"
 _POLL_SECONDS = (20e-6, 1e-3)
 """Seconds between two polls of a waiting thread: first, and maximum."""
 

@@ -66,7 +66,7 @@ def test_a_prefix_longer_than_host_memory_is_restored_whole(model: Any, tmp_path
             assert n == 28 * 16
             assert bits(restored, n) == bits(cache, n)
         with store._stack.runtime.control() as control:
-            assert control.held == 0
+            assert control.leases == control.protected == 0
             control.check_integrity()
             assert sum(control.counters.misses.values()) == 0
 
@@ -91,7 +91,7 @@ def test_hints_say_what_is_stored_kept_and_loaded(model: Any, tmp_path: Path) ->
         with pytest.raises(HintError, match="priority"):
             store.store_prefix(prompts[0], first, {"retention": [{"priority": 101}]})
         with store._stack.runtime.control() as control:
-            assert control.held == 0
+            assert control.leases == control.protected == 0
     with PrefixStore(model, settings(tmp_path, request_hints={"store": False}), block_size=16) as store:
         assert store.store_prefix(prompts[0], first) == 0
         assert store.store_prefix(prompts[0], first, {}) == 5 * 16
@@ -125,7 +125,7 @@ def check_nothing_held(store: PrefixStore) -> None:
     assert store._stack.runtime.wait_idle(30.0)
     with store._stack.runtime.control() as control:
         control.check_integrity()
-        assert control.held == 0
+        assert control.leases == control.protected == 0
 
 
 def restored_whole(store: PrefixStore, tokens: list[int]) -> DynamicCache:

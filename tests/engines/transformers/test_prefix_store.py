@@ -143,9 +143,7 @@ def interrupted_at(line: int, call: Callable[[], Any]) -> int:
     return ran
 
 
-def test_copies_that_do_not_end_in_time_raise_an_error_of_their_own(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_late_copies_raise_a_timeout_error(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, copy, free = [7] * 48, CpuStream.copy, threading.Event()
     cache, late = prefill(model, tokens), list[object]()
 
@@ -373,7 +371,7 @@ def test_sleep_frees_the_window_and_keeps_named_tiers(
         assert bits(restored, n) == bits(cache, n)
         with store._stack.runtime.control() as control:
             control.check_integrity()
-            assert control.held == 0
+            assert control.leases == control.protected == 0
         store.sleep(keep=keep)
     with PrefixStore(model, config, block_size=16) as store:
         assert store.restore_prefix(tokens)[1] == (kept if is_found else 0), "it was closed asleep"
