@@ -29,10 +29,14 @@ def make(kind: type[EvictionPolicy], slots: int = SLOTS) -> EvictionPolicy:
     return policy
 
 
+USUAL = 35
+"""The priority of the first policy; priorities are stored xor this one."""
+
+
 def banded(slots: int = SLOTS, kind: type[EvictionPolicy] = LRU) -> PartitionedByPriority:
     """Priorities over `kind`; no node has one of its own yet."""
     first = make(kind, slots)
-    return PartitionedByPriority(slots, first.names, kind, first, 35, bytearray([35]) * (LISTS + 64))
+    return PartitionedByPriority(slots, first.names, kind, first, USUAL, bytearray(LISTS + 64))
 
 
 def sized(kind: type[EvictionPolicy] = LRU) -> PartitionedBySize:
@@ -243,7 +247,7 @@ def test_random_lives_keep_the_books(kind: str, steps: list[tuple[str, int]]) ->
     policy: EvictionPolicy = MAKERS[kind]() if kind in MAKERS else make(REFERENCES[kind])
     if isinstance(policy, PartitionedByPriority):
         for node in NODES[1::2]:
-            policy.priorities[node] = node % 3
+            policy.priorities[node] = (node % 3) ^ USUAL
     resident: set[int] = set()
     held: set[int] = set()
     for verb, node in steps:
@@ -292,7 +296,7 @@ def wide(name: str) -> EvictionPolicy:
     policy.grow(LISTS + WIDE)
     if name.startswith("banded"):
         policy = PartitionedByPriority(
-            WIDE, names, kind, policy, 35, bytearray(30 + node % 3 for node in range(LISTS + WIDE))
+            WIDE, names, kind, policy, USUAL, bytearray((30 + node % 3) ^ USUAL for node in range(LISTS + WIDE))
         )
     return policy
 
@@ -422,7 +426,7 @@ def test_ghosts_are_the_last_evicted_and_not_taken_back(steps: list[tuple[int, i
 
 def test_the_lowest_priority_goes_first_whatever_its_age() -> None:
     policy = banded()
-    policy.priorities[A], policy.priorities[B] = 90, 10
+    policy.priorities[A], policy.priorities[B] = 90 ^ USUAL, 10 ^ USUAL
     policy.insert([C, B, A])
     policy.touch([B])
     assert evict(policy, 3) == [B, C, A]
@@ -435,7 +439,7 @@ def test_batch_of_several_priorities_equals_one_by_one(kind: type[EvictionPolicy
     singly, together = banded(64, kind), banded(64, kind)
     for policy in (singly, together):
         for node in nodes[::3]:
-            policy.priorities[node] = 90
+            policy.priorities[node] = 90 ^ USUAL
         policy.insert(nodes)
     together.touch(nodes)
     together.hold_all(nodes[:55])
@@ -457,7 +461,7 @@ def test_changed_priority_moves_a_node_to_go_first_there() -> None:
     policy = banded()
     policy.insert([A, B, C])
     for node in (C, A, D):  # which is not in
-        policy.priorities[node] = 90
+        policy.priorities[node] = 90 ^ USUAL
         policy.move(np.array([node], np.int32))
     policy.check_integrity()
     assert evict(policy, 3) == [B, A, C]

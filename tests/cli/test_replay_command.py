@@ -119,6 +119,11 @@ def test_drive_writes_are_shown_with_and_without_refused_ones() -> None:
     assert 0 < writes[0] < 0.9 * writes[1]
     drive = [float(str(chosen[f"drive_writes_per_day{which}"])) for which in ("", "_without_admission")]
     assert drive == pytest.approx([each / (blocks["file"] * size) for each in writes])
+    alone = facts(*small, "--no-comparisons")
+    changed = {name: value for name, value in alone.items() if value != chosen[name]}
+    assert changed == {
+        f"{name}_per_day_without_admission": None for name in ("file_write_bytes", "remote_write_bytes", "drive_writes")
+    }
     every = facts(*small, "--policy", "lru")
     assert every["file_write_bytes_per_day"] == every["file_write_bytes_per_day_without_admission"]
     assert "if it refused no block" in run(*small, "--limit", "50")
@@ -230,7 +235,7 @@ def test_the_machine_can_be_described(tmp_path: Path) -> None:
         ("--limit", "10"),
     ):
         assert facts(EXCERPT, *TIMED, *options) != usual, options
-    assert facts(EXCERPT, *TIMED, "--gate", "--optimum", "--profile", "h100") == usual
+    assert facts(EXCERPT, *TIMED, "--gate", "--optimum", "--comparisons", "--profile", "h100") == usual
 
 
 def test_a_remote_store_can_be_described() -> None:
@@ -244,6 +249,15 @@ def test_a_remote_store_can_be_described() -> None:
     table = run(EXCERPT, *tiered)
     for word in ("hits, remote", "left host", "remote->host"):
         assert word in table
+
+
+def test_without_comparisons_overload_is_an_average_and_replicas_stand_alone() -> None:
+    tiered = ("--model", "llama-3.1-8b", "--host", "4GiB", "--replicas", "3", "--remote", "1TiB:3GB/s:1ms")
+    busy = facts(EXCERPT, *tiered, "--prefill-rate", "20", "--no-gate", "--no-comparisons")
+    overload = busy["overload"]
+    assert isinstance(overload, dict)
+    assert overload["enough"] > overload["engines"]
+    assert (overload["ttft_p95"], busy["without_store"]) == (None, None)
 
 
 def test_replicas_that_share_a_store_are_compared_with_others() -> None:

@@ -25,7 +25,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.columns import marks, numbers
+from longshore.cache.columns import marks, numbers, sparse
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.partitioned import PartitionedByPriority, PartitionedBySize
 from longshore.cache.index import Index
@@ -56,7 +56,7 @@ class Priorities:
         self._makers = makers
         self._serving = serving
         self._priority: memoryview[int] = memoryview(b"")
-        """The band of each node, after the first priority was set."""
+        """After the first priority was set, the band of each node, xor `_USUAL`: new memory, all zeros, has it."""
         self._until: dict[int, float] = {}
         self._due: list[tuple[float, tuple[int, ...]]] = []
         """Expiry times and their nodes, a heap. Entries may be outdated, if the time of a node was set again."""
@@ -67,9 +67,9 @@ class Priorities:
     def grow(self, nodes: int) -> None:
         """Nodes may now have any number below `nodes`."""
         if self.used:
-            grown = np.full(nodes, _USUAL, np.uint8)
-            grown[: len(self._priority)] = self._priority
-            self._priority = grown.data
+            larger = sparse(nodes, np.uint8).data
+            larger[: len(self._priority)] = self._priority
+            self._priority = larger
             for band in self._bands:
                 band.priorities = self._priority
 
@@ -96,24 +96,24 @@ class Priorities:
     def forget(self, nodes: Sequence[int]) -> None:
         """`nodes` were removed from all tiers."""
         self._set(numbers(nodes), DEFAULT_PRIORITY, None)
-        marks(self._priority)[numbers(nodes)] = _USUAL
+        marks(self._priority)[numbers(nodes)] = 0
 
     def mark_orphans(self, nodes: Sequence[int]) -> None:
         """Mark new `nodes` as orphans, or as descendants of one."""
         if not self.used:
             self._begin()
-        marks(self._priority)[numbers(nodes)] &= 0xFE
+        marks(self._priority)[numbers(nodes)] |= 1
 
     def unmark_orphans(self, nodes: Sequence[int]) -> None:
         """`nodes`, a part of a path, parents first, were attached to their parents."""
-        marks(self._priority)[numbers(nodes)] |= 1
+        marks(self._priority)[numbers(nodes)] &= 0xFE
         self._move(numbers(nodes))
 
     def _set(self, at: npt.NDArray[np.int32], priority: int, until: float | None) -> None:
         if not self.used:
             self._begin()
         bands = marks(self._priority)
-        bands[at] = 2 * priority + (bands[at] & 1)
+        bands[at] = (bands[at] & 1) | 2 * (priority ^ DEFAULT_PRIORITY)
         if until is not None:
             nodes: tuple[int, ...] = tuple(at.tolist())
             self._until.update(dict.fromkeys(nodes, until))
@@ -138,7 +138,7 @@ class Priorities:
 
     def _begin(self) -> None:
         self.used = True
-        self._priority = np.full(self._index.size, _USUAL, np.uint8).data
+        self._priority = sparse(self._index.size, np.uint8).data
         for tier, make in enumerate(self._makers):
             split = partial(self._split, make)
             policy = self._policies[tier]

@@ -27,6 +27,7 @@ from longshore.trace.experiment import CacheReplay, Experiment, HitCurves, Hits,
 from longshore.trace.parsing import TraceRequest
 from longshore.trace.replay import MOST_BLOCKS, Routing, TieredReplay
 from longshore.trace.result import Replayed, Row, Sharing, bytes_to, overload, ratio
+from longshore.trace.tally import ReplayTally
 
 
 class ControlPath(StrEnum):
@@ -107,6 +108,13 @@ def replay(
     optimum: Annotated[
         bool, typer.Option(help="Compute the optimal hit ratio (Belady); takes 9 bytes of memory per block reference.")
     ] = True,
+    comparisons: Annotated[
+        bool,
+        typer.Option(
+            help="Replay the trace again: without admission, if blocks were refused; with more engines, if they are "
+            "overloaded; without the store, if there are replicas. Each takes as long as the first replay."
+        ),
+    ] = True,
     report: ReportOptions,
     as_json: options.Json = False,
 ) -> None:
@@ -185,7 +193,8 @@ def replay(
         with trace.opened(console) as requests, console.status("reading") as status:
             one_cache = Experiment(kind, run.slots) if len(run.replicas) > 1 else None
             blocks, outputs = _RequestedBlocks(optimum, console), report if wanted else None
-            facts, rows = _replay(run, partial(made, tiers=tiers), requests, name, blocks, outputs, status, one_cache)
+            again = partial(made, tiers=tiers) if comparisons else None
+            facts, rows = _replay(run, again, requests, name, blocks, outputs, status, one_cache)
     if as_json:
         options.print_overload(facts, console)
         write_json({**facts, "provenance": provenance()})
@@ -296,7 +305,7 @@ def _served(
 
 def _replay(
     run: TieredReplay,
-    made: Callable[..., TieredReplay],
+    again: Callable[..., TieredReplay] | None,
     requests: options.Trace,
     policy: str,
     blocks: _RequestedBlocks,
@@ -304,30 +313,32 @@ def _replay(
     status: Status,
     one_cache: Experiment | None,
 ) -> tuple[dict[str, object], list[Row]]:
-    def other(how: str, engines: int = run.engines, **changes: Any) -> TieredReplay:
-        other = made(engines=engines, **changes)
+    """The facts and rows of `run`; `again`, if given, makes the replays that it is compared with."""
+
+    def other(how: str, engines: int = run.engines, **changes: Any) -> TieredReplay | None:
+        if again is None:
+            return None
+        other = again(engines=engines, **changes)
         for _ in other.run(_progress(requests, status, how)):
             pass
         return other
 
+    def with_engines(count: int) -> ReplayTally | None:
+        found = other(f" with {count} engines", count)
+        return None if found is None else found.tally
+
     def unfiltered() -> dict[str, int] | None:
-        """Bytes written to files and a store in a replay without admission; `None` if no block was refused."""
-        if not any(drops[DropReason.ADMISSION] for tier, drops in run.counters.drops.items() if tier != HOST):
-            return None
-        every = other(" without admission", admission=False)
-        return {tier: bytes_to(tier, every) for tier in (FILE, REMOTE)}
+        """Bytes written to files and a store in a replay without admission; `None` without comparisons."""
+        refused = any(drops[DropReason.ADMISSION] for tier, drops in run.counters.drops.items() if tier != HOST)
+        every = other(" without admission", admission=False) if refused else run
+        return None if every is None else {tier: bytes_to(tier, every) for tier in (FILE, REMOTE)}
 
     for request in run.run(_progress(requests, status)):
         path = request.hash_ids[: request.input_length // run.block_tokens]
         blocks.add(path)
         if one_cache is not None:
             one_cache.serve(path, request.timestamp_ms / 1000, request.returns)
-    too_much = overload(
-        run.tally,
-        run.engines,
-        lambda engines: other(f" with {engines} engines", engines).tally,
-        replicas=len(run.replicas),
-    )
+    too_much = overload(run.tally, run.engines, with_engines, replicas=len(run.replicas))
     best = blocks.optimal(run.slots)
     sharing = None
     if one_cache is not None:

@@ -57,7 +57,7 @@ class Replayed:
         unique: Number of unique blocks.
         optimal: Maximum hits of one tier of the same capacity, if computed.
         overload: Set if the engines were overloaded.
-        unfiltered: Bytes written to files and to a remote store if no block is refused; `None` where none was.
+        unfiltered: Bytes written to files and to a remote store if no block is refused; `None` if not replayed.
         assumption: Assumptions about the trace as text, if any.
         sharing: Set if there are several replicas.
     """
@@ -138,10 +138,13 @@ class Replayed:
             for route, blocks in remote.blocks.items()
         }
 
-    def write_bytes_per_day(self, tier: str, *, admission: bool = True) -> float:
-        """Bytes written to a tier per day, at the rate of the trace; without `admission`, if it refused no block."""
-        written = None if admission or self.unfiltered is None else self.unfiltered[tier]
-        return _DAY * ratio(bytes_to(tier, self.replay) if written is None else written, self.replay.tally.seconds)
+    def write_bytes_per_day(self, tier: str) -> float:
+        """Bytes written to a tier per day, at the rate of the trace."""
+        return _DAY * ratio(bytes_to(tier, self.replay), self.replay.tally.seconds)
+
+    def unfiltered_bytes_per_day(self, tier: str) -> float | None:
+        """The same if the tier refused no block; `None` if not replayed."""
+        return None if self.unfiltered is None else _DAY * ratio(self.unfiltered[tier], self.replay.tally.seconds)
 
     def drive_writes(self, bytes_per_day: float) -> float:
         """How often this fills the file tier."""
@@ -172,6 +175,7 @@ class Replayed:
     def as_json(self) -> dict[str, object]:
         """What `--json` prints."""
         replay, tally, counters = self.replay, self.replay.tally, self.replay.counters
+        writes = {"": self.write_bytes_per_day, "_without_admission": self.unfiltered_bytes_per_day}
         return {
             "requests": tally.requests,
             "block_refs": tally.block_refs,
@@ -181,14 +185,14 @@ class Replayed:
             "optimal_hit_ratio": self.optimal_hit_ratio,
             "ttft_s": self.ttft,
             **{
-                f"{tier}_write_bytes_per_day{which}": self.write_bytes_per_day(tier, admission=not which)
+                f"{tier}_write_bytes_per_day{which}": of(tier)
                 for tier in (FILE, REMOTE)
-                for which in ("", "_without_admission")
+                for which, of in writes.items()
             },
-            "drive_writes_per_day": self.drive_writes(self.write_bytes_per_day(FILE)),
-            "drive_writes_per_day_without_admission": self.drive_writes(
-                self.write_bytes_per_day(FILE, admission=False)
-            ),
+            **{
+                f"drive_writes_per_day{which}": None if (written := of(FILE)) is None else self.drive_writes(written)
+                for which, of in writes.items()
+            },
             "policy": self.policy,
             "hit_tokens_ratio": ratio(sum(self.hits.values()) * replay.block_tokens, tally.prompt_tokens),
             "kv_bytes_per_token": replay.timing.geometry.kv_bytes_per_token,
@@ -291,11 +295,14 @@ class Replayed:
         files = self.write_bytes_per_day(FILE)
         rows = [("file writes", format_bytes(files), "per day, at the rate of the trace")]
         if FILE in self.slots:
-            without = self.write_bytes_per_day(FILE, admission=False)
-            note = f"of the file tier; {quantity(self.drive_writes(without))} if it refused no block"
+            every, note = self.unfiltered_bytes_per_day(FILE), "of the file tier"
+            if every is not None:
+                note += f"; {quantity(self.drive_writes(every))} if it refused no block"
             rows.append(("drive writes per day", quantity(self.drive_writes(files)), note))
         if REMOTE in self.slots:
-            note = f"per day; {format_bytes(self.write_bytes_per_day(REMOTE, admission=False))} if no block is refused"
+            every, note = self.unfiltered_bytes_per_day(REMOTE), "per day"
+            if every is not None:
+                note += f"; {format_bytes(every)} if no block is refused"
             rows.append(("store writes", format_bytes(self.write_bytes_per_day(REMOTE)), note))
         causes = ", ".join(f"{count:,} {cause.replace('_', ' ')}" for cause, count in self.losses.items() if count)
         rows.append(("not loaded", f"{sum(self.losses.values()):,}", f"blocks: {causes or 'none'}"))
@@ -367,7 +374,7 @@ class Overload(NamedTuple):
 def overload(
     tally: ReplayTally,
     engines: int,
-    again: Callable[[int], ReplayTally],
+    again: Callable[[int], ReplayTally | None],
     *,
     tiers: bool = True,
     target: float = math.inf,
@@ -375,7 +382,7 @@ def overload(
 ) -> Overload | None:
     """The overload of a replay with `engines` in each of its `replicas`, if any.
 
-    `again` replays the trace with another number of engines.
+    `again` replays the trace with another number of engines, or returns `None` if no more replays are wanted.
 
     A number of engines is sufficient if they keep up and, if possible for any number, meet `target` seconds for the
     95th percentile of the time to first token. Without `tiers`, the engines compute everything.
@@ -391,9 +398,9 @@ def overload(
     enough, p95 = 0, math.inf
     while p95 > target or not enough:
         count = max(count + 1, math.ceil(_MORE * enough), math.ceil(load(found) / _COMFORTABLE))
-        if count > MOST_ENGINES:
+        if count > MOST_ENGINES or (more := again(count)) is None:
             break
-        found = again(count)
+        found = more
         if load(found) > count:
             continue
         now = percentile(found.ttft if tiers else found.recompute, 95)

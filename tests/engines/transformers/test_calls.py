@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 
 from longshore.boundary import DEVICE
 from longshore.cache import Return, TieredCache
+from longshore.cache.settings import DEFAULT_PRIORITY
 from longshore.config import Config
 from longshore.engines.transformers import Tiers, attach, tiered
 from longshore.errors import HintError
@@ -460,7 +461,8 @@ def test_hinted_priorities_apply_at_commit_and_eviction(offload: str) -> None:
             generate(model, PROMPTS[1:2], num_blocks=32)  # the device cache before this one lets go of its blocks
         keys = stored_keys(tiers)
         with tiers.stack.runtime.locked() as cache:
-            found = [cache._state.priorities._priority[cache._state.index.get(key)] >> 1 for key in keys]
+            nodes = [cache._state.index.get(key) for key in keys]
+            found = [cache._state.priorities._priority[node] >> 1 ^ DEFAULT_PRIORITY for node in nodes]
         assert found == [90] * 6
 
 

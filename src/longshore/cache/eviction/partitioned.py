@@ -249,23 +249,27 @@ class PartitionedByPriority(PartitionedPolicy):
         tick: int = 0,
         hint: int = 0,
     ) -> None:
-        """`priorities`: those that nodes are to have, by node; whoever changes one calls `move`. It may be replaced.
+        """`priorities`: those that nodes are to have, by node, xor `priority`; whoever changes one calls `move`.
 
+        It may be replaced.
         The request of `tick` is served, which has this `hint`; `first` has been told.
         """
         super().__init__(slots, names, {priority: first}, len(priorities))
         self.refuses, self._usual = first.refuses, first
         self._tick, self._hint = tick, hint
         self._make = make
-        self.priorities = priorities
+        self.priorities, self._priority = priorities, priority
 
     def wanted(self, node: int) -> int:
         """The priority that `node` is to have."""
-        return self.priorities[node]
+        return self.priorities[node] ^ self._priority
 
     def all_wanted(self, nodes: Sequence[int]) -> bytes:
         """The priority that each of `nodes` is to have."""
-        return marks(self.priorities)[numbers(nodes)].tobytes()
+        return self._wanted_of(numbers(nodes)).tobytes()
+
+    def _wanted_of(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
+        return marks(self.priorities)[at] ^ np.uint8(self._priority)
 
     def part(self, number: int) -> EvictionPolicy:
         """The policy of a priority, made if there is none yet."""
@@ -288,7 +292,7 @@ class PartitionedByPriority(PartitionedPolicy):
         Each goes first among those of that priority, the last of them before the others.
         """
         at = once(at)
-        part, wanted = marks(self._part)[at], marks(self.priorities)[at]
+        part, wanted = marks(self._part)[at], self._wanted_of(at)
         moving = (part != OUT) & (part != wanted)
         at, part, wanted = at[moving], part[moving], wanted[moving]
         for number in sorted(set(part.tobytes())):
