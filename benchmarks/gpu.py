@@ -44,7 +44,7 @@ from longshore.keys import Scope
 from longshore.layout import from_rows
 from longshore.runtime.stack import open_stack
 from longshore.tiers.file import GdsFileTier, capacity_for
-from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer import D2H, H2D, TransferEngine
 from longshore.transfer.device.base import Device
 from longshore.transfer.device.cuda.calibration import THOROUGH, Always, Effort, all_registered
 from longshore.transfer.device.cuda.device import CudaDevice
@@ -57,7 +57,7 @@ ORDERS = ("scattered", "contiguous")
 DIRECTIONS = ("offload", "onboard", "both")
 _GDS_PATIENCE = 30.0  # seconds
 _MOST_SLOWDOWN = 0.05
-ROUTES = {"offload": (OFFLOAD,), "onboard": (ONBOARD,), "both": (OFFLOAD, ONBOARD)}
+ROUTES = {"offload": (D2H,), "onboard": (H2D,), "both": (D2H, H2D)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +417,7 @@ def vllm_swap() -> Callable[[int, Route], Callable[..., object]] | None:
 
     def swap(page_bytes: int, route: Route) -> Callable[..., object]:
         page = CanonicalKVCacheRef(tensor_idx=0, page_size_bytes=page_bytes)
-        found: Callable[..., object] = gpu_worker._select_swap_blocks_fn([[page]], route == OFFLOAD)
+        found: Callable[..., object] = gpu_worker._select_swap_blocks_fn([[page]], route == D2H)
         return found
 
     return swap

@@ -89,7 +89,7 @@ class Replica:
         self._arena = Arena(host_blocks * IMAGE)
         host = HostTier(self._arena, Slabs.of_one_size(IMAGE, host_blocks))
         device = device_for(layout)
-        device.reach(self._arena.in_one_piece)
+        device.set_registered_memory(self._arena.in_one_piece)
         self.tier = RemoteTier(url, arena=self._arena, image_bytes=IMAGE, namespace=bytes(32), clock=self.clock)
         settings = CacheSettings(probe_timeout=60.0, load_timeout=60.0, prefetch_timeout=60.0)
         cache = TieredCache([TierSpec(HOST, host_blocks, IMAGE)], settings, remote=[self.tier.name])

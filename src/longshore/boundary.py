@@ -563,7 +563,7 @@ class Slabs:
         offsets: I64 = slab * self.slab_bytes + position * self.image_bytes[pool]
         return offsets
 
-    def touched(self, pool: int, indices: Sequence[int] | I64) -> I64:
+    def overlap_units(self, pool: int, indices: Sequence[int] | I64) -> I64:
         """The bytes that slots of `pool` share with other pools, as indices of the smallest images there.
 
         Two images overlap only if they have one of these in common; if sizes do not divide, adjacent images may have

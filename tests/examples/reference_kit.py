@@ -83,13 +83,13 @@ class GatedLink(CpuDevice):
     def stream(self, layout: KVLayout, into: str) -> Stream:
         return _GatedStream(self, into)
 
-    def mark(self, compute: object) -> DeviceEvent:
+    def record_event(self, compute: object) -> DeviceEvent:
         self.marked.append(compute)
-        return super().mark(compute)
+        return super().record_event(compute)
 
-    def hold(self, compute: object, event: DeviceEvent) -> None:
+    def wait_event(self, compute: object, event: DeviceEvent) -> None:
         self.held.append(compute)
-        super().hold(compute, event)
+        super().wait_event(compute, event)
 
 
 class _GatedStream(CpuStream):
@@ -98,11 +98,11 @@ class _GatedStream(CpuStream):
         self._link = link
         self._into = into
 
-    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
+    def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
         self._link.gates[self._into].pass_through()
         self._link.fault(batch)
         self._link.inside += batch.inside
-        return _GatedCopy(self._link, batch, super().copy(batch, after))
+        return _GatedCopy(self._link, batch, super().copy(batch, wait_events))
 
 
 class _GatedCopy(Copy):
@@ -112,11 +112,11 @@ class _GatedCopy(Copy):
         self._copy = copy
 
     @property
-    def reached(self) -> DeviceEvent:
-        return self._copy.reached
+    def done_event(self) -> DeviceEvent:
+        return self._copy.done_event
 
-    def passed(self) -> bool:
-        return self._copy.passed()
+    def query(self) -> bool:
+        return self._copy.query()
 
     def finish(self) -> float:
         self._link.late_fault(self._batch)

@@ -14,7 +14,7 @@ from reference_kit import DECODER, SHAPE, Rig, resident, rig, same_bits, tokens,
 
 from depth import deep
 from longshore.boundary import DEVICE, FILE, HOST
-from longshore.transfer import ONBOARD
+from longshore.transfer import H2D
 from longshore.transfer.pieces import CopyBatch
 from residents import residents_of
 
@@ -234,11 +234,11 @@ def test_layers_of_both_groups_are_copied_in_model_order() -> None:
         made.evict_all()
         made.link.fault = note
         with made.stack.runtime.locked() as cache:
-            before = cache.counters.routes[str(ONBOARD)].chunks
+            before = cache.counters.routes[str(H2D)].chunks
         made.serve(tokens(1, 45))
         made.settle()
         with made.stack.runtime.locked() as cache:
-            assert cache.counters.routes[str(ONBOARD)].chunks - before > 2
+            assert cache.counters.routes[str(H2D)].chunks - before > 2
     assert travelled == list(LAYERS)
 
 

@@ -12,7 +12,7 @@ from reference_kit import PATIENCE, resident, rig, same_bits, tokens, wanting
 from longshore.boundary import DEVICE, HOST, Section, Slot
 from longshore.cache import DeviceCopy
 from longshore.errors import FreedLayoutError
-from longshore.transfer import ONBOARD
+from longshore.transfer import H2D
 
 
 @pytest.mark.parametrize("clear", [False, True], ids=["tiers kept", "tiers cleared"])
@@ -45,7 +45,7 @@ def test_plans_are_refused_during_sleep() -> None:
 def _onboard_by_hand() -> Any:
     from longshore.boundary import Item, Transfer
 
-    return Transfer(10**6, ONBOARD, (Item(b"", None, Slot(HOST, 0, 0), None),), (Section(0, 0, (3,)),))
+    return Transfer(10**6, H2D, (Item(b"", None, Slot(HOST, 0, 0), None),), (Section(0, 0, (3,)),))
 
 
 def test_sleep_waits_for_transfers_in_both_directions() -> None:

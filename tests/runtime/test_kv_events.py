@@ -262,8 +262,8 @@ def test_a_subscriber_gets_what_it_has_missed_from_the_replay(opened: Open, tmp_
     """vLLM connects where an address names no wildcard. This publisher binds always: it is heard at 127.0.0.1, too."""
     replay = endpoint.format(tmp=tmp_path).replace("events", "replay")
     publisher = opened(endpoint.format(tmp=tmp_path), replay=replay, topic="kv")
-    reached = [each.replace("0.0.0.0", "127.0.0.1") for each in (publisher.endpoint, publisher.replay_endpoint)]  # noqa: S104
-    rig, subscriber = Rig(publisher), Subscriber(*reached, topic="kv")
+    done_event = [each.replace("0.0.0.0", "127.0.0.1") for each in (publisher.endpoint, publisher.replay_endpoint)]  # noqa: S104
+    rig, subscriber = Rig(publisher), Subscriber(*done_event, topic="kv")
     try:
         tokens = list(range(3 * CHUNK))
         keys = rig.store(tokens)

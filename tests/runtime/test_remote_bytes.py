@@ -36,7 +36,7 @@ class Machine:
         self.arena = Arena(SLOTS * size)
         host = HostTier(self.arena, Slabs.of_one_size(size, SLOTS))
         device = device_for(layout)
-        device.reach(self.arena.in_one_piece)
+        device.set_registered_memory(self.arena.in_one_piece)
         self.store = KeyStore(self.arena, host.slabs.image_bytes, images=images)
         self.cache = TieredCache([TierSpec(HOST, SLOTS, size)], CacheSettings(**settings), remote=[self.store.name])
         remote = KeyedMover(self.store, host)

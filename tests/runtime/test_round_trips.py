@@ -54,7 +54,7 @@ def test_the_device_is_told_what_it_reaches(tmp_path: Path) -> None:
     class Told(CpuDevice):
         arena = None
 
-        def reach(self, in_one_piece: InOnePiece) -> None:
+        def set_registered_memory(self, in_one_piece: InOnePiece) -> None:
             self.arena = in_one_piece.__self__  # type: ignore[attr-defined]
 
         def stream(self, layout: KVLayout, into: str) -> Stream:

@@ -30,7 +30,7 @@ class Work(DeviceEvent):
     def done(self) -> None:
         self.finished.set()
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         return self.finished.is_set()
 
     def wait(self) -> None:
@@ -96,8 +96,8 @@ class GatedDevice(CpuDevice):
     def stream(self, layout: KVLayout, into: str) -> Stream:
         return GatedStream(self, into)
 
-    def mark(self, compute: object) -> DeviceEvent:
-        return compute.given[-1] if isinstance(compute, Compute) else super().mark(compute)
+    def record_event(self, compute: object) -> DeviceEvent:
+        return compute.given[-1] if isinstance(compute, Compute) else super().record_event(compute)
 
     def close(self) -> None:
         self.closed += 1
@@ -120,8 +120,8 @@ class GatedStream(CpuStream):
     def close(self) -> None:
         self.device.streams_closed += 1
 
-    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
-        for event in after:
+    def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
+        for event in wait_events:
             event.wait()
         self.device.log.append(f"{self.into} begins")
         self.device.gates[self.into].pass_through()
@@ -137,11 +137,11 @@ class FaultyCopy(Copy):
         self.copy = copy
 
     @property
-    def reached(self) -> DeviceEvent:
-        return self.copy.reached
+    def done_event(self) -> DeviceEvent:
+        return self.copy.done_event
 
-    def passed(self) -> bool:
-        return self.copy.passed()
+    def query(self) -> bool:
+        return self.copy.query()
 
     def finish(self) -> float:
         self.device.fault("finish", None)
@@ -163,11 +163,11 @@ class SlowStream(CpuStream):
         super().__init__()
         self.pauses = pauses
 
-    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
+    def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
         destination, source, size = PieceBuilder().describe(batch).directed(batch.into)
         half = len(size) // 2
         for part in (slice(0, half), slice(half, None)):
             time.sleep(self.pauses.choice([0.0, 0.0002, 0.001]))
             copy_pieces(source[part], destination[part], size[part])
         time.sleep(self.pauses.choice([0.0, 0.0005]))
-        return super().copy(batch._replace(parts=()), after)
+        return super().copy(batch._replace(parts=()), wait_events)

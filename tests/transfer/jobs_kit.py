@@ -24,13 +24,13 @@ from longshore.errors import QueueFullError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.host import HostTier
-from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer import D2D, D2H, H2D, TransferEngine
 from longshore.transfer.device.base import Device
 
 
 def inside_transfer(job: int, layout: KVLayout, group: int, written: Sequence[int], read: Sequence[int]) -> Transfer:
     items = [Item(bytes(32), None, Slot(DEVICE, layout.pools[group], block), None) for block in read]
-    return Transfer(job, INSIDE, tuple(items), (Section(group, 0, tuple(written)),))
+    return Transfer(job, D2D, tuple(items), (Section(group, 0, tuple(written)),))
 
 
 class Jobs:
@@ -80,10 +80,10 @@ class Jobs:
         layout = self.pools.layout
         group = chance.randrange(len(layout.groups))
         per_chunk = layout.groups[group].blocks_per_chunk
-        route = chance.choice([OFFLOAD, ONBOARD, ONBOARD, INSIDE])
+        route = chance.choice([D2H, H2D, H2D, D2D])
         blocks = chance.sample(range(layout.num_blocks), 2 * chance.randint(1, layout.num_blocks // 4))
         self.given += 1
-        if route == INSIDE:
+        if route == D2D:
             written, read = blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]
             self.submit(inside_transfer(self.given, layout, group, written, read))
             copied_inside(self.model.device, layout, group, written, read)
@@ -93,7 +93,7 @@ class Jobs:
         chunks = (first + len(blocks) - 1) // per_chunk - first // per_chunk + 1
         slots = chance.sample(range(self.pools.host.slabs.indices), chunks)
         self.submit(transfer(self.given, route, parts, slots))
-        into = HOST if route == OFFLOAD else DEVICE
+        into = HOST if route == D2H else DEVICE
         self.model.move(parts, self.pools.images(slots), into=into)
 
     def submit(self, job: Transfer) -> None:
@@ -186,11 +186,11 @@ def round_trip(pools: DevicePools, device: Device, compute: object = None) -> No
         out = [Section(0, 1, (3, 0, 17, 4, 5)), Section(1, 2, (9, 8, 7, 20))]
         slots = [4, 0, 9, 3, 2]
         engine.begin_step(compute)
-        engine.submit(transfer(1, OFFLOAD, out, slots))
+        engine.submit(transfer(1, D2H, out, slots))
         assert engine.wait([1], PATIENCE)
         model.move(out, pools.images(slots), into=HOST)
         back = [Section(0, 1, (10, 11, 12, 13, 14)), Section(1, 2, (23, 1, 2, 15))]
-        engine.submit(transfer(2, ONBOARD, back, slots))
+        engine.submit(transfer(2, H2D, back, slots))
         assert engine.wait([2], PATIENCE)
         model.move(back, pools.images(slots), into=DEVICE)
         engine.submit(inside_transfer(3, pools.layout, 0, [20, 21, 22], [10, 12, 14]))
@@ -279,7 +279,7 @@ def layer_by_layer(pools: DevicePools, device: Device, rounds: int = 4) -> None:
             section = [Section(0, 0, blocks)]
             model.move(section, pools.images(list(slots)), into=DEVICE)
             engine.begin_step(compute)
-            engine.submit(transfer(turn, ONBOARD, section, list(slots), by_layer=True))
+            engine.submit(transfer(turn, H2D, section, list(slots), by_layer=True))
             seen = []
             for layer, ref in enumerate(group.refs):
                 assert engine.wait_layer(turn, layer, 60 * PATIENCE) is Status.OK
@@ -314,10 +314,10 @@ def one_rank(hardware: Hardware, device: Device, arena: Arena, rank: int, stored
             for tensor, pattern in zip(tensors, before, strict=True):
                 tensor.copy_(torch.from_numpy(pattern.reshape(-1)))
         engine.begin_step(compute)
-        engine.submit(transfer(1, OFFLOAD, [Section(0, 0, tuple(range(slots)))], range(slots)))
+        engine.submit(transfer(1, D2H, [Section(0, 0, tuple(range(slots)))], range(slots)))
         assert engine.wait([1], 60 * PATIENCE)
         stored()
-        engine.submit(transfer(2, ONBOARD, [Section(0, 0, tuple(range(blocks - 1, slots - 1, -1)))], range(slots)))
+        engine.submit(transfer(2, H2D, [Section(0, 0, tuple(range(blocks - 1, slots - 1, -1)))], range(slots)))
         engine.end_step(compute)
         compute.synchronize()
         before[:, slots:] = before[:, slots - 1 :: -1]

@@ -22,7 +22,7 @@ from depth import examples
 from longshore.boundary import DEVICE, HOST, Section, Status
 from longshore.errors import DeviceError, FreedLayoutError
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer import D2H, H2D, TransferEngine
 from longshore.transfer.device.cuda.arguments import image_runs, pieces_of, staged, staged_pitch
 from longshore.transfer.device.cuda.calibration import Always, all_registered
 from longshore.transfer.device.cuda.driver import RELAXED
@@ -391,9 +391,9 @@ def test_the_engine_over_the_device() -> None:
     before = [tensor.clone() for tensor in pools.tensors]
     engine = TransferEngine(pools.layout, gpu.device, pools.host, max_batch_bytes=10_000)
     try:
-        engine.submit(transfer(1, OFFLOAD, [Section(0, 0, tuple(range(32)))], list(range(16))))
+        engine.submit(transfer(1, D2H, [Section(0, 0, tuple(range(32)))], list(range(16))))
         assert engine.wait([1], PATIENCE)
-        engine.submit(transfer(2, ONBOARD, [Section(0, 0, tuple(range(63, 31, -1)))], list(range(16))))
+        engine.submit(transfer(2, H2D, [Section(0, 0, tuple(range(63, 31, -1)))], list(range(16))))
         assert engine.wait([2], PATIENCE)
         assert {status for result in engine.poll() for status in result.statuses} == {Status.OK}
     finally:
@@ -445,7 +445,7 @@ def test_lane_thread_ends_no_capture_of_a_graph() -> None:
     gpu = StandIn(Always(Way.DIRECT))
     engine = TransferEngine(flat(4), gpu.device, Pools(flat(4), slots=4).host)
     try:
-        engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (3,))], [1]))
+        engine.submit(transfer(1, D2H, [Section(0, 0, (3,))], [1]))
         assert engine.wait([1], PATIENCE)
         modes = {thread: mode for thread, mode in gpu.library.capture_modes.items() if thread != threading.get_ident()}
         assert list(modes.values()) == [RELAXED]

@@ -21,7 +21,7 @@ from longshore.testing.simulated_device import CELL, SimulatedEvent, SimulatedSt
 from longshore.testing.simulation import Simulation, WrongError, explore
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, Tier, TierOp, TierResult
-from longshore.transfer import OFFLOAD
+from longshore.transfer import D2H
 
 Patch = pytest.MonkeyPatch
 
@@ -80,7 +80,7 @@ class Disk(Tier):
         return any(event.mark.has_passed() for event, _ in self._tickets.values())
 
     def poll(self) -> list[TierResult]:
-        done = [ticket for ticket, (event, _) in self._tickets.items() if event.passed()]
+        done = [ticket for ticket, (event, _) in self._tickets.items() if event.query()]
         counts = {ticket: self._tickets.pop(ticket)[1] for ticket in done}
         return [
             TierResult(ticket, (Status.OK,) * counts[ticket], 0, 0, 0) for ticket in done if ticket not in self.unheard
@@ -253,7 +253,7 @@ def test_a_file_that_does_not_wait_for_the_copy(monkeypatch: Patch) -> None:
 
     def early(self: RingMover, piece: Any, count: int, route: Route) -> None:
         copy(self, piece, count, route)
-        if route == OFFLOAD:
+        if route == D2H:
             del self._copying[piece.number]
             self._to_file(piece, [Status.OK] * count)
 

@@ -12,7 +12,7 @@ from order_kit import Tale, tale
 from longshore.boundary import DEVICE, Status, Transfer, Urgency
 from longshore.testing.simulated_device import PlannerRing, SimulatedCopy, SimulatedDevice, SimulatedStream
 from longshore.testing.simulation import WrongError, explore
-from longshore.transfer import OFFLOAD
+from longshore.transfer import D2H
 from longshore.transfer.engine import TransferEngine
 from longshore.transfer.ordering import Access, EngineState, Hazards, Lane, QueuePosition, TierPool
 from longshore.transfer.pieces import Pieces
@@ -84,8 +84,8 @@ def another_stream_computes(told: Tale) -> None:
 
 def test_the_event_is_on_the_stream_that_computes(monkeypatch: Patch) -> None:
     explore(tale(another_stream_computes))
-    mark = SimulatedDevice.mark
-    monkeypatch.setattr(SimulatedDevice, "mark", lambda self, compute: mark(self, None))
+    mark = SimulatedDevice.record_event
+    monkeypatch.setattr(SimulatedDevice, "record_event", lambda self, compute: mark(self, None))
     goes_wrong(another_stream_computes, "RAW: copy")
 
 
@@ -162,7 +162,7 @@ def layer_by_layer(told: Tale) -> None:
 )
 def test_compute_waits_for_the_copies_before_it(script: Script, how: str, monkeypatch: Patch) -> None:
     explore(tale(script))
-    monkeypatch.setattr(SimulatedDevice, "hold", lambda self, compute, event: None)
+    monkeypatch.setattr(SimulatedDevice, "wait_event", lambda self, compute, event: None)
     goes_wrong(script, how)
 
 
@@ -206,13 +206,13 @@ def block_is_given_away_when_its_result_has_come(told: Tale) -> None:
 )
 def test_result_is_reported_at_copy_end_not_at_submission(script: Script, how: str, monkeypatch: Patch) -> None:
     explore(tale(script))
-    monkeypatch.setattr(SimulatedCopy, "passed", lambda self: True)
+    monkeypatch.setattr(SimulatedCopy, "query", lambda self: True)
     monkeypatch.setattr(SimulatedCopy, "finish", lambda self: 0.0)
     goes_wrong(script, how)
 
 
 def nothing_moves(told: Tale) -> None:
-    told.engine.submit(Transfer(told._number(), OFFLOAD, ()))
+    told.engine.submit(Transfer(told._number(), D2H, ()))
     told.tickets[1] = told._hazards().newest or QueuePosition(0, 0, ())
     told.wait(1)
 

@@ -19,7 +19,7 @@ from transfer_kit import Pools, flat, transfer
 
 from longshore.boundary import DEVICE, HOST, Section, Status, Urgency
 from longshore.errors import FreedLayoutError, TierClosedError
-from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine, lanes
+from longshore.transfer import D2H, H2D, CpuDevice, TransferEngine, ordering
 from longshore.transfer.pieces import CopyBatch
 
 OK = Status.OK
@@ -183,7 +183,7 @@ def test_wait_layer_returns_the_status_of_a_stopped_job() -> None:
     rig = Rig(flat(16, 24, refs=3))
     gate = rig.device.gates[DEVICE]
     gate.shut(after=1)
-    rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3, 1))], [6, 2], by_layer=True))
+    rig.engine.submit(transfer(1, H2D, [Section(0, 0, (3, 1))], [6, 2], by_layer=True))
     assert gate.wait_arrived(2)
     rig.engine.cancel(1)
     gate.open()
@@ -201,7 +201,7 @@ def test_layer_whose_copy_fails_on_completion_is_missing() -> None:
             raise RuntimeError("the device fell off the bus")
 
     rig.device.fault = fail
-    rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3, 1))], [6, 2], by_layer=True))
+    rig.engine.submit(transfer(1, H2D, [Section(0, 0, (3, 1))], [6, 2], by_layer=True))
     (result,) = rig.results(1)
     assert result.statuses == (Status.IO_ERROR,) * 2
     assert [rig.engine.wait_layer(1, layer) for layer in range(3)] == [Status.IO_ERROR] * 3
@@ -260,7 +260,7 @@ def test_waits_without_timeout_return_when_the_job_ends(name: str, wait: Callabl
     rig.device.fault = lambda step, batch: time.sleep(A_MOMENT if step == "finish" else 0.0)  # it sleeps again by then
     gate = rig.device.gates[DEVICE]
     gate.shut()
-    rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3,))], [6], by_layer=True))
+    rig.engine.submit(transfer(1, H2D, [Section(0, 0, (3,))], [6], by_layer=True))
     waiting = threading.Thread(target=wait, args=(rig.engine,), daemon=True)
     waiting.start()
     assert gate.wait_arrived(1)
@@ -286,17 +286,17 @@ def test_failed_lane_ends_its_jobs_and_closes_the_engine(caplog: pytest.LogCaptu
     engine = TransferEngine(pools.layout, device, pools.host, clock=clock)
     device.fault = lambda step, batch: time.sleep(A_MOMENT if step == "drain" else 0.0)  # who waits sleeps by then
     device.gates[HOST].shut()
-    engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (1,))], [1]))
+    engine.submit(transfer(1, D2H, [Section(0, 0, (1,))], [1]))
     assert device.gates[HOST].wait_arrived(1)
     is_broken = True
-    engine.submit(transfer(2, OFFLOAD, [Section(0, 0, (2,))], [2], deadline=5.0))
+    engine.submit(transfer(2, D2H, [Section(0, 0, (2,))], [2], deadline=5.0))
     opener = threading.Timer(A_MOMENT, device.gates[HOST].open)
     opener.start()
     assert engine.wait([1, 2])  # it sleeps by then, and is woken by the lane, not by the clock
     opener.join()
     assert {result.job: result.statuses for result in engine.poll()}[2] == (Status.IO_ERROR,)
     with pytest.raises(TierClosedError):
-        engine.submit(transfer(3, OFFLOAD, [Section(0, 0, (3,))], [3]))
+        engine.submit(transfer(3, D2H, [Section(0, 0, (3,))], [3]))
     assert device.drained == 1
     assert not any(engine.stats().queued.values())
     assert engine.shutdown(PATIENCE)
@@ -318,9 +318,9 @@ def test_single_fault_in_a_wait_ends_its_lanes_jobs() -> None:
 
     engine = TransferEngine(pools.layout, device, pools.host, clock=clock)
     device.gates[HOST].shut()
-    engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (1,))], [1]))
+    engine.submit(transfer(1, D2H, [Section(0, 0, (1,))], [1]))
     assert device.gates[HOST].wait_arrived(1)
-    engine.submit(transfer(2, ONBOARD, [Section(0, 0, (2,))], [1], deadline=5.0))  # reads what job 1 still writes
+    engine.submit(transfer(2, H2D, [Section(0, 0, (2,))], [1], deadline=5.0))  # reads what job 1 still writes
     assert engine.wait([2], PATIENCE)
     assert faults == 1
     device.gates[HOST].open()
@@ -338,7 +338,7 @@ from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.boundary import Slabs
 from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
-from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine
+from longshore.transfer import D2H, H2D, CpuDevice, TransferEngine
 from longshore.transfer.device import base
 
 BLOCKS, PAGE = 4, 4 << 20
@@ -361,7 +361,7 @@ def submitted(route):
     return engine, layout, arena
 
 base.copy_pieces = late
-engine, layout, arena = submitted({"offload": OFFLOAD, "onboard": ONBOARD}[sys.argv[1]])
+engine, layout, arena = submitted({"offload": D2H, "onboard": H2D}[sys.argv[1]])
 if sys.argv[2] == "freed":
     layout.free()
 elif sys.argv[2] == "closed":
@@ -406,7 +406,7 @@ def test_interpreter_exit_waits_for_threads_of_open_engines() -> None:
     assert gate.wait_arrived(1)
     opener = threading.Timer(A_MOMENT, gate.open)
     opener.start()
-    lanes._stop_all()  # as `atexit` does
+    ordering._stop_all()  # as `atexit` does
     assert not any(thread.is_alive() for thread in threads)
     opener.join()
     assert [result.statuses for result in rig.engine.poll()] == [(OK,)]

@@ -9,7 +9,7 @@ from transfer_kit import Model, Pools, transfer
 
 from longshore.boundary import DEVICE, Section, Status
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.transfer import ONBOARD, TransferEngine
+from longshore.transfer import H2D, TransferEngine
 
 
 def hybrid() -> KVLayout:
@@ -29,7 +29,7 @@ def test_layers_that_the_group_does_not_have_are_passed(group: int) -> None:
     engine = TransferEngine(pools.layout, device, pools.host)
     sections = [Section(group, 0, (5, 2))]
     device.gates[DEVICE].shut(after=1)
-    engine.submit(transfer(1, ONBOARD, sections, [3, 0], by_layer=True))
+    engine.submit(transfer(1, H2D, sections, [3, 0], by_layer=True))
     assert engine.wait_layer(1, group, PATIENCE) is Status.OK
     assert engine.wait_layer(1, 2 + group, 0.0) is Status.DEADLINE
     device.gates[DEVICE].open()

@@ -20,11 +20,11 @@ from longshore.errors import BenchError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.tiers.arena import Arena
 from longshore.tiers.host import HostTier
-from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine
+from longshore.transfer import D2H, H2D, CpuDevice, TransferEngine
 
 REFERENCE = "memmove of the same bytes, 1 thread"
 SIZES = ("16KiB", "64KiB", "1MiB", "2MiB")
-ROUTES = {"offload": OFFLOAD, "onboard": ONBOARD}
+ROUTES = {"offload": D2H, "onboard": H2D}
 NAMES = tuple(f"{name}/{size}" for size in SIZES for name in ROUTES)
 
 REFERENCES = 16

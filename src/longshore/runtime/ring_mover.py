@@ -35,7 +35,7 @@ from longshore.boundary import (
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
 from longshore.layout.model import KVLayout
 from longshore.tiers.base import Op, Tier, TierOp, check_batch
-from longshore.transfer.engine import INSIDE, OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer.engine import D2D, D2H, H2D, TransferEngine
 
 _log = logging.getLogger(__name__)
 
@@ -142,11 +142,11 @@ class RingMover:
     @property
     def routes(self) -> frozenset[Route]:
         """Both directions, and inside the device."""
-        return frozenset((self._write, self._read, INSIDE))
+        return frozenset((self._write, self._read, D2D))
 
     def submit(self, transfer: Transfer) -> None:
         """Begin `transfer`. Raises as `TransferEngine.submit` and `Tier.submit` do, with nothing changed."""
-        if transfer.route == INSIDE:
+        if transfer.route == D2D:
             self._engine.submit(transfer)
             return
         if self._closed:
@@ -254,7 +254,7 @@ class RingMover:
         if job.first is None:
             job.first = self._clock()
         if job.transfer.route == self._write:
-            self._copy(piece, len(slots), OFFLOAD)
+            self._copy(piece, len(slots), D2H)
         else:
             self._file(piece, [Status.OK] * len(slots), Op.READ)
 
@@ -274,7 +274,7 @@ class RingMover:
                 self._ring.arena.zero(self._ring.slabs.offset(0, slot), self._ring.slabs.slab_bytes)
         piece.statuses = [Status.CANCELLED if status is Status.OK else status for status in statuses[usable:]]
         if usable:
-            self._copy(piece, usable, ONBOARD)
+            self._copy(piece, usable, H2D)
         else:
             self._end(piece, piece.statuses)
 
@@ -331,7 +331,7 @@ class RingMover:
             raise PlanError(
                 f"{len(transfer.items)} items of several groups exceed a staging ring of {self._ring.slabs.slabs} slots"
             )
-        op, route = (Op.WRITE, OFFLOAD) if transfer.route == self._write else (Op.READ, ONBOARD)
+        op, route = (Op.WRITE, D2H) if transfer.route == self._write else (Op.READ, H2D)
         job, most = _RingJob(transfer, 0.0, []), self._ring.slabs.slabs
         batch = self._operations(transfer, op, [(index, 0) for index in range(len(transfer.items))])
         tier, memory = self._tier, self._ring.arena
@@ -359,7 +359,7 @@ class RingMover:
         items = []
         for item, slot in zip(transfer.items[piece.first : stop], piece.slots, strict=False):
             place = Slot(HOST, 0, slot)
-            source, destination = (None, place) if route == OFFLOAD else (place, None)
+            source, destination = (None, place) if route == D2H else (place, None)
             items.append(Item(item.key, item.parent, source, destination))
         last = stop == len(transfer.items)
         return replace(

@@ -267,7 +267,7 @@ class Stack:
         if layout.fingerprint != self.layout.fingerprint:
             raise ConfigError(f"expected a device cache with the former layout ({self.layout}), got {layout}")
         if self.arena is not None:
-            device.reach(self.arena.in_one_piece)
+            device.set_registered_memory(self.arena.in_one_piece)
         engine = TransferEngine(layout, device, self.host)
         with self.runtime.locked() as cache:
             cache.replace_device(layout.num_blocks)
@@ -378,7 +378,7 @@ def open_stack(
             )
             undo.callback(file.close)
         if arena is not None:
-            device.reach(arena.in_one_piece)
+            device.set_registered_memory(arena.in_one_piece)
         slots: Any = host or ring
         engine = TransferEngine(layout, device, slots)
         undo.callback(engine.close)

@@ -18,13 +18,13 @@ Terms, from the largest to the smallest:
 """
 
 from longshore.transfer.device import CpuDevice, Device, device_for
-from longshore.transfer.engine import INSIDE, OFFLOAD, ONBOARD, TransferEngine, TransferStats
+from longshore.transfer.engine import D2D, D2H, H2D, TransferEngine, TransferStats
 from longshore.transfer.plan import HostMemory, HostSlots
 
 __all__ = [
-    "INSIDE",
-    "OFFLOAD",
-    "ONBOARD",
+    "D2D",
+    "D2H",
+    "H2D",
     "CpuDevice",
     "Device",
     "HostMemory",

@@ -34,9 +34,9 @@ from longshore.transfer.ordering import (
 )
 from longshore.transfer.plan import CopyPlan, HostSlots, images_of, kept, plan_copy, plan_copy_inside
 
-OFFLOAD = Route(DEVICE, HOST)
-ONBOARD = Route(HOST, DEVICE)
-INSIDE = Route(DEVICE, DEVICE)
+D2H = Route(DEVICE, HOST)
+H2D = Route(HOST, DEVICE)
+D2D = Route(DEVICE, DEVICE)
 
 MAX_BYTES = 32 << 20
 """Bytes per batch, which bound the delay of a more urgent copy."""
@@ -131,7 +131,7 @@ class TransferEngine:
     @property
     def routes(self) -> frozenset[Route]:
         """Device to host, host to device, and inside the device."""
-        return frozenset({OFFLOAD, ONBOARD, INSIDE})
+        return frozenset({D2H, H2D, D2D})
 
     def begin_step(self, compute: object = None) -> None:
         """Copies submitted until `end_step` wait for work submitted to `compute` so far.
@@ -139,11 +139,11 @@ class TransferEngine:
         `compute` is the device's own kind of stream, `None` the calling thread's. A second call adds to the first.
         """
         compute = self._device.resolve(compute)
-        event = self._device.mark(compute)
+        event = self._device.record_event(compute)
         with self._lock:
             self._check_open()
             self._compute = compute
-            self._step = (*(earlier for earlier in self._step if not earlier.passed()), event)
+            self._step = (*(earlier for earlier in self._step if not earlier.query()), event)
 
     def end_step(self, compute: object = None, jobs: Collection[int] | None = None) -> None:
         """Work submitted to `compute` from now on waits for `jobs`; `None`: for all copies submitted so far.
@@ -159,8 +159,8 @@ class TransferEngine:
             waited = [job for number, job in self._state.jobs.items() if jobs is None or number in jobs]
             self._driver.wait_for(lambda: all(job.fully_submitted for job in waited))
         for job in waited:
-            if job.reached is not None:
-                self._device.hold(compute, job.reached)
+            if job.done_event is not None:
+                self._device.wait_event(compute, job.done_event)
 
     def submit(self, transfer: Transfer) -> None:
         """Begin `transfer`.
@@ -186,9 +186,9 @@ class TransferEngine:
                 raise QueueFullError(
                     f"{self._max_queued} {transfer.urgency.name} jobs are already queued to go {lane.name}"
                 )
-            fences = self._step or (self._device.mark(self._compute),)
+            wait_events = self._step or (self._device.record_event(self._compute),)
             position = self._state.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
-            job = CopyJob(transfer, plan, fences, position, self._state.clock(), memory_refs)
+            job = CopyJob(transfer, plan, wait_events, position, self._state.clock(), memory_refs)
             self._state.jobs[transfer.job] = job
             self._layered.add(job)
             lane.put(job)
@@ -239,7 +239,7 @@ class TransferEngine:
                 return cast(Status, found.early_status)  # a job that has ended without a layer was stopped
             event, compute = found.layers[layer], self._compute
         if event is not None:
-            self._device.hold(compute, event)
+            self._device.wait_event(compute, event)
         return Status.OK
 
     def stats(self) -> TransferStats:
@@ -284,7 +284,7 @@ class TransferEngine:
         if transfer.route not in self.routes:
             served = ", ".join(map(str, sorted(self.routes)))
             raise PlanError(f"route {transfer.route} is not served, only {served}")
-        if transfer.route == INSIDE:
+        if transfer.route == D2D:
             plan = plan_copy_inside(self._layout, transfer.sections, transfer.items, tokens=transfer.tokens)
             read = [Access(TierPool(DEVICE, pool), blocks, False) for pool, blocks in plan.sources().items()]
             written = [Access(TierPool(DEVICE, pool), blocks, True) for pool, blocks in plan.blocks().items()]
@@ -302,4 +302,4 @@ class TransferEngine:
             room=images.room,
         )
         device = [Access(TierPool(DEVICE, pool), blocks, into == DEVICE) for pool, blocks in plan.blocks().items()]
-        return plan, [*device, Access(TierPool(HOST, 0), images.touched, into == HOST)]
+        return plan, [*device, Access(TierPool(HOST, 0), images.overlap_units, into == HOST)]

@@ -1,6 +1,6 @@
 """The order of copies: against compute, against each other, and the order in which jobs end. One lane per direction.
 
-    compute, then copy      a copy waits for the points of compute in `CopyJob.fences`, marked by `begin_step` or
+    compute, then copy      a copy waits for the events of compute in `CopyJob.wait_events`, marked by `begin_step` or
                             `submit` of the engine on the compute stream
     copy, then compute      `end_step` and `wait_layer` of the engine make compute wait for the copies of a job
     copy, then copy         `Hazards`: a slot is written after its readers and its writer have ended, and read after
@@ -233,12 +233,12 @@ class CopyJob:
     """A transfer in flight.
 
     Attributes:
-        fences: Points of compute that its copies wait for.
+        wait_events: Points of compute that its copies wait for.
         memory_refs: References to the memory on both sides, kept until the job has ended.
         steps: The steps after `next_step`.
         next_step: The next step to submit to the device; `None` before the job begins, and after its last step.
-        reached: The point after which other work may use the device memory of the steps submitted so far.
-        layers: That point for each completely submitted layer; `None` for an empty layer.
+        done_event: The point after which other work may use the device memory of the steps submitted so far.
+        layers: That event for each completely submitted layer; `None` for an empty layer.
         fully_submitted: Whether the last step has been submitted to the device.
         done_bytes: Bytes that are in place on both sides, in order.
         early_status: Status of a job that was stopped early.
@@ -247,14 +247,14 @@ class CopyJob:
 
     transfer: Transfer
     plan: CopyPlan
-    fences: tuple[DeviceEvent, ...]
+    wait_events: tuple[DeviceEvent, ...]
     position: QueuePosition
     submitted: float
     memory_refs: object = None
     begun: float | None = None
     steps: Iterator[CopyStep] = field(default_factory=lambda: iter(()))
     next_step: CopyStep | None = None
-    reached: DeviceEvent | None = None
+    done_event: DeviceEvent | None = None
     layers: dict[int, DeviceEvent | None] = field(default_factory=dict)
     fully_submitted: bool = False
     cancelled: bool = False
@@ -456,7 +456,7 @@ class Lane:
             elif self._in_flight:
                 sent = self._in_flight[0]
                 if sent.copy is not None:
-                    yield WaitCondition(sent.copy.passed, is_device=True)
+                    yield WaitCondition(sent.copy.query, is_device=True)
                 self._retire(sent)
             else:
                 return
@@ -487,8 +487,8 @@ class Lane:
             job.early_status = stopped
             job.fully_submitted = stopped is not None or job.next_step is None
             if copy is not None:
-                job.reached = copy.reached
-            job.layers |= dict.fromkeys(step.completes if step is not None else (), job.reached)
+                job.done_event = copy.done_event
+            job.layers |= dict.fromkeys(step.completes if step is not None else (), job.done_event)
             if job.fully_submitted:
                 self._queues[job.transfer.urgency].popleft()
             nbytes = 0 if step is None or step.batch is None else step.batch.nbytes
@@ -505,7 +505,7 @@ class Lane:
             job.begin(self._state.clock(), self._state.max_batch_bytes)
         step, copy = job.next_step, None
         if step is not None and step.batch is not None:
-            copy = self._stream.copy(step.batch, job.fences)
+            copy = self._stream.copy(step.batch, job.wait_events)
         job.advance()
         return step, copy
 

@@ -184,7 +184,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             undo.callback(arena.close)
             undo.callback(reports.close)
             device = device_for(layout, self.settings.calibration)
-            device.reach(arena.in_one_piece)
+            device.set_registered_memory(arena.in_one_piece)
             engine = TransferEngine(layout, device, HostTier(arena, note.layout))
             undo.callback(engine.close)
             has_part = parallel.rank < layout.ranks

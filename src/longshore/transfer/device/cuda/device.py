@@ -178,7 +178,7 @@ class CudaDevice(StreamDevice):
         """Where the calibration is kept."""
         return self._path
 
-    def reach(self, in_one_piece: InOnePiece) -> None:
+    def set_registered_memory(self, in_one_piece: InOnePiece) -> None:
         """Set which host memory is registered; other memory is copied through pinned stages."""
         if self._images is None:
             self._in_one_piece = in_one_piece
