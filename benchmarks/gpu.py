@@ -230,7 +230,7 @@ def _to_files_and_back(folder: Path, device: Device, where: str, count: int, lib
     keys, blocks = [hashlib.sha256(index.to_bytes(8, "little")).digest() for index in range(count)], list(range(count))
     open_gds = functools.partial(GdsFileTier, strict=True, library=library)
     with open_stack(config, layout, scope, device, open_gds=open_gds) as stack:
-        stack.engine.begin_step(None)
+        stack.transfer_engine.begin_step(None)
         begun = time.perf_counter()
         with stack.runtime.control() as cache:
             job = cache.store({0: GroupKeys(keys)}, {0: blocks})[0].job
@@ -238,7 +238,7 @@ def _to_files_and_back(folder: Path, device: Device, where: str, count: int, lib
             raise BenchError(f"{count} images were not stored within {_GDS_PATIENCE:.0f} s")
         stored = time.perf_counter() - begun
         rows.zero_()
-        stack.engine.begin_step(None)
+        stack.transfer_engine.begin_step(None)
         begun = time.perf_counter()
         with stack.runtime.control() as cache:
             lease = cache.lookup({0: GroupKeys(keys)}, stack.runtime.clock()).lease

@@ -25,7 +25,7 @@ from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.config import parse_size
 from longshore.runtime.loop import Runtime
 from longshore.runtime.peer_server import PeerServer, TierSource
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 
 
 def serve(pipe: Connection, namespace: bytes, image_bytes: int, port: int) -> None:
@@ -42,7 +42,7 @@ def serve(pipe: Connection, namespace: bytes, image_bytes: int, port: int) -> No
         for index, content in zip(order.slots.of.indices, contents, strict=True):
             images.arena.view(slabs.offset(0, index), image_bytes)[:] = content
         control.apply([TransferResult(order.job, (Status.OK,) * IMAGES)], runtime.clock())
-    source = TierSource(runtime, HostTier(images.arena, slabs), lambda: namespace)
+    source = TierSource(runtime, HostSlabs(images.arena, slabs), lambda: namespace)
     server = PeerServer(f"valkey://127.0.0.1:{port}", source)
     pipe.send(True)
     pipe.recv()

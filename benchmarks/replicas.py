@@ -42,7 +42,7 @@ from longshore.runtime import KeyedMover, Runtime
 from longshore.testing.local_server import LocalServer
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import KEY_BYTES
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 from longshore.tiers.remote import RemoteTier
 from longshore.trace import TraceRequest, read_mooncake
 from longshore.trace.experiment import Experiment
@@ -87,7 +87,7 @@ class Replica:
         self._bytes = self._rows.numpy()
         layout: KVLayout = from_rows(self._rows, pages_per_block=2, block_size=16)
         self._arena = Arena(host_blocks * IMAGE)
-        host = HostTier(self._arena, Slabs.of_one_size(IMAGE, host_blocks))
+        host = HostSlabs(self._arena, Slabs.of_one_size(IMAGE, host_blocks))
         device = device_for(layout)
         device.set_registered_memory(self._arena.in_one_piece)
         self.tier = RemoteTier(url, arena=self._arena, image_bytes=IMAGE, namespace=bytes(32), clock=self.clock)

@@ -99,11 +99,11 @@ class Tiers(NoTiers):
 
     def begin_step(self) -> None:
         """As `TransferEngine.begin_step`."""
-        self.stack.engine.begin_step(self._compute)
+        self.stack.transfer_engine.begin_step(self._compute)
 
     def end_step(self) -> None:
         """No jobs are named: compute has waited for each layer that it read, and the guard keeps the other blocks."""
-        self.stack.engine.end_step(self._compute, jobs=())
+        self.stack.transfer_engine.end_step(self._compute, jobs=())
 
     def lookup(self, paths: Mapping[int, GroupKeys]) -> Found:
         """One lookup of the control plane for all groups, each of whose keys have a root of their own."""
@@ -186,7 +186,7 @@ class PendingCopy:
         if not self.tiers.stack.runtime.wait_begun(self.job, timeout):
             return False
         try:
-            return self.tiers.stack.engine.wait_layer(self.job, layer, timeout) is Status.OK
+            return self.tiers.stack.transfer_engine.wait_layer(self.job, layer, timeout) is Status.OK
         except PlanError:  # its mover refused the job, and does not know it
             return False
 

@@ -37,7 +37,7 @@ Key = bytes
 
 
 class Slot(NamedTuple):
-    """The position of one block image in a tier that Longshore owns.
+    """The position of one chunk image in a tier that Longshore owns.
 
     `pool` is the physical pool inside the tier (one per image size), `index` the slot within it.
     """
@@ -459,7 +459,7 @@ def align(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slabs:
-    """Slots for block images of several sizes in one tier: in slabs, each of one image size while it is in use.
+    """Slots for chunk images of several sizes in one tier: in slabs, each of one image size while it is in use.
 
         bytes     │ slab 0            │ slab 1            │ slab 2            │
         used for  │ A │ A │ A │ A │ ··│ B       │ B       │ nothing           │

@@ -53,7 +53,7 @@ class Scope:
         block_size: Tokens per block.
         blocks_per_chunk: Blocks per chunk.
         group: KV cache group.
-        ranks: How many ranks share one block image.
+        ranks: How many ranks share one chunk image.
         attention: The implementation that computed the bytes (numerics differ between them).
         lora: Adapter identity, empty without one.
         salt: Separates tenants that must not share blocks.

@@ -27,7 +27,7 @@ SHAPE = Shape()
 DECODER = Decoder(SHAPE, CPU)
 
 
-class Gate:
+class RecomputeGate:
     """Copies into one tier: how many may pass."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class GatedLink(CpuDevice):
     """
 
     def __init__(self) -> None:
-        self.gates = {DEVICE: Gate(), HOST: Gate()}
+        self.gates = {DEVICE: RecomputeGate(), HOST: RecomputeGate()}
         self.fault: Callable[[CopyBatch], None] = lambda batch: None
         self.late_fault: Callable[[CopyBatch], None] = lambda batch: None
         self.inside = 0

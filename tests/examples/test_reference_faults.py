@@ -117,7 +117,7 @@ def test_prompt_is_recomputed_after_the_tiers_close() -> None:
     with rig() as made:
         requests = [made.serve(prompts[0])]
         made.evict_all()
-        made.stack.engine.close()
+        made.stack.transfer_engine.close()
         made.tiers.begin_step = made.tiers.end_step = lambda: None  # type: ignore[method-assign]
         requests.append(made.serve(prompts[1]))
         assert (requests[1].restarts, requests[1].schedule.hit) == (1, 0)
@@ -166,7 +166,7 @@ def test_load_cancelled_between_layers_is_recomputed(how: str, monkeypatch: pyte
                     if how == "reset":
                         cache.reset()
                     else:
-                        made.stack.engine.cancel(job)
+                        made.stack.transfer_engine.cancel(job)
                 gate.open()
             return attention(*args)
 

@@ -33,7 +33,7 @@ def test_plans_are_refused_during_sleep() -> None:
         made.serve(tokens(1, 45))
         made.engine.sleep()
         with pytest.raises(FreedLayoutError):
-            made.stack.engine.submit(_onboard_by_hand())
+            made.stack.transfer_engine.submit(_onboard_by_hand())
         with made.stack.runtime.control() as cache:
             job = cache.load({0: DeviceCopy([Slot(DEVICE, 0, 0)])}, {0: [1]}).parts[0].job
         assert made.stack.runtime.wait_ended([job], PATIENCE)

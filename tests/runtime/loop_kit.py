@@ -22,7 +22,7 @@ from longshore.cache.eviction import LRU
 from longshore.runtime import Runtime, TierMover
 from longshore.tiers.arena import Arena
 from longshore.tiers.file import FileTier, capacity_for
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 from scripted import Scripted
 
 IMAGE = 4096
@@ -140,7 +140,7 @@ class Memory:
 
     routes = frozenset((DOWN, UP))
 
-    def __init__(self, blocks: int, host: HostTier) -> None:
+    def __init__(self, blocks: int, host: HostSlabs) -> None:
         self.blocks = np.zeros((blocks, IMAGE), dtype=np.uint8)
         self.host = host
         self.results: list[TransferResult] = []
@@ -172,7 +172,7 @@ class Machine:
 
     def __init__(self, directory: Path) -> None:
         self.arena = Arena(4 * IMAGE)
-        host = HostTier(self.arena, Slabs.of_one_size(IMAGE, 4))
+        host = HostSlabs(self.arena, Slabs.of_one_size(IMAGE, 4))
         capacity = capacity_for(8, IMAGE)
         self.file = FileTier(directory, capacity=capacity, image_bytes=IMAGE, arena=self.arena, scope=bytes(32))
         self.memory = Memory(8, host)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from longshore.boundary import DEVICE, FILE, HOST, Route, Status, TransferResult
-from longshore.cache import CacheSettings, Gate, GroupKeys, Lease, Run, TieredCache, TierSpec, WritePolicy
+from longshore.cache import CacheSettings, GroupKeys, Lease, RecomputeGate, Run, TieredCache, TierSpec, WritePolicy
 from longshore.runtime import Runtime
 from scripted import Scripted
 
@@ -37,7 +37,7 @@ class Rig:
         self.cache = TieredCache(
             [TierSpec(HOST, 8, IMAGE), TierSpec(FILE, 8, IMAGE)], CacheSettings(backup=WritePolicy.THROUGH)
         )
-        gate = Gate([HOST, FILE], TOKENS, IMAGE) if gated else None
+        gate = RecomputeGate([HOST, FILE], TOKENS, IMAGE) if gated else None
         self.runtime = Runtime(self.cache, [self.device, self.files], gate=gate, clock=lambda: self.now)
         with self.runtime.control() as cache:
             cache.store({0: GroupKeys(KEYS)}, {0: range(4)})
@@ -132,7 +132,7 @@ def test_without_a_gate_all_is_loaded() -> None:
 
 @pytest.mark.parametrize(("source", "destination"), list(itertools.permutations((DEVICE, HOST, FILE), 2)))
 def test_only_what_brings_chunks_up_is_learned_from(source: str, destination: str) -> None:
-    gate = Gate([HOST, FILE], TOKENS, IMAGE)
+    gate = RecomputeGate([HOST, FILE], TOKENS, IMAGE)
     gate.observe_prefill(0, TOKENS, 1.0)
     for tier in (HOST, FILE):
         up_from = Route(tier, HOST if tier == FILE else DEVICE)

@@ -33,9 +33,9 @@ from longshore.keys import Scope
 from longshore.layout import KVLayout, from_rows
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import stack as stack_module
-from longshore.runtime.ring_mover import ImageRing, RingMover
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import Stack, open_stack
+from longshore.runtime.staging_mover import StagingMover, StagingSlots
 from longshore.testing import flip_image_bit
 from longshore.tiers.file import GdsFileTier, capacity_for
 from longshore.transfer.device import CpuDevice
@@ -80,7 +80,7 @@ def library() -> StandInCuFile:
 @pytest.fixture(autouse=True)
 def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four images, so that jobs go in pieces."""
-    monkeypatch.setattr(stack_module, "RING_BYTES", 0)
+    monkeypatch.setattr(stack_module, "STAGING_BYTES", 0)
 
 
 def opened(pages: Pages, directory: Path, library: object, *, host_size: int | None = None, **changes: Any) -> Stack:
@@ -207,7 +207,7 @@ def test_every_other_image_by_way_of_the_host(pages: Pages, tmp_path: Path, libr
 def test_what_went_by_way_of_the_host_is_a_metric(pages: Pages, tmp_path: Path, library: StandInCuFile) -> None:
     with opened(pages, tmp_path, library) as stack:
         found = CollectorRegistry()
-        found.register(LongshoreCollector(stack.runtime, engine=stack.engine, file=stack.file))
+        found.register(LongshoreCollector(stack.runtime, engine=stack.transfer_engine, file=stack.file))
 
         def count(reason: str) -> float | None:
             return found.get_sample_value("longshore_file_fallbacks_total", {"reason": reason})
@@ -285,12 +285,12 @@ def test_host_memory_in_front_of_gds_is_refused(tmp_path: Path) -> None:
 
 
 class Machine:
-    """A mover alone, over a ring of four images."""
+    """A mover alone, over a staging area of four images."""
 
     def __init__(self, pages: Pages, directory: Path) -> None:
         layout = pages.layout
         self.memory = CpuImages(4 * layout.image_bytes)
-        self.ring = ImageRing(self.memory, layout.image_bytes)
+        self.staging = StagingSlots(self.memory, layout.image_bytes)
         self.tier = GdsFileTier(
             directory,
             capacity=capacity_for(CHUNKS, layout.image_bytes),
@@ -299,9 +299,9 @@ class Machine:
             scope=bytes(32),
             library=StandInCuFile(),
         )
-        self.engine = TransferEngine(layout, CpuDevice(), self.ring)
+        self.engine = TransferEngine(layout, CpuDevice(), self.staging)
         self.now = 0.0
-        self.mover = RingMover(self.engine, layout, self.ring, self.tier, clock=lambda: self.now)
+        self.mover = StagingMover(self.engine, layout, self.staging, self.tier, clock=lambda: self.now)
         self.layout: KVLayout = layout
 
     def transfer(self, job: int, route: Route, chunks: range, **changes: Any) -> Transfer:
@@ -332,7 +332,7 @@ def machine(pages: Pages, tmp_path: Path) -> Iterator[Machine]:
     machine = Machine(pages, tmp_path / "mover")
     yield machine
     machine.mover.close()
-    assert machine.ring.free == 4
+    assert machine.staging.free == 4
 
 
 def test_a_job_longer_than_the_ring(machine: Machine, pages: Pages) -> None:
@@ -436,7 +436,7 @@ def test_slots_that_a_failed_read_left_are_zero(machine: Machine) -> None:
     read = machine.transfer(2, READ, range(1))
     other = replace(read, items=(read.items[0]._replace(key=KEYS[1]),))
     assert machine.run(other).statuses == (Status.MISMATCH,)
-    used = machine.ring._free[-1]  # the record is whole, so its image has come
+    used = machine.staging._free[-1]  # the record is whole, so its image has come
     found = bytearray(machine.layout.image_bytes)
     machine.memory.load(used * len(found), memoryview(found))
     assert not any(found)
@@ -459,7 +459,7 @@ def test_a_transfer_that_does_not_fit_is_refused_whole(machine: Machine, spoil: 
     with pytest.raises(LongshoreError):
         machine.mover.submit(spoil(machine.transfer(1, WRITE, range(CHUNKS))))
     assert machine.mover.poll() == []
-    assert machine.ring.free == 4
+    assert machine.staging.free == 4
     assert set(machine.run(machine.transfer(1, WRITE, range(CHUNKS))).statuses) == {Status.OK}
 
 
@@ -499,4 +499,4 @@ def test_closing_a_stack_ends_its_job_in_flight(pages: Pages, tmp_path: Path, li
 
 def test_a_ring_without_room_is_refused() -> None:
     with pytest.raises(PlanError, match="room for an image of 8192 bytes, got 4096"):
-        ImageRing(CpuImages(4096), 8192)
+        StagingSlots(CpuImages(4096), 8192)

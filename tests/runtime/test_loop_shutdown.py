@@ -64,9 +64,9 @@ def test_log_names_tiers_that_were_not_written(caplog: pytest.LogCaptureFixture)
     runtimes[1].fail(KeyError("by the test"))
     assert not any(close_runtime(each, 0.0) for each in runtimes)
     assert [each.getMessage() for each in caplog.records if each.getMessage().startswith("tiers closed")] == [
-        "tiers closed before all blocks were written to file (waited 0 s); the others are misses after a restart: "
+        "tiers closed before all blocks were written to file (waited 0 s); blocks not written are misses after a restart: "
         "allow more time to shut down, or set backup to write_through",
-        "tiers closed before all blocks were written to file (the control plane has failed); the others are misses "
+        "tiers closed before all blocks were written to file (the control plane has failed); blocks not written are misses "
         "after a restart",
         "tiers closed while copies were in flight (waited 0 s)",
     ]
@@ -223,7 +223,7 @@ def test_records_of_other_scopes_are_logged_at_start(tmp_path: Path, caplog: pyt
         cache = TieredCache([TierSpec(HOST, 4, IMAGE), TierSpec(FILE, 8, IMAGE)], generation=file.generation)
         adopt_found(cache, file)
         said = [record.getMessage() for record in caplog.records if record.name == "longshore.runtime.stack"]
-        assert said[0] == f"file tier: recovered {found} of {found} block images"
+        assert said[0] == f"file tier: recovered {found} of {found} chunk images"
         assert len(said) == 1 + told
         assert all("3 records belong to other models" in each and "longshore gc" in each for each in said[1:])
         assert len(residents_of(cache)) == found

@@ -17,7 +17,7 @@ from longshore.runtime import BackgroundLoop, KeyedMover, Runtime
 from longshore.testing import KeyStore, StoreFault
 from longshore.testing.key_store import Images
 from longshore.tiers.arena import Arena
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 from longshore.transfer.device import device_for
 from longshore.transfer.engine import TransferEngine
 
@@ -34,7 +34,7 @@ class Machine:
         layout: KVLayout = from_rows(self.rows, pages_per_block=6, block_size=10)
         size = layout.image_bytes
         self.arena = Arena(SLOTS * size)
-        host = HostTier(self.arena, Slabs.of_one_size(size, SLOTS))
+        host = HostSlabs(self.arena, Slabs.of_one_size(size, SLOTS))
         device = device_for(layout)
         device.set_registered_memory(self.arena.in_one_piece)
         self.store = KeyStore(self.arena, host.slabs.image_bytes, images=images)

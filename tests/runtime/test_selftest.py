@@ -115,7 +115,7 @@ def write_as(directory: Path, salt: str, count: int) -> None:
         self_test(stack, rows, [5])
         for number in range(count):
             key = hashlib.sha256(f"{salt} {number}".encode()).digest()
-            stack.engine.begin_step(None)
+            stack.transfer_engine.begin_step(None)
             with stack.runtime.control() as cache:
                 job = cache.store({0: GroupKeys([key])}, {0: [number % 8]}, evicting=True)[0].job
             assert stack.runtime.wait_ended([] if job is None else [job], 30.0)
@@ -168,7 +168,7 @@ def test_it_costs_no_record_where_every_slot_holds_one(tmp_path: Path, salts: st
 def test_copies_alone_are_tested_into_a_slot_and_back(tmp_path: Path) -> None:
     rows = Rows()
     with stack_over(rows, tmp_path / "kv", "write_back") as stack:
-        copy_test(stack.engine, rows, Section(0, 0, (5,)), Slot(HOST, 0, 2))
+        copy_test(stack.transfer_engine, rows, Section(0, 0, (5,)), Slot(HOST, 0, 2))
     assert (rows.rows == 0xAA).all()
 
 
@@ -178,7 +178,7 @@ def test_wrong_copy_is_reported_and_blocks_are_restored(tmp_path: Path) -> None:
         with pytest.raises(
             SelfTestError, match="1 of 600 bytes of the test block were wrong when read back from host memory"
         ):
-            copy_test(stack.engine, rows, Section(0, 0, (5,)), Slot(HOST, 0, 2))
+            copy_test(stack.transfer_engine, rows, Section(0, 0, (5,)), Slot(HOST, 0, 2))
         with pytest.raises(PlanError):
-            copy_test(stack.engine, Rows(), Section(0, 0, (5,)), Slot(HOST, 0, 10_000))
+            copy_test(stack.transfer_engine, Rows(), Section(0, 0, (5,)), Slot(HOST, 0, 10_000))
     assert (rows.rows == 0xAA).all()

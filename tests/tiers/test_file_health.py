@@ -77,7 +77,7 @@ def test_writes_that_go_on_failing_make_it_read_only(
         assert harness.run(harness.op(Op.WRITE, 0, 1)) == (Status.TIER_OFF,)
     assert io.tried == tried
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    assert " is read-only until the engine is restarted; check the disk" in caplog.text
+    assert " is read-only until it is reopened (restart the engine); check the disk" in caplog.text
     assert tier(harness).failures[f"write_{status.value}"] == PATIENCE
     assert (tier(harness).failures["read_only"], tier(harness).failures["off"]) == (1, 0)
     harness.assert_serves(0, 0)

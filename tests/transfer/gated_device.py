@@ -51,7 +51,7 @@ class Compute:
         return self.given[-1]
 
 
-class Gate:
+class RecomputeGate:
     """Copies in one direction: how many batches may pass, and which have arrived."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class GatedDevice(CpuDevice):
     """Copies wait at `gates[into]`; `log` says in which order they began and ended; `faults` may raise."""
 
     def __init__(self) -> None:
-        self.gates = {"host": Gate(), "device": Gate()}
+        self.gates = {"host": RecomputeGate(), "device": RecomputeGate()}
         self.log: list[str] = []
         self.fault: Callable[[str, CopyBatch | None], None] = lambda step, batch: None
         self.closed = 0

@@ -23,7 +23,7 @@ from longshore.boundary import DEVICE, HOST, Item, Section, Slabs, Slot, Status,
 from longshore.errors import QueueFullError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.tiers.arena import Arena, ArenaSettings
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 from longshore.transfer import D2D, D2H, H2D, TransferEngine
 from longshore.transfer.device.base import Device
 
@@ -307,7 +307,7 @@ def one_rank(hardware: Hardware, device: Device, arena: Arena, rank: int, stored
     assert arena.nbytes == slots * layout.image_bytes
     before = np.random.default_rng(rank).integers(1, 256, (len(tensors), blocks, page), dtype=np.uint8)
     compute = hardware.new_stream()
-    engine = TransferEngine(layout, device, HostTier(arena, Slabs.of_one_size(layout.image_bytes, slots)))
+    engine = TransferEngine(layout, device, HostSlabs(arena, Slabs.of_one_size(layout.image_bytes, slots)))
     try:
         with hardware.on(compute):
             hardware.late(0.5)

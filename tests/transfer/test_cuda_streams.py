@@ -482,7 +482,7 @@ def test_without_a_compiler_nothing_is_calibrated_or_kept(tmp_path: Path) -> Non
     lane.close()
     assert not (tmp_path / "kept.json").exists()
     assert not gpu.accelerator.kernels
-    with pytest.raises(DeviceError, match="cannot hold block images: the copy kernels cannot be compiled"):
+    with pytest.raises(DeviceError, match="cannot hold chunk images: the copy kernels cannot be compiled"):
         gpu.device.allocate_images(1 << 20)
     with pytest.raises(DeviceError, match="kernels cannot be compiled"):
         gpu.device.calibrate()

@@ -337,7 +337,7 @@ from longshore.boundary import Section
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.boundary import Slabs
 from longshore.tiers.arena import Arena
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 from longshore.transfer import D2H, H2D, CpuDevice, TransferEngine
 from longshore.transfer.device import base
 
@@ -355,7 +355,7 @@ def submitted(route):
     tensor = torch.ones(BLOCKS * PAGE, dtype=torch.uint8)
     layout = KVLayout((KVGroup("kv", 4, 1, (PageRef(0, 0, PAGE, PAGE),)),), [tensor], BLOCKS)
     arena = Arena(BLOCKS * PAGE)
-    engine = TransferEngine(layout, CpuDevice(), HostTier(arena, Slabs.of_one_size(PAGE, BLOCKS)))
+    engine = TransferEngine(layout, CpuDevice(), HostSlabs(arena, Slabs.of_one_size(PAGE, BLOCKS)))
     engine.submit(transfer(1, route, [Section(0, 0, tuple(range(BLOCKS)))], list(range(BLOCKS))))
     arrived.wait()
     return engine, layout, arena

@@ -150,7 +150,7 @@ def test_job_id_can_be_reused_after_its_end(rig: Rig) -> None:
 
 def test_slots_must_hold_an_image() -> None:
     big = Pools(flat(4, 5000), slots=2)
-    with pytest.raises(LayoutError, match="a block image has 12288 bytes, the largest host slot only 4096"):
+    with pytest.raises(LayoutError, match="a chunk image has 12288 bytes, the largest host slot only 4096"):
         TransferEngine(big.layout, CpuDevice(), Pools(flat(4), 2).host)
 
 

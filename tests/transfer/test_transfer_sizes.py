@@ -12,7 +12,7 @@ from longshore.boundary import HOST, Item, Items, Route, Section, Slabs, Slot, S
 from longshore.errors import PlanError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.tiers.arena import PAGE, Arena
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 from longshore.transfer import D2H, H2D, CpuDevice, TransferEngine
 
 BLOCKS = 8
@@ -32,7 +32,7 @@ class Machine:
         groups = [KVGroup("full", 1, 1, tuple(refs[:3])), KVGroup("window", 1, 1, tuple(refs[3:]))]
         self.layout = KVLayout(groups, self.tensors, BLOCKS)
         self.arena = Arena(12 * PAGE)
-        self.host = HostTier(self.arena, Slabs(3 * PAGE, (PAGE, 3 * PAGE), 4))
+        self.host = HostSlabs(self.arena, Slabs(3 * PAGE, (PAGE, 3 * PAGE), 4))
         self.engine = TransferEngine(self.layout, CpuDevice(), self.host)
 
     def run(self, *transfers: Transfer) -> None:

@@ -7,7 +7,7 @@ from longshore.cache.index import Presence, Residency
 from longshore.cache.manager import TieredCache
 from longshore.cache.partial import Partial, Text
 from longshore.cache.pool import EDGES, State
-from longshore.cache.recompute_gate import Gate
+from longshore.cache.recompute_gate import RecomputeGate
 from longshore.cache.settings import (
     DEFAULT_PRIORITY,
     CacheGroup,
@@ -53,7 +53,6 @@ __all__ = [
     "Event",
     "EventKind",
     "Found",
-    "Gate",
     "GroupKeys",
     "Lease",
     "LoadOrder",
@@ -65,6 +64,7 @@ __all__ = [
     "PrefetchPolicy",
     "Presence",
     "Progress",
+    "RecomputeGate",
     "Residency",
     "Retention",
     "Return",

@@ -37,7 +37,7 @@ from longshore.boundary import (
     TransferResult,
     leading_ok,
 )
-from longshore.cache import Gate, Lease, Progress, TieredCache
+from longshore.cache import Lease, Progress, RecomputeGate, TieredCache
 from longshore.cache.types import LookupCounters
 from longshore.errors import LongshoreError, PlanError, QueueFullError, TierClosedError
 from longshore.runtime.containment import CallLog, log_fault
@@ -88,7 +88,7 @@ class Runtime:
         tiers: Sequence[Tier] = (),
         *,
         probers: Sequence[Prober] = (),
-        gate: Gate | None = None,
+        gate: RecomputeGate | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without `gate`, all chunks found are loaded."""
@@ -203,7 +203,7 @@ class Runtime:
         """Number of leading chunks of `lease` to load; computing the rest is faster.
 
         `context`: number of tokens before them, which are on the device. A prefetch of `lease` must be over.
-        `least` and `ahead` are those of `Gate.worth_loading`.
+        `least` and `ahead` are those of `RecomputeGate.worth_loading`.
         """
         with self._lock, self._typed_faults():
             runs = self._cache.progress(lease).runs

@@ -28,7 +28,7 @@ from longshore.boundary import Key
 from longshore.cache import GroupKeys, PrefetchPolicy, Presence, TieredCache, Until
 from longshore.errors import ConfigError, LongshoreError, TierError
 from longshore.runtime.loop import Runtime
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 from longshore.tiers.remote.format import HEADER_BYTES, Identity, pack_header
 from longshore.tiers.remote.resp import COMING
 from longshore.tiers.remote.settings import RemoteSettings, parse_url
@@ -62,7 +62,7 @@ class TierSource:
     def __init__(
         self,
         runtime: Runtime,
-        host: HostTier,
+        host: HostSlabs,
         namespace: Callable[[], bytes],
         is_coming: Callable[[Key], bool] = lambda key: False,
     ) -> None:

@@ -47,7 +47,7 @@ def self_test(stack: Stack, device: BlockAccess, blocks: Sequence[int], *, files
         if stack.host is not None:
             slot, timeout = Slot(HOST, 0, 0), stack.config.load_timeout
             with stack.runtime.locked():  # nobody else takes the engine's results meanwhile
-                copy_test(stack.engine, device, Section(0, 0, tuple(blocks)), slot, timeout)
+                copy_test(stack.transfer_engine, device, Section(0, 0, tuple(blocks)), slot, timeout)
         return
     key = stack.scope.self_test_key
     former = device.read(blocks)
@@ -120,7 +120,7 @@ def _clear(stack: Stack, key: Key) -> None:
 
 
 def _offload(stack: Stack, key: Key, blocks: Sequence[int]) -> None:
-    stack.engine.begin_step(None)
+    stack.transfer_engine.begin_step(None)
     with stack.runtime.control() as cache:
         job = cache.store({0: GroupKeys([key])}, {0: blocks}, evicting=True)[0].job
     if job is None:
@@ -146,7 +146,7 @@ def _check(
     tier: str,
 ) -> None:
     device.write(blocks, ~pattern)
-    stack.engine.begin_step(None)
+    stack.transfer_engine.begin_step(None)
     with stack.runtime.control() as cache:
         lease = cache.lookup({0: GroupKeys([key])}, stack.runtime.clock()).lease
         if lease is None:

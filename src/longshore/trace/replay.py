@@ -4,10 +4,10 @@
                in order    (twice as many as engines)       the rest on the next engine that is idle
                            probe, fetch: what only a remote store has arrives in host memory, and is onboarded then
 
-`TieredCache` and `Gate` are those of production, called as an engine's adapter calls them. The durations of copies and
-prefills are modelled (`longshore.trace.machine`), and so is the engine, which computes one prompt at a time. Decoding
-takes no time, answers are not stored, and the device keeps nothing: hits in the tiers are in addition to those in the
-engine's own prefix cache.
+`TieredCache` and `RecomputeGate` are those of production, called as an engine's adapter calls them. The durations of
+copies and prefills are modelled (`longshore.trace.machine`), and so is the engine, which computes one prompt at a time.
+Decoding takes no time, answers are not stored, and the device keeps nothing: hits in the tiers are in addition to those in
+the engine's own prefix cache.
 
 Replicas have a cache and tiers of their own, engines that compute, and one store that they share; what happens in any
 of them happens in the order of its time.
@@ -44,10 +44,10 @@ from longshore.cache import (
     Counters,
     DropReason,
     Found,
-    Gate,
     GroupKeys,
     Lease,
     Presence,
+    RecomputeGate,
     Run,
     TieredCache,
     TierSpec,
@@ -288,7 +288,7 @@ class Replica:
         )
         self.movers = VirtualMovers(self.timing, image, self.remote)
         self._losses = losses
-        self._gate = Gate(names, self.block_tokens, image) if gated else None
+        self._gate = RecomputeGate(names, self.block_tokens, image) if gated else None
         self._sources = [name for name in names if name != HOST]
         self._working = _Working(engines)
         self._waiting: deque[_Visit] = deque()

@@ -1,4 +1,4 @@
-"""The data plane at the device: copies between device pages and block images in the host arena.
+"""The data plane at the device: copies between device pages and chunk images in the host arena.
 
 plan.py        the plan of a transfer: validation of all ids, unaligned and partial chunks, which pages move
 pieces.py      batches of pages, how they are cut, and their arrays of addresses and sizes

@@ -106,7 +106,7 @@ class TransferEngine:
         """
         largest = max(host.slabs.image_bytes)
         if largest < layout.image_bytes:
-            raise LayoutError(f"a block image has {layout.image_bytes} bytes, the largest host slot only {largest}")
+            raise LayoutError(f"a chunk image has {layout.image_bytes} bytes, the largest host slot only {largest}")
         if max_batch_bytes <= 0 or max_queued <= 0:
             raise PlanError(f"limits must be positive, got max_batch_bytes={max_batch_bytes}, max_queued={max_queued}")
         self._layout = layout

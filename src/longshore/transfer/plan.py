@@ -391,7 +391,7 @@ class HostMemory(Protocol):
 
 
 class HostSlots(Protocol):
-    """Slots for block images in host memory; `longshore.tiers.host.HostTier` is one."""
+    """Slots for chunk images in host memory; `longshore.tiers.host.HostSlabs` is one."""
 
     @property
     def arena(self) -> HostMemory:

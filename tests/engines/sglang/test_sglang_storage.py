@@ -197,7 +197,7 @@ def test_store_ends_when_the_full_ring_stands_still(rigs: Rigs, monkeypatch: pyt
     try:
         rig.fill(range(60), seed=1)
         assert len(rig.set(names(60), range(60))) == 60
-        assert rig.storage._kv.stack.ring_mover._ring.free < 8  # type: ignore[union-attr]
+        assert rig.storage._kv.stack.staging_mover._ring.free < 8  # type: ignore[union-attr]
     finally:
         os.kill(rig.host_pid, signal.SIGCONT)
     assert rig.storage._kv.stack.runtime.wait_idle(30)
@@ -215,16 +215,16 @@ def test_calls_after_one_timed_out_do_not_wait(rigs: Rigs, monkeypatch: pytest.M
         if late == "a store":
             rig.set(names(60, seed=1), range(60))
         else:
-            assert rig.set(names(8, seed=1), range(8)) == [True] * 8  # all of the ring
+            assert rig.set(names(8, seed=1), range(8)) == [True] * 8  # all of the staging area
             assert rig.get(KEYS, range(8)) == [False] * 8
-        assert not rig.storage._kv.stack.ring_mover._ring.free  # type: ignore[union-attr]
+        assert not rig.storage._kv.stack.staging_mover._ring.free  # type: ignore[union-attr]
         rig.storage._kv.no_wait_until *= 1000  # whatever the time
-        jobs = dict(rig.storage._kv.stack.ring_mover._jobs)  # type: ignore[union-attr]
+        jobs = dict(rig.storage._kv.stack.staging_mover._jobs)  # type: ignore[union-attr]
         for seed in (2, 3):
             assert rig.set(names(60, seed), range(60)) == [False] * 60
             assert rig.exists(KEYS) == 0
             assert rig.get(KEYS, range(8)) == [False] * 8
-        assert rig.storage._kv.stack.ring_mover._jobs == jobs  # type: ignore[union-attr]
+        assert rig.storage._kv.stack.staging_mover._jobs == jobs  # type: ignore[union-attr]
     finally:
         os.kill(rig.host_pid, signal.SIGCONT)
     assert rig.storage._kv.stack.runtime.wait_idle(30)
@@ -391,7 +391,7 @@ def test_close_ends_calls_in_flight_and_later_ones_miss(rigs: Rigs) -> None:
     said: list[list[bool]] = []
     thread = threading.Thread(target=lambda: said.append(rig.get(KEYS, range(8))))
     thread.start()
-    while not rig.storage._kv.stack.ring_mover._filing:  # type: ignore[union-attr]
+    while not rig.storage._kv.stack.staging_mover._filing:  # type: ignore[union-attr]
         time.sleep(0.01)
     closer = threading.Thread(target=rig.close)
     closer.start()

@@ -14,7 +14,7 @@ from test_calls import GENERATION, batching, generate, make_model
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
 from longshore.boundary import FILE, HOST
-from longshore.cache import Gate, Lease, Progress
+from longshore.cache import Lease, Progress, RecomputeGate
 from longshore.config import Config
 from longshore.engines.transformers import Tiers, tiered
 from longshore.engines.transformers.allocator import TieredAllocator
@@ -327,7 +327,9 @@ def test_prefetched_blocks_are_loaded_regardless_of_the_gate(
     model, config = make_model(), config_of(tmp_path, gate=True, load_timeout=PATIENCE)
     store(model, config, PROMPTS[1:2])
     monkeypatch.setattr(
-        Gate, "chunks_to_load", lambda self, context, runs, now, tries: 0 if tries else sum(run.chunks for run in runs)
+        RecomputeGate,
+        "chunks_to_load",
+        lambda self, context, runs, now, tries: 0 if tries else sum(run.chunks for run in runs),
     )
     with tiered(model, config, open_file=HeldFiles) as tiers, running(model, max_requests_per_batch=1) as manager:
         manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)

@@ -269,7 +269,7 @@ def test_what_cannot_be_served_is_refused_at_start() -> None:
         Rig(parallel={"pp_size": 2})
     with pytest.raises(ConfigError, match="host_size"):
         Rig(hots_size="1GiB")
-    with pytest.raises(ConfigError, match="one block image"):
+    with pytest.raises(ConfigError, match="one chunk image"):
         Rig(host_size=16)
 
 

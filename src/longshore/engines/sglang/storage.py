@@ -1,12 +1,12 @@
 """`LongshoreStorage`: what SGLang's hierarchical cache is told to load as its storage back end.
 
-    SGLang's host memory ◄──copies──► ring in shared memory ◄──tier host──► files
+    SGLang's host memory ◄──copies──► staging area in shared memory ◄──tier host──► files
                                       with stores: a host tier of `host_size` ◄──tier hosts──► files, stores
 
 SGLang asks from threads of its own, which block until a call returns. It takes the pages of a call back as soon as that
-returns, so no copy may touch them then. Only this process touches them, by copies between them and a bounded ring: a
-call can return at its deadline, however long a disk takes. A tier host that mapped SGLang's memory could not be called
-back from a hung disk. A store returns when its pages are in the ring; the files are written behind.
+returns, so no copy may touch them then. Only this process touches them, by copies between them and a staging
+area: a call can return at its deadline, however long a disk takes. A tier host that mapped SGLang's memory could not be
+called back from a hung disk. A store returns when its pages are in the staging area; the files are written behind.
 
 Every rank has a process, files, and a scope of its own. Whatever fails makes fewer pages: the calls raise nothing.
 
@@ -287,7 +287,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             done += arrived
             if not arrived or asked.path is None:
                 break
-        if self._kv.ring is not None and runtime.clock() >= deadline:
+        if self._kv.staging is not None and runtime.clock() >= deadline:
             self._kv.no_wait_until = deadline + self.settings.load_timeout
         return 0 if self._why_off else done
 
@@ -314,7 +314,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             raise EngineError(f"SGLang does not say what precedes a page: set {PREFIX_KEYS} in its extra configuration")
         pages, part = self._kv.pages.pages(indices, len(names)), GroupKeys(digests([*before, *names]), len(before))
         longest = self.settings.write_timeout
-        waits = self._kv.ring is None and self._runtime.clock() >= self._kv.no_wait_until
+        waits = self._kv.staging is None and self._runtime.clock() >= self._kv.no_wait_until
         with self._kv.bounded(longest) as jobs:
             patience = longest if waits else 0.0
             kept = self._kv.stack.store_path(part, pages, lambda job, blocks: jobs.append(job), patience=patience)
@@ -438,7 +438,7 @@ def restorable(count: int, others: Sequence[PoolTransfer], there: Mapping[str, S
 
 
 def _collector(stack: Stack) -> LongshoreCollector:
-    return LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file, stack.remote)
+    return LongshoreCollector(stack.runtime, stack.host, stack.transfer_engine, stack.events, stack.file, stack.remote)
 
 
 def _look(cache: TieredCache, keys: Sequence[Key], now: float) -> Found:

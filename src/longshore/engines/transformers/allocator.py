@@ -396,7 +396,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             if not blocks:
                 return [], []
             self._count_request(stack, lookup)
-            stack.engine.begin_step(self._compute)
+            stack.transfer_engine.begin_step(self._compute)
             origins, uses = lookup.fetched_from, self._guard.add
             sources = stack.load_path(found, lookup.path, blocks, uses, skip=skip, request=name, origins=origins)
             filled = [tier for tier in sources for _ in range(per_chunk)][skip : skip + len(blocks)]
@@ -525,7 +525,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
     def _store(
         self, stack: Stack, path: GroupKeys, blocks: Sequence[int], *, evicting: bool, tick: int | None = None
     ) -> None:
-        stack.engine.begin_step(self._compute)
+        stack.transfer_engine.begin_step(self._compute)
         with stack.runtime.locked() as cache:
             is_long = len(path.names) > cache.stats()[0].slots
         patience = stack.config.write_timeout if evicting and is_long else 0.0

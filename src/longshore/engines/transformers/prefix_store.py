@@ -45,7 +45,7 @@ Hints = RequestHints | Mapping[str, Any] | None
 
 
 class PrefixStore:
-    """Block images of prefixes, in the tiers of a `Config`. A context manager. Threads may share it, and take turns.
+    """Chunk images of prefixes, in the tiers of a `Config`. A context manager. Threads may share it, and take turns.
 
     Each call hashes all weights and the model's code; weights are hashed on their own device. What was stored before a
     change is not restored after it. Hashing takes about 150 ms for each GiB of weights on 2 cores of a shared machine,
@@ -208,7 +208,7 @@ class PrefixStore:
             blocks = range((len(part) - first) * self._chunk)
             self._wait_idle()
             self._fill(cache, first * self._chunk, len(blocks))
-            self._stack.engine.begin_step(None)
+            self._stack.transfer_engine.begin_step(None)
             self._stack.describe(part, first, tokens[first * self._chunk_tokens : len(part) * self._chunk_tokens])
             patience = self._config.write_timeout
             kept = self._stack.store_path(
@@ -339,7 +339,7 @@ class PrefixStore:
     def _restore_part(self, found: Found, part: GroupKeys) -> int:
         """Load a `part` of what was found into the staging blocks; how many chunks arrived."""
         self._wait_idle()
-        self._stack.engine.begin_step(None)
+        self._stack.transfer_engine.begin_step(None)
         blocks = range((len(part.names) - part.first) * self._chunk)
         if len(part.names) - part.first == found.chunks:  # all of it fits into the staging blocks
             arrived = self._stack.load_path(found, part, blocks, self._note_use)

@@ -29,7 +29,17 @@ from typing import TYPE_CHECKING
 from vllm.v1.kv_offload.base import OffloadKey
 
 from longshore.boundary import FILE, HOST, PEERS, REMOTE, Key
-from longshore.cache import Gate, GroupKeys, Lease, PrefetchPolicy, Presence, Residency, Run, TieredCache, Until
+from longshore.cache import (
+    GroupKeys,
+    Lease,
+    PrefetchPolicy,
+    Presence,
+    RecomputeGate,
+    Residency,
+    Run,
+    TieredCache,
+    Until,
+)
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, JobContext, RequestState, Ticket, residency
 from longshore.engines.vllm.stores import NO_SLOTS
@@ -248,7 +258,7 @@ def tiers_of(found: Sequence[Presence]) -> list[str]:
 
 
 def load_limit(
-    gate: Gate | None,
+    gate: RecomputeGate | None,
     ends: Mapping[OffloadKey, int],
     tiers: Sequence[str],
     first: OffloadKey,

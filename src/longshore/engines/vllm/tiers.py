@@ -2,7 +2,7 @@
 
 TieredCache ── Runtime ─┬ TierMover ──── HostedFileTier ══ tier host, a process that reads and writes files
                         ├ KeyedMover ─ HostedRemoteTier ═════ tier host, with connections to a store that replicas share
-                        └ HostTier over the shared arena                      (device <-> host is the workers' work)
+                        └ HostSlabs over the shared arena                      (device <-> host is the workers' work)
 
 EngineCore.sleep ─► pauses, perhaps for long ─► resets caches, the connector's too ─► the workers' device memory goes
 
@@ -39,7 +39,7 @@ from longshore.runtime.tier_host import HostedFileTier, HostedRemoteTier
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
 from longshore.tiers.file.recovery import slabs_within
-from longshore.tiers.host import HostTier, KeyedMover, TierMover
+from longshore.tiers.host import HostSlabs, KeyedMover, TierMover
 from longshore.tiers.remote.settings import parse_url
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def open_tiers(
         arena, reports = attach(note)
         undo.callback(arena.close)
         undo.callback(reports.close)
-        host = HostTier(arena, note.layout)
+        host = HostSlabs(arena, note.layout)
         file: HostedFileTier | None = None
         if config.file_path is not None and scope is not None:
             slabs_within(config.file_size, note.image_bytes)

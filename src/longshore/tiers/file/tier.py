@@ -1,4 +1,4 @@
-"""The file tier: block images on local NVMe that outlive the process; every read is verified.
+"""The file tier: chunk images on local NVMe that outlive the process; every read is verified.
 
 Each operation moves [header, image] between a slot of the segment and the memory where images are (`segment.py`). It is
 a cache: nothing is synchronised per record, so a crash may lose or tear the newest ones. Every read therefore verifies
@@ -44,7 +44,7 @@ from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.executor import TASK_RECORDS, WINDOW_TASKS, Executor, Order, coalesce
 from longshore.tiers.file.index import Checkpointer
 from longshore.tiers.file.io import IoCoroutine, IoQueue, RawIo, ThreadQueue
-from longshore.tiers.file.record_verifier import ExpectedRecord, Verifier
+from longshore.tiers.file.record_verifier import ExpectedRecord, RecordVerifier
 from longshore.tiers.file.recovery import open_files, slabs_within
 from longshore.tiers.file.segment import FULL, HostImageIO, ImageIO, Segment, Staging, make_staging
 
@@ -458,12 +458,7 @@ class FileTier(Tier):
                 return None
             return ExpectedRecord(op.key, self._scope, op.slot, op.pool, op.generation, op.length)
 
-        verifier = Verifier(expected, self._payload_is_intact)
-        return (yield from self._images.read(ops, staging, list(map(self._place, ops)), verifier))
-
-    def _payload_is_intact(self, found: int, expected: int) -> bool:
-        """Whether an image has the checksum that was written. Tests override this as a negative control."""
-        return found == expected
+        return (yield from self._images.read(ops, staging, list(map(self._place, ops)), RecordVerifier(expected)))
 
 
 def _all_ok(statuses: list[Status]) -> bool:

@@ -1,4 +1,4 @@
-"""`RemoteTier`: block images in a store that replicas share, with the interface of any remote tier.
+"""`RemoteTier`: chunk images in a store that replicas share, with the interface of any remote tier.
 
     submit ──► reads  ──► thread(s) ── connection ──┐
            ──► writes ──► thread(s) ── connection ──┼── server, or directory        one breaker for all of them

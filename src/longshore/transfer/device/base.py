@@ -159,7 +159,7 @@ class Device(ABC):
         Raises `DeviceError` if there is none. The device frees it.
         """
         raise DeviceError(
-            f"{type(self).__name__} cannot hold block images: expected a device that GPUDirect Storage supports"
+            f"{type(self).__name__} cannot hold chunk images: expected a device that GPUDirect Storage supports"
         )
 
     def fallbacks(self) -> Mapping[str, int]:
