@@ -28,7 +28,7 @@ from longshore.cache import (
     PrefetchPolicy,
     Presence,
     Retention,
-    Return,
+    ReuseHint,
     StoreOrder,
     TieredCache,
     TierSpec,
@@ -42,7 +42,7 @@ IMAGE = 4096
 THIRD = "third"
 ROUNDS = 200
 """In which a flush ends."""
-HINTS = (None, None, Return(ends=True), Return(seconds=2.0), Return(of="one"), Return(of="two"))
+HINTS = (None, None, ReuseHint(ends=True), ReuseHint(seconds=2.0), ReuseHint(of="one"), ReuseHint(of="two"))
 LENGTHS = (3, 8, 20, 30, 50, 70, 130, 300)
 """Chunks of a path, on both sides of every threshold."""
 VERBS = (
@@ -209,7 +209,7 @@ class Storm:
         if self.alone:
             return
         keys = self.keys(self.path())
-        found = self.cache.lookup({0: GroupKeys(keys)}, self.now, returns=self.draw.choice(HINTS))
+        found = self.cache.lookup({0: GroupKeys(keys)}, self.now, reuse_hint=self.draw.choice(HINTS))
         if found.lease is not None:
             self.holds.append(found.lease)
             if self.draw.random() < 0.6:

@@ -425,7 +425,7 @@ def visits(requests: int, hint_of: Callable[[int, int], int]) -> int:
     `hint_of` says the number of the hint of a session, and of its first or second request.
     """
     tier, hits = Experiment(Gittins, 60), 0
-    tier._returns = SimpleNamespace(begin=lambda tick, now, said: said)  # type: ignore[assignment]
+    tier._reuse_hints = SimpleNamespace(begin=lambda tick, now, said: said)  # type: ignore[assignment]
     for tick in range(requests):
         path = range(4 * tick, 4 * tick + 4)
         tier.serve(path, 0.0, hint_of(tick, 0))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from longshore.cache import (
     MissReason,
     Presence,
     Retention,
-    Return,
+    ReuseHint,
     TieredCache,
     TierSpec,
     Until,
@@ -381,7 +381,7 @@ def test_first_orphan_is_used_by_its_own_request() -> None:
     for tick in range(5):
         put(cache, chunks("xy")[: tick % 2 + 1])
         cache.lookup({0: GroupKeys(chunks("xy"))}, 0.0, until=Until.STEP)
-    asked = cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, returns=Return(ends=True))
+    asked = cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, reuse_hint=ReuseHint(ends=True))
     put(cache, PATH, 2)
     policy, node = cache._state.policies[0], cache._state.index.get(PATH[3])
     assert isinstance(policy, PartitionedByPriority)

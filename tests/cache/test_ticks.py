@@ -12,7 +12,7 @@ from cache_kit import lookup, residency, store
 from group_kit import settle
 
 from longshore.boundary import Key, Status, TransferResult
-from longshore.cache import CacheGroup, CacheSettings, GroupKeys, Return, TieredCache, TierSpec, Until, WritePolicy
+from longshore.cache import CacheGroup, CacheSettings, GroupKeys, ReuseHint, TieredCache, TierSpec, Until, WritePolicy
 from longshore.cache.eviction.hit_rates import ENDS, HINT, USES
 from longshore.errors import CacheError
 
@@ -145,7 +145,7 @@ def test_a_turn_that_was_not_drawn_is_refused(tick: int) -> None:
 
 def test_each_request_has_its_own_hint_however_they_take_turns() -> None:
     cache, one, other = cache_of("host", "file"), keys_of("a", "b"), keys_of("c", "d")
-    over = cache.lookup({0: GroupKeys(one)}, 0.0, returns=Return(ends=True)).tick
+    over = cache.lookup({0: GroupKeys(one)}, 0.0, reuse_hint=ReuseHint(ends=True)).tick
     plain = cache.lookup({0: GroupKeys(other)}, 1.0).tick
     cache.store({0: GroupKeys(one)}, {0: (0, 1)}, tick=over)
     cache.store({0: GroupKeys(other)}, {0: (2, 3)}, tick=plain)

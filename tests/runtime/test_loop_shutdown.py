@@ -64,10 +64,10 @@ def test_log_names_tiers_that_were_not_written(caplog: pytest.LogCaptureFixture)
     runtimes[1].fail(KeyError("by the test"))
     assert not any(close_runtime(each, 0.0) for each in runtimes)
     assert [each.getMessage() for each in caplog.records if each.getMessage().startswith("tiers closed")] == [
-        "tiers closed before all blocks were written to file (waited 0 s); blocks not written are misses after a restart: "
-        "allow more time to shut down, or set backup to write_through",
-        "tiers closed before all blocks were written to file (the control plane has failed); blocks not written are misses "
-        "after a restart",
+        "tiers closed before all blocks were written to file (waited 0 s); blocks not written are misses after a "
+        "restart: allow more time to shut down, or set backup to write_through",
+        "tiers closed before all blocks were written to file (the control plane has failed); blocks not written are "
+        "misses after a restart",
         "tiers closed while copies were in flight (waited 0 s)",
     ]
 

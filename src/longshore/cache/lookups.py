@@ -32,7 +32,7 @@ import numpy.typing as npt
 from longshore.boundary import Key, Section
 from longshore.cache.columns import At, column, has_duplicates, leading, marks, numbers, once, runs_of
 from longshore.cache.events import EventKind
-from longshore.cache.eviction.hit_rates import Return
+from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.cache.index import Index, Residency, nodes_of
 from longshore.cache.nodes import ROOT
 from longshore.cache.partial import Partial, PartialPrefixes
@@ -232,7 +232,7 @@ class LookupCall(NamedTuple):
     until: Until
     request: str | None
     tick: int | None
-    returns: Return | None
+    reuse_hint: ReuseHint | None
     counts: bool
     asks: bool
 
@@ -318,7 +318,7 @@ class Lookups:
         if tick is None:
             asked = [key for here in found.values() for key in here.keys]
             head = next((here.at for here in found.values()), np.zeros(0, np.int32))
-            tick = self._state.begin(asked, leading(head != ROOT), call.returns)
+            tick = self._state.begin(asked, leading(head != ROOT), call.reuse_hint)
         self._state.serve(tick)
         if call.until is Until.STEP:
             for here in found.values():
@@ -462,7 +462,7 @@ class Lookups:
             if tick is None:
                 if known is None:
                     known = leading(nodes_of(self._state.index, keys)[1] != ROOT)
-                tick = self._state.begin(keys, known, call.returns)
+                tick = self._state.begin(keys, known, call.reuse_hint)
             self._state.serve(tick)
         return tick
 

@@ -29,7 +29,7 @@ from longshore.boundary import (
     TransferResult,
 )
 from longshore.cache.events import Event
-from longshore.cache.eviction.hit_rates import Return, check_return
+from longshore.cache.eviction.hit_rates import ReuseHint, check_reuse_hint
 from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import Leases, LookupCall, Lookups, check_first
 from longshore.cache.offload import Offloader
@@ -137,7 +137,7 @@ class TieredCache:
         asks: Collection[str] | None = None,
         request: str | None = None,
         tick: int | None = None,
-        returns: Return | None = None,
+        reuse_hint: ReuseHint | None = None,
         count: bool = True,
     ) -> Found:
         """Find how much of a prompt the tiers have, and keep it from eviction as long as `until` says.
@@ -160,19 +160,19 @@ class TieredCache:
                 until nothing; `()` for none. If `None`, a lookup of paths asks all, unless it keeps nothing.
             request: Name of the request, for events.
             tick: The tick that an earlier lookup of this request returned, so that its uses of a chunk count once.
-            returns: Hint about when its chunks are used again, with the first lookup of a request.
+            reuse_hint: Hint about when its chunks are used again, with the first lookup of a request.
             count: Count misses, and record the request as an event. An engine that looks up a waiting request
                 repeatedly does so once.
         """
         check_time(now)
         self._state.check_tick(tick)
         check_paths(paths)
-        check_return(returns)
+        check_reuse_hint(reuse_hint)
         if not isinstance(until, Until):
             raise CacheError(f"until: expected one of {list(Until)}, got {until!r}")
         if asks and (not each or until is not Until.NOTHING):
             raise CacheError("asks requires each=True and until=NOTHING: other lookups ask all tiers, or none")
-        call = LookupCall(now, until, request, tick, returns, count, asks is None and until is not Until.NOTHING)
+        call = LookupCall(now, until, request, tick, reuse_hint, count, asks is None and until is not Until.NOTHING)
         if each:
             return self._lookups.chunks(paths, call, asks or ())
         if len(paths) == 1 and next(iter(paths.values())).device is None:

@@ -24,7 +24,7 @@ from longshore.cache.backlog import Backlog
 from longshore.cache.columns import column, marks, numbers, once
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
 from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.eviction.hit_rates import Return, Returns
+from longshore.cache.eviction.hit_rates import ReuseHint, ReuseHints
 from longshore.cache.eviction.partitioned import PartitionedBySize
 from longshore.cache.index import Index
 from longshore.cache.nodes import ORPHANS, ROOT
@@ -86,7 +86,7 @@ class CacheState:
         self.log = EventLog(settings.events)
         self.log.hidden = settings.self_test_key
         self._token_width = settings.token_width
-        self.returns = Returns()
+        self.reuse_hints = ReuseHints()
         self.tick = self.served = 0
         """The last tick that was drawn, and that of the request that is served."""
         self.changes = 0
@@ -116,7 +116,7 @@ class CacheState:
             policy.begin(self.tick)
 
     def _serving(self) -> tuple[int, int]:
-        return self.served, self.returns.of(self.served)
+        return self.served, self.reuse_hints.of(self.served)
 
     def ranked_slots(self, tier: int) -> int:
         """The slots of all chunks that the policy of `tier` ranks."""
@@ -437,14 +437,14 @@ class CacheState:
         largest = pool.slabs.images.index(min(pool.slabs.images))
         return len(self.policies[tier]) + len(pool.writer) + pool.room(largest)
 
-    def begin(self, keys: Sequence[Key], known: int, said: Return | None = None) -> int:
+    def begin(self, keys: Sequence[Key], known: int, said: ReuseHint | None = None) -> int:
         """A request for the path `keys` begins, of which the first `known` are in some tier; returns its tick.
 
         `said` is the hint about when its chunks are used again.
         """
         self.tick = self.served = self.tick + 1
         last = self.index.get(keys[known - 1]) if known else ROOT
-        hint = self.returns.begin(self.tick, self.log.now, said)
+        hint = self.reuse_hints.begin(self.tick, self.log.now, said)
         for policy in self.policies:
             policy.begin(self.tick, len(keys), last, keys[known:], hint)
         return self.tick
@@ -460,7 +460,7 @@ class CacheState:
         if tick != self.served:
             self.served = tick
             for policy in self.policies:
-                policy.begin(tick, hint=self.returns.of(tick))
+                policy.begin(tick, hint=self.reuse_hints.of(tick))
 
     def touch(self, nodes: Sequence[int]) -> None:
         """The chunks of a path, tail first, were used by the current request. Heads are evicted last."""

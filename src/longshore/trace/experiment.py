@@ -35,11 +35,11 @@ import numpy as np
 from xxhash import xxh3_64_digest
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, GroupKeys, Lease, Return, TieredCache, TierSpec
+from longshore.cache import CacheSettings, GroupKeys, Lease, ReuseHint, TieredCache, TierSpec
 from longshore.cache.columns import LISTS, LinkedLists, check_in, check_new, known, unknown
 from longshore.cache.eviction import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
 from longshore.cache.eviction.base import Names
-from longshore.cache.eviction.hit_rates import Returns
+from longshore.cache.eviction.hit_rates import ReuseHints
 from longshore.errors import CacheError, IntegrityError, TraceError
 from longshore.trace.analysis import Paths, optimal_hits, stack_distances
 from longshore.trace.parsing import unknown_name
@@ -346,13 +346,13 @@ class Experiment:
             raise TraceError(f"expected a capacity of at least one block, got {slots}")
         self._names = np.empty(LISTS, object)
         self.policy = kind(slots, self._names)
-        self._slots, self._returns = slots, Returns()
+        self._slots, self._reuse_hints = slots, ReuseHints()
         self._free: list[int] = []
         self._node: dict[int, int] = {}
         self._block = [-1] * LISTS
         self._requests = self._refs = self._hits = 0
 
-    def serve(self, path: Sequence[int], now: float = 0.0, returns: Return | None = None) -> int:
+    def serve(self, path: Sequence[int], now: float = 0.0, reuse_hint: ReuseHint | None = None) -> int:
         """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); returns its hits.
 
         It arrives at `now` seconds, and its host knows this of its return.
@@ -367,7 +367,7 @@ class Experiment:
         self._refs += len(path)
         self._hits += hits
         last = resident[path[hits - 1]] if hits else 0
-        hint = self._returns.begin(self._requests, now, returns)
+        hint = self._reuse_hints.begin(self._requests, now, reuse_hint)
         self.policy.begin(self._requests, len(path), last, [key_of(block) for block in path[hits:]], hint)
         self._access(path)
         return hits
@@ -468,14 +468,14 @@ class CacheReplay:
         routes = self.cache.counters.routes
         return {route: routes[route].chunks if route in routes else 0 for route in ("host->file", "file->host")}
 
-    def serve(self, path: Sequence[int], now: float = 0.0, returns: Return | None = None) -> int:
+    def serve(self, path: Sequence[int], now: float = 0.0, reuse_hint: ReuseHint | None = None) -> int:
         """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); its hits.
 
         It arrives at `now` seconds, and its host knows this of its return.
         """
         cache, keys = self.cache, keys_of(path)
         self._now = now
-        found = cache.lookup({0: GroupKeys(keys)}, now, returns=returns)
+        found = cache.lookup({0: GroupKeys(keys)}, now, reuse_hint=reuse_hint)
         hits = loaded = found.chunks
         lease = found.lease
         if lease is not None and self._part and hits > self._part:

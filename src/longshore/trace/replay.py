@@ -6,8 +6,8 @@
 
 `TieredCache` and `RecomputeGate` are those of production, called as an engine's adapter calls them. The durations of
 copies and prefills are modelled (`longshore.trace.machine`), and so is the engine, which computes one prompt at a time.
-Decoding takes no time, answers are not stored, and the device keeps nothing: hits in the tiers are in addition to those in
-the engine's own prefix cache.
+Decoding takes no time, answers are not stored, and the device keeps nothing: hits in the tiers are in addition to those
+in the engine's own prefix cache.
 
 Replicas have a cache and tiers of their own, engines that compute, and one store that they share; what happens in any
 of them happens in the order of its time.
@@ -382,7 +382,7 @@ class Replica:
     def _look(self, visit: _Visit, end: int) -> Found:
         """Lease what the tiers have of the keys up to `end`, behind what is leased already."""
         path = GroupKeys(visit.keys[:end], visit.matched)
-        found = self.cache.lookup({0: path}, self._now, tick=visit.tick, returns=visit.request.returns)
+        found = self.cache.lookup({0: path}, self._now, tick=visit.tick, reuse_hint=visit.request.reuse_hint)
         visit.tick = found.tick
         if found.lease is not None:
             visit.parts.append(_LeasedRun(found.lease, found.chunks))

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
 from longshore.boundary import DEVICE
-from longshore.cache import Return, TieredCache
+from longshore.cache import ReuseHint, TieredCache
 from longshore.cache.settings import DEFAULT_PRIORITY
 from longshore.config import Config
 from longshore.engines.transformers import Tiers, attach, tiered
@@ -393,11 +393,11 @@ def test_hints_say_which_request_is_stored() -> None:
 
 
 def test_what_requests_say_of_their_return_reaches_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, lookup = list[Return](), TieredCache.lookup
+    said, lookup = list[ReuseHint](), TieredCache.lookup
 
     def watched(cache: TieredCache, *of: Any, **how: Any) -> Any:
-        if how.get("turn") is None and how.get("returns") is not None:
-            said.append(how["returns"])
+        if how.get("turn") is None and how.get("reuse_hint") is not None:
+            said.append(how["reuse_hint"])
         return lookup(cache, *of, **how)
 
     monkeypatch.setattr(TieredCache, "lookup", watched)
@@ -406,7 +406,7 @@ def test_what_requests_say_of_their_return_reaches_the_cache(monkeypatch: pytest
         tiers.hint("req_0", {"ends": True})
         tiers.hint("req_2", {"returns_in": 2.5, "class": "chat"})
         assert close(generate(model), expected)
-    assert sorted(said, key=str) == [Return(seconds=2.5, of="chat"), Return(ends=True)]
+    assert sorted(said, key=str) == [ReuseHint(seconds=2.5, of="chat"), ReuseHint(ends=True)]
 
 
 def test_hints_in_the_settings_are_for_all_requests() -> None:

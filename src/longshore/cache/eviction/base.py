@@ -1,9 +1,10 @@
 """The interface of eviction policies.
 
 A policy knows the chunks of one tier by small integers ("nodes") and keeps them in eviction order. It does not know
-slots, states or prefixes: the cache decides whether a chunk may be evicted. `evict` offers victims in order. A node
-that the cache cannot evict now is *held*: it leaves the order until `release` puts it at the cold end, or a use at the
-hot end. A chunk that cannot be evicted therefore costs time once, not at each eviction.
+slots, states or prefixes: the cache decides whether a chunk may be evicted. `next_victims` names the next victims in
+order; the cache then calls `remove_victims` for those that it evicts, and `hold_victims` for those that it cannot evict
+now. Such a node is *held*: it leaves the order until `release` puts it at the cold end, or a use at the hot end. So a
+chunk that cannot be evicted costs time once, not at each eviction.
 
     insert ──► in order ──► evicted
                 │     ▲
@@ -172,17 +173,3 @@ class EvictionPolicy(ABC):
         A policy that cannot tell cheaply returns 0.
         """
         return 0
-
-    def evict(self, count: int, let_go: Callable[[int], bool]) -> int:
-        """Offer victims to `let_go` in eviction order, until `count` were evicted; returns how many were.
-
-        `let_go` either evicts the node (it calls `remove`, and `release` for nodes that can be evicted now) and returns
-        true, or changes nothing and returns false; the node is then held.
-        """
-        gone, victim, hold = 0, self.victim, self.hold
-        while gone < count and (node := victim()):
-            if let_go(node):
-                gone += 1
-            else:
-                hold(node)
-        return gone

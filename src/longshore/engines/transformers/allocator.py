@@ -373,7 +373,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
                 request=name,
                 count=False,
                 tick=lookup.tick,
-                returns=lookup.hints.returns,
+                reuse_hint=lookup.hints.reuse_hint,
                 asks=(),
             )
         lookup.tick, lease = found.tick, found.lease

@@ -318,7 +318,7 @@ class PrefixStore:
         runtime.asked.attempts += 1
         with runtime.control() as control:
             with runtime.asked.seconds.timed():
-                found = control.lookup({0: path}, runtime.clock(), tick=tick, returns=hints.returns, asks=())
+                found = control.lookup({0: path}, runtime.clock(), tick=tick, reuse_hint=hints.reuse_hint, asks=())
             if found.lease is None:
                 return 0, found.tick
             most = found.chunks if FILE in hints.load else control.progress(found.lease).leading(HOST)

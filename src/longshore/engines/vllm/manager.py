@@ -418,7 +418,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             asks = {0: GroupKeys(request.ours(() if barred else request.asked_keys))}
             with self._runtime.asked.seconds.timed():
                 seen = cache.lookup(
-                    asks, now, until=Until.STEP, each=True, tick=request.tick, returns=request.hints.returns
+                    asks, now, until=Until.STEP, each=True, tick=request.tick, reuse_hint=request.hints.reuse_hint
                 )
             request.residency, request.tick = seen.residency[0], seen.tick
         self._asked.append(request)
