@@ -25,6 +25,8 @@ def test_keys_are_found_as_in_a_dictionary(lengths: list[int], buckets: int | No
         if free and dice.random() < 0.55:
             keys = [dice.randbytes(dice.choice(lengths)) for _ in range(count)]
             nodes = [free.pop(dice.randrange(len(free))) for _ in keys]
+            if dice.random() < 0.5:
+                assert table.find(keys) == [0] * len(keys)
             table.insert(numbers(nodes), keys)
             model.update(zip(keys, nodes, strict=True))
         elif model:
@@ -50,6 +52,17 @@ def test_keys_of_another_length_are_not_found() -> None:
     table.insert(numbers([]), [])
     assert table._rows.dtype == "V16"  # not separate objects
     assert table.find([b"a" * 15, b"a" * 17] * 40) == [0] * 80 and table.get(b"a" * 17) == 0
+
+
+def test_list_that_was_looked_up_and_changed_is_inserted_as_it_is() -> None:
+    table, count = KeyTable(200), columns._FEW_KEYS
+    keys = [bytes([number]) * 32 for number in range(2 * count)]
+    asked = keys[:count]
+    assert not table.find_all(asked).any()
+    asked[:] = keys[count:]
+    table.insert(np.arange(1, count + 1, dtype=np.int32), asked)
+    assert table.find(keys) == [*[0] * count, *range(1, count + 1)]
+    table.check_integrity()
 
 
 @pytest.mark.parametrize("key", [b"", 7, None, "text", bytearray(16)])

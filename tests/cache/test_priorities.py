@@ -6,9 +6,9 @@ import math
 
 import pytest
 from cache_kit import IMAGE_BYTES, chunks, key, lookup, path_of, store
-from group_kit import settle
+from group_kit import end, orders, settle
 
-from longshore.boundary import FILE, HOST, Key, Status, TransferResult
+from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import LRU
 from longshore.cache.settings import DEFAULT_PRIORITY, AdmissionFilter, priorities, said
@@ -116,6 +116,49 @@ def test_a_chunk_that_left_takes_its_priority_along() -> None:
     cache.apply((), 60.0)
     put(cache, "d")
     assert on(cache) == ["c", "d"]
+
+
+@pytest.mark.parametrize("backup", [WritePolicy.THROUGH, WritePolicy.BACK])
+def test_higher_priority_stays_while_lower_one_is_being_written(backup: WritePolicy) -> None:
+    cache = build(3, 9, backup=backup)
+    put(cache, "a", Retention(0, None, 90))
+    cache.flush()
+    settle(cache)
+    assert on(cache, FILE) == ["a"]
+    writes = list[Transfer]()
+    for path in "bc":
+        store(cache, chunks(path), (0,))
+        ordered = orders(cache)
+        end(cache, [each for each in ordered if each.route.destination == HOST])
+        writes += (each for each in ordered if each.route.destination == FILE)
+    order = store(cache, chunks("d"), (0,), stream=True)
+    assert (order.job, len(order.later)) == (None, 1)  # until the copy of `b` or `c` has ended
+    assert on(cache) == ["a", "b", "c"]
+    cache.check_integrity()
+    end(cache, writes)
+    settle(cache)
+    for path in "de":
+        cache.flush()
+        settle(cache)
+        put(cache, path)
+        assert {"a", path} <= set(on(cache))
+
+
+def test_dirty_lower_priority_makes_room_for_a_load_before_higher() -> None:
+    cache = build(3, 9, backup=WritePolicy.BACK)
+    for path, retention in (("x", (Retention(0, None, 90),)), ("f", ())):
+        put(cache, path, *retention)
+        cache.flush()
+        settle(cache)
+    cache.discard([key("f")], HOST)
+    put(cache, "y")
+    put(cache, "z")
+    assert (on(cache), on(cache, FILE)) == (["x", "y", "z"], ["f", "x"])
+    lease = lookup(cache, chunks("f"), 0.0).lease
+    assert lease is not None
+    cache.load(lease, {0: (0,)})
+    settle(cache)
+    assert on(cache) == ["f", "x", "z"]
 
 
 def test_tokens_become_the_chunks_that_have_one_of_them() -> None:

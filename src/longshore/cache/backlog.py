@@ -168,14 +168,13 @@ class Backlog:
                     failed[node] = 1
         self.update_all(nodes)
 
-    def use(self, nodes: Sequence[int]) -> None:
-        """`nodes` were used: retry failed copies, and copy chunks that have reached the threshold."""
-        at = numbers(nodes)
+    def use(self, at: npt.NDArray[np.int32]) -> None:
+        """The nodes `at` were used: retry failed copies, and copy chunks that have reached the threshold."""
         if len(again := at[marks(self._failed)[at] != 0]):
             marks(self._failed)[again] = 0
             self.update_all(once(again).tolist())
         if self._most:
-            for node in nodes:
+            for node in at.tolist():
                 self._count_use(node)
 
     def _count_use(self, node: int) -> None:

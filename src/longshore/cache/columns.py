@@ -292,7 +292,7 @@ class KeyTable:
     are separate objects.
     """
 
-    __slots__ = ("_before", "_count", "_first", "_following", "_mask", "_rows")
+    __slots__ = ("_before", "_count", "_first", "_following", "_mask", "_missing", "_rows")
 
     def __init__(self, size: int) -> None:
         self._rows: npt.NDArray[Any] = np.empty(size, "V1")
@@ -303,6 +303,9 @@ class KeyTable:
 
     def _begin(self, size: int) -> None:
         self._mask = (1 << (size - 1).bit_length()) - 1
+        self._missing: tuple[Sequence[Key], npt.NDArray[Any], npt.NDArray[np.int64]] | None = None
+        """The keys that were looked up last, also as an array, and their buckets, if no node has one of them: a store
+        looks up the keys that it inserts."""
         self._first = zeros(self._mask + 1)
 
     def __len__(self) -> int:
@@ -329,12 +332,15 @@ class KeyTable:
 
     def get(self, key: Key) -> int:
         """The node of `key`; 0 for none. Raises `CacheError` if it is not bytes."""
-        if not key or not isinstance(key, bytes):
-            raise no_key(key)
-        node = self._first[hash(key) & self._mask]
-        item, following = self._rows.item, self._following
+        try:
+            node = self._first[hash(key) & self._mask]
+        except TypeError:
+            raise no_key(key) from None
+        item = self._rows.item
         while node and item(node) != key:
-            node = following[node]
+            node = self._following[node]
+        if not node and (not key or not isinstance(key, bytes)):
+            raise no_key(key)
         return node
 
     def find(self, keys: Sequence[Key]) -> list[int]:
@@ -346,42 +352,50 @@ class KeyTable:
 
     def find_all(self, keys: Sequence[Key]) -> At:
         """`get` for many, as an array."""
-        try:
-            lengths = set(map(len, keys))
-            if len(lengths) > 1 or 0 in lengths:
-                return np.array([self.get(key) for key in keys], np.int32)
-            found = column(self._first).take(self._buckets(keys))
-            wanted = self._column(keys, max(lengths, default=1))
-        except TypeError:
-            raise no_key(next(key for key in keys if not isinstance(key, bytes))) from None
+        length = 0 if len(keys) < _FEW_KEYS else _length(keys)
+        if not length:
+            return np.array(list(map(self.get, keys)), np.int32)
+        wanted, buckets = self._column(keys, length), self._buckets(keys)
+        found = column(self._first).take(buckets)
+        left = found.nonzero()[0]  # positions whose node is not known to be the right one
         if wanted.dtype != self._rows.dtype:
-            return np.zeros(len(keys), np.int32)
-        left = np.flatnonzero(found)  # positions whose node is not known to be the right one
-        while len(left):
+            found, left = np.zeros(len(keys), np.int32), left[:0]
+        while len(left) >= _FEW_KEYS:
             at = found.take(left)
             left = left[self._rows.take(at) != wanted.take(left)]
-            found[left] = column(self._following).take(found.take(left))
-            left = left[found.take(left) != 0]
+            at = found[left] = column(self._following).take(found.take(left))
+            left = left[at > 0]
+        for position in left.tolist():
+            found[position] = self.get(keys[position])
+        self._missing = None if np.count_nonzero(found) else (list(keys), wanted, buckets)
         return found
 
     def insert(self, at: At, keys: Sequence[Key] | npt.NDArray[Any]) -> None:
         """Give each of the nodes `at`, which have none, its key. They are distinct, and in no table."""
         names = keys.tolist() if isinstance(keys, np.ndarray) else keys
-        lengths = set(map(len, names))
-        if not self._count and len(lengths) == 1:
-            if lengths != {self._rows.itemsize} or self._rows.dtype == object:
-                self._rows = np.empty(len(self._rows), f"V{max(lengths)}")
-        elif self._rows.dtype != object and lengths - {self._rows.itemsize}:
+        missing, self._missing = self._missing, None
+        new = keys if isinstance(keys, np.ndarray) else None
+        if missing is not None and missing[0] == names:
+            new, buckets = missing[1:]
+        else:
+            buckets = self._buckets(names)
+        length = _length(names) if new is None or new.dtype == object else new.itemsize
+        if not self._count and length:
+            if length != self._rows.itemsize or self._rows.dtype == object:
+                self._rows = np.empty(len(self._rows), f"V{length}")
+        elif self._rows.dtype != object and len(at) and length != self._rows.itemsize:
             self._rows = self._rows.astype(object)
-        same = isinstance(keys, np.ndarray) and keys.dtype == self._rows.dtype
-        self._rows[at] = keys if same else self._column(names, self._rows.itemsize)
+        same = new is not None and new.dtype == self._rows.dtype
+        self._rows[at] = new if same else self._column(names, self._rows.itemsize)
         self._count += len(at)
-        self._link(at, self._buckets(names))
+        self._link(at, buckets)
 
     def _column(self, keys: Sequence[Key], length: int) -> npt.NDArray[Any]:
         """`keys` as an array of what the table has, for digests of this `length`."""
         if self._rows.dtype != object:
-            return np.frombuffer(b"".join(keys), np.dtype((np.void, length)))
+            with suppress(TypeError):
+                same = self._rows.itemsize == length
+                return np.frombuffer(b"".join(keys), self._rows.dtype if same else f"V{length}")
         if wrong := [key for key in keys if not isinstance(key, bytes)]:
             raise no_key(wrong[0])
         of = np.empty(len(keys), object)
@@ -389,22 +403,22 @@ class KeyTable:
         return of
 
     def _buckets(self, keys: Sequence[Key]) -> npt.NDArray[np.int64]:
-        return np.fromiter(map(hash, keys), np.int64, len(keys)) & self._mask
+        try:
+            return np.fromiter(map(hash, keys), np.int64, len(keys)) & self._mask
+        except TypeError:
+            raise no_key(next(key for key in keys if not isinstance(key, bytes))) from None
 
     def _link(self, at: At, buckets: npt.NDArray[np.int64]) -> None:
         if len(at) >= _FEW_KEYS:
-            # The first of each bucket together, the others one by one.
-            order = np.argsort(buckets, kind="stable")
-            other = np.zeros(len(at), bool)
-            other[order[1:]] = buckets[order[1:]] == buckets[order[:-1]]
-            some, into = at[~other], buckets[~other]
-            after = column(self._first)[into]
-            column(self._following)[some] = after
-            column(self._before)[some] = ~into
-            column(self._first)[into] = some
-            linked = after > 0
-            column(self._before)[after[linked]] = some[linked]
-            at, buckets = at[other], buckets[other]
+            # One of each bucket together, the others one by one.
+            after = column(self._first).take(buckets)
+            column(self._first)[buckets] = at
+            last = column(self._first).take(buckets) == at
+            column(self._following)[at], column(self._before)[at] = after, ~buckets
+            linked = (last & (after > 0)).nonzero()[0]
+            column(self._before)[after.take(linked)] = at.take(linked)
+            other = (~last).nonzero()[0]
+            at, buckets = at.take(other), buckets.take(other)
         first, following, before = self._first, self._following, self._before
         for node, bucket in zip(at.tolist(), buckets.tolist(), strict=True):
             after = following[node] = first[bucket]
@@ -453,6 +467,15 @@ class KeyTable:
         if (found := self.find_all(self._rows.take(at).tolist())).tolist() != at.tolist():
             node = at[found != at][0]
             raise CacheError(f"chunk {self[int(node)].hex()[:12]} is not found by its key")
+
+
+def _length(keys: Sequence[Key]) -> int:
+    """The length of each of `keys`; 0 if they have several, or there are none."""
+    try:
+        lengths = list(map(len, keys))
+    except TypeError:
+        raise no_key(next(key for key in keys if not isinstance(key, bytes))) from None
+    return lengths[0] if lengths and lengths.count(lengths[0]) == len(lengths) else 0
 
 
 def no_key(key: object) -> CacheError:

@@ -59,10 +59,12 @@ class Index(Nodes):
         An orphan at `first` and its descendants count, because the caller has the chunks before it. Raises
         `CacheError` if a chunk found shows that `keys` is no path.
         """
-        low, high, reachable = first, len(keys), self.reachable
+        low, high, find, reachable, depth = first, len(keys), self.get, self.reachable, self.depth
         while low < high:
             middle = (low + high) // 2
-            node = self._at(keys, middle)
+            node = find(keys[middle])
+            if node and depth[node] != middle and depth[node] >= 0:
+                raise _broken(keys, middle)
             if node and reachable[node] == ROOTED:
                 low = middle + 1
             else:
@@ -75,10 +77,13 @@ class Index(Nodes):
 
     def known_prefix(self, keys: Sequence[Key], first: int) -> int:
         """As `reachable_prefix`, for chunks in a tier or on their way into one, without orphans."""
-        low, high = first, len(keys)
+        low, high, find, depth = first, len(keys), self.get, self.depth
         while low < high:
             middle = (low + high) // 2
-            if (node := self._at(keys, middle)) and self.depth[node] >= 0:
+            node = find(keys[middle])
+            if node and depth[node] >= 0:
+                if depth[node] != middle:
+                    raise _broken(keys, middle)
                 low = middle + 1
             else:
                 high = middle
@@ -99,8 +104,9 @@ class Index(Nodes):
                 path += self._follow_orphans(keys, end)
                 end = first + len(path)
             rest = keys[end:]
-            for node in filter(None, self.find(rest)):
-                if self.depth[node] >= 0:
+            found = self.key.find_all(rest)
+            for node in found.tolist() if np.count_nonzero(found) else ():
+                if node and self.depth[node] >= 0:
                     raise _broken(keys, keys.index(self.key[node], first))
         except TypeError:
             raise CacheError("expected the keys of a path as digests (non-empty bytes)") from None
@@ -498,7 +504,7 @@ class Residency:
     @classmethod
     def take(cls, index: Index, pool: SlotPool, keys: Sequence[Key]) -> Residency:
         """Look up `keys`; `pool` is that of the warmest tier. Raises `CacheError` for a key that is not bytes."""
-        at = numbers(index.find(keys))
+        at = index.key.find_all(keys)
         reachable = marks(index.reachable)[at] != 0
         found = np.where(reachable, np.where(index.are_ready(at, 0), _READY, _COLDER), _IN_FLIGHT)
         found[at == ROOT] = _ABSENT
@@ -510,7 +516,7 @@ class Residency:
 def nodes_of(index: Index, keys: Sequence[Key] | Residency) -> tuple[Sequence[Key], At]:
     """Keys and their nodes, `ROOT` for keys in no tier. Raises `CacheError` for a key that is not bytes."""
     if not isinstance(keys, Residency):
-        return keys, numbers(index.find(keys))
+        return keys, index.key.find_all(keys)
     if keys.index is index and keys.gone == index.gone:
         return keys.keys, keys.at
     return nodes_of(index, keys.keys)

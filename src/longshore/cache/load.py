@@ -145,18 +145,19 @@ class Loader:
         The engine carries it out itself. Returns the job, their number, and the slots, which are not written before the
         job has ended. `is_first`: they are of the first group. Unless `count`, it is neither a use nor hits.
         """
-        state, nodes = self._state, at.tolist()
+        state = self._state
         taken = column(state.index.slot[0])[at]
         column(state.pools[0].readers)[taken] += 1
         slots, name = taken.tolist(), state.levels[0].name
         job = self._transfers.new_id()
         if count:
-            state.windows.serve(nodes)
+            if state.windows.used:
+                state.windows.serve(at.tolist())
             state.serve(tick)
-            state.touch(nodes[::-1])
+            state.touch(at[::-1])
             hits = Counter(origins_of(keys, [name] * len(keys), origins)) if origins else {name: len(keys)}
             state.counters.count_hits(hits, hits if is_first else {}, self._transfers.settings.first_tokens)
-        self._transfers.order(job, keys, [None] * len(nodes), TierSlots(0, slots), None, command=False)
+        self._transfers.order(job, keys, [None] * len(slots), TierSlots(0, slots), None, command=False)
         return job, len(keys), Addresses(Slots(name, state.pools[0].pool_of(slots[0]), tuple(slots)))
 
     def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:

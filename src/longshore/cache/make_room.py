@@ -14,6 +14,9 @@ Victims are examined in batches, as arrays, with the same result and order as on
 
 Only dirty copies, and slabs, are examined one by one.
 
+Priorities. Chunks of a higher priority are not evicted while ones of a lower priority are dirty, or are being copied
+down: these are evicted first, when their copies have ended or without a copy.
+
 Slabs. A tier with several image sizes moves a slab (`slab_pool`) from one size to another:
 
     needed: slots of A      a slab of B     if it was last used before any slab of A: its copies are evicted together
@@ -37,6 +40,7 @@ from longshore.cache.events import EVICTED
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.nodes import ORPHANS
 from longshore.cache.pool import DRAINING, READY
+from longshore.cache.settings import HIGHEST_PRIORITY
 from longshore.cache.slab_pool import SlabPool
 from longshore.cache.state import CacheState
 from longshore.cache.types import DropReason
@@ -65,13 +69,14 @@ class Evictor:
 
     def __init__(self, state: CacheState) -> None:
         self._state = state
-        self._passed_over: list[list[deque[int]]] = []
-        """Dirty chunks that an eviction passed over, by tier and pool, coldest first; some were cleaned, or used."""
+        self._passed_over: list[list[dict[int, deque[int]]]] = []
+        """Chunks that an eviction passed over, dirty or being copied down, by tier, pool and priority, coldest first;
+        some were cleaned, or used."""
         self.clear()
 
     def clear(self) -> None:
         """The cache was cleared: remove the chunks that were passed over."""
-        self._passed_over = [[deque() for _ in pool.slabs.images] for pool in self._state.pools]
+        self._passed_over = [[{} for _ in pool.slabs.images] for pool in self._state.pools]
 
     # ------------------------------------------------------------------ room
 
@@ -140,8 +145,40 @@ class Evictor:
         With `spare_dirty`, copies without a backup are not evicted. Chunks that the policy ranks and only warmer tiers
         have are refused then, and count: no copy of them needs room.
         """
-        gone = 0 if spare_dirty else self._evict_passed_over(tier, count, pool)
-        return gone + self._evict(tier, count - gone, pool, spare_dirty=spare_dirty)
+        policy, gone, several = self._state.order(tier, pool), 0, min(count, _AT_FIRST)
+        rounds = _ROUNDS * len(policy) + _AT_LEAST
+        while gone < count:
+            nodes = policy.next_victims(several)
+            priority = self._state.priorities.of(nodes[0]) if nodes else HIGHEST_PRIORITY
+            if not spare_dirty and (some := self._evict_passed_over(tier, count - gone, pool, priority)):
+                gone += some
+                several = min(count - gone, _AT_FIRST)
+                continue
+            if not nodes or (spare_dirty and self._is_lower_waiting(tier, pool, priority)):
+                break
+            rounds -= 1
+            if rounds < 0:
+                name = self._state.levels[tier].name
+                raise IntegrityError(f"{name} tier: the eviction policy names the same victims repeatedly")
+            if spare_dirty and (passed := self._state.backlog.leading_sole(nodes, tier)):
+                self._remember(nodes[:passed], tier, pool)
+                policy.hold_victims(nodes[:passed])
+                several = max(2 * passed, _AT_LEAST)
+                continue
+            if self._is_only_warmer(nodes[0], tier):
+                warm = nodes[: min(count - gone, leading(column(self._state.index.slot[tier])[numbers(nodes)] < 0))]
+                policy.hold_victims(warm)
+                gone += self._refuse(warm) if spare_dirty else 0
+                continue
+            free, kept, unclear = self._evict_batch(nodes, tier, policy, count - gone)
+            gone += free
+            self._remember_copied(nodes[:kept], tier, pool)
+            several = max(2 * (free or kept), _AT_LEAST)
+            if not kept:
+                several = min(several, count - gone)
+            if unclear:
+                gone += self._evict_few(tier, min(several, unclear), pool, spare_dirty=spare_dirty)
+        return gone
 
     def may_go(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
         """Whether no transfer reads the copy of `node` in `tier`, no lease pins it, and no descendant needs it.
@@ -167,34 +204,6 @@ class Evictor:
     def _stays_warm(self, node: int, tier: int) -> bool:
         return tier == 0 and (bool(self._state.seen[node]) or node in self._state.kept_in_host)
 
-    def _evict(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
-        """Evict in policy order: in batches where possible, else one by one."""
-        policy, gone, several = self._state.order(tier, pool), 0, min(count, _AT_FIRST)
-        rounds = _ROUNDS * len(policy) + _AT_LEAST
-        while gone < count and (nodes := policy.next_victims(several)):
-            rounds -= 1
-            if rounds < 0:
-                name = self._state.levels[tier].name
-                raise IntegrityError(f"{name} tier: the eviction policy names the same victims repeatedly")
-            if spare_dirty and (passed := self._state.backlog.leading_sole(nodes, tier)):
-                self._remember(nodes[:passed], tier, pool)
-                policy.hold_victims(nodes[:passed])
-                several = max(2 * passed, _AT_LEAST)
-                continue
-            if self._is_only_warmer(nodes[0], tier):
-                warm = nodes[: min(count - gone, leading(column(self._state.index.slot[tier])[numbers(nodes)] < 0))]
-                policy.hold_victims(warm)
-                gone += self._refuse(warm) if spare_dirty else 0
-                continue
-            free, kept, unclear = self._evict_batch(nodes, tier, policy, count - gone)
-            gone += free
-            several = max(2 * (free or kept), _AT_LEAST)
-            if not kept:
-                several = min(several, count - gone)
-            if unclear:
-                gone += self._evict_few(tier, min(several, unclear), pool, spare_dirty=spare_dirty)
-        return gone
-
     def _evict_few(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
         """Evict at most `count` of the next victims, one by one; returns how many."""
         policy, gone = self._state.order(tier, pool), 0
@@ -207,6 +216,7 @@ class Evictor:
                 gone += 1
             else:
                 policy.hold(node)
+                self._remember_copied((node,), tier, pool)
                 gone += self._refuse((node,)) if spare_dirty and self._is_only_warmer(node, tier) else 0
         return gone
 
@@ -244,24 +254,62 @@ class Evictor:
         return all(backlog.is_refused(child) for child in index.children(node))
 
     def _remember(self, nodes: Sequence[int], tier: int, pool: int) -> None:
-        """Record dirty chunks that were passed over."""
-        queue = self._passed_over[tier][pool]
+        """Record chunks of one priority that were passed over."""
+        if not nodes:
+            return
+        priority = self._state.priorities.of(nodes[0])
+        queue = self._passed_over[tier][pool].setdefault(priority, deque())
         if len(queue) > 2 * len(self._state.policies[tier]) + 64:
-            kept = dict.fromkeys(each for each in queue if self._is_passed_over(each, tier, pool))
-            queue = self._passed_over[tier][pool] = deque(kept)
+            kept = dict.fromkeys(each for each in queue if self._is_waiting(each, tier, pool, priority))
+            queue = self._passed_over[tier][pool][priority] = deque(kept)
         queue.extend(nodes)
 
-    def _evict_passed_over(self, tier: int, count: int, pool: int) -> int:
-        """Evict dirty chunks that were passed over: they come before all victims that the policy would name."""
-        gone = 0
-        queue = self._passed_over[tier][pool]
-        while gone < count and queue:
-            node = queue.popleft()
-            # What came back to a warmer tier meanwhile is spared: its children there may be about to follow it down.
-            may = self._is_passed_over(node, tier, pool) and not self._is_warmer(node, tier)
-            if may and self.may_go(node, tier):
-                self._drop(node, tier)
-                gone += 1
+    def _remember_copied(self, nodes: Sequence[int], tier: int, pool: int) -> None:
+        """Record those of the held `nodes` that are being copied down, if there are priorities."""
+        if self._state.priorities.used:
+            self._remember([node for node in nodes if self._is_being_copied_down(node, tier)], tier, pool)
+
+    def _is_lower_waiting(self, tier: int, pool: int, priority: int) -> bool:
+        """Whether a chunk of a priority below `priority` was passed over, and may be evicted after a copy."""
+        for lower, queue in self._passed_over[tier][pool].items():
+            while lower < priority and queue:
+                if self._is_waiting(queue[0], tier, pool, lower):
+                    return True
+                queue.popleft()
+        return False
+
+    def _is_waiting(self, node: int, tier: int, pool: int, priority: int) -> bool:
+        """Whether `node`, which was passed over when it had `priority`, still is dirty or being copied down."""
+        if self._state.priorities.of(node) != priority:
+            return False
+        if self._is_passed_over(node, tier, pool):
+            return True
+        return self._is_being_copied_down(node, tier) and self._state.order(tier, pool).is_held(node)
+
+    def _is_being_copied_down(self, node: int, tier: int) -> bool:
+        index = self._state.index
+        colder = [each for each in index.tiers[tier + 1 :] if index.slot[each][node] >= 0]
+        return bool(colder) and not any(index.is_ready(node, each) for each in colder)
+
+    def _evict_passed_over(self, tier: int, count: int, pool: int, priority: int) -> int:
+        """Evict dirty chunks that were passed over, up to `priority`: before all victims of it that the policy names.
+
+        Returns how many.
+        """
+        gone, queues = 0, self._passed_over[tier][pool]
+        for each in sorted(lower for lower in queues if lower <= priority):
+            queue, waiting = queues[each], list[int]()
+            while gone < count and queue:
+                node = queue.popleft()
+                # What came back to a warmer tier meanwhile is spared: its children there may be about to follow it
+                # down.
+                may = self._is_passed_over(node, tier, pool) and not self._is_warmer(node, tier)
+                if may and self.may_go(node, tier):
+                    self._drop(node, tier)
+                    gone += 1
+                elif self._state.priorities.used and self._is_waiting(node, tier, pool, each):
+                    waiting.append(node)
+            queue.extendleft(reversed(waiting))
         return gone
 
     def is_spared(self, node: int, tier: int, *, spare_dirty: bool) -> bool:

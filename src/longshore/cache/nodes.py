@@ -193,6 +193,8 @@ class Nodes:
         "child",
         "children",
         "depth",
+        "find",
+        "get",
         "gone",
         "key",
         "older",
@@ -216,6 +218,8 @@ class Nodes:
         """Nodes are below this number. They begin at `LISTS`, because policies number their lists below that."""
         # Allocated for all slots from the start: growing columns would have to be copied from time to time.
         self.key = KeyTable(self.size)
+        self.get, self.find = self.key.get, self.key.find
+        """The node of a key, and of many; `ROOT` if no tier has it. Raise `CacheError` for a key that is not bytes."""
         self._tree = NodeTree(self.size)
         self.parent, self.children, self.path = self._tree.parent, self._tree.children, self._tree.path
         self.child, self.older = self._tree.child, self._tree.older
@@ -252,14 +256,6 @@ class Nodes:
         nodes = self.entered()
         ready = {tier: self.key[nodes[self.are_ready(nodes, tier)]] for tier in self.tiers}
         return [(tier, key) for tier, keys in ready.items() for key in keys.tolist()]
-
-    def get(self, key: Key) -> int:
-        """The node of `key`; `ROOT` if no tier has it. Raises `CacheError` if `key` is not bytes."""
-        return self.key.get(key)
-
-    def find(self, keys: Sequence[Key]) -> list[int]:
-        """`get` for many."""
-        return self.key.find(keys)
 
     def before(self, nodes: Sequence[int]) -> list[Key | None]:
         """The parent key of each of `nodes`, also if no tier has it; `None` for first chunks."""

@@ -73,6 +73,10 @@ class Priorities:
             for band in self._bands:
                 band.priorities = self._priority
 
+    def of(self, node: int) -> int:
+        """The priority of `node`."""
+        return (self._priority[node] ^ _USUAL) // 2 if self.used else DEFAULT_PRIORITY
+
     def apply(self, nodes: Nodes, positions: npt.ArrayLike, retention: Sequence[Retention], now: float) -> None:
         """Set the priorities of `nodes`, the chunks at `positions` of a request, parents first, from `retention`."""
         which, at = said(retention, positions), numbers(nodes)

@@ -176,8 +176,9 @@ class CacheState:
             known = len(keys)
         for key in keys[end:known]:
             misses[self.miss(key)] += 1
-        misses[MissReason.ABSENT] += len(keys) - known - remote
-        misses[MissReason.REMOTE] += remote
+        for reason, count in ((MissReason.ABSENT, len(keys) - known - remote), (MissReason.REMOTE, remote)):
+            if count:
+                misses[reason] += count
 
     # ------------------------------------------------------------------ arrivals
 
@@ -462,9 +463,9 @@ class CacheState:
             for policy in self.policies:
                 policy.begin(tick, hint=self.reuse_hints.of(tick))
 
-    def touch(self, nodes: Sequence[int]) -> None:
+    def touch(self, nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """The chunks of a path, tail first, were used by the current request. Heads are evicted last."""
-        if not nodes:
+        if not len(nodes):
             return
         used = numbers(nodes)
         for tier, policy in enumerate(self.policies):
@@ -475,7 +476,7 @@ class CacheState:
         self._record_uses_elsewhere(used)
         if self.last:
             dirty = sum(self.backlog.counts)
-            self.backlog.use(nodes)
+            self.backlog.use(used)
             self.changes += self.several_sizes or sum(self.backlog.counts) != dirty
 
     # ------------------------------------------------------------------ monitoring

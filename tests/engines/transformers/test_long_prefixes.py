@@ -81,7 +81,6 @@ def test_hints_say_what_is_stored_kept_and_loaded(model: Any, tmp_path: Path) ->
         keep = {"retention": [{"end": 3 * 16, "priority": 90}]}
         for tokens in prompts:
             assert store.store_prefix(tokens, prefill(model, tokens), keep if tokens is prompts[0] else None) == 5 * 16
-            assert store._stack.runtime.flush(60.0)  # else what is written down already would go first
         tiers = {"load": ["host"]}
         assert store.restore_prefix(prompts[0], RequestHints.parse(tiers))[1] == 3 * 16
         assert store.restore_prefix(prompts[1], tiers)[1] < 5 * 16

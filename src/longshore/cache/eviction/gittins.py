@@ -61,6 +61,7 @@ from longshore.cache.eviction.hit_rates import (
     USES,
     GhostList,
     HitRates,
+    Keys,
     Spans,
 )
 from longshore.errors import CacheError
@@ -178,9 +179,9 @@ class Gittins(EvictionPolicy):
     def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """Record uses of `nodes`, which are not in the policy, in the ghost list."""
         self._last = self._pause
-        self._remember(self.names[numbers(nodes)].tolist(), leaf=leaf)
+        self._remember(self.names[numbers(nodes)], leaf=leaf)
 
-    def _remember(self, keys: Sequence[Key], *, leaf: bool) -> None:
+    def _remember(self, keys: Keys, *, leaf: bool) -> None:
         """Record uses of `keys`, tail first, which are not in the policy, in this tick."""
         counts, states, when = np.array(self._use_new(keys, leaf=leaf)).T
         when, states = when.repeat(counts).astype(np.int32), states.repeat(counts).astype(np.uint32)
@@ -202,7 +203,7 @@ class Gittins(EvictionPolicy):
         if not continues:
             self._last = self._pause
         at, first = numbers(nodes), 0
-        for count, state, when in self._use_new(self.names[at].tolist(), leaf=leaf, copies=copies):
+        for count, state, when in self._use_new(self.names[at], leaf=leaf, copies=copies):
             which = self._list_of(state, when)
             if count < FEW:
                 some = nodes[first : first + count]
@@ -266,9 +267,11 @@ class Gittins(EvictionPolicy):
 
     def release(self, nodes: Sequence[int]) -> None:
         """Release those of `nodes` that are held, each to the cold end of its list."""
-        check_in(self._state, nodes)
-        if len(nodes) >= FEW:
+        if len(nodes) < FEW:
+            check_in(self._state, nodes)
+        else:
             at, state = numbers(nodes), words(self._state)
+            check_in(self._state, at)
             held = once(at[state[at] >= HELD])
             state[held] &= STATE
             lists = self._lists(state[held], column(self._used)[held])
@@ -408,7 +411,7 @@ class Gittins(EvictionPolicy):
             raise CacheError(f"internal error: Gittins: counted {self._count} nodes, found {found}")
 
     def _use_new(
-        self, keys: Sequence[Key], *, leaf: bool, noted: bool = True, copies: bool = False
+        self, keys: Keys, *, leaf: bool, noted: bool = True, copies: bool = False
     ) -> list[tuple[int, int, int]]:
         """What new chunks, tail first, become by a use in this tick, in runs: how many, their state, their last use.
 

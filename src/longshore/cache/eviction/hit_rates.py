@@ -34,7 +34,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -422,6 +422,8 @@ _Places = npt.NDArray[np.int64]
 _Ticks = npt.NDArray[np.int32]
 _States = npt.NDArray[np.uint32]
 _Words = npt.NDArray[np.uint64]
+Keys: TypeAlias = "Sequence[Key] | npt.NDArray[Any]"
+"""Keys, or an array of them as `KeyTable` has them."""
 
 
 class GhostList:
@@ -458,7 +460,7 @@ class GhostList:
         self._next[bucket] = (at + 1) % WAYS
         return (old >> _GHOST_WHEN, _state(old & _STATES, hint)) if old else None
 
-    def insert_all(self, keys: Sequence[Key], when: _Ticks, states: _States) -> tuple[_Ticks, _States]:
+    def insert_all(self, keys: Keys, when: _Ticks, states: _States) -> tuple[_Ticks, _States]:
         """`insert` of many different keys, which were evicted in this order; what they replace."""
         self._any = True
         buckets, tags = self._places_of(keys)
@@ -478,14 +480,16 @@ class GhostList:
         there = old > 0
         return _unpacked(np.concatenate([old[there], words[~stay]]), np.concatenate([before[there], hints[~stay]]))
 
-    def take_all(self, keys: Sequence[Key], *, forget: bool = True) -> list[tuple[int, int, int]]:
+    def take_all(self, keys: Keys, *, forget: bool = True) -> list[tuple[int, int, int]]:
         """What is known of many different `keys`, in runs: how many, their last use and their state, 0 if unknown.
 
         They are no longer in the list, unless told otherwise.
         """
         if not self._any:
-            return [(len(keys), 0, 0)] if keys else []
+            return [(len(keys), 0, 0)] if len(keys) else []
         if len(keys) < _FEW:
+            if isinstance(keys, np.ndarray):
+                keys = keys.tolist()
             return [(len(list(same)), *left) for left, same in groupby(self._take(key, forget=forget) for key in keys)]
         who, at = self._search(keys)
         if not len(who):
@@ -523,9 +527,9 @@ class GhostList:
         words = self._buckets.reshape(-1)
         return _unpacked(words[words > 0], self._hints[words > 0])
 
-    def _search(self, keys: Sequence[Key]) -> tuple[_Places, _Places]:
+    def _search(self, keys: Keys) -> tuple[_Places, _Places]:
         """Which of `keys` are in the list, and their places."""
-        if not keys or not self._any:
+        if not len(keys) or not self._any:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         buckets, tags = self._places_of(keys)
         words = self._buckets[buckets]
@@ -544,9 +548,13 @@ class GhostList:
         mixed = (mixed ^ mixed >> 32) * _ODD & _MASK
         return (mixed >> 32) * len(self._buckets) >> 32, mixed & _TAGS
 
-    def _places_of(self, keys: Sequence[Key]) -> tuple[_Places, _Words]:
-        words, rest = divmod(len(keys[0]), 8) if keys else (0, 0)
-        if not words or rest or list(map(len, keys)).count(words * 8) < len(keys):
+    def _places_of(self, keys: Keys) -> tuple[_Places, _Words]:
+        if isinstance(keys, np.ndarray) and (keys.dtype.kind != "V" or keys.itemsize % 8):
+            keys = keys.tolist()
+        words, rest = (0, 0) if isinstance(keys, np.ndarray) or not keys else divmod(len(keys[0]), 8)
+        if isinstance(keys, np.ndarray):
+            mixed = keys.view("<u8")[:: keys.itemsize // 8].astype(np.uint64)
+        elif not words or rest or list(map(len, keys)).count(words * 8) < len(keys):
             mixed = np.fromiter((int.from_bytes(key[:8], "little") for key in keys), np.uint64, len(keys))
         else:
             mixed = np.frombuffer(b"".join(keys), "<u8")[::words].astype(np.uint64)
