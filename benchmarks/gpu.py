@@ -232,20 +232,20 @@ def _to_files_and_back(folder: Path, device: Device, where: str, count: int, lib
     with open_stack(config, layout, scope, device, open_gds=open_gds) as stack:
         stack.transfer_engine.begin_step(None)
         begun = time.perf_counter()
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             job = cache.store({0: GroupKeys(keys)}, {0: blocks})[0].job
-        if job is None or not stack.runtime.wait_ended([job], _GDS_PATIENCE):
+        if job is None or not stack.runtime.wait_jobs([job], _GDS_PATIENCE):
             raise BenchError(f"{count} images were not stored within {_GDS_PATIENCE:.0f} s")
         stored = time.perf_counter() - begun
         rows.zero_()
         stack.transfer_engine.begin_step(None)
         begun = time.perf_counter()
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             lease = cache.lookup({0: GroupKeys(keys)}, stack.runtime.clock()).lease
             if lease is None:
                 raise BenchError("cuFile stored no image: its log (cufile.log) says why")
             cache.load(lease, {0: blocks}, timeout=_GDS_PATIENCE)
-        outcome = stack.runtime.wait_over(lease).outcome
+        outcome = stack.runtime.wait_load(lease).outcome
         found = 0 if outcome is None else outcome.chunks
         loaded = time.perf_counter() - begun
         if found != count or not torch.equal(rows, before):

@@ -105,16 +105,16 @@ class Replica:
         warm = found.chunks
         if found.probes:
             self._over(found)
-            runtime.wait_ended(found.probes, PATIENCE)
-        with runtime.control() as cache:
+            runtime.wait_jobs(found.probes, PATIENCE)
+        with runtime.transaction() as cache:
             jobs = cache.prefetch({0: GroupKeys(keys)}, runtime.clock())
-        runtime.wait_ended(jobs, PATIENCE)
+        runtime.wait_jobs(jobs, PATIENCE)
         if found.probes:
             found = self._look(keys)
         if found.lease is not None:
-            with runtime.control() as cache:
+            with runtime.transaction() as cache:
                 cache.load(found.lease, {0: range(found.chunks)})
-            outcome = runtime.wait_over(found.lease, PATIENCE).outcome
+            outcome = runtime.wait_load(found.lease, PATIENCE).outcome
             hits = 0 if outcome is None else outcome.chunks
         self._over(found)
         self._compare(keys[:hits])
@@ -132,12 +132,12 @@ class Replica:
         return counted + self.hits
 
     def _look(self, keys: list[Key]) -> Found:
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             return cache.lookup({0: GroupKeys(keys)}, self._runtime.clock())
 
     def _over(self, found: Found) -> None:
         if found.lease is not None:
-            with self._runtime.control() as cache:
+            with self._runtime.transaction() as cache:
                 cache.release(found.lease)
 
     def _compare(self, keys: Sequence[Key]) -> None:
@@ -152,7 +152,7 @@ class Replica:
             self._bytes[first : len(keys)] = np.tile(made, IMAGE // KEY_BYTES)
             again = True
             while again:
-                with self._runtime.control() as cache:
+                with self._runtime.transaction() as cache:
                     order = cache.store({0: GroupKeys(keys, first)}, {0: range(first, len(keys))})[0]
                 again = order.again
                 if again or order.job is not None:

@@ -107,19 +107,19 @@ class Tiers(NoTiers):
 
     def lookup(self, paths: Mapping[int, GroupKeys]) -> Found:
         """One lookup of the control plane for all groups, each of whose keys have a root of their own."""
-        with self.stack.runtime.control() as cache:
+        with self.stack.runtime.transaction() as cache:
             return cache.lookup(paths, self.stack.runtime.clock())
 
     def release(self, found: Found) -> None:
         """Release the lease."""
         if found.lease is not None:
-            with self.stack.runtime.control() as cache:
+            with self.stack.runtime.transaction() as cache:
                 cache.release(found.lease)
 
     def load(self, lease: Lease, blocks: Mapping[int, Sequence[int]]) -> PendingCopy:
         """One job for all groups, layer by layer if so configured; it begins when all reads from files have ended."""
         filled = [block for each in blocks.values() for block in each]
-        with self.stack.runtime.control() as cache:
+        with self.stack.runtime.transaction() as cache:
             order = cache.load(lease, blocks, by_layer=self.by_layer)
             for part in order.parts:
                 self._guard.add(part.job, filled)
@@ -129,14 +129,14 @@ class Tiers(NoTiers):
     def copy(self, group: int, source: int, block: int, tokens: int) -> PendingCopy | None:
         """A transfer inside the device pool; if `source` is in flight, the copy waits for it."""
         slot = Slot(DEVICE, self.stack.layout.pools[group], source)
-        with self.stack.runtime.control() as cache:
+        with self.stack.runtime.transaction() as cache:
             job = cache.load({group: DeviceCopy([slot], tokens)}, {group: [block]}).parts[0].job
             self._guard.add(job, (source, block))
         return PendingCopy(self, [block], job)
 
     def store(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: Text) -> set[int]:
         """Offload the blocks that no tier has. The guard keeps them until they have been read."""
-        with self.stack.runtime.control() as cache:
+        with self.stack.runtime.transaction() as cache:
             offload = cache.store({group: GroupKeys(path, first, text=text)}, {group: blocks})[group]
             if offload.job is not None:
                 self._guard.add(offload.job, [blocks[position - first] for position in offload.positions])
@@ -151,7 +151,7 @@ class Tiers(NoTiers):
             raise TimeoutError("copies still touch the device memory")
         self._guard.drain()
         if clear:
-            with runtime.control() as cache:
+            with runtime.transaction() as cache:
                 cache.reset()
 
 
@@ -178,12 +178,12 @@ class PendingCopy:
 
         A copy inside the device pool has arrived if its job has ended and its last layer is `OK`.
         """
-        has_ended = self.tiers.stack.runtime.wait_ended([self.job], self.patience)
+        has_ended = self.tiers.stack.runtime.wait_jobs([self.job], self.patience)
         return has_ended and self._has_arrived(self.tiers.stack.layout.num_layers - 1, 0.0)
 
     def _has_arrived(self, layer: int, timeout: float) -> bool:
         """Whether `layer` has arrived, waiting for reads from files and then for the layer."""
-        if not self.tiers.stack.runtime.wait_begun(self.job, timeout):
+        if not self.tiers.stack.runtime.wait_dependencies(self.job, timeout):
             return False
         try:
             return self.tiers.stack.transfer_engine.wait_layer(self.job, layer, timeout) is Status.OK
@@ -212,12 +212,12 @@ class PendingLoad(PendingCopy):
 
     def wait_all(self) -> bool:
         """Wait for the outcome of the load."""
-        outcome = self.tiers.stack.runtime.wait_over(self._lease, self.patience).outcome
+        outcome = self.tiers.stack.runtime.wait_load(self._lease, self.patience).outcome
         return outcome is not None and outcome.chunks == len(self.blocks)
 
     def close(self) -> bool:
         """Release the lease."""
-        with self.tiers.stack.runtime.control() as cache:
+        with self.tiers.stack.runtime.transaction() as cache:
             outcome = cache.progress(self._lease).outcome
             cache.release(self._lease)
         return outcome is not None and outcome.chunks == len(self.blocks)

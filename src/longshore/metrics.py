@@ -83,10 +83,10 @@ class LongshoreCollector(Collector):
             metrics += [
                 _metric("longshore_leases", cache.leases),
                 _metric("longshore_jobs_in_flight", cache.jobs_in_flight),
-                _histograms(LOOKUP_SECONDS, {(): runtime.asked.seconds}),
+                _histograms(LOOKUP_SECONDS, {(): runtime.lookup_counters.seconds}),
             ]
             tiers = [tier.name for tier in cache.stats()]
-        asked, guarded, gate = runtime.asked, runtime.guarded, runtime.gate
+        asked, guarded, gate = runtime.lookup_counters, runtime.guard_counters, runtime.gate
         metrics += [
             _metric("longshore_control_plane_faults", runtime.faults),
             _metric("longshore_requests", asked.requests),
@@ -119,7 +119,7 @@ class LongshoreCollector(Collector):
         """Every histogram: its name, its label values, and itself. To be read within `Runtime.locked`."""
         with self._runtime.locked() as cache:
             yield from cache.counters.each_histogram()
-            yield LOOKUP_SECONDS, (), self._runtime.asked.seconds
+            yield LOOKUP_SECONDS, (), self._runtime.lookup_counters.seconds
 
 
 _CUMULATIVE = ("counter", "histogram")

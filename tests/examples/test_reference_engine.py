@@ -355,7 +355,7 @@ def test_source_of_a_partial_copy_may_still_be_loading(by_layer: bool, tmp_path:
         assert dict(requests[2].hits) == {"device": 28, "tiers": 4, "copied": 5}
         copies = [copy.job for copy in requests[2].pending if type(copy) is PendingCopy]
         assert len(copies) == 2
-        assert not any(made.stack.runtime.wait_ended([job], 0.2) for job in copies)
+        assert not any(made.stack.runtime.wait_jobs([job], 0.2) for job in copies)
         release()
         made.engine.compute()
         made.engine.run()
@@ -367,7 +367,7 @@ def test_source_of_a_partial_copy_may_still_be_loading(by_layer: bool, tmp_path:
 def move_to_files(made: Rig, request: Request) -> None:
     """Nothing of the first 45 tokens of `request` is left on the device and in host memory."""
     made.evict_all()
-    with made.stack.runtime.control() as cache:
+    with made.stack.runtime.transaction() as cache:
         for chain in request.chains:
             assert cache.discard(chain.keys[: 45 // (chain.chunk_bytes // 4)], HOST)
 

@@ -34,9 +34,9 @@ def test_plans_are_refused_during_sleep() -> None:
         made.engine.sleep()
         with pytest.raises(FreedLayoutError):
             made.stack.transfer_engine.submit(_onboard_by_hand())
-        with made.stack.runtime.control() as cache:
+        with made.stack.runtime.transaction() as cache:
             job = cache.load({0: DeviceCopy([Slot(DEVICE, 0, 0)])}, {0: [1]}).parts[0].job
-        assert made.stack.runtime.wait_ended([job], PATIENCE)
+        assert made.stack.runtime.wait_jobs([job], PATIENCE)
         with made.stack.runtime.locked() as cache:
             assert cache.counters.routes["device->device"].failed == 1
         assert not made.engine.step()

@@ -56,9 +56,9 @@ def opened(server: LocalServer) -> Iterator[Callable[..., Stack]]:
 
 
 def store(stack: Stack, prompt: int) -> None:
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(keys_of(prompt))}, {0: range(CHUNKS)})[0].job
-    assert job is not None and stack.runtime.wait_ended([job], PATIENCE)
+    assert job is not None and stack.runtime.wait_jobs([job], PATIENCE)
     assert stack.runtime.flush(PATIENCE)
 
 
@@ -66,7 +66,7 @@ def served(stack: Stack, prompt: int) -> int:
     """Chunks of the prompt in host memory, once it was brought there as far as that pays."""
     path = GroupKeys(keys_of(prompt))
     bring(stack.runtime, path, 0, TOKENS, PATIENCE)
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         found = cache.lookup({0: path}, stack.runtime.clock(), asks=())
         if found.lease is not None:
             cache.release(found.lease)
@@ -108,27 +108,27 @@ def test_what_is_behind_an_orphan_is_fetched(opened: Callable[..., Stack], first
     """Also what is before it, if the engine does not have that: by one call up to the orphan, by another one behind."""
     store(opened(), 5)
     reader, keys = opened(), keys_of(5)
-    with reader.runtime.control() as cache:
+    with reader.runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(keys[:4], 2)}, {0: range(2, 4)})[0].job
-    assert job is not None and reader.runtime.wait_ended([job], PATIENCE)
+    assert job is not None and reader.runtime.wait_jobs([job], PATIENCE)
     path = GroupKeys(keys, first)
     ROWS[1][:] = 0
-    with reader.runtime.control() as cache:
+    with reader.runtime.transaction() as cache:
         assert cache.lookup({0: path}, 0.0, until=Until.NOTHING).chunks == first  # the two, from their own parent on
     names = {}
     for part in [keys[:2]] * (not first) + [keys[4:]]:
         sent = bring(reader.runtime, path, first * TOKENS, TOKENS, PATIENCE)
         assert set(sent) >= set(part)
         names.update(sent)
-    with reader.runtime.control() as cache:
+    with reader.runtime.transaction() as cache:
         found = cache.lookup({0: path}, reader.runtime.clock(), asks=())
     assert found.chunks == CHUNKS - first
     jobs: list[int] = []
     sources = reader.load_path(found, path, range(CHUNKS - first), lambda job, _: jobs.append(job), origins=names)
     assert sources[4 - first :] == [REMOTE] * (CHUNKS - 4)
-    assert reader.runtime.wait_ended(jobs, PATIENCE)
+    assert reader.runtime.wait_jobs(jobs, PATIENCE)
     assert torch.equal(ROWS[1][4 - first : CHUNKS - first], ROWS[0][4:])
-    with reader.runtime.control() as cache:
+    with reader.runtime.transaction() as cache:
         cache.release(found.lease)
         cache.check_integrity()
 
@@ -153,12 +153,12 @@ def test_a_fetch_ends_after_twice_what_the_gate_expects(opened: Callable[..., St
     assert gate is not None
     gate.observe_load(HOST, 1 << 20, 1e-6, 0.0, 0.0)
     gate.observe_load(REMOTE, CHUNKS << 18, 2.0, 0.0, 0.0)
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         probes = fetch(runtime, cache, path, 0, TOKENS).probes
-    assert runtime.wait_ended(probes, PATIENCE)
+    assert runtime.wait_jobs(probes, PATIENCE)
     os.kill(server.pid, signal.SIGSTOP)
     try:
-        with runtime.control() as cache:
+        with runtime.transaction() as cache:
             expected = gate.load_seconds(runs, runtime.clock())
             jobs = fetch(runtime, cache, path, 0, TOKENS, asks=False).jobs
         assert expected is not None
@@ -167,10 +167,10 @@ def test_a_fetch_ends_after_twice_what_the_gate_expects(opened: Callable[..., St
         deadlines = [runtime._running[job].transfer.deadline for job in jobs]
         assert deadlines
         assert max(deadlines) <= latest
-        assert runtime.wait_ended(jobs, PATIENCE)
+        assert runtime.wait_jobs(jobs, PATIENCE)
     finally:
         os.kill(server.pid, signal.SIGCONT)
-    with runtime.control() as cache:  # the gate cannot measure what did not arrive
+    with runtime.transaction() as cache:  # the gate cannot measure what did not arrive
         assert gate.is_late(REMOTE)
         assert patience(runtime, cache, runs, runtime.clock()) is None
 

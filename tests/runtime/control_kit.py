@@ -48,9 +48,9 @@ class Engine:
     def store(self, tokens: Sequence[int]) -> None:
         """Store all chunks of a prompt, and wait for that."""
         path = GroupKeys(self.keys(tokens))
-        with self.stack.runtime.control() as cache:
+        with self.stack.runtime.transaction() as cache:
             job = cache.store({0: path}, {0: range(len(path.names))})[0].job
-        assert job is None or self.stack.runtime.wait_ended([job], PATIENCE)
+        assert job is None or self.stack.runtime.wait_jobs([job], PATIENCE)
         assert self.stack.runtime.flush(PATIENCE)
 
     def ask(self, command: str, **more: Any) -> dict[str, Any]:

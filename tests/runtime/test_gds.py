@@ -99,20 +99,20 @@ def opened(pages: Pages, directory: Path, library: object, *, host_size: int | N
 
 
 def store(stack: Stack, blocks: list[int]) -> None:
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(KEYS)}, {0: blocks})[0].job
     assert job is not None
-    assert stack.runtime.wait_ended([job], 30)
+    assert stack.runtime.wait_jobs([job], 30)
 
 
 def load(stack: Stack, blocks: list[int], start: int = 0) -> int:
     """How many chunks came."""
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         hold: Lease | None = cache.lookup({0: GroupKeys(KEYS, start)}, stack.runtime.clock()).lease
         assert hold is not None
         cache.load(hold, {0: blocks})
-    outcome = stack.runtime.wait_over(hold, 30).outcome
-    with stack.runtime.control() as cache:
+    outcome = stack.runtime.wait_load(hold, 30).outcome
+    with stack.runtime.transaction() as cache:
         cache.release(hold)
     assert set(outcome.sources) <= {FILE}
     return len(outcome.sources)
@@ -231,7 +231,7 @@ def test_what_rots_ends_the_load_there_and_nothing_else_changes(
     before = pages.read(blocks)
     with opened(pages, tmp_path, library) as stack:
         store(stack, blocks)
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             (slot,) = [each.slot.index for each in residents_of(cache) if each.key == KEYS[5]]
         flip_image_bit(tmp_path, slot, 12345)
         pages.fill(2)
@@ -488,7 +488,7 @@ def test_close_ends_everything_and_the_results_can_be_polled(machine: Machine) -
 
 def test_closing_a_stack_ends_its_job_in_flight(pages: Pages, tmp_path: Path, library: StandInCuFile) -> None:
     stack = opened(pages, tmp_path, library)
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(KEYS)}, {0: list(range(2 * CHUNKS))})[0].job
     assert job is not None
     assert stack.runtime.in_flight(job)

@@ -3,8 +3,8 @@
     cache ──take──► waiting ──(all of `after` ended)──► running ──poll──► cache.apply
                        └── upstream failed, deadline, cancelled ──────────►┘
 
-Without a thread, calls make progress (`control`, `pump`, `wait...`). A `BackgroundLoop` makes progress in a thread as
-well, between an engine's steps. One lock guards the cache in both cases.
+Without a thread, calls make progress (`transaction`, `pump`, `wait...`). A `BackgroundLoop` makes progress in a thread
+as well, between an engine's steps. One lock guards the cache in both cases.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Runtime:
         """Without `gate`, all chunks found are loaded."""
         self.clock = clock
         self.wakeup = threading.Event()
-        self.guarded = GuardCounters()
-        self.asked = LookupCounters()
+        self.guard_counters = GuardCounters()
+        self.lookup_counters = LookupCounters()
         self.gate = gate
         self._cache = cache
         self._movers = list(movers)
@@ -105,7 +105,7 @@ class Runtime:
         self._waiting: dict[int, _WaitingTransfer] = {}
         self._running: dict[int, _RunningTransfer] = {}
         self._probers = {prober.asks: prober for prober in probers}
-        self.stores = tuple(self._probers)
+        self.remote_tiers = tuple(self._probers)
         """Names of the remote tiers that can be asked."""
         self._probing = dict[int, tuple[Probe, float]]()  # probes in flight, and when they were ordered
         self._results: list[Result] = []
@@ -144,7 +144,7 @@ class Runtime:
                         _log.exception("transfer job %d could not be cancelled; it runs until it completes", job)
 
     @contextmanager
-    def control(self) -> Iterator[TieredCache]:
+    def transaction(self) -> Iterator[TieredCache]:
         """Exclusive access to the cache; its commands are submitted when the block ends.
 
         Raises `TierClosedError` after `close`, and in a process forked from the one of the movers' threads.
@@ -190,7 +190,7 @@ class Runtime:
             self._pump()
             return self._is_busy
 
-    def wait_over(self, lease: Lease, timeout: float = math.inf) -> Progress:
+    def wait_load(self, lease: Lease, timeout: float = math.inf) -> Progress:
         """Wait until the load or the prefetch of `lease` is over, at most `timeout` seconds or until its deadline.
 
         Raises `TierClosedError` if the control plane fails meanwhile.
@@ -232,16 +232,16 @@ class Runtime:
                     return not self._cache.progress(job).is_over
             return job in self._running
 
-    def wait_ended(self, jobs: Sequence[int], timeout: float) -> bool:
+    def wait_jobs(self, jobs: Sequence[int], timeout: float) -> bool:
         """Wait for at most `timeout` seconds until none of `jobs` is in flight; returns whether that is so."""
         return self._wait(lambda: not any(map(self.in_flight, jobs)), timeout)
 
-    def wait_begun(self, job: int, timeout: float) -> bool:
+    def wait_dependencies(self, job: int, timeout: float) -> bool:
         """Wait for at most `timeout` seconds until `job` waits for no other job; returns whether that is so."""
         return self._wait(lambda: job not in self._waiting, timeout)
 
     def wait_for_blocks(self, jobs: Sequence[int], touches: Callable[[int], bool], timeout: float) -> bool:
-        """As `wait_ended`, until no job touches its device blocks any more; `touches` says so of one that has begun."""
+        """As `wait_jobs`, until no job touches its device blocks any more; `touches` says so of one that has begun."""
         return self._wait(
             lambda: not any(job in self._waiting or touches(job) for job in jobs), timeout, of_movers=True
         )
@@ -263,12 +263,12 @@ class Runtime:
             return self._wait(is_done, timeout) and self.fault is None
         return False
 
-    def wait_idle(self, timeout: float, *, but: Collection[str] = ()) -> bool:
-        """Wait for at most `timeout` seconds until nothing is in flight `but` to these; returns whether that is so."""
+    def wait_idle(self, timeout: float, *, except_to: Collection[str] = ()) -> bool:
+        """Wait for at most `timeout` seconds until nothing is in flight `except_to` these tiers; whether that is so."""
 
         def is_idle() -> bool:
-            left = sum(each.transfer.route.destination in but for each in self._waiting.values())
-            left += sum(each.transfer.route.destination in but for each in self._running.values())
+            left = sum(each.transfer.route.destination in except_to for each in self._waiting.values())
+            left += sum(each.transfer.route.destination in except_to for each in self._running.values())
             return self.fault is not None or self._cache.jobs_in_flight <= left
 
         return self._wait(is_idle, timeout)

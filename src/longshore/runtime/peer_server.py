@@ -82,7 +82,7 @@ class TierSource:
 
     def lengths(self, addresses: Sequence[bytes]) -> list[int]:
         """The length of each value; 0 for one that is not there, `COMING` for one that will be."""
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             keys = [self._key(each) for each in addresses]
             known = [key for key in keys if key is not None]
             where = dict(zip(known, self._presences(cache, known), strict=True))
@@ -96,7 +96,7 @@ class TierSource:
             yield [self._value(*slots[each]) if each in slots else None for each in addresses]
         finally:
             if job is not None:
-                with self._runtime.control() as cache:
+                with self._runtime.transaction() as cache:
                     cache.release(job)
 
     def _value(self, slot: int, identity: Identity) -> tuple[bytes, memoryview]:
@@ -110,7 +110,7 @@ class TierSource:
         """
         was_read = False
         while True:
-            with self._runtime.control() as cache:  # while there was none, weights may have changed
+            with self._runtime.transaction() as cache:  # while there was none, weights may have changed
                 names = {key: each for each in addresses if (key := self._key(each)) is not None}
                 where = dict(zip(names, self._presences(cache, list(names)), strict=True))
                 path = {0: GroupKeys([key for key, each in where.items() if each in _THERE])}
@@ -129,9 +129,9 @@ class TierSource:
                     cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=READING)
             if lease is not None:
                 try:
-                    self._runtime.wait_over(lease, READING)
+                    self._runtime.wait_load(lease, READING)
                 finally:
-                    with self._runtime.control() as cache:
+                    with self._runtime.transaction() as cache:
                         cache.release(lease)
 
     def _key(self, address: bytes) -> Key | None:

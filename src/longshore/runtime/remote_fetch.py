@@ -29,9 +29,11 @@ class Fetch(NamedTuple):
 def worth_asking(runtime: Runtime, context: int, chunks: int, *, ahead: bool = False) -> list[str]:
     """The stores that may be quicker than computing `chunks` behind `context` tokens, if they have them."""
     if runtime.gate is None:
-        return list(runtime.stores)
+        return list(runtime.remote_tiers)
     now = runtime.clock()
-    return [name for name in runtime.stores if runtime.gate.worth_asking(context, Run(name, chunks), now, ahead=ahead)]
+    return [
+        name for name in runtime.remote_tiers if runtime.gate.worth_asking(context, Run(name, chunks), now, ahead=ahead)
+    ]
 
 
 def patience(runtime: Runtime, cache: TieredCache, runs: Sequence[Run], now: float) -> float | None:
@@ -51,10 +53,10 @@ def offered(runtime: Runtime, path: GroupKeys, context: int, chunk_tokens: int, 
 
     The gate counts them as ordered now, so it must not be asked again: they would wait behind themselves.
     """
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         found = _behind(runtime, cache, path, context, chunk_tokens, asks=True, ahead=False, is_agreed=True)
-    runtime.wait_ended(found.probes, timeout)
-    with runtime.control() as cache:
+    runtime.wait_jobs(found.probes, timeout)
+    with runtime.transaction() as cache:
         return _behind(runtime, cache, path, context, chunk_tokens, asks=False, ahead=False).chunks
 
 
@@ -67,14 +69,14 @@ def bring(
     has not arrived after `timeout` seconds is not waited for. `context` are the tokens before `path.first`. Returns the
     store of each chunk that was ordered. `is_agreed`: the gate has said that all of `path` is to be fetched.
     """
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         under_way = fetch(runtime, cache, path, context, chunk_tokens, is_agreed=is_agreed)
     names = under_way.names
-    if under_way.probes and runtime.wait_ended(under_way.probes, timeout):
-        with runtime.control() as cache:
+    if under_way.probes and runtime.wait_jobs(under_way.probes, timeout):
+        with runtime.transaction() as cache:
             more = fetch(runtime, cache, path, context, chunk_tokens, asks=False, is_agreed=is_agreed)
         under_way, names = (more if more.jobs else under_way), {**names, **more.names}
-    runtime.wait_ended(under_way.jobs, timeout)
+    runtime.wait_jobs(under_way.jobs, timeout)
     return names
 
 

@@ -115,24 +115,24 @@ def _clear(stack: Stack, key: Key) -> None:
     stack.runtime.wait_idle(stack.config.write_timeout)
     tiers = {HOST: stack.host, FILE: stack.file}
     for tier in [name for name, tier in tiers.items() if tier is not None]:
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             cache.discard([key], tier)
 
 
 def _offload(stack: Stack, key: Key, blocks: Sequence[int]) -> None:
     stack.transfer_engine.begin_step(None)
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         job = cache.store({0: GroupKeys([key])}, {0: blocks}, evicting=True)[0].job
     if job is None:
         raise SelfTestError("the first tier did not accept the test block")
-    if not stack.runtime.wait_ended([job], stack.config.write_timeout):
+    if not stack.runtime.wait_jobs([job], stack.config.write_timeout):
         raise SelfTestError(
             f"the test block was not stored in the first tier within write_timeout ({stack.config.write_timeout:g} s)"
         )
 
 
 def _discard(stack: Stack, key: Key, tier: str) -> None:
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         if cache.discard([key], tier) != 1:
             raise SelfTestError(f"the test block was stored, but is not in the {tier} tier")
 
@@ -147,15 +147,15 @@ def _check(
 ) -> None:
     device.write(blocks, ~pattern)
     stack.transfer_engine.begin_step(None)
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         lease = cache.lookup({0: GroupKeys([key])}, stack.runtime.clock()).lease
         if lease is None:
             raise SelfTestError(f"the test block was stored, but is not in the {tier} tier")
         cache.load(lease, {0: blocks})
     try:
-        outcome = stack.runtime.wait_over(lease).outcome
+        outcome = stack.runtime.wait_load(lease).outcome
     finally:
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             cache.release(lease)
     if outcome is None or outcome.sources != (tier,):
         sources = "no tier" if outcome is None or not outcome.sources else outcome.sources

@@ -98,7 +98,7 @@ _ANSWER_SECONDS = 0.05
 _log = logging.getLogger(__name__)
 
 Origins = Mapping[Key, str] | None
-BlockUse = Callable[[int, Sequence[int]], None]
+JobCallback = Callable[[int, Sequence[int]], None]
 """Called with a job, and the device blocks that it reads or writes until it has ended."""
 
 
@@ -136,7 +136,7 @@ class Stack:
         found: Found,
         path: GroupKeys,
         blocks: Sequence[int],
-        uses: BlockUse,
+        on_job: JobCallback,
         *,
         skip: int = 0,
         request: str | None = None,
@@ -147,37 +147,37 @@ class Stack:
         `origins` are the tiers that chunks were brought up from for this prompt before, by key.
         If the missing chunks exceed half of the warmest tier, they are loaded in parts of that size; chunks without a
         backup are backed up before each part. All ends within `load_timeout`, and what has arrived by then counts. The
-        caller releases the lease. `uses` is called with each job and the blocks that it fills: a job may still run when
-        this returns. The first of the blocks is sub-block `skip` of its chunk.
+        caller releases the lease. `on_job` is called with each job and the blocks that it fills: a job may still run
+        when this returns. The first of the blocks is sub-block `skip` of its chunk.
         """
         runtime, per_chunk = self.runtime, self.config.blocks_per_chunk
         deadline = runtime.clock() + self.config.load_timeout
         if found.lease is None:
             return []
-        with runtime.control() as cache:
+        with runtime.transaction() as cache:
             runs = cache.progress(found.lease).runs
         tiers = [run.tier for run in runs for _ in range(run.chunks)][: -(-(skip + len(blocks)) // per_chunk)]
         size = self._part
         if len(tiers) - tiers.count(FILE if self.host is None else HOST) <= size:
-            return self._load(found.lease, blocks, skip, uses, origins, self.config.load_timeout)
+            return self._load(found.lease, blocks, skip, on_job, origins, self.config.load_timeout)
         origins = {**dict(zip(path.names[path.first :], tiers, strict=False)), **(origins or {})}
         done, wanted, sources = 0, min(len(tiers), found.chunks), list[str]()
         while done < wanted and (left := deadline - runtime.clock()) > 0:
             end, now = min(wanted, done + size), runtime.clock()
             part = GroupKeys(path.names[: path.first + end], path.first + done)
-            with runtime.control() as cache:
+            with runtime.transaction() as cache:
                 here = cache.lookup({0: part}, now, request=request, tick=found.tick, count=False, asks=())
                 if here.lease is None:
                     break
                 cache.prefetch(here.lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=left)
             mine = blocks[max(0, done * per_chunk - skip) : (done + here.chunks) * per_chunk - skip]
             try:
-                runtime.wait_over(here.lease)
+                runtime.wait_load(here.lease)
                 timeout = deadline - runtime.clock()
-                sources += self._load(here.lease, mine, 0 if done else skip, uses, origins, timeout)
+                sources += self._load(here.lease, mine, 0 if done else skip, on_job, origins, timeout)
                 done = len(sources)
             finally:
-                with runtime.control() as cache:
+                with runtime.transaction() as cache:
                     cache.release(here.lease)
             if done < end:
                 break
@@ -187,7 +187,7 @@ class Stack:
         self,
         path: GroupKeys,
         blocks: Sequence[int],
-        uses: BlockUse,
+        on_job: JobCallback,
         *,
         evicting: bool = False,
         tick: int | None = None,
@@ -198,7 +198,7 @@ class Stack:
         Returns the length of the prefix that is stored, or being stored, afterwards.
 
         With `patience`, in seconds, they are offered in parts of half of the warmest tier, and room that is being made
-        for a part is waited for. `uses` is told which of the `blocks` each job reads.
+        for a part is waited for. `on_job` is told which of the `blocks` each job reads.
         """
         runtime, per_chunk, names = self.runtime, self.config.blocks_per_chunk, path.names
         deadline, first, most = runtime.clock() + patience, path.first, self._part if patience else len(names)
@@ -206,13 +206,13 @@ class Stack:
             end, left = min(len(names), first + most), deadline - runtime.clock()
             part, skipped = path._replace(keys=names[:end], first=first), (first - path.first) * per_chunk
             mine = blocks[skipped : (end - path.first) * per_chunk]
-            with runtime.control() as cache:
+            with runtime.transaction() as cache:
                 order = cache.store({0: part}, {0: mine}, evicting=evicting, patient=left > 0, tick=tick)[0]
                 if order.job is not None:
                     at = [position - first for position in order.positions]
-                    uses(order.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])
+                    on_job(order.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])
             if order.again:
-                runtime.wait_idle(left, but=runtime.stores)  # a store that hangs makes no room
+                runtime.wait_idle(left, except_to=runtime.remote_tiers)  # a store that hangs makes no room
             elif order.kept < end or end == len(names):
                 return order.kept
             else:
@@ -225,17 +225,17 @@ class Stack:
         return 1 if warmest is None else max(1, warmest.slabs.indices // 2)
 
     def _load(
-        self, lease: Lease, blocks: Sequence[int], skip: int, uses: BlockUse, origins: Origins, timeout: float
+        self, lease: Lease, blocks: Sequence[int], skip: int, on_job: JobCallback, origins: Origins, timeout: float
     ) -> list[str]:
         per_chunk, at = self.config.blocks_per_chunk, -skip
         if timeout <= 0:
             return []
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             for job in cache.load(lease, {0: blocks}, skip=skip, timeout=timeout, origins=origins).parts:
                 end = at + job.chunks * per_chunk
-                uses(job.job, blocks[max(0, at) : end])
+                on_job(job.job, blocks[max(0, at) : end])
                 at = end
-        outcome = self.runtime.wait_over(lease).outcome
+        outcome = self.runtime.wait_load(lease).outcome
         return [] if outcome is None else list(outcome.sources)
 
     def close(self, flush_timeout: float = 30.0) -> bool:
@@ -285,7 +285,7 @@ class Stack:
                 "after waking up; raise write_timeout",
                 self.config.write_timeout,
             )
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             cache.reset(keep=keep)
         if HOST in keep or self.arena is None:
             return
@@ -491,7 +491,7 @@ def close_runtime(runtime: Runtime, flush_timeout: float = 30.0) -> bool:
     if runtime.pid != os.getpid():  # a forked process: the lock may be held by a thread that it does not have
         return False
     with runtime.locked() as cache:
-        colder = [tier.name for tier in cache.stats() if tier.name != HOST] + list(runtime.stores)
+        colder = [tier.name for tier in cache.stats() if tier.name != HOST] + list(runtime.remote_tiers)
     reason = f"waited {flush_timeout:g} s" if runtime.fault is None else "the control plane has failed"
     what = "tiers closed while copies were in flight"
     if colder:

@@ -163,7 +163,7 @@ def test_late_copies_raise_a_timeout_error(model: Any, monkeypatch: pytest.Monke
         assert late and isinstance(raised.value, TimeoutError) and not isinstance(raised.value, CacheError)
         monkeypatch.setattr(CpuStream, "copy", copy)
         until = time.monotonic() + 60.0
-        while store._busy and time.monotonic() < until:  # the copy that was late ends, and the store serves again
+        while store._jobs and time.monotonic() < until:  # the copy that was late ends, and the store serves again
             with contextlib.suppress(CopyTimeoutError):
                 store.store_prefix(tokens, cache)
         restored, found = store.restore_prefix(tokens)
@@ -369,7 +369,7 @@ def test_sleep_frees_the_window_and_keeps_named_tiers(
         restored, n = store.restore_prefix(tokens)
         assert n == kept
         assert bits(restored, n) == bits(cache, n)
-        with store._stack.runtime.control() as control:
+        with store._stack.runtime.transaction() as control:
             control.check_integrity()
             assert control.leases == control.protected == 0
         store.sleep(keep=keep)

@@ -77,13 +77,13 @@ def running(model: Any, prompts: Sequence[list[int]] = (), **settings: Any) -> I
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once the engine's loop stands still for a load."""
-    event, stock = threading.Event(), Runtime.wait_over
+    event, stock = threading.Event(), Runtime.wait_load
 
-    def wait_over(self: Runtime, lease: Lease) -> Progress:
+    def wait_load(self: Runtime, lease: Lease) -> Progress:
         event.set()
         return stock(self, lease)
 
-    monkeypatch.setattr(Runtime, "wait_over", wait_over)
+    monkeypatch.setattr(Runtime, "wait_load", wait_load)
     return event
 
 
@@ -126,7 +126,7 @@ def serve(
         steps_as_long_as_reads(patched, tiers)
         with running(model, prompts, max_requests_per_batch=1) as manager:
             found = results(manager, len(prompts))
-        with tiers.stack.runtime.control() as cache:
+        with tiers.stack.runtime.transaction() as cache:
             cache.check_integrity()
             assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
             counters = cache.counters.copy()
@@ -227,7 +227,7 @@ def test_a_prefetch_ends_with_its_request(
         until(lambda: not ahead.keys and not leases(stack))
         held.set()
         until(lambda: not stack.runtime.pump())
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             cache.check_integrity()
             assert cache.jobs_in_flight == 0
         if how == "cancelled":

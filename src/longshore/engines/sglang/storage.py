@@ -245,19 +245,19 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         if not keys or self._why_off or self._kv.is_stuck():
             return 0
         stack, runtime = self._kv.stack, self._runtime
-        with runtime.control() as cache:
-            with runtime.asked.seconds.timed():
+        with runtime.transaction() as cache:
+            with runtime.lookup_counters.seconds.timed():
                 found = cache.lookup({0: GroupKeys(keys, UNTOLD)}, runtime.clock(), asks=())
             path = _whole_path(cache, keys, found.before, runtime.clock()) if stack.remote else None
-        runtime.asked.requests += 1
-        runtime.asked.attempts += 1
+        runtime.lookup_counters.requests += 1
+        runtime.lookup_counters.attempts += 1
         self._note(_LookedUp(found.tick, path), keys)
         count = 0
         if found.lease is not None:
             try:
                 count = runtime.worth_loading(found.lease, len(before or ()) * self._kv.pages.page_size)
             finally:
-                with runtime.control() as cache:
+                with runtime.transaction() as cache:
                     cache.release(found.lease)
         if path is None or count < found.chunks:
             return count
@@ -275,7 +275,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         deadline = runtime.clock() + self.settings.load_timeout
         while done < len(keys) and (left := deadline - runtime.clock()) > 0:
             if asked.path is None:
-                with runtime.control() as cache:
+                with runtime.transaction() as cache:
                     before = _look(cache, keys, runtime.clock()).before
                 part = GroupKeys([*before, *keys], len(before))
             else:
@@ -294,7 +294,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
     def _load_part(self, part: GroupKeys, pages: Sequence[int], tick: int | None) -> int:
         """Fill `pages` with what leads of `part` and our tiers have; how many that are."""
         jobs, runtime = list[int](), self._runtime
-        with runtime.control() as cache:
+        with runtime.transaction() as cache:
             found = cache.lookup({0: part}, runtime.clock(), asks=(), tick=tick, count=False)
         if found.lease is None:
             return 0
@@ -302,7 +302,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             mine = pages[: found.chunks]
             return len(self._kv.stack.load_path(found, part, mine, lambda job, blocks: jobs.append(job)))
         finally:
-            with contextlib.suppress(LongshoreError), runtime.control() as cache:
+            with contextlib.suppress(LongshoreError), runtime.transaction() as cache:
                 cache.release(found.lease)
             self._kv.let_go(jobs)
 
@@ -338,7 +338,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> None:
         """Forget all pages in files, also after a restart."""
         for tiers in self._tiers.values():
-            with tiers.runtime.control() as cache:
+            with tiers.runtime.transaction() as cache:
                 cache.reset()
 
     def flush(self, timeout: float) -> bool:
@@ -397,7 +397,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         """Device and host memory of SGLang are empty. After a change of weights: begin another namespace."""
         if self._has_changed:
             for tiers in self._tiers.values():
-                with tiers.runtime.control() as cache:
+                with tiers.runtime.transaction() as cache:
                     cache.reset(weights=True)
             with self._lock:
                 self._asked.clear()

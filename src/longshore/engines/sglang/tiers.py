@@ -176,7 +176,7 @@ class PoolTiers:
         """Wait until no copy touches the pages of `jobs`: jobs have deadlines, and a copy that has begun is short."""
         mover, patience, begun = self.stack.staging_mover, self.settings.write_timeout, self.runtime.clock()
         while not (
-            self.runtime.wait_ended(jobs, patience)
+            self.runtime.wait_jobs(jobs, patience)
             if mover is None
             else self.runtime.wait_for_blocks(jobs, mover.touches_blocks, patience)
         ):
@@ -205,7 +205,7 @@ class PoolTiers:
         """Whether each page of these keys of SGLang's is stored, whatever is before it."""
         if self.is_stuck():
             return [False] * len(names)
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             asked = {0: GroupKeys(digests(names))}
             here = cache.lookup(asked, self.runtime.clock(), until=Until.NOTHING, each=True).residency[0]
         return [each in (Presence.READY, Presence.COLDER) for each in here.presences]
@@ -219,7 +219,7 @@ class PoolTiers:
         leases, tick, done = list[Lease](), None, 0
         with self.bounded(timeout) as jobs:
             try:
-                with runtime.control() as cache:
+                with runtime.transaction() as cache:
                     for key, page in zip(digests(names), pages, strict=True):
                         found = cache.lookup({0: GroupKeys([key])}, runtime.clock(), asks=(), tick=tick)
                         tick = found.tick
@@ -229,12 +229,12 @@ class PoolTiers:
                         order = cache.load(found.lease, {0: [page]}, timeout=timeout)
                         jobs += [part.job for part in order.parts]
                 for lease in leases:
-                    outcome = runtime.wait_over(lease).outcome
+                    outcome = runtime.wait_load(lease).outcome
                     if outcome is None or not outcome.chunks:
                         break
                     done += 1
             finally:
-                with contextlib.suppress(LongshoreError), runtime.control() as cache:
+                with contextlib.suppress(LongshoreError), runtime.transaction() as cache:
                     for lease in leases:
                         cache.release(lease)
         return done

@@ -226,7 +226,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         request, self.asking = self.asking or f"prompt-{next(self._unnamed)}", None
         lookup = self._lookup(request)
         if self._stack is not None:
-            self._stack.runtime.asked.attempts += 1
+            self._stack.runtime.lookup_counters.attempts += 1
             onboarded, tiers = self._onboard(self._stack, lookup, prompt_ids, blocks)
             blocks, sources = blocks + onboarded, sources + tiers
             lookup.at = self._stack.runtime.clock()
@@ -256,14 +256,14 @@ class TieredAllocator(FullAttentionCacheAllocator):
         if self._number:
             self.owner.record(PromptRecord(lookup.tokens, self.tokens_per_page, lookup.sources, lookup.request))
         if self._stack is not None:
-            self._stack.runtime.asked.requests += 1
+            self._stack.runtime.lookup_counters.requests += 1
             self._count_request(self._stack, lookup)
             self._stop_waiting([lookup])
 
     @contained(lambda self, stack, lookup: None, expected=_EXPECTED)
     def _count_request(self, stack: Stack, lookup: PromptLookup) -> None:
         """The request begins now: what the tiers lack of it is missed."""
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             if lookup.path is not None and not lookup.is_counted:
                 lookup.is_counted = True
                 path, now, name = {0: lookup.path}, stack.runtime.clock(), lookup.request
@@ -310,7 +310,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
     @contained(lambda self, stack, ahead, waiting: set[str](), expected=_EXPECTED)
     def _fetch(self, stack: Stack, ahead: WaitingPrefetcher, waiting: Iterable[tuple[str, list[int]]]) -> set[str]:
         late: set[str] = set()
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             for request, prompt in waiting:
                 lookup = self._lookup(request)
                 if not lookup.is_fetched:
@@ -333,7 +333,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     @contained(lambda self, stack, ahead, lookups: None, expected=_EXPECTED)
     def _end_prefetches(self, stack: Stack, ahead: WaitingPrefetcher, lookups: Sequence[PromptLookup]) -> None:
-        with contextlib.suppress(TierClosedError), stack.runtime.control() as cache:
+        with contextlib.suppress(TierClosedError), stack.runtime.transaction() as cache:
             for lookup in lookups:
                 ahead.end(cache, lookup)
 
@@ -366,7 +366,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             sent = bring(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, patience)
             lookup.fetched_from.update(sent)
         now, name = stack.runtime.clock(), lookup.request
-        with stack.runtime.control() as cache, stack.runtime.asked.seconds.timed():
+        with stack.runtime.transaction() as cache, stack.runtime.lookup_counters.seconds.timed():
             found = cache.lookup(
                 {0: lookup.path},
                 now,
@@ -385,7 +385,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             fetched = max(0, lookup.fetched - lookup.path.first)
             chunks = stack.runtime.worth_loading(lease, len(present) * self.tokens_per_page, least=fetched)
             if FILE not in lookup.hints.load:
-                with stack.runtime.control() as cache:
+                with stack.runtime.transaction() as cache:
                     chunks = min(chunks, cache.progress(lease).leading(HOST))
             leading = found.partial.tokens // self.tokens_per_page if found.partial and chunks > found.chunks else 0
             wanted = min(min(chunks, found.chunks) * per_chunk + leading - skip, limit - len(present))
@@ -407,7 +407,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     @contained(lambda self, stack, lease: None, expected=_EXPECTED)
     def _release(self, stack: Stack, lease: Lease) -> None:
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             cache.release(lease)
 
     def _take_blocks(self, wanted: int, reserve: int, keep: Sequence[int]) -> list[int]:

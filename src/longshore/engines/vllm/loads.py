@@ -315,7 +315,7 @@ class RemoteFetches:
         now = self._runtime.clock()
         if request.probes is None and now < request.asks_again:
             return _on_their_way(found, ends, set(absent))
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             asked = {0: GroupKeys(request.ours(absent))}
             asks = self._worth_asking(ends, absent, first) if request.probes is None else []
             if request.source is None:  # a peer is asked by requests that name it

@@ -103,14 +103,14 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Whether loads may have parts: the connector passes them to workers, and failed loads are recomputed."""
         self._backoff = Backoff()
         self._closed = False
-        self.control: ControlServer | None = None
+        self.ctl_server: ControlServer | None = None
         self.peer_server: PeerServer | None = None
         """If there is one, it asks `is_coming`."""
         self._computes: dict[Key, str] = {}
         """The request that computes a chunk which no tier has, and will offer it; kept for peers alone."""
         self._events = EventTranslator() if announces else None
         with self._runtime.locked() as cache:
-            histograms = [*cache.counters.each_histogram(), (LOOKUP_SECONDS, (), self._runtime.asked.seconds)]
+            histograms = [*cache.counters.each_histogram(), (LOOKUP_SECONDS, (), self._runtime.lookup_counters.seconds)]
             self._metrics = OffloadingMetrics(tiers.file, tiers.stores, histograms=histograms, is_off=tiers.is_off)
             host = cache.stats()[0]
             self._groups = ChunkGroups(
@@ -165,7 +165,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request = self._requests.get(name) or self._begin(req_context)
         paths = {group: request.seen(mine) for group, mine in self._groups.split(keys)}
         origins = dict(zip(request.ours(request.origins), request.origins.values(), strict=True))
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             spec = self._loads.begin(cache, name, request.tick, paths, origins, streams=request.streams)
             self._release(request, cache)
         request.waiting_since = None
@@ -177,7 +177,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         name = req_context.req_id
         request = self._requests.get(name)
         if request is not None and name in self._loads:
-            with self._runtime.control() as cache:
+            with self._runtime.transaction() as cache:
                 parts, failed = self._loads.end(cache, name)
                 request.load_failed |= failed
                 results = [result for ticket in parts for result in self._jobs.end(ticket, cache)]
@@ -209,7 +209,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._validity.used()
         request = self._begin(req_context)
         takes = request.hints.store and self._validity.may_store(request, keys, self._stores)
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             taken = self._stores.offer(cache, request, keys, req_context, takes=takes)
             if self._computes and taken is not None:  # it is on its way now, or not stored at all
                 self._no_longer_computes(request.ours(keys))
@@ -219,7 +219,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """All ranks report these chunks as done: publish the chunks that all of them have copied."""
         self._look_for_new_weights()
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             left = self._stores.report(cache, keys)
         self._stale += [(ticket, True) for ticket in left]
 
@@ -236,7 +236,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Release the leases of a finished request; slots that workers still read stay reserved."""
         request = self._requests.get(req_context.req_id)
         if request is not None:
-            with self._runtime.control() as cache:
+            with self._runtime.transaction() as cache:
                 self._release(request, cache)
                 self._loads.stop(cache, request.name)
                 self._no_longer_computes(key for key in request.computes if self._computes.get(key) == request.name)
@@ -250,7 +250,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._tiers.sleeps.restore_host_memory()
         for name in self._requests.keys() & context.preempted_req_ids:
             self._requests[name].stale = -1  # its blocks are computed again
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             if any(request.wanted for request in self._asked):
                 cache.end_step()  # what this step reads is lent by now: a tail may make way for the head before it
             for request in self._asked:
@@ -307,7 +307,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def _forget_all(self, keep: tuple[str, ...] = (), *, weights: bool = False) -> None:
         """Clear the tiers but those to `keep`. Slots in flight stay reserved until the workers have reported them."""
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             for request in self._requests.values():
                 self._release(request, cache)
             self._stale += [(ticket, False) for ticket in self._loads.end_all(cache)]
@@ -322,7 +322,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     @contained(lambda self: None)
     def on_reset_flushed(self) -> None:
         """All jobs in flight at the last reset were reported: no worker uses their slots any more (vLLM 0.33)."""
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             for ticket, _ in self._stale:
                 if ticket.number in self._fenced:
                     self._jobs.end(ticket, cache)
@@ -368,7 +368,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._closed:
             return
         self._closed = True
-        for close in [server.close for server in (self.control, self.peer_server) if server is not None]:
+        for close in [server.close for server in (self.ctl_server, self.peer_server) if server is not None]:
             close()
         self._withdraw(self._tickets)
         self._tiers.close()
@@ -378,7 +378,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     @contained(lambda self, tickets: None)
     def _withdraw(self, tickets: Sequence[Ticket]) -> None:
         """End all loads, and release the jobs of `tickets`: vLLM reports nothing any more."""
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             self._loads.end_all(cache)
             for job, _ in (each for ticket in tickets for each in ticket.jobs):
                 cache.release(job)
@@ -412,11 +412,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         barred |= self._tiers.reports.is_asleep() or not self._tiers.sleeps.has_memory
         request.asked_keys, request.streams = list(asked), False
         now = self._runtime.clock()
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             late = (waited := now - (request.waiting_since or now)) > self._jobs.patience
             brought = bool(request.leases) and all(cache.progress(lease).is_over for lease in request.leases)
             asks = {0: GroupKeys(request.ours(() if barred else request.asked_keys))}
-            with self._runtime.asked.seconds.timed():
+            with self._runtime.lookup_counters.seconds.timed():
                 seen = cache.lookup(
                     asks, now, until=Until.STEP, each=True, tick=request.tick, reuse_hint=request.hints.reuse_hint
                 )

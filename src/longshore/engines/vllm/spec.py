@@ -255,7 +255,9 @@ def serve_commands(manager: LongshoreManager, tiers: SchedulerTiers, config: Any
     with tiers.runtime.locked() as cache:
         kinds = [cache.settings.group(number) for number in range(len(config.groups))]
     groups = [ControlledGroup(tiers.runtime, size, kind.window, number) for number, (kind, size) in enumerate(kinds)]
-    manager.control = ControlServer(name, ControlledEngine(lambda: groups, keys_of(config, hashing), metrics.collect))
+    manager.ctl_server = ControlServer(
+        name, ControlledEngine(lambda: groups, keys_of(config, hashing), metrics.collect)
+    )
 
 
 def keys_of(config: Any, hashing: str) -> Callable[[Sequence[int]], list[list[Key]]]:

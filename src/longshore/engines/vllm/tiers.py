@@ -146,7 +146,7 @@ class SleepControl:
         if idle:
             self._runtime.wait_idle(self._config.load_timeout)
         try:
-            with self._runtime.control() as cache:
+            with self._runtime.transaction() as cache:
                 cache.resize(HOST, 0, discard=True)
         except CapacityError as error:
             _log.warning("host memory is not freed for this sleep, because copies are in flight: %s", error)
@@ -157,7 +157,7 @@ class SleepControl:
         """A step is planned, so that the engine is awake: have the slots again if the workers have the memory."""
         if not self.has_memory and not self._reports.is_asleep() and not self._reports.lacks_memory():
             self.has_memory, self._reports.frees_host_memory = True, False
-            with self._runtime.control() as cache:
+            with self._runtime.transaction() as cache:
                 cache.resize(HOST, self._slabs)
 
 
