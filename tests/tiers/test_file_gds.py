@@ -23,7 +23,7 @@ from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.file import gds as gds_module
 from longshore.tiers.file.format import parse_header
 from longshore.tiers.file.gds import DESCRIPTOR, OPAQUE_FD, CuFile
-from longshore.tiers.file.tier import PATIENCE, TierState
+from longshore.tiers.file.tier import MAX_FAILURES, TierState
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 SCOPE = bytes(range(32))
@@ -196,13 +196,13 @@ def test_device_failure_is_an_io_error_and_quarantines_no_record(
     with monkeypatch.context() as patched:
         patched.setattr(HostAsDevice, "load", fail)
         patched.setattr(HostAsDevice, "store", fail)
-        assert {harness.run(harness.op(Op.WRITE, 1, 1)) for _ in range(PATIENCE)} == {(Status.IO_ERROR,)}
+        assert {harness.run(harness.op(Op.WRITE, 1, 1)) for _ in range(MAX_FAILURES)} == {(Status.IO_ERROR,)}
         assert harness.tier.state is TierState.READ_ONLY
-        assert {harness.load(0, 0)[0] for _ in range(PATIENCE)} == {Status.IO_ERROR}
+        assert {harness.load(0, 0)[0] for _ in range(MAX_FAILURES)} == {Status.IO_ERROR}
         assert harness.tier.state is TierState.OFF
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2, "said once for each kind"
     failures = harness.tier.failures
-    assert (failures["write_io_error"], failures["read_io_error"]) == (PATIENCE, PATIENCE)
+    assert (failures["write_io_error"], failures["read_io_error"]) == (MAX_FAILURES, MAX_FAILURES)
     harness.reopen()
     harness.assert_serves(0, 0)
     assert [chunk.slot for chunk in harness.tier.recover()] == [0]

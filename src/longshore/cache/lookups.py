@@ -124,7 +124,7 @@ class Leases:
             at, self._step = column(self._step), array("i")
             marks(self._state.seen)[at] = 0
             self._state.reconsider(at)
-        self._state.invalidate_quarantined()
+        self._state.discard_invalid_copies()
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless all pins are those of leases, and all marks those of protected nodes."""

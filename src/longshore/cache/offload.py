@@ -32,7 +32,7 @@ ADMISSION_FILTER_SIZE = 1 << 16
 _FORGET = 64
 """A reserve shrinks by one chunk for each 64 chunks that found clean room."""
 
-_AHEAD = 64
+_ROOM_AHEAD_DIVISOR = 64
 """Backups copy one slot in 64 more than needed, so that there are fewer and larger jobs."""
 
 
@@ -301,7 +301,7 @@ class Offloader:
         target = self._clean_target(tier, slots)
         wanted = max(target - (slots - state.backlog.counts[tier]), at_least - writing)
         if wanted > 0 and target < slots:
-            wanted += slots // _AHEAD
+            wanted += slots // _ROOM_AHEAD_DIVISOR
         most = min(wanted, self._transfers.settings.max_writes - writing)
         self._write(state.backlog.choose(tier, most) if most > 0 else [], tier)
 

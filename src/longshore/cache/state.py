@@ -39,7 +39,7 @@ from longshore.monitoring.metric_table import EVICTED_AGE_SECONDS
 _NOWHERE = 255
 """No tier has this number."""
 
-_FEW = 16
+_FEW_SLOTS = 16
 """Ages of more chunks than these are observed as an array."""
 
 
@@ -107,7 +107,7 @@ class CacheState:
         self.partials = PartialPrefixes(self.index, self._token_width)
         self.seen = bytearray()
         """1 for nodes that a lookup protects until the end of the step."""
-        self._quarantined: list[tuple[int, int]] = []
+        self._invalid_copies: list[tuple[int, int]] = []
         """Tiers and slots of invalid copies, to be removed when the step ends."""
         self.kept_in_host: set[int] = set()
         """Nodes whose copies stay in the warmest tier, for a prefetch that lacks room."""
@@ -321,7 +321,7 @@ class CacheState:
         for slot in idle[state == DRAINING].tolist():
             self._free_drained(tier, slot)
 
-    def quarantine(self, tier: int, slot: int, fault: Status) -> None:
+    def discard_invalid(self, tier: int, slot: int, fault: Status) -> None:
         """A read has ended that found the bytes of the slot invalid.
 
         A copy in a colder tier is removed at the end of the step if host memory has chunks behind it that a lookup
@@ -333,14 +333,14 @@ class CacheState:
         if pool.state[slot] == DRAINING:
             self._free_drained(tier, slot)
         elif tier and any(not where and self.seen[each] for each, where in self.index.orphaned_by(pool.node[slot], -1)):
-            self._quarantined.append((tier, slot))
+            self._invalid_copies.append((tier, slot))
         else:
             self.invalidate(pool.node[slot], tier, fault.value)
 
-    def invalidate_quarantined(self) -> None:
+    def discard_invalid_copies(self) -> None:
         """The step has ended: remove the invalid copies that were kept for the chunks behind them."""
-        quarantined, self._quarantined = self._quarantined, []
-        for tier, slot in quarantined:
+        invalid, self._invalid_copies = self._invalid_copies, []
+        for tier, slot in invalid:
             pool = self.pools[tier]
             if pool.state[slot] == READY and slot in pool.fault:
                 self.invalidate(pool.node[slot], tier, pool.fault[slot].value)
@@ -542,7 +542,7 @@ class CacheState:
     def observe_ages(self, tier: int, slots: npt.NDArray[np.int32]) -> None:
         """The copies in these slots are being evicted: record their ages."""
         histogram = self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name]
-        if len(slots) > _FEW:
+        if len(slots) > _FEW_SLOTS:
             histogram.observe_all(self.pools[tier].ages(slots, self.log.now))
             return
         for slot in slots.tolist():  # faster for so few

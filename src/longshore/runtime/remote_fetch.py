@@ -36,7 +36,7 @@ def worth_asking(runtime: Runtime, context: int, chunks: int, *, ahead: bool = F
     ]
 
 
-def patience(runtime: Runtime, cache: TieredCache, runs: Sequence[Run], now: float) -> float | None:
+def fetch_timeout(runtime: Runtime, cache: TieredCache, runs: Sequence[Run], now: float) -> float | None:
     """Seconds after which a fetch of `runs` is late: twice what the gate expects, and time for an answer at least.
 
     At most the cache's `load_timeout`, which `None` stands for; a store's own `fetch_timeout` may be sooner. These are
@@ -132,7 +132,7 @@ def _behind(
     known = cache.lookup({0: GroupKeys(rest)}, now, until=Until.NOTHING, each=True, asks=asked)
     stores = list(takewhile(bool, known.remote_sources.get(0, ())))
     runs = [Run(name, len(list(same))) for name, same in groupby(stores)]
-    count, longest = sum(run.chunks for run in runs), patience(runtime, cache, runs, now)
+    count, longest = sum(run.chunks for run in runs), fetch_timeout(runtime, cache, runs, now)
     if count and runtime.gate is not None and not is_agreed:
         count = runtime.gate.worth_loading(context, runs, now, ahead=ahead)
     return _Behind(known.probes, begin, stores, count, longest)

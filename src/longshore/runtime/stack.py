@@ -191,17 +191,17 @@ class Stack:
         *,
         evicting: bool = False,
         tick: int | None = None,
-        patience: float = 0.0,
+        timeout: float = 0.0,
     ) -> int:
         """Store chunks of a path as `TieredCache.store` does.
 
         Returns the length of the prefix that is stored, or being stored, afterwards.
 
-        With `patience`, in seconds, they are offered in parts of half of the warmest tier, and room that is being made
+        With `timeout`, in seconds, they are offered in parts of half of the warmest tier, and room that is being made
         for a part is waited for. `on_job` is told which of the `blocks` each job reads.
         """
         runtime, per_chunk, names = self.runtime, self.config.blocks_per_chunk, path.names
-        deadline, first, most = runtime.clock() + patience, path.first, self._part if patience else len(names)
+        deadline, first, most = runtime.clock() + timeout, path.first, self._part if timeout else len(names)
         while True:
             end, left = min(len(names), first + most), deadline - runtime.clock()
             part, skipped = path._replace(keys=names[:end], first=first), (first - path.first) * per_chunk

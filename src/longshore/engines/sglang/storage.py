@@ -316,8 +316,8 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         longest = self.settings.write_timeout
         waits = self._kv.staging is None and self._runtime.clock() >= self._kv.no_wait_until
         with self._kv.bounded(longest) as jobs:
-            patience = longest if waits else 0.0
-            kept = self._kv.stack.store_path(part, pages, lambda job, blocks: jobs.append(job), patience=patience)
+            timeout = longest if waits else 0.0
+            kept = self._kv.stack.store_path(part, pages, lambda job, blocks: jobs.append(job), timeout=timeout)
         return max(0, kept - len(before))
 
     def _note(self, asked: _LookedUp, keys: Sequence[Key]) -> None:

@@ -174,11 +174,11 @@ class PoolTiers:
 
     def let_go(self, jobs: Sequence[int]) -> None:
         """Wait until no copy touches the pages of `jobs`: jobs have deadlines, and a copy that has begun is short."""
-        mover, patience, begun = self.stack.staging_mover, self.settings.write_timeout, self.runtime.clock()
+        mover, timeout, begun = self.stack.staging_mover, self.settings.write_timeout, self.runtime.clock()
         while not (
-            self.runtime.wait_jobs(jobs, patience)
+            self.runtime.wait_jobs(jobs, timeout)
             if mover is None
-            else self.runtime.wait_for_blocks(jobs, mover.touches_blocks, patience)
+            else self.runtime.wait_for_blocks(jobs, mover.touches_blocks, timeout)
         ):
             _log.error(
                 "copies of jobs %s have not ended after %.0f s; the call waits on, because SGLang uses their pages "

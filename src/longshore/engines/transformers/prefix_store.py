@@ -210,13 +210,13 @@ class PrefixStore:
             self._fill(cache, first * self._blocks_per_chunk, len(blocks))
             self._stack.transfer_engine.begin_step(None)
             self._stack.describe(part, first, tokens[first * self._chunk_tokens : len(part) * self._chunk_tokens])
-            patience = self._config.write_timeout
+            timeout = self._config.write_timeout
             kept = self._stack.store_path(
                 GroupKeys(part, first, retention=retention),
                 blocks,
                 self._add_job,
                 evicting=True,
-                patience=patience,
+                timeout=timeout,
             )
             if kept < len(part):
                 break

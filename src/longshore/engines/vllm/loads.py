@@ -45,7 +45,7 @@ from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, JobContext
 from longshore.engines.vllm.stores import NO_SLOTS
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.runtime.loop import Runtime
-from longshore.runtime.remote_fetch import patience, worth_asking
+from longshore.runtime.remote_fetch import fetch_timeout, worth_asking
 
 if TYPE_CHECKING:
     from longshore.tiers.remote.peers import PeerTier
@@ -339,7 +339,7 @@ class RemoteFetches:
                 return found
             tiers = [names.get(key) or tier for key, tier in zip(ends, tiers_of(found), strict=True)]
             sent = Counter(names[key] for key in absent if names[key] and key[-GROUP_BYTES:] == first[-GROUP_BYTES:])
-            longest = patience(self._runtime, cache, [Run(*each) for each in sent.items()], now)
+            longest = fetch_timeout(self._runtime, cache, [Run(*each) for each in sent.items()], now)
             request.load_limit = load_limit(self._runtime.gate, ends, tiers, first, now)
             coming = self._fetch(cache, request, ends, {key for key in absent if names[key]}, now, longest)
         request.origins.update((key, names[key]) for key in coming)

@@ -48,7 +48,7 @@ _LOOK_FOR = 0.5
 HEARTBEAT = 1.0
 """Seconds between two ALIVE messages."""
 
-_AT_ONCE = 1 << 20
+_PIPE_READ_BYTES = 1 << 20
 
 Order = Mapping[str, Any]
 StoreTier = RemoteTier | ClusterTier
@@ -95,7 +95,7 @@ class TierHostServer:
         return 0
 
     def _first_order(self) -> Order | None:
-        while data := os.read(self._requests, _AT_ONCE):
+        while data := os.read(self._requests, _PIPE_READ_BYTES):
             for _, body in self._frames.feed(data):
                 order: Order = json.loads(body)
                 return order
@@ -123,7 +123,7 @@ class TierHostServer:
                 os.eventfd_read(self._ended)
             if self._requests in ready:
                 self._busy.set()
-                data = os.read(self._requests, _AT_ONCE)
+                data = os.read(self._requests, _PIPE_READ_BYTES)
                 if not data:
                     return
                 for kind, body in self._frames.feed(data):

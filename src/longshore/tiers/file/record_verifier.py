@@ -10,8 +10,8 @@
 | an image with another checksum than the header's: a torn write, a changed bit | `CORRUPT` |
 | a valid header of another record, or none: an overwritten, moved, or never written slot | `MISMATCH` |
 
-Each read is verified, so nothing is verified when files are opened after a crash. The tier then quarantines the record
-(`RecordIndex.quarantine`), and the cache recomputes the chunk.
+Each read is verified, so nothing is verified when files are opened after a crash. The tier then discards the record
+(`RecordIndex.discard_record`), and the cache recomputes the chunk.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ everything, and what does not verify is a miss.
 
 `Health` counts failures and disables the tier after repeated ones:
 
-    on ──► read-only     `PATIENCE` writes in a row failed: the disk is full or worn out
-       ──► off           `PATIENCE` reads in a row failed
+    on ──► read-only     `MAX_FAILURES` writes in a row failed: the disk is full or worn out
+       ──► off           `MAX_FAILURES` reads in a row failed
 
 A success resets the count. A tier that is read-only or off stays so until it is opened again; this is logged once.
 """
@@ -48,7 +48,7 @@ from longshore.tiers.file.record_verifier import ExpectedRecord, RecordVerifier
 from longshore.tiers.file.recovery import open_files, slabs_within
 from longshore.tiers.file.segment import FULL, HostImageIO, ImageIO, Segment, Staging, make_staging
 
-PATIENCE = 8
+MAX_FAILURES = 8
 """Consecutive failures of reads, or of writes, that change the state."""
 
 _FAILED = frozenset({Status.IO_ERROR, Status.NO_SPACE})
@@ -105,14 +105,14 @@ class Health:
             if status is not Status.OK:
                 self._wrong[op, status] += 1
             self._failures[op] = self._failures[op] + 1 if status in _FAILED else 0
-            if self._failures[op] >= PATIENCE and self.allows(op):
+            if self._failures[op] >= MAX_FAILURES and self.allows(op):
                 self.state = TierState.OFF if op is Op.READ else TierState.READ_ONLY
                 _log.error(
                     "file tier %s is %s until it is reopened (restart the engine); check the disk: %d %ss in a row "
                     "failed, the last with %s",
                     self._name,
                     self.state.value.replace("_", "-"),
-                    PATIENCE,
+                    MAX_FAILURES,
                     op.value,
                     status.value,
                 )
@@ -427,7 +427,7 @@ class FileTier(Tier):
             if not _all_ok(statuses):
                 for (op, _), claimed, status in zip(task, claims, statuses, strict=True):
                     if claimed and status.invalidates_source:
-                        self._index.quarantine(op.slot, claimed)
+                        self._index.discard_record(op.slot, claimed)
             if task[0].op.generation < self.generation:
                 statuses = [Status.MISMATCH if how is Status.OK else how for how in statuses]
         if statuses:
