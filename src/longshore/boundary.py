@@ -210,8 +210,8 @@ class StoredChunks(Sequence[StoredChunk]):
         at, of = numbers
         return cls(at, ours, theirs, has_parent, of)
 
-    def where(self, wanted: npt.NDArray[np.bool_]) -> StoredChunks:
-        """Those that are `wanted`: bool, shape `(n,)`."""
+    def where(self, wanted: npt.NDArray[np.bool_] | npt.NDArray[np.int64] | slice) -> StoredChunks:
+        """Those that are `wanted`: bool, shape `(n,)`; or those at these positions."""
         keys, parents = self.keys[wanted], self.parents[wanted]
         return StoredChunks(self.slots[wanted], keys, parents, self.has_parent[wanted], self.pools[wanted])
 

@@ -22,6 +22,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import ne
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +38,7 @@ from longshore.tiers.base import BY_KEY, KEY_BYTES, Op, TierOp
 from longshore.tiers.file.io import SystemIo, file_system_of
 from longshore.tiers.remote import ClusterTier, RemoteSettings, RemoteTier, open_store, parse_url
 from longshore.tiers.remote.bucket import expiry_days
-from longshore.tiers.remote.cluster import SLOTS, read_slots
+from longshore.tiers.remote.cluster import SLOTS, SlotMap, read_slots
 from longshore.tiers.remote.format import HEADER_BYTES, VERSION, version_of
 from longshore.tiers.remote.resp import RespSession, RespStore
 from longshore.tiers.remote.settings import PASSWORD_VARIABLE, USER_VARIABLE
@@ -139,8 +141,9 @@ def _by_deadline(about: str, check: Callable[[], Iterable[Finding]], seconds: fl
     return found
 
 
-def _server(settings: RemoteSettings, *, of_cluster: bool = False) -> Iterator[Finding]:
-    for check in (_answers, _memory, _samples, _versions, _of_cluster if of_cluster else _single):
+def _server(settings: RemoteSettings, slots: SlotMap | None = None) -> Iterator[Finding]:
+    """`slots` is the map of the cluster that the server is a node of."""
+    for check in (_answers, _memory, _samples, _versions, _single if slots is None else partial(_of_cluster, slots)):
         try:
             with _session(settings) as session:
                 said = list(check(session, time.monotonic() + max(settings.connect_timeout, _CALL_SECONDS), settings))
@@ -236,8 +239,11 @@ def _single(session: RespSession, until: float, settings: RemoteSettings) -> Ite
         yield BROKEN, "it is a node of a cluster", "write valkey-cluster://HOST:PORT"
 
 
-def _of_cluster(session: RespSession, until: float, settings: RemoteSettings) -> Iterator[Finding]:
-    """Whether a node serves its own keys while another one is down."""
+def _of_cluster(slots: SlotMap, session: RespSession, until: float, settings: RemoteSettings) -> Iterator[Finding]:
+    """Whether a node agrees on the slots of all nodes, and serves its own keys while another one is down."""
+    if differ := sum(map(ne, slots, read_slots(session, settings.host, until))):
+        advice = f"wait if slots are moving; else run valkey-cli --cluster check {settings.host}:{settings.port}"
+        yield WARNING, f"its map of slots is not that of the first node: {differ} of {SLOTS} slots differ", advice
     reply: Any = session.call(b"CONFIG", b"GET", b"cluster-require-full-coverage", deadline=until)
     if reply and reply[1] == b"yes":
         what = "cluster-require-full-coverage is yes: if one node fails without a replica, all of them refuse"
@@ -259,12 +265,11 @@ def _cluster(settings: RemoteSettings) -> Iterator[Finding]:
         return
     yield from failures
     if missing := slots.count(None):
-        advice = f"valkey-cli --cluster fix {host}:{port} gives them to nodes"
-        yield BROKEN, f"{missing} of {SLOTS} slots have no node", advice
+        yield BROKEN, f"{missing} of {SLOTS} slots have no node", f"run valkey-cli --cluster fix {host}:{port}"
     nodes = sorted({each for each in slots if each is not None})
     yield OK, f"a cluster with {len(nodes)} nodes that have slots", ""
     for each in nodes:
-        found = _server(settings.node(each.host, each.port), of_cluster=True)
+        found = _server(settings.node(each.host, each.port), slots)
         yield from ((level, f"{each.host}:{each.port}: {what}", advice) for level, what, advice in found)
 
 
@@ -512,10 +517,8 @@ def _serving(url: str) -> Iterator[Finding]:
     try:
         listener, has_password = listen(parse_url(url))
         listener.close()
-        advice = (
-            "" if has_password else "without a password all who connect read cached blocks: add ?password_file=PATH"
-        )
-        yield OK if has_password else WARNING, "it can be bound", advice
+        advice = "without a password all who connect read cached blocks: add ?password_file=PATH"
+        yield (OK, "it can be bound", "") if has_password else (WARNING, "it can be bound", advice)
     except ConfigError as error:
         yield BROKEN, str(error), "name an address of this machine, a port that is free, and files that can be read"
 
@@ -551,8 +554,7 @@ def _locked_memory(config: Config) -> Iterator[Finding]:
 def _open_files() -> Iterator[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < _LEAST_OPEN_FILES:
-        advice = "an engine needs one for each connection: ulimit -n 65536, or LimitNOFILE=65536 for systemd"
-        yield WARNING, f"limited to {files:,}", advice
+        yield WARNING, f"limited to {files:,}", "raise it: ulimit -n 65536, or LimitNOFILE=65536 for systemd"
     else:
         yield OK, "unlimited" if files < 0 else f"up to {files:,}", ""
 
@@ -563,11 +565,9 @@ def _disk(path: Path) -> Iterator[Finding]:
     kind = _kind_of(path)
     has = f"{kind}, {format_bytes(shutil.disk_usage(path).free)} free"
     if kind in _RAM_DISKS:
-        advice = "it takes the memory that host_size could have: raise host_size instead, or name a disk"
-        yield WARNING, f"{has}: a RAM disk", advice
+        yield WARNING, f"{has}: a RAM disk", "it takes memory that host_size could have: raise that, or name a disk"
     elif kind in _NETWORKED or kind.startswith("fuse"):
-        advice = "use a local NVMe drive here, and the shared file system as a store: file:///PATH (docs/remote.md)"
-        yield WARNING, f"{has}: not a local disk", advice
+        yield WARNING, f"{has}: not a local disk", "use a local NVMe drive, or remote=file:///PATH (docs/remote.md)"
     else:
         yield OK, has, ""
     io = SystemIo()

@@ -10,7 +10,7 @@ from cache_kit import IMAGE_BYTES, chunks, key, lookup, path_of, store
 from group_kit import end, orders, settle
 
 from event_file import write_events
-from longshore.boundary import FILE, HOST, Status, TransferResult
+from longshore.boundary import FILE, HOST, Status, StoredChunk, TransferResult
 from longshore.cache import CacheSettings, Event, EventKind, TieredCache, TierSpec, Verdict, WritePolicy, explain
 from longshore.cache.eviction import LRU
 from longshore.cache.explain import read_events, requests
@@ -87,6 +87,62 @@ def test_slow_reader_sees_a_gap_and_then_the_newest() -> None:
     assert [e.number for e in rest] == [6, 7, 8]
     put(cache, "x")
     assert [e.kind for e in cache.events()] == [EventKind.ORDERED, EventKind.STORED]
+
+
+def recovered(count: int, events: int, known: int = 0) -> tuple[TieredCache, list[StoredChunk]]:
+    """A cache that finds `count` chunks in files at start, each after the one before."""
+    tiers = [TierSpec(HOST, 64, IMAGE_BYTES, LRU), TierSpec(FILE, count, IMAGE_BYTES, LRU, outlives=True)]
+    cache = TieredCache(tiers, CacheSettings(events=events))
+    names = [number.to_bytes(32, "little") for number in range(1, count + 1)]
+    found = [StoredChunk(slot, name, names[slot - 1] if slot else None) for slot, name in enumerate(names)]
+    if known:
+        assert cache.adopt(HOST, found[:known]) == known
+    assert cache.adopt(FILE, found) == count
+    return cache, found
+
+
+def test_a_restart_over_many_chunks_loses_no_event() -> None:
+    cache, found = recovered(100_000, events=100)
+    put(cache, "ab")
+    told: list[Event] = []
+    while some := cache.events(4096):
+        assert len(some) <= 4096
+        told += some
+    assert [each.number for each in told] == list(range(1, 100_005))
+    assert {each.kind for each in told[:100_000]} == {EventKind.STORED}
+    assert {(each.key, each.parent) for each in told[:100_000]} == {(each.key, each.parent) for each in found}
+    seen: set[bytes | None] = {None}
+    for each in told[:100_000]:  # parents first
+        assert each.parent in seen
+        assert (each.tier, each.source) == (FILE, "")
+        seen.add(each.key)
+    assert said(told[100_000:]) == [
+        ("ordered", "a", HOST),
+        ("ordered", "ab", HOST),
+        ("stored", "a", HOST),
+        ("stored", "ab", HOST),
+    ]
+
+
+def test_chunks_of_two_tiers_at_start_are_told_twice() -> None:
+    cache, found = recovered(5, events=100, known=2)
+    told = [(each.kind, each.key, each.tier, each.source) for each in cache.events()]
+    names = [each.key for each in found]
+    assert sorted(told[:2], key=str) == sorted([(EventKind.STORED, name, HOST, "") for name in names[:2]], key=str)
+    assert {*told[2:]} == {
+        *((EventKind.MOVED, name, FILE, HOST) for name in names[:2]),
+        *((EventKind.STORED, name, FILE, "") for name in names[2:]),
+    }
+
+
+def test_what_was_recovered_is_missing_where_a_later_event_is() -> None:
+    """An event that is dropped may have taken it back."""
+    cache, _ = recovered(10, events=3)
+    assert len(cache.events(4)) == 4
+    put(cache, "abc")
+    gap, *rest = cache.events()
+    assert (gap.kind, gap.length) == (EventKind.GAP, 6 + 3)
+    assert [each.number for each in rest] == [14, 15, 16]
 
 
 def test_nothing_is_recorded_unless_asked_for() -> None:

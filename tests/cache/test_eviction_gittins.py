@@ -24,6 +24,7 @@ from longshore.cache.eviction.hit_rates import (
     ENDS,
     HINT,
     ONCE,
+    SHARED,
     USES,
     HitRates,
 )
@@ -462,6 +463,15 @@ def test_what_left_comes_back_with_its_hint() -> None:
     keys = tier.names[some[:31]].tolist()
     assert {state >> HINT & 15 for _, _, state in tier.policy._ghosts.take_all(keys, forget=False)} == {ENDS}
     assert {tier.policy._ghosts.take_all([key], forget=False)[0][2] >> HINT & 15 for key in keys} == {ENDS}
+
+
+def test_chunk_of_two_sessions_keeps_the_sooner_return() -> None:
+    tier, node = Tier(64), LISTS
+    for tick, hint in ((1, BACK + 1), (3, BACK + 3), (4, ENDS)):
+        tier.policy.begin(tick, 1, hint=hint)
+        tier.policy.insert([node]) if tick == 1 else tier.policy.touch([node])
+        assert tier.policy._state[node] >> HINT & 15 == {1: BACK + 1, 3: SHARED, 4: ENDS}[tick]
+    tier.policy.check_integrity()
 
 
 def test_a_tier_without_slots_goes_on() -> None:

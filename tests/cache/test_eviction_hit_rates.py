@@ -22,7 +22,6 @@ from longshore.cache.eviction.hit_rates import (
     GAP_OF,
     GAPS,
     HINT,
-    HINTS,
     KIND_OF,
     LEAF,
     OLDEST,
@@ -31,12 +30,14 @@ from longshore.cache.eviction.hit_rates import (
     REQUEST,
     RETURNED,
     ROWS,
+    SHARED,
     WEIGHTS,
     GhostList,
     HitRates,
     ReuseHint,
     ReuseHints,
     Spans,
+    sooner,
 )
 
 WIDTHS = np.diff([*AGE_BEGINS, 2 * OLDEST]).tolist()
@@ -197,9 +198,21 @@ def test_hint_seen_on_other_chunks_tells_of_all_with_it() -> None:
 def test_classes_are_learned_apart_and_bounded_in_number() -> None:
     reuse_hint = ReuseHints()
     numbers = [reuse_hint.begin(tick, float(tick), ReuseHint(of=f"class {tick % 9}")) for tick in range(1, 40)]
-    assert len(set(numbers[:9])) == HINTS - CLASS
+    assert len(set(numbers[:9])) == SHARED - CLASS
     assert numbers[:9] == numbers[9:18]
-    assert max(numbers) == HINTS - 1
+    assert max(numbers) == SHARED - 1
+
+
+def test_later_return_does_not_replace_a_sooner_one_before_its_time() -> None:
+    within_16, within_64 = BACK + 1, BACK + 2
+    assert sooner(within_16, 3, within_64) == SHARED
+    assert sooner(within_64, 15, CLASS - 1) == SHARED + 1
+    assert sooner(within_16, 4, within_64) == within_64  # its time has begun: it may be the one that came back
+    assert sooner(within_64, 3, within_16) == within_16
+    for new in (0, ENDS, CLASS):
+        assert sooner(within_16, 3, new) == new
+    assert sooner(SHARED, 1, within_64) == within_64
+    assert sooner(BACK, 0, within_64) == within_64
 
 
 def test_times_are_requests_at_the_rate_of_the_last_ones() -> None:

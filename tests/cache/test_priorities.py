@@ -70,6 +70,21 @@ def test_a_head_of_little_priority_stays_while_its_tail_does() -> None:
     assert on(cache) == ["x", "y"]
 
 
+def test_priorities_survive_a_larger_tier() -> None:
+    cache = build(1, 8, backup=WritePolicy.THROUGH)
+    put(cache, "a", Retention(0, None, 90))
+    assert cache.discard(chunks("a"), HOST) == 1
+    cache.resize(HOST, 2)
+    found = lookup(cache, chunks("a"), 0.0)
+    cache.prefetch(found.lease, 0.0)
+    settle(cache)
+    cache.release(found.lease)
+    assert on(cache) == ["a"]
+    put(cache, "b")
+    put(cache, "c")
+    assert on(cache) == ["a", "c"]
+
+
 def test_a_priority_ends_with_its_time() -> None:
     cache = build(2)
     put(cache, "a", Retention(0, None, 90, seconds=30.0))

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from longshore.cli.app import app
 from longshore.config import Config
 from longshore.engines.transformers import PrefixStore, tiered
-from longshore.errors import CommandError, ConfigError, EngineError
+from longshore.errors import CacheError, CommandError, ConfigError, EngineError
 from longshore.runtime import control
 
 TOKENS = list(range(100, 164))
@@ -68,6 +68,21 @@ def test_each_command_of_a_running_store(store: PrefixStore, config: Config, tmp
     assert store._stack.runtime.flush(60.0)
     assert run(config, "clear") == "dropped: 4 chunks in host, 4 chunks in file\n"
     assert store.restore_prefix(TOKENS)[1] == 0
+
+
+def test_stats_are_told_after_a_fault_of_the_cache(store: PrefixStore, config: Config) -> None:
+    assert run(config, "pin", "--tokens", ",".join(map(str, TOKENS))) == "4 of 4 chunks are pinned\n"
+    with store._stack.runtime.observe() as cache:
+        cache._state.index.depth[cache._state.index.get(store._keys(TOKENS)[0])] += 1
+        with pytest.raises(CacheError):
+            cache.check_integrity()
+    said = json.loads(run(config, "stats"))
+    (faults,) = said["metrics"]["longshore_control_plane_faults_total"]
+    assert faults["value"] == 1
+    assert {each["value"] for each in said["metrics"]["longshore_tier_available"]} == {0.0}
+    assert said["pinned_chunks"] in {0, 4}
+    with pytest.raises(CommandError, match="all tiers disabled"):
+        run(config, "clear")
 
 
 def test_commands_go_on_through_sleep_and_other_weights(store: PrefixStore, config: Config, model: Any) -> None:

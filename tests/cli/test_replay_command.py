@@ -127,6 +127,7 @@ def test_drive_writes_are_shown_with_and_without_refused_ones() -> None:
     every = facts(*small, "--policy", "lru")
     assert every["file_write_bytes_per_day"] == every["file_write_bytes_per_day_without_admission"]
     assert "if it refused no block" in run(*small, "--limit", "50")
+    assert "if it refused no block" not in run(*small, "--limit", "50", "--no-comparisons")
 
 
 def test_store_writes_are_shown_with_and_without_unsent_ones() -> None:
@@ -138,6 +139,7 @@ def test_store_writes_are_shown_with_and_without_unsent_ones() -> None:
     writes = [float(str(chosen[f"remote_write_bytes_per_day{which}"])) for which in ("", "_without_admission")]
     assert 0 < writes[0] < writes[1]
     assert "if no block is refused" in run(*small, "--limit", "50")
+    assert "if no block is refused" not in run(*small, "--limit", "50", "--no-comparisons")
 
 
 def test_an_optimum_that_takes_much_memory_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +259,7 @@ def test_without_comparisons_overload_is_an_average_and_replicas_stand_alone() -
     overload = busy["overload"]
     assert isinstance(overload, dict)
     assert overload["enough"] > overload["engines"]
+    assert f"--engines {overload['enough']} would suffice by the average load." in overload["words"]
     assert (overload["ttft_p95"], busy["without_store"]) == (None, None)
 
 

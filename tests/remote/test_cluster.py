@@ -179,6 +179,23 @@ def test_a_slot_that_moves(own_cluster: LocalCluster, opened: Callable[..., Tier
     assert remote(harness).failures == dict.fromkeys(remote(harness).failures, 0)
 
 
+@pytest.mark.parametrize("kind", [b"hostname", b"unknown-endpoint"])
+def test_nodes_that_tell_no_host_are_reached(
+    own_cluster: LocalCluster, opened: Callable[..., TierHarness], kind: bytes
+) -> None:
+    """Hostnames are preferred and none is set: a question mark; or no node tells where it is: nothing."""
+    for node in own_cluster.nodes:
+        assert node.command(b"CONFIG", b"SET", b"cluster-preferred-endpoint-type", kind) == b"+OK\r\n"
+    harness = opened(f"{own_cluster.url}?{PATIENT}")
+    store_all(harness)
+    for number in NUMBERS:
+        harness.assert_serves(0, number)
+    moved = own_cluster.nodes[0].command(b"GET", name_of(harness, of_node(own_cluster, harness, 1)[0]))
+    assert moved.startswith(b"-MOVED")
+    assert b"127.0.0.1" not in moved
+    assert {each.host for each in remote(harness)._nodes} == {"127.0.0.1"}
+
+
 # Nodes that fail
 
 
@@ -375,6 +392,13 @@ def test_doctor(tmp_path: Path) -> None:
         assert status == 0
         assert "cluster-require-full-coverage is yes" in warning["what"]
         assert warning["what"].startswith(f"127.0.0.1:{cluster.nodes[1].port}: ")
+        cluster.nodes[1].command(b"CONFIG", b"SET", b"cluster-require-full-coverage", b"no")
+        cluster.nodes[2].command(b"CLUSTER", b"DELSLOTS", b"5", b"6")
+        status, found = findings(f"{cluster.url}?{PATIENT}", "--no-write")
+        (warning,) = (each for each in found if each["level"] == "warning")
+        where = f"127.0.0.1:{cluster.nodes[2].port}"
+        assert warning["what"] == f"{where}: its map of slots is not that of the first node: 2 of 16384 slots differ"
+        assert warning["advice"].endswith(f"valkey-cli --cluster check {where}")
         for node in cluster.nodes:
             node.command(b"CLUSTER", b"DELSLOTS", b"5")
         status, found = findings(f"{cluster.url}?{PATIENT}", "--no-write")

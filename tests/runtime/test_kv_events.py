@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 from longshore.boundary import DEVICE as ON_DEVICE
 from longshore.boundary import FILE as IN_FILE
 from longshore.boundary import HOST as IN_HOST
-from longshore.boundary import REMOTE, Key, Probe, ProbeResult, Route, Status, Transfer, TransferResult
+from longshore.boundary import REMOTE, Key, Probe, ProbeResult, Route, Status, StoredChunk, Transfer, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, State, TieredCache, TierSpec, WritePolicy, remote
+from longshore.cache.events import Event, EventKind
 from longshore.cache.eviction import LRU
 from longshore.config import Config
 from longshore.errors import ConfigError
@@ -343,6 +345,53 @@ def test_chunks_are_told_as_soon_as_their_tokens_are_known(opened: Open) -> None
         router.read(frames)
     assert len(router.events) == 1
     assert router.blocks[HOST] == {block_hash(keys[0])}
+
+
+def test_a_path_that_files_had_at_start_is_one_event(opened: Open) -> None:
+    """More chunks than events are kept: a router still learns all of them, and which tokens they have."""
+    count = 2000
+    tokens = [number % 5003 for number in range(count * CHUNK)]
+    keys = chain(ROOT, tokens, CHUNK)
+    tiers = [TierSpec(IN_HOST, 8, 4096), TierSpec(IN_FILE, count, 4096, outlives=True)]
+    cache = TieredCache(tiers, CacheSettings(events=100))
+    cache.adopt(IN_FILE, [StoredChunk(at, key, keys[at - 1] if at else None) for at, key in enumerate(keys)])
+    publisher = opened()
+    taps, router = Taps(publisher), Router()
+    recorder = EventRecorder(Runtime(cache, []), None, 1 << 20, publisher=publisher, start=False)
+    while recorder.pump():
+        pass
+    recorder.describe(keys, 0, tokens)
+    recorder.pump()
+    assert recorder.missed == 0
+    router.batches = 1
+    for frames in taps.frames:
+        router.read(frames)
+    assert len(router.events) == 1
+    assert router.blocks[FILE] == {block_hash(key) for key in keys}
+    parents = [None, *map(block_hash, keys)]
+    for key, parent, mine in zip(keys, parents, chunks_of(tokens), strict=False):
+        assert router.tokens[block_hash(key)] == (parent, mine)
+
+
+def test_a_named_chunk_takes_few_bytes(opened: Open) -> None:
+    """Key, name and the tiers that have it, in all tables of the publisher; 800 bytes with objects for each token."""
+    count, size = 20_000, 16
+    publisher = KVEventPublisher("inproc://few", size)
+    paths = [chain(ROOT, [number] * (8 * size), size) for number in range(count // 8)]
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number, keys in enumerate(paths):
+            publisher.describe(keys, 0, [100_000 + number + at for at in range(8 * size)])
+            stored = [Event(0, EventKind.STORED, tier=tier, key=key) for key in keys for tier in (IN_HOST, REMOTE)]
+            publisher.publish(stored)
+        publisher._kept.clear()
+        used = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+        publisher.close()
+    assert len(publisher._announced.names) == count
+    assert used / count < 500
 
 
 def test_tokens_of_unstored_blocks_are_not_kept_for_ever(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:

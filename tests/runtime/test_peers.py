@@ -161,7 +161,7 @@ def test_another_engine_reads_what_the_tiers_of_one_have(prefiller: Stack, serve
             cache.load(lease, {0: range(3)})
         decoder.runtime.wait_load(lease)
         assert torch.equal(decoder_rows(decoder)[:3], rows_of(1)[:3])
-        until(lambda: server.served == 3)
+        until(lambda: server.answers["read", "present"] == 3)
     until(lambda: not jobs_of(prefiller))
     with prefiller.runtime.locked() as cache:
         cache.check_integrity()
@@ -211,7 +211,7 @@ def test_nothing_is_written_or_told_without_the_password(
     with pytest.raises(Exception, match="READONLY"):
         session.call(b"SET", name, b"x", deadline=soon())
     session.close()
-    assert server.refused == 1
+    assert server.dropped["password"] == 1
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])  # noqa: S104
@@ -277,7 +277,7 @@ def test_values_that_are_asked_for_together_come_in_order(prefiller: Stack, serv
             assert value.endswith(images[1 if which == 4 else which] + b"\r\n")
         assert received(client, 7) == b"+PONG\r\n"
         sender.join()
-    until(lambda: server.served == 400 and not jobs_of(prefiller))
+    until(lambda: server.answers["read", "present"] == 400 and not jobs_of(prefiller))
 
 
 def test_a_client_that_does_not_read_keeps_no_slot(
@@ -354,7 +354,7 @@ def test_there_are_no_more_clients_than_threads_for_them(serve: Serve, monkeypat
         until(lambda: len(server.deadlines) == 2)
         with connected(server) as third:
             assert third.recv(1) == b""
-        assert server.refused == 1
+        assert server.dropped["limit"] == 1
     until(lambda: not server.deadlines)
     session = session_of(server)
     assert session.call(b"PING", deadline=soon()) == b"PONG"

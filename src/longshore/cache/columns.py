@@ -54,7 +54,8 @@ def grown(numbers: Column, size: int, dtype: npt.DTypeLike = _INT32) -> Column:
     if size <= len(numbers):
         return numbers
     places = sparse(size, dtype).data
-    places[: len(numbers)] = memoryview(numbers)
+    if np.asarray(memoryview(numbers)).any():
+        places[: len(numbers)] = memoryview(numbers)
     return places
 
 
@@ -145,7 +146,7 @@ class FreeList:
         self._count = end
 
 
-LISTS = 10_240
+LISTS = 12_800
 """Numbers below this one are lists, not elements."""
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from longshore.boundary import Key
+from longshore.boundary import Key, StoredChunks
 from longshore.cache.nodes import Nodes
 from longshore.cache.types import MissReason
 from longshore.errors import TraceError
@@ -103,8 +103,29 @@ class Event(NamedTuple):
         return event
 
 
+class _Recovered(NamedTuple):
+    """Chunks that `tier` had at start: one `STORED` event each, from number `first` on, made when they are pulled.
+
+    Their keys and parents are columns, as in `StoredChunks`: a tier may have millions of chunks.
+    """
+
+    first: int
+    at: float
+    tier: str
+    chunks: StoredChunks
+
+    def take(self, count: int) -> tuple[list[Event], _Recovered | None]:
+        """The first `count` events, and what is left."""
+        some, rest = (self.chunks.where(each) for each in (slice(count), slice(count, None)))
+        made = [
+            Event(number, EventKind.STORED, self.at, self.tier, chunk.key, chunk.parent)
+            for number, chunk in enumerate(some, self.first)
+        ]
+        return made, self._replace(first=self.first + count, chunks=rest) if len(rest) else None
+
+
 class EventLog:
-    """The last `limit` events that nobody has pulled yet."""
+    """The last `limit` events that nobody has pulled yet, and all that tell what tiers had at start."""
 
     def __init__(self, limit: int) -> None:
         self.on = limit > 0
@@ -115,6 +136,7 @@ class EventLog:
         self.hidden: Key | None = None
         """A chunk of which nothing is recorded."""
         self._events: deque[Event] = deque()
+        self._recovered: deque[_Recovered] = deque()
         self._limit = limit
         self._last = 0
         self._missed = 0
@@ -127,8 +149,16 @@ class EventLog:
             self._last += 1
             self._events.append(Event(self._last, kind, self.now, key=key, **fields))
             if len(self._events) > self._limit:
-                self._events.popleft()
+                dropped = self._events.popleft().number
                 self._missed += 1
+                while self._recovered and self._recovered[0].first < dropped:  # what is dropped may take it back
+                    self._missed += len(self._recovered.popleft().chunks)
+
+    def recovered(self, tier: str, chunks: StoredChunks) -> None:
+        """`tier` had `chunks` at start, parents first, which no other tier has."""
+        if len(chunks):
+            self._recovered.append(_Recovered(self._last + 1, self.now, tier, chunks))
+            self._last += len(chunks)
 
     def arrived(self, index: Nodes, names: Sequence[str], nodes: Sequence[int], tier: int) -> None:
         """Copies of `nodes` have become ready in `tier`; `names` are those of all tiers."""
@@ -162,8 +192,17 @@ class EventLog:
         """The oldest events that nobody has pulled, at most `limit`; before them a `GAP` if some had to be dropped."""
         events = [Event(0, EventKind.GAP, self.now, length=self._missed)] if self._missed else []
         self._missed = 0
-        count = len(self._events) if limit is None else min(limit, len(self._events))
-        events += [self._events.popleft() for _ in range(count)]
+        left = self._last if limit is None else limit
+        while left > 0 and (self._events or self._recovered):
+            until = self._recovered[0].first if self._recovered else self._last + 1
+            if self._events and (before := until - self._events[0].number) > 0:  # their numbers have no gaps
+                some = [self._events.popleft() for _ in range(min(left, before, len(self._events)))]
+            else:
+                some, rest = self._recovered.popleft().take(left)
+                if rest is not None:
+                    self._recovered.appendleft(rest)
+            events += some
+            left -= len(some)
         return events
 
 
@@ -187,7 +226,9 @@ class Announcements(Generic[N]):
 
     def __init__(self) -> None:
         self.names: dict[Key, N] = {}
-        self._copies: dict[Key, set[str]] = {}
+        self._copies: dict[Key, int] = {}
+        """Which tiers have a chunk, a bit for each of `_tiers`: a set would take 200 bytes."""
+        self._tiers: list[str] = []
 
     def has(self, key: Key) -> bool:
         """Whether a tier has `key`."""
@@ -196,7 +237,7 @@ class Announcements(Generic[N]):
     def name(self, key: Key, name: N) -> list[Change[N]]:
         """`key` is known as `name` from now on; what is to be told of copies that tiers had before."""
         is_new, self.names[key] = key not in self.names, name
-        return [Change(tier, False, key, name) for tier in sorted(self._copies.get(key, ()))] if is_new else []
+        return [Change(tier, False, key, name) for tier in self._having(key)] if is_new else []
 
     def changes(self, event: Event) -> list[Change[N]]:
         """What `event` means for routers. A reset removes everything."""
@@ -213,7 +254,7 @@ class Announcements(Generic[N]):
 
     def again(self) -> list[Change[N]]:
         """All that was announced, for routers that have dropped it."""
-        named = [(key, tier) for key, tiers in self._copies.items() if key in self.names for tier in tiers]
+        named = [(key, tier) for key in self._copies if key in self.names for tier in self._having(key)]
         return [Change(tier, False, key, self.names[key]) for key, tier in sorted(named, key=itemgetter(1))]
 
     def reconcile(self, ready: Iterable[tuple[str, Key]]) -> list[Change[N]]:
@@ -222,31 +263,42 @@ class Announcements(Generic[N]):
         Copies in stores are withdrawn.
         """
         there = {(key, tier): None for tier, key in ready}
-        known = {(key, tier): None for key, tiers in self._copies.items() for tier in sorted(tiers)}
+        known = {(key, tier): None for key in self._copies for tier in self._having(key)}
         changes = [change for key, tier in known if (key, tier) not in there for change in self._remove(key, tier)]
         return changes + [change for key, tier in there if (key, tier) not in known for change in self._add(key, tier)]
 
     def clear(self) -> list[Change[N]]:
         """Forget everything, names included; the removals of what was announced."""
-        known = [(key, tier) for key, tiers in self._copies.items() for tier in sorted(tiers)]
+        known = [(key, tier) for key in self._copies for tier in self._having(key)]
         removals = [change for key, tier in known for change in self._remove(key, tier)]
         self.names.clear()
         return removals
 
     def _add(self, key: Key, tier: str) -> list[Change[N]]:
-        copies = self._copies.setdefault(key, set())
-        if tier in copies:  # routers may count: nothing is told twice
+        copies, bit = self._copies.get(key, 0), self._bit(tier)
+        if copies & bit:  # routers may count: nothing is told twice
             return []
-        copies.add(tier)
+        self._copies[key] = copies | bit
         return [Change(tier, False, key, self.names[key])] if key in self.names else []
 
     def _remove(self, key: Key, tier: str) -> list[Change[N]]:
-        copies = self._copies.get(key, set())
-        if tier not in copies:
+        copies, bit = self._copies.get(key, 0), self._bit(tier)
+        if not copies & bit:
             return []
         changes = [Change(tier, True, key, self.names[key])] if key in self.names else []
-        copies.discard(tier)
-        if not copies:
+        if copies == bit:
             del self._copies[key]
             self.names.pop(key, None)
+        else:
+            self._copies[key] = copies & ~bit
         return changes
+
+    def _bit(self, tier: str) -> int:
+        if tier not in self._tiers:
+            self._tiers.append(tier)
+        return 1 << self._tiers.index(tier)
+
+    def _having(self, key: Key) -> list[str]:
+        """The tiers that have `key`, in alphabetical order."""
+        copies = self._copies.get(key, 0)
+        return sorted(tier for at, tier in enumerate(self._tiers) if copies >> at & 1)

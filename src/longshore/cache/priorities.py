@@ -56,7 +56,7 @@ class Priorities:
         self._makers = makers
         self._serving = serving
         self._priority: memoryview[int] = memoryview(b"")
-        """After the first priority was set, the band of each node, xor `_USUAL`: new memory, all zeros, has it."""
+        """After the first priority was set, the band of each node, xor `_USUAL`: zeroed memory is the default."""
         self._until: dict[int, float] = {}
         self._due: list[tuple[float, tuple[int, ...]]] = []
         """Expiry times and their nodes, a heap. Entries may be outdated, if the time of a node was set again."""

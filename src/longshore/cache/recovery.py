@@ -55,6 +55,9 @@ def adopt(state: CacheState, tier: int, found: StoredChunks | Sequence[Chunk]) -
     _check(state, tier, [chunks[row] for row in shared.tolist()])
     state.pools[tier].claim(chunks.slots[rows[::-1]], chunks.pools[rows[::-1]])  # the newest last
     nodes = _enter(state, tier, rows, chunks, known, before, above)
+    if state.log.on:
+        state.log.recovered(state.names[tier], chunks.where(rows[known[rows] == 0]))
+        state.log.arrived(state.index, state.names, known[shared].tolist(), tier)
     _insert(state, tier, nodes, known[shared].tolist())
     return len(nodes)
 
@@ -173,8 +176,6 @@ def _enter(
 
 def _insert(state: CacheState, tier: int, nodes: list[int], known: Sequence[int]) -> None:
     """Enter the copies of `nodes`, the newest first, in policies and backlog; other tiers have `known`."""
-    if state.log.on:
-        state.log.arrived(state.index, state.names, nodes, tier)
     if tier < state.last or not state.ranks_all:
         state.policies[tier].insert(nodes[::-1])
     state.rank(nodes[::-1], tier)

@@ -112,7 +112,7 @@ def replay(
         bool,
         typer.Option(
             help="Replay the trace again: without admission, if blocks were refused; with more engines, if they are "
-            "overloaded; without the store, if there are replicas. Each takes as long as the first replay."
+            "overloaded; without the store, if replicas share one. Each takes as long as the first replay."
         ),
     ] = True,
     report: ReportOptions,

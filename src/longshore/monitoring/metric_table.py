@@ -124,6 +124,20 @@ GROUPS: Mapping[str, Mapping[str, Metric]] = {
             "Chunks in a tier that could not be read, or were damaged", "tier", vllm=True
         ),
     },
+    "Peers": {
+        "longshore_peer_values": _counter(
+            "Values that peers asked this engine for, by request and answer", "request", "answer", vllm=True
+        ),
+        "longshore_peer_sent_bytes": _counter("Bytes of values sent to peers, headers included", vllm=True),
+        "longshore_peer_dropped_clients": _counter(
+            "Connections of peers that were refused or dropped, by reason", "reason", vllm=True
+        ),
+        "longshore_peer_waits": _counter(
+            "Requests of this engine that waited for blocks which a peer was computing, by outcome",
+            "outcome",
+            vllm=True,
+        ),
+    },
     "Failures": {
         "longshore_control_plane_faults": _counter(
             "Failures of the control plane; the first one disables all tiers", vllm=True
@@ -196,6 +210,26 @@ VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
         "absent": "the store lacks it",
         "no_answer": "no answer before the timeout, or not from all ranks",
         "not_sent": "not asked: too many questions are in flight",
+    },
+    ("longshore_peer_values", "request"): {
+        "probe": "whether it is there (`STRLEN`)",
+        "read": "the value itself (`GET`)",
+    },
+    ("longshore_peer_values", "answer"): {
+        "present": "it is in host memory or in files; of a read, it was sent",
+        "absent": "no tier has it",
+        "coming": "it is being computed or stored; a read never answers this",
+    },
+    ("longshore_peer_dropped_clients", "reason"): {
+        "limit": "64 clients were connected, or the engine was closing",
+        "password": "it gave a wrong password",
+        "late": "it did not log in, ask, or take an answer in time",
+        "invalid": "it sent something that is no command",
+    },
+    ("longshore_peer_waits", "outcome"): {
+        "arrived": "the peer had them in time",
+        "gone": "the peer had nothing any more: the prefill was aborted, or the peer died",
+        "late": "`load_timeout` passed",
     },
 }
 """What the values of labels mean, where they are reasons."""

@@ -15,11 +15,13 @@ Subscribers that are too slow miss batches, see it by the sequence, and ask the 
 from __future__ import annotations
 
 import logging
+import struct
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from longshore.boundary import FILE, HOST, Key
 from longshore.cache.events import Announcements, Change, Event, EventKind
@@ -44,11 +46,21 @@ _LINGER = 1.0
 _MEDIA = {HOST: "CPU", FILE: "STORAGE"}
 
 
-class _Block(NamedTuple):
-    """What a router is told of a chunk."""
+_PARENT = struct.Struct("=?Q")
+_Block = bytes
+"""What a router is told of a chunk: whether it has a parent, that one's hash (`_PARENT`), and token ids as `uint32`.
 
-    parent: Key | None
-    tokens: tuple[int, ...]
+With a tuple of integers, a named chunk of 16 tokens took 1,061 bytes in all tables; it takes 207 so.
+"""
+
+
+def _packed(parent: Key | None, tokens: Sequence[int]) -> _Block:
+    return _PARENT.pack(parent is not None, block_hash(parent or b"")) + array("I", tokens).tobytes()
+
+
+def _parent(block: _Block) -> int | None:
+    has_parent, parent = _PARENT.unpack_from(block)
+    return parent if has_parent else None
 
 
 class KVEventPublisher:
@@ -85,7 +97,7 @@ class KVEventPublisher:
         self._topic = topic.encode()
         self._chunk_tokens = chunk_tokens
         self._announced: Announcements[_Block] = Announcements()
-        self._described: deque[tuple[Key, Key | None, Sequence[int]]] = deque()
+        self._described: deque[tuple[Key, _Block]] = deque()
         self._pending: set[Key] = set()
         """The keys in `_described`: a request that waits is described again and again."""
         self._lately: dict[Key, _Block] = {}
@@ -117,7 +129,7 @@ class KVEventPublisher:
             if key not in self._lately and key not in self._pending and len(self._described) < _DESCRIBED:
                 self._pending.add(key)
                 mine = tokens[(at - first) * size : (at - first + 1) * size]
-                self._described.append((key, keys[at - 1] if at else None, mine))
+                self._described.append((key, _packed(keys[at - 1] if at else None, mine)))
 
     def publish(self, events: Iterable[Event], ready: Iterable[tuple[str, Key]] = ()) -> None:
         """Publish what `events` mean as one batch; nothing if they mean nothing.
@@ -141,7 +153,7 @@ class KVEventPublisher:
                 changes += self._announced.changes(event)
         for (tier, removed), run in groupby(changes, key=lambda each: each[:2]):
             some = list(run)
-            told += [self._removed(tier, some)] if removed else [self._stored(each) for each in some]
+            told += [self._removed(tier, some)] if removed else [self._stored(tier, each) for each in _paths(some)]
         if told:
             self._send(told)
 
@@ -189,8 +201,7 @@ class KVEventPublisher:
         """The changes of chunks that tiers had before their tokens were known."""
         changes: list[Change[_Block]] = []
         while self._described:
-            key, parent, tokens = self._described.popleft()
-            block = _Block(parent, tuple(map(int, tokens)))
+            key, block = self._described.popleft()
             if self._announced.has(key):
                 changes += self._announced.name(key, block)
             self._lately[key] = block
@@ -203,20 +214,22 @@ class KVEventPublisher:
         if key is not None and key in self._lately:
             self._announced.name(key, self._lately[key])
 
-    def _stored(self, change: Change[_Block]) -> dict[str, Any]:
-        parent, tokens = change.name
+    def _stored(self, tier: str, path: Sequence[Change[_Block]]) -> dict[str, Any]:
+        tokens = array("I")
+        for change in path:
+            tokens.frombytes(change.name[_PARENT.size :])
         return {
             "type": "BlockStored",
-            "block_hashes": [block_hash(change.key)],
-            "parent_block_hash": None if parent is None else block_hash(parent),
-            "token_ids": tokens,
-            "block_size": len(tokens),
+            "block_hashes": [block_hash(change.key) for change in path],
+            "parent_block_hash": _parent(path[0].name),
+            "token_ids": tokens.tolist(),
+            "block_size": len(tokens) // len(path),
             "lora_id": None,
-            "medium": _MEDIA.get(change.tier, "STORAGE"),
+            "medium": _MEDIA.get(tier, "STORAGE"),
             "lora_name": None,
             "group_idx": 0,
             "kv_cache_spec_kind": "full_attention",
-            **_owner(change.tier),
+            **_owner(tier),
         }
 
     def _removed(self, tier: str, changes: Sequence[Change[_Block]]) -> dict[str, Any]:
@@ -241,6 +254,18 @@ class KVEventPublisher:
 def block_hash(key: Key) -> int:
     """The name of a chunk in events: the last 64 bits of its key, as vLLM shortens its own hashes."""
     return int.from_bytes(key[-8:], "big")
+
+
+def _paths(changes: Sequence[Change[_Block]]) -> Iterator[list[Change[_Block]]]:
+    """Runs of chunks of one size, each the parent of the next: an event tells of a run."""
+    run: list[Change[_Block]] = []
+    for change in changes:
+        if run and (_parent(change.name), len(change.name)) != (block_hash(run[-1].key), len(run[-1].name)):
+            yield run
+            run = []
+        run.append(change)
+    if run:
+        yield run
 
 
 def _owner(tier: str) -> dict[str, str]:

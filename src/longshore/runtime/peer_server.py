@@ -22,10 +22,12 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 
 from longshore.boundary import Key
-from longshore.cache import GroupKeys, PrefetchPolicy, Presence, TieredCache, Until
+from longshore.cache import GroupKeys, PrefetchPolicy, Presence, Residency, TieredCache, Until
 from longshore.errors import ConfigError, LongshoreError, TierError
 from longshore.runtime.loop import Runtime
 from longshore.tiers.host import HostSlabs
@@ -50,9 +52,15 @@ _AT_ONCE = 8 << 20
 """Bytes of images that are held together for one client; one image may be larger."""
 _PARTS = 512
 """Pieces of memory that one system call sends, at most: each value is three of them."""
+_SEND_BYTES = 256 << 10
+"""Bytes of images after which what is ready is sent: the client receives while the next checksums are computed."""
 _THERE = (Presence.READY, Presence.COLDER)
 _WORDS, _WORD_BYTES, _LINE_BYTES = 4, 512, 16
 _ADDRESS = re.compile(rb"ls1/([0-9a-f]{64})/([0-9a-f]{64})")
+_COMMAND = re.compile(
+    rb"\*2\r\n\$(?=3\r\nGET\r|6\r\nSTRLEN\r)[36]\r\n(GET|STRLEN)\r\n\$133\r\n(ls1/[0-9a-f]{64}/[0-9a-f]{64})\r\n"
+)
+"""What clients of ours send, again and again; `PeerClient._next` reads any other command."""
 _END = b"\r\n"
 
 
@@ -83,17 +91,21 @@ class TierSource:
     def lengths(self, addresses: Sequence[bytes]) -> list[int]:
         """The length of each value; 0 for one that is not there, `COMING` for one that will be."""
         with self._runtime.transaction() as cache:
-            keys = [self._key(each) for each in addresses]
+            namespace = self._namespace()
+            keys = [self._key(each, namespace) for each in addresses]
             known = [key for key in keys if key is not None]
-            where = dict(zip(known, self._presences(cache, known), strict=True))
+            where = dict(zip(known, self._seen(cache, known).presences, strict=True))
             return [0 if key is None else self._length(key, where[key]) for key in keys]
 
     @contextlib.contextmanager
-    def held(self, addresses: Sequence[bytes]) -> Iterator[list[tuple[bytes, memoryview] | None]]:
-        """Header and image of each value, whose slots are not written meanwhile; `None` for one that is not there."""
+    def held(self, addresses: Sequence[bytes]) -> Iterator[Iterable[tuple[bytes, memoryview] | None]]:
+        """Header and image of each value, whose slots are not written meanwhile; `None` for one that is not there.
+
+        A checksum is computed when its value is taken: the image is in the core's cache when it is sent.
+        """
         job, slots = self._hold(addresses)
         try:
-            yield [self._value(*slots[each]) if each in slots else None for each in addresses]
+            yield (self._value(*slots[each]) if each in slots else None for each in addresses)
         finally:
             if job is not None:
                 with self._runtime.transaction() as cache:
@@ -111,18 +123,20 @@ class TierSource:
         was_read = False
         while True:
             with self._runtime.transaction() as cache:  # while there was none, weights may have changed
-                names = {key: each for each in addresses if (key := self._key(each)) is not None}
-                where = dict(zip(names, self._presences(cache, list(names)), strict=True))
-                path = {0: GroupKeys([key for key, each in where.items() if each in _THERE])}
-                if was_read or Presence.COLDER not in where.values():
-                    ready = [key for key, each in where.items() if each is Presence.READY]
+                namespace = self._namespace()
+                names = {key: each for each in addresses if (key := self._key(each, namespace)) is not None}
+                seen = self._seen(cache, list(names))
+                if was_read or Presence.COLDER not in seen.presences:
+                    is_ready = [each is Presence.READY for each in seen.presences]
+                    ready = list(compress(names, is_ready))
                     if not ready:
                         return None, {}
-                    (part,) = cache.load({0: GroupKeys(ready)}, count=False).parts
-                    found = [Identity(self._namespace(), key, self._bytes) for key in ready]
-                    slots = zip(part.slots.of.indices, found, strict=True)
-                    return part.job, {names[each[1].key]: each for each in slots}
-                now = self._runtime.clock()
+                    (part,) = cache.load({0: GroupKeys(seen if all(is_ready) else ready)}, count=False).parts
+                    namespace = self._namespace()  # what the slots have now
+                    slots = zip(ready, part.slots.of.indices, strict=True)
+                    return part.job, {names[key]: (at, Identity(namespace, key, self._bytes)) for key, at in slots}
+                there = [key for key, each in zip(names, seen.presences, strict=True) if each in _THERE]
+                path, now = {0: GroupKeys(there)}, self._runtime.clock()
                 order = cache.lookup(path, now, each=True, count=False, tick=self._tick)
                 self._tick, was_read = order.tick, True
                 if (lease := order.lease) is not None:
@@ -134,17 +148,16 @@ class TierSource:
                     with self._runtime.transaction() as cache:
                         cache.release(lease)
 
-    def _key(self, address: bytes) -> Key | None:
-        """The key in an address of the present namespace."""
+    @staticmethod
+    def _key(address: bytes, namespace: bytes) -> Key | None:
+        """The key in an address of `namespace`."""
         found = _ADDRESS.fullmatch(address)
-        if found is None or bytes.fromhex(found[1].decode()) != self._namespace():
-            return None
-        return bytes.fromhex(found[2].decode())
+        return bytes.fromhex(found[2].decode()) if found and found[1] == namespace.hex().encode() else None
 
-    def _presences(self, cache: TieredCache, keys: Sequence[Key]) -> Sequence[Presence]:
+    def _seen(self, cache: TieredCache, keys: Sequence[Key]) -> Residency:
         path = {0: GroupKeys(keys)}
         found = cache.lookup(path, self._runtime.clock(), until=Until.NOTHING, each=True, count=False)
-        return found.residency[0].presences
+        return found.residency[0]
 
     def _length(self, key: Key, presence: Presence) -> int:
         if presence in _THERE:
@@ -157,8 +170,9 @@ class PeerServer:
 
     Attributes:
         settings: What the URL says.
-        served: Values that were sent.
-        refused: Connections that were refused, or gave a wrong password.
+        answers: Values that clients have asked for, by `probe` or `read`, and answer: `present`, `absent`, `coming`.
+        sent_bytes: Bytes of values that were sent, headers included.
+        dropped: Clients that were refused or dropped, by reason: `limit`, `password`, `late`, `invalid`.
     """
 
     def __init__(self, url: str, source: TierSource) -> None:
@@ -167,7 +181,9 @@ class PeerServer:
         Whether clients need a password is decided here: a file of it that is empty later lets nobody in.
         """
         self.settings, self.source = parse_url(url), source
-        self.served = self.refused = 0
+        self.answers: Counter[tuple[str, str]] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self.sent_bytes = 0
         self.deadlines: dict[socket.socket, float] = {}
         """When each client that is connected is dropped; a clock reading in seconds."""
         self._threads: set[threading.Thread] = set()
@@ -225,7 +241,7 @@ class PeerServer:
                 _log.debug("peers: a client was not served: %s", error)
                 thread = None
         if thread is None:
-            self.refused += 1
+            self.count_drop("limit")
             sock.close()
 
     def _run(self, sock: socket.socket) -> None:
@@ -235,6 +251,8 @@ class PeerServer:
         try:
             PeerClient(self, sock).serve()
         except (OSError, LongshoreError) as error:
+            if isinstance(error, _NoCommandError):
+                self.count_drop("invalid")
             if not self._closed:
                 _log.debug("peers: a client was dropped: %s", error)
         except Exception:  # noqa: BLE001 - others are served
@@ -250,7 +268,24 @@ class PeerServer:
         with self._lock:  # none is closed meanwhile
             for client, deadline in list(self.deadlines.items()):
                 if now >= deadline:
+                    self.deadlines[client] = math.inf
+                    self.dropped["late"] += not self._closed
                     _shut_down(client)
+
+    def count_drop(self, reason: str) -> None:
+        """A client is refused or dropped."""
+        with self._lock:
+            self.dropped[reason] += 1
+
+    def count_answers(self, kind: str, answers: Mapping[str, int], sent_bytes: int = 0) -> None:
+        """Values have been asked for."""
+        with self._lock:
+            self.sent_bytes += sent_bytes
+            self.answers.update({(kind, answer): count for answer, count in answers.items()})
+
+
+class _NoCommandError(TierError):
+    """What a client has sent is no command."""
 
 
 class PeerClient:
@@ -264,7 +299,7 @@ class PeerClient:
         """Whether it has logged in, or need not."""
 
     def serve(self) -> None:
-        """Answer commands, one after the other, until the client ends. Raises `TierError` for what is none."""
+        """Answer commands, one after the other, until the client ends. Raises `_NoCommandError` for what is none."""
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if isinstance(self._socket, ssl.SSLSocket):
             self._socket.do_handshake()
@@ -310,19 +345,30 @@ class PeerClient:
                 self._send(b"-ERR unknown command\r\n")
 
     def _lengths(self, addresses: list[bytes]) -> None:
-        self._send(b"".join([b":%d\r\n" % each for each in self._server.source.lengths(addresses)]))
+        lengths = self._server.source.lengths(addresses)
+        self._send(b"".join([b":%d\r\n" % each for each in lengths]))
+        absent, coming = lengths.count(0), lengths.count(COMING)
+        answers = {"present": len(lengths) - absent - coming, "absent": absent, "coming": coming}
+        self._server.count_answers("probe", answers)
 
     def _get(self, addresses: list[bytes]) -> None:
+        present = sent = waiting = 0
         with self._server.source.held(addresses) as values:
+            self._has(SENDING)  # for all of them, however many times is sent
             parts: list[bytes | memoryview] = []
             for each in values:
                 if each is None:
                     parts.append(b"$-1\r\n")
-                else:
-                    header, image = each
-                    parts += [b"$%d\r\n%b" % (len(header) + len(image), header), image, _END]
-            self._send(*parts)
-        self._server.served += len(values) - values.count(None)
+                    continue
+                header, image = each
+                parts += (b"$%d\r\n%b" % (HEADER_BYTES + len(image), header), image, _END)
+                present += 1
+                waiting += HEADER_BYTES + len(image)
+                if waiting >= _SEND_BYTES:
+                    self._write(parts)
+                    sent, waiting, parts = sent + waiting, 0, []
+            self._write(parts)
+        self._server.count_answers("read", {"present": present, "absent": len(addresses) - present}, sent + waiting)
 
     def _log_in(self, user: bytes | None, password: bytes) -> None:
         if not self._server.needs_password:
@@ -334,7 +380,7 @@ class PeerClient:
             self._may = True
             self._send(b"+OK\r\n")
             return
-        self._server.refused += 1
+        self._server.count_drop("password")
         self._send(b"-WRONGPASS invalid username-password pair\r\n")
         raise TierError("a wrong password")
 
@@ -343,8 +389,11 @@ class PeerClient:
         if self._may:
             self._server.deadlines[self._socket] = time.monotonic() + seconds
 
-    def _send(self, *parts: bytes | memoryview) -> None:
+    def _send(self, answer: bytes) -> None:
         self._has(SENDING)
+        self._write([answer])
+
+    def _write(self, parts: Sequence[bytes | memoryview]) -> None:
         if isinstance(self._socket, ssl.SSLSocket):
             for part in parts:
                 self._socket.sendall(part)
@@ -354,9 +403,15 @@ class PeerClient:
             left = parts_behind(left, self._socket.sendmsg(left))
 
     def _next(self) -> list[bytes] | None:
-        """The next command, if all of it has come. Raises `TierError` for what is none."""
+        """The next command, if all of it has come. Raises `_NoCommandError` for what is none."""
+        if (usual := _COMMAND.match(self._buffer)) is not None:
+            words = list(usual.groups())
+            end = usual.end()
+            del usual  # it holds the buffer
+            del self._buffer[:end]
+            return words
         count, at = self._number(b"*", 0, _WORDS)
-        words: list[bytes] = []
+        words = []
         while count is not None and len(words) < count:
             length, at = self._number(b"$", at, _WORD_BYTES)
             if length is None or len(self._buffer) < at + length + len(_END):
@@ -364,11 +419,11 @@ class PeerClient:
             words.append(bytes(self._buffer[at : at + length]))
             at += length + len(_END)
             if self._buffer[at - len(_END) : at] != _END:
-                raise TierError("a word without its end")
+                raise _NoCommandError("a word without its end")
         if count is None:
             return None
         if not words:
-            raise TierError("a command without words")
+            raise _NoCommandError("a command without words")
         del self._buffer[:at]
         return words
 
@@ -379,7 +434,7 @@ class PeerClient:
             return None, begin
         line = bytes(self._buffer[begin : max(begin, end)])
         if line[:1] != kind or not line[1:].isdigit() or int(line[1:]) > most:
-            raise TierError(f"expected {kind.decode()} and a number up to {most}")
+            raise _NoCommandError(f"expected {kind.decode()} and a number up to {most}")
         return int(line[1:]), end + len(_END)
 
 

@@ -355,7 +355,9 @@ class Overload(NamedTuple):
         many = "1 engine" if self.engines == 1 else f"{self.engines:,} engines"
         many += f" in each of {self.replicas:,} replicas" if self.replicas > 1 else ""
         words = "would suffice" if self.missed is None else "would keep up"
-        found = "" if self.ttft_p95 is None else f"; in a replay with them, TTFT p95 is {seconds(self.ttft_p95)}"
+        found = " by the average load"
+        if self.ttft_p95 is not None:
+            found = f"; in a replay with them, TTFT p95 is {seconds(self.ttft_p95)}"
         if self.missed is not None:
             found += f", and {seconds(self.missed)} needs faster engines, not more of them"
         enough = f"--engines {self.enough} {words}{found}"

@@ -18,8 +18,7 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
 from longshore.boundary import DEVICE
-from longshore.cache import ReuseHint, TieredCache
-from longshore.cache.settings import DEFAULT_PRIORITY
+from longshore.cache import DEFAULT_PRIORITY, ReuseHint, TieredCache
 from longshore.config import Config
 from longshore.engines.transformers import Tiers, attach, tiered
 from longshore.errors import HintError

@@ -122,11 +122,10 @@ def test_what_our_publisher_sends_is_what_vllm_reads(tmp_path: Path) -> None:
     assert [batch.data_parallel_rank for batch in batches] == [0] * 4
     first, second = map(block_hash, keys)
     stored = [each for each in batches[1].events if isinstance(each, BlockStored)]
-    assert [(each.block_hashes, each.parent_block_hash, each.token_ids, each.block_size) for each in stored[:2]] == [
-        ([first], None, [0, 1, 2, 3], 4),
-        ([second], first, [4, 5, 6, 7], 4),
-    ]
-    places = [(each.medium, each.locality, each.ownership) for each in stored[::2]]
+    assert [(each.block_hashes, each.parent_block_hash, each.token_ids, each.block_size) for each in stored] == [
+        ([first, second], None, list(range(8)), 4)
+    ] * 3
+    places = [(each.medium, each.locality, each.ownership) for each in stored]
     assert places == [("CPU", "LOCAL", None), ("STORAGE", "LOCAL", None), ("STORAGE", "REMOTE", "remote")]
     (removed,) = batches[2].events
     assert isinstance(removed, BlockRemoved)

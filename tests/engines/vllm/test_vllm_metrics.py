@@ -183,6 +183,26 @@ def test_what_a_router_has_dropped_is_announced_again(rigs: Any, tmp_path: Path)
     assert rig.manager.take_events() == []
 
 
+def test_no_copy_is_announced_twice_after_a_reset(rigs: Any, tmp_path: Path) -> None:
+    """Stored before it and not told yet, stored after it, or told before: one event for each tier of each chunk."""
+    rig, keys = rigs(events=True, **file_settings(tmp_path)), keys_of(3)
+    rig.store(keys[:1], [1], rig.request("told", keys[:1]))
+    assert rig.manager._runtime.flush(10.0)
+    assert len(rig.manager.take_events()) == 2
+    rig.store(keys[1:2], [2], rig.request("untold", keys[1:2]))
+    assert rig.manager._runtime.flush(10.0)
+    rig.manager.device_was_reset()
+    rig.store(keys[2:], [3], rig.request("later", keys[2:]))
+    assert rig.manager._runtime.flush(10.0)
+    told = [*rig.manager.take_events(), *rig.manager.take_events()]
+    assert not any(each.removed for each in told)
+    copies = [(each.medium, key) for each in told for key in each.keys]
+    assert len(copies) == len(set(copies)) == 6
+    rig.store(keys, [1, 2, 3], rig.request("again", keys))
+    assert rig.manager._runtime.flush(10.0)
+    assert list(rig.manager.take_events()) == []
+
+
 def test_changed_weights_remove_what_was_announced(rigs: Any) -> None:
     """vLLM says nothing then, as its device cache is not reset yet."""
     rig, keys = rigs(events=True), keys_of(2)

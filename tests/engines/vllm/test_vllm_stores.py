@@ -128,6 +128,28 @@ def test_a_request_is_served_what_the_peer_it_names_has(opened: Opener) -> None:
     assert all(map(torch.equal, found, expected))
     other.manager.on_request_finished(context)
     assert other.manager.loaded_tokens[PEERS] == 64
+    served, read = (peer_metrics(each) for each in (one, other))
+    assert served["values", ("read", "present")] == 4
+    assert served["values", ("probe", "present")] == 4
+    assert served["values", ("probe", "absent")] == 2
+    assert served["sent_bytes", ()] == 4 * (128 + 4096)
+    assert not any(value for (name, _), value in served.items() if name in {"dropped_clients", "waits"})
+    assert not any(read.values())
+    assert read.keys() == served.keys()
+
+
+def peer_metrics(rig: Any) -> dict[tuple[str, tuple[str, ...]], float]:
+    """The metrics of peers, at the first question."""
+    stats = rig.manager.get_stats()
+    assert stats is not None
+    all_of_them = stats.data["data"].items()
+    name_of = "longshore_peer_"
+    return {
+        (name.removeprefix(name_of), labels): value
+        for name, values in all_of_them
+        if name.startswith(name_of)
+        for labels, value in values.items()
+    }
 
 
 def test_what_a_peer_is_computing_is_waited_for(opened: Opener) -> None:
@@ -143,6 +165,9 @@ def test_what_a_peer_is_computing_is_waited_for(opened: Opener) -> None:
         time.sleep(0.01)
     one.store(keys, range(4), prefill)
     assert answered(other, keys, context) == [HIT] * 4
+    assert peer_metrics(one)["values", ("probe", "coming")] >= 4
+    waits = {labels: value for (name, labels), value in peer_metrics(other).items() if name == "waits"}
+    assert waits == {("arrived",): 1, ("gone",): 0, ("late",): 0}
 
 
 def test_what_a_peer_does_not_compute_is_not_waited_for(opened: Opener) -> None:

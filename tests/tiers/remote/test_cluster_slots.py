@@ -18,6 +18,7 @@ from longshore.testing.tier_harness import key
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import BY_KEY, Op, TierOp
 from longshore.tiers.remote import ClusterTier
+from longshore.tiers.remote import cluster as cluster_module
 from longshore.tiers.remote.cluster import SLOTS, ClusterNode, read_slots, slot_of
 from longshore.tiers.remote.resp import RespSession
 from longshore.tiers.remote.settings import RemoteSettings
@@ -92,7 +93,7 @@ class Redirecting:
 
     def __init__(self) -> None:
         self.reply = b""
-        self.asked = 0
+        self.asked = self.answered = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -116,6 +117,7 @@ class Redirecting:
                 words = [commands.read(int(commands.readline()[1:]) + 2) for _ in range(int(line[1:]))]
                 self.asked += words[0] in {b"GET\r\n", b"STRLEN\r\n"}
                 sock.sendall(self.reply)
+                self.answered += 1
 
 
 @pytest.fixture
@@ -130,6 +132,13 @@ def statuses(tier: ClusterTier) -> tuple[Status, ...]:
     ops = [TierOp(op, BY_KEY, key(1), None, place * IMAGE, IMAGE, 0) for place, op in enumerate(Op)]
     tier.submit(ops, math.inf)
     return wait(tier.poll)[0].statuses  # type: ignore[no-any-return]
+
+
+def until(reached: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 30
+    while not reached():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
 
 
 def wait(collect: Callable[[], list]) -> list:  # type: ignore[type-arg]
@@ -147,6 +156,7 @@ def wait(collect: Callable[[], list]) -> list:  # type: ignore[type-arg]
         ("MOVED 1 127.0.0.1:{self}", Status.EXPIRED),
         ("ASK 1 127.0.0.1:{other}", Status.IO_ERROR),  # in reply to ASKING
         ("MOVED 1 :{other}", Status.EXPIRED),
+        ("MOVED 1 ?:{other}", Status.EXPIRED),
         ("MOVED", Status.IO_ERROR),
         ("MOVED 1 nowhere", Status.EXPIRED),
         ("MOVED 1 127.0.0.1:99999", Status.EXPIRED),
@@ -212,5 +222,69 @@ def test_an_impossible_host_is_a_node_that_is_away(servers: tuple[Redirecting, R
     try:
         assert statuses(tier) == (Status.UNAVAILABLE, Status.UNAVAILABLE)
         assert tier._thread.is_alive()
+    finally:
+        tier.close()
+
+
+@pytest.mark.parametrize("host", [b"", b"?"])
+def test_a_redirection_without_host_stays_at_the_host(host: bytes, servers: tuple[Redirecting, Redirecting]) -> None:
+    """So answers a node that does not know its address, or has no hostname where hostnames are preferred."""
+    first, other = servers
+    first.reply = b"-MOVED 1 %b:%d\r\n" % (host, other.port)
+    other.reply = b"-MOVED 1 127.0.0.1:%d\r\n" % other.port
+    url = f"valkey-cluster://127.0.0.1:{first.port}?fetch_timeout=20s&write_timeout=20s&connect_timeout=20s"
+    tier = ClusterTier(url, arena=Arena(2 * IMAGE), image_bytes=IMAGE, namespace=bytes(32))
+    try:
+        statuses(tier)
+        assert other.asked > 0
+    finally:
+        tier.close()
+
+
+def test_an_unreadable_map_is_logged_once_per_outage(
+    servers: tuple[Redirecting, Redirecting], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "REFRESH_SECONDS", 0.01)
+    full = b"*1\r\n*3\r\n:0\r\n:%d\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % (SLOTS - 1, servers[0].port)
+    refused = b"-NOPERM this user has no permissions to run CLUSTER\r\n"
+    servers[0].reply = refused
+    url = f"valkey-cluster://127.0.0.1:{servers[0].port}?connect_timeout=20s"
+    tier = ClusterTier(url, arena=Arena(IMAGE), image_bytes=IMAGE, namespace=bytes(32))
+    try:
+        for outage in (1, 2):
+            servers[0].reply = refused
+            for _ in range(5):
+                answered = servers[0].answered
+                tier._wanted.set()
+                until(lambda answered=answered: servers[0].answered > answered)  # type: ignore[misc]
+            servers[0].reply = full
+            tier._wanted.set()
+            until(lambda: not tier._map_failed)
+            said = [each for each in caplog.messages if "no node gives the map of slots" in each]
+            assert len(said) == outage
+            assert f"127.0.0.1:{servers[0].port}: the server answered NOPERM" in said[-1]
+    finally:
+        tier.close()
+
+
+def test_a_fault_in_looking_after_nodes_ends_no_thread(
+    servers: tuple[Redirecting, Redirecting], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "REFRESH_SECONDS", 0.01)
+    calls = []
+
+    def broken(*_: object) -> None:
+        calls.append(None)
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(cluster_module, "read_slots", broken)
+    url = f"valkey-cluster://127.0.0.1:{servers[0].port}?connect_timeout=20s"
+    tier = ClusterTier(url, arena=Arena(IMAGE), image_bytes=IMAGE, namespace=bytes(32))
+    try:
+        for count in range(1, 4):
+            tier._wanted.set()
+            until(lambda count=count: len(calls) >= count)  # type: ignore[misc]
+        assert tier._thread.is_alive()
+        assert len([each for each in caplog.messages if "looking after its nodes failed" in each]) == 1
     finally:
         tier.close()

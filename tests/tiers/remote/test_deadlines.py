@@ -3,6 +3,7 @@
 import math
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -370,3 +371,43 @@ def test_probes_that_hang_open_the_breaker_and_then_nothing_waits(hung: tuple[Dr
     asked = tier.ask([key(1)], 0, math.inf)
     assert [result.ticket for result in tier.poll()] == [late]
     assert list(tier.answers()) == [(asked, None)]
+
+
+class BrokenStore:
+    """A client whose code is wrong, for as long as `is_wrong`; then nobody is there."""
+
+    threads = 1
+
+    def __init__(self) -> None:
+        self.is_wrong, self.calls = True, 0
+
+    def connect(self) -> Session:
+        self.calls += 1
+        if self.is_wrong:
+            raise RuntimeError("a bug")
+        raise StoreError("connection", "nobody is there")
+
+
+def test_a_fault_in_health_checks_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    clock, store = Clock(), BrokenStore()
+    store.is_wrong = False
+    tier = RemoteTier(
+        "valkey://host", arena=Arena(IMAGE), image_bytes=IMAGE, namespace=os.urandom(32), clock=clock, store=store
+    )
+    driver = Driver(tier, clock)
+    try:
+        while not tier.is_away:
+            tier.submit([TierOp(Op.READ, BY_KEY, key(1), None, 0, IMAGE, 0)], math.inf)
+            driver.run(0.02)
+        assert not [each for each in caplog.records if each.exc_info]
+        store.is_wrong, store.calls = True, 0
+        give_up = time.monotonic() + 60
+        while store.calls < 3:  # checks
+            driver.run(0.1)
+            time.sleep(0.001)
+            assert time.monotonic() < give_up
+        (said,) = (each for each in caplog.records if each.exc_info)
+        assert "an I/O thread raised" in said.getMessage()
+        assert isinstance(said.exc_info[1], RuntimeError)  # type: ignore[index]
+    finally:
+        tier.close()

@@ -32,9 +32,9 @@ from longshore.cache.columns import (
     has_duplicates,
     numbers,
     once,
+    sparse,
     unknown,
     words,
-    zeros,
 )
 from longshore.cache.eviction.base import EvictionPolicy, Names
 from longshore.cache.eviction.hit_rates import (
@@ -63,6 +63,7 @@ from longshore.cache.eviction.hit_rates import (
     HitRates,
     Keys,
     Spans,
+    sooner,
 )
 from longshore.errors import CacheError
 
@@ -94,8 +95,8 @@ class Gittins(EvictionPolicy):
     def __init__(self, slots: int, names: Names) -> None:
         super().__init__(slots, names)
         self._hit_rates, self._spans, self._linked = HitRates(), Spans(), LinkedLists()
-        self._state: Column = array("I", bytes(4 * LISTS))
-        self._used: Column = zeros(LISTS)
+        self._state: Column = sparse(LISTS, np.uint32).data
+        self._used: Column = sparse(LISTS, np.int32).data
         self._count = 0
         self._now = self._tick = 0
         """The last tick that was drawn, and that of the request that is served."""
@@ -441,7 +442,10 @@ class Gittins(EvictionPolicy):
         if when >= self._tick:
             return state & STATE
         age = AGE_OF[min(self._tick - when, OLDEST)]
-        new = AGAIN[state & (USES | GAP)] | GAP_OF[age] | self._hint | self._length
+        hint = self._hint
+        if hint and (old := (state & HOW) >> HINT):
+            hint = sooner(old, self._tick - when, hint >> HINT) << HINT
+        new = AGAIN[state & (USES | GAP)] | GAP_OF[age] | hint | self._length
         if noted:
             self._hit_rates.record(RETURNED, state, when, age, count)
             self._hit_rates.record(BECAME, new, self._tick, count=count)

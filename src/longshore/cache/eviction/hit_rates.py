@@ -49,11 +49,12 @@ from longshore.errors import CacheError
 #     1              `ends`: nobody will come back
 #     2, 3, ... 7    `seconds`: back within 4, 16, 64, 256, 1,024 requests, or later; by the rate of the last requests
 #     8, ... 11      a class of requests; those that were named after the first three share the last number
+#     12, ... 15     back within 16, 64, 256 or 1,024 requests, and used before by a request that comes back later
 #
 # A hint is a kind of use, not an order: the policy learns for each number how long it takes until such chunks are used
 # again, and whether they are. So a hint that is often wrong says little, and does little.
-ENDS, BACK, CLASS, HINTS = 1, 2, 8, 12
-"""The number of `ends`, the first ones of times and of classes, and how many there are."""
+ENDS, BACK, CLASS, SHARED, HINTS = 1, 2, 8, 12, 16
+"""The number of `ends`, the first ones of times, of classes and of times of shared chunks, and how many there are."""
 
 _WITHIN = [4**power for power in range(1, CLASS - BACK)]
 
@@ -111,9 +112,18 @@ class ReuseHints:
             return BACK + bisect_right(_WITHIN, said.seconds * (tick - since) / passed)
         if not said.of:
             return 0
-        if said.of not in self._classes and len(self._classes) < HINTS - CLASS - 1:
+        if said.of not in self._classes and len(self._classes) < SHARED - CLASS - 1:
             self._classes[said.of] = CLASS + len(self._classes)
-        return self._classes.get(said.of, HINTS - 1)
+        return self._classes.get(said.of, SHARED - 1)
+
+
+def sooner(old: int, passed: int, new: int) -> int:
+    """The hint of a chunk with hint `old` that is used `passed` requests later by a request with hint `new`.
+
+    That is `new`, unless another request is to come back sooner, and its time has not begun.
+    """
+    waits = BACK < old < new < CLASS and passed < _WITHIN[old - BACK - 1]
+    return SHARED + old - BACK - 1 if waits else new
 
 
 def check_reuse_hint(said: ReuseHint | None) -> None:

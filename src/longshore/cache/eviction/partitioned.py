@@ -249,10 +249,9 @@ class PartitionedByPriority(PartitionedPolicy):
         tick: int = 0,
         hint: int = 0,
     ) -> None:
-        """`priorities`: those that nodes are to have, by node, xor `priority`; whoever changes one calls `move`.
+        """`priorities`: those that nodes are to have, by node, xor `priority`. They may be replaced.
 
-        It may be replaced.
-        The request of `tick` is served, which has this `hint`; `first` has been told.
+        Whoever changes one calls `move`. The request of `tick` is served, which has this `hint`; `first` has been told.
         """
         super().__init__(slots, names, {priority: first}, len(priorities))
         self.refuses, self._usual = first.refuses, first

@@ -297,11 +297,21 @@ class RemoteFetches:
         self._runtime = runtime
         self._groups = groups
         self._peers = peers
+        self.peer_waits: Counter[str] = Counter()
+        """How waiting for blocks that a peer computes has ended: `arrived`, `gone`, `late`."""
 
     def look(
-        self, request: RequestState, ends: Mapping[OffloadKey, int], found: Sequence[Presence], first: OffloadKey
+        self,
+        request: RequestState,
+        ends: Mapping[OffloadKey, int],
+        found: Sequence[Presence],
+        first: OffloadKey,
+        *,
+        late: bool = False,
     ) -> Sequence[Presence]:
         """`found`, in which chunks that a store is asked for, or sends, are on their way.
+
+        Nothing is asked for a request that is `late`: it has waited for too long.
 
         Args:
             request: Whose chunks they are.
@@ -309,7 +319,10 @@ class RemoteFetches:
             found: Where each of them is.
             first: The chunk that vLLM asks for.
         """
-        if request.fetches_end or REMOTE not in request.hints.load:
+        if late and request.asks_again and not request.fetches_end:
+            request.fetches_end = True
+            self.peer_waits["late"] += 1
+        if late or request.fetches_end or REMOTE not in request.hints.load:
             return found
         absent = [key for key, presence in zip(ends, found, strict=True) if presence is Presence.ABSENT]
         now = self._runtime.clock()
@@ -335,6 +348,8 @@ class RemoteFetches:
             names = dict(zip(absent, known.remote_sources.get(0, [""] * len(absent)), strict=True))
             if request.source is None:  # what a peer has that another request has named
                 names = {key: "" if name == PEERS else name for key, name in names.items()}
+            if request.asks_again:
+                self.peer_waits["arrived" if PEERS in names.values() else "gone"] += 1
             if not any(names.values()):
                 return found
             tiers = [names.get(key) or tier for key, tier in zip(ends, tiers_of(found), strict=True)]

@@ -36,7 +36,7 @@ from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Res
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.connector import Backoff
 from longshore.engines.vllm.loads import Loads, RemoteFetches, load_limit, tiers_of
-from longshore.engines.vllm.metrics import EventTranslator, OffloadingMetrics
+from longshore.engines.vllm.metrics import EventTranslator, OffloadingMetrics, peer_samples
 from longshore.engines.vllm.requests import (
     GROUP_BYTES,
     ChunkGroups,
@@ -336,7 +336,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             with self._runtime.locked() as cache:
                 gate = self._runtime.gate
                 refused = 0 if gate is None else gate.refused
-                return self._metrics.stats(cache, refused, self._validity.weight_changes, self._runtime.faults)
+                peers = peer_samples(self.peer_server, self._fetches)
+                return self._metrics.stats(cache, refused, self._validity.weight_changes, self._runtime.faults, peers)
         except Exception as error:  # noqa: BLE001 - not `contained`, as counters are told of after a fault, too
             self._runtime.fail(error)
             return None
@@ -433,8 +434,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         found = request.residency.presences
         if FILE not in request.hints.load:
             found = [Presence.ABSENT if each is Presence.COLDER else each for each in found]
-        if self._fetches is not None and not late and Presence.ABSENT in found and asked is positions:
-            found = self._fetches.look(request, positions, found, key)
+        if self._fetches is not None and Presence.ABSENT in found and asked is positions:
+            found = self._fetches.look(request, positions, found, key, late=late)
         coming = self._coming(
             request, positions, found, key, waits=2 * waited <= self._jobs.patience
         )  # then it is loaded

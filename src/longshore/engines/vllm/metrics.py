@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
-from typing import Any
+from itertools import groupby, product
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -30,10 +30,14 @@ from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
 from longshore.cache import DropReason, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
 from longshore.cache.events import WEIGHTS, Announcements, Change
 from longshore.cache.types import Answer, Histogram
-from longshore.monitoring.metric_table import METRICS, QUEUE_SECONDS, Metric, MetricKind
+from longshore.monitoring.metric_table import METRICS, QUEUE_SECONDS, VALUES, Metric, MetricKind
 from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier
 from longshore.tiers.base import Tier
 from longshore.tiers.remote import FAILURE_REASONS as OF_STORES
+
+if TYPE_CHECKING:
+    from longshore.engines.vllm.loads import RemoteFetches
+    from longshore.runtime.peer_server import PeerServer
 
 _TIERS = (HOST, FILE)
 _ROUTES = tuple(
@@ -110,13 +114,19 @@ class OffloadingMetrics:
         return reasons
 
     def stats(
-        self, cache: TieredCache, refused: int = 0, weights: int = 0, faults: int = 0
+        self,
+        cache: TieredCache,
+        refused: int = 0,
+        weights: int = 0,
+        faults: int = 0,
+        peers: dict[_Sample, float] | None = None,
     ) -> OffloadingConnectorStats | None:
         """What has changed since the last call; at the first, everything. `refused` are chunks that were recomputed.
 
-        `weights` is how often the weights have changed, `faults` how often the control plane has failed.
+        `weights` is how often the weights have changed, `faults` how often the control plane has failed; `peers` are
+        `peer_samples`.
         """
-        new = dict(self._samples(cache))
+        new = dict(self._samples(cache)) | (peer_samples() if peers is None else peers)
         serves = {HOST: True, **({FILE: False} if self._no_file["off"] else {})}
         serves |= {tier.name: not tier.trouble for tier in (self._file, *self._stores) if tier is not None}
         new |= {("longshore_tier_available", (tier,)): int(each and not faults) for tier, each in serves.items()}
@@ -169,6 +179,20 @@ class OffloadingMetrics:
             yield ("longshore_moved_bytes", (route,)), totals.bytes
             yield ("longshore_moving_seconds", (route,)), totals.seconds
             yield ("longshore_failed_chunks", (route,)), totals.failed
+
+
+def peer_samples(server: PeerServer | None = None, fetches: RemoteFetches | None = None) -> dict[_Sample, float]:
+    """The metrics of peers: of those that are served, and of waiting for others; zero without a server, or stores."""
+    answers: Counter[tuple[str, str]] = Counter() if server is None else server.answers
+    dropped: Counter[str] = Counter() if server is None else server.dropped
+    waits: Counter[str] = Counter() if fetches is None else fetches.peer_waits
+    kinds, said = (VALUES["longshore_peer_values", label] for label in ("request", "answer"))
+    samples: dict[_Sample, float] = {("longshore_peer_sent_bytes", ()): 0 if server is None else server.sent_bytes}
+    samples |= {("longshore_peer_values", each): answers[each] for each in product(kinds, said)}
+    for name, label, counts in (("dropped_clients", "reason", dropped), ("waits", "outcome", waits)):
+        known = VALUES[f"longshore_peer_{name}", label]
+        samples |= {(f"longshore_peer_{name}", (each,)): counts[each] for each in known}
+    return samples
 
 
 def _is_of_device(name: str, labels: Sequence[str]) -> bool:

@@ -14,6 +14,7 @@ while a node is away or a slot has none. Until it is known, the first node that 
 from __future__ import annotations
 
 import binascii
+import logging
 import math
 import os
 import threading
@@ -48,6 +49,10 @@ _IDLE_SECONDS = 60.0
 
 _MOST_ASKS = 4096
 _LAST_PORT = 65_535
+_UNNAMED = frozenset({None, b"", b"?"})
+"""A host in a map or in a redirection that is the host which was asked: the node does not know its address."""
+
+_log = logging.getLogger(__name__)
 
 
 class ClusterNode(NamedTuple):
@@ -79,8 +84,7 @@ def read_slots(session: RespSession, host: str, deadline: float) -> SlotMap:
         for first, last, (name, port, *_), *_ in reply:
             if not (0 <= first <= last < SLOTS and 0 < port <= _LAST_PORT):
                 raise ValueError(first, last, port)
-            # a node that does not know its own address says nothing, or a question mark
-            at = ClusterNode(host if name in {None, b"", b"?"} else name.decode(), port)
+            at = ClusterNode(host if name in _UNNAMED else name.decode(), port)
             slots[first : last + 1] = [at] * (last + 1 - first)
     except (TypeError, ValueError, AttributeError) as error:
         raise StoreError("broken", "invalid reply: no map of slots", Status.IO_ERROR) from error
@@ -153,6 +157,8 @@ class NodesTier(KeyedTier):
         self._answers: list[tuple[int, tuple[bool, ...] | None]] = []
         self._at_end: Callable[[], None] | None = None
         self._closed = False
+        self._raised = ""
+        """The last exception of the thread, which is logged once."""
         self._pid = os.getpid()
         self._wanted, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep_nodes, name=f"longshore-{name}", daemon=True)
@@ -422,8 +428,15 @@ class NodesTier(KeyedTier):
         while not self._closed:
             self._wanted.wait()
             self._wanted.clear()
-            self._refresh()
-            self._close_unused()
+            try:
+                self._refresh()
+                self._close_unused()
+            except Exception as error:  # noqa: BLE001 - nodes would never be looked after again
+                if repr(error) != self._raised:
+                    self._raised = repr(error)
+                    _log.exception(
+                        "remote tier %s (%s): looking after its nodes failed; report this", self.name, self.settings
+                    )
             with self._lock:
                 if self._is_restless:
                     self._wanted.set()
@@ -457,6 +470,8 @@ class ClusterTier(NodesTier):
         """What is in `_slots`."""
         self._asks: dict[bytes, ClusterNode] = {}
         """The nodes that have values of slots that move."""
+        self._map_failed = False
+        """Whether no node gave the map when it was read last."""
         self._wanted.set()
         self._at(self._named[0])  # raises where sizes or the like are invalid
         self._thread.start()
@@ -492,9 +507,10 @@ class ClusterTier(NodesTier):
         kind, _, where = error.partition(b" ")
         host, _, port = where.rpartition(b" ")[2].rpartition(b":")
         self._wanted.set()
-        if kind == b"CLUSTERDOWN" or host == b"?" or not (port.isdigit() and 0 < int(port) <= _LAST_PORT):
+        if kind == b"CLUSTERDOWN" or not (port.isdigit() and 0 < int(port) <= _LAST_PORT):
             return
-        to = ClusterNode(host.decode(errors="replace") or node.host, int(port), asking=kind == b"ASK")
+        name_of_host = node.host if host in _UNNAMED else host.decode(errors="replace")
+        to = ClusterNode(name_of_host, int(port), asking=kind == b"ASK")
         with self._lock:
             if not to.asking:
                 self._owners.add(to)
@@ -507,9 +523,11 @@ class ClusterTier(NodesTier):
     def _refresh(self) -> None:
         """Read the map from the first node that knows an owner of each slot, or else from the one that knows most.
 
-        A node that was reset, or has lost its configuration, knows none. If no node answers, the map stays as it is.
+        A node that was reset, or has lost its configuration, knows none. If no node answers, the map stays as it is,
+        and the first such reading of an outage is logged.
         """
         best: SlotMap | None = None
+        failures: list[str] = []
         with self._lock:
             known = sorted(self._nodes, key=lambda node: self._nodes[node].is_away)
             candidates = dict.fromkeys(node._replace(asking=False) for node in [*known, *self._named])
@@ -522,12 +540,21 @@ class ClusterTier(NodesTier):
                     slots = read_slots(session, node.host, self._clock() + self.settings.connect_timeout)
                 finally:
                     session.close()
-            except StoreError:
+            except StoreError as error:
+                failures.append(f"{node.host}:{node.port}: {error}")
                 continue
             if best is None or slots.count(None) < best.count(None):
                 best = slots
             if None not in best:
                 break
         if best is not None:
+            self._map_failed = False
             with self._lock:
                 self._slots, self._owners = best, set(best)
+        elif not self._map_failed:
+            self._map_failed = True
+            _log.warning(
+                "remote tier %s (%s): no node gives the map of slots, and the last one stays in use (%s); run: "
+                "longshore doctor %s",
+                *(self.name, self.settings, "; ".join(failures), self.settings),
+            )

@@ -1,16 +1,18 @@
 """The process of Mooncake's client: started by `longshore.tiers.remote.mooncake` only, as a program without Longshore.
 
     socket      orders, one JSON list a line, and an answer to each
-    memory      descriptors of the arena and of the headers; both are mapped here, and registered with the client
+    memory      descriptors of the arena and of a buffer; both are mapped here, and registered with the client
 
-    ["exist", keys]                            1: it is there; 0: it is not; below 0: an error
-    ["get", keys, offsets, lengths]            the bytes of each value, as they are; below 0: an error
-    ["put", keys, offsets, lengths, replace]   0; below 0: an error. What is there stays, unless it is to be replaced
-    ["remove", pattern]                        how many keys matched the regular expression; below 0: an error
+    ["exist", keys]                                 1: it is there; 0: it is not; below 0: an error
+    ["get", keys, offsets, lengths, area]           the bytes of each value, as they are; below 0: an error
+    ["read", keys, offsets, lengths]                the same, as one range each at an offset in the buffer
+    ["put", keys, offsets, lengths, area, replace]  0; below 0: an error. What is there stays, unless it is replaced
+    ["remove", pattern]                             how many keys matched the regular expression; below 0: an error
 
-The header of the value at index N of an order is at 128 * N in the memory for headers, its image at its offset in the
-arena. The first answer is Mooncake's code of its `setup`, 0 if it is connected, or the text of an error.
-The process ends at the end of its input, and with the thread that started it, whatever the client is doing.
+The header of the value at index N of a get or put is at area + 128 * N in the buffer, its image at its offset in the
+arena. Orders are carried out one after the other; some may wait. The first answer is Mooncake's code of its `setup`, 0
+if it is connected, or the text of an error. The process ends at the end of its input, and with the thread that started
+it, whatever the client is doing.
 """
 
 import ctypes
@@ -32,14 +34,18 @@ def _address_of(mapping: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
-def carried_out(client: Any, arena: int, headers: int, kind: str, order: list[Any]) -> list[int]:
-    """The codes of an order to `client`, a `MooncakeDistributedStore`; arena and headers are at these addresses."""
+def carried_out(client: Any, arena: int, buffer: int, kind: str, order: list[Any]) -> list[int]:
+    """The codes of an order to `client`, a `MooncakeDistributedStore`; arena and buffer are at these addresses."""
     if kind == "exist":
         return list(client.batch_is_exist(*order))
     if kind == "remove":
         return [client.remove_by_regex(*order, True)]
     keys, offsets, lengths, *more = order
-    places = [[headers + HEADER_BYTES * index, arena + offset] for index, offset in enumerate(offsets)]
+    if kind == "read":
+        codes = list(client.batch_get_into(keys, [buffer + offset for offset in offsets], lengths))
+        return _with_lengths(client, keys, codes, lengths)
+    area, *more = more
+    places = [[buffer + area + HEADER_BYTES * index, arena + offset] for index, offset in enumerate(offsets)]
     sizes = [[HEADER_BYTES, length] for length in lengths]
     if kind == "put":
         for key, is_replaced in zip(keys, *more, strict=True):
@@ -47,10 +53,15 @@ def carried_out(client: Any, arena: int, headers: int, kind: str, order: list[An
                 client.remove(key, True)
         return list(client.batch_put_from_multi_buffers(keys, places, sizes))
     codes = list(client.batch_get_into_multi_buffers(keys, places, sizes))
+    return _with_lengths(client, keys, codes, list(map(sum, sizes)))
+
+
+def _with_lengths(client: Any, keys: list[str], codes: list[int], expected: list[int]) -> list[int]:
+    """The codes, and the length of each value that has another one than expected."""
     for index, code in enumerate(codes):
         if code in _WRONG_LENGTHS:
             found = client.get_size(keys[index])
-            codes[index] = code if found == sum(sizes[index]) else found
+            codes[index] = code if found == expected[index] else found
     return codes
 
 

@@ -95,7 +95,8 @@ class RespSession:
         self._bytes = bytearray(_BUFFER)
         self._buffer = memoryview(self._bytes)
         self._begin = self._end = 0
-        self._head = memoryview(bytearray(_LONGEST_LINE))
+        self._expected, self._line, self._head = -1, b"", memoryview(b"")
+        """Of the value received last: its bytes, the line before it, and room for that line and a header."""
         self._tail = memoryview(bytearray(len(_END)))
 
     # ------------------------------------------------------------------ requests
@@ -141,14 +142,15 @@ class RespSession:
             """Request what there is room for, before the last bytes of the value before it have come."""
             nonlocal coming, rest
             coming, rest = coming - count, rest - count
-            requests = []
+            images = []
             if coming <= self._in_flight // 2:  # several small images with one system call
-                while coming < self._in_flight and (image := work.take()) is not None:
-                    coming += len(image.memory)
-                    asked.append(image)
-                    requests.append(_GET % (self._asking, len(image.address), image.address))
+                images = work.take_some(self._in_flight - coming)
+                coming += sum([len(image.memory) for image in images])
+                asked.extend(images)
             soonest = _soonest(asked)
-            if requests:
+            if images:
+                asking = self._asking
+                requests = [_GET % (asking, len(image.address), image.address) for image in images]
                 self._send(b"".join(requests), soonest)
             return soonest
 
@@ -236,8 +238,10 @@ class RespSession:
 
     def _read_value(self, image: Image, deadline: Deadline, received: Callable[[int], Deadline]) -> Status:
         """Receive a value into the image's memory. Checksums are computed of pieces that are still in the cache."""
-        pieces = [image.memory[start : start + _PIECE] for start in range(0, len(image.memory), _PIECE)]
-        left = [pieces[0], self._tail] if len(pieces) == 1 else pieces[:1]
+        pieces = [image.memory]
+        if len(image.memory) > _PIECE:
+            pieces = [image.memory[start : start + _PIECE] for start in range(0, len(image.memory), _PIECE)]
+        left = [*pieces, self._tail] if len(pieces) == 1 else pieces[:1]
         header = self._receive_value(image.address, HEADER_BYTES + len(image.memory), left, deadline)
         if isinstance(header, Status):
             return header
@@ -261,16 +265,18 @@ class RespSession:
         What comes with it goes straight into `left`, and what of that is to come is left there. If what comes is no
         such value, it is in the small buffer afterwards.
         """
-        line = b"$%d\r\n" % expected
+        if expected != self._expected:
+            self._expected, self._line = expected, b"$%d\r\n" % expected
+            self._head = memoryview(bytearray(len(self._line) + HEADER_BYTES))
         if self._asking:
             self._read_asking(deadline)
         if self._begin == self._end:
-            head = self._head[: len(line) + HEADER_BYTES]
-            parts = [head, *left]
+            parts = [self._head, *left]
             count = self._stream.receive_some(parts, deadline)
-            if count >= len(head) and head[: len(line)] == line:
+            head = bytes(self._head)
+            if count >= len(head) and head.startswith(self._line):
                 left[:] = parts_behind(parts, count)
-                return bytes(head[len(line) :])
+                return head[len(self._line) :]
             self._unread(b"".join(parts)[:count])
         if (line := self._read_line(deadline)).startswith(b"-WRONGTYPE"):
             return Status.MISMATCH

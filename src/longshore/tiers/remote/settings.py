@@ -227,15 +227,19 @@ _NOT_OF_S3 = frozenset({"db", "cert_file", "key_file", "server_name", "in_flight
 _NOT_OF_MOONCAKE = frozenset({"db", "user", "password_file", "ttl"}) | _OF_S3
 _FILES = ("password_file", "ca_file", "cert_file", "key_file")
 _CHOICES = {"write": ("all", "second_use", "evict")}
+_NODES = re.compile(rf"([^:/?#]+{_CLUSTER}://)([^/?#]*)", re.IGNORECASE)
+"""The scheme of a cluster, and its nodes."""
 _OPTIONS = (*_NUMBERS, *_TEXTS, *_CHOICES)
 
 
 def parse_url(url: str) -> RemoteSettings:
     """The settings in `url`. Raises `ConfigError`, whose message never repeats what might be a secret."""
     try:
+        others = []
+        if nodes := _NODES.match(url):  # split here: `urlsplit` may refuse an IPv6 address after another host
+            first, *rest = nodes[2].split(",")
+            url, others = f"{nodes[1]}{first}{url[nodes.end() :]}", [urlsplit(f"//{each}") for each in rest]
         parts = urlsplit(url)
-        first, *rest = parts.netloc.split(",") if parts.scheme.endswith(_CLUSTER) else [parts.netloc]
-        parts, others = parts._replace(netloc=first), [urlsplit(f"//{each}") for each in rest]
         host, port, user, password = parts.hostname, parts.port, parts.username, parts.password
         more = tuple((each.hostname or "", each.port or DEFAULT_PORT) for each in others)
     except ValueError:

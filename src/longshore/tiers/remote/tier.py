@@ -140,7 +140,7 @@ class RemoteTier(KeyedTier):
         self._failures = dict.fromkeys(FAILURE_REASONS, 0)
         self._budget = budget or Budget(self.settings.daily_writes, clock)
         self._bad: OrderedDict[bytes, None] = OrderedDict()
-        self._said_at, self._said = -1.0, ""
+        self._said_at, self._said, self._raised = -1.0, "", ""
         self._pause: tuple[float, Status] = -1.0, Status.NO_SPACE
         """Until when writes end at once, and how."""
         self._tickets = 0
@@ -370,8 +370,7 @@ class RemoteTier(KeyedTier):
 
     def _paused(self, now: float) -> Status | None:
         """How writes end at once, if they do."""
-        until, status = self._pause
-        return status if now < until else None
+        return self._pause[1] if now < self._pause[0] else None
 
     def _image_ended(self, image: Image, status: Status) -> None:
         op = image.batch.ops[image.index].op
@@ -481,10 +480,11 @@ class RemoteTier(KeyedTier):
                         self._answered(asked, session.lengths(asked.addresses, asked.deadline))
                 except Exception as error:  # noqa: BLE001 - this thread serves all probes to come
                     session = self._close(session)
+                    failure = self._as_failure(error)
                     if check:
                         self._checked(answers=False)
                     elif asked is not None:
-                        self._unanswered(asked, self._as_failure(error))
+                        self._unanswered(asked, failure)
         finally:
             self._close(session)
 
@@ -524,7 +524,9 @@ class RemoteTier(KeyedTier):
     def _as_failure(self, error: Exception) -> StoreError:
         if isinstance(error, StoreError):
             return error
-        _log.error("remote tier %s (%s): an I/O thread raised; report this", self.name, self.settings, exc_info=error)
+        if repr(error) != self._raised:  # checks repeat each second
+            self._raised = repr(error)
+            _log.error("remote tier %s (%s): an I/O thread raised; report it", self.name, self.settings, exc_info=error)
         return StoreError("broken", f"{type(error).__name__} in its client", Status.IO_ERROR)
 
     def _failed(self, error: StoreError, times: int = 1) -> None:
@@ -538,11 +540,8 @@ class RemoteTier(KeyedTier):
                 while self._asked:
                     self._answer(self._asked.popleft().ticket, None)
                 self._probing.notify_all()
-                message = (
-                    "remote tier %s is unreachable: %s; it is skipped until a health check succeeds (run: longshore "
-                    "doctor %s)"
-                )
-                self._warn(now, error, message, self.name, error, self.settings)
+                message = "remote tier %s is unreachable: %s; it is skipped until a health check succeeds (run: %s)"
+                self._warn(now, error, message, self.name, error, f"longshore doctor {self.settings}")
 
     def _takes_no_writes(self, error: StoreError) -> None:
         """The store has answered that it takes no writes: a replica, a disk that fails. That says nothing of reads."""
@@ -556,6 +555,7 @@ class RemoteTier(KeyedTier):
     def _checked(self, *, answers: bool) -> None:
         with self._lock:
             if self._breaker.checked(self._clock(), answers=answers):
+                self._raised = ""
                 _log.info("remote tier %s (%s) is reachable again", self.name, self.settings)
 
     def _is_bad(self, each: bytes) -> bool:

@@ -109,26 +109,16 @@ class WorkQueue:
         It is left there, too, if it has more than `room` bytes, or another deadline than the one that is given.
         """
         with self._lock:
-            while self._waiting and not self._stopped:
-                image = self._waiting[0]
-                fits = len(image.memory) <= room and deadline in {None, image.deadline}
-                if image.phase is not Phase.ENDED and not fits:
-                    return None
-                self._waiting.popleft()
-                if image.phase is Phase.ENDED:
-                    continue
-                now = self.clock()
-                if now >= image.deadline:
-                    self._end(image, Status.DEADLINE, now)
-                elif image.generation < self._oldest:
-                    self._end(image, Status.CANCELLED, now)
-                else:
-                    image.phase = Phase.HELD
-                    image.owner = threading.get_ident()
-                    image.batch.begin(image.index, now)
-                    self._taken.add(image)
-                    return image
-            return None
+            return self._take(room, deadline)
+
+    def take_some(self, nbytes: int) -> list[Image]:
+        """The next images, held by the caller, of `nbytes` together; the last one may have more."""
+        images: list[Image] = []
+        with self._lock:
+            while nbytes > 0 and (image := self._take(math.inf, None)) is not None:
+                images.append(image)
+                nbytes -= len(image.memory)
+        return images
 
     def end(self, image: Image, status: Status) -> None:
         """An image that the caller has taken has ended; ignored if its deadline ended it before."""
@@ -200,6 +190,28 @@ class WorkQueue:
             self._stopped = True
             self._end_waiting(Status.TIER_OFF, None)
             self._wake.notify_all()
+
+    def _take(self, room: float, deadline: float | None) -> Image | None:
+        while self._waiting and not self._stopped:
+            image = self._waiting[0]
+            fits = len(image.memory) <= room and (deadline is None or deadline == image.deadline)
+            if image.phase is not Phase.ENDED and not fits:
+                return None
+            self._waiting.popleft()
+            if image.phase is Phase.ENDED:
+                continue
+            now = self.clock()
+            if now >= image.deadline:
+                self._end(image, Status.DEADLINE, now)
+            elif image.generation < self._oldest:
+                self._end(image, Status.CANCELLED, now)
+            else:
+                image.phase = Phase.HELD
+                image.owner = threading.get_ident()
+                image.batch.begin(image.index, now)
+                self._taken.add(image)
+                return image
+        return None
 
     def _end_waiting(self, status: Status, batch: OpBatch | None) -> None:
         with self._lock:
