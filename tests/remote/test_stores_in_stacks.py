@@ -17,7 +17,7 @@ from longshore.cache import GroupKeys, Run, Until
 from longshore.config import Config
 from longshore.keys import Scope
 from longshore.layout import from_rows
-from longshore.runtime.remote_fetch import bring, fetch, patience
+from longshore.runtime.remote_fetch import bring, fetch, fetch_timeout
 from longshore.runtime.stack import Stack, open_stack
 from longshore.testing.local_server import LocalServer
 from longshore.tiers.remote import RemoteTier
@@ -172,7 +172,7 @@ def test_a_fetch_ends_after_twice_what_the_gate_expects(opened: Callable[..., St
         os.kill(server.pid, signal.SIGCONT)
     with runtime.transaction() as cache:  # the gate cannot measure what did not arrive
         assert gate.is_late(REMOTE)
-        assert patience(runtime, cache, runs, runtime.clock()) is None
+        assert fetch_timeout(runtime, cache, runs, runtime.clock()) is None
 
 
 def test_hung_store_does_not_delay_long_prompts(

@@ -191,13 +191,13 @@ def test_a_stopped_tier_host_holds_no_call_up(rigs: Rigs) -> None:
 
 
 def test_store_ends_when_the_full_ring_stands_still(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longshore.engines.sglang.tiers.RING_BYTES", 1)
+    monkeypatch.setattr("longshore.engines.sglang.tiers.STAGING_BYTES", 1)
     rig = rigs(write_timeout=0.5, size="32MiB")
     os.kill(rig.host_pid, signal.SIGSTOP)
     try:
         rig.fill(range(60), seed=1)
         assert len(rig.set(names(60), range(60))) == 60
-        assert rig.storage._kv.stack.staging_mover._ring.free < 8  # type: ignore[union-attr]
+        assert rig.storage._kv.stack.staging_mover._staging.free < 8  # type: ignore[union-attr]
     finally:
         os.kill(rig.host_pid, signal.SIGCONT)
     assert rig.storage._kv.stack.runtime.wait_idle(30)
@@ -207,7 +207,7 @@ def test_store_ends_when_the_full_ring_stands_still(rigs: Rigs, monkeypatch: pyt
 @pytest.mark.parametrize("late", ["a store", "a read"])
 def test_calls_after_one_timed_out_do_not_wait(rigs: Rigs, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
     """Until something has moved: a disk that hangs may do so for hours."""
-    monkeypatch.setattr("longshore.engines.sglang.tiers.RING_BYTES", 1)
+    monkeypatch.setattr("longshore.engines.sglang.tiers.STAGING_BYTES", 1)
     held = rigs(size="32MiB").store(KEYS, range(8))
     rig = again(rigs, write_timeout=2, load_timeout=2, size="32MiB")
     os.kill(rig.host_pid, signal.SIGSTOP)
@@ -217,7 +217,7 @@ def test_calls_after_one_timed_out_do_not_wait(rigs: Rigs, monkeypatch: pytest.M
         else:
             assert rig.set(names(8, seed=1), range(8)) == [True] * 8  # all of the staging area
             assert rig.get(KEYS, range(8)) == [False] * 8
-        assert not rig.storage._kv.stack.staging_mover._ring.free  # type: ignore[union-attr]
+        assert not rig.storage._kv.stack.staging_mover._staging.free  # type: ignore[union-attr]
         rig.storage._kv.no_wait_until *= 1000  # whatever the time
         jobs = dict(rig.storage._kv.stack.staging_mover._jobs)  # type: ignore[union-attr]
         for seed in (2, 3):

@@ -125,7 +125,7 @@ class PoolTiers:
     """
 
     def __init__(self, pages: HostPages, config: Config, scope: Scope, undo: contextlib.ExitStack) -> None:
-        """Open the tiers; `undo` closes them. Stores need slots of a host tier: there is no ring with them.
+        """Open the tiers; `undo` closes them. Stores need slots of a host tier: there is no staging with them.
 
         Raises `LongshoreError`.
         """
