@@ -52,7 +52,7 @@ from longshore.transfer.engine import TransferEngine
 from traffic import synthesize
 
 IMAGE = 4096
-PATIENCE = 120.0
+TIMEOUT = 120.0
 _SECONDS = "connect_timeout=30s&probe_timeout=30s&fetch_timeout=60s&write_timeout=60s"
 """Deadlines that a busy machine does not miss."""
 
@@ -105,16 +105,16 @@ class Replica:
         warm = found.chunks
         if found.probes:
             self._over(found)
-            runtime.wait_jobs(found.probes, PATIENCE)
+            runtime.wait_jobs(found.probes, TIMEOUT)
         with runtime.transaction() as cache:
             jobs = cache.prefetch({0: GroupKeys(keys)}, runtime.clock())
-        runtime.wait_jobs(jobs, PATIENCE)
+        runtime.wait_jobs(jobs, TIMEOUT)
         if found.probes:
             found = self._look(keys)
         if found.lease is not None:
             with runtime.transaction() as cache:
                 cache.load(found.lease, {0: range(found.chunks)})
-            outcome = runtime.wait_load(found.lease, PATIENCE).outcome
+            outcome = runtime.wait_load(found.lease, TIMEOUT).outcome
             hits = 0 if outcome is None else outcome.chunks
         self._over(found)
         self._compare(keys[:hits])
@@ -125,7 +125,7 @@ class Replica:
 
     def close(self) -> Counter[str]:
         """Close all; what was counted."""
-        self._runtime.close(PATIENCE)
+        self._runtime.close(TIMEOUT)
         counted = Counter({f"{kind} {status}": count for (kind, status), count in self.tier.counts.items()})
         counted.update({f"failure {name}": count for name, count in self.tier.failures.items() if count})
         self._arena.close()
@@ -156,8 +156,8 @@ class Replica:
                     order = cache.store({0: GroupKeys(keys, first)}, {0: range(first, len(keys))})[0]
                 again = order.again
                 if again or order.job is not None:
-                    self._runtime.wait_idle(PATIENCE)
-        self._runtime.wait_idle(PATIENCE)
+                    self._runtime.wait_idle(TIMEOUT)
+        self._runtime.wait_idle(TIMEOUT)
         self._rows.zero_()
 
 

@@ -82,20 +82,20 @@ class Tiers(NoTiers):
         pool: The device's blocks.
         compute: The stream that the model computes on; `None` on the CPU.
         by_layer: Whether compute may begin before all layers have arrived.
-        patience: Seconds that a request waits for its blocks before it recomputes.
+        timeout: Seconds that a request waits for its blocks before it recomputes.
     """
 
     def __init__(
-        self, stack: Stack, pool: DevicePool, compute: object = None, *, by_layer: bool = True, patience: float = 10.0
+        self, stack: Stack, pool: DevicePool, compute: object = None, *, by_layer: bool = True, timeout: float = 10.0
     ) -> None:
         self.pool = pool
         self.stack = stack
         self.overlapped = 0
         """Layers on which compute began while later layers of the same job were in flight."""
-        self.patience = patience
+        self.timeout = timeout
         self._compute = compute
         self.by_layer = by_layer
-        self._guard = pool.guard = BlockGuard(stack.runtime, patience)
+        self._guard = pool.guard = BlockGuard(stack.runtime, timeout)
 
     def begin_step(self) -> None:
         """As `TransferEngine.begin_step`."""
@@ -145,9 +145,9 @@ class Tiers(NoTiers):
     def sleep(self, *, clear: bool) -> None:
         """Raises `TimeoutError` if copies do not end: the memory must stay then; call it again."""
         runtime = self.stack.runtime
-        runtime.flush(self.patience)  # let offloads end,
+        runtime.flush(self.timeout)  # let offloads end,
         self.stack.layout.free()  # refuse new jobs, end those that have not begun,
-        if not runtime.flush(self.patience):  # and wait for the others
+        if not runtime.flush(self.timeout):  # and wait for the others
             raise TimeoutError("copies still touch the device memory")
         self._guard.drain()
         if clear:
@@ -162,23 +162,23 @@ class PendingCopy:
         self.blocks = tuple(blocks)
         self.tiers = tiers
         self.job = job
-        self._deadline = tiers.stack.runtime.clock() + tiers.patience
+        self._deadline = tiers.stack.runtime.clock() + tiers.timeout
 
     @property
-    def patience(self) -> float:
+    def timeout(self) -> float:
         """Seconds that are left."""
         return max(0.0, self._deadline - self.tiers.stack.runtime.clock())
 
     def wait_layer(self, layer: int) -> bool:
         """Wait until `layer` may be computed, and return whether. On an accelerator the compute stream waits for it."""
-        return self._has_arrived(layer, self.patience) if self.tiers.by_layer else self.wait_all()
+        return self._has_arrived(layer, self.timeout) if self.tiers.by_layer else self.wait_all()
 
     def wait_all(self) -> bool:
         """Wait until all bytes have arrived, and return whether: a copy may fail after compute was made to wait for it.
 
         A copy inside the device pool has arrived if its job has ended and its last layer is `OK`.
         """
-        has_ended = self.tiers.stack.runtime.wait_jobs([self.job], self.patience)
+        has_ended = self.tiers.stack.runtime.wait_jobs([self.job], self.timeout)
         return has_ended and self._has_arrived(self.tiers.stack.layout.num_layers - 1, 0.0)
 
     def _has_arrived(self, layer: int, timeout: float) -> bool:
@@ -212,7 +212,7 @@ class PendingLoad(PendingCopy):
 
     def wait_all(self) -> bool:
         """Wait for the outcome of the load."""
-        outcome = self.tiers.stack.runtime.wait_load(self._lease, self.patience).outcome
+        outcome = self.tiers.stack.runtime.wait_load(self._lease, self.timeout).outcome
         return outcome is not None and outcome.chunks == len(self.blocks)
 
     def close(self) -> bool:

@@ -19,7 +19,7 @@ from longshore.transfer import CpuDevice
 from longshore.transfer.device.base import Copy, CpuStream, DeviceEvent, Stream
 from longshore.transfer.pieces import CopyBatch
 
-PATIENCE = 10.0
+TIMEOUT = 10.0
 """Seconds until something that must happen counts as not happening."""
 
 CPU = torch.device("cpu")
@@ -52,13 +52,13 @@ class RecomputeGate:
 
     def wait_arrived(self, count: int) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: self.arrived >= count, PATIENCE)
+            return self._changed.wait_for(lambda: self.arrived >= count, TIMEOUT)
 
     def pass_through(self) -> None:
         with self._changed:
             self.arrived += 1
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._passes != 0, PATIENCE):
+            if not self._changed.wait_for(lambda: self._passes != 0, TIMEOUT):
                 raise TimeoutError("the gate was never opened")
             if self._passes is not None:
                 self._passes -= 1
@@ -131,7 +131,7 @@ class Rig:
         blocks: int = 24,
         *,
         by_layer: bool = True,
-        patience: float = PATIENCE,
+        timeout: float = TIMEOUT,
         batch: int = 2,
         compute: object = None,
         **settings: Any,
@@ -141,7 +141,7 @@ class Rig:
         config = Config.make(**{"host_size": "4MiB", "background": False, **settings})
         groups, scope = cache_groups(SHAPE), scope_of(DECODER, self.pool)
         self.stack = open_stack(config, self.pool.layout, scope, self.link, groups=groups, partial=True)
-        self.tiers = Tiers(self.stack, self.pool, compute, by_layer=by_layer, patience=patience)
+        self.tiers = Tiers(self.stack, self.pool, compute, by_layer=by_layer, timeout=timeout)
         self.engine = Engine(DECODER, self.pool, self.tiers, batch=batch)
 
     def serve(self, prompt: Sequence[int], wanted: int = 3) -> Request:
@@ -151,7 +151,7 @@ class Rig:
 
     def settle(self) -> None:
         """All copies have ended."""
-        assert self.stack.runtime.flush(PATIENCE)
+        assert self.stack.runtime.flush(TIMEOUT)
 
     def evict_all(self) -> None:
         """Take every block, so that the prefix cache on the device is empty."""

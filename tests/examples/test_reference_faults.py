@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference_kit import DECODER, PATIENCE, SHAPE, resident, rig, same_bits, tokens
+from reference_kit import DECODER, SHAPE, TIMEOUT, resident, rig, same_bits, tokens
 
 from longshore.boundary import DEVICE, HOST
 from longshore.errors import CapacityError, EngineError
@@ -80,7 +80,7 @@ def test_failed_copy_inside_the_device_is_recomputed() -> None:
 def test_late_layer_is_recomputed(passes: int, by_layer: bool) -> None:
     """Its blocks stay away from others until the copy has ended; then they are all there again."""
     prompts = [tokens(1, 45), tokens(1, 45), tokens(3, 10)]
-    with rig(40, by_layer=by_layer, patience=0.1) as made:
+    with rig(40, by_layer=by_layer, timeout=0.1) as made:
         requests = [made.serve(prompts[0])]
         made.evict_all()
         gate = made.link.gates[DEVICE]
@@ -97,7 +97,7 @@ def test_late_layer_is_recomputed(passes: int, by_layer: bool) -> None:
 def test_late_blocks_are_awaited_when_the_pool_is_exhausted() -> None:
     """The pool is too small to recompute elsewhere: the request goes back to the queue, and nothing has leaked."""
     prompt = tokens(1, 45)
-    with rig(20, patience=0.1) as made:
+    with rig(20, timeout=0.1) as made:
         requests = [made.serve(prompt)]
         made.evict_all()
         made.link.gates[DEVICE].shut()
@@ -183,7 +183,7 @@ def test_load_cancelled_between_layers_is_recomputed(how: str, monkeypatch: pyte
 @pytest.mark.parametrize("first", [True, False], ids=["the first", "who shares"])
 def test_aborted_request_leaves_shared_loads_to_others(first: bool) -> None:
     prompts = [tokens(1, 45), tokens(1, 45), tokens(1, 37) + tokens(2, 9)]
-    with rig(48, patience=0.1) as made:
+    with rig(48, timeout=0.1) as made:
         requests = [made.serve(prompts[0])]
         made.evict_all()
         gate = made.link.gates[DEVICE]
@@ -205,7 +205,7 @@ def test_aborted_request_leaves_shared_loads_to_others(first: bool) -> None:
 
 
 def test_abort_of_the_last_request_releases_everything() -> None:
-    with rig(48, patience=0.1) as made:
+    with rig(48, timeout=0.1) as made:
         made.serve(tokens(1, 45))
         made.evict_all()
         made.link.gates[DEVICE].shut()
@@ -243,7 +243,7 @@ def test_layer_that_fails_after_use_restarts_the_request(inside: bool, monkeypat
 
     def late_fault(batch: CopyBatch) -> None:
         if batch.into == DEVICE and batch.inside == inside and batch.of_layer(SHAPE.layers - 1).parts:
-            assert computed.wait(PATIENCE)
+            assert computed.wait(TIMEOUT)
             raise RuntimeError("no")
 
     with rig(64) as made:
@@ -269,7 +269,7 @@ def test_layer_that_fails_after_use_restarts_the_request(inside: bool, monkeypat
 def test_late_copy_inside_the_device_affects_no_other_request() -> None:
     """The third request takes every block but those that the copy reads and writes, of each group one."""
     prompts = [tokens(1, 45), tokens(1, 37) + tokens(2, 9), tokens(3, 93), tokens(3, 93)]
-    with rig(40, patience=0.1) as made:
+    with rig(40, timeout=0.1) as made:
         requests = [made.serve(prompts[0])]
         made.settle()
         made.link.gates[DEVICE].shut()
@@ -287,7 +287,7 @@ def test_late_copy_inside_the_device_affects_no_other_request() -> None:
 
 def test_blocks_being_offloaded_are_not_overwritten() -> None:
     prompts = [tokens(1, 45), tokens(2, 45), tokens(1, 45)]
-    with rig(20, patience=0.1) as made:
+    with rig(20, timeout=0.1) as made:
         made.link.gates[HOST].shut()
         requests = [made.serve(prompts[0]), made.engine.submit(prompts[1], 3)]
         with pytest.raises(CapacityError, match="copies still touch"):

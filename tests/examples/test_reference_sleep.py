@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference_kit import PATIENCE, resident, rig, same_bits, tokens, wanting
+from reference_kit import TIMEOUT, resident, rig, same_bits, tokens, wanting
 
 from longshore.boundary import DEVICE, HOST, Section, Slot
 from longshore.cache import DeviceCopy
@@ -36,7 +36,7 @@ def test_plans_are_refused_during_sleep() -> None:
             made.stack.transfer_engine.submit(_onboard_by_hand())
         with made.stack.runtime.transaction() as cache:
             job = cache.load({0: DeviceCopy([Slot(DEVICE, 0, 0)])}, {0: [1]}).parts[0].job
-        assert made.stack.runtime.wait_jobs([job], PATIENCE)
+        assert made.stack.runtime.wait_jobs([job], TIMEOUT)
         with made.stack.runtime.locked() as cache:
             assert cache.counters.routes["device->device"].failed == 1
         assert not made.engine.step()
@@ -109,7 +109,7 @@ def test_running_request_restarts_after_sleep() -> None:
 
 def test_sleep_raises_after_its_timeout() -> None:
     """A copy that does not end keeps the memory; sleeping again, once it has, succeeds."""
-    with rig(64, patience=0.2) as made:
+    with rig(64, timeout=0.2) as made:
         made.link.gates[HOST].shut()
         first = made.serve(tokens(1, 45))
         memory = made.pool._rows

@@ -32,7 +32,7 @@ from mutants import Mutant, mutants
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "longshore"
 
-PATIENCE = 4.0
+TIMEOUT = 4.0
 """How many times longer than without a mutant a test may take, after the first `GRACE` seconds; then it has noticed."""
 GRACE = 10.0
 
@@ -108,7 +108,7 @@ class Experience:
 
     def patience(self, test: str) -> int:
         """Seconds after which a test has hung."""
-        return math.ceil(GRACE + PATIENCE * self.seconds[test])
+        return math.ceil(GRACE + TIMEOUT * self.seconds[test])
 
     def rank(self, test: str) -> tuple[int, float]:
         """The less, the earlier."""

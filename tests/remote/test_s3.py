@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import obstore
 import pytest
-from remotes import IMAGE, PATIENCE, PATIENT, ask, moved_among_faults, remote, until
+from remotes import IMAGE, PATIENT, TIMEOUT, ask, moved_among_faults, remote, until
 
 from certificates import self_signed
 from longshore.boundary import Status
@@ -136,7 +136,7 @@ def test_a_late_write_is_not_sent(proxied: FaultyHttpProxy, weed: LocalS3, opene
 
     def hold(name: bytes, number: int) -> None:
         names.append(name)
-        assert late.wait(PATIENCE)
+        assert late.wait(TIMEOUT)
 
     proxied.plan = hold
     assert harness.run(harness.op(Op.WRITE, 0, 1), deadline=time.monotonic() + 0.5) == (Status.DEADLINE,)

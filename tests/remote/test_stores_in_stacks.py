@@ -23,7 +23,7 @@ from longshore.testing.local_server import LocalServer
 from longshore.tiers.remote import RemoteTier
 from longshore.transfer import CpuDevice
 
-TOKENS, CHUNKS, PATIENCE = 16, 48, 60.0
+TOKENS, CHUNKS, TIMEOUT = 16, 48, 60.0
 ROWS: list[torch.Tensor] = []
 """The device blocks of each stack that a test has opened."""
 PATIENT = "connect_timeout=20s&probe_timeout=20s&fetch_timeout=20s&write_timeout=20s"
@@ -58,14 +58,14 @@ def opened(server: LocalServer) -> Iterator[Callable[..., Stack]]:
 def store(stack: Stack, prompt: int) -> None:
     with stack.runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(keys_of(prompt))}, {0: range(CHUNKS)})[0].job
-    assert job is not None and stack.runtime.wait_jobs([job], PATIENCE)
-    assert stack.runtime.flush(PATIENCE)
+    assert job is not None and stack.runtime.wait_jobs([job], TIMEOUT)
+    assert stack.runtime.flush(TIMEOUT)
 
 
 def served(stack: Stack, prompt: int) -> int:
     """Chunks of the prompt in host memory, once it was brought there as far as that pays."""
     path = GroupKeys(keys_of(prompt))
-    bring(stack.runtime, path, 0, TOKENS, PATIENCE)
+    bring(stack.runtime, path, 0, TOKENS, TIMEOUT)
     with stack.runtime.transaction() as cache:
         found = cache.lookup({0: path}, stack.runtime.clock(), asks=())
         if found.lease is not None:
@@ -95,7 +95,7 @@ def test_a_store_is_used_when_it_is_quicker_than_computing(opened: Callable[...,
         gate.observe_prefill(0, chunks * TOKENS, chunks / CHUNKS * 2 * ratio * measured)
     before = probes(reader)
     got = sum(served(reader, prompt) for prompt in range(2, 12))
-    assert reader.runtime.flush(PATIENCE)  # a question that nobody waited for counts, too
+    assert reader.runtime.flush(TIMEOUT)  # a question that nobody waited for counts, too
     if ratio > 1:
         assert got >= 0.95 * 10 * CHUNKS
     else:
@@ -110,14 +110,14 @@ def test_what_is_behind_an_orphan_is_fetched(opened: Callable[..., Stack], first
     reader, keys = opened(), keys_of(5)
     with reader.runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(keys[:4], 2)}, {0: range(2, 4)})[0].job
-    assert job is not None and reader.runtime.wait_jobs([job], PATIENCE)
+    assert job is not None and reader.runtime.wait_jobs([job], TIMEOUT)
     path = GroupKeys(keys, first)
     ROWS[1][:] = 0
     with reader.runtime.transaction() as cache:
         assert cache.lookup({0: path}, 0.0, until=Until.NOTHING).chunks == first  # the two, from their own parent on
     names = {}
     for part in [keys[:2]] * (not first) + [keys[4:]]:
-        sent = bring(reader.runtime, path, first * TOKENS, TOKENS, PATIENCE)
+        sent = bring(reader.runtime, path, first * TOKENS, TOKENS, TIMEOUT)
         assert set(sent) >= set(part)
         names.update(sent)
     with reader.runtime.transaction() as cache:
@@ -126,7 +126,7 @@ def test_what_is_behind_an_orphan_is_fetched(opened: Callable[..., Stack], first
     jobs: list[int] = []
     sources = reader.load_path(found, path, range(CHUNKS - first), lambda job, _: jobs.append(job), origins=names)
     assert sources[4 - first :] == [REMOTE] * (CHUNKS - 4)
-    assert reader.runtime.wait_jobs(jobs, PATIENCE)
+    assert reader.runtime.wait_jobs(jobs, TIMEOUT)
     assert torch.equal(ROWS[1][4 - first : CHUNKS - first], ROWS[0][4:])
     with reader.runtime.transaction() as cache:
         cache.release(found.lease)
@@ -155,7 +155,7 @@ def test_a_fetch_ends_after_twice_what_the_gate_expects(opened: Callable[..., St
     gate.observe_load(REMOTE, CHUNKS << 18, 2.0, 0.0, 0.0)
     with runtime.transaction() as cache:
         probes = fetch(runtime, cache, path, 0, TOKENS).probes
-    assert runtime.wait_jobs(probes, PATIENCE)
+    assert runtime.wait_jobs(probes, TIMEOUT)
     os.kill(server.pid, signal.SIGSTOP)
     try:
         with runtime.transaction() as cache:
@@ -167,7 +167,7 @@ def test_a_fetch_ends_after_twice_what_the_gate_expects(opened: Callable[..., St
         deadlines = [runtime._running[job].transfer.deadline for job in jobs]
         assert deadlines
         assert max(deadlines) <= latest
-        assert runtime.wait_jobs(jobs, PATIENCE)
+        assert runtime.wait_jobs(jobs, TIMEOUT)
     finally:
         os.kill(server.pid, signal.SIGCONT)
     with runtime.transaction() as cache:  # the gate cannot measure what did not arrive
@@ -183,7 +183,7 @@ def test_hung_store_does_not_delay_long_prompts(
     os.kill(server.pid, signal.SIGSTOP)
     try:
         stored = stack.store_path(
-            GroupKeys(keys_of(0)), range(CHUNKS), lambda job, blocks: None, evicting=True, timeout=PATIENCE
+            GroupKeys(keys_of(0)), range(CHUNKS), lambda job, blocks: None, evicting=True, timeout=TIMEOUT
         )
         under_way = [each.transfer.route.destination for each in stack.runtime._running.values()]
         assert (stored, REMOTE in under_way) == (CHUNKS, True)

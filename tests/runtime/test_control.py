@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_kit import PATIENCE, Engine, prompt
+from control_kit import TIMEOUT, Engine, prompt
 
 from longshore.boundary import FILE, HOST, Key
 from longshore.cache import CacheGroup, CacheSettings, GroupKeys, TieredCache, TierSpec
@@ -157,7 +157,7 @@ def test_clear_leaves_what_a_request_holds_or_loads(opened: Opened, tmp_path: Pa
     assert sum(said["left"].values()) >= 4
     with runtime.transaction() as cache:
         cache.load(found.lease, {0: range(4)})
-    outcome = runtime.wait_load(found.lease, PATIENCE).outcome
+    outcome = runtime.wait_load(found.lease, TIMEOUT).outcome
     assert outcome is not None and outcome.chunks == 4
     with runtime.transaction() as cache:
         cache.release(found.lease)
@@ -326,12 +326,12 @@ def test_without_free_descriptors_a_client_waits(
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(plugs) + 1, hard))
         try:
             client.connect(str(path))
-            assert tried.wait(PATIENCE), "it pauses, and does not spin"
+            assert tried.wait(TIMEOUT), "it pauses, and does not spin"
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             for plug in plugs:
                 os.close(plug)
-        client.settimeout(PATIENCE)
+        client.settimeout(TIMEOUT)
         client.sendall(b'{"command": "stats"}\n')
         assert json.loads(client.makefile().readline())["ok"]["pid"] == os.getpid()
     assert caplog.text.count("no connection could be accepted") == 1
@@ -441,19 +441,19 @@ def test_an_engine_without_tiers_says_so() -> None:
 def test_next_engine_takes_the_socket_of_a_killed_one(
     process: subprocess.Popen[str], opened: Opened, path: Path
 ) -> None:
-    assert ask(path, {"command": "stats"}, PATIENCE)["pid"] == process.pid
+    assert ask(path, {"command": "stats"}, TIMEOUT)["pid"] == process.pid
     process.kill()
     process.wait()
     assert path.exists()
     with pytest.raises(CommandError, match="nobody listens: the engine was killed"):
-        ask(path, {"command": "stats"}, PATIENCE)
+        ask(path, {"command": "stats"}, TIMEOUT)
     engine = opened()
     assert engine.server.path == path
     assert engine.ask("stats")["pid"] == os.getpid()
     engine.close()
     assert not path.exists()
     with pytest.raises(CommandError, match=r"no such socket\. Engines with one: none"):
-        ask(path, {"command": "stats"}, PATIENCE)
+        ask(path, {"command": "stats"}, TIMEOUT)
 
 
 def test_a_stopped_engine_is_an_error_after_the_timeout(process: subprocess.Popen[str], path: Path) -> None:
@@ -462,14 +462,14 @@ def test_a_stopped_engine_is_an_error_after_the_timeout(process: subprocess.Pope
     with pytest.raises(CommandError, match=r"no answer within 0\.2 s: the engine is stopped or very busy"):
         ask(path, {"command": "clear"}, 0.2)
     process.send_signal(signal.SIGCONT)
-    assert ask(path, {"command": "lookup", "tokens": prompt(1)}, PATIENCE)["chunks"] == 4
+    assert ask(path, {"command": "lookup", "tokens": prompt(1)}, TIMEOUT)["chunks"] == 4
 
 
 def test_an_engine_that_dies_amid_a_command_is_an_error(process: subprocess.Popen[str], path: Path) -> None:
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(ask, path, {"command": "stats"}, PATIENCE)
+        asked = threads.submit(ask, path, {"command": "stats"}, TIMEOUT)
         while not _has_unread(path):
             time.sleep(0.01)
         process.kill()
@@ -489,7 +489,7 @@ def test_after_a_fault_of_the_control_plane_commands_are_refused(opened: Opened)
     engine.stack.runtime.fail(RuntimeError("for a test"))
     for command in ({"command": "lookup", "tokens": prompt(1)}, {"command": "clear"}):
         with pytest.raises(CommandError, match="TierClosedError: all tiers disabled"):
-            ask(engine.server.path, command, PATIENCE)
+            ask(engine.server.path, command, TIMEOUT)
     (faults,) = engine.ask("stats")["metrics"]["longshore_control_plane_faults_total"]
     assert faults["value"] == 1
 
@@ -576,7 +576,7 @@ def test_a_socket_that_cannot_be_made_is_an_error(name: str) -> None:
 def _connected(engine: Engine) -> socket.socket:
     client = socket.socket(socket.AF_UNIX)
     client.connect(str(engine.server.path))
-    client.settimeout(PATIENCE)
+    client.settimeout(TIMEOUT)
     return client
 
 

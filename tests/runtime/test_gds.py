@@ -44,7 +44,7 @@ from longshore.transfer.engine import TransferEngine
 
 BLOCKS, ROW, PER_CHUNK = 40, 6 * 500, 2
 CHUNKS = 12
-PATIENCE = 60.0  # seconds
+TIMEOUT = 60.0  # seconds
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(CHUNKS)]
 WRITE, READ = Route(DEVICE, FILE), Route(FILE, DEVICE)
 
@@ -318,7 +318,7 @@ class Machine:
         return self.wait(transfer.job)
 
     def wait(self, job: int) -> TransferResult:
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + TIMEOUT
         while time.monotonic() < give_up:
             for result in self.mover.poll():
                 if result.job == job:

@@ -36,7 +36,7 @@ from longshore.tiers.remote.resp import COMING, RespSession, RespStore
 from longshore.tiers.remote.settings import parse_url
 from longshore.transfer import CpuDevice
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 VALUE = HEADER_BYTES + 4096
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(4)]
 GETS = 8000
@@ -58,7 +58,7 @@ def stored(stack: Stack, count: int = 3) -> None:
     with stack.runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(KEYS[:count])}, {0: range(count)})[0].job
     assert job is not None
-    assert stack.runtime.wait_jobs([job], PATIENCE)
+    assert stack.runtime.wait_jobs([job], TIMEOUT)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def session_of(server: PeerServer, options: str = "") -> RespSession:
 
 
 def connected(server: PeerServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.settings.port), timeout=PATIENCE)
+    return socket.create_connection(("127.0.0.1", server.settings.port), timeout=TIMEOUT)
 
 
 def received(client: socket.socket, count: int) -> bytes:
@@ -136,13 +136,13 @@ def jobs_of(stack: Stack) -> int:
 
 
 def soon() -> float:
-    return time.monotonic() + PATIENCE
+    return time.monotonic() + TIMEOUT
 
 
 def test_another_engine_reads_what_the_tiers_of_one_have(prefiller: Stack, serve: Serve) -> None:
     """By its setting `remote` alone. Some chunks come from host memory, the others from files."""
     server = serve()
-    assert prefiller.runtime.flush(PATIENCE)
+    assert prefiller.runtime.flush(TIMEOUT)
     with prefiller.runtime.transaction() as cache:
         assert cache.discard([KEYS[2]], HOST) == 1
     with opened(rows_of(2), remote=f"valkey://127.0.0.1:{server.settings.port}?{PATIENT}") as decoder:
@@ -255,7 +255,7 @@ def test_commands_arrive_in_pieces(prefiller: Stack, serve: Serve) -> None:
 
 def test_values_that_are_asked_for_together_come_in_order(prefiller: Stack, serve: Serve) -> None:
     """Of host memory, of files, and missing ones, with other commands between them."""
-    assert prefiller.runtime.flush(PATIENCE)
+    assert prefiller.runtime.flush(TIMEOUT)
     with prefiller.runtime.transaction() as cache:
         assert cache.discard([KEYS[1]], HOST) == 1
     names = [address(prefiller.scope.root, key) for key in (*KEYS, KEYS[1])] * 100
@@ -396,7 +396,7 @@ def test_other_weights_are_not_served_under_an_old_name(prefiller: Stack, serve:
 
 
 def test_a_file_without_room_above_is_absent(prefiller: Stack, serve: Serve) -> None:
-    assert prefiller.runtime.flush(PATIENCE)
+    assert prefiller.runtime.flush(TIMEOUT)
     assert prefiller.host is not None
     source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.root)
     with prefiller.runtime.transaction() as cache:

@@ -23,7 +23,7 @@ from longshore.transfer.engine import TransferEngine
 
 BLOCKS, ROW, SLOTS = 24, 6 * 1000, 8
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(4)]
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 class Machine:
@@ -47,7 +47,7 @@ class Machine:
     def close(self) -> None:
         if self.loop is not None:
             self.loop.close()
-        self.runtime.close(PATIENCE)
+        self.runtime.close(TIMEOUT)
         self.cache.check_integrity()
         assert self.cache.jobs_in_flight == 0
         self.arena.close()
@@ -59,12 +59,12 @@ class Machine:
         with self.runtime.transaction() as cache:
             job = cache.store({0: GroupKeys(KEYS[:count])}, {0: range(count)})[0].job
         assert job is not None
-        assert self.runtime.wait_jobs([job], PATIENCE)
+        assert self.runtime.wait_jobs([job], TIMEOUT)
         return noise
 
     def settle(self) -> None:
         """Until nothing is in flight."""
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + TIMEOUT
         while self.runtime.pump():
             assert time.monotonic() < give_up
             time.sleep(0.0005)
@@ -78,10 +78,10 @@ class Machine:
 
     def prefetch(self) -> int:
         """Ask, wait for the answer, fetch, wait: how many chunks can be matched then."""
-        self.runtime.wait_jobs(self.lookup().probes, PATIENCE)
+        self.runtime.wait_jobs(self.lookup().probes, TIMEOUT)
         with self.runtime.transaction() as cache:
             jobs = cache.prefetch({0: GroupKeys(KEYS)}, self.runtime.clock())
-        assert self.runtime.wait_jobs(jobs, PATIENCE)
+        assert self.runtime.wait_jobs(jobs, TIMEOUT)
         return self.lookup().chunks
 
     def load(self) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Machine:
             found = cache.lookup({0: GroupKeys(KEYS)}, self.runtime.clock())
             assert found.lease is not None
             cache.load(found.lease, {0: range(12, 12 + found.chunks)})
-        outcome = self.runtime.wait_load(found.lease, PATIENCE).outcome
+        outcome = self.runtime.wait_load(found.lease, TIMEOUT).outcome
         with self.runtime.transaction() as cache:
             cache.release(found.lease)
         assert outcome.chunks == found.chunks
@@ -158,7 +158,7 @@ def test_an_answer_that_comes_too_late_changes_nothing(background: bool) -> None
     machine = Machine({(key, 0): b"" for key in KEYS}, background=background, probe_timeout=0.02)
     machine.store.seconds = 0.2
     (probe,) = machine.lookup().probes
-    assert machine.runtime.wait_jobs([probe], PATIENCE)
+    assert machine.runtime.wait_jobs([probe], TIMEOUT)
     time.sleep(0.25)
     machine.settle()
     assert machine.store.fired[StoreFault.LATE] > 0
@@ -179,7 +179,7 @@ def test_a_silent_store_costs_nothing_but_counted_misses() -> None:
     for _ in range(3):
         found = machine.lookup()
         assert (found.chunks, found.remote) == (3, 0)  # what is ours is there all the while
-        assert machine.runtime.wait_jobs(found.probes, PATIENCE)
+        assert machine.runtime.wait_jobs(found.probes, TIMEOUT)
     machine.settle()
     assert machine.store.fired[StoreFault.SILENT] > 0
     assert machine.cache.counters.probes["store"][Answer.NO_ANSWER] == 3
@@ -197,7 +197,7 @@ def test_store_that_falls_silent_during_a_fetch_misses() -> None:
     writer.settle()
     writer.close()
     reader = Machine(images, probe_timeout=5.0, load_timeout=0.05)
-    reader.runtime.wait_jobs(reader.lookup().probes, PATIENCE)
+    reader.runtime.wait_jobs(reader.lookup().probes, TIMEOUT)
     reader.store.silent = True
     assert reader.prefetch() == 0
     assert reader.misses()[MissReason.DEADLINE] == 2

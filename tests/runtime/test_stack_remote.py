@@ -21,7 +21,7 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.file import capacity_for
 from longshore.transfer import CpuDevice
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(3)]
 
 
@@ -51,7 +51,7 @@ def test_what_one_engine_stored_another_one_is_served(tmp_path: Path, with_files
         with stack.runtime.transaction() as cache:
             job = cache.store({0: GroupKeys(KEYS)}, {0: range(3)})[0].job
         assert job is not None
-        assert stack.runtime.wait_jobs([job], PATIENCE)
+        assert stack.runtime.wait_jobs([job], TIMEOUT)
         while stack.runtime.pump():
             pass
         assert len(images) == 3
@@ -59,15 +59,15 @@ def test_what_one_engine_stored_another_one_is_served(tmp_path: Path, with_files
     with opened(there, images) as stack:
         with stack.runtime.transaction() as cache:
             probes = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock()).probes
-        stack.runtime.wait_jobs(probes, PATIENCE)
+        stack.runtime.wait_jobs(probes, TIMEOUT)
         with stack.runtime.transaction() as cache:
             jobs = cache.prefetch({0: GroupKeys(KEYS)}, stack.runtime.clock())
-        assert stack.runtime.wait_jobs(jobs, PATIENCE)
+        assert stack.runtime.wait_jobs(jobs, TIMEOUT)
         with stack.runtime.transaction() as cache:
             found = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock())
             assert found.lease is not None
             cache.load(found.lease, {0: [4, 5, 6]})
-        assert stack.runtime.wait_load(found.lease, PATIENCE).outcome.chunks == 3
+        assert stack.runtime.wait_load(found.lease, TIMEOUT).outcome.chunks == 3
         with stack.runtime.transaction() as cache:
             cache.release(found.lease)
     assert torch.equal(there[4:7], here[:3])

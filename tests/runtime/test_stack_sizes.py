@@ -25,7 +25,7 @@ BLOCKS = 24
 FULL, WINDOW = 0, 1
 LAYERS = {FULL: (0, 1, 2), WINDOW: (3,)}
 SLABS = 5
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 class Machine:
@@ -60,7 +60,7 @@ class Machine:
         with self.stack.runtime.transaction() as cache:
             offload = cache.store({group: GroupKeys(keys)}, {group: blocks})[group]
         if offload.job is not None:
-            assert self.stack.runtime.wait_jobs([offload.job], PATIENCE)
+            assert self.stack.runtime.wait_jobs([offload.job], TIMEOUT)
 
     def load(self, group: int, keys: list[bytes]) -> tuple[int, set[str]]:
         """How many of `keys` come back, each byte as it was; and from where."""
@@ -70,7 +70,7 @@ class Machine:
             if found.lease is None:
                 return 0, set()
             cache.load(found.lease, {group: list(range(BLOCKS - found.chunks, BLOCKS))})
-        outcome = self.stack.runtime.wait_load(found.lease, PATIENCE).outcome
+        outcome = self.stack.runtime.wait_load(found.lease, TIMEOUT).outcome
         for position in range(outcome.chunks):
             for layer in LAYERS[group]:
                 assert torch.equal(self.page(layer, BLOCKS - found.chunks + position), content(keys[position], layer))
@@ -142,7 +142,7 @@ def test_what_was_discarded_does_not_come_back_with_a_restart(tmp_path: Path) ->
     machine = Machine(tmp_path)
     machine.store(FULL, path(FULL, 0, 3))
     machine.store(WINDOW, path(WINDOW, 0, 3))
-    assert machine.stack.runtime.flush(PATIENCE)
+    assert machine.stack.runtime.flush(TIMEOUT)
     with machine.stack.runtime.transaction() as cache:
         for tier in (HOST, FILE):
             assert cache.discard(path(FULL, 0, 3)[2:], tier) == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gated_device import PATIENCE, GatedDevice
+from gated_device import TIMEOUT, GatedDevice
 from transfer_kit import Model, Pools, flat, transfer
 
 from longshore.boundary import Section
@@ -32,5 +32,5 @@ class Rig:
         self.model.move([Section(0, 0, blocks)], self.pools.images(slots), into=into)
 
     def results(self, *jobs: int) -> list[Any]:
-        assert self.engine.wait(jobs, PATIENCE)
+        assert self.engine.wait(jobs, TIMEOUT)
         return sorted(self.engine.poll(), key=lambda result: result.job)

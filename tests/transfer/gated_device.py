@@ -12,7 +12,7 @@ from longshore.transfer import CpuDevice
 from longshore.transfer.device.base import Copy, CpuStream, DeviceEvent, Stream, copy_pieces
 from longshore.transfer.pieces import CopyBatch, PieceBuilder
 
-PATIENCE = 10.0
+TIMEOUT = 10.0
 """Seconds until something that must happen counts as not happening."""
 
 A_MOMENT = 0.15
@@ -36,7 +36,7 @@ class Work(DeviceEvent):
     def wait(self) -> None:
         self.waits += 1
         self.waited_for.set()
-        if not self.finished.wait(PATIENCE):
+        if not self.finished.wait(TIMEOUT):
             raise TimeoutError("compute was never done")
 
 
@@ -73,10 +73,10 @@ class RecomputeGate:
             self.arrived += 1
             number = self.arrived
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: number <= self._open, PATIENCE):
+            if not self._changed.wait_for(lambda: number <= self._open, TIMEOUT):
                 raise TimeoutError("the gate was never opened")
 
-    def wait_arrived(self, count: int, timeout: float = PATIENCE) -> bool:
+    def wait_arrived(self, count: int, timeout: float = TIMEOUT) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self.arrived >= count, timeout)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from device_kit import copied_inside
-from gated_device import PATIENCE
+from gated_device import TIMEOUT
 from transfer_kit import Bytes, Model, Pools, transfer
 
 from longshore.boundary import DEVICE, HOST, Item, Section, Slabs, Slot, Status, Transfer
@@ -107,7 +107,7 @@ class Jobs:
 
     def finish(self) -> None:
         """Wait for all jobs, and look at every byte."""
-        assert self.engine.wait(range(self.given + 1), 60 * PATIENCE)
+        assert self.engine.wait(range(self.given + 1), 60 * TIMEOUT)
         self.engine.end_step(self.compute)
         self.ended += [status for result in self.engine.poll() for status in result.statuses]
         assert set(self.ended) <= {Status.OK}
@@ -187,14 +187,14 @@ def round_trip(pools: DevicePools, device: Device, compute: object = None) -> No
         slots = [4, 0, 9, 3, 2]
         engine.begin_step(compute)
         engine.submit(transfer(1, D2H, out, slots))
-        assert engine.wait([1], PATIENCE)
+        assert engine.wait([1], TIMEOUT)
         model.move(out, pools.images(slots), into=HOST)
         back = [Section(0, 1, (10, 11, 12, 13, 14)), Section(1, 2, (23, 1, 2, 15))]
         engine.submit(transfer(2, H2D, back, slots))
-        assert engine.wait([2], PATIENCE)
+        assert engine.wait([2], TIMEOUT)
         model.move(back, pools.images(slots), into=DEVICE)
         engine.submit(inside_transfer(3, pools.layout, 0, [20, 21, 22], [10, 12, 14]))
-        assert engine.wait([3], PATIENCE)
+        assert engine.wait([3], TIMEOUT)
         copied_inside(model.device, pools.layout, 0, [20, 21, 22], [10, 12, 14])
         engine.end_step(compute)
         pools.hardware.synchronize()
@@ -282,7 +282,7 @@ def layer_by_layer(pools: DevicePools, device: Device, rounds: int = 4) -> None:
             engine.submit(transfer(turn, H2D, section, list(slots), by_layer=True))
             seen = []
             for layer, ref in enumerate(group.refs):
-                assert engine.wait_layer(turn, layer, 60 * PATIENCE) is Status.OK
+                assert engine.wait_layer(turn, layer, 60 * TIMEOUT) is Status.OK
                 with pools.hardware.on(compute):
                     seen.append((ref.tensor, torch.empty_like(pools.tensors[ref.tensor])))
                     seen[-1][1].copy_(pools.tensors[ref.tensor])
@@ -290,7 +290,7 @@ def layer_by_layer(pools: DevicePools, device: Device, rounds: int = 4) -> None:
             compute.synchronize()
             for tensor, copy in seen:
                 np.testing.assert_array_equal(copy.cpu().numpy(), model.device[tensor])
-            assert engine.wait([turn], 60 * PATIENCE)
+            assert engine.wait([turn], 60 * TIMEOUT)
     finally:
         engine.close()
 
@@ -315,7 +315,7 @@ def one_rank(hardware: Hardware, device: Device, arena: Arena, rank: int, stored
                 tensor.copy_(torch.from_numpy(pattern.reshape(-1)))
         engine.begin_step(compute)
         engine.submit(transfer(1, D2H, [Section(0, 0, tuple(range(slots)))], range(slots)))
-        assert engine.wait([1], 60 * PATIENCE)
+        assert engine.wait([1], 60 * TIMEOUT)
         stored()
         engine.submit(transfer(2, H2D, [Section(0, 0, tuple(range(blocks - 1, slots - 1, -1)))], range(slots)))
         engine.end_step(compute)
@@ -323,7 +323,7 @@ def one_rank(hardware: Hardware, device: Device, arena: Arena, rank: int, stored
         before[:, slots:] = before[:, slots - 1 :: -1]
         for tensor, pattern in zip(tensors, before, strict=True):
             np.testing.assert_array_equal(tensor.cpu().numpy().reshape(blocks, page), pattern)
-        assert engine.wait([2], 60 * PATIENCE)
+        assert engine.wait([2], 60 * TIMEOUT)
         assert {status for result in engine.poll() for status in result.statuses} == {Status.OK}
     finally:
         engine.close()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cuda_stand_in import AnyWay, StandIn, StandInLibrary, World
 from device_kit import Lane, between, copied_inside, inside
-from gated_device import PATIENCE
+from gated_device import TIMEOUT
 from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Bytes, Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
@@ -392,9 +392,9 @@ def test_the_engine_over_the_device() -> None:
     engine = TransferEngine(pools.layout, gpu.device, pools.host, max_batch_bytes=10_000)
     try:
         engine.submit(transfer(1, D2H, [Section(0, 0, tuple(range(32)))], list(range(16))))
-        assert engine.wait([1], PATIENCE)
+        assert engine.wait([1], TIMEOUT)
         engine.submit(transfer(2, H2D, [Section(0, 0, tuple(range(63, 31, -1)))], list(range(16))))
-        assert engine.wait([2], PATIENCE)
+        assert engine.wait([2], TIMEOUT)
         assert {status for result in engine.poll() for status in result.statuses} == {Status.OK}
     finally:
         engine.close()
@@ -419,7 +419,7 @@ def test_thread_bound_to_a_stream_has_its_device_context() -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(PATIENCE)
+    thread.join(TIMEOUT)
     assert seen == [0xC0]
 
 
@@ -446,7 +446,7 @@ def test_lane_thread_ends_no_capture_of_a_graph() -> None:
     engine = TransferEngine(flat(4), gpu.device, Pools(flat(4), slots=4).host)
     try:
         engine.submit(transfer(1, D2H, [Section(0, 0, (3,))], [1]))
-        assert engine.wait([1], PATIENCE)
+        assert engine.wait([1], TIMEOUT)
         modes = {thread: mode for thread, mode in gpu.library.capture_modes.items() if thread != threading.get_ident()}
         assert list(modes.values()) == [RELAXED]
     finally:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from engine_rig import Rig
-from gated_device import A_MOMENT, PATIENCE, GatedDevice
+from gated_device import A_MOMENT, TIMEOUT, GatedDevice
 from transfer_kit import Pools, flat, transfer
 
 from longshore.boundary import DEVICE, HOST, Section, Status, Urgency
@@ -133,7 +133,7 @@ def test_close_waits_for_running_batches_and_ends_the_rest() -> None:
         while closing.is_alive():
             rig.engine.begin_step()
     gate.open()
-    closing.join(PATIENCE)
+    closing.join(TIMEOUT)
     rig.engine.close()
     assert [(result.job, result.statuses) for result in rig.engine.poll()] == [(1, (OK,)), (2, (Status.TIER_OFF,))]
     assert set(threading.enumerate()) <= before
@@ -161,7 +161,7 @@ def test_jobs_on_freed_memory_are_refused_or_copy_nothing(rig: Rig) -> None:
     assert gate.wait_arrived(1)
     rig.onboard(2, (5,), [5])
     rig.offload(3, (6,), [6])
-    assert rig.engine.wait([2], PATIENCE)
+    assert rig.engine.wait([2], TIMEOUT)
     rig.expect(DEVICE, (5,), [5])
     tensors = rig.pools.layout.tensors
     rig.pools.layout.free()
@@ -215,7 +215,7 @@ def test_shutdown_waits_for_all_jobs() -> None:
     for job in range(4):
         rig.offload(job, (job,), [job])
     threading.Timer(0.05, gate.open).start()
-    assert rig.engine.shutdown(PATIENCE)
+    assert rig.engine.shutdown(TIMEOUT)
     assert [result.statuses for result in rig.results(0, 1, 2, 3)] == [(OK,)] * 4
     assert rig.engine.shutdown()
 
@@ -267,7 +267,7 @@ def test_waits_without_timeout_return_when_the_job_ends(name: str, wait: Callabl
     waiting.join(0.05)
     assert waiting.is_alive()
     gate.open()
-    waiting.join(PATIENCE)
+    waiting.join(TIMEOUT)
     assert not waiting.is_alive()
     rig.engine.close()
 
@@ -299,7 +299,7 @@ def test_failed_lane_ends_its_jobs_and_closes_the_engine(caplog: pytest.LogCaptu
         engine.submit(transfer(3, D2H, [Section(0, 0, (3,))], [3]))
     assert device.drained == 1
     assert not any(engine.stats().queued.values())
-    assert engine.shutdown(PATIENCE)
+    assert engine.shutdown(TIMEOUT)
     assert "transfer lane into host failed" in caplog.text
 
 
@@ -321,12 +321,12 @@ def test_single_fault_in_a_wait_ends_its_lanes_jobs() -> None:
     engine.submit(transfer(1, D2H, [Section(0, 0, (1,))], [1]))
     assert device.gates[HOST].wait_arrived(1)
     engine.submit(transfer(2, H2D, [Section(0, 0, (2,))], [1], deadline=5.0))  # reads what job 1 still writes
-    assert engine.wait([2], PATIENCE)
+    assert engine.wait([2], TIMEOUT)
     assert faults == 1
     device.gates[HOST].open()
-    assert engine.wait([1], PATIENCE)
+    assert engine.wait([1], TIMEOUT)
     assert {result.job: result.statuses for result in engine.poll()}[2] == (Status.IO_ERROR,)
-    assert engine.shutdown(PATIENCE)
+    assert engine.shutdown(TIMEOUT)
 
 
 _GONE = """
@@ -391,7 +391,7 @@ def test_threads_of_a_collected_engine_end() -> None:
     del engine
     gc.collect()
     for thread in lanes:
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
         assert not thread.is_alive()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine_rig import Rig
-from gated_device import PATIENCE
+from gated_device import TIMEOUT
 from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
@@ -42,14 +42,14 @@ def test_offload_then_onboard_restores_bytes_in_other_blocks(data: st.DataObject
     engine = TransferEngine(layout, CpuDevice(), pools.host, max_batch_bytes=data.draw(st.integers(1, 9000)))
     try:
         engine.submit(transfer(1, D2H, parts, slots))
-        assert engine.wait([1], PATIENCE)
+        assert engine.wait([1], TIMEOUT)
         model.move(parts, pools.images(slots), into=HOST)
         model.check(pools)
         for tensor in pools.tensors:
             tensor.bitwise_not_()
         model.device = pools.device_bytes()
         engine.submit(transfer(2, H2D, there, slots))
-        assert engine.wait([2], PATIENCE)
+        assert engine.wait([2], TIMEOUT)
         model.move(there, pools.images(slots), into=DEVICE)
         model.check(pools)
         out, back = engine.poll()
@@ -86,7 +86,7 @@ def test_queued_seconds_end_where_the_copy_begins(rig: Rig) -> None:
 def test_jobs_of_one_direction_end_in_order_of_submission(rig: Rig) -> None:
     for job in range(8):
         rig.offload(job, (job,), [job])
-    assert rig.engine.wait(range(8), PATIENCE)
+    assert rig.engine.wait(range(8), TIMEOUT)
     assert [result.job for result in rig.engine.poll()] == list(range(8))
     assert rig.device.bound == 1
 
@@ -252,12 +252,12 @@ def test_arrived_layer_is_readable_while_later_layers_are_in_flight() -> None:
     gate.shut(after=1)
     parts = [Section(0, 0, (3, 1))]
     rig.engine.submit(transfer(1, H2D, parts, [6, 2], by_layer=True))
-    assert rig.engine.wait_layer(1, 0, PATIENCE) is OK
+    assert rig.engine.wait_layer(1, 0, TIMEOUT) is OK
     assert rig.engine.wait_layer(1, 1, 0) is Status.DEADLINE
     rig.model.move(parts, rig.pools.images([6, 2]), into=DEVICE, layers=(0, 1))
     rig.model.check(rig.pools)
     gate.open()
-    assert [rig.engine.wait_layer(1, layer, PATIENCE) for layer in (2, 1, 0)] == [OK, OK, OK]
+    assert [rig.engine.wait_layer(1, layer, TIMEOUT) for layer in (2, 1, 0)] == [OK, OK, OK]
     rig.results(1)
     rig.engine.end_step()
     assert rig.engine.wait_layer(1, 2) is OK  # until the step after the one in which it ended is over
@@ -273,7 +273,7 @@ def test_wait_layer_refuses_unknown_jobs_and_layers(rig: Rig) -> None:
     for job, layer in ((1, rig.pools.layout.num_layers), (1, -1), (2, 1), (3, 1)):
         with pytest.raises(PlanError, match=f"job {job} "):
             rig.engine.wait_layer(job, layer, 0)
-    assert rig.engine.wait_layer(1, 1, PATIENCE) is OK
+    assert rig.engine.wait_layer(1, 1, TIMEOUT) is OK
 
 
 def test_urgent_job_runs_between_batches_of_a_large_job() -> None:
@@ -287,7 +287,7 @@ def test_urgent_job_runs_between_batches_of_a_large_job() -> None:
     rig.offload(4, (6,), [6])
     rig.offload(5, (7,), [7])
     gate.open()
-    assert rig.engine.wait([1, 2, 3, 4, 5], PATIENCE)
+    assert rig.engine.wait([1, 2, 3, 4, 5], TIMEOUT)
     assert [result.job for result in rig.engine.poll()] == [4, 5, 3, 1, 2]
     rig.engine.close()
 
@@ -333,7 +333,7 @@ def test_layer_without_pages_of_the_group_is_ready_at_once() -> None:
     rig = Rig(KVLayout((KVGroup("kv", 4, 1, refs),), flat(16, 24, refs=2).tensors, 16))
     parts = [Section(0, 0, (3, 1))]
     rig.engine.submit(transfer(1, H2D, parts, [6, 2], by_layer=True))
-    assert [rig.engine.wait_layer(1, layer, PATIENCE) for layer in range(4)] == [OK] * 4
+    assert [rig.engine.wait_layer(1, layer, TIMEOUT) for layer in range(4)] == [OK] * 4
     (result,) = rig.results(1)
     assert (result.statuses, result.bytes) == ((OK, OK), 96)
     rig.model.move(parts, rig.pools.images([6, 2]), into=DEVICE)
@@ -348,11 +348,11 @@ def test_end_step_waits_for_submission_not_for_completion() -> None:
 
     def slow(step: str, batch: CopyBatch | None) -> None:
         if step == "finish":
-            assert go_on.wait(PATIENCE)
+            assert go_on.wait(TIMEOUT)
 
     rig.device.fault = slow
     rig.engine.submit(transfer(1, H2D, [Section(0, 0, (3,))], [6], by_layer=True))
-    assert rig.engine.wait_layer(1, 0, PATIENCE) is OK
+    assert rig.engine.wait_layer(1, 0, TIMEOUT) is OK
     rig.offload(2, (4,), [7])
     rig.engine.end_step()
     assert rig.engine.poll() == []
@@ -366,7 +366,7 @@ def test_only_latest_layer_wise_jobs_are_kept_without_end_step(monkeypatch: pyte
     rig = Rig()
     for job in range(6):
         rig.onboard(job, (job,), [job], by_layer=True)
-        assert rig.engine.wait([job], PATIENCE)
+        assert rig.engine.wait([job], TIMEOUT)
     with pytest.raises(PlanError):
         rig.engine.wait_layer(2, 0)
     assert rig.engine.wait_layer(3, 0) is OK
@@ -380,7 +380,7 @@ def test_reused_job_number_has_the_age_of_the_new_job() -> None:
     rig = Rig()
     for _ in range(2):
         rig.onboard(1, (3,), [6], by_layer=True)
-        assert rig.engine.wait([1], PATIENCE)
+        assert rig.engine.wait([1], TIMEOUT)
         rig.engine.end_step()
         assert rig.engine.wait_layer(1, 0) is OK
     rig.engine.close()

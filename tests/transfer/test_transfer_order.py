@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gated_device import A_MOMENT, PATIENCE, Compute, GatedDevice, SlowDevice
+from gated_device import A_MOMENT, TIMEOUT, Compute, GatedDevice, SlowDevice
 from transfer_kit import Model, Pools, flat, transfer
 
 from depth import deep
@@ -32,7 +32,7 @@ class Rig:
     def finish(self, *jobs: int) -> None:
         for gate in self.device.gates.values():
             gate.open()
-        assert self.engine.wait(jobs, PATIENCE)
+        assert self.engine.wait(jobs, TIMEOUT)
         self.engine.close()
 
 
@@ -58,7 +58,7 @@ def test_a_cancelled_job_waits_for_nobody() -> None:
     rig.engine.submit(transfer(2, H2D, [Section(0, 0, (3,))], [8]))
     assert not rig.engine.wait([2], A_MOMENT)
     rig.engine.cancel(2)
-    assert rig.engine.wait([2], PATIENCE)
+    assert rig.engine.wait([2], TIMEOUT)
     assert [result.statuses for result in rig.engine.poll()] == [(Status.CANCELLED,)]
     # It took its place in line all the same: what conflicts with job 1 still waits for job 1.
     rig.submit(3, H2D, (3,), [9])
@@ -74,7 +74,7 @@ def test_copies_do_not_wait_for_their_steps_own_compute() -> None:
     rig.engine.begin_step(compute)
     during = compute.start()
     rig.submit(1, D2H, (3,), [7])
-    assert rig.engine.wait([1], PATIENCE)
+    assert rig.engine.wait([1], TIMEOUT)
     during.done()
     rig.finish(1)
 
@@ -102,7 +102,7 @@ def test_end_step_survives_failed_and_cancelled_jobs() -> None:
     rig.engine.cancel(2)
     step = threading.Thread(target=rig.engine.end_step, daemon=True)
     step.start()
-    step.join(PATIENCE)
+    step.join(TIMEOUT)
     assert not step.is_alive()
     rig.finish(1, 2)
     assert Status.OK not in [status for result in rig.engine.poll() for status in result.statuses]
@@ -125,7 +125,7 @@ def test_many_jobs_on_few_slots_equal_a_sequential_run(seed: int) -> None:
         model.move(sections, pools.images(slots), into=route.destination)
         if rng.random() < 0.1:
             engine.end_step()
-    assert engine.wait(jobs, PATIENCE)
+    assert engine.wait(jobs, TIMEOUT)
     engine.close()
     results = engine.poll()
     assert sorted(result.job for result in results) == list(jobs)

@@ -19,7 +19,7 @@ BLOCKS = 8
 FULL, WINDOW = 0, 1
 SMALL, LARGE = 0, 1
 KEY = bytes(32)
-PATIENCE = 30.0
+TIMEOUT = 30.0
 
 
 class Machine:
@@ -38,7 +38,7 @@ class Machine:
     def run(self, *transfers: Transfer) -> None:
         for transfer in transfers:
             self.engine.submit(transfer)
-        assert self.engine.wait([transfer.job for transfer in transfers], PATIENCE)
+        assert self.engine.wait([transfer.job for transfer in transfers], TIMEOUT)
         assert all(set(result.statuses) == {Status.OK} for result in self.engine.poll())
 
     def page(self, tensor: int, block: int) -> bytes:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from device_kit import Lane, between, copied_inside, inside
-from gated_device import PATIENCE
+from gated_device import TIMEOUT
 from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
@@ -310,7 +310,7 @@ def test_current_stream_is_that_of_the_stepping_thread() -> None:
     )
     submit.start()
     submit.join()
-    assert engine.wait([1], PATIENCE)
+    assert engine.wait([1], TIMEOUT)
     engine.close()
     recorded = [line[2] for line in accelerator.notes.lines[before:] if line[0] == "record"]
     assert recorded[0] == f"compute of {threading.current_thread().name}"

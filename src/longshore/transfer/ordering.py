@@ -205,7 +205,7 @@ class Threads(LaneDriver):
                         lane.throw(error)
 
 
-_EXIT_PATIENCE = 30.0
+_EXIT_TIMEOUT = 30.0
 """Seconds that the interpreter waits for one thread at exit."""
 
 _running: weakref.WeakSet[Threads] = weakref.WeakSet()
@@ -218,7 +218,7 @@ def _stop_all() -> None:
     for driver in drivers:
         driver.stop()
     for driver in drivers:
-        driver.join(_EXIT_PATIENCE)
+        driver.join(_EXIT_TIMEOUT)
 
 
 class CopyStep(NamedTuple):

@@ -27,7 +27,7 @@ PROMPTS = [[100 + number, *range(2, 99)] for number in range(8)]
 BLOCKS = 6
 """Of each prompt, that need not be computed."""
 
-PATIENCE = 30.0
+TIMEOUT = 30.0
 
 
 def config_of(tmp_path: Path, **settings: Any) -> Config:
@@ -89,7 +89,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 def results(manager: Any, count: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while len(found) < count:
         assert time.monotonic() < deadline, f"{len(found)} of {count} requests have ended"
         if (result := manager.get_result(timeout=1.0)) is not None:
@@ -98,7 +98,7 @@ def results(manager: Any, count: int) -> dict[str, Any]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -112,7 +112,7 @@ def steps_as_long_as_reads(monkeypatch: pytest.MonkeyPatch, tiers: Tiers) -> Non
         assert tiers.stack is not None
         lookups = tiers._allocator._lookups
         assert {name for name, lookup in lookups.items() if lookup.kept} <= set(self.scheduler.waiting_requests)
-        tiers.stack.runtime.flush(PATIENCE)
+        tiers.stack.runtime.flush(TIMEOUT)
         stock(self, model)
 
     monkeypatch.setattr(ContinuousBatchProcessor, "_generation_step", step)
@@ -238,7 +238,7 @@ def test_a_prefetch_ends_with_its_request(
 
 @pytest.mark.parametrize("policy", ["best_effort", "wait_complete", "timeout"])
 def test_a_request_waits_for_its_prefetch_while_others_run(tmp_path: Path, held: threading.Event, policy: str) -> None:
-    model, config = make_model(), config_of(tmp_path, prefetch=policy, prefetch_timeout=PATIENCE, load_timeout=PATIENCE)
+    model, config = make_model(), config_of(tmp_path, prefetch=policy, prefetch_timeout=TIMEOUT, load_timeout=TIMEOUT)
     store(model, config, PROMPTS[1:2])
     with tiered(model, config, open_file=HeldFiles) as tiers, running(model) as manager:
         manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)
@@ -281,7 +281,7 @@ def test_a_request_waits_no_longer_than_it_is_told_to(tmp_path: Path, held: thre
 def test_while_none_runs_only_the_first_is_waited_for(
     tmp_path: Path, held: threading.Event, loading: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, config = make_model(), config_of(tmp_path, prefetch="wait_complete", load_timeout=PATIENCE)
+    model, config = make_model(), config_of(tmp_path, prefetch="wait_complete", load_timeout=TIMEOUT)
     store(model, config, PROMPTS[:3])
     stock = TieredAllocator.prefetch_waiting
 
@@ -324,7 +324,7 @@ def test_request_without_file_loads_reads_no_files(tmp_path: Path, monkeypatch: 
 def test_prefetched_blocks_are_loaded_regardless_of_the_gate(
     tmp_path: Path, held: threading.Event, loading: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, config = make_model(), config_of(tmp_path, gate=True, load_timeout=PATIENCE)
+    model, config = make_model(), config_of(tmp_path, gate=True, load_timeout=TIMEOUT)
     store(model, config, PROMPTS[1:2])
     monkeypatch.setattr(
         RecomputeGate,

@@ -362,8 +362,8 @@ class TieredAllocator(FullAttentionCacheAllocator):
         skip = len(present) % per_chunk
         lookup.path = self._path(stack, prompt, len(present))
         if stack.remote and REMOTE in lookup.hints.load:
-            context, patience = len(present) * self.tokens_per_page, stack.config.load_timeout
-            sent = bring(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, patience)
+            context, timeout = len(present) * self.tokens_per_page, stack.config.load_timeout
+            sent = bring(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, timeout)
             lookup.fetched_from.update(sent)
         now, name = stack.runtime.clock(), lookup.request
         with stack.runtime.transaction() as cache, stack.runtime.lookup_counters.seconds.timed():

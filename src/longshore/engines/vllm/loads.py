@@ -198,8 +198,8 @@ class Loads:
         if load.fetch is None:
             self.stop(cache, load.name)
         else:
-            now, patience = self._jobs.clock(), self._jobs.patience
-            cache.prefetch(load.fetch, now, policy=PrefetchPolicy.TIMEOUT, timeout=patience)
+            now, timeout = self._jobs.clock(), self._jobs.timeout
+            cache.prefetch(load.fetch, now, policy=PrefetchPolicy.TIMEOUT, timeout=timeout)
 
     def _lend(self, cache: TieredCache, load: StreamedLoad, paths: Paths) -> SlotsSpec:
         """Lease the slots of the next chunks, which are in host memory, to the workers."""

@@ -74,12 +74,12 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self,
         tiers: SchedulerTiers,
         groups: Sequence[int],
-        patience: float,
+        timeout: float,
         *,
         announces: bool = False,
         hints: RequestHints = RequestHints(),  # noqa: B008 - it is frozen
     ) -> None:
-        """`groups` are vLLM's numbers of the KV cache groups, in our order; `patience` is in seconds.
+        """`groups` are vLLM's numbers of the KV cache groups, in our order; `timeout` is in seconds.
 
         With `announces`, KV events tell what the tiers get and give up; `tiers` must record them. `hints` are those of
         requests that have none.
@@ -119,7 +119,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 tiers.windows,
             )
         images = [size.image_bytes for size in host.sizes]
-        self._jobs = JobContext(self._groups, tiers.reports, self._runtime.clock, patience, host.slots, images)
+        self._jobs = JobContext(self._groups, tiers.reports, self._runtime.clock, timeout, host.slots, images)
         self._fetches = RemoteFetches(self._runtime, self._groups, tiers.peers) if tiers.stores else None
         self._loads = Loads(self._jobs, self._validity)
         self._stores = StoreJobs(self._jobs, self._validity, self._events, tiers.write_timeout)
@@ -414,7 +414,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request.asked_keys, request.streams = list(asked), False
         now = self._runtime.clock()
         with self._runtime.transaction() as cache:
-            late = (waited := now - (request.waiting_since or now)) > self._jobs.patience
+            late = (waited := now - (request.waiting_since or now)) > self._jobs.timeout
             brought = bool(request.leases) and all(cache.progress(lease).is_over for lease in request.leases)
             asks = {0: GroupKeys(request.ours(() if barred else request.asked_keys))}
             with self._runtime.lookup_counters.seconds.timed():
@@ -437,7 +437,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._fetches is not None and Presence.ABSENT in found and asked is positions:
             found = self._fetches.look(request, positions, found, key, late=late)
         coming = self._coming(
-            request, positions, found, key, waits=2 * waited <= self._jobs.patience
+            request, positions, found, key, waits=2 * waited <= self._jobs.timeout
         )  # then it is loaded
         stalled = self._tiers.file is not None and self._tiers.file.is_stalled
         if self.may_stream and Presence.COLDER in found and not late and not stalled:
@@ -545,7 +545,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             chunks = {group: GroupKeys(request.ours(mine))}
             lease = cache.lookup(chunks, now, each=True, request=request.name, tick=request.tick).lease
             if lease is not None:
-                cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._jobs.patience)
+                cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._jobs.timeout)
                 request.leases.append(lease)
         request.leased.update(there)
         request.origins.update(dict.fromkeys(request.colder.intersection(there), FILE))

@@ -230,13 +230,13 @@ class RequestState:
         path = before + keys
         return self.ours(before[: max(0, len(path) - window)]), path[-window:]
 
-    def may_wait(self, now: float, patience: float) -> bool:
-        """Whether its chunks may be offered again: for at most `patience` seconds, and not after the last offer."""
+    def may_wait(self, now: float, timeout: float) -> bool:
+        """Whether its chunks may be offered again: for at most `timeout` seconds, and not after the last offer."""
         if self.is_finishing:
             return False
         if self.refused_since is None:
             self.refused_since = now
-        return now - self.refused_since <= patience
+        return now - self.refused_since <= timeout
 
     def end_step(self) -> None:
         """Drop the answers of this step."""
@@ -273,7 +273,7 @@ class JobContext:
         groups: Its KV cache groups.
         reports: Where ranks report what they have copied.
         clock: In seconds.
-        patience: Seconds for which a request waits for chunks, or offers chunks again.
+        timeout: Seconds for which a request waits for chunks, or offers chunks again.
         slots: Slots of host memory.
         image_bytes: Bytes of an image of each pool.
     """
@@ -281,7 +281,7 @@ class JobContext:
     groups: ChunkGroups
     reports: RankReports
     clock: Callable[[], float]
-    patience: float
+    timeout: float
     slots: int
     image_bytes: Sequence[int]
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))

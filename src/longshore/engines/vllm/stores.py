@@ -162,7 +162,7 @@ class StoreJobs:
         patient = (
             self.may_stream if slides else comes_again and rest == tokens - 1 and not streams
         ) and not ticket.jobs
-        patient = patient and request.may_wait(ticket.since, self._jobs.patience)
+        patient = patient and request.may_wait(ticket.since, self._jobs.timeout)
         slid, last_window = request.slid(group, window, keys, context)
         retention = request.hints.chunks(tokens, max(0, begin) - first)
         whole = GroupKeys(path, first, retention=retention, slid=slid)
@@ -203,7 +203,7 @@ class StoreJobs:
     def proceed(self, cache: TieredCache) -> None:
         """End parts that all ranks have copied, and give slots to chunks that have none yet.
 
-        Requests that have got slots longest ago come first. A store that gets none within the patience, or of which a
+        Requests that have got slots longest ago come first. A store that gets none within the timeout, or of which a
         part has failed, is ended: its other chunks are not stored.
         """
         now = self._jobs.clock()

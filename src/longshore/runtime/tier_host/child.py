@@ -36,7 +36,7 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.file import FileTier
 from longshore.tiers.remote import ClusterTier, RemoteTier, open_store
 
-LOCK_PATIENCE = 10.0
+LOCK_TIMEOUT = 10.0
 """Seconds to wait for the directory's lock: the tier host of a killed engine may still have it."""
 
 _LOOK = 0.02
@@ -195,7 +195,7 @@ def open_tier(order: Order, arena: Arena) -> FileTier | StoreTier:
         return open_store(
             order["url"], arena=arena, image_bytes=sizes, namespace=scope, generation=generation, name=name
         )
-    deadline = time.monotonic() + LOCK_PATIENCE
+    deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
         try:
             tier = FileTier(
