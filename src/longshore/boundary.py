@@ -430,8 +430,8 @@ class Prober(Protocol):
     """Asks one remote tier, on one rank. Nothing blocks; the runtime handles answers that never come."""
 
     @property
-    def asks(self) -> str:
-        """The name of the tier."""
+    def tier_name(self) -> str:
+        """Of the tier that is asked."""
 
     def ask(self, probe: Probe) -> None:
         """Begin `probe`."""

@@ -189,7 +189,7 @@ def lookup(cache: TieredCache, keys: Sequence[Key], now: float, first: int = 0, 
 
 def residency(cache: TieredCache, keys: Sequence[Key], until: Until = Until.NOTHING, **how: Any) -> Residency:
     """`TieredCache.lookup` of single chunks: where each of them is."""
-    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=until, each=True, **how).residency[0]
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=until, independent=True, **how).residency[0]
 
 
 def store(

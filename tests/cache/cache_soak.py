@@ -183,7 +183,7 @@ class Storm:
 
     def is_known(self, key: Key) -> bool:
         """Whether some tier has `key`, or is getting it."""
-        found = self.cache.lookup({0: GroupKeys([key])}, self.now, until=Until.NOTHING, each=True)
+        found = self.cache.lookup({0: GroupKeys([key])}, self.now, until=Until.NOTHING, independent=True)
         return found.residency[0].presences[0] is not Presence.ABSENT
 
     def note_host_store(self, order: StoreOrder) -> None:
@@ -219,7 +219,9 @@ class Storm:
 
     def seen(self, keys: list[Key]) -> Sequence[Presence]:
         """Where each of `keys` is, which stays so until the step ends."""
-        return self.cache.lookup({0: GroupKeys(keys)}, self.now, until=Until.STEP, each=True).residency[0].presences
+        return (
+            self.cache.lookup({0: GroupKeys(keys)}, self.now, until=Until.STEP, independent=True).residency[0].presences
+        )
 
     def ready(self, wanted: tuple[Presence, ...]) -> tuple[list[Key], int]:
         """Chunks that are in these states, and have been looked at; and their group."""
@@ -231,7 +233,7 @@ class Storm:
     def prefetch(self) -> None:
         keys, group = self.ready((Presence.READY, Presence.COLDER))
         if keys:
-            lease = self.cache.lookup({group: GroupKeys(keys)}, self.now, each=True).lease
+            lease = self.cache.lookup({group: GroupKeys(keys)}, self.now, independent=True).lease
             if lease is None:
                 raise AssertionError("what is ready was not leased")
             self.holds.append(lease)

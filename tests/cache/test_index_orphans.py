@@ -76,7 +76,7 @@ def test_an_orphan_is_loaded_with_what_is_behind_it() -> None:
 def test_single_chunk_is_found_and_leased_whatever_precedes_it() -> None:
     cache = made()
     put(cache, PATH, 2)
-    (residency,) = cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, each=True).residency.values()
+    (residency,) = cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, independent=True).residency.values()
     assert residency.presences == [Presence.ABSENT, Presence.ABSENT, Presence.READY, Presence.READY]
     assert cache.load({0: GroupKeys(residency.part(2, 4))}).chunks == 2
 

@@ -56,7 +56,7 @@ def store(cache: TieredCache, keys: list[Key]) -> int:
 
 def kept(cache: TieredCache, keys: Sequence[Key], group: int = 0) -> Lease:
     """A lease on single chunks, all of which some tier has."""
-    found = cache.lookup({group: GroupKeys(keys)}, 0.0, each=True)
+    found = cache.lookup({group: GroupKeys(keys)}, 0.0, independent=True)
     assert found.lease is not None
     assert found.chunks == len(keys)
     return found.lease
@@ -186,15 +186,15 @@ def test_single_chunks_that_are_not_ready_are_not_leased() -> None:
     cache, (a, b, c) = cache_of(2), keys_of("a", "b", "c")
     store(cache, [a])
     cache.store({0: GroupKeys([b])})
-    found = cache.lookup({0: GroupKeys([a, b, c])}, 0.0, each=True)
+    found = cache.lookup({0: GroupKeys([a, b, c])}, 0.0, independent=True)
     assert (found.chunks, cache.leases) == (1, 1)
     assert [each.value for each in found.residency[0].presences] == ["ready", "in_flight", "absent"]
     for none in ([], [b, c]):
-        assert cache.lookup({0: GroupKeys(none)}, 0.0, each=True)[:2] == (None, 0)
+        assert cache.lookup({0: GroupKeys(none)}, 0.0, independent=True)[:2] == (None, 0)
     before = state_of(cache)
     for keys, group in (([a, a], 0), ([a], 2)):
         with pytest.raises(CacheError):
-            cache.lookup({group: GroupKeys(keys)}, 0.0, each=True)
+            cache.lookup({group: GroupKeys(keys)}, 0.0, independent=True)
         assert state_of(cache) == before
 
 

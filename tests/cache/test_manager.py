@@ -180,7 +180,7 @@ WRONG_LOOKUPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "one group of three": ({0: GroupKeys(keys("a"), device=())}, {}),
     "a group that is none": ({9: GroupKeys(keys("a"))}, {}),
     "a first for all groups": ({0: GroupKeys(keys("a"), 1), 1: GroupKeys(keys("b"))}, {}),
-    "a first of single chunks": ({0: GroupKeys(keys("a"), 1)}, {"each": True}),
+    "a first of single chunks": ({0: GroupKeys(keys("a"), 1)}, {"independent": True}),
     "until a word": ({0: GroupKeys(keys("a"))}, {"until": "nothing"}),
     "a tick that was not drawn": ({0: GroupKeys(keys("a"))}, {"tick": 99}),
     "a tick that is a word": ({0: GroupKeys(keys("a"))}, {"tick": "x"}),
@@ -203,18 +203,18 @@ def test_refused_lookup_changes_nothing_and_ends_no_load(wrong: str) -> None:
 
 
 @pytest.mark.parametrize("paths", [{0: "a"}, {0: "a", 1: "b"}])
-@pytest.mark.parametrize("each", [False, True])
-def test_lookup_keeps_chunks_until_its_step_ends(paths: dict[int, str], each: bool) -> None:
+@pytest.mark.parametrize("independent", [False, True])
+def test_lookup_keeps_chunks_until_its_step_ends(paths: dict[int, str], independent: bool) -> None:
     cache = made(slots=6)
     stored(cache, "a", "b")
     asked = {group: GroupKeys(keys(name)) for group, name in paths.items()}
-    found = cache.lookup(asked, 1.0, until=Until.STEP, each=each)
+    found = cache.lookup(asked, 1.0, until=Until.STEP, independent=independent)
     assert found.lease is None
     assert (cache.leases, cache.protected) == (0, 3 * len(paths))
     cache.store({0: GroupKeys(keys("x", 6))}, {0: range(6)}, evicting=True)
     settle(cache)
     for name in paths.values():
-        where = cache.lookup({0: GroupKeys(keys(name))}, 1.0, until=Until.NOTHING, each=True).residency[0]
+        where = cache.lookup({0: GroupKeys(keys(name))}, 1.0, until=Until.NOTHING, independent=True).residency[0]
         assert set(where.presences) == {Presence.READY}
     cache.end_step()
     assert cache.protected == 0
@@ -223,7 +223,7 @@ def test_lookup_keeps_chunks_until_its_step_ends(paths: dict[int, str], each: bo
 def test_slots_of_a_residency_from_before_a_reset_are_nobodys() -> None:
     cache = made()
     stored(cache, "a")
-    where = cache.lookup({0: GroupKeys(keys("a"))}, 1.0, until=Until.NOTHING, each=True).residency[0]
+    where = cache.lookup({0: GroupKeys(keys("a"))}, 1.0, until=Until.NOTHING, independent=True).residency[0]
     assert where.slots() is not None
     cache.reset()
     stored(cache, "b")

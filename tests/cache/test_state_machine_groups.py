@@ -199,7 +199,7 @@ class Several(Machine):
             (CacheError, "store", ({1: twice},), {}),
             (CacheError, "store", ({0: GroupKeys((), slid=keys)},), {}),
             (CacheError, "load", ({1: GroupKeys(())},), {}),
-            (CacheError, "lookup", ({9: GroupKeys(keys)}, world.now), {"each": True}),
+            (CacheError, "lookup", ({9: GroupKeys(keys)}, world.now), {"independent": True}),
             (CacheError, "load", ({1: GroupKeys([key("y", 1)])},), {}),
             (CacheError, "load", ({9: GroupKeys(keys)},), {}),
             (JobError, "release", (10**9,), {}),

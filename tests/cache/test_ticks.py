@@ -43,7 +43,7 @@ def uses(cache: TieredCache, key: Key, tier: int = 0) -> int:
 
 def look(cache: TieredCache, keys: Sequence[Key], tick: int | None = None) -> int | None:
     """Each of `keys` is looked at by itself; the tick of the request."""
-    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, each=True, tick=tick).tick
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, independent=True, tick=tick).tick
 
 
 def ticks(cache: TieredCache) -> int:
@@ -104,7 +104,7 @@ def test_request_asked_key_by_key_counts_its_uses_once() -> None:
     for _ in range(3):
         assert look(cache, keys, second) == second
         cache.end_step()
-    cache.release(cache.lookup({0: GroupKeys(keys)}, 0.0, each=True, tick=second).lease)
+    cache.release(cache.lookup({0: GroupKeys(keys)}, 0.0, independent=True, tick=second).lease)
     deliver(cache, cache.load({0: GroupKeys(keys)}, tick=second).parts[0].job)
     store(cache, keys, tick=second)
     store(cache, keys, tick=second)
@@ -138,7 +138,7 @@ def test_a_turn_that_was_not_drawn_is_refused(tick: int) -> None:
     cache, keys = alone(), keys_of("a")
     deliver(cache, store(cache, keys, tick=look(cache, keys)).job)
     paths = {0: GroupKeys(keys)}
-    for call in (cache.store, cache.load, partial(cache.lookup, now=0.0, each=True)):
+    for call in (cache.store, cache.load, partial(cache.lookup, now=0.0, independent=True)):
         with pytest.raises(CacheError, match="expected a tick"):
             call(paths, tick=tick)  # type: ignore[operator]
 

@@ -67,7 +67,7 @@ def served(stack: Stack, prompt: int) -> int:
     path = GroupKeys(keys_of(prompt))
     bring(stack.runtime, path, 0, TOKENS, TIMEOUT)
     with stack.runtime.transaction() as cache:
-        found = cache.lookup({0: path}, stack.runtime.clock(), asks=())
+        found = cache.lookup({0: path}, stack.runtime.clock(), remote_tiers=())
         if found.lease is not None:
             cache.release(found.lease)
     return found.chunks
@@ -121,7 +121,7 @@ def test_what_is_behind_an_orphan_is_fetched(opened: Callable[..., Stack], first
         assert set(sent) >= set(part)
         names.update(sent)
     with reader.runtime.transaction() as cache:
-        found = cache.lookup({0: path}, reader.runtime.clock(), asks=())
+        found = cache.lookup({0: path}, reader.runtime.clock(), remote_tiers=())
     assert found.chunks == CHUNKS - first
     jobs: list[int] = []
     sources = reader.load_path(found, path, range(CHUNKS - first), lambda job, _: jobs.append(job), origins=names)
@@ -160,7 +160,7 @@ def test_a_fetch_ends_after_twice_what_the_gate_expects(opened: Callable[..., St
     try:
         with runtime.transaction() as cache:
             expected = gate.load_seconds(runs, runtime.clock())
-            jobs = fetch(runtime, cache, path, 0, TOKENS, asks=False).jobs
+            jobs = fetch(runtime, cache, path, 0, TOKENS, probe=False).jobs
         assert expected is not None
         assert not gate.is_late(REMOTE)
         latest = runtime.clock() + max(2 * expected, 3.5)

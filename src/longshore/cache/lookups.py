@@ -226,7 +226,7 @@ def longest_served(paths: Sequence[GroupSearch]) -> int:
 
 
 class LookupCall(NamedTuple):
-    """Arguments of `TieredCache.lookup`, checked. `asks`: whether a lookup of a path asks remote tiers."""
+    """Arguments of `TieredCache.lookup`, checked. `probes_remote`: whether a lookup of a path asks remote tiers."""
 
     now: float
     until: Until
@@ -234,7 +234,7 @@ class LookupCall(NamedTuple):
     tick: int | None
     reuse_hint: ReuseHint | None
     counts: bool
-    asks: bool
+    probes_remote: bool
 
 
 class Lookups:
@@ -279,7 +279,7 @@ class Lookups:
         tick = self._serve(call, keys, end)
         remote, probes = 0, tuple[int, ...]()
         if self._remote.tiers:
-            remote, probes = self._remote.look(keys, known, asks=call.asks)
+            remote, probes = self._remote.look(keys, known, probe=call.probes_remote)
         if call.counts:
             self._state.count_misses(keys, end, known, remote)
             if self._state.log.on:
@@ -298,9 +298,9 @@ class Lookups:
         return Found(lease, end - start, partial=partial, remote=remote, probes=probes, tick=tick, before=before)
 
     def chunks(self, paths: Mapping[int, GroupKeys], call: LookupCall, tiers: Collection[str]) -> Found:
-        """`TieredCache.lookup` with `each`, which asks the remote `tiers`."""
+        """`TieredCache.lookup` with `independent`, which asks the remote `tiers`."""
         if any(path.first or path.device is not None for path in paths.values()):
-            raise CacheError("expected no `first` and no `device` in a lookup with `each`")
+            raise CacheError("expected no `first` and no `device` in a lookup with `independent`")
         index, parts = self._state.index, list[tuple[int, Residency, list[int]]]()
         found = {group: Residency.take(index, self._state.pools[0], path.names) for group, path in paths.items()}
         if call.until is Until.RELEASE:

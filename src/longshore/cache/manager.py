@@ -133,8 +133,8 @@ class TieredCache:
         now: float,
         *,
         until: Until = Until.RELEASE,
-        each: bool = False,
-        asks: Collection[str] | None = None,
+        independent: bool = False,
+        remote_tiers: Collection[str] | None = None,
         request: str | None = None,
         tick: int | None = None,
         reuse_hint: ReuseHint | None = None,
@@ -145,19 +145,21 @@ class TieredCache:
         With one path: the longest run of ready chunks from its `first` on. Bisection finds it in microseconds, whatever
         its length, because a key identifies its whole prefix. Chunks behind an orphan, a chunk whose parent is in no
         tier, are found only if `first` is there, one after the other. With the paths of all groups, or with a path that
-        has a `device`: the longest prefix that every group can serve. With `each`, keys are looked up independently;
-        they need not form a path, and no misses are counted. A chunk is in flight if it or one before it is.
+        has a `device`: the longest prefix that every group can serve. With `independent`, each key is looked up by
+        itself; they need not form a path, and no misses are counted. A chunk is in flight if it or one before it is.
 
         Remote tiers are asked for chunks that they are not known to have or lack, by lookups of one path and with
-        `each`. A lookup does not wait for them.
+        `independent`. A lookup does not wait for them.
 
         Args:
             paths: Keys by group.
             now: Seconds.
-            until: How long found chunks are kept. `NOTHING` begins no request, and asks no remote tier beyond `asks`.
-            each: Look up each chunk by itself.
-            asks: Remote tiers to ask for chunks that they are not known to have or lack: by name, only with `each` and
-                until nothing; `()` for none. If `None`, a lookup of paths asks all, unless it keeps nothing.
+            until: How long found chunks are kept. `NOTHING` begins no request, and asks no remote tier beyond
+                `remote_tiers`.
+            independent: Look up each chunk by itself.
+            remote_tiers: Those to ask for chunks that they are not known to have or lack: by name, only with
+                `independent` and until nothing; `()` for none. If `None`, a lookup of paths asks all, unless it keeps
+                nothing.
             request: Name of the request, for events.
             tick: The tick that an earlier lookup of this request returned, so that its uses of a chunk count once.
             reuse_hint: Hint about when its chunks are used again, with the first lookup of a request.
@@ -170,11 +172,15 @@ class TieredCache:
         check_reuse_hint(reuse_hint)
         if not isinstance(until, Until):
             raise CacheError(f"until: expected one of {list(Until)}, got {until!r}")
-        if asks and (not each or until is not Until.NOTHING):
-            raise CacheError("asks requires each=True and until=NOTHING: other lookups ask all tiers, or none")
-        call = LookupCall(now, until, request, tick, reuse_hint, count, asks is None and until is not Until.NOTHING)
-        if each:
-            return self._lookups.chunks(paths, call, asks or ())
+        if remote_tiers and (not independent or until is not Until.NOTHING):
+            raise CacheError(
+                "remote_tiers requires independent=True and until=NOTHING: other lookups ask all tiers, or none"
+            )
+        call = LookupCall(
+            now, until, request, tick, reuse_hint, count, remote_tiers is None and until is not Until.NOTHING
+        )
+        if independent:
+            return self._lookups.chunks(paths, call, remote_tiers or ())
         if len(paths) == 1 and next(iter(paths.values())).device is None:
             return self._lookups.path(*next(iter(paths.items())), call)
         return self._lookups.groups(paths, call)

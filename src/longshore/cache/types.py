@@ -89,7 +89,7 @@ class GroupKeys(NamedTuple):
     """Chunks of one KV cache group of a request, as the methods of `TieredCache` take them.
 
     Attributes:
-        keys: The path from the first chunk of the prompt on; or single chunks, for a lookup with `each` and a load
+        keys: The path from the first chunk of the prompt on; or single chunks, for an `independent` lookup and a load
             without a lease. The `Residency` of a lookup saves that load another search.
         first: Position of the first chunk to look up or store. The engine has the chunks before it. `UNTOLD` in a
             lookup of one path: the index knows what is before the first key.
@@ -164,8 +164,8 @@ class Found(NamedTuple):
         probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `remote`.
         before: For a lookup of one group from `UNTOLD`: the keys before the first one, as the tiers know them.
         tick: The tick of the request, for its other calls; `None` for `Until.NOTHING`.
-        residency: For a lookup with `each`: where each chunk is, by group.
-        remote_sources: For a lookup with `each` that keeps nothing, if there are remote tiers: the name of the
+        residency: For a lookup with `independent`: where each chunk is, by group.
+        remote_sources: For a lookup with `independent` that keeps nothing, if there are remote tiers: the name of the
             first that is known to have each chunk, by group; empty for none.
     """
 

@@ -239,7 +239,7 @@ class Commands:
                     for group, keys in zip(self._groups, paths, strict=True)
                     if group.runtime is runtime
                 }
-                leases.append((runtime, cache.lookup(mine, runtime.clock(), each=True).lease))
+                leases.append((runtime, cache.lookup(mine, runtime.clock(), independent=True).lease))
         self._release(replaced)
         self._pins = [*kept, _PinnedPrompt(leases, begin[-1], chunks)]
         return {"chunks": asked, "pinned": len(chunks)}
@@ -312,4 +312,4 @@ class Commands:
 def _residency(cache: TieredCache, group: ControlledGroup, keys: Sequence[Key]) -> Found:
     """Where each chunk of `group` is. Keeps nothing, and counts for nothing."""
     now = group.runtime.clock()
-    return cache.lookup({group.number: GroupKeys(keys)}, now, until=Until.NOTHING, each=True)
+    return cache.lookup({group.number: GroupKeys(keys)}, now, until=Until.NOTHING, independent=True)

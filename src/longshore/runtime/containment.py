@@ -95,7 +95,9 @@ class CallLog:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._inside:  # a method that calls another
                 return method(*args, **kwargs)
-            if is_kept and not (name == "lookup" and kwargs.get("each") and kwargs.get("until") is Until.NOTHING):
+            if is_kept and not (
+                name == "lookup" and kwargs.get("independent") and kwargs.get("until") is Until.NOTHING
+            ):
                 if reads_once:  # an iterator cannot be logged and read
                     args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
                 self._log_call(name, args, kwargs)

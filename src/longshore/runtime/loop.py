@@ -104,7 +104,7 @@ class Runtime:
         self._lock = threading.RLock()
         self._waiting: dict[int, _WaitingTransfer] = {}
         self._running: dict[int, _RunningTransfer] = {}
-        self._probers = {prober.asks: prober for prober in probers}
+        self._probers = {prober.tier_name: prober for prober in probers}
         self.remote_tiers = tuple(self._probers)
         """Names of the remote tiers that can be asked."""
         self._probing = dict[int, tuple[Probe, float]]()  # probes in flight, and when they were ordered

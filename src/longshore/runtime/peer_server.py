@@ -137,7 +137,7 @@ class TierSource:
                     return part.job, {names[key]: (at, Identity(namespace, key, self._bytes)) for key, at in slots}
                 there = [key for key, each in zip(names, seen.presences, strict=True) if each in _THERE]
                 path, now = {0: GroupKeys(there)}, self._runtime.clock()
-                order = cache.lookup(path, now, each=True, count=False, tick=self._tick)
+                order = cache.lookup(path, now, independent=True, count=False, tick=self._tick)
                 self._tick, was_read = order.tick, True
                 if (lease := order.lease) is not None:
                     cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=READING)
@@ -156,7 +156,7 @@ class TierSource:
 
     def _seen(self, cache: TieredCache, keys: Sequence[Key]) -> Residency:
         path = {0: GroupKeys(keys)}
-        found = cache.lookup(path, self._runtime.clock(), until=Until.NOTHING, each=True, count=False)
+        found = cache.lookup(path, self._runtime.clock(), until=Until.NOTHING, independent=True, count=False)
         return found.residency[0]
 
     def _length(self, key: Key, presence: Presence) -> int:

@@ -4,7 +4,7 @@
                   └─ all of the prompt: nothing is asked
 
 `fetch` never waits, for engines that ask again in each step; `bring` waits, for those that have nothing else to do.
-A lookup after either passes `asks=()`: else it would ask the stores that are not worth asking.
+A lookup after either passes `remote_tiers=()`: else it would ask the stores that are not worth asking.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def offered(runtime: Runtime, path: GroupKeys, context: int, chunk_tokens: int, 
     The gate counts them as ordered now, so it must not be asked again: they would wait behind themselves.
     """
     with runtime.transaction() as cache:
-        found = _behind(runtime, cache, path, context, chunk_tokens, asks=True, ahead=False, is_agreed=True)
+        found = _behind(runtime, cache, path, context, chunk_tokens, probe=True, ahead=False, is_agreed=True)
     runtime.wait_jobs(found.probes, timeout)
     with runtime.transaction() as cache:
-        return _behind(runtime, cache, path, context, chunk_tokens, asks=False, ahead=False).chunks
+        return _behind(runtime, cache, path, context, chunk_tokens, probe=False, ahead=False).chunks
 
 
 def bring(
@@ -74,7 +74,7 @@ def bring(
     names = under_way.names
     if under_way.probes and runtime.wait_jobs(under_way.probes, timeout):
         with runtime.transaction() as cache:
-            more = fetch(runtime, cache, path, context, chunk_tokens, asks=False, is_agreed=is_agreed)
+            more = fetch(runtime, cache, path, context, chunk_tokens, probe=False, is_agreed=is_agreed)
         under_way, names = (more if more.jobs else under_way), {**names, **more.names}
     runtime.wait_jobs(under_way.jobs, timeout)
     return names
@@ -87,12 +87,12 @@ def fetch(
     context: int,
     chunk_tokens: int,
     *,
-    asks: bool = True,
+    probe: bool = True,
     ahead: bool = False,
     is_agreed: bool = False,
 ) -> Fetch:
     """The same without waiting, within `control`. `ahead` is as for the gate."""
-    found = _behind(runtime, cache, path, context, chunk_tokens, asks=asks, ahead=ahead, is_agreed=is_agreed)
+    found = _behind(runtime, cache, path, context, chunk_tokens, probe=probe, ahead=ahead, is_agreed=is_agreed)
     if not found.chunks:
         return Fetch(found.probes)
     end = found.begin + found.chunks
@@ -118,7 +118,7 @@ def _behind(
     context: int,
     chunk_tokens: int,
     *,
-    asks: bool,
+    probe: bool,
     ahead: bool,
     is_agreed: bool = False,
 ) -> _Behind:
@@ -128,8 +128,8 @@ def _behind(
     rest = path.names[begin:]
     if not rest:
         return _Behind((), begin)
-    asked = worth_asking(runtime, context, len(rest), ahead=ahead) if asks else ()
-    known = cache.lookup({0: GroupKeys(rest)}, now, until=Until.NOTHING, each=True, asks=asked)
+    asked = worth_asking(runtime, context, len(rest), ahead=ahead) if probe else ()
+    known = cache.lookup({0: GroupKeys(rest)}, now, until=Until.NOTHING, independent=True, remote_tiers=asked)
     stores = list(takewhile(bool, known.remote_sources.get(0, ())))
     runs = [Run(name, len(list(same))) for name, same in groupby(stores)]
     count, longest = sum(run.chunks for run in runs), fetch_timeout(runtime, cache, runs, now)

@@ -166,7 +166,7 @@ class Stack:
             end, now = min(wanted, done + size), runtime.clock()
             part = GroupKeys(path.names[: path.first + end], path.first + done)
             with runtime.transaction() as cache:
-                here = cache.lookup({0: part}, now, request=request, tick=found.tick, count=False, asks=())
+                here = cache.lookup({0: part}, now, request=request, tick=found.tick, count=False, remote_tiers=())
                 if here.lease is None:
                     break
                 cache.prefetch(here.lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=left)

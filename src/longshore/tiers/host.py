@@ -127,8 +127,8 @@ class KeyedMover(TierMover):
         self._probes: dict[int, Probe] = {}  # by ticket, of the last ones
 
     @property
-    def asks(self) -> str:
-        """The name of the tier."""
+    def tier_name(self) -> str:
+        """Of the tier that is asked."""
         return self.tier.name
 
     def ask(self, probe: Probe) -> None:

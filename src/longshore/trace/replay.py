@@ -399,7 +399,7 @@ class Replica:
         if self.remote is None:
             return 0
         rest = {0: GroupKeys(visit.keys[visit.matched : visit.usable])}
-        where = self.cache.lookup(rest, self._now, until=Until.NOTHING, each=True).residency[0].presences
+        where = self.cache.lookup(rest, self._now, until=Until.NOTHING, independent=True).residency[0].presences
         return found.remote + sum(1 for _ in takewhile(lambda each: each is not Presence.ABSENT, where))
 
     def _load(self, visit: _Visit, coming: int) -> None:

@@ -247,7 +247,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         stack, runtime = self._kv.stack, self._runtime
         with runtime.transaction() as cache:
             with runtime.lookup_counters.seconds.timed():
-                found = cache.lookup({0: GroupKeys(keys, UNTOLD)}, runtime.clock(), asks=())
+                found = cache.lookup({0: GroupKeys(keys, UNTOLD)}, runtime.clock(), remote_tiers=())
             path = _whole_path(cache, keys, found.before, runtime.clock()) if stack.remote else None
         runtime.lookup_counters.requests += 1
         runtime.lookup_counters.attempts += 1
@@ -295,7 +295,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         """Fill `pages` with what leads of `part` and our tiers have; how many that are."""
         jobs, runtime = list[int](), self._runtime
         with runtime.transaction() as cache:
-            found = cache.lookup({0: part}, runtime.clock(), asks=(), tick=tick, count=False)
+            found = cache.lookup({0: part}, runtime.clock(), remote_tiers=(), tick=tick, count=False)
         if found.lease is None:
             return 0
         try:
@@ -443,7 +443,7 @@ def _collector(stack: Stack) -> LongshoreCollector:
 
 def _look(cache: TieredCache, keys: Sequence[Key], now: float) -> Found:
     """What tiers have of `keys`, and before them. Keeps nothing, and counts for nothing."""
-    return cache.lookup({0: GroupKeys(keys, UNTOLD)}, now, until=Until.NOTHING, count=False, asks=())
+    return cache.lookup({0: GroupKeys(keys, UNTOLD)}, now, until=Until.NOTHING, count=False, remote_tiers=())
 
 
 def _whole_path(cache: TieredCache, keys: Sequence[Key], before: Sequence[Key], now: float) -> GroupKeys | None:

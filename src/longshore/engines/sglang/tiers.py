@@ -207,7 +207,7 @@ class PoolTiers:
             return [False] * len(names)
         with self.runtime.transaction() as cache:
             asked = {0: GroupKeys(digests(names))}
-            here = cache.lookup(asked, self.runtime.clock(), until=Until.NOTHING, each=True).residency[0]
+            here = cache.lookup(asked, self.runtime.clock(), until=Until.NOTHING, independent=True).residency[0]
         return [each in (Presence.READY, Presence.COLDER) for each in here.presences]
 
     @contained(lambda self, names, indices: 0, expected=(LongshoreError,))
@@ -221,7 +221,7 @@ class PoolTiers:
             try:
                 with runtime.transaction() as cache:
                     for key, page in zip(digests(names), pages, strict=True):
-                        found = cache.lookup({0: GroupKeys([key])}, runtime.clock(), asks=(), tick=tick)
+                        found = cache.lookup({0: GroupKeys([key])}, runtime.clock(), remote_tiers=(), tick=tick)
                         tick = found.tick
                         if found.lease is None:
                             break

@@ -374,7 +374,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
                 count=False,
                 tick=lookup.tick,
                 reuse_hint=lookup.hints.reuse_hint,
-                asks=(),
+                remote_tiers=(),
             )
         lookup.tick, lease = found.tick, found.lease
         if lease is None:

@@ -320,7 +320,9 @@ class PrefixStore:
         runtime.lookup_counters.attempts += 1
         with runtime.transaction() as tiered_cache:
             with runtime.lookup_counters.seconds.timed():
-                found = tiered_cache.lookup({0: path}, runtime.clock(), tick=tick, reuse_hint=hints.reuse_hint, asks=())
+                found = tiered_cache.lookup(
+                    {0: path}, runtime.clock(), tick=tick, reuse_hint=hints.reuse_hint, remote_tiers=()
+                )
             if found.lease is None:
                 return 0, found.tick
             most = found.chunks if FILE in hints.load else tiered_cache.progress(found.lease).leading(HOST)
@@ -348,7 +350,7 @@ class PrefixStore:
         else:
             with self._stack.runtime.transaction() as tiered_cache:
                 now = self._stack.runtime.clock()
-                lease = tiered_cache.lookup({0: part}, now, tick=found.tick, count=False, asks=()).lease
+                lease = tiered_cache.lookup({0: part}, now, tick=found.tick, count=False, remote_tiers=()).lease
             try:
                 arrived = self._stack.load_path(found._replace(lease=lease), part, blocks, self._add_job)
             finally:

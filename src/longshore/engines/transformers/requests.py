@@ -96,18 +96,18 @@ class WaitingPrefetcher:
         `context`: tokens before it, which are on the device. Without room for all of it, or while a store is asked or
         read, `lookup` is not `is_fetched`.
         """
-        asks = False
+        is_probing = False
         if self._has_stores and REMOTE in lookup.hints.load:
             chunk_tokens = self._per_chunk * block_size
             under_way = fetch(self._runtime, cache, path, context, chunk_tokens, ahead=True)
             lookup.fetched_from.update(under_way.names)
-            asks = bool(under_way.probes or under_way.jobs)
+            is_probing = bool(under_way.probes or under_way.jobs)
         keys, former = path.names, lookup.kept
         end, left = path.first, self.room - len(self.keys)
         while end < len(keys) and left > 0:
             left -= keys[end] not in self.keys
             end += 1
-        lookup.is_fetched = end == len(keys) and not asks
+        lookup.is_fetched = end == len(keys) and not is_probing
         if end < len(keys):
             path = path._replace(keys=keys[:end], text=None)
         try:
@@ -141,7 +141,7 @@ class WaitingPrefetcher:
     def _keep(self, cache: TieredCache, lookup: PromptLookup, path: GroupKeys) -> KeptLease | None:
         """Lease what the tiers have of `path`."""
         now = self._runtime.clock()
-        found = cache.lookup({0: path}, now, request=lookup.request, count=False, tick=lookup.tick, asks=())
+        found = cache.lookup({0: path}, now, request=lookup.request, count=False, tick=lookup.tick, remote_tiers=())
         lookup.tick, lookup.kept = found.tick, None
         if found.lease is not None:
             keys = list(path.names[path.first : path.first + found.chunks])

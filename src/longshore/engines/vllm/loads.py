@@ -226,7 +226,7 @@ def _by_group(chunks: Sequence[tuple[int, Key]]) -> dict[int, list[Key]]:
 def _lease(cache: TieredCache, load: StreamedLoad, chunks: Sequence[tuple[int, Key]]) -> Lease | None:
     """A lease on `chunks`; `None` if no tier has any of them."""
     asked = {group: GroupKeys(keys) for group, keys in _by_group(chunks).items()}
-    return cache.lookup(asked, 0.0, each=True, request=load.name, tick=load.tick).lease
+    return cache.lookup(asked, 0.0, independent=True, request=load.name, tick=load.tick).lease
 
 
 def _release(cache: TieredCache, load: StreamedLoad) -> None:
@@ -335,7 +335,7 @@ class RemoteFetches:
                 asks = [name for name in asks if name != PEERS]
             elif self._peers is not None and asks:
                 self._peers.route(asked[0].names, request.source)
-            known = cache.lookup(asked, now, until=Until.NOTHING, each=True, asks=asks)
+            known = cache.lookup(asked, now, until=Until.NOTHING, independent=True, remote_tiers=asks)
             if request.probes is None:
                 request.probes = known.probes
             if not all(cache.progress(probe).is_over for probe in request.probes):

@@ -419,7 +419,12 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             asks = {0: GroupKeys(request.ours(() if barred else request.asked_keys))}
             with self._runtime.lookup_counters.seconds.timed():
                 seen = cache.lookup(
-                    asks, now, until=Until.STEP, each=True, tick=request.tick, reuse_hint=request.hints.reuse_hint
+                    asks,
+                    now,
+                    until=Until.STEP,
+                    independent=True,
+                    tick=request.tick,
+                    reuse_hint=request.hints.reuse_hint,
                 )
             request.residency, request.tick = seen.residency[0], seen.tick
         self._asked.append(request)
@@ -543,7 +548,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         there = [key for key, presence in found if presence in _THERE]
         for group, mine in self._groups.split(there):
             chunks = {group: GroupKeys(request.ours(mine))}
-            lease = cache.lookup(chunks, now, each=True, request=request.name, tick=request.tick).lease
+            lease = cache.lookup(chunks, now, independent=True, request=request.name, tick=request.tick).lease
             if lease is not None:
                 cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._jobs.timeout)
                 request.leases.append(lease)

@@ -423,7 +423,7 @@ def has_more(keys: Sequence[OffloadKey], context: ReqContext) -> bool:
 
 def residency(cache: TieredCache, keys: Sequence[Key]) -> Residency:
     """Where chunks are now, without a lease."""
-    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.NOTHING, each=True).residency[0]
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.NOTHING, independent=True).residency[0]
 
 
 def knows(cache: TieredCache, key: Key) -> bool:

@@ -116,7 +116,9 @@ class StoreJobs:
         if request.tick is None:
             begins = {0: GroupKeys(request.ours(keys))}
             reuse_hint = request.hints.reuse_hint
-            request.tick = cache.lookup(begins, first.since, until=Until.STEP, each=True, reuse_hint=reuse_hint).tick
+            request.tick = cache.lookup(
+                begins, first.since, until=Until.STEP, independent=True, reuse_hint=reuse_hint
+            ).tick
             cache.end_step()  # what this step reads is lent by now: heads may make way for what follows them
         groups = self._groups.split(keys if takes else ())
         if self.may_stream:  # windows get room first: they have no parts, so they are offered again with all the others
