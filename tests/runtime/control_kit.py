@@ -49,7 +49,7 @@ class Engine:
         """Store all chunks of a prompt, and wait for that."""
         path = GroupKeys(self.keys(tokens))
         with self.stack.runtime.transaction() as cache:
-            job = cache.store({0: path}, {0: range(len(path.names))})[0].job
+            job = cache.store({0: path}, {0: range(len(path.keys))})[0].job
         assert job is None or self.stack.runtime.wait_jobs([job], TIMEOUT)
         assert self.stack.runtime.flush(TIMEOUT)
 

@@ -165,7 +165,7 @@ class Policy:
             victims = policy.next_victims(count - len(nodes))
             policy.remove_victims(victims, [key[::-1] for key in keys[len(nodes) :][: len(victims)]])
             nodes += victims
-        policy.names = np.broadcast_to(np.array(keys[0], object), (max(nodes) + 1,))
+        policy.keys = np.broadcast_to(np.array(keys[0], object), (max(nodes) + 1,))
         self._turn += 1
         policy.begin(self._turn, count)
         policy.insert(nodes[::-1], leaf=True)

@@ -144,7 +144,7 @@ class GroupSearch:
     def __init__(
         self, index: Index, partials: PartialPrefixes, group: CacheGroup, chunk_tokens: int, wanted: GroupKeys
     ) -> None:
-        self.keys, device = wanted.names, () if wanted.device is None else wanted.device
+        self.keys, device = wanted.keys, () if wanted.device is None else wanted.device
         if len(device) > len(self.keys):
             raise CacheError(f"device: expected at most {len(self.keys)} values, one for each key, got {len(device)}")
         self.text = None if wanted.text is None else wanted.text.checked()
@@ -253,7 +253,7 @@ class Lookups:
 
     def path(self, group: int, path: GroupKeys, call: LookupCall) -> Found:
         """`TieredCache.lookup` of one `path` of `group`."""
-        keys, start, text, index = path.names, path.first, path.text, self._state.index
+        keys, start, text, index = path.keys, path.first, path.text, self._state.index
         settings = self._transfers.settings
         before: Sequence[Key] = ()
         if start == UNTOLD and keys:
@@ -302,7 +302,7 @@ class Lookups:
         if any(path.first or path.device is not None for path in paths.values()):
             raise CacheError("expected no `first` and no `device` in a lookup with `independent`")
         index, parts = self._state.index, list[tuple[int, Residency, list[int]]]()
-        found = {group: Residency.take(index, self._state.pools[0], path.names) for group, path in paths.items()}
+        found = {group: Residency.take(index, self._state.pools[0], path.keys) for group, path in paths.items()}
         if call.until is Until.RELEASE:
             for group, here in found.items():
                 there = np.flatnonzero(index.are_reachable(here.at)).tolist()
@@ -342,7 +342,7 @@ class Lookups:
         """Read chunks behind the ready prefix of `path` from remote tiers that have them, for at most `longest`
         seconds; returns its jobs, and those in flight.
         """
-        keys, start = path.names, path.first
+        keys, start = path.keys, path.first
         check_first(keys, start)
         pool, index = self._transfers.settings.pool_of(group), self._state.index
         if self._transfers.settings.stands_alone(group):

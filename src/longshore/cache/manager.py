@@ -272,7 +272,7 @@ class TieredCache:
                 raise CacheError("expected no `blocks` and no `first` with chunks that the engine reads itself")
             self._device.check(())
             self._state.check_tick(tick)
-            warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
+            warm = [self._lookups.warm(path.chunks, group) for group, path in paths.items()]
             self._remote.found([key for keys, _ in warm for key in keys])
             lend, pairs = self._loader.lease_slots, zip(paths, warm, strict=True)
             parts = tuple(Part(*lend(*found, tick, origins, is_first=not group, count=count)) for group, found in pairs)
@@ -378,18 +378,18 @@ class TieredCache:
         blocks = None if blocks is None else check_blocks(blocks, paths)
         for group, path in paths.items():
             check_retention(path.retention)
-            check_first(path.names, path.first)
+            check_first(path.keys, path.first)
             if path.slid and not self.settings.stands_alone(group):
                 raise CacheError(f"expected `slid` only for groups with a window, got it for group {group}")
             self._state.index.find_alone(path.slid)
             mine = () if blocks is None else blocks.get(group, ())
-            chunks = len(path.names) - path.first
+            chunks = len(path.keys) - path.first
             expected = 0 if blocks is None else chunks * self.settings.blocks_per_chunk
             if len(mine) != expected:
                 raise CacheError(f"expected {expected} blocks of {chunks} chunks, got {len(mine)}")
             self._device.check(mine)
         if len(paths) > 1:
-            check_distinct([key for path in paths.values() for keys in (path.names, path.slid) for key in keys])
+            check_distinct([key for path in paths.values() for keys in (path.keys, path.slid) for key in keys])
         nodes = {group: self._offloader.check(path, group) for group, path in paths.items()}
         orders = dict[int, StoreOrder]()
         for group, path in paths.items():
@@ -506,7 +506,7 @@ class TieredCache:
 
         Raises `CacheError` if `keep` are not the coldest tiers, or with both `keep` and `weights`.
         """
-        names = tuple(self._state.names)
+        names = tuple(self._state.tier_names)
         first = len(names) - len(keep)
         if tuple(keep) != names[first:] or (keep and weights):
             raise CacheError(
@@ -533,7 +533,7 @@ class TieredCache:
 
     def ready(self) -> list[tuple[str, Key]]:
         """Tier and key of each copy that is ready, for readers that have missed events."""
-        return [(self._state.names[tier], key) for tier, key in self._state.index.ready()]
+        return [(self._state.tier_names[tier], key) for tier, key in self._state.index.ready()]
 
     def events(self, limit: int | None = None) -> list[Event]:
         """Events since the last call, in order, at most `limit`; the others are returned by the next call.
@@ -600,6 +600,6 @@ class TieredCache:
             self._state.log.loaded(load.asked, load.outcome.chunks, misses)
 
     def _tier(self, name: str) -> int:
-        if name not in self._state.names:
-            raise CacheError(f"expected a tier of {self._state.names}, got {name!r}")
-        return self._state.names.index(name)
+        if name not in self._state.tier_names:
+            raise CacheError(f"expected a tier of {self._state.tier_names}, got {name!r}")
+        return self._state.tier_names.index(name)

@@ -78,7 +78,7 @@ class Offloader:
         state, settings, keys, first, retention = (
             self._state,
             self._transfers.settings,
-            path.names,
+            path.keys,
             path.first,
             path.retention,
         )
@@ -104,7 +104,7 @@ class Offloader:
 
     def check(self, path: GroupKeys, group: int) -> list[int]:
         """The nodes of the chunks of `path` in the index. Raises `CacheError` for invalid keys or text."""
-        keys, first, settings = path.names, path.first, self._transfers.settings
+        keys, first, settings = path.keys, path.first, self._transfers.settings
         if path.text is not None and self._state.partials.on:
             path.text.checked(len(keys) * settings.group(group)[1])
         known = self._known_alone if settings.stands_alone(group) else self._follow

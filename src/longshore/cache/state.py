@@ -72,7 +72,7 @@ class CacheState:
         thresholds: Sequence[int],
     ) -> None:
         self.levels = list(levels)
-        self.names = [level.name for level in levels]
+        self.tier_names = [level.name for level in levels]
         self.counters = counters
         self.pools = [level.pool for level in levels]
         self.several_sizes = len(self.pools[0].slabs.image_bytes) > 1
@@ -242,7 +242,7 @@ class CacheState:
     def mark_ready(self, nodes: Sequence[int], tier: int) -> list[int]:
         """Copies of `nodes`, parents first, have become ready in `tier`. Returns orphans that now have parents."""
         if self.log.on:
-            self.log.arrived(self.index, self.names, nodes, tier)
+            self.log.arrived(self.index, self.tier_names, nodes, tier)
         leaf = bool(nodes) and not any(self.index.children(nodes[-1]))
         if not tier:
             self.policies[0].insert(nodes[::-1], leaf=leaf)
@@ -556,7 +556,7 @@ class CacheState:
         if cause == EVICTED and (age := pool.age(slot, self.log.now)) is not None:
             self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name].observe(age)
         if self.log.on:
-            self.log.lost(self.index, self.names, node, tier, cause)
+            self.log.lost(self.index, self.tier_names, node, tier, cause)
         if pool.state[slot] == READY:
             self._remove_from_policies(node, tier, index.key[node] if cause == EVICTED else None)
         gone = index.drop_copy(node, tier)

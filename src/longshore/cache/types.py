@@ -89,8 +89,8 @@ class GroupKeys(NamedTuple):
     """Chunks of one KV cache group of a request, as the methods of `TieredCache` take them.
 
     Attributes:
-        keys: The path from the first chunk of the prompt on; or single chunks, for an `independent` lookup and a load
-            without a lease. The `Residency` of a lookup saves that load another search.
+        chunks: Keys of the path from the first chunk of the prompt on; or single ones, for an `independent` lookup and
+            a load without a lease. The `Residency` of a lookup saves that load another search.
         first: Position of the first chunk to look up or store. The engine has the chunks before it. `UNTOLD` in a
             lookup of one path: the index knows what is before the first key.
         device: For a lookup of all groups: whether the device has each chunk, from the first on (a numpy array is
@@ -102,7 +102,7 @@ class GroupKeys(NamedTuple):
             paths. They are evicted first, unless a lookup was served from them. Keys in no tier are ignored.
     """
 
-    keys: Sequence[Key] | Residency
+    chunks: Sequence[Key] | Residency
     first: int = 0
     device: Sequence[bool] | None = None
     text: Text | None = None
@@ -111,9 +111,9 @@ class GroupKeys(NamedTuple):
     slid: Sequence[Key] = ()
 
     @property
-    def names(self) -> Sequence[Key]:
-        """The keys, also of a `Residency`."""
-        return self.keys.keys if isinstance(self.keys, Residency) else self.keys
+    def keys(self) -> Sequence[Key]:
+        """The keys of `chunks`."""
+        return self.chunks.keys if isinstance(self.chunks, Residency) else self.chunks
 
 
 class Need(NamedTuple):
@@ -462,7 +462,7 @@ def check_paths(paths: Mapping[int, GroupKeys]) -> None:
     for group, path in paths.items():
         if type(group) is not int:
             raise CacheError(f"expected keys by number of KV cache group, got {_brief(paths)}")
-        if not isinstance(path, GroupKeys) or not isinstance(path.keys, _KEYS):
+        if not isinstance(path, GroupKeys) or not isinstance(path.chunks, _KEYS):
             raise CacheError(f"group {group}: expected GroupKeys with a sequence of keys, got {_brief(path)}")
         if type(path.first) is not int or not (path.prompt is None or type(path.prompt) is int):
             raise CacheError(f"group {group}: expected integers, got first={path.first!r}, prompt={path.prompt!r}")

@@ -178,7 +178,7 @@ def _bytes(value: Any) -> int:
     if isinstance(value, dict):
         return 64 + sum(map(_bytes, value.values()))
     if isinstance(value, GroupKeys):
-        return 128 + _bytes(value.keys)
+        return 128 + _bytes(value.chunks)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return 56 + (len(value) * (8 + _bytes(value[0])) if len(value) else 0)
     return int(getattr(value, "nbytes", 0)) or 64 + 8 * len(getattr(value, "statuses", ()))

@@ -96,9 +96,9 @@ def fetch(
     if not found.chunks:
         return Fetch(found.probes)
     end = found.begin + found.chunks
-    wanted = path._replace(keys=path.names[:end], text=None)
+    wanted = path._replace(chunks=path.keys[:end], text=None)
     jobs = cache.prefetch({0: wanted}, runtime.clock(), timeout=found.timeout)
-    return Fetch(found.probes, jobs, dict(zip(path.names[found.begin : end], found.stores, strict=False)))
+    return Fetch(found.probes, jobs, dict(zip(path.keys[found.begin : end], found.stores, strict=False)))
 
 
 class _Behind(NamedTuple):
@@ -125,7 +125,7 @@ def _behind(
     now = runtime.clock()
     ready = cache.lookup({0: path}, now, until=Until.NOTHING, count=False).chunks
     begin, context = path.first + ready, context + ready * chunk_tokens
-    rest = path.names[begin:]
+    rest = path.keys[begin:]
     if not rest:
         return _Behind((), begin)
     asked = worth_asking(runtime, context, len(rest), ahead=ahead) if probe else ()

@@ -160,11 +160,11 @@ class Stack:
         size = self._part
         if len(tiers) - tiers.count(FILE if self.host is None else HOST) <= size:
             return self._load(found.lease, blocks, skip, on_job, origins, self.config.load_timeout)
-        origins = {**dict(zip(path.names[path.first :], tiers, strict=False)), **(origins or {})}
+        origins = {**dict(zip(path.keys[path.first :], tiers, strict=False)), **(origins or {})}
         done, wanted, sources = 0, min(len(tiers), found.chunks), list[str]()
         while done < wanted and (left := deadline - runtime.clock()) > 0:
             end, now = min(wanted, done + size), runtime.clock()
-            part = GroupKeys(path.names[: path.first + end], path.first + done)
+            part = GroupKeys(path.keys[: path.first + end], path.first + done)
             with runtime.transaction() as cache:
                 here = cache.lookup({0: part}, now, request=request, tick=found.tick, count=False, remote_tiers=())
                 if here.lease is None:
@@ -200,11 +200,11 @@ class Stack:
         With `timeout`, in seconds, they are offered in parts of half of the warmest tier, and room that is being made
         for a part is waited for. `on_job` is told which of the `blocks` each job reads.
         """
-        runtime, per_chunk, names = self.runtime, self.config.blocks_per_chunk, path.names
+        runtime, per_chunk, names = self.runtime, self.config.blocks_per_chunk, path.keys
         deadline, first, most = runtime.clock() + timeout, path.first, self._part if timeout else len(names)
         while True:
             end, left = min(len(names), first + most), deadline - runtime.clock()
-            part, skipped = path._replace(keys=names[:end], first=first), (first - path.first) * per_chunk
+            part, skipped = path._replace(chunks=names[:end], first=first), (first - path.first) * per_chunk
             mine = blocks[skipped : (end - path.first) * per_chunk]
             with runtime.transaction() as cache:
                 order = cache.store({0: part}, {0: mine}, evicting=evicting, patient=left > 0, tick=tick)[0]

@@ -157,7 +157,7 @@ def test_what_is_kept_of_look_ups_is_bounded(shared: Callable[..., Rig], monkeyp
     rig = shared()
 
     def kept() -> int:
-        paths = {id(each.path.keys): each.path.names for each in rig.storage._asked.values() if each.path}
+        paths = {id(each.path.chunks): each.path.keys for each in rig.storage._asked.values() if each.path}
         assert rig.storage._shares == sum(each.share for each in rig.storage._asked.values())
         return sum(map(len, paths.values()))
 

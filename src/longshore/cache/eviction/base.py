@@ -24,7 +24,7 @@ import numpy.typing as npt
 from longshore.boundary import Key
 from longshore.cache.columns import KeyTable
 
-Names: TypeAlias = "npt.NDArray[np.object_] | KeyTable"
+NodeKeys: TypeAlias = "npt.NDArray[np.object_] | KeyTable"
 """The key of each node, for policies with a ghost list."""
 
 
@@ -39,9 +39,9 @@ class EvictionPolicy(ABC):
     refuses = False
     """Whether `admit` may refuse chunks."""
 
-    def __init__(self, slots: int, names: Names) -> None:
+    def __init__(self, slots: int, keys: NodeKeys) -> None:
         self.slots = slots
-        self.names = names
+        self.keys = keys
 
     def begin(  # noqa: B027 - for policies that count time
         self, tick: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0
@@ -147,10 +147,10 @@ class EvictionPolicy(ABC):
     def check_integrity(self) -> None:
         """Raise `CacheError` if the policy's data structures are inconsistent."""
 
-    def resize(self, slots: int, names: Names) -> None:
-        """The tier has `slots` slots now, and the keys of nodes are in `names`."""
+    def resize(self, slots: int, keys: NodeKeys) -> None:
+        """The tier has `slots` slots now, and the keys of nodes are in `keys`."""
         self.slots = slots
-        self.names = names
+        self.keys = keys
 
     @abstractmethod
     def next_victims(self, count: int) -> list[int]:

@@ -280,7 +280,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
                 part = GroupKeys([*before, *keys], len(before))
             else:
                 first = asked.path.first
-                path = [*asked.path.names[:first], *keys]  # of another prompt the look-up may be, which begins alike
+                path = [*asked.path.keys[:first], *keys]  # of another prompt the look-up may be, which begins alike
                 part, size = GroupKeys(path, first + done), self._kv.pages.page_size
                 bring(runtime, part, part.first * size, size, left, is_agreed=True)  # by `offered`
             arrived = self._load_part(part, pages[done:], asked.tick)
@@ -323,7 +323,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
     def _note(self, asked: _LookedUp, keys: Sequence[Key]) -> None:
         """Keep what was looked up for each call that may load some of `keys`."""
         batches = range(0, len(keys), STORAGE_BATCH_SIZE)
-        share = _OF_CALL + (0 if asked.path is None else len(asked.path.names) // len(batches))
+        share = _OF_CALL + (0 if asked.path is None else len(asked.path.keys) // len(batches))
         with self._lock:
             for at in batches:
                 path = asked.path and asked.path._replace(first=asked.path.first + at)

@@ -527,7 +527,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
     ) -> None:
         stack.transfer_engine.begin_step(self._compute)
         with stack.runtime.locked() as cache:
-            is_long = len(path.names) > cache.stats()[0].slots
+            is_long = len(path.keys) > cache.stats()[0].slots
         timeout = stack.config.write_timeout if evicting and is_long else 0.0
         stack.store_path(path, blocks, self._guard.add, evicting=evicting, tick=tick, timeout=timeout)
 

@@ -329,11 +329,11 @@ class PrefixStore:
         end = path.first + min(most, found.chunks)
         try:
             while done < end:
-                part = GroupKeys(path.names[: min(end, done + self._staging_blocks // self._blocks_per_chunk)], done)
+                part = GroupKeys(path.keys[: min(end, done + self._staging_blocks // self._blocks_per_chunk)], done)
                 arrived = self._restore_part(found, part)
                 self._append(cache, arrived * self._blocks_per_chunk)
                 done += arrived
-                if done < len(part.names):
+                if done < len(part.keys):
                     break
         finally:
             with runtime.transaction() as tiered_cache:
@@ -344,8 +344,8 @@ class PrefixStore:
         """Load a `part` of what was found into the staging blocks; how many chunks arrived."""
         self._wait_idle()
         self._stack.transfer_engine.begin_step(None)
-        blocks = range((len(part.names) - part.first) * self._blocks_per_chunk)
-        if len(part.names) - part.first == found.chunks:  # all of it fits into the staging blocks
+        blocks = range((len(part.keys) - part.first) * self._blocks_per_chunk)
+        if len(part.keys) - part.first == found.chunks:  # all of it fits into the staging blocks
             arrived = self._stack.load_path(found, part, blocks, self._add_job)
         else:
             with self._stack.runtime.transaction() as tiered_cache:

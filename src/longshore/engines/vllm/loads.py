@@ -334,13 +334,13 @@ class RemoteFetches:
             if request.source is None:  # a peer is asked by requests that name it
                 asks = [name for name in asks if name != PEERS]
             elif self._peers is not None and asks:
-                self._peers.route(asked[0].names, request.source)
+                self._peers.route(asked[0].keys, request.source)
             known = cache.lookup(asked, now, until=Until.NOTHING, independent=True, remote_tiers=asks)
             if request.probes is None:
                 request.probes = known.probes
             if not all(cache.progress(probe).is_over for probe in request.probes):
                 return _on_their_way(found, ends, set(absent))
-            if self._peers is not None and request.source is not None and self._peers.are_coming(asked[0].names):
+            if self._peers is not None and request.source is not None and self._peers.are_coming(asked[0].keys):
                 request.probes = None
                 request.asks_again = now + max(_ASKS_AGAIN, _LONGER * (now - (request.waiting_since or now)))
                 return _on_their_way(found, ends, set(absent))

@@ -198,7 +198,7 @@ class StoreJobs:
         except IntegrityError:
             raise
         except CacheError as error:  # before anything has changed
-            count, name = len(path.names) - path.first, store.request.name
+            count, name = len(path.keys) - path.first, store.request.name
             _log.warning("request %s: the cache refused %d chunks, which are not stored: %s", name, count, error)
             return None
 
