@@ -41,7 +41,7 @@ def serve(pipe: Connection, namespace: bytes, image_bytes: int, port: int) -> No
         contents = [bytes(images.written(position)) for position in order.positions]
         for index, content in zip(order.slots.of.indices, contents, strict=True):
             images.arena.view(slabs.offset(0, index), image_bytes)[:] = content
-        control.apply([TransferResult(order.job, (Status.OK,) * IMAGES)], runtime.clock())
+        control.apply_results([TransferResult(order.job, (Status.OK,) * IMAGES)], runtime.clock())
     source = TierSource(runtime, HostSlabs(images.arena, slabs), lambda: namespace)
     server = PeerServer(f"valkey://127.0.0.1:{port}", source)
     pipe.send(True)

@@ -20,7 +20,17 @@ from collections.abc import Mapping, Sequence
 from examples.reference_engine.model import Shape
 from examples.reference_engine.pool import DevicePool
 from longshore.boundary import DEVICE, HOST, Key, Slot, Status
-from longshore.cache import CacheGroup, CacheSettings, DeviceCopy, Found, GroupKeys, Lease, Text, TieredCache, TierSpec
+from longshore.cache import (
+    CacheGroup,
+    CacheSettings,
+    DeviceCopy,
+    Found,
+    GroupKeys,
+    Lease,
+    PromptTokens,
+    TieredCache,
+    TierSpec,
+)
 from longshore.errors import PlanError
 from longshore.runtime.block_guard import BlockGuard
 from longshore.runtime.stack import Stack
@@ -65,7 +75,7 @@ class NoTiers:
                 part[block, :tokens] = part[source, :tokens]
         return None
 
-    def store(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: Text) -> set[int]:
+    def store(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: PromptTokens) -> set[int]:
         """The blocks of `path[first:]` are complete. Returns the positions that no tier has from another request."""
         return set(range(first, len(path)))
 
@@ -134,7 +144,7 @@ class Tiers(NoTiers):
             self._guard.add(job, (source, block))
         return PendingCopy(self, [block], job)
 
-    def store(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: Text) -> set[int]:
+    def store(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: PromptTokens) -> set[int]:
         """Offload the blocks that no tier has. The guard keeps them until they have been read."""
         with self.stack.runtime.transaction() as cache:
             offload = cache.store({group: GroupKeys(path, first, text=text)}, {group: blocks})[group]

@@ -136,7 +136,7 @@ class Storm:
         getattr(self, verb)()
         self.calls[verb] += 1
         self.cache.check_integrity()
-        for command in self.cache.take():
+        for command in self.cache.take_commands():
             if isinstance(command, Transfer):
                 self.jobs[command.job] = len(command.items)
 
@@ -250,7 +250,7 @@ class Storm:
     def slide(self) -> None:
         group = 0 if self.alone else self.groups - 1
         if self.cache.settings.stands_alone(group):
-            self.cache.store({group: GroupKeys((), slid=self.keys(self.path(), group))})
+            self.cache.store({group: GroupKeys((), past_window=self.keys(self.path(), group))})
 
     def release(self) -> None:
         if self.holds:
@@ -274,7 +274,7 @@ class Storm:
                 statuses[self.draw.randrange(items) :] = [self.draw.choice(BAD)]
                 statuses += [Status.CANCELLED] * (items - len(statuses))
             told.append(TransferResult(job, tuple(statuses)))
-        self.cache.apply(told, self.now)
+        self.cache.apply_results(told, self.now)
 
     def rare(self) -> None:
         names = [tier.name for tier in self.tiers]
@@ -298,7 +298,7 @@ class Storm:
                     self.cache.release(withdrawn)
             case _:
                 self.now += self.draw.random()
-                self.cache.apply((), self.now)
+                self.cache.apply_results((), self.now)
 
     def end(self) -> None:
         """All jobs end well, and a flush does: what can be read from the first chunk on is safe, or was refused."""
@@ -308,13 +308,17 @@ class Storm:
         self.holds.clear()
         cache.end_step()
         for _ in range(ROUNDS):
-            self.jobs.update({each.job: len(each.items) for each in cache.take() if isinstance(each, Transfer)})
+            self.jobs.update(
+                {each.job: len(each.items) for each in cache.take_commands() if isinstance(each, Transfer)}
+            )
             if cache.flush() and not self.jobs:
                 break
-            self.jobs.update({each.job: len(each.items) for each in cache.take() if isinstance(each, Transfer)})
+            self.jobs.update(
+                {each.job: len(each.items) for each in cache.take_commands() if isinstance(each, Transfer)}
+            )
             ended = [TransferResult(job, (Status.OK,) * items) for job, items in self.jobs.items()]
             self.jobs.clear()
-            cache.apply(ended, self.now)
+            cache.apply_results(ended, self.now)
             cache.check_integrity()
         else:
             raise AssertionError("a flush does not end")

@@ -485,6 +485,6 @@ def test_a_tier_without_slots_goes_on() -> None:
         order = cache.store({0: GroupKeys(keys)}, tick=found.tick)[0]
         assert (order.job is None) == (tick >= 100)
         if order.job is not None:
-            cache.apply([TransferResult(order.job, (Status.OK,) * len(order.positions), 8)], 0.0)
+            cache.apply_results([TransferResult(order.job, (Status.OK,) * len(order.positions), 8)], 0.0)
         cache.end_step()
     cache.check_integrity()

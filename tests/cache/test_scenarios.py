@@ -25,7 +25,7 @@ def stored(paths: list[list[bytes]], slots: int) -> TieredCache:
     cache = TieredCache([TierSpec(HOST, slots, IMAGE_BYTES)])
     for path in paths:
         offload = store(cache, path)
-        cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
+        cache.apply_results([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
     return cache
 
 
@@ -58,7 +58,7 @@ def test_overlapping_lookups_in_a_step_leave_the_order_whole(
     keys = [i.to_bytes(32, "big") for i in range(size)]
     tick = lookup(cache, keys, 0.0).tick
     job = store(cache, keys, tick=tick).job
-    cache.apply([TransferResult(job, (Status.OK,) * size)], 0.0)
+    cache.apply_results([TransferResult(job, (Status.OK,) * size)], 0.0)
     for _ in range(3):
         residency(cache, keys, Until.STEP, tick=tick)
         residency(cache, keys[5 : size - 5], Until.STEP, tick=tick)
@@ -102,7 +102,7 @@ def store_in_both(cache: TieredCache, path: list[bytes]) -> None:
     """Offer `path`, and have every transfer end well."""
     offload = store(cache, path)
     if offload.job is not None:
-        cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
+        cache.apply_results([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
     settle(cache)
 
 
@@ -140,15 +140,15 @@ def test_logged_calls_made_again_lead_to_the_same_state(seed: int, monkeypatch: 
     log, asked = CallLog(storm.cache, lambda error: None), 0
     for _ in range(150):
         storm.step()
-        storm.cache.take()
-        storm.cache.apply((), storm.now)
+        storm.cache.take_commands()
+        storm.cache.apply_results((), storm.now)
         asked += 3
     tiers, settings, remote, generation = storm.cache.made_of
     again = TieredCache(tiers, settings, remote=remote, generation=generation)
     for call in log.calls:
         with contextlib.suppress(CacheError):  # refused the first time, too
             getattr(again, call.name)(*call.arguments, **call.named)
-    assert sum(call.name in ("take", "apply") for call in log.calls) < asked
+    assert sum(call.name in ("take_commands", "apply_results") for call in log.calls) < asked
     assert residents_of(again) == residents_of(storm.cache)
     assert again.counters == storm.cache.counters
     assert (again.generation, again.jobs_in_flight, again.leases, again.protected) == (

@@ -207,7 +207,7 @@ class Tiers(Machine):
             (CacheError, "adopt", ("attic", ()), {}),
             (CacheError, "adopt", (HOST, ((0, key("y"), None), (0, key("x"), None))), {}),
             (CacheError, "adopt", (HOST, ((world.sizes[HOST], key("y"), None),)), {}),
-            (JobError, "apply", ((TransferResult(10**9, (Status.OK,)),), world.now), {}),
+            (JobError, "apply_results", ((TransferResult(10**9, (Status.OK,)),), world.now), {}),
         ]
         for each, _ in list(world.resident)[pick : pick + 1]:  # a path that is no chain of keys
             calls.append((CacheError, "store", ({0: GroupKeys([key("y"), each])},), {}))

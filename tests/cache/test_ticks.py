@@ -31,7 +31,7 @@ def alone() -> TieredCache:
 
 def deliver(cache: TieredCache, *jobs: int | None) -> None:
     """What was ordered has arrived, and `jobs` of one chunk each."""
-    cache.apply([TransferResult(job, (Status.OK,)) for job in jobs if job is not None], 0.0)
+    cache.apply_results([TransferResult(job, (Status.OK,)) for job in jobs if job is not None], 0.0)
     settle(cache)
 
 

@@ -133,12 +133,12 @@ def test_the_age_of_evicted_chunks_is_observed(alone: bool, slots: int) -> None:
     now = 1000.0
     for first, age in ((0, 0.0), (slots, 30.0)):  # the second path takes the room of the first one
         now += age
-        cache.apply((), now)
+        cache.apply_results((), now)
         keys = path(*range(first, first + slots))
         for part in [keys] if not alone else [[key] for key in keys]:
             cache.store({0: GroupKeys(part)}, {0: tuple(range(len(part)))}, evicting=True)
-            transfers = [each for each in cache.take() if isinstance(each, Transfer)]
-            cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in transfers], now)
+            transfers = [each for each in cache.take_commands() if isinstance(each, Transfer)]
+            cache.apply_results([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in transfers], now)
     ages = cache.counters.histograms[EVICTED_AGE_SECONDS]["host"]
     assert cache.counters.evictions["host"] == sum(ages.counts) > 0
     assert ages.total == pytest.approx(30.0 * sum(ages.counts))
@@ -159,7 +159,7 @@ def test_the_age_of_chunks_with_a_copy_below_is_observed() -> None:
 def test_chunks_of_an_earlier_process_have_no_age() -> None:
     cache = TieredCache([TierSpec("host", 2, IMAGE)])
     cache.adopt("host", [(0, path(0)[0], None, 0), (1, path(1)[0], None, 0)])
-    cache.apply((), 50.0)
+    cache.apply_results((), 50.0)
     cache.store({0: GroupKeys(path(2))}, {0: (0,)}, evicting=True)
     assert cache.counters.evictions["host"] >= 1
     assert sum(cache.counters.histograms[EVICTED_AGE_SECONDS]["host"].counts) == 0
@@ -172,7 +172,7 @@ def test_queue_wait_and_size_are_observed_by_route() -> None:
     (transfer,) = watched.mover.open.values()
     result = TransferResult(transfer.job, (Status.OK,) * 2, bytes=2 * IMAGE, seconds=1.0, queued_seconds=0.2)
     with watched.runtime.locked() as cache:
-        cache.apply([result], watched.now)
+        cache.apply_results([result], watched.now)
     assert watched.value("longshore_transfer_queue_seconds_sum", route="device->host") == 0.2
     assert watched.value("longshore_transfer_queue_seconds_bucket", route="device->host", le="0.1") == 0
     assert watched.value("longshore_transfer_queue_seconds_bucket", route="device->host", le="0.25") == 1

@@ -50,7 +50,7 @@ def test_fault_is_logged_once_and_its_call_log_replays(
     with runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(keys)})[0].job
         assert job is not None
-        cache.apply([TransferResult(job, (Status.OK,) * 8)], 0.0)
+        cache.apply_results([TransferResult(job, (Status.OK,) * 8)], 0.0)
         policy = cache._state.policies[0]
         policy._linked.after[next(iter(policy.order()))] = 1  # type: ignore[attr-defined]
         policy._place[:] = bytes(len(policy._place))  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ def test_fault_is_logged_once_and_its_call_log_replays(
 
 
 @pytest.mark.parametrize("error", [CacheError, StateError, JobError, KeyError])
-@pytest.mark.parametrize("method", ["apply", "take", "end_step"])
+@pytest.mark.parametrize("method", ["apply_results", "take_commands", "end_step"])
 def test_any_exception_of_a_loop_method_is_a_fault(
     error: type[Exception], method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -105,7 +105,7 @@ def test_internal_error_of_any_method_is_a_fault(
     assert runtime.faults == 1
 
 
-@pytest.mark.parametrize(("method", "faults"), [("lookup", 1), ("take", 1), ("progress", 0)])
+@pytest.mark.parametrize(("method", "faults"), [("lookup", 1), ("take_commands", 1), ("progress", 0)])
 def test_interrupt_is_a_fault_if_state_may_be_half_changed(
     method: str, faults: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.cache.explain import Account, Verdict, explain
 from longshore.cache.index import Presence, Residency
 from longshore.cache.manager import TieredCache
-from longshore.cache.partial import Partial, Text
+from longshore.cache.partial import Partial, PromptTokens
 from longshore.cache.pool import EDGES, State
 from longshore.cache.recompute_gate import RecomputeGate
 from longshore.cache.settings import (
@@ -19,7 +19,7 @@ from longshore.cache.settings import (
     WriteRule,
 )
 from longshore.cache.types import (
-    UNTOLD,
+    UNKNOWN_START,
     Counters,
     DeviceCopy,
     DropReason,
@@ -43,7 +43,7 @@ from longshore.cache.types import (
 __all__ = [
     "DEFAULT_PRIORITY",
     "EDGES",
-    "UNTOLD",
+    "UNKNOWN_START",
     "Account",
     "CacheGroup",
     "CacheSettings",
@@ -64,6 +64,7 @@ __all__ = [
     "PrefetchPolicy",
     "Presence",
     "Progress",
+    "PromptTokens",
     "RecomputeGate",
     "Residency",
     "Retention",
@@ -73,7 +74,6 @@ __all__ = [
     "SizeStats",
     "State",
     "StoreOrder",
-    "Text",
     "TierSpec",
     "TierStats",
     "TieredCache",

@@ -40,7 +40,7 @@ from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheGroup
 from longshore.cache.state import CacheState
 from longshore.cache.transfers import LeasedChunks, LeaseRecord, Transfers
-from longshore.cache.types import UNTOLD, Found, GroupKeys, Lease, Need, Until, check_distinct
+from longshore.cache.types import UNKNOWN_START, Found, GroupKeys, Lease, Need, Until, check_distinct
 from longshore.errors import CacheError, LeaseError
 
 
@@ -256,7 +256,7 @@ class Lookups:
         keys, start, text, index = path.keys, path.first, path.text, self._state.index
         settings = self._transfers.settings
         before: Sequence[Key] = ()
-        if start == UNTOLD and keys:
+        if start == UNKNOWN_START and keys:
             node = index.get(keys[0])
             before = [index.key[each] for each in index.path(node, index.depth[node] + 1)[:0:-1]]
             keys, start = [*before, *keys], len(before)

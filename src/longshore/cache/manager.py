@@ -247,7 +247,7 @@ class TieredCache:
                 loads all.
             by_layer: Copy layer by layer, in the model's order over all groups, so that compute may begin before all
                 layers have arrived.
-            timeout: Seconds until the load ends with the chunks that have arrived, at the next `apply`;
+            timeout: Seconds until the load ends with the chunks that have arrived, at the next `apply_results`;
                 `settings.load_timeout` if `None`.
             tick: Tick of the request, for chunks without a lease.
             origins: The tiers that chunks were brought up from for this request before, by key. They are hits of these
@@ -379,9 +379,9 @@ class TieredCache:
         for group, path in paths.items():
             check_retention(path.retention)
             check_first(path.keys, path.first)
-            if path.slid and not self.settings.stands_alone(group):
-                raise CacheError(f"expected `slid` only for groups with a window, got it for group {group}")
-            self._state.index.find_alone(path.slid)
+            if path.past_window and not self.settings.stands_alone(group):
+                raise CacheError(f"expected `past_window` only for groups with a window, got it for group {group}")
+            self._state.index.find_alone(path.past_window)
             mine = () if blocks is None else blocks.get(group, ())
             chunks = len(path.keys) - path.first
             expected = 0 if blocks is None else chunks * self.settings.blocks_per_chunk
@@ -389,7 +389,7 @@ class TieredCache:
                 raise CacheError(f"expected {expected} blocks of {chunks} chunks, got {len(mine)}")
             self._device.check(mine)
         if len(paths) > 1:
-            check_distinct([key for path in paths.values() for keys in (path.keys, path.slid) for key in keys])
+            check_distinct([key for path in paths.values() for keys in (path.keys, path.past_window) for key in keys])
         nodes = {group: self._offloader.check(path, group) for group, path in paths.items()}
         orders = dict[int, StoreOrder]()
         for group, path in paths.items():
@@ -406,8 +406,8 @@ class TieredCache:
                 stream=stream,
                 tick=tick,
             )
-            if path.slid and not orders[group].again:
-                self._state.windows.slide([node for node in self._state.index.find_alone(path.slid) if node])
+            if path.past_window and not orders[group].again:
+                self._state.windows.slide([node for node in self._state.index.find_alone(path.past_window) if node])
         return orders
 
     def discard(self, keys: Iterable[Key], tier: str) -> int:
@@ -428,7 +428,7 @@ class TieredCache:
 
     # ------------------------------------------------------------------ commands and results
 
-    def take(self) -> list[Command]:
+    def take_commands(self) -> list[Command]:
         """Commands since the last call, in order, each exactly once."""
         commands, self._transfers.outbox = self._transfers.outbox, []
         for level in self._state.levels:
@@ -436,7 +436,7 @@ class TieredCache:
                 commands.append(Discard(level.name, slots))
         return commands
 
-    def apply(self, results: Sequence[Result], now: float) -> None:
+    def apply_results(self, results: Sequence[Result], now: float) -> None:
         """Take the results of earlier commands, and end waits whose deadline has passed at `now`.
 
         Jobs that no request waits for any more are cancelled, and own their slots until they end. Raises `JobError`,

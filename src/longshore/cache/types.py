@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Slot, Slots, Status, TransferResult
 from longshore.cache.index import Residency
-from longshore.cache.partial import Partial, Text
+from longshore.cache.partial import Partial, PromptTokens
 from longshore.cache.settings import Retention
 from longshore.errors import CacheError
 from longshore.monitoring.metric_table import (
@@ -81,7 +81,7 @@ class Answer(enum.Enum):
     NOT_SENT = "not_sent"  # not asked: too many probes are in flight
 
 
-UNTOLD = -(1 << 30)
+UNKNOWN_START = -(1 << 30)
 """`GroupKeys.first` of a lookup whose caller does not say what is before its keys."""
 
 
@@ -91,24 +91,24 @@ class GroupKeys(NamedTuple):
     Attributes:
         chunks: Keys of the path from the first chunk of the prompt on; or single ones, for an `independent` lookup and
             a load without a lease. The `Residency` of a lookup saves that load another search.
-        first: Position of the first chunk to look up or store. The engine has the chunks before it. `UNTOLD` in a
-            lookup of one path: the index knows what is before the first key.
+        first: Position of the first chunk to look up or store. The engine has the chunks before it. `UNKNOWN_START` in
+            a lookup of one path: the index knows what is before the first key.
         device: For a lookup of all groups: whether the device has each chunk, from the first on (a numpy array is
             fastest). False for chunks beyond its end.
         text: The tokens, for partial matches (`CacheSettings.partial`).
         prompt: For a store: position of the first chunk of the answer; `None` if all are of the prompt.
         retention: For a store: priorities and times to live.
-        slid: For a store: chunks that the sliding window has moved past, from an engine that does not store whole
-            paths. They are evicted first, unless a lookup was served from them. Keys in no tier are ignored.
+        past_window: For a store: chunks that the sliding window has moved past, from an engine that does not store
+            whole paths. They are evicted first, unless a lookup was served from them. Keys in no tier are ignored.
     """
 
     chunks: Sequence[Key] | Residency
     first: int = 0
     device: Sequence[bool] | None = None
-    text: Text | None = None
+    text: PromptTokens | None = None
     prompt: int | None = None
     retention: Sequence[Retention] = ()
-    slid: Sequence[Key] = ()
+    past_window: Sequence[Key] = ()
 
     @property
     def keys(self) -> Sequence[Key]:
@@ -162,7 +162,7 @@ class Found(NamedTuple):
         remote: For a lookup of one group: how many chunks more remote tiers are known to have behind it, for
             `prefetch`.
         probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `remote`.
-        before: For a lookup of one group from `UNTOLD`: the keys before the first one, as the tiers know them.
+        before: For a lookup of one group from `UNKNOWN_START`: the keys before the first one, as the tiers know them.
         tick: The tick of the request, for its other calls; `None` for `Until.NOTHING`.
         residency: For a lookup with `independent`: where each chunk is, by group.
         remote_sources: For a lookup with `independent` that keeps nothing, if there are remote tiers: the name of the

@@ -155,7 +155,7 @@ class Runtime:
             if self.closed:
                 raise TierClosedError("the runtime was closed")
             with self._typed_faults():
-                self._cache.apply((), self.clock())
+                self._cache.apply_results((), self.clock())
                 try:
                     yield self._cache
                 finally:
@@ -387,7 +387,9 @@ class Runtime:
 
     def _advance(self, is_told: bool) -> None:
         """Pass on commands and results until there are none. `is_told`: the cache has the current time."""
-        commands = self._cache.take() if is_told else ()  # else they are taken below, after results are applied
+        commands = (
+            self._cache.take_commands() if is_told else ()
+        )  # else they are taken below, after results are applied
         while True:
             for command in commands:
                 self._dispatch(command)
@@ -404,10 +406,10 @@ class Runtime:
             results, self._results = self._results, []
             if not results and (is_told or now < self._idle_until):
                 return
-            self._cache.apply(results, now)  # of none, too: deadlines pass all the same
+            self._cache.apply_results(results, now)  # of none, too: deadlines pass all the same
             self._applies += 1
             is_told = True
-            commands = self._cache.take()
+            commands = self._cache.take_commands()
             if not results and not commands:
                 self._idle_until = now + _POLL_SECONDS[1]
                 return

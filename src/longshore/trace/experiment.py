@@ -528,10 +528,10 @@ class CacheReplay:
     def _move(self) -> bool:
         """The simulated device: whatever was ordered has succeeded; whether anything was."""
         any_were = False
-        while jobs := [command for command in self.cache.take() if isinstance(command, Transfer)]:
+        while jobs := [command for command in self.cache.take_commands() if isinstance(command, Transfer)]:
             any_were = True
             done = [TransferResult(job.job, (Status.OK,) * len(job.items), len(job.items)) for job in jobs]
-            self.cache.apply(done, self._now)
+            self.cache.apply_results(done, self._now)
             if not self._part:
                 break
         return any_were

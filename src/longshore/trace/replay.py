@@ -320,7 +320,7 @@ class Replica:
             self._computed(visit, seconds)
 
     def _submit(self) -> None:
-        if commands := self.cache.take():
+        if commands := self.cache.take_commands():
             self.movers.submit(commands, self._now)
 
     def _ended(self, command: Transfer | Probe, result: TransferResult | ProbeResult) -> None:
@@ -341,7 +341,7 @@ class Replica:
                 self._settle(visit)
 
     def _apply(self, result: Result) -> None:
-        self.cache.apply([result], self._now)
+        self.cache.apply_results([result], self._now)
         self._submit()
 
     def _wait(self, visit: _Visit, jobs: Sequence[int], go_on: Callable[[], None]) -> None:
@@ -492,7 +492,7 @@ class Replica:
             self._gate.observe_prefill(context, visit.request.input_length - context, seconds)
         self.tally.computing += seconds
         self.tally.ttft[visit.number] = self._now - visit.arrival
-        self.cache.apply((), self._now)
+        self.cache.apply_results((), self._now)
         first = visit.matched
         if first < len(visit.keys):
             path, blocks = {0: GroupKeys(visit.keys, first)}, {0: range(len(visit.keys) - first)}

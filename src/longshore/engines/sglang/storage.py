@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.utils import get_hash_str
 
 from longshore.boundary import Key
-from longshore.cache import UNTOLD, Found, GroupKeys, TieredCache, Until
+from longshore.cache import UNKNOWN_START, Found, GroupKeys, TieredCache, Until
 from longshore.config import Config
 from longshore.engines.sglang import contract, identity
 from longshore.engines.sglang.flags import PREFIX_KEYS, of_pool, read
@@ -247,7 +247,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         stack, runtime = self._kv.stack, self._runtime
         with runtime.transaction() as cache:
             with runtime.lookup_counters.seconds.timed():
-                found = cache.lookup({0: GroupKeys(keys, UNTOLD)}, runtime.clock(), remote_tiers=())
+                found = cache.lookup({0: GroupKeys(keys, UNKNOWN_START)}, runtime.clock(), remote_tiers=())
             path = _whole_path(cache, keys, found.before, runtime.clock()) if stack.remote else None
         runtime.lookup_counters.requests += 1
         runtime.lookup_counters.attempts += 1
@@ -443,7 +443,7 @@ def _collector(stack: Stack) -> LongshoreCollector:
 
 def _look(cache: TieredCache, keys: Sequence[Key], now: float) -> Found:
     """What tiers have of `keys`, and before them. Keeps nothing, and counts for nothing."""
-    return cache.lookup({0: GroupKeys(keys, UNTOLD)}, now, until=Until.NOTHING, count=False, remote_tiers=())
+    return cache.lookup({0: GroupKeys(keys, UNKNOWN_START)}, now, until=Until.NOTHING, count=False, remote_tiers=())
 
 
 def _whole_path(cache: TieredCache, keys: Sequence[Key], before: Sequence[Key], now: float) -> GroupKeys | None:

@@ -25,7 +25,7 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger, compute_block_hash
 
 from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
-from longshore.cache import GroupKeys, Lease, Retention, Text, Until
+from longshore.cache import GroupKeys, Lease, PromptTokens, Retention, Until
 from longshore.engines.transformers.contract import check_allocator
 from longshore.engines.transformers.requests import PromptLookup, PromptRecord, WaitingPrefetcher
 from longshore.errors import DeviceError, EngineError, QueueFullError, TierClosedError, TierError, TokenError
@@ -345,7 +345,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         """What to look up of `prompt`, whose first `present` blocks are on the device."""
         per_chunk, limit = stack.config.blocks_per_chunk, self._limit(prompt)
         keys = chain(stack.scope.root, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
-        text = Text(prompt[: limit * self.tokens_per_page], stack.scope.root) if per_chunk > 1 else None
+        text = PromptTokens(prompt[: limit * self.tokens_per_page], stack.scope.root) if per_chunk > 1 else None
         stack.describe(keys, 0, prompt)
         return GroupKeys(keys, min(present // per_chunk, len(keys)), text=text)
 
@@ -468,7 +468,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self._remember(_Chunk(keys.keys, position, prompt, blocks, retention, tokens))
         stack.describe(keys.keys, known, token_ids[known * chunk_tokens : whole * chunk_tokens])
         tick = None if lookup is None else lookup.tick
-        text = Text(token_ids[: whole * chunk_tokens], stack.scope.root) if per_chunk > 1 else None
+        text = PromptTokens(token_ids[: whole * chunk_tokens], stack.scope.root) if per_chunk > 1 else None
         path = GroupKeys(keys.keys[:whole], prompt=prompt, retention=retention, text=text)
         self._store(stack, path, table[: whole * per_chunk], evicting=False, tick=tick)
 
@@ -518,7 +518,9 @@ class TieredAllocator(FullAttentionCacheAllocator):
             known = [np.array(chunk.tokens, np.uint32) for chunk in run if chunk.tokens is not None]
             if known:  # of the chunks before them nothing is asked
                 stack.describe(keys, tail.position + 1 - len(known), np.concatenate(known).tolist())
-                text = Text(np.concatenate([np.zeros(first * len(known[0]), np.uint32), *known]), stack.scope.root)
+                text = PromptTokens(
+                    np.concatenate([np.zeros(first * len(known[0]), np.uint32), *known]), stack.scope.root
+                )
             path = GroupKeys(keys, first, text=text, prompt=tail.prompt, retention=tail.retention)
             self._store(stack, path, blocks, evicting=True)
 

@@ -259,7 +259,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                     computes = request.ours(key for key, answer in request.answers.items() if answer is MISS)
                     request.computes.update(computes)
                     self._computes.update(dict.fromkeys(computes, request.name))
-                request.end_step()
+                request.drop_answers()
             self._asked.clear()
             cache.end_step()
             self._loads.proceed(cache)
@@ -315,7 +315,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             cache.reset(keep=keep, weights=weights)
             self._computes.clear()
         for request in self._asked:
-            request.end_step()
+            request.drop_answers()
         for name in [name for name, request in self._requests.items() if request.finished]:
             del self._requests[name]
 

@@ -220,7 +220,7 @@ class RequestState:
                 return self.residency.pick([at[key] for key in theirs])
         return self.ours(theirs)
 
-    def slid(
+    def past_window(
         self, group: int, window: int | None, keys: list[OffloadKey], context: ReqContext
     ) -> tuple[Sequence[Key], list[OffloadKey]]:
         """Chunks that leave the last `window` of `group` when it slides on to `keys`; and the new window."""
@@ -238,7 +238,7 @@ class RequestState:
             self.refused_since = now
         return now - self.refused_since <= timeout
 
-    def end_step(self) -> None:
+    def drop_answers(self) -> None:
         """Drop the answers of this step."""
         self.answers, self.asked_keys, self.residency = {}, [], None
         self.colder, self.wanted, self.waits = set(), {}, False
@@ -303,7 +303,7 @@ class JobContext:
                 statuses = tuple(OK if next(said) else Status.IO_ERROR for _ in run.indices)
             nbytes = statuses.count(OK) * self.image_bytes[run.pool]
             results.append(TransferResult(job, statuses, nbytes, (now - ticket.since) / len(ticket.jobs)))
-        cache.apply(results, now)
+        cache.apply_results(results, now)
         return results
 
 

@@ -165,9 +165,9 @@ class StoreJobs:
             self.may_stream if slides else comes_again and rest == tokens - 1 and not streams
         ) and not ticket.jobs
         patient = patient and request.may_wait(ticket.since, self._jobs.timeout)
-        slid, last_window = request.slid(group, window, keys, context)
+        past_window, last_window = request.past_window(group, window, keys, context)
         retention = request.hints.chunks(tokens, max(0, begin) - first)
-        whole = GroupKeys(path, first, retention=retention, slid=slid)
+        whole = GroupKeys(path, first, retention=retention, past_window=past_window)
         order = self._order(cache, store, whole, group, patient=patient, stream=streams)
         if order is None or order.again:
             return order is not None, None
