@@ -203,7 +203,7 @@ def test_classes_are_learned_apart_and_bounded_in_number() -> None:
     assert max(numbers) == SHARED - 1
 
 
-def test_later_return_replaces_no_sooner_one_before_its_time() -> None:
+def test_later_return_does_not_replace_a_sooner_one() -> None:
     within_16, within_64 = BACK + 1, BACK + 2
     assert sooner(within_16, 3, within_64) == SHARED
     assert sooner(within_64, 15, CLASS - 1) == SHARED + 1

@@ -54,7 +54,7 @@ def test_keys_of_another_length_are_not_found() -> None:
     assert table.find([b"a" * 15, b"a" * 17] * 40) == [0] * 80 and table.get(b"a" * 17) == 0
 
 
-def test_list_changed_after_lookup_is_inserted_as_it_is() -> None:
+def test_list_changed_after_a_lookup_is_inserted_as_it_is() -> None:
     table, count = KeyTable(200), columns._FEW_KEYS
     keys = [bytes([number]) * 32 for number in range(2 * count)]
     asked = keys[:count]
