@@ -154,12 +154,10 @@ class TieredCache:
         Args:
             paths: Keys by group.
             now: Seconds.
-            until: How long found chunks are kept. `NOTHING` begins no request, and asks no remote tier beyond
-                `remote_tiers`.
+            until: How long found chunks are kept. `NOTHING` begins no request, and asks no tier but `remote_tiers`.
             independent: Look up each chunk by itself.
             remote_tiers: Those to ask for chunks that they are not known to have or lack: by name, only with
-                `independent` and until nothing; `()` for none. If `None`, a lookup of paths asks all, unless it keeps
-                nothing.
+                `independent` and until nothing; `()` for none. `None`: a lookup of paths that keeps something asks all.
             request: Name of the request, for events.
             tick: The tick that an earlier lookup of this request returned, so that its uses of a chunk count once.
             reuse_hint: Hint about when its chunks are used again, with the first lookup of a request.
@@ -173,12 +171,9 @@ class TieredCache:
         if not isinstance(until, Until):
             raise CacheError(f"until: expected one of {list(Until)}, got {until!r}")
         if remote_tiers and (not independent or until is not Until.NOTHING):
-            raise CacheError(
-                "remote_tiers requires independent=True and until=NOTHING: other lookups ask all tiers, or none"
-            )
-        call = LookupCall(
-            now, until, request, tick, reuse_hint, count, remote_tiers is None and until is not Until.NOTHING
-        )
+            raise CacheError("remote_tiers requires independent=True and until=NOTHING: other lookups ask all or none")
+        probes_remote = remote_tiers is None and until is not Until.NOTHING
+        call = LookupCall(now, until, request, tick, reuse_hint, count, probes_remote)
         if independent:
             return self._lookups.chunks(paths, call, remote_tiers or ())
         if len(paths) == 1 and next(iter(paths.values())).device is None:

@@ -387,9 +387,7 @@ class Runtime:
 
     def _advance(self, is_told: bool) -> None:
         """Pass on commands and results until there are none. `is_told`: the cache has the current time."""
-        commands = (
-            self._cache.take_commands() if is_told else ()
-        )  # else they are taken below, after results are applied
+        commands = self._cache.take_commands() if is_told else ()  # else they are taken below, after the results
         while True:
             for command in commands:
                 self._dispatch(command)

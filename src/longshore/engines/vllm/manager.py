@@ -336,7 +336,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             with self._runtime.locked() as cache:
                 gate = self._runtime.gate
                 refused = 0 if gate is None else gate.refused
-                peers = peer_samples(self.peer_server, self._fetches)
+                peers = peer_samples(self.peer_server, None if self._fetches is None else self._fetches.peer_waits)
                 return self._metrics.stats(cache, refused, self._validity.weight_changes, self._runtime.faults, peers)
         except Exception as error:  # noqa: BLE001 - not `contained`, as counters are told of after a fault, too
             self._runtime.fail(error)
