@@ -303,7 +303,7 @@ def test_inconsistent_cache_disables_tiers_but_not_the_engine(
         fired.append(verb)
         raise IndexError("damaged by the test")
 
-    broken = {"lookup": "lookup", "prepare_load": "load", "prepare_store": "store", "complete_store": "apply"}
+    broken = {"lookup": "lookup", "prepare_load": "load", "prepare_store": "store", "complete_store": "apply_results"}
     method = broken.get(verb, "end_step")
     monkeypatch.setattr(rig.cache, method, rig.manager._runtime._calls._watched(method, damaged))
     assert verb != "lookup" or rig.manager.lookup(keys[0], second) is MISS
