@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 # Where there is no GPU a pinned torch keeps several GB of CUDA packages away.
 TORCH  ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.6,torch==2.13.0)
 
-.PHONY: demo test lint types tests contract vllm sglang newest newest-ready newest-vllm newest-sglang abi remote gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-carry bench-file \
+.PHONY: demo test lint types tests contract vllm sglang newest newest-ready newest-vllm newest-sglang abi remote gpu gpu-ready gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-prefix gpu-carry bench-file \
 	eviction look orders soak cache-soak nightly crash race-mutants cache-mutants monitoring monitoring-files house clean
 
 demo: $(VENV)/ready
@@ -123,7 +123,7 @@ in_gpu = PYTHONPATH=src:$(GPU_CARRY) PYTHONUNBUFFERED=1 timeout 590
 gpu-ready: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/ready)
 	@PYTHONPATH=src:$(GPU_CARRY) $(GPU_PYTHON) benchmarks/gpu_ready.py
 
-gpu: gpu-tests gpu-engine gpu-sanitize gpu-bench
+gpu: gpu-tests gpu-engine gpu-sanitize gpu-bench gpu-prefix
 
 gpu-tests: gpu-ready
 	$(in_gpu) $(GPU_PYTHON) -m pytest -q -p no:cacheprovider tests/gpu
@@ -140,6 +140,9 @@ gpu-sanitize: gpu-ready
 
 gpu-bench: gpu-ready
 	$(in_gpu) $(GPU_PYTHON) benchmarks/gpu.py --budget $(GPU_BUDGET) $(if $(GPU_COMMIT),--commit $(GPU_COMMIT))
+
+gpu-prefix: gpu-ready
+	$(in_gpu) $(GPU_PYTHON) benchmarks/gpu_prefix.py --out benchmarks/results $(if $(GPU_COMMIT),--commit $(GPU_COMMIT))
 
 # What such a machine may lack beside torch, triton, numpy, pytest and hypothesis, unpacked for its Python: a folder to put on PYTHONPATH.
 GPU_CARRY_PYTHON ?= 3.12

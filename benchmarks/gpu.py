@@ -1,6 +1,6 @@
 """Copies of a GPU at every size of page, and what they take from a matrix product that runs meanwhile.
 
-    python benchmarks/gpu.py [--json] [--bytes 256MiB] [--budget 420] [--gds DIR] [--out benchmarks/results]
+    python benchmarks/gpu.py [--json] [--bytes 256MiB] [--sizes 32KiB,2MiB] [--budget 420] [--gds DIR] [--out DIR]
 
 Each figure is GB/s of payload through the transfer engine, from `submit` to the result, beside references that were
 taken in turn with it: one large copy from and to pinned memory, `cuMemcpyAsync` page by page, the pages as they are in
@@ -440,10 +440,15 @@ def cuda_rig() -> Rig:
     return Rig(CudaAccelerator(where), make, library, finish, (8192, str(where)), on_own_stream, vllm_swap())
 
 
+def _page_sizes(text: str) -> tuple[int, ...]:
+    return tuple(sorted(parse_size(size) for size in text.split(",")))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print the JSON object in place of the table")
     parser.add_argument("--bytes", default="256MiB", type=parse_size, help="bytes of each copy")
+    parser.add_argument("--sizes", default=SIZES, type=_page_sizes, help="page sizes, such as 32KiB,2MiB; ascending")
     parser.add_argument("--budget", default=420.0, type=float, help="seconds after which nothing new is begun")
     folder = os.environ.get("GDS_DIR")
     parser.add_argument(
@@ -457,6 +462,7 @@ def main() -> int:
         return 2
     report = run(
         cuda_rig(),
+        sizes=options.sizes,
         total_bytes=options.bytes,
         budget=options.budget,
         gds_folder=options.gds,

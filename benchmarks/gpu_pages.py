@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from longshore.boundary import HOST, Item, Route, Section, Slabs, Slot, Status, Transfer
+from longshore.boundary import HOST, Items, Route, Section, Slabs, Slots, Status, Transfer
 from longshore.errors import BenchError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import D2H, H2D, TransferEngine
@@ -91,12 +91,11 @@ class Pages:
 
     def transfer(self, route: Route) -> Transfer:
         self._jobs += 1
-        items = []
-        for slot in self.slots[route]:
-            place = Slot(HOST, 0, slot)
-            source, destination = (None, place) if route == D2H else (place, None)
-            items.append(Item(slot.to_bytes(32, "little"), None, source, destination))
-        return Transfer(self._jobs, route, tuple(items), (Section(0, 0, tuple(self.blocks[route])),))
+        slots = tuple(self.slots[route])
+        sides = (None, Slots(HOST, 0, slots)) if route == D2H else (Slots(HOST, 0, slots), None)
+        keys = tuple(slot.to_bytes(32, "little") for slot in slots)
+        items = Items(keys, (None,) * len(slots), *sides)  # as the cache gives them
+        return Transfer(self._jobs, route, items, (Section(0, 0, tuple(self.blocks[route])),))
 
     def move(self, engine: TransferEngine, routes: Sequence[Route]) -> float:
         """Seconds from the first `submit` until all have their results."""
@@ -120,7 +119,7 @@ class Pages:
         self.rig.finish_compute()
         engine.submit(out)
         engine.wait([out.job])
-        items = tuple(item._replace(source=item.destination, destination=None) for item in out.items)
+        items = Items(out.items.keys, out.items.parents, out.items.destination, None)
         back = Transfer(out.job + 1_000_000, H2D, items, (Section(0, 0, tuple(self.blocks[H2D])),))
         engine.submit(back)
         engine.wait([back.job])

@@ -300,3 +300,50 @@ def test_gpu_target_names_what_is_missing_and_fails() -> None:
     assert done.returncode != 0
     assert "torch sees no CUDA device" in done.stderr
     assert "Nothing was tested or measured." in done.stderr
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
+
+
+def prefixes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The first prompt's figures by `gpu_prefix.py`, on the CPU."""
+    import gpu_prefix
+
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    options = ["--device", "cpu", "--model", str(folder / "config.json"), "--tokens", "128", "--host", "16MiB"]
+    monkeypatch.setattr(sys, "argv", ["gpu_prefix.py", *options, "--repeats", "1", "--out", str(folder)])
+    assert gpu_prefix.main() == 0
+    (path,) = folder.glob("prefix-cpu-*.json")
+    found: dict[str, Any] = json.loads(path.read_text())["prompts"][0]
+    return found
+
+
+def test_time_to_first_token_is_taken_by_each_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = prefixes(tmp_path, monkeypatch)
+    assert (found["tokens"], found["restored_tokens"], found["torch_pinned_ms"]) == (128, 128, None)
+    assert found["same_logits"]
+    assert found["kv_bytes"] == 2 * 2 * 128 * 32 * 4
+    assert all(found[f"{way}_ms"] > 0 for way in ("computed", "restored", "torch_pageable", "store"))
+
+
+def test_other_logits_after_restoring_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from longshore.engines.transformers import PrefixStore
+
+    restore = PrefixStore.restore_prefix
+
+    def changed(self: PrefixStore, tokens: list[int]) -> tuple[Any, int]:
+        cache, known = restore(self, tokens)
+        for layer in cache.layers:
+            layer.values.neg_()
+        return cache, known
+
+    monkeypatch.setattr(PrefixStore, "restore_prefix", changed)
+    assert not prefixes(tmp_path, monkeypatch)["same_logits"]

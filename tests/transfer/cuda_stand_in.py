@@ -260,6 +260,8 @@ class StandInLibrary:
         return 0
 
     def _copy_one(self, destination: int, source: int, nbytes: int, stream: int | None) -> int:
+        if self.fail_with:
+            return self.fail_with
         found = self._stream(stream)
         if found is None or not nbytes:
             return RETURN_INVALID_VALUE

@@ -307,6 +307,7 @@ def one_rank(hardware: Hardware, device: Device, arena: Arena, rank: int, stored
     assert arena.nbytes == slots * layout.image_bytes
     before = np.random.default_rng(rank).integers(1, 256, (len(tensors), blocks, page), dtype=np.uint8)
     compute = hardware.new_stream()
+    hardware.synchronize()  # the zeros were written on another stream
     engine = TransferEngine(layout, device, HostSlabs(arena, Slabs.of_one_size(layout.image_bytes, slots)))
     try:
         with hardware.on(compute):

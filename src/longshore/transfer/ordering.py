@@ -233,7 +233,7 @@ class CopyJob:
     """A transfer in flight.
 
     Attributes:
-        wait_events: Points of compute that its copies wait for.
+        wait_events: Points of compute that its copies wait for; empty once the first of them has been submitted.
         memory_refs: References to the memory on both sides, kept until the job has ended.
         steps: The steps after `next_step`.
         next_step: The next step to submit to the device; `None` before the job begins, and after its last step.
@@ -466,7 +466,8 @@ class Lane:
 
     def _next(self) -> CopyJob | None:
         """The job whose step is to be taken next; `None` when none can go on."""
-        if len(self._in_flight) >= self._stream.depth:
+        in_flight = sum(sent.nbytes for sent in self._in_flight)
+        if len(self._in_flight) >= self._stream.depth or in_flight > self._state.max_batch_bytes:
             return None
         heads = (queue[0] for queue in self._queues.values() if queue)
         return next((job for job in heads if self._can_go_on(job)), None)
@@ -493,7 +494,8 @@ class Lane:
                 self._queues[job.transfer.urgency].popleft()
             nbytes = 0 if step is None or step.batch is None else step.batch.nbytes
             self._in_flight.append(_SubmittedStep(job, copy, nbytes, job.fully_submitted))
-            self._driver.notify()
+            if job.fully_submitted or (step is not None and step.completes):
+                self._driver.notify()  # callers wait for nothing else, and would take the interpreter's lock
 
     def _send(self, job: CopyJob) -> tuple[CopyStep | None, Copy | None]:
         if not self._bound:
@@ -506,6 +508,7 @@ class Lane:
         step, copy = job.next_step, None
         if step is not None and step.batch is not None:
             copy = self._stream.copy(step.batch, job.wait_events)
+            job.wait_events = ()  # a stream runs in order: later steps wait for them too
         job.advance()
         return step, copy
 
@@ -560,4 +563,5 @@ class Lane:
             job.early_status = failed or job.early_status
             if sent.is_last:
                 self._state.end(job)
-            self._driver.notify()
+            if sent.is_last or failed is not None:
+                self._driver.notify()

@@ -232,6 +232,12 @@ def block_runs(batch: CopyBatch, part: CopyPart, table: RefTable) -> BlockRuns |
     return BlockRuns(first[:, begins], sizes, None)
 
 
+def count_pieces(batch: CopyBatch, part: CopyPart) -> int | None:
+    """How many pieces `part` has after merging; `None` where that takes more than a look at its blocks."""
+    runs = block_runs(batch, part, batch.layout.table(part.group, split=part.split))
+    return None if runs is None else runs.first.shape[1] * len(part.widths)
+
+
 def _spans_references(blocks: I64, seams: frozenset[int]) -> bool:
     """Whether, in some chunk, a page of the last block may end where one of the first block begins."""
     between = blocks[:, -1] - blocks[:, 0]

@@ -328,16 +328,22 @@ class PrefixStore:
             most = found.chunks if FILE in hints.load else tiered_cache.progress(found.lease).leading(HOST)
         end = path.first + min(most, found.chunks)
         try:
+            states = self._empty_states((end - done) * chunk_tokens)
             while done < end:
                 part = GroupKeys(path.keys[: min(end, done + self._staging_blocks // self._blocks_per_chunk)], done)
                 arrived = self._restore_part(found, part)
-                self._append(cache, arrived * self._blocks_per_chunk)
+                self._unpack(states, (done - path.first) * chunk_tokens, arrived * self._blocks_per_chunk)
                 done += arrived
                 if done < len(part.keys):
                     break
         finally:
             with runtime.transaction() as tiered_cache:
                 tiered_cache.release(found.lease)
+        if done > path.first:
+            for layer in range(len(states)):
+                both = states[layer][:, :, : (done - path.first) * chunk_tokens]
+                cache.update(both[:1], both[1:], layer)
+                states[layer] = states[layer][:0]  # freed: `update` has copied it
         return done - path.first, found.tick
 
     def _restore_part(self, found: Found, part: GroupKeys) -> int:
@@ -392,14 +398,17 @@ class PrefixStore:
                 pages = states[0, :, begin:end].transpose(0, 1).reshape(blocks, size, heads, dim)
                 self._pages[:blocks, layer, kv].copy_(pages)
 
-    def _append(self, cache: DynamicCache, blocks: int) -> None:
-        layers, _, size, heads, dim = self._shape
-        for layer in range(layers):
-            keys, values = (
-                self._pages[:blocks, layer, kv].reshape(blocks * size, heads, dim).transpose(0, 1).unsqueeze(0)
-                for kv in (0, 1)
-            )
-            cache.update(keys.clone(), values.clone(), layer)  # the staging blocks are written again
+    def _empty_states(self, tokens: int) -> list[torch.Tensor]:
+        """For each layer, room for keys and values of so many tokens, shape `(2, heads, tokens, head_dim)`."""
+        layers, _, _, heads, dim = self._shape
+        return [self._pages.new_empty((2, heads, tokens, dim)) for _ in range(layers)]
+
+    def _unpack(self, states: list[torch.Tensor], first_token: int, blocks: int) -> None:
+        """Copy the first staging blocks into `states`, from `first_token` on."""
+        _, _, size, heads, dim = self._shape
+        for layer, both in enumerate(states):
+            room = both[:, :, first_token : first_token + blocks * size].view(2, heads, blocks, size, dim)
+            room.copy_(self._pages[:blocks, layer].permute(1, 3, 0, 2, 4))
 
 
 def _states(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -209,9 +209,9 @@ class StreamCopy(Copy):
     ) -> None:
         """`unload` moves what is left in stages to the images."""
         self._events = events
-        self._begun = begun
+        self.begun = begun
         self._reached = done_event
-        self._ended = ended
+        self.ended = ended
         self._unload = unload
 
     @property
@@ -221,7 +221,7 @@ class StreamCopy(Copy):
 
     def query(self) -> bool:
         """Whether the streams have ended it."""
-        return self._ended.query()
+        return self.ended.query()
 
     def finish(self) -> float:
         """Unload it, and wait for the streams."""
@@ -229,10 +229,10 @@ class StreamCopy(Copy):
             self._unload(self)
         finally:
             try:
-                self._ended.wait()
-                seconds = self._begun.seconds_until(self._ended)
+                self.ended.wait()
+                seconds = self.begun.seconds_until(self.ended)
             finally:
-                self._events.release(self._begun, self._ended)
+                self._events.release(self.begun, self.ended)
         return seconds
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longshore.boundary import HOST, I64
+from longshore.boundary import DEVICE, HOST, I64
 from longshore.layout.model import U64, KVLayout
 from longshore.transfer.pieces import CopyBatch, CopyPart
 
@@ -21,6 +21,15 @@ COLUMNS = 5
 
 WIDEST_WORD = 16
 """Bytes of the widest access."""
+
+PROGRAMS = 16
+"""Programs of a kernel between places on the device, one per multiprocessor: four times as fast as the link."""
+
+LINK_PROGRAMS = {HOST: 4, DEVICE: 8}
+"""Programs of a kernel on host addresses, by the tier that is written: they saturate a link of 50 GB/s.
+
+More of them gain nothing, and slow down the engine: stores to host memory that wait for the link hold up all others.
+"""
 
 _WORDS_AT_ONCE = 1024  # 16 KiB for each program: 256 threads with four accesses of 16 bytes each
 _LONGEST_SPAN = 512
@@ -38,6 +47,7 @@ class KernelShape(NamedTuple):
         word: Bytes of an access: 16, 8, 4, 2 or 1.
         span: Words of a segment, a power of two.
         tail: Whether some page is not a whole number of words.
+        programs: The most programs of a launch.
     """
 
     chunks: int
@@ -47,6 +57,7 @@ class KernelShape(NamedTuple):
     word: int
     span: int
     tail: bool
+    programs: int = PROGRAMS
 
     @classmethod
     def of(

@@ -2,8 +2,8 @@
 
 For each direction, way and page size, a measurement gives two figures: fixed seconds per copy and seconds per byte. The
 latter is interpolated between sizes; there are no fixed thresholds. Blocks are in random order, so that no two pages
-merge; images are as long as a stage, so that cuts do not matter. A small and a large load give the two figures; the
-best of several runs counts.
+merge; images are as long as a stage, so that cuts do not matter. A small copy, and several large ones one after the
+other, as an engine submits them, give the two figures; the best of several runs counts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,11 +26,14 @@ from longshore.boundary import DEVICE, HOST, Section
 from longshore.layout.model import KVGroup, KVLayout, PageRef
 from longshore.transfer.device.cuda.driver import RELAXED
 from longshore.transfer.device.cuda.streams import CopyShape, CopyStreams, CudaResources, CudaStream, Way
+from longshore.transfer.device.torch_streams import StreamCopy
 from longshore.transfer.pieces import CopyBatch
 from longshore.transfer.plan import plan_copy
 
-_FORMAT = 2
+_FORMAT = 3
 _UNKNOWN = "unknown"
+_KERNELS_COST = 1.05  # kernels take multiprocessors from the engine, and copy less in both directions at once
+_IN_A_ROW = 4
 
 _log = logging.getLogger(__name__)
 
@@ -70,8 +73,8 @@ class Calibration:
         return fixed + per_byte * load.nbytes
 
     def choose(self, load: CopyShape, ways: Collection[Way]) -> Way:
-        """The fastest of `ways`."""
-        return min(ways, key=lambda way: self.seconds(load, way))
+        """The fastest of `ways`; a way by kernels must be faster than DMA by a twentieth."""
+        return min(ways, key=lambda way: self.seconds(load, way) * (1.0 if way is Way.DIRECT else _KERNELS_COST))
 
     def _at(self, into: str, way: Way, page_bytes: float) -> tuple[float, float]:
         samples = self.curves.get(into, {}).get(way, ())
@@ -259,7 +262,8 @@ def _sample(
     mode = resources.driver.exchange_capture_mode(RELAXED)
     try:
         stream.bind()
-        short, long = (_best(lambda: stream.copy(batch, ()).finish(), effort.repeats) for batch in (small, large))  # noqa: B023
+        short = _best(lambda: stream.copy(small, ()).finish(), effort.repeats)
+        long = _best(lambda: _in_a_row(stream, large), effort.repeats)
     finally:
         try:
             stream.drain()
@@ -267,9 +271,18 @@ def _sample(
             resources.accelerator.use(before)
             resources.driver.exchange_capture_mode(mode)
             stream.close()
-    more = large.nbytes - small.nbytes
-    per_byte = max((long - short) / more if more else long / large.nbytes, 1 / _FASTEST)
+    per_byte = max((long - short) / (_IN_A_ROW * large.nbytes - small.nbytes), 1 / _FASTEST)
     return Sample(size, max(0.0, short - per_byte * small.nbytes), per_byte)
+
+
+def _in_a_row(stream: CudaStream, batch: CopyBatch) -> float:
+    """Seconds of several copies of `batch`, each submitted while the one before it is in flight."""
+    copies = [cast(StreamCopy, stream.copy(batch, ())) for _ in range(_IN_A_ROW)]
+    copies[-1].ended.wait()
+    seconds = copies[0].begun.seconds_until(copies[-1].ended)
+    for copy in copies:
+        copy.finish()
+    return seconds
 
 
 def _best(run: Callable[[], float], repeats: int) -> float:

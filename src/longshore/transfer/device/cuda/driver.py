@@ -188,6 +188,11 @@ class Driver:
             arrays = [start + skipped for start in starts]
             self._copy_batch(arrays, min(MOST, len(size) - first), stream)
 
+    def copy_one(self, stream: int, destination: int, source: int, size: int) -> None:
+        """Submit one copy to `stream`, not the null stream."""
+        _check_stream(stream)
+        self._check(self._copy_one(destination, source, size, stream), "cuMemcpyAsync")
+
     def copy_each(self, stream: int, destination: U64, source: U64, size: U64) -> None:
         """As `copy`, with one call per copy; the arrays are not needed afterwards."""
         _check_stream(stream)

@@ -30,9 +30,6 @@ import triton.language as tl
 from longshore import checksums
 from longshore.transfer.device.cuda.arguments import KernelShape
 
-PROGRAMS = 16
-"""Programs of a kernel, one per multiprocessor; about 12 saturate the link."""
-
 _WARPS = 8
 
 
@@ -188,7 +185,7 @@ def constants(shape: KernelShape) -> dict[str, Any]:
 
 def _launch(kernel: Any, tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor], shape: KernelShape) -> None:
     total = shape.segments_in_all
-    programs = max(1, min(PROGRAMS, triton.cdiv(total, shape.rows_at_once)))
+    programs = max(1, min(shape.programs, triton.cdiv(total, shape.rows_at_once)))
     sizes = (total, shape.refs, shape.subs, shape.segments)
     kernel[(programs,)](*tensors, *sizes, **constants(shape), num_warps=_WARPS)
 

@@ -7,8 +7,9 @@
     staged      pages ◄─ kernel ─► stage ◄─ batched DMA ────► images           small pages, long runs in the images
     zero copy   pages ◄──── kernel on host addresses ───────► images           small pages, few bytes or short runs
 
-Work on one stream waits for the other stream only if a slot of the ring or the order of ways requires it: copies by
-kernel on host addresses, inside the device, or directly by DMA wait for all earlier work on both streams.
+Work on one stream waits for the other only where a slot of the ring requires it, or where the way changes: a copy on
+one stream (by kernel on host addresses, inside the device, or directly by DMA) waits for the other stream unless the
+copy before it was on the same one, and a staged copy waits for the last copy that was on one stream.
 
 A slot of the staging ring, and the descriptors of a copy, are reused only after their last use has ended: the stream,
 or the thread, waits for the point after it. While a kernel fills one slot, the link empties another.
@@ -33,6 +34,8 @@ from longshore.errors import DeviceError
 from longshore.layout.model import U64, KVLayout
 from longshore.transfer.device.base import Copy, DeviceEvent, ImageMemory, InOnePiece, Stream
 from longshore.transfer.device.cuda.arguments import (
+    LINK_PROGRAMS,
+    PROGRAMS,
     KernelArguments,
     KernelShape,
     image_runs,
@@ -55,7 +58,7 @@ from longshore.transfer.device.torch_streams import (
     pinned_or_pageable,
     stream_into,
 )
-from longshore.transfer.pieces import CopyBatch, PieceBuilder, Pieces
+from longshore.transfer.pieces import CopyBatch, PieceBuilder, Pieces, count_pieces
 
 PLACES = 4
 
@@ -205,8 +208,11 @@ class DescriptorBuffer:
         self._kept.append((to, at, size))
         return to, at, size
 
-    def write(self, orders: list[KernelArguments]) -> tuple[Descriptors, list[DeviceArguments]]:
-        """Write kernel arguments `orders`. Returns the copy of them to the device, and their addresses there."""
+    def write(self, orders: list[KernelArguments]) -> tuple[tuple[int, int, int], list[DeviceArguments]]:
+        """Write kernel arguments `orders`.
+
+        Returns destination, source and size of the copy of them to the device, and where they are there.
+        """
         columns = [column for order in orders for column in (order.blocks, order.rows, order.table)]
         # A kernel is compiled anew for pointers that are aligned otherwise: so all are multiples of 16 bytes.
         ends = list(itertools.accumulate((column.size + column.size % 2 for column in columns), initial=0))
@@ -220,8 +226,7 @@ class DescriptorBuffer:
             array[start : start + column.size] = column
             places.append(self._device[start : start + column.size])
         arguments = list(zip(places[::3], places[1::3], places[2::3], strict=True))
-        whole = (self._device.data_ptr(), self._host.data_ptr(), 8 * total)
-        return self.keep(*(np.array([number], dtype=np.uint64) for number in whole)), arguments
+        return (self._device.data_ptr(), self._host.data_ptr(), 8 * total), arguments
 
     def _take(self, numbers: int) -> None:
         """Allocate room for `numbers`. The previous array is kept until the copy has ended."""
@@ -307,6 +312,7 @@ class CudaStream(Stream):
         self._in_one_piece = in_one_piece or _none_registered
         self._layout = layout
         self._staging_bytes = staging_bytes
+        self._programs = PROGRAMS if images is not None else LINK_PROGRAMS[into]
         accelerator = resources.accelerator
         self._lent = paths is not None
         if paths is None:
@@ -317,6 +323,8 @@ class CudaStream(Stream):
         self._bounce: StagedStream | None = None
         self._buffers: list[DescriptorBuffer] = []
         self._copies = 0
+        self._alone: torch.Stream | None = None
+        """The stream that all copies since the last staged one used; `None` after a staged one, which uses both."""
         try:
             self._buffers += [DescriptorBuffer(accelerator, resources.fallbacks) for _ in range(self.depth)]
             self._has_kernels = resources.kernels.prepare(sorted(kernel_shapes(layout)))
@@ -352,12 +360,17 @@ class CudaStream(Stream):
         buffer.begin()
         if batch.inside:
             return self._copy_on(self._kernels, buffer, lambda: self._shift(batch, buffer))
-        pieces = buffer.planner.describe(batch, any_order=True)
-        match self._choose(batch, pieces):
-            case Way.DIRECT:
+        way, pieces = self._choose(batch, buffer.planner)
+        if way is Way.DIRECT:
+            # In the order of the images: their addresses ascend, which the link likes twice as well as jumps.
+            pieces = buffer.planner.describe(batch) if pieces is None else pieces
+            if self._in_registrations(batch, pieces):
                 return self._copy_on(
                     self._link, buffer, lambda: self._copy_over_link(buffer.keep(*pieces.directed(self._into)))
                 )
+            self._resources.fallbacks.count("straddling_piece")
+            way, _ = self._choose(batch, buffer.planner, without=Way.DIRECT)
+        match way:
             case Way.ZERO_COPY:
                 return self._copy_on(self._kernels, buffer, lambda: self._zero_copy(batch, buffer))
             case Way.STAGED if self._ring is not None:
@@ -382,7 +395,9 @@ class CudaStream(Stream):
                 self._resources.events.record(stream).wait()
 
     def close(self) -> None:
-        """Free memory and streams."""
+        """Free memory, then the streams: torch records an event on each stream that used the pinned memory it frees."""
+        if self._bounce is not None:
+            self._bounce.close()
         self._bounce = self._ring = None
         self._buffers = []
         if not self._lent:
@@ -395,32 +410,38 @@ class CudaStream(Stream):
             for part in batch.parts
         )
 
-    def _choose(self, batch: CopyBatch, pieces: Pieces) -> Way | None:
-        """The way to copy `batch`; `None` if none is possible."""
+    def _in_registrations(self, batch: CopyBatch, pieces: Pieces) -> bool:
+        """Whether each piece is in one registration: images side by side are copied as one piece."""
+        offsets = pieces.host.view(np.int64) - batch.host_address
+        return bool(np.all(self._in_one_piece(offsets, pieces.size.view(np.int64))))
+
+    def _choose(
+        self, batch: CopyBatch, planner: PieceBuilder, without: Way | None = None
+    ) -> tuple[Way | None, Pieces | None]:
+        """The way to copy `batch`, `None` if none is possible; and its pieces, if they were needed to choose."""
         ways = [way for way in self._resources.ways if way is not Way.STAGED or self._ring is not None]
         if not self._has_kernels:
             self._resources.fallbacks.count("no_kernels")
             ways = [Way.DIRECT]
-        offsets = pieces.host.view(np.int64) - batch.host_address
-        if not np.all(self._in_one_piece(offsets, pieces.size.view(np.int64))):  # images side by side, as one piece
-            self._resources.fallbacks.count("straddling_piece")
-            ways = [way for way in ways if way is not Way.DIRECT]
+        ways = [way for way in ways if way is not without]
         if len(ways) < 2:
-            return ways[0] if ways else None
-        parts = batch.parts
+            return ways[0] if ways else None, None
+        counts = [count_pieces(batch, part) for part in batch.parts]
+        pieces = planner.describe(batch) if None in counts else None
         load = CopyShape(
             self._into,
             batch.nbytes,
-            sum(part.page_copies for part in parts),
-            len(pieces.size),
-            sum(len(image_runs(batch.layout, part).size) * len(part.images) for part in parts),
+            sum(part.page_copies for part in batch.parts),
+            len(pieces.size) if pieces is not None else sum(count for count in counts if count is not None),
+            sum(len(image_runs(batch.layout, part).size) * len(part.images) for part in batch.parts),
         )
-        return self._chooser.choose(load, ways)
+        return self._chooser.choose(load, ways), pieces
 
     def _copy_on(self, stream: torch.Stream, buffer: DescriptorBuffer, send: Callable[[], None]) -> Copy:
-        """A copy on `stream`, ordered after all earlier and before all later work on both streams."""
-        other = self._link if stream is self._kernels else self._kernels
-        self._join(other, stream)
+        """A copy on `stream`, ordered after all earlier work on both streams."""
+        if self._alone is not stream:
+            self._join(self._link if stream is self._kernels else self._kernels, stream)
+            self._alone = stream
         begun = self._record(stream)
         try:
             send()
@@ -428,13 +449,14 @@ class CudaStream(Stream):
         except BaseException:
             self._resources.events.release(begun)
             raise
-        ended.make_wait(other)
         buffer.used = ended
         return StreamCopy(self._resources.events, begun, ended, ended)
 
     def _zero_copy(self, batch: CopyBatch, buffer: DescriptorBuffer) -> None:
-        rows = [rows_in_images(batch.layout, part, batch.host_address) for part in batch.parts]
-        orders = [kernel_arguments(batch.layout, part, where) for part, where in zip(batch.parts, rows, strict=True)]
+        orders = []
+        for part in batch.parts:
+            order = kernel_arguments(batch.layout, part, rows_in_images(batch.layout, part, batch.host_address))
+            orders.append(order._replace(shape=order.shape._replace(programs=self._programs)))
         self._run(zip(orders, self._upload(buffer, orders), strict=True))
 
     def _shift(self, batch: CopyBatch, buffer: DescriptorBuffer) -> None:
@@ -443,6 +465,9 @@ class CudaStream(Stream):
 
     def _staged(self, batch: CopyBatch, buffer: DescriptorBuffer, ring: Ring) -> Copy:
         offloads = self._into == HOST
+        if self._alone is not None:
+            self._join(self._alone, self._link if self._alone is self._kernels else self._kernels)
+            self._alone = None
         begun = self._record(self._kernels if offloads else self._link)
         try:
             done_event = self._through_ring(batch, buffer, ring)
@@ -485,10 +510,10 @@ class CudaStream(Stream):
         if bounce is None:
             self._resources.fallbacks.count("late_bounce")
             bounce = self._take_bounce()
-        self._join(self._link, self._kernels)
-        copy = bounce.copy(batch, ())
-        self._join(self._kernels, self._link)
-        return copy
+        if self._alone is not self._kernels:
+            self._join(self._link, self._kernels)
+            self._alone = self._kernels
+        return bounce.copy(batch, ())
 
     def _take_bounce(self) -> StagedStream:
         resources = self._resources
@@ -501,7 +526,7 @@ class CudaStream(Stream):
     def _upload(self, buffer: DescriptorBuffer, orders: list[KernelArguments]) -> list[DeviceArguments]:
         """Bring `orders` to the device, before the kernels that follow."""
         copy, places = buffer.write(orders)
-        self._resources.driver.copy(self._handle(self._kernels), *copy)
+        self._resources.driver.copy_one(self._handle(self._kernels), *copy)
         return places
 
     def _run(self, kernels: Iterable[tuple[KernelArguments, DeviceArguments]]) -> None:
