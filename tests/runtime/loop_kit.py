@@ -92,11 +92,11 @@ class StubCache:
     def stats(self) -> tuple[()]:
         return ()
 
-    def take(self) -> list[Any]:
+    def take_commands(self) -> list[Any]:
         commands, self.commands = self.commands, []
         return commands
 
-    def apply(self, results: list[TransferResult], now: float) -> None:
+    def apply_results(self, results: list[TransferResult], now: float) -> None:
         self.results += results
 
     def tick(self, now: float) -> None: ...
