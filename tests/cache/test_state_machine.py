@@ -236,6 +236,8 @@ class Tiers(Machine):
 def test_random_paths_keep_every_promise(edges_taken: Counter[tuple[State, State]], methods_called: set[str]) -> None:
     Tiers.begun_alike = 0
     thorough = run(Tiers, 3)
+    if thorough and not (Tiers.begun_alike and set(edges_taken) == set(EDGES)):
+        run(Tiers, 12)  # the paths depend on the constants of all modules that are loaded: the first ones may lack some
     assert Tiers.begun_alike or not thorough, "no partial match was found"
     assert set(edges_taken) <= set(EDGES), "an illegal edge was taken"
     assert set(edges_taken) == set(EDGES) or not thorough, "a legal edge was never taken"
