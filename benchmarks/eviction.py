@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import cache
 
-from longshore.cache import Return
+from longshore.cache import ReuseHint
 from longshore.cache.eviction import Gittins
 from longshore.trace import TraceRequest, read_mooncake
 from longshore.trace.analysis import Paths, optimal_hits
@@ -89,7 +89,7 @@ def requests_of(traffic: Traffic) -> tuple[list[TraceRequest], Paths]:
     return requests, Paths(request.hash_ids for request in requests)
 
 
-def foreseen(requests: list[TraceRequest]) -> list[Return]:
+def foreseen(requests: list[TraceRequest]) -> list[ReuseHint]:
     """What a host that knows the future says: when the last complete block of each request is used again, if ever."""
     following: dict[int, float] = {}
     found = []
@@ -97,7 +97,7 @@ def foreseen(requests: list[TraceRequest]) -> list[Return]:
         complete = request.hash_ids[: request.input_length // BLOCK_TOKENS]
         again = following.get(complete[-1]) if complete else None
         seconds = None if again is None else (again - request.timestamp_ms) / 1000
-        found.append(Return(ends=again is None, seconds=seconds))
+        found.append(ReuseHint(ends=again is None, seconds=seconds))
         following.update(dict.fromkeys(request.hash_ids, request.timestamp_ms))
     return found[::-1]
 

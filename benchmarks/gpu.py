@@ -44,7 +44,7 @@ from longshore.keys import Scope
 from longshore.layout import from_rows
 from longshore.runtime.stack import open_stack
 from longshore.tiers.file import GdsFileTier, capacity_for
-from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer import D2H, H2D, TransferEngine
 from longshore.transfer.device.base import Device
 from longshore.transfer.device.cuda.calibration import THOROUGH, Always, Effort, all_registered
 from longshore.transfer.device.cuda.device import CudaDevice
@@ -57,7 +57,7 @@ ORDERS = ("scattered", "contiguous")
 DIRECTIONS = ("offload", "onboard", "both")
 _GDS_PATIENCE = 30.0  # seconds
 _MOST_SLOWDOWN = 0.05
-ROUTES = {"offload": (OFFLOAD,), "onboard": (ONBOARD,), "both": (OFFLOAD, ONBOARD)}
+ROUTES = {"offload": (D2H,), "onboard": (H2D,), "both": (D2H, H2D)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,22 +230,22 @@ def _to_files_and_back(folder: Path, device: Device, where: str, count: int, lib
     keys, blocks = [hashlib.sha256(index.to_bytes(8, "little")).digest() for index in range(count)], list(range(count))
     open_gds = functools.partial(GdsFileTier, strict=True, library=library)
     with open_stack(config, layout, scope, device, open_gds=open_gds) as stack:
-        stack.engine.begin_step(None)
+        stack.transfer_engine.begin_step(None)
         begun = time.perf_counter()
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             job = cache.store({0: GroupKeys(keys)}, {0: blocks})[0].job
-        if job is None or not stack.runtime.wait_ended([job], _GDS_PATIENCE):
+        if job is None or not stack.runtime.wait_jobs([job], _GDS_PATIENCE):
             raise BenchError(f"{count} images were not stored within {_GDS_PATIENCE:.0f} s")
         stored = time.perf_counter() - begun
         rows.zero_()
-        stack.engine.begin_step(None)
+        stack.transfer_engine.begin_step(None)
         begun = time.perf_counter()
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             lease = cache.lookup({0: GroupKeys(keys)}, stack.runtime.clock()).lease
             if lease is None:
                 raise BenchError("cuFile stored no image: its log (cufile.log) says why")
             cache.load(lease, {0: blocks}, timeout=_GDS_PATIENCE)
-        outcome = stack.runtime.wait_over(lease).outcome
+        outcome = stack.runtime.wait_load(lease).outcome
         found = 0 if outcome is None else outcome.chunks
         loaded = time.perf_counter() - begun
         if found != count or not torch.equal(rows, before):
@@ -417,7 +417,7 @@ def vllm_swap() -> Callable[[int, Route], Callable[..., object]] | None:
 
     def swap(page_bytes: int, route: Route) -> Callable[..., object]:
         page = CanonicalKVCacheRef(tensor_idx=0, page_size_bytes=page_bytes)
-        found: Callable[..., object] = gpu_worker._select_swap_blocks_fn([[page]], route == OFFLOAD)
+        found: Callable[..., object] = gpu_worker._select_swap_blocks_fn([[page]], route == D2H)
         return found
 
     return swap

@@ -15,7 +15,7 @@ import torch
 from longshore.boundary import HOST, Items, Route, Section, Slabs, Slots, Status, Transfer
 from longshore.errors import BenchError
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer import D2H, H2D, TransferEngine
 from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.driver import CudaAccelerator, Driver
 from longshore.transfer.device.cuda.streams import WayChooser
@@ -79,8 +79,8 @@ class Pages:
         pages = tuple(PageRef(0, ref * 2 * half * page_bytes, page_bytes, page_bytes) for ref in range(refs))
         self.layout = KVLayout((KVGroup("kv", 16, self.per_chunk, pages),), [self.tensor], 2 * half)
         self.host = PinnedHost(rig.accelerator, 2 * chunks, self.layout.image_bytes)
-        self.blocks = {OFFLOAD: list(range(half)), ONBOARD: list(range(half, 2 * half))}
-        self.slots = {OFFLOAD: list(range(chunks)), ONBOARD: list(range(chunks, 2 * chunks))}
+        self.blocks = {D2H: list(range(half)), H2D: list(range(half, 2 * half))}
+        self.slots = {D2H: list(range(chunks)), H2D: list(range(chunks, 2 * chunks))}
         if order == "scattered":
             for ids in (*self.blocks.values(), *self.slots.values()):
                 random.Random(page_bytes).shuffle(ids)  # noqa: S311 - no secret
@@ -92,7 +92,7 @@ class Pages:
     def transfer(self, route: Route) -> Transfer:
         self._jobs += 1
         slots = tuple(self.slots[route])
-        sides = (None, Slots(HOST, 0, slots)) if route == OFFLOAD else (Slots(HOST, 0, slots), None)
+        sides = (None, Slots(HOST, 0, slots)) if route == D2H else (Slots(HOST, 0, slots), None)
         keys = tuple(slot.to_bytes(32, "little") for slot in slots)
         items = Items(keys, (None,) * len(slots), *sides)  # as the cache gives them
         return Transfer(self._jobs, route, items, (Section(0, 0, tuple(self.blocks[route])),))
@@ -112,19 +112,19 @@ class Pages:
 
     def check(self, engine: TransferEngine) -> None:
         """That bytes which go out and come back into other blocks are the same."""
-        half = len(self.blocks[OFFLOAD])
-        out = self.transfer(OFFLOAD)
+        half = len(self.blocks[D2H])
+        out = self.transfer(D2H)
         pages = self.tensor.view(-1, 2 * half, self.page_bytes)
         pages.random_(0, 256)
         self.rig.finish_compute()
         engine.submit(out)
         engine.wait([out.job])
         items = Items(out.items.keys, out.items.parents, out.items.destination, None)
-        back = Transfer(out.job + 1_000_000, ONBOARD, items, (Section(0, 0, tuple(self.blocks[ONBOARD])),))
+        back = Transfer(out.job + 1_000_000, H2D, items, (Section(0, 0, tuple(self.blocks[H2D])),))
         engine.submit(back)
         engine.wait([back.job])
         engine.poll()
-        read, written = (torch.tensor(self.blocks[route], device=pages.device) for route in (OFFLOAD, ONBOARD))
+        read, written = (torch.tensor(self.blocks[route], device=pages.device) for route in (D2H, H2D))
         if not torch.equal(pages[:, read], pages[:, written]):
             raise BenchError(f"pages of {self.page_bytes} bytes did not come back as they went")
 
@@ -138,7 +138,7 @@ class References:
         self._driver = Driver(rig.library)
         self._driver.make_current(rig.accelerator.ordinal)
         self._events = Events(rig.accelerator, Fallbacks(), 4)
-        routes = (OFFLOAD, ONBOARD)
+        routes = (D2H, H2D)
         self._streams = {route: rig.accelerator.create_stream(self._driver) for route in routes}
         self._scattered = {route: self._descriptors(route) for route in routes}
         self._some = {route: [column[:_MOST_PAGES] for column in self._scattered[route]] for route in routes}
@@ -151,7 +151,7 @@ class References:
         columns = {}
         for index, route in enumerate(routes):
             sides = (self._pages.tensor.data_ptr(), self._pages.host.address)
-            at, to = (side + index * self._pages.nbytes for side in (sides if route == OFFLOAD else sides[::-1]))
+            at, to = (side + index * self._pages.nbytes for side in (sides if route == D2H else sides[::-1]))
             columns[route] = [np.array([number], dtype=np.uint64) for number in (to, at, self._pages.nbytes)]
         return self._timed(columns, lambda route: self._driver.copy_each(self._handle(route), *columns[route]))
 
@@ -175,7 +175,7 @@ class References:
         to, at, size = self._pinned[route]
         with self._rig.accelerator.on(self._streams[route]):
             # As its offloading worker calls it: host memory may be read ahead of the stream.
-            self._swaps[route](at, to, size, is_src_access_order_any=route == ONBOARD)
+            self._swaps[route](at, to, size, is_src_access_order_any=route == H2D)
 
     def _pin(self, column: np.ndarray) -> torch.Tensor:
         pinned = self._rig.accelerator.pinned_bytes(column.nbytes).view(torch.int64)

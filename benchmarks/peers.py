@@ -25,7 +25,7 @@ from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.config import parse_size
 from longshore.runtime.loop import Runtime
 from longshore.runtime.peer_server import PeerServer, TierSource
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 
 
 def serve(pipe: Connection, namespace: bytes, image_bytes: int, port: int) -> None:
@@ -34,15 +34,15 @@ def serve(pipe: Connection, namespace: bytes, image_bytes: int, port: int) -> No
     slabs = Slabs(image_bytes, (image_bytes,), 2 * IMAGES)
     cache = TieredCache([TierSpec(HOST, slabs, image_bytes)], CacheSettings())
     runtime = Runtime(cache, [])
-    with runtime.control() as control:
+    with runtime.transaction() as control:
         order = control.store({0: GroupKeys(images.keys[:IMAGES])})[0]
         if order.job is None or len(order.positions) < IMAGES:
             raise SystemExit("the host tier has no room")
         contents = [bytes(images.written(position)) for position in order.positions]
         for index, content in zip(order.slots.of.indices, contents, strict=True):
             images.arena.view(slabs.offset(0, index), image_bytes)[:] = content
-        control.apply([TransferResult(order.job, (Status.OK,) * IMAGES)], runtime.clock())
-    source = TierSource(runtime, HostTier(images.arena, slabs), lambda: namespace)
+        control.apply_results([TransferResult(order.job, (Status.OK,) * IMAGES)], runtime.clock())
+    source = TierSource(runtime, HostSlabs(images.arena, slabs), lambda: namespace)
     server = PeerServer(f"valkey://127.0.0.1:{port}", source)
     pipe.send(True)
     pipe.recv()

@@ -42,7 +42,7 @@ from longshore.runtime import KeyedMover, Runtime
 from longshore.testing.local_server import LocalServer
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import KEY_BYTES
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 from longshore.tiers.remote import RemoteTier
 from longshore.trace import TraceRequest, read_mooncake
 from longshore.trace.experiment import Experiment
@@ -52,7 +52,7 @@ from longshore.transfer.engine import TransferEngine
 from traffic import synthesize
 
 IMAGE = 4096
-PATIENCE = 120.0
+TIMEOUT = 120.0
 _SECONDS = "connect_timeout=30s&probe_timeout=30s&fetch_timeout=60s&write_timeout=60s"
 """Deadlines that a busy machine does not miss."""
 
@@ -87,9 +87,9 @@ class Replica:
         self._bytes = self._rows.numpy()
         layout: KVLayout = from_rows(self._rows, pages_per_block=2, block_size=16)
         self._arena = Arena(host_blocks * IMAGE)
-        host = HostTier(self._arena, Slabs.of_one_size(IMAGE, host_blocks))
+        host = HostSlabs(self._arena, Slabs.of_one_size(IMAGE, host_blocks))
         device = device_for(layout)
-        device.reach(self._arena.in_one_piece)
+        device.set_registered_memory(self._arena.in_one_piece)
         self.tier = RemoteTier(url, arena=self._arena, image_bytes=IMAGE, namespace=bytes(32), clock=self.clock)
         settings = CacheSettings(probe_timeout=60.0, load_timeout=60.0, prefetch_timeout=60.0)
         cache = TieredCache([TierSpec(HOST, host_blocks, IMAGE)], settings, remote=[self.tier.name])
@@ -105,16 +105,16 @@ class Replica:
         warm = found.chunks
         if found.probes:
             self._over(found)
-            runtime.wait_ended(found.probes, PATIENCE)
-        with runtime.control() as cache:
+            runtime.wait_jobs(found.probes, TIMEOUT)
+        with runtime.transaction() as cache:
             jobs = cache.prefetch({0: GroupKeys(keys)}, runtime.clock())
-        runtime.wait_ended(jobs, PATIENCE)
+        runtime.wait_jobs(jobs, TIMEOUT)
         if found.probes:
             found = self._look(keys)
         if found.lease is not None:
-            with runtime.control() as cache:
+            with runtime.transaction() as cache:
                 cache.load(found.lease, {0: range(found.chunks)})
-            outcome = runtime.wait_over(found.lease, PATIENCE).outcome
+            outcome = runtime.wait_load(found.lease, TIMEOUT).outcome
             hits = 0 if outcome is None else outcome.chunks
         self._over(found)
         self._compare(keys[:hits])
@@ -125,19 +125,19 @@ class Replica:
 
     def close(self) -> Counter[str]:
         """Close all; what was counted."""
-        self._runtime.close(PATIENCE)
+        self._runtime.close(TIMEOUT)
         counted = Counter({f"{kind} {status}": count for (kind, status), count in self.tier.counts.items()})
         counted.update({f"failure {name}": count for name, count in self.tier.failures.items() if count})
         self._arena.close()
         return counted + self.hits
 
     def _look(self, keys: list[Key]) -> Found:
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             return cache.lookup({0: GroupKeys(keys)}, self._runtime.clock())
 
     def _over(self, found: Found) -> None:
         if found.lease is not None:
-            with self._runtime.control() as cache:
+            with self._runtime.transaction() as cache:
                 cache.release(found.lease)
 
     def _compare(self, keys: Sequence[Key]) -> None:
@@ -152,12 +152,12 @@ class Replica:
             self._bytes[first : len(keys)] = np.tile(made, IMAGE // KEY_BYTES)
             again = True
             while again:
-                with self._runtime.control() as cache:
+                with self._runtime.transaction() as cache:
                     order = cache.store({0: GroupKeys(keys, first)}, {0: range(first, len(keys))})[0]
                 again = order.again
                 if again or order.job is not None:
-                    self._runtime.wait_idle(PATIENCE)
-        self._runtime.wait_idle(PATIENCE)
+                    self._runtime.wait_idle(TIMEOUT)
+        self._runtime.wait_idle(TIMEOUT)
         self._rows.zero_()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from longshore.cache import Retention, Return
+from longshore.cache import Retention, ReuseHint
 from longshore.errors import HintError
 from longshore.hints import RequestHints
 
@@ -62,10 +62,10 @@ def test_hints_nested_too_deep_are_refused() -> None:
 
 
 def test_known_return_is_told_with_the_first_lookup() -> None:
-    assert RequestHints.parse({}).returns is None
-    assert RequestHints.parse({"ends": True}).returns == Return(ends=True)
-    assert RequestHints.parse({"returns_in": 0, "class": "chat"}).returns == Return(seconds=0, of="chat")
-    assert RequestHints(kind="batch").returns == Return(of="batch")
+    assert RequestHints.parse({}).reuse_hint is None
+    assert RequestHints.parse({"ends": True}).reuse_hint == ReuseHint(ends=True)
+    assert RequestHints.parse({"returns_in": 0, "class": "chat"}).reuse_hint == ReuseHint(seconds=0, of="chat")
+    assert RequestHints(kind="batch").reuse_hint == ReuseHint(of="batch")
 
 
 @pytest.mark.parametrize(

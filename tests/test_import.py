@@ -54,7 +54,7 @@ def test_a_cache_works_without_torch() -> None:
         + "from longshore.cache import GroupKeys, TieredCache, TierSpec\n"
         + "cache = TieredCache([TierSpec('host', 2, 4096)])\n"
         + "assert cache.store({0: GroupKeys([bytes(32)])}, {0: [0]})[0].job is not None\n"
-        + "assert len(cache.take()) == 1\n"
+        + "assert len(cache.take_commands()) == 1\n"
     )
 
 

@@ -11,10 +11,10 @@ from longshore.cache import CacheSettings, DropReason, GroupKeys, MissReason, Ti
 from longshore.errors import CacheError
 from longshore.layout import from_rows
 from longshore.metrics import LongshoreCollector
-from longshore.monitoring.metric_names import METRICS
+from longshore.monitoring.metric_table import METRICS
 from longshore.runtime import BlockGuard, Runtime
 from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 from longshore.transfer import CpuDevice, TransferEngine
 from pinning import PinningDevice
 from scripted import Scripted
@@ -61,17 +61,21 @@ def test_every_label_is_exported_at_zero() -> None:
 def test_metrics_are_the_counters_of_the_control_plane() -> None:
     runtime, mover = make()
     found = registry(runtime)
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         cache.store({0: GroupKeys(PATH)}, {0: (0, 1)})
     assert found.get_sample_value("longshore_jobs_in_flight") == 1
     mover.end(Status.OK, Status.IO_ERROR)
     runtime.pump()
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
+        cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, count=False)
+        assert cache.protected == 1
+    assert found.get_sample_value("longshore_leases") == 0
+    with runtime.transaction() as cache:
         hold = cache.lookup({0: GroupKeys(PATH)}, 0.0).lease
         assert hold is not None
         cache.load(hold, {0: (5,)})
     mover.end(Status.OK)
-    assert runtime.wait_over(hold, 1.0).outcome == (1, ("host",))
+    assert runtime.wait_load(hold, 1.0).outcome == (1, ("host",))
     assert found.get_sample_value("longshore_hit_chunks_total", {"tier": "host"}) == 1
     assert found.get_sample_value("longshore_miss_chunks_total", {"reason": "absent"}) == 1
     assert found.get_sample_value("longshore_lost_chunks_total", {"tier": "host"}) == 1
@@ -88,7 +92,7 @@ def test_waits_for_device_blocks_and_late_blocks_are_counted() -> None:
     cache = TieredCache([TierSpec("host", 4, IMAGE_BYTES)])
     runtime = Runtime(cache, [Scripted(Route("device", "host"))], clock=lambda: float(next(ticks)))
     found, guard = registry(runtime), BlockGuard(runtime, 1.0)
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(PATH)}, {0: (0, 1)})[0].job
     assert job is not None
     guard.add(job, (0, 1))
@@ -99,7 +103,7 @@ def test_waits_for_device_blocks_and_late_blocks_are_counted() -> None:
 
 
 def test_each_metric_is_described_and_exported_once() -> None:
-    host = HostTier(Arena(2 * PAGE), Slabs.of_one_size(PAGE, 2))
+    host = HostSlabs(Arena(2 * PAGE), Slabs.of_one_size(PAGE, 2))
     engine = TransferEngine(from_rows(torch.zeros(4, 8), pages_per_block=2, block_size=4), CpuDevice(), host)
     names = [family.name for family in LongshoreCollector(make()[0], host, engine).collect()]
     engine.close()
@@ -110,7 +114,7 @@ def test_each_metric_is_described_and_exported_once() -> None:
 def test_a_scrape_starts_no_transfer_and_works_after_close() -> None:
     runtime, mover = make()
     found = registry(runtime)
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         cache.store({0: GroupKeys(PATH[:1])}, {0: (0,)})
     polls = mover.polls
     assert b"longshore_jobs_in_flight 1.0" in generate_latest(found)
@@ -123,7 +127,7 @@ def test_a_scrape_starts_no_transfer_and_works_after_close() -> None:
 def test_arena_sizes_and_fallbacks_are_exported_from_the_start() -> None:
     arena = Arena(8 * PAGE, ArenaSettings(shared=True))
     found = CollectorRegistry()
-    found.register(LongshoreCollector(make()[0], HostTier(arena, Slabs.of_one_size(PAGE, 8))))
+    found.register(LongshoreCollector(make()[0], HostSlabs(arena, Slabs.of_one_size(PAGE, 8))))
     for reason in Fallback:
         assert found.get_sample_value("longshore_arena_fallbacks_total", {"reason": reason.value}) == 0
     values = {"bytes": 8 * PAGE, "huge_bytes": 0, "registered_bytes": 0, "registered_pieces": 0}
@@ -147,7 +151,7 @@ def test_queues_and_device_fallbacks_of_an_engine_are_exported() -> None:
         def fallbacks(self) -> dict[str, int]:
             return {"new_event": 3}
 
-    host = HostTier(Arena(2 * PAGE), Slabs.of_one_size(PAGE, 2))
+    host = HostSlabs(Arena(2 * PAGE), Slabs.of_one_size(PAGE, 2))
     engine = TransferEngine(from_rows(torch.zeros(4, 8), pages_per_block=2, block_size=4), Slow(), host)
     found = CollectorRegistry()
     found.register(LongshoreCollector(make()[0], engine=engine))
@@ -163,7 +167,7 @@ def test_probed_chunks_are_counted_by_answer() -> None:
     runtime = Runtime(cache, [])
     found, labels = registry(runtime), {"tier": "store", "answer": "no_answer"}
     assert found.get_sample_value("longshore_probed_chunks_total", labels) == 0
-    with runtime.control() as control:
+    with runtime.transaction() as control:
         control.lookup({0: GroupKeys(PATH)}, 0.0)  # nobody is there to ask
     assert found.get_sample_value("longshore_probed_chunks_total", labels) == len(PATH)
     assert found.get_sample_value("longshore_dropped_chunks_total", {"tier": "store", "reason": "write_failed"}) == 0
@@ -172,7 +176,7 @@ def test_probed_chunks_are_counted_by_answer() -> None:
 def test_a_repeated_lookup_is_counted_when_requested() -> None:
     runtime, _ = make()
     found = registry(runtime)
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         for _ in range(5):
             cache.lookup({0: GroupKeys(PATH)}, 0.0, count=False)
         assert found.get_sample_value("longshore_miss_chunks_total", {"reason": "absent"}) == 0
@@ -182,13 +186,13 @@ def test_a_repeated_lookup_is_counted_when_requested() -> None:
 
 def test_a_device_pool_is_not_replaced_while_jobs_use_it() -> None:
     runtime, mover = make()
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         cache.store({0: GroupKeys(PATH[:1])}, {0: (0,)})
         with pytest.raises(CacheError, match="1 jobs in flight"):
             cache.replace_device(8)
     mover.end(Status.OK)
     runtime.pump()
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         cache.replace_device(8)
         with pytest.raises(CacheError, match=r"\[0, 8\)"):
             cache.store({0: GroupKeys(PATH)}, {0: (8, 9)})
@@ -196,12 +200,12 @@ def test_a_device_pool_is_not_replaced_while_jobs_use_it() -> None:
 
 def test_a_mover_that_is_removed_leaves_no_job_behind() -> None:
     runtime, mover = make()
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(PATH[:1])}, {0: (0,)})[0].job
     assert job is not None
     mover.end(Status.OK)
     runtime.remove(mover, 1.0)
     assert not runtime.in_flight(job)
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         late = cache.store({0: GroupKeys(PATH)}, {0: (0, 1)})[0].job
     assert late is None or not runtime.in_flight(late)

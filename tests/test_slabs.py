@@ -50,18 +50,18 @@ def test_images_that_overlap_touch_a_slot_in_common(slabs: Slabs) -> None:
     pools = range(len(slabs.image_bytes))
     images = [(pool, index) for pool in pools for index in slabs.slots_of(0, pool)] if slabs.slabs else []
     for one in images:
-        touched = set(slabs.touched(one[0], [one[1]]).tolist())
+        touched = set(slabs.overlap_units(one[0], [one[1]]).tolist())
         assert touched
         assert touched <= set(range(slabs.stride))
         for other in images:
             ends = [slabs.offset(*each) + slabs.image_bytes[each[0]] for each in (one, other)]
             overlap = slabs.offset(*one) < ends[1] and slabs.offset(*other) < ends[0]
-            assert not overlap or touched & set(slabs.touched(other[0], [other[1]]).tolist())
+            assert not overlap or touched & set(slabs.overlap_units(other[0], [other[1]]).tolist())
 
 
 def test_the_smallest_images_touch_their_own_slots_alone() -> None:
-    assert Slabs(12, (3, 4), 9).touched(0, [17, 2]).tolist() == [17, 2]
-    assert Slabs.of_one_size(5, 9).touched(0, [8, 0]).tolist() == [8, 0]
+    assert Slabs(12, (3, 4), 9).overlap_units(0, [17, 2]).tolist() == [17, 2]
+    assert Slabs.of_one_size(5, 9).overlap_units(0, [8, 0]).tolist() == [8, 0]
 
 
 def test_one_size_counts_images_and_loses_nothing() -> None:

@@ -84,7 +84,7 @@ def with_tiers(decoder: Decoder, prompts: list[list[int]], *, by_layer: bool) ->
                 f" {seconds * 1e3:>10.1f} ms"
             )
         stack.runtime.flush(timeout=10.0)
-        with stack.runtime.observe() as cache:
+        with stack.runtime.locked() as cache:
             moved = {route: totals.chunks for route, totals in cache.counters.routes.items()}
     print(f"  blocks moved: {', '.join(f'{count} {route}' for route, count in moved.items())}")
     print(f"  layers computed while later ones were travelling: {tiers.overlapped}")

@@ -20,7 +20,17 @@ from collections.abc import Mapping, Sequence
 from examples.reference_engine.model import Shape
 from examples.reference_engine.pool import DevicePool
 from longshore.boundary import DEVICE, HOST, Key, Slot, Status
-from longshore.cache import CacheGroup, CacheSettings, DeviceCopy, Found, GroupKeys, Lease, Text, TieredCache, TierSpec
+from longshore.cache import (
+    CacheGroup,
+    CacheSettings,
+    DeviceCopy,
+    Found,
+    GroupKeys,
+    Lease,
+    PromptTokens,
+    TieredCache,
+    TierSpec,
+)
 from longshore.errors import PlanError
 from longshore.runtime.block_guard import BlockGuard
 from longshore.runtime.stack import Stack
@@ -65,7 +75,7 @@ class NoTiers:
                 part[block, :tokens] = part[source, :tokens]
         return None
 
-    def store(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: Text) -> set[int]:
+    def store(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: PromptTokens) -> set[int]:
         """The blocks of `path[first:]` are complete. Returns the positions that no tier has from another request."""
         return set(range(first, len(path)))
 
@@ -82,44 +92,44 @@ class Tiers(NoTiers):
         pool: The device's blocks.
         compute: The stream that the model computes on; `None` on the CPU.
         by_layer: Whether compute may begin before all layers have arrived.
-        patience: Seconds that a request waits for its blocks before it recomputes.
+        timeout: Seconds that a request waits for its blocks before it recomputes.
     """
 
     def __init__(
-        self, stack: Stack, pool: DevicePool, compute: object = None, *, by_layer: bool = True, patience: float = 10.0
+        self, stack: Stack, pool: DevicePool, compute: object = None, *, by_layer: bool = True, timeout: float = 10.0
     ) -> None:
         self.pool = pool
         self.stack = stack
         self.overlapped = 0
         """Layers on which compute began while later layers of the same job were in flight."""
-        self.patience = patience
+        self.timeout = timeout
         self._compute = compute
         self.by_layer = by_layer
-        self._guard = pool.guard = BlockGuard(stack.runtime, patience)
+        self._guard = pool.guard = BlockGuard(stack.runtime, timeout)
 
     def begin_step(self) -> None:
         """As `TransferEngine.begin_step`."""
-        self.stack.engine.begin_step(self._compute)
+        self.stack.transfer_engine.begin_step(self._compute)
 
     def end_step(self) -> None:
         """No jobs are named: compute has waited for each layer that it read, and the guard keeps the other blocks."""
-        self.stack.engine.end_step(self._compute, jobs=())
+        self.stack.transfer_engine.end_step(self._compute, jobs=())
 
     def lookup(self, paths: Mapping[int, GroupKeys]) -> Found:
         """One lookup of the control plane for all groups, each of whose keys have a root of their own."""
-        with self.stack.runtime.control() as cache:
+        with self.stack.runtime.transaction() as cache:
             return cache.lookup(paths, self.stack.runtime.clock())
 
     def release(self, found: Found) -> None:
         """Release the lease."""
         if found.lease is not None:
-            with self.stack.runtime.control() as cache:
+            with self.stack.runtime.transaction() as cache:
                 cache.release(found.lease)
 
     def load(self, lease: Lease, blocks: Mapping[int, Sequence[int]]) -> PendingCopy:
         """One job for all groups, layer by layer if so configured; it begins when all reads from files have ended."""
         filled = [block for each in blocks.values() for block in each]
-        with self.stack.runtime.control() as cache:
+        with self.stack.runtime.transaction() as cache:
             order = cache.load(lease, blocks, by_layer=self.by_layer)
             for part in order.parts:
                 self._guard.add(part.job, filled)
@@ -129,14 +139,14 @@ class Tiers(NoTiers):
     def copy(self, group: int, source: int, block: int, tokens: int) -> PendingCopy | None:
         """A transfer inside the device pool; if `source` is in flight, the copy waits for it."""
         slot = Slot(DEVICE, self.stack.layout.pools[group], source)
-        with self.stack.runtime.control() as cache:
+        with self.stack.runtime.transaction() as cache:
             job = cache.load({group: DeviceCopy([slot], tokens)}, {group: [block]}).parts[0].job
             self._guard.add(job, (source, block))
         return PendingCopy(self, [block], job)
 
-    def store(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: Text) -> set[int]:
+    def store(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: PromptTokens) -> set[int]:
         """Offload the blocks that no tier has. The guard keeps them until they have been read."""
-        with self.stack.runtime.control() as cache:
+        with self.stack.runtime.transaction() as cache:
             offload = cache.store({group: GroupKeys(path, first, text=text)}, {group: blocks})[group]
             if offload.job is not None:
                 self._guard.add(offload.job, [blocks[position - first] for position in offload.positions])
@@ -145,13 +155,13 @@ class Tiers(NoTiers):
     def sleep(self, *, clear: bool) -> None:
         """Raises `TimeoutError` if copies do not end: the memory must stay then; call it again."""
         runtime = self.stack.runtime
-        runtime.flush(self.patience)  # let offloads end,
+        runtime.flush(self.timeout)  # let offloads end,
         self.stack.layout.free()  # refuse new jobs, end those that have not begun,
-        if not runtime.flush(self.patience):  # and wait for the others
+        if not runtime.flush(self.timeout):  # and wait for the others
             raise TimeoutError("copies still touch the device memory")
         self._guard.drain()
         if clear:
-            with runtime.control() as cache:
+            with runtime.transaction() as cache:
                 cache.reset()
 
 
@@ -162,31 +172,31 @@ class PendingCopy:
         self.blocks = tuple(blocks)
         self.tiers = tiers
         self.job = job
-        self._deadline = tiers.stack.runtime.clock() + tiers.patience
+        self._deadline = tiers.stack.runtime.clock() + tiers.timeout
 
     @property
-    def patience(self) -> float:
+    def timeout(self) -> float:
         """Seconds that are left."""
         return max(0.0, self._deadline - self.tiers.stack.runtime.clock())
 
     def wait_layer(self, layer: int) -> bool:
         """Wait until `layer` may be computed, and return whether. On an accelerator the compute stream waits for it."""
-        return self._has_arrived(layer, self.patience) if self.tiers.by_layer else self.wait_all()
+        return self._has_arrived(layer, self.timeout) if self.tiers.by_layer else self.wait_all()
 
     def wait_all(self) -> bool:
         """Wait until all bytes have arrived, and return whether: a copy may fail after compute was made to wait for it.
 
         A copy inside the device pool has arrived if its job has ended and its last layer is `OK`.
         """
-        has_ended = self.tiers.stack.runtime.wait_ended([self.job], self.patience)
+        has_ended = self.tiers.stack.runtime.wait_jobs([self.job], self.timeout)
         return has_ended and self._has_arrived(self.tiers.stack.layout.num_layers - 1, 0.0)
 
     def _has_arrived(self, layer: int, timeout: float) -> bool:
         """Whether `layer` has arrived, waiting for reads from files and then for the layer."""
-        if not self.tiers.stack.runtime.wait_begun(self.job, timeout):
+        if not self.tiers.stack.runtime.wait_dependencies(self.job, timeout):
             return False
         try:
-            return self.tiers.stack.engine.wait_layer(self.job, layer, timeout) is Status.OK
+            return self.tiers.stack.transfer_engine.wait_layer(self.job, layer, timeout) is Status.OK
         except PlanError:  # its mover refused the job, and does not know it
             return False
 
@@ -212,12 +222,12 @@ class PendingLoad(PendingCopy):
 
     def wait_all(self) -> bool:
         """Wait for the outcome of the load."""
-        outcome = self.tiers.stack.runtime.wait_over(self._lease, self.patience).outcome
+        outcome = self.tiers.stack.runtime.wait_load(self._lease, self.timeout).outcome
         return outcome is not None and outcome.chunks == len(self.blocks)
 
     def close(self) -> bool:
         """Release the lease."""
-        with self.tiers.stack.runtime.control() as cache:
+        with self.tiers.stack.runtime.transaction() as cache:
             outcome = cache.progress(self._lease).outcome
             cache.release(self._lease)
         return outcome is not None and outcome.chunks == len(self.blocks)

@@ -24,7 +24,7 @@ import torch
 from examples.reference_engine.connector import NoTiers, PendingCopy
 from examples.reference_engine.model import Decoder
 from examples.reference_engine.pool import DevicePool, Known
-from longshore.cache import Found, GroupKeys, Need, Text
+from longshore.cache import Found, GroupKeys, Need, PromptTokens
 from longshore.errors import CapacityError, EngineError
 from longshore.keys import KeyChain, Scope
 
@@ -246,7 +246,7 @@ class Engine:
                 known for key in request.replay.sources[group : group + 1] if (known := self.pool.index.get(key))
             ]
             beside = {source.parent: [(source.key, source.tokens)] for source in sources}
-        text = Text(request.tokens[:most], self._roots[group], beside)
+        text = PromptTokens(request.tokens[:most], self._roots[group], beside)
         return GroupKeys(keys, device=[key in self.pool.index for key in keys], text=text)
 
     def _fill(self, request: Request, found: Found, parts: Sequence[_Part]) -> list[PendingCopy]:
@@ -331,7 +331,7 @@ class Engine:
             path, table = request.chains[group].keys[:stop], request.tables[group]
             former = [self.pool.index.get(key) for key in path[first:]]
             blocks = [table[at] if known is None else known.block for at, known in enumerate(former, start=first)]
-            text = Text(request.tokens[: request.computed], self._roots[group])
+            text = PromptTokens(request.tokens[: request.computed], self._roots[group])
             unique = self.tiers.store(group, path, blocks, first, text)
             if request.replay is not None:
                 chosen = [at for at in range(first, stop) if path[at] in request.replay.published]

@@ -33,11 +33,11 @@ REMOTE = "remote"
 """The first store that replicas share; the next are `remote-2` and so on."""
 
 Key = bytes
-"""Hash of a chunk's tokens: 32 bytes, chained over its prefix, starting from a scope (`longshore.keys`)."""
+"""Hash of a chunk's tokens, chained over its prefix: of `longshore.keys` (32 bytes), or the engine's own."""
 
 
 class Slot(NamedTuple):
-    """The position of one block image in a tier that Longshore owns.
+    """The position of one chunk image in a tier that Longshore owns.
 
     `pool` is the physical pool inside the tier (one per image size), `index` the slot within it.
     """
@@ -429,8 +429,8 @@ class Prober(Protocol):
     """Asks one remote tier, on one rank. Nothing blocks; the runtime handles answers that never come."""
 
     @property
-    def asks(self) -> str:
-        """The name of the tier."""
+    def tier_name(self) -> str:
+        """Of the tier that is asked."""
 
     def ask(self, probe: Probe) -> None:
         """Begin `probe`."""
@@ -458,7 +458,7 @@ def align(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slabs:
-    """Slots for block images of several sizes in one tier: in slabs, each of one image size while it is in use.
+    """Slots for chunk images of several sizes in one tier: in slabs, each of one image size while it is in use.
 
         bytes     │ slab 0            │ slab 1            │ slab 2            │
         used for  │ A │ A │ A │ A │ ··│ B       │ B       │ nothing           │
@@ -562,7 +562,7 @@ class Slabs:
         offsets: I64 = slab * self.slab_bytes + position * self.image_bytes[pool]
         return offsets
 
-    def touched(self, pool: int, indices: Sequence[int] | I64) -> I64:
+    def overlap_units(self, pool: int, indices: Sequence[int] | I64) -> I64:
         """The bytes that slots of `pool` share with other pools, as indices of the smallest images there.
 
         Two images overlap only if they have one of these in common; if sizes do not divide, adjacent images may have

@@ -30,10 +30,10 @@ FACTOR = 0xD6E8FEB86659FD93
 _MASK = 2**64 - 1
 _WORD = 8
 _SHORT = 4096  # bytes that take less time than to hand over the interpreter lock
-_AT_ONCE = 1 << 15
+_BATCH_WORDS = 1 << 15
 """Words that are mixed at a time; they and the intermediate results fit a core's cache."""
 
-_PLACES: npt.NDArray[np.uint64] = np.arange(1, _AT_ONCE + 1, dtype=np.uint64) * np.uint64(STEP)
+_PLACES: npt.NDArray[np.uint64] = np.arange(1, _BATCH_WORDS + 1, dtype=np.uint64) * np.uint64(STEP)
 
 
 def checksum(algorithm: int, data: memoryview) -> int:
@@ -55,8 +55,8 @@ def mix64(data: bytes | memoryview) -> int:
     whole = len(data) // _WORD
     total = 0
     words = np.frombuffer(data, "<u8", count=whole)
-    for first in range(0, whole, _AT_ONCE):
-        some = words[first : first + _AT_ONCE]
+    for first in range(0, whole, _BATCH_WORDS):
+        some = words[first : first + _BATCH_WORDS]
         places = _PLACES[: len(some)] + np.uint64(first * STEP & _MASK)
         total += int(_mixed(places ^ some).sum(dtype=np.uint64))
     if len(data) % _WORD:

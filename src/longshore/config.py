@@ -59,7 +59,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    host_size: ByteSize = Field(ByteSize(4 << 30), gt=0, description="bytes of host memory for block images")
+    host_size: ByteSize = Field(ByteSize(4 << 30), gt=0, description="bytes of host memory for chunk images")
     host_numa: int | Literal["auto", "off"] = Field(
         "auto", description="NUMA node of host memory: a number, auto (the device's node) or off"
     )
@@ -121,7 +121,7 @@ class Config(BaseModel):
     prefetch_timeout: float = Field(
         1.0, gt=0, le=86_400, description="seconds to wait for a prefetch under the policy timeout"
     )
-    blocks_per_chunk: int = Field(1, ge=1, le=4096, description="device blocks in one block image")
+    blocks_per_chunk: int = Field(1, ge=1, le=4096, description="device blocks in one chunk image")
     load_timeout: float = Field(
         10.0, gt=0, le=86_400, description="seconds after which a load is abandoned and its blocks are recomputed"
     )
@@ -133,7 +133,9 @@ class Config(BaseModel):
         "`PrefixStore` for copies, and for writes to files of a sleep or reset that drops host memory",
     )
     gate: bool = Field(
-        True, description="recompute blocks when that is faster than reading them from a file; off: always load"
+        True,
+        description="recompute blocks when that is faster than reading them from a file; off: always load, as "
+        "`PrefixStore` does from files in any case",
     )
     prefill_speed: float = Field(
         0.0, ge=0, allow_inf_nan=False, description="prompt tokens computed per second, for the gate; 0: measured"

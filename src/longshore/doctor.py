@@ -47,7 +47,7 @@ from longshore.tiers.remote.work import StoreError
 PROBED = 512
 """Keys that one probe asks for."""
 
-_PROBES, _READS, _CALL_SECONDS, _PATIENCE = 9, 3, 1.0, 60.0
+_PROBES, _READS, _CALL_SECONDS, _TIMEOUT = 9, 3, 1.0, 60.0
 _EXPIRY = 60.0
 """Seconds after which what was written to try a server expires."""
 
@@ -447,7 +447,7 @@ class _Trial:
         return None if present is None else time.perf_counter() - begun
 
     def _collected(self, collect: Callable[[], Any]) -> Any:
-        give_up = time.monotonic() + _PATIENCE
+        give_up = time.monotonic() + _TIMEOUT
         while not (found := collect()):
             self._done.wait(0.005)
             self._done.clear()

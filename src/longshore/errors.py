@@ -70,6 +70,10 @@ class PinLimitError(CacheError):
     """More chunks than may be pinned; says how many that is."""
 
 
+class CopyTimeoutError(LongshoreError, TimeoutError):
+    """Copies from or to the device did not end in time. They may still run; nothing was stored or restored."""
+
+
 class JobError(CacheError):
     """A result for a job that is not in flight, or a second one from the same rank."""
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from longshore.boundary import FILE, HOST, REMOTE
-from longshore.cache.eviction.hit_rates import Return
+from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.cache.settings import DEFAULT_PRIORITY, HIGHEST_PRIORITY, Retention
 from longshore.errors import HintError
 
@@ -82,10 +82,10 @@ class RequestHints(BaseModel):
         return self
 
     @property
-    def returns(self) -> Return | None:
+    def reuse_hint(self) -> ReuseHint | None:
         """What they say about when its blocks are used again, for the first lookup."""
-        found = Return(self.ends, self.returns_in, self.kind)
-        return None if found == Return() else found
+        found = ReuseHint(self.ends, self.returns_in, self.kind)
+        return None if found == ReuseHint() else found
 
     @classmethod
     def parse(cls, said: Mapping[str, Any] | str) -> RequestHints:

@@ -1,4 +1,4 @@
-"""Keys of chunks: the same in every tier and every process.
+"""Keys of chunks, as `PrefixStore` and engines without hashes of their own make them: the same in every process.
 
     key[0] = SHA-256(root   || tokens of chunk 0)
     key[i] = SHA-256(key[i-1] || tokens of chunk i)          tokens packed as little-endian uint32
@@ -10,8 +10,11 @@ A chunk that holds a part of a multimodal item (its tokens are placeholders, the
 where `offset` is the position of the chunk's first token in the item, negative if the item begins later, and `start`
 and `end` are the range of the chunk's tokens that belong to the item. Chunks without items have no suffix.
 
-`root` is the digest of a `Scope`: everything that must be equal for stored bytes to be valid. Two keys are equal only
-if all tokens up to them, and their scopes, are equal. The format is persistent; tests have golden vectors.
+`root` is the digest of a `Scope`: everything that must be equal for stored bytes to be valid. Two such keys are equal
+only if all tokens up to them, and their scopes, are equal. The format is persistent; tests have golden vectors.
+
+Under vLLM and SGLang, keys are the engine's own hashes of tokens, which contain no scope. There, and here as well, the
+root in each record of a file, and in the namespace of a remote store, keeps apart the bytes of different scopes.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ class Scope:
         block_size: Tokens per block.
         blocks_per_chunk: Blocks per chunk.
         group: KV cache group.
-        ranks: How many ranks share one block image.
+        ranks: How many ranks share one chunk image.
         attention: The implementation that computed the bytes (numerics differ between them).
         lora: Adapter identity, empty without one.
         salt: Separates tenants that must not share blocks.

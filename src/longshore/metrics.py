@@ -1,8 +1,8 @@
-"""Prometheus collectors, which read values when they are scraped. `monitoring.metric_names` lists the metrics.
+"""Prometheus collectors, which read values when they are scraped. `monitoring.metric_table` lists the metrics.
 
 Every label value is exported from the start, at zero, so that a tier without hits is visible.
 
-    REGISTRY.register(LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file))
+    REGISTRY.register(LongshoreCollector(stack.runtime, stack.host, stack.transfer_engine, stack.events, stack.file))
     REGISTRY.register(tiers.collector)    under transformers, where each call may open a new stack
 
     serve_metrics(tiers.collector, "0.0.0.0:9464")    the same without a registry, with /health (monitoring.endpoint)
@@ -29,12 +29,12 @@ from longshore import __version__
 from longshore.cache import Counters, TierStats
 from longshore.cache.types import Histogram
 from longshore.monitoring.endpoint import HealthReport, serve_metrics
-from longshore.monitoring.metric_names import LOOKUP_SECONDS, METRICS, MetricKind
+from longshore.monitoring.metric_table import LOOKUP_SECONDS, METRICS, MetricKind
 from longshore.runtime import EventRecorder, Runtime
 from longshore.runtime.stack import Stack
 from longshore.tiers.arena import ArenaReport
 from longshore.tiers.base import Tier
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 from longshore.transfer import TransferEngine, TransferStats
 
 __all__ = ["FollowingCollector", "LongshoreCollector", "MirroredMetrics", "serve_metrics"]
@@ -49,7 +49,7 @@ class LongshoreCollector(Collector):
     def __init__(
         self,
         runtime: Runtime,
-        host: HostTier | None = None,
+        host: HostSlabs | None = None,
         engine: TransferEngine | None = None,
         events: EventRecorder | None = None,
         file: Tier | None = None,
@@ -78,15 +78,15 @@ class LongshoreCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """All metric families, read under the runtime's lock; also after it was closed."""
         runtime = self._runtime
-        with runtime.observe() as cache:
+        with runtime.locked() as cache:
             metrics = [*_of_cache(cache.counters), *_of_tiers(cache.stats())]
             metrics += [
-                _metric("longshore_leases", cache.held),
+                _metric("longshore_leases", cache.leases),
                 _metric("longshore_jobs_in_flight", cache.jobs_in_flight),
-                _histograms(LOOKUP_SECONDS, {(): runtime.asked.seconds}),
+                _histograms(LOOKUP_SECONDS, {(): runtime.lookup_counters.seconds}),
             ]
             tiers = [tier.name for tier in cache.stats()]
-        asked, guarded, gate = runtime.asked, runtime.guarded, runtime.gate
+        asked, guarded, gate = runtime.lookup_counters, runtime.guard_counters, runtime.gate
         metrics += [
             _metric("longshore_control_plane_faults", runtime.faults),
             _metric("longshore_requests", asked.requests),
@@ -116,10 +116,10 @@ class LongshoreCollector(Collector):
         return [*metrics, _metric("longshore_store_failures", failures)]
 
     def histograms(self) -> Iterator[tuple[str, tuple[str, ...], Histogram]]:
-        """Every histogram: its name, its label values, and itself. To be read within `Runtime.observe`."""
-        with self._runtime.observe() as cache:
+        """Every histogram: its name, its label values, and itself. To be read within `Runtime.locked`."""
+        with self._runtime.locked() as cache:
             yield from cache.counters.each_histogram()
-            yield LOOKUP_SECONDS, (), self._runtime.asked.seconds
+            yield LOOKUP_SECONDS, (), self._runtime.lookup_counters.seconds
 
 
 _CUMULATIVE = ("counter", "histogram")
@@ -148,8 +148,8 @@ class FollowingCollector(Collector):
             if old is None:
                 return
             ended = [] if stack is not None and stack.runtime is old.runtime else _of_stack(old)
-            if not ended and stack is not None and stack.engine is not old.engine:
-                ended = _of_engine(old.engine.stats())  # its tiers live on under another device cache
+            if not ended and stack is not None and stack.transfer_engine is not old.transfer_engine:
+                ended = _of_engine(old.transfer_engine.stats())  # its tiers live on under another device cache
             self._before = {metric.name: metric for metric in self._add(ended) if metric.type in _CUMULATIVE}
 
     def collect(self) -> Iterable[Metric]:
@@ -219,7 +219,7 @@ class MirroredMetrics:
 
 
 def _collector(stack: Stack) -> LongshoreCollector:
-    return LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file, stack.remote)
+    return LongshoreCollector(stack.runtime, stack.host, stack.transfer_engine, stack.events, stack.file, stack.remote)
 
 
 def _of_stack(stack: Stack) -> Iterable[Metric]:

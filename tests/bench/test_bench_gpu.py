@@ -117,7 +117,7 @@ def test_vllms_function_is_called_with_the_same_pages(gpu: ModuleType, tmp_path:
     pages = gpu.Pages(rig, 512, 1 << 15, "scattered")
     pages.tensor.random_(0, 256)
     references = gpu.References(rig, pages)
-    assert asked == [(512, gpu.OFFLOAD), (512, gpu.ONBOARD)]
+    assert asked == [(512, gpu.D2H), (512, gpu.H2D)]
     for routes in gpu.ROUTES.values():
         before = pages.tensor.clone(), pages.host.memory.clone()
         assert references.vllm(routes) > 0

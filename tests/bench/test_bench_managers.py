@@ -68,7 +68,7 @@ def test_stored_blocks_are_resident_and_evicted_ones_are_not() -> None:
     assert ours.cache.stats()[0].ready == 256
     ours.store(load.fresh(64), evicting=True)
     assert ours.cache.counters.evictions[HOST] == 64 + 1  # one slot in 256 is freed ahead
-    assert (ours.cache.held, ours.cache.jobs_in_flight) == (0, 0)
+    assert (ours.cache.leases, ours.cache.protected, ours.cache.jobs_in_flight) == (0, 0, 0)
 
 
 def test_the_plain_reference_keeps_what_was_used_last() -> None:

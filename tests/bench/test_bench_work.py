@@ -12,7 +12,7 @@ import pytest
 from longshore.bench import copies, plans
 from longshore.bench.copies import REFERENCES, PageSet
 from longshore.errors import BenchError
-from longshore.transfer import OFFLOAD, ONBOARD
+from longshore.transfer import D2H, H2D
 from longshore.transfer.pieces import PieceBuilder
 
 NAMES = ["plan/1000/1", "plan/1000/4", "plan/10240/4", "plan/8-refs"]
@@ -97,14 +97,14 @@ def test_every_page_arrives_in_its_image_and_comes_back() -> None:
     for tensor in tensors:
         tensor[:] = random.integers(0, 256, tensor.size, dtype=np.uint8)
     before = [tensor.copy() for tensor in tensors]
-    assert pages.move(OFFLOAD) > 0
+    assert pages.move(D2H) > 0
     for block, slot in zip(pages.blocks, pages.slots, strict=True):
         image = pages.arena.array.reshape(len(pages.slots), REFERENCES, -1)[slot]
         for ref, tensor in enumerate(tensors):
             assert (image[ref] == tensor.reshape(len(pages.blocks), -1)[block]).all()
     for tensor in tensors:
         tensor[:] = 0
-    assert pages.move(ONBOARD) > 0
+    assert pages.move(H2D) > 0
     for tensor, expected in zip(tensors, before, strict=True):
         assert (tensor == expected).all()
     del tensors, tensor

@@ -20,9 +20,9 @@ from longshore.cache import (
     CacheSettings,
     Found,
     GroupKeys,
+    PromptTokens,
     Residency,
     StoreOrder,
-    Text,
     TieredCache,
     TierSpec,
     Until,
@@ -63,10 +63,10 @@ def chunks(path: str, group: int = 0) -> list[Key]:
     return [key(path[:end], group) for end in range(step, len(path) + 1, step)]
 
 
-def text_of(path: str, per_chunk: int) -> Text:
+def text_of(path: str, per_chunk: int) -> PromptTokens:
     """The tokens of a prompt of group 0: any two letters begin alike, and differ from the middle on."""
     half = GROUPS[0].block_size * per_chunk // 2
-    return Text([token for letter in path for token in (0, ord(letter)) for _ in range(half)], ROOT)
+    return PromptTokens([token for letter in path for token in (0, ord(letter)) for _ in range(half)], ROOT)
 
 
 def path_of(of: Key) -> str:
@@ -189,7 +189,7 @@ def lookup(cache: TieredCache, keys: Sequence[Key], now: float, first: int = 0, 
 
 def residency(cache: TieredCache, keys: Sequence[Key], until: Until = Until.NOTHING, **how: Any) -> Residency:
     """`TieredCache.lookup` of single chunks: where each of them is."""
-    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=until, each=True, **how).residency[0]
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=until, independent=True, **how).residency[0]
 
 
 def store(

@@ -205,7 +205,7 @@ class Machine(RuleBasedStateMachine):
             (TransferResult(number, statuses[1:], rank=waiting),),
         ]
         wrong += [(TransferResult(number, statuses, rank=rank),) for rank in set(range(ranks)) - job.untold]
-        return [(JobError, "apply", (results, self.world.now), {}) for results in wrong]
+        return [(JobError, "apply_results", (results, self.world.now), {}) for results in wrong]
 
     def teardown(self) -> None:
         world = getattr(self, "world", None)

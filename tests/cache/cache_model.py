@@ -77,7 +77,7 @@ class World(Reading, Storing):
     def tick(self, seconds: float = 1.0) -> None:
         """Time passes. Whoever's time is over has what has arrived, whatever is still under way."""
         self.now += seconds
-        self.call("apply", (), self.now)
+        self.call("apply_results", (), self.now)
         for model in self.holds.values():
             if model.has_load and model.outcome is None and model.deadline <= self.now:
                 self.conclude(model, MissReason.DEADLINE)
@@ -93,7 +93,7 @@ class World(Reading, Storing):
         self.settle_all()
         while not self.flush():
             self.settle_all()
-        assert (self.cache.held, self.cache.jobs_in_flight) == (0, 0)
+        assert (self.cache.leases, self.cache.protected, self.cache.jobs_in_flight) == (0, 0, 0)
         self.check_device_is_free()
         for stats in self.cache.stats():
             assert stats.used == stats.ready, "a slot is neither free nor ready"

@@ -102,7 +102,7 @@ class Stage:
     def carry(self) -> None:
         """Take the commands of the last call to the movers."""
         self.look()
-        for command in self.call("take"):
+        for command in self.call("take_commands"):
             self.receive(command)
         self.look()
 
@@ -213,7 +213,7 @@ class Stage:
     # ------------------------------------------------------------------ results
 
     def deliver(self, job: Job, rank: int, wanted: Sequence[Status]) -> None:
-        """One rank of `job` ends; item by item as `wanted`, as far as possible. The result waits for `apply`."""
+        """One rank of `job` ends, item by item as `wanted`, if possible. The result waits for `apply_results`."""
         self.sound = False
         self.movers.deliver(job, rank, wanted)
         self.sound = True
@@ -228,7 +228,7 @@ class Stage:
         """Tell the cache."""
         for result in results:
             self.results.remove(result)
-        self.call("apply", tuple(results), self.now)
+        self.call("apply_results", tuple(results), self.now)
         for result in results:
             job = self.jobs[result.job]
             if job.tell(result):
@@ -434,7 +434,7 @@ class Stage:
     def check_books(self) -> None:
         assert self.cache.jobs_in_flight == len(self.jobs)
         assert not any(self.cache.progress(job).is_over for job in self.jobs)
-        assert self.cache.held == len(self.holds) + len(self.seen_in_step)
+        assert (self.cache.leases, self.cache.protected) == (len(self.holds), len(self.seen_in_step))
         misses, hits = +self.cache.counters.misses, +self.cache.counters.hits
         assert misses == +self.misses, f"{misses - self.misses} too many, {self.misses - misses} too few"
         assert hits == +self.hits

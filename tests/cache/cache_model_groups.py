@@ -189,7 +189,7 @@ class Groups(Life):
     def lease_each(self, keys: Sequence[Key], group: int, request: str | None) -> None:
         """Those of the chunks that are ready are leased, each by itself."""
         ready = [each for each in keys if self.is_readable(each)]
-        found = self.call("lookup", {group: GroupKeys(keys)}, self.now, each=True, request=request)
+        found = self.call("lookup", {group: GroupKeys(keys)}, self.now, independent=True, request=request)
         assert found.chunks == len(ready)
         self.held(found.lease, ModelHold(ready, request))
         self.settle()

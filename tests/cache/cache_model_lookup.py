@@ -92,7 +92,7 @@ class Reading(Remote):
         """Where each of `keys` is, and the answer for the last."""
         answer = ""
         asked = {0: GroupKeys(keys)}
-        found: Found = self.call("lookup", asked, self.now, until=Until.STEP, each=True)
+        found: Found = self.call("lookup", asked, self.now, until=Until.STEP, independent=True)
         for of, presence in zip(keys, found.residency[0].presences, strict=True):
             answer = str(presence.value)
             if self.is_readable(of):

@@ -105,7 +105,7 @@ class Remote(Stage):
         question = self.questions[number]
         probe, store = question.probe, self.movers.stores[question.probe.tier]
         present = tuple(there and (each, probe.generation, rank) in store for each in probe.keys)
-        self.call("apply", (ProbeResult(number, present, status, rank),), self.now)
+        self.call("apply_results", (ProbeResult(number, present, status, rank),), self.now)
         question.waiting.discard(rank)
         question.answered &= status is Status.OK
         question.present = [one and other for one, other in zip(question.present, present, strict=True)]

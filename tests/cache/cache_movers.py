@@ -139,7 +139,7 @@ class Movers:
         return [job for job in self.jobs.values() if str(job.transfer.route) == route]
 
     def deliver(self, job: Job, rank: int, wanted: Sequence[Status]) -> None:
-        """One rank of `job` ends; item by item as `wanted`, as far as possible. The result waits for `apply`."""
+        """One rank of `job` ends, item by item as `wanted`, if possible. The result waits for `apply_results`."""
         t = job.transfer
         behind = self.behind_failures(job)
         statuses = [

@@ -28,7 +28,7 @@ from longshore.cache import (
     PrefetchPolicy,
     Presence,
     Retention,
-    Return,
+    ReuseHint,
     StoreOrder,
     TieredCache,
     TierSpec,
@@ -42,7 +42,7 @@ IMAGE = 4096
 THIRD = "third"
 ROUNDS = 200
 """In which a flush ends."""
-HINTS = (None, None, Return(ends=True), Return(seconds=2.0), Return(of="one"), Return(of="two"))
+HINTS = (None, None, ReuseHint(ends=True), ReuseHint(seconds=2.0), ReuseHint(of="one"), ReuseHint(of="two"))
 LENGTHS = (3, 8, 20, 30, 50, 70, 130, 300)
 """Chunks of a path, on both sides of every threshold."""
 VERBS = (
@@ -136,7 +136,7 @@ class Storm:
         getattr(self, verb)()
         self.calls[verb] += 1
         self.cache.check_integrity()
-        for command in self.cache.take():
+        for command in self.cache.take_commands():
             if isinstance(command, Transfer):
                 self.jobs[command.job] = len(command.items)
 
@@ -183,7 +183,7 @@ class Storm:
 
     def is_known(self, key: Key) -> bool:
         """Whether some tier has `key`, or is getting it."""
-        found = self.cache.lookup({0: GroupKeys([key])}, self.now, until=Until.NOTHING, each=True)
+        found = self.cache.lookup({0: GroupKeys([key])}, self.now, until=Until.NOTHING, independent=True)
         return found.residency[0].presences[0] is not Presence.ABSENT
 
     def note_host_store(self, order: StoreOrder) -> None:
@@ -209,7 +209,7 @@ class Storm:
         if self.alone:
             return
         keys = self.keys(self.path())
-        found = self.cache.lookup({0: GroupKeys(keys)}, self.now, returns=self.draw.choice(HINTS))
+        found = self.cache.lookup({0: GroupKeys(keys)}, self.now, reuse_hint=self.draw.choice(HINTS))
         if found.lease is not None:
             self.holds.append(found.lease)
             if self.draw.random() < 0.6:
@@ -219,7 +219,9 @@ class Storm:
 
     def seen(self, keys: list[Key]) -> Sequence[Presence]:
         """Where each of `keys` is, which stays so until the step ends."""
-        return self.cache.lookup({0: GroupKeys(keys)}, self.now, until=Until.STEP, each=True).residency[0].presences
+        return (
+            self.cache.lookup({0: GroupKeys(keys)}, self.now, until=Until.STEP, independent=True).residency[0].presences
+        )
 
     def ready(self, wanted: tuple[Presence, ...]) -> tuple[list[Key], int]:
         """Chunks that are in these states, and have been looked at; and their group."""
@@ -231,7 +233,7 @@ class Storm:
     def prefetch(self) -> None:
         keys, group = self.ready((Presence.READY, Presence.COLDER))
         if keys:
-            lease = self.cache.lookup({group: GroupKeys(keys)}, self.now, each=True).lease
+            lease = self.cache.lookup({group: GroupKeys(keys)}, self.now, independent=True).lease
             if lease is None:
                 raise AssertionError("what is ready was not leased")
             self.holds.append(lease)
@@ -248,7 +250,7 @@ class Storm:
     def slide(self) -> None:
         group = 0 if self.alone else self.groups - 1
         if self.cache.settings.stands_alone(group):
-            self.cache.store({group: GroupKeys((), slid=self.keys(self.path(), group))})
+            self.cache.store({group: GroupKeys((), past_window=self.keys(self.path(), group))})
 
     def release(self) -> None:
         if self.holds:
@@ -272,7 +274,7 @@ class Storm:
                 statuses[self.draw.randrange(items) :] = [self.draw.choice(BAD)]
                 statuses += [Status.CANCELLED] * (items - len(statuses))
             told.append(TransferResult(job, tuple(statuses)))
-        self.cache.apply(told, self.now)
+        self.cache.apply_results(told, self.now)
 
     def rare(self) -> None:
         names = [tier.name for tier in self.tiers]
@@ -296,7 +298,7 @@ class Storm:
                     self.cache.release(withdrawn)
             case _:
                 self.now += self.draw.random()
-                self.cache.apply((), self.now)
+                self.cache.apply_results((), self.now)
 
     def end(self) -> None:
         """All jobs end well, and a flush does: what can be read from the first chunk on is safe, or was refused."""
@@ -306,13 +308,17 @@ class Storm:
         self.holds.clear()
         cache.end_step()
         for _ in range(ROUNDS):
-            self.jobs.update({each.job: len(each.items) for each in cache.take() if isinstance(each, Transfer)})
+            self.jobs.update(
+                {each.job: len(each.items) for each in cache.take_commands() if isinstance(each, Transfer)}
+            )
             if cache.flush() and not self.jobs:
                 break
-            self.jobs.update({each.job: len(each.items) for each in cache.take() if isinstance(each, Transfer)})
+            self.jobs.update(
+                {each.job: len(each.items) for each in cache.take_commands() if isinstance(each, Transfer)}
+            )
             ended = [TransferResult(job, (Status.OK,) * items) for job, items in self.jobs.items()]
             self.jobs.clear()
-            cache.apply(ended, self.now)
+            cache.apply_results(ended, self.now)
             cache.check_integrity()
         else:
             raise AssertionError("a flush does not end")

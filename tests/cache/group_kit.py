@@ -32,14 +32,14 @@ def grouped(*groups: CacheGroup, host: int = 256, file: int | None = None, **set
 
 def orders(cache: TieredCache) -> list[Transfer]:
     """The transfers among the commands since the last call."""
-    return [command for command in cache.take() if isinstance(command, Transfer)]
+    return [command for command in cache.take_commands() if isinstance(command, Transfer)]
 
 
 def end(cache: TieredCache, transfers: Iterable[Transfer], status: Status = Status.OK, now: float = 0.0) -> None:
     """These transfers end on all ranks, all their items likewise."""
     for transfer in transfers:
         statuses = (status,) * len(transfer.items)
-        cache.apply([TransferResult(transfer.job, statuses, rank=rank) for rank in range(transfer.ranks)], now)
+        cache.apply_results([TransferResult(transfer.job, statuses, rank=rank) for rank in range(transfer.ranks)], now)
 
 
 def settle(cache: TieredCache, now: float = 0.0) -> list[Transfer]:

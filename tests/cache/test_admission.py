@@ -55,9 +55,9 @@ class Tiers:
         return found.chunks
 
     def move(self) -> None:
-        while jobs := [each for each in self.cache.take() if isinstance(each, Transfer)]:
+        while jobs := [each for each in self.cache.take_commands() if isinstance(each, Transfer)]:
             self.written += sum(len(job.items) for job in jobs if job.route.destination == FILE)
-            self.cache.apply([TransferResult(job.job, (Status.OK,) * len(job.items), 1) for job in jobs], 0.0)
+            self.cache.apply_results([TransferResult(job.job, (Status.OK,) * len(job.items), 1) for job in jobs], 0.0)
 
     def flush(self) -> None:
         for _ in range(99):
@@ -221,8 +221,8 @@ def test_refusal_by_the_third_tier_spares_chunks_for_the_second() -> None:
     cache.store({0: GroupKeys(keys)}, {0: range(3)})
 
     def move() -> None:
-        for job in [each for each in cache.take() if isinstance(each, Transfer)]:
-            cache.apply([TransferResult(job.job, (Status.OK,) * len(job.items), 1)], 0.0)
+        for job in [each for each in cache.take_commands() if isinstance(each, Transfer)]:
+            cache.apply_results([TransferResult(job.job, (Status.OK,) * len(job.items), 1)], 0.0)
 
     move()
     first, second, third = map(store.index.get, keys)

@@ -25,13 +25,13 @@ def cache_with(files: int, found: int, *, outlives: bool = True) -> TieredCache:
 def carry_out(cache: TieredCache) -> list[Transfer | Discard]:
     """All that is ordered until nothing more is; every transfer goes well."""
     seen: list[Transfer | Discard] = []
-    while commands := cache.take():
+    while commands := cache.take_commands():
         for command in commands:
             assert isinstance(command, Transfer | Discard)
             seen.append(command)
             if isinstance(command, Transfer):
                 statuses = (Status.OK,) * len(command.items)
-                cache.apply([TransferResult(command.job, statuses)], 0.0)
+                cache.apply_results([TransferResult(command.job, statuses)], 0.0)
         cache.end_step()
     return seen
 
@@ -39,14 +39,14 @@ def carry_out(cache: TieredCache) -> list[Transfer | Discard]:
 def test_what_is_discarded_is_told_once() -> None:
     cache = cache_with(4, 4)
     assert cache.discard([key(3)], FILE) == 1
-    assert cache.take() == [Discard(FILE, (3,))]
-    assert cache.take() == []
+    assert cache.take_commands() == [Discard(FILE, (3,))]
+    assert cache.take_commands() == []
 
 
 def test_what_nobody_would_find_again_is_not_told() -> None:
     cache = cache_with(4, 4, outlives=False)
     assert cache.discard([key(3)], FILE) == 1
-    assert cache.take() == []
+    assert cache.take_commands() == []
 
 
 def test_reused_slot_is_reported_by_its_new_record() -> None:
@@ -79,4 +79,4 @@ def test_a_reset_says_it_all() -> None:
     cache = cache_with(4, 4)
     cache.discard([key(3)], FILE)
     cache.reset()
-    assert [command for command in cache.take() if not isinstance(command, Cancel)] == [Forget(1)]
+    assert [command for command in cache.take_commands() if not isinstance(command, Cancel)] == [Forget(1)]

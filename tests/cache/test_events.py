@@ -24,7 +24,7 @@ def build(host: int, file: int = 0, events: int = 100) -> TieredCache:
 
 
 def put(cache: TieredCache, path: str, now: float = 0.0) -> None:
-    cache.apply((), now)
+    cache.apply_results((), now)
     store(cache, chunks(path), range(len(path)))
     settle(cache, now)
 
@@ -151,7 +151,7 @@ def test_nothing_is_recorded_unless_asked_for() -> None:
     ask(cache, "ab", "r")
     hold = lookup(cache, chunks("ab"), 0.0).lease
     cache.load(hold, {0: (0,)}, timeout=1.0)
-    cache.apply((), 1.0)
+    cache.apply_results((), 1.0)
     cache.reset()
     assert cache.events() == []
 
@@ -190,7 +190,7 @@ def test_failures_removals_and_resets_are_reasons_too() -> None:
     cache = build(4)
     store(cache, chunks("ab"), range(2))
     (transfer,) = orders(cache)
-    cache.apply([TransferResult(transfer.job, (Status.OK, Status.IO_ERROR))], 1.0)
+    cache.apply_results([TransferResult(transfer.job, (Status.OK, Status.IO_ERROR))], 1.0)
     ask(cache, "ab", "failed")
     assert accounts(cache, "failed") == [(Verdict.FOUND, HOST, ""), (Verdict.FAILED, HOST, "io_error")]
     put(cache, "x")
@@ -207,7 +207,7 @@ def test_what_is_there_behind_a_miss_is_behind() -> None:
     cache = build(4)
     jobs = [store(cache, chunks(path), (0,), first=len(path) - 1).job for path in ("a", "ab")]
     assert jobs[1] is not None
-    cache.apply([TransferResult(jobs[1], (Status.OK,))], 0.0)
+    cache.apply_results([TransferResult(jobs[1], (Status.OK,))], 0.0)
     ask(cache, "ab", "r")
     assert [verdict for verdict, _, _ in accounts(cache, "r")] == [Verdict.IN_FLIGHT, Verdict.AFTER_MISS]
 
@@ -239,7 +239,7 @@ def test_what_was_found_and_did_not_arrive_has_its_reason() -> None:
     put(cache, "abc")
     hold = lookup(cache, chunks("abcd"), 0.0, first=1, request="r").lease
     cache.load(hold, {0: (0, 1)})
-    cache.apply((), 20.0)
+    cache.apply_results((), 20.0)
     loaded = cache.events()
     assert [(a.verdict, a.cause) for a in explain(loaded, "r")["r"]] == [
         (Verdict.DEVICE, ""),

@@ -33,7 +33,7 @@ def order(cache: TieredCache, keys: list[Key], first: int = 0) -> int:
 
 
 def arrive(cache: TieredCache, job: int, count: int = 1) -> None:
-    cache.apply([TransferResult(job, (Status.OK,) * count)], 0.0)
+    cache.apply_results([TransferResult(job, (Status.OK,) * count)], 0.0)
     cache.check_integrity()
 
 
@@ -171,9 +171,9 @@ class Life:
         offload = self.cache.store({0: GroupKeys(prompt, found.chunks)}, {0: range(len(prompt) - found.chunks)})[0]
         if found.lease is not None:
             self.cache.release(found.lease)
-        self.cache.take()
+        self.cache.take_commands()
         if offload.job is not None:
-            self.cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
+            self.cache.apply_results([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
         self.prompts.append(prompt)
 
     def _match(self) -> None:

@@ -44,7 +44,7 @@ class Tier:
         names = np.empty(LISTS + nodes, object)
         self.policy = Gittins(slots, names)
         self.policy.grow(LISTS + nodes)
-        self.slots, self.names = slots, names
+        self.slots, self.keys = slots, names
         self.node: dict[int, int] = {}
         self.tick = 0
         self.free = list(range(LISTS, LISTS + nodes))
@@ -58,11 +58,11 @@ class Tier:
             return True
         if len(self.node) == self.slots:
             gone = self.policy.victim()
-            self.policy.remove(gone, evicted=self.names[gone])
-            del self.node[int.from_bytes(self.names[gone], "little")]
+            self.policy.remove(gone, evicted=self.keys[gone])
+            del self.node[int.from_bytes(self.keys[gone], "little")]
             self.free.append(gone)
         node = self.node[key] = self.free.pop()
-        self.names[node] = key.to_bytes(32, "little")
+        self.keys[node] = key.to_bytes(32, "little")
         self.policy.insert([node], leaf=leaf)
         return False
 
@@ -95,10 +95,10 @@ def test_what_left_comes_back_with_its_uses() -> None:
     for _ in range(3):
         tier.use(7)
     key = tier.node[7]
-    tier.policy.remove(key, evicted=tier.names[key])
+    tier.policy.remove(key, evicted=tier.keys[key])
     tier.policy.insert([key])
     assert uses_of(tier.policy, key) == 3  # it left and came back within a request
-    tier.policy.remove(key, evicted=tier.names[key])
+    tier.policy.remove(key, evicted=tier.keys[key])
     tier.policy.begin(4, 1)
     tier.policy.insert([key])
     assert uses_of(tier.policy, key) == 4
@@ -108,10 +108,10 @@ def test_resizing_forgets_what_left_and_new_names_do_not() -> None:
     tier = Tier(64)
     tier.use(7)
     node = tier.node[7]
-    tier.policy.remove(node, evicted=tier.names[node])
-    tier.policy.resize(64, tier.names)
+    tier.policy.remove(node, evicted=tier.keys[node])
+    tier.policy.resize(64, tier.keys)
     assert len(tier.policy._ghosts) == 1
-    tier.policy.resize(128, tier.names)
+    tier.policy.resize(128, tier.keys)
     assert len(tier.policy._ghosts) == 0
 
 
@@ -255,7 +255,7 @@ def test_uses_within_one_request_count_once() -> None:
 def test_a_request_that_goes_on_counts_no_use_twice(count: int) -> None:
     tier = Tier(1024)
     policy, nodes = tier.policy, list(range(LISTS, LISTS + count))
-    tier.names[nodes] = [node.to_bytes(32, "little") for node in nodes]
+    tier.keys[nodes] = [node.to_bytes(32, "little") for node in nodes]
     policy.begin(1, count)
     policy.insert(nodes)
     for tick in (2, 3, 2, 2, 3, 2):  # two requests, in alternation
@@ -299,7 +299,7 @@ def test_long_path_in_use_is_one_chunk_after_another() -> None:
     single, together = Tier(16_384).policy, Tier(16_384).policy
     nodes = list(range(LISTS, LISTS + 600))
     for policy in (single, together):
-        policy.names[nodes] = [node.to_bytes(32, "little") for node in nodes]
+        policy.keys[nodes] = [node.to_bytes(32, "little") for node in nodes]
         policy.insert(nodes[300:])
         policy.insert(nodes[:300])
         policy.begin(1, 100)
@@ -359,7 +359,7 @@ class Path:
     def __init__(self, tier: Tier, tick: int, count: int) -> None:
         self.nodes = list(range(LISTS + 1000, LISTS + 1000 + count))
         self.tier, self.free = tier, 0
-        keys = tier.names[self.nodes].tolist()
+        keys = tier.keys[self.nodes].tolist()
         tier.policy.begin(tick, count, 0, keys)
         self.admitted = tier.policy.admit(keys, self.make_room)
         known = tier.policy._ghosts.take_all(keys, forget=False)
@@ -370,7 +370,7 @@ class Path:
     def make_room(self, count: int) -> int:
         policy, missing = self.tier.policy, count - self.free
         if missing > 0 and (gone := policy.next_victims(missing)):
-            policy.remove_victims(gone, self.tier.names[gone].tolist())
+            policy.remove_victims(gone, self.tier.keys[gone].tolist())
             self.free += len(gone)
         return min(count, self.free)
 
@@ -378,7 +378,7 @@ class Path:
 def full(count: int) -> Tier:
     """A tier of `count` slots, filled by one request, the first."""
     tier = Tier(count)
-    tier.names[:] = [node.to_bytes(32, "little") for node in range(len(tier.names))]
+    tier.keys[:] = [node.to_bytes(32, "little") for node in range(len(tier.keys))]
     tier.policy.begin(1, count)
     tier.policy.insert(list(range(LISTS, LISTS + count))[::-1])
     return tier
@@ -426,7 +426,7 @@ def visits(requests: int, hint_of: Callable[[int, int], int]) -> int:
     `hint_of` says the number of the hint of a session, and of its first or second request.
     """
     tier, hits = Experiment(Gittins, 60), 0
-    tier._returns = SimpleNamespace(begin=lambda tick, now, said: said)  # type: ignore[assignment]
+    tier._reuse_hints = SimpleNamespace(begin=lambda tick, now, said: said)  # type: ignore[assignment]
     for tick in range(requests):
         path = range(4 * tick, 4 * tick + 4)
         tier.serve(path, 0.0, hint_of(tick, 0))  # type: ignore[arg-type]
@@ -453,14 +453,14 @@ def test_right_hints_gain_hits_and_wrong_ones_lose_none() -> None:
 
 def test_what_left_comes_back_with_its_hint() -> None:
     tier = Tier(64)
-    tier.names[:] = [node.to_bytes(32, "little") for node in range(len(tier.names))]
+    tier.keys[:] = [node.to_bytes(32, "little") for node in range(len(tier.keys))]
     some = list(range(LISTS, LISTS + 60))
     tier.policy.begin(1, 60, hint=ENDS)
     tier.policy.insert(some)
-    tier.policy.remove_victims(tier.policy.next_victims(30), tier.names[some[:30]].tolist())
-    tier.policy.remove(some[30], evicted=tier.names[some[30]])
+    tier.policy.remove_victims(tier.policy.next_victims(30), tier.keys[some[:30]].tolist())
+    tier.policy.remove(some[30], evicted=tier.keys[some[30]])
     tier.policy.check_integrity()
-    keys = tier.names[some[:31]].tolist()
+    keys = tier.keys[some[:31]].tolist()
     assert {state >> HINT & 15 for _, _, state in tier.policy._ghosts.take_all(keys, forget=False)} == {ENDS}
     assert {tier.policy._ghosts.take_all([key], forget=False)[0][2] >> HINT & 15 for key in keys} == {ENDS}
 
@@ -485,6 +485,6 @@ def test_a_tier_without_slots_goes_on() -> None:
         order = cache.store({0: GroupKeys(keys)}, tick=found.tick)[0]
         assert (order.job is None) == (tick >= 100)
         if order.job is not None:
-            cache.apply([TransferResult(order.job, (Status.OK,) * len(order.positions), 8)], 0.0)
+            cache.apply_results([TransferResult(order.job, (Status.OK,) * len(order.positions), 8)], 0.0)
         cache.end_step()
     cache.check_integrity()

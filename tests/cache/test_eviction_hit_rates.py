@@ -34,8 +34,8 @@ from longshore.cache.eviction.hit_rates import (
     WEIGHTS,
     GhostList,
     HitRates,
-    Return,
-    Returns,
+    ReuseHint,
+    ReuseHints,
     Spans,
     sooner,
 )
@@ -196,8 +196,8 @@ def test_hint_seen_on_other_chunks_tells_of_all_with_it() -> None:
 
 
 def test_classes_are_learned_apart_and_bounded_in_number() -> None:
-    returns = Returns()
-    numbers = [returns.begin(tick, float(tick), Return(of=f"class {tick % 9}")) for tick in range(1, 40)]
+    reuse_hint = ReuseHints()
+    numbers = [reuse_hint.begin(tick, float(tick), ReuseHint(of=f"class {tick % 9}")) for tick in range(1, 40)]
     assert len(set(numbers[:9])) == SHARED - CLASS
     assert numbers[:9] == numbers[9:18]
     assert max(numbers) == SHARED - 1
@@ -216,15 +216,15 @@ def test_later_return_does_not_replace_a_sooner_one() -> None:
 
 
 def test_times_are_requests_at_the_rate_of_the_last_ones() -> None:
-    returns = Returns()
-    assert returns.begin(1, 0.0, Return(seconds=5.0)) == 0  # no rate is known
+    reuse_hint = ReuseHints()
+    assert reuse_hint.begin(1, 0.0, ReuseHint(seconds=5.0)) == 0  # no rate is known
     for tick in range(2, 400):
-        returns.begin(tick, tick / 10, None)
-    assert returns.begin(400, 40.0, Return(seconds=0.3)) == BACK
-    assert returns.begin(401, 40.1, Return(seconds=5.0)) == BACK + 2  # 50 requests
-    assert returns.begin(402, 40.2, Return(seconds=1e9)) == CLASS - 1
-    assert (returns.of(401), returns.of(399)) == (BACK + 2, 0)
+        reuse_hint.begin(tick, tick / 10, None)
+    assert reuse_hint.begin(400, 40.0, ReuseHint(seconds=0.3)) == BACK
+    assert reuse_hint.begin(401, 40.1, ReuseHint(seconds=5.0)) == BACK + 2  # 50 requests
+    assert reuse_hint.begin(402, 40.2, ReuseHint(seconds=1e9)) == CLASS - 1
+    assert (reuse_hint.of(401), reuse_hint.of(399)) == (BACK + 2, 0)
     for tick in range(403, 403 + 5000):
-        returns.begin(tick, 41.0, Return(ends=True))
-    assert returns.of(401) == 0  # it is long ago
-    assert returns.of(5402) == ENDS
+        reuse_hint.begin(tick, 41.0, ReuseHint(ends=True))
+    assert reuse_hint.of(401) == 0  # it is long ago
+    assert reuse_hint.of(5402) == ENDS

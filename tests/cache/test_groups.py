@@ -129,7 +129,7 @@ def test_keys_out_of_place_are_refused_with_nothing_changed() -> None:
     for bad in ([paths[0][::-1], paths[1]], [paths[0], [*paths[1][:3], paths[0][1]]]):
         with pytest.raises(CacheError, match=r"is not the child|stand alone"):
             cache.lookup(wanted(*bad), 0.0)
-    assert cache.held == 0
+    assert (cache.leases, cache.protected) == (0, 0)
     with pytest.raises(CacheError, match="expected chunks that stand alone"):
         cache.store({1: GroupKeys([paths[0][1]])}, {1: [0]})
 
@@ -164,7 +164,7 @@ def test_abort_lets_go_of_all_groups() -> None:
     assert hold is not None
     assert all(cache.discard(path, HOST) < len(path) for path in paths)
     cache.release(hold)
-    assert cache.held == 0
+    assert (cache.leases, cache.protected) == (0, 0)
     with pytest.raises(LeaseError):
         cache.release(hold)
 
@@ -192,5 +192,5 @@ def test_groups_that_share_a_key_are_refused() -> None:
     store(cache, 0, keys)
     with pytest.raises(CacheError, match="distinct keys over all groups"):
         cache.lookup(wanted(keys, keys), 0.0)
-    assert cache.held == 0
+    assert (cache.leases, cache.protected) == (0, 0)
     cache.check_integrity()

@@ -64,7 +64,7 @@ class Bytes:
         return found.chunks, found.lease
 
     def take(self) -> None:
-        for command in self.cache.take():
+        for command in self.cache.take_commands():
             if isinstance(command, Transfer):
                 self.running[command.job] = command
             assert isinstance(command, Transfer | Cancel | Forget)
@@ -83,7 +83,7 @@ class Bytes:
             if item.destination is not None:
                 self.bytes_of(item.destination)[:] = tag if status is Status.OK else -1
         statuses = (status,) * len(transfer.items)
-        self.cache.apply([TransferResult(job, statuses)], 0.0)
+        self.cache.apply_results([TransferResult(job, statuses)], 0.0)
         self.take()
 
     def settle(self) -> None:
@@ -409,7 +409,7 @@ def test_a_fetch_behind_a_chunk_of_another_size_is_refused() -> None:
     cache = TieredCache(tiers, CacheSettings(pools=(SMALL, LARGE)), remote=("far",))
     keys = path(0, "ab")
     job = store(cache, keys[:1], [0], group=0).job
-    cache.apply([TransferResult(job, (Status.OK,))], 0.0)
+    cache.apply_results([TransferResult(job, (Status.OK,))], 0.0)
     before = state_of(cache)
     with pytest.raises(CacheError, match="images of pool 0"):
         cache.prefetch({1: GroupKeys(keys)}, 0.0)

@@ -131,7 +131,7 @@ def test_long_orphan_path_is_readable_once_its_head_arrives() -> None:
     cache = TieredCache([TierSpec(HOST, len(keys))], CacheSettings(max_writes=len(keys)))
     head, tail = store(cache, keys[:10], range(10)), store(cache, keys, range(10, len(keys)), first=10)
     for offload, found in ((tail, 0), (head, len(keys))):
-        cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.positions))], 0.0)
+        cache.apply_results([TransferResult(offload.job, (Status.OK,) * len(offload.positions))], 0.0)
         assert lookup(cache, keys, 0.0).chunks == found
     cache.check_integrity()
 

@@ -16,7 +16,7 @@ from longshore.cache import (
     MissReason,
     Presence,
     Retention,
-    Return,
+    ReuseHint,
     TieredCache,
     TierSpec,
     Until,
@@ -76,7 +76,7 @@ def test_an_orphan_is_loaded_with_what_is_behind_it() -> None:
 def test_single_chunk_is_found_and_leased_whatever_precedes_it() -> None:
     cache = made()
     put(cache, PATH, 2)
-    (residency,) = cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, each=True).residency.values()
+    (residency,) = cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, independent=True).residency.values()
     assert residency.presences == [Presence.ABSENT, Presence.ABSENT, Presence.READY, Presence.READY]
     assert cache.load({0: GroupKeys(residency.part(2, 4))}).chunks == 2
 
@@ -105,7 +105,7 @@ def test_a_store_fills_the_gaps_between_orphans_by_one_job() -> None:
         (4, (14,)),
     ]
     assert [item.parent for item in transfer.items] == [None, key("ab"), key("abcd")]
-    cache.apply([TransferResult(transfer.job, (Status.OK,) * 3)], 0.0)
+    cache.apply_results([TransferResult(transfer.job, (Status.OK,) * 3)], 0.0)
     cache.check_integrity()
     assert found(cache, chunks("abcde")) == 5
 
@@ -115,7 +115,7 @@ def test_it_survives_a_parent_that_does_not_arrive() -> None:
     put(cache, PATH, 1)
     cache.store({0: GroupKeys(PATH[:1])}, {0: range(1)})
     (transfer,) = orders(cache)
-    cache.apply([TransferResult(transfer.job, (Status.IO_ERROR,))], 0.0)
+    cache.apply_results([TransferResult(transfer.job, (Status.IO_ERROR,))], 0.0)
     cache.check_integrity()
     assert (found(cache, PATH), found(cache, PATH, 1)) == (0, 3)
     put(cache, PATH[:1])
@@ -202,7 +202,7 @@ def test_it_is_backed_up_behind_its_parent_and_not_before(backup: WritePolicy) -
     cache = made(8, 8, backup=backup)
     put(cache, PATH, 1)
     assert cache.flush()
-    assert not cache.take()
+    assert not cache.take_commands()
     put(cache, PATH[:1])
     cache.flush()
     settle(cache)
@@ -257,9 +257,9 @@ def test_orphan_stays_when_its_parent_cannot_be_copied_down() -> None:
     cache = adopted("ab")
     cache.store({0: GroupKeys(PATH[:1])}, {0: range(1)})
     (transfer,) = orders(cache)
-    cache.apply([TransferResult(transfer.job, (Status.OK,))], 0.0)
+    cache.apply_results([TransferResult(transfer.job, (Status.OK,))], 0.0)
     (transfer,) = orders(cache)
-    cache.apply([TransferResult(transfer.job, (Status.IO_ERROR,))], 0.0)
+    cache.apply_results([TransferResult(transfer.job, (Status.IO_ERROR,))], 0.0)
     cache.end_step()
     assert not orders(cache)
     cache.check_integrity()
@@ -276,7 +276,7 @@ def test_orphan_that_is_no_longer_cold_follows_its_parent() -> None:
     cache.store({0: GroupKeys(PATH[:1])}, {0: range(1)})
     while ordered := [each for each in orders(cache) if each.route.destination == HOST]:
         for each in ordered:
-            cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items))], 0.0)
+            cache.apply_results([TransferResult(each.job, (Status.OK,) * len(each.items))], 0.0)
     assert found(cache, PATH[:2]) == 1
     cache.release(lease)
     assert cache.discard([PATH[1]], FILE) == 1
@@ -289,7 +289,7 @@ def test_behind_what_is_found_in_its_place_no_orphan_is() -> None:
     cache = adopted("abc")
     cache.store({0: GroupKeys(PATH[:2])}, {0: range(2)})
     (transfer,) = orders(cache)
-    cache.apply([TransferResult(transfer.job, (Status.OK,) * 2)], 0.0)
+    cache.apply_results([TransferResult(transfer.job, (Status.OK,) * 2)], 0.0)
     assert [found(cache, PATH, first) for first in (0, 1, 2)] == [2, 1, 1]
 
 
@@ -381,7 +381,7 @@ def test_first_orphan_is_used_by_its_own_request() -> None:
     for tick in range(5):
         put(cache, chunks("xy")[: tick % 2 + 1])
         cache.lookup({0: GroupKeys(chunks("xy"))}, 0.0, until=Until.STEP)
-    asked = cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, returns=Return(ends=True))
+    asked = cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, reuse_hint=ReuseHint(ends=True))
     put(cache, PATH, 2)
     policy, node = cache._state.policies[0], cache._state.index.get(PATH[3])
     assert isinstance(policy, PartitionedByPriority)

@@ -139,7 +139,7 @@ def test_trap_25_impossible_is_refused_before_anything_changes() -> None:
     hold = world.lookup("a", 0, None)
     world.refused(CacheError, "load", hold, {0: (0, 1, 2)})
     world.refused(CacheError, "store", {0: GroupKeys(chunks("xy"))}, {0: (0, 1, 2)})
-    world.refused(JobError, "apply", (TransferResult(99, (Status.OK,)),), 0.0)
+    world.refused(JobError, "apply_results", (TransferResult(99, (Status.OK,)),), 0.0)
 
 
 @pytest.mark.parametrize("pool", [SlotPool(4), SlabPool(Slabs(6, (2, 3), 2))], ids=["one size", "two sizes"])

@@ -45,7 +45,7 @@ def test_a_match_of_nothing_holds_nothing() -> None:
     world = World(BOTH)
     assert world.lookup("abc", 0, None) is None
     assert misses(world) == {"absent": 3}
-    assert world.cache.held == 0
+    assert world.cache.leases == world.cache.protected == 0
 
 
 def test_chunk_in_flight_to_its_first_tier_is_a_miss() -> None:
@@ -211,13 +211,13 @@ def test_giving_up_cancels_what_nobody_waits_for_and_nothing_else() -> None:
     hasty, patient = (world.lookup("a", 0, None) for _ in range(2))
     world.load(hasty, 1, 0, 0, 1.0)
     world.load(patient, 1, 0, 0)
-    world.cache.apply((), 1.0)
+    world.cache.apply_results((), 1.0)
     mine, _ = world.on("host->device")
-    assert world.cache.take() == [Cancel(mine.transfer.job)]
+    assert world.cache.take_commands() == [Cancel(mine.transfer.job)]
     world.cache.release(hasty)
-    assert world.cache.take() == []
+    assert world.cache.take_commands() == []
     world.cache.release(patient)
-    assert len(world.cache.take()) == 1
+    assert len(world.cache.take_commands()) == 1
 
 
 def test_letting_go_amid_a_load_leaves_nothing_behind() -> None:
@@ -227,7 +227,7 @@ def test_letting_go_amid_a_load_leaves_nothing_behind() -> None:
     for hold in list(world.holds)[:1]:
         world.load(hold, 3, 0, 0)
     world.release_request("one")
-    assert world.cache.held == 0
+    assert world.cache.leases == world.cache.protected == 0
     world.settle_all()
     assert world.where("abc") == {HOST: "ready", FILE: "ready"}  # what was on its way in stays, for the next one
     world.drain()
@@ -298,7 +298,7 @@ def test_copy_reported_before_its_read_arrives_only_with_the_read(arrives: Statu
     cache, read, copy = world.cache, world.on("file->host")[0].transfer, world.on("host->device")[0].transfer
     told = [TransferResult(copy.job, (Status.OK,) * 2), TransferResult(read.job, (Status.OK, arrives))]
     for results in [told] if together else [told[:1], told[1:]]:
-        cache.apply(results, 0.0)
+        cache.apply_results(results, 0.0)
     both = arrives is Status.OK and together
     progress = cache.progress(hold)
     assert progress.outcome is not None
@@ -345,15 +345,15 @@ def test_each_failure_is_a_miss_of_its_own_name(status: Status) -> None:
 def test_what_was_loaded_leaves_nothing_to_a_garbage_collector() -> None:
     cache, blocks = TieredCache([TierSpec(HOST, 4, 1)]), [0, 1]
     offload = store(cache, [key("a"), key("ab")], blocks)
-    cache.apply([TransferResult(offload.job, (Status.OK,) * 2)], 0.0)
-    cache.take()
+    cache.apply_results([TransferResult(offload.job, (Status.OK,) * 2)], 0.0)
+    cache.take_commands()
     gc.collect()
     gc.disable()
     try:
         hold = lookup(cache, [key("a"), key("ab")], 0.0).lease
         (part,) = cache.load(hold, {0: blocks}).parts
-        cache.take()
-        cache.apply([TransferResult(part.job, (Status.OK,) * 2)], 0.0)
+        cache.take_commands()
+        cache.apply_results([TransferResult(part.job, (Status.OK,) * 2)], 0.0)
         cache.release(hold)
         assert gc.collect() == 0
     finally:

@@ -49,14 +49,14 @@ def store(cache: TieredCache, keys: list[Key]) -> int:
     offload = cache.store({0: GroupKeys(keys)})[0]
     if offload.job is None:
         return 0
-    cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
+    cache.apply_results([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
     settle(cache)
     return len(offload.slots)
 
 
 def kept(cache: TieredCache, keys: Sequence[Key], group: int = 0) -> Lease:
     """A lease on single chunks, all of which some tier has."""
-    found = cache.lookup({group: GroupKeys(keys)}, 0.0, each=True)
+    found = cache.lookup({group: GroupKeys(keys)}, 0.0, independent=True)
     assert found.lease is not None
     assert found.chunks == len(keys)
     return found.lease
@@ -69,7 +69,7 @@ def test_what_is_lent_stays_until_it_is_reported() -> None:
     assert [slot.tier for slot in loan.slots] == ["host", "host"]
     assert store(cache, [c]) == 0
     cache.check_integrity()
-    cache.apply([TransferResult(loan.job, (Status.OK, Status.OK))], 1.0)
+    cache.apply_results([TransferResult(loan.job, (Status.OK, Status.OK))], 1.0)
     assert store(cache, [c, d]) == 2
     assert residency(cache, [a, b, c, d], Until.STEP).presences == [Presence.ABSENT] * 2 + [Presence.READY] * 2
     cache.end_step()
@@ -80,7 +80,7 @@ def test_a_loan_is_a_use() -> None:
     cache, (a, b, c) = cache_of(2), keys_of("a", "b", "c")
     store(cache, [a])
     store(cache, [b])
-    cache.apply([TransferResult(cache.load({0: GroupKeys([a])}).parts[0].job, (Status.OK,))], 1.0)
+    cache.apply_results([TransferResult(cache.load({0: GroupKeys([a])}).parts[0].job, (Status.OK,))], 1.0)
     assert store(cache, [c]) == 1
     assert residency(cache, [a, b], Until.STEP).presences == [Presence.READY, Presence.ABSENT]
     assert cache.counters.hits["host"] == 1
@@ -93,7 +93,7 @@ def test_a_loan_outlives_a_reset() -> None:
     cache.reset()
     assert residency(cache, [a], Until.STEP).presences == [Presence.ABSENT]
     assert store(cache, [b]) == 0  # the slot is still being read
-    cache.apply([TransferResult(loan.job, (Status.OK,))], 1.0)
+    cache.apply_results([TransferResult(loan.job, (Status.OK,))], 1.0)
     assert store(cache, [b]) == 1
     cache.check_integrity()
 
@@ -116,9 +116,9 @@ def test_looked_up_chunks_stay_in_host_tier_until_step_ends() -> None:
     assert store(cache, [c]) == 1
     assert residency(cache, [a, b, c], Until.STEP).presences == [Presence.READY, Presence.COLDER, Presence.READY]
     assert len(cache.load({0: GroupKeys([a])}).parts[0].slots) == 1
-    assert cache.held == 3
+    assert (cache.leases, cache.protected) == (0, 3)
     cache.end_step()
-    assert cache.held == 0
+    assert cache.leases == cache.protected == 0
     cache.check_integrity()
 
 
@@ -186,15 +186,15 @@ def test_single_chunks_that_are_not_ready_are_not_leased() -> None:
     cache, (a, b, c) = cache_of(2), keys_of("a", "b", "c")
     store(cache, [a])
     cache.store({0: GroupKeys([b])})
-    found = cache.lookup({0: GroupKeys([a, b, c])}, 0.0, each=True)
-    assert (found.chunks, cache.held) == (1, 1)
+    found = cache.lookup({0: GroupKeys([a, b, c])}, 0.0, independent=True)
+    assert (found.chunks, cache.leases) == (1, 1)
     assert [each.value for each in found.residency[0].presences] == ["ready", "in_flight", "absent"]
     for none in ([], [b, c]):
-        assert cache.lookup({0: GroupKeys(none)}, 0.0, each=True)[:2] == (None, 0)
+        assert cache.lookup({0: GroupKeys(none)}, 0.0, independent=True)[:2] == (None, 0)
     before = state_of(cache)
     for keys, group in (([a, a], 0), ([a], 2)):
         with pytest.raises(CacheError):
-            cache.lookup({group: GroupKeys(keys)}, 0.0, each=True)
+            cache.lookup({group: GroupKeys(keys)}, 0.0, independent=True)
         assert state_of(cache) == before
 
 
@@ -203,14 +203,14 @@ def test_a_loan_that_is_refused_changes_no_order_of_eviction() -> None:
     a, b = keys_of("a", "b")
     store(cache, [a])
     cache.flush()
-    (down,) = cache.take()
+    (down,) = cache.take_commands()
     assert isinstance(down, Transfer)
-    cache.apply([TransferResult(down.job, (Status.OK,))], 0.0)
+    cache.apply_results([TransferResult(down.job, (Status.OK,))], 0.0)
     assert cache.discard([a], "host") == 1
     hold = kept(cache, [a])
     assert cache.prefetch(hold, 0.0)
     cache.release(hold)  # it is still being read, and so cannot make way for the next
-    cache.apply([TransferResult(cache.store({0: GroupKeys([b])})[0].job or 0, (Status.OK,))], 0.0)
+    cache.apply_results([TransferResult(cache.store({0: GroupKeys([b])})[0].job or 0, (Status.OK,))], 0.0)
     cache.flush()
     before = state_of(cache)
     with pytest.raises(CacheError, match="not all of 1 chunks are ready in the warmest tier"):
@@ -221,10 +221,10 @@ def test_a_loan_that_is_refused_changes_no_order_of_eviction() -> None:
 def test_chunks_of_a_path_are_kept_and_lent_like_others() -> None:
     cache, keys = cache_of(3), keys_of("a", "b", "c")
     job = cache.store({1: GroupKeys(keys)})[1].job or 0
-    cache.apply([TransferResult(job, (Status.OK,) * 3)], 0.0)
+    cache.apply_results([TransferResult(job, (Status.OK,) * 3)], 0.0)
     hold, loan = kept(cache, keys[1:2], 1), cache.load({1: GroupKeys(keys[:1])}).parts[0]
     assert store(cache, keys_of("d", "e", "f")) == 1, "c alone goes: b is kept, a is read"
-    cache.apply([TransferResult(loan.job, (Status.OK,))], 0.0)
+    cache.apply_results([TransferResult(loan.job, (Status.OK,))], 0.0)
     assert store(cache, keys_of("g")) == store(cache, keys_of("h")) == 1
     assert residency(cache, keys, Until.STEP).presences[:2] == [Presence.READY] * 2, "a is needed to reach b"
     cache.release(hold)
@@ -236,7 +236,7 @@ def test_a_patient_offer_behind_its_head_waits_for_room() -> None:
     """What would not come together is not taken in part, and evicts nothing of its own path."""
     cache, keys = two_tiers(4), keys_of(*"abcdef")
     head = cache.store({1: GroupKeys(keys[:3])})[1]
-    cache.apply([TransferResult(head.job or 0, (Status.OK,) * 3)], 0.0)
+    cache.apply_results([TransferResult(head.job or 0, (Status.OK,) * 3)], 0.0)
     waits = cache.store({1: GroupKeys(keys, 3)}, patient=True)[1]
     assert (waits.job, waits.again, waits.positions) == (None, True, ())
     assert cache.counters.drops["host"].total() == 0
@@ -261,24 +261,24 @@ def test_what_is_kept_alone_is_not_onboarded_as_a_path() -> None:
     hold = kept(cache, keys)
     with pytest.raises(LeaseError, match="single chunks"):
         cache.load(hold, {0: [0, 1]})
-    assert (cache.take(), cache.counters.misses.total()) == ([], 0)
+    assert (cache.take_commands(), cache.counters.misses.total()) == ([], 0)
     cache.release(hold)
 
 
 def test_chunk_reported_in_a_step_is_leased_despite_corrupt_parent() -> None:
     cache, keys = two_tiers(4), keys_of("a", "b")
     job = cache.store({1: GroupKeys(keys)})[1].job or 0
-    cache.apply([TransferResult(job, (Status.OK,) * 2)], 0.0)
+    cache.apply_results([TransferResult(job, (Status.OK,) * 2)], 0.0)
     settle(cache)
     assert cache.discard(keys[:1], "host") == 1
     (read,) = cache.prefetch(kept(cache, keys[:1], 1), 0.0)
     assert residency(cache, keys[1:], Until.STEP).presences == [Presence.READY]
-    cache.apply([TransferResult(read, (Status.CORRUPT,))], 0.0)
+    cache.apply_results([TransferResult(read, (Status.CORRUPT,))], 0.0)
     loan = cache.load({1: GroupKeys(keys[1:])}).parts[0]
     cache.check_integrity()
     cache.end_step()
     assert residency(cache, keys, Until.STEP).presences == [Presence.ABSENT] * 2, "nothing leads to it any more"
-    cache.apply([TransferResult(loan.job, (Status.OK,))], 0.0)
+    cache.apply_results([TransferResult(loan.job, (Status.OK,))], 0.0)
     assert cache.counters.lost == {"host": 2, "file": 2}
     cache.end_step()
     cache.check_integrity()

@@ -114,7 +114,7 @@ def test_lost_chunk_of_a_window_keeps_all_away() -> None:
     assert second is not None
     cache.load(first, {0: range(3)})
     (transfer,) = orders(cache)
-    cache.apply([TransferResult(transfer.job, (Status.OK, Status.CORRUPT, Status.OK))], 0.0)
+    cache.apply_results([TransferResult(transfer.job, (Status.OK, Status.CORRUPT, Status.OK))], 0.0)
     assert [run.chunks for run in cache.progress(second).runs] == [1]  # what leads to it
     assert cache.load(second, {0: range(3)}).chunks == 0
     assert orders(cache) == []
@@ -160,19 +160,19 @@ def test_the_deadline_of_a_load_that_has_not_come() -> None:
     hold = cache.lookup(wanted(*PATHS), 0.0).lease
     cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]}, timeout=5.0)
     (transfer,) = orders(cache)
-    cache.apply((), 5.0)
+    cache.apply_results((), 5.0)
     assert cache.progress(hold).outcome == Outcome(0, ())
     cache.release(hold)
     end(cache, [transfer], Status.CANCELLED)
     settle(cache)
-    assert (cache.held, cache.jobs_in_flight) == (0, 0)
+    assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
 
 
 def test_each_group_of_a_load_that_fails_is_accounted_for() -> None:
     cache = stored(events=1000)
     hold = cache.lookup(wanted(*PATHS), 0.0, request="r").lease
     cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]})
-    cache.apply((), 20.0)
+    cache.apply_results((), 20.0)
     events = cache.events()
     assert [(a.verdict, a.cause) for a in explain(events, "r/0")["r/0"]] == [
         (Verdict.MISSED, "deadline"),
@@ -205,7 +205,7 @@ def test_a_joint_load_reports_all_its_chunks_or_none(data: st.DataObject) -> Non
             each = st.sampled_from(FAILURES if fails else FAILURES[:1])
             statuses = tuple(data.draw(each) for _ in transfer.items)
             failed |= any(status is not Status.OK for status in statuses)
-            cache.apply([TransferResult(transfer.job, statuses, rank=rank)], 0.0)
+            cache.apply_results([TransferResult(transfer.job, statuses, rank=rank)], 0.0)
     outcome = cache.progress(hold).outcome
     assert outcome.chunks == len(outcome.sources) == (0 if failed else 12)
     assert cache.counters.hits.total() == outcome.chunks

@@ -12,13 +12,13 @@ KEYS = [bytes([i]) * 32 for i in range(3)]
 
 
 def one(cache: TieredCache) -> Transfer:
-    (command,) = cache.take()
+    (command,) = cache.take_commands()
     assert isinstance(command, Transfer)
     return command
 
 
 def end(cache: TieredCache, transfer: Transfer, status: Status = Status.OK) -> None:
-    cache.apply([TransferResult(transfer.job, (status,) * len(transfer.items), bytes=8)], 0.0)
+    cache.apply_results([TransferResult(transfer.job, (status,) * len(transfer.items), bytes=8)], 0.0)
 
 
 @pytest.fixture
@@ -70,5 +70,5 @@ def test_a_copy_inside_the_device_that_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(CacheError):
         cache.load({0: DeviceCopy(sources)}, {0: blocks})
-    assert not cache.take()
+    assert not cache.take_commands()
     assert not cache.jobs_in_flight

@@ -10,7 +10,7 @@ from group_kit import orders, settle
 
 from longshore.boundary import DEVICE, HOST, Slot
 from longshore.cache import (
-    UNTOLD,
+    UNKNOWN_START,
     CacheGroup,
     CacheSettings,
     DeviceCopy,
@@ -46,7 +46,14 @@ def stored(cache: TieredCache, *names: str) -> None:
 
 def books(cache: TieredCache) -> tuple[Any, ...]:
     cache.check_integrity()
-    return cache.stats(), cache.held, cache.jobs_in_flight, residents_of(cache), cache.counters.copy()
+    return (
+        cache.stats(),
+        cache.leases,
+        cache.protected,
+        cache.jobs_in_flight,
+        residents_of(cache),
+        cache.counters.copy(),
+    )
 
 
 def test_there_are_twenty_verbs() -> None:
@@ -116,7 +123,7 @@ WRONG_STORES: dict[str, tuple[Any, Any]] = {
     "a list of paths": ([GroupKeys(keys("x"))], [[0, 1, 2]]),
     "no mapping of blocks": ({0: GroupKeys(keys("x"))}, [[0, 1, 2]]),
     "a first of a half": ({0: GroupKeys(keys("x"), 0.5)}, {0: [0, 1, 2]}),  # type: ignore[arg-type]
-    "slid past a path": ({0: GroupKeys(keys("x"), slid=keys("a"))}, {0: [0, 1, 2]}),
+    "slid past a path": ({0: GroupKeys(keys("x"), past_window=keys("a"))}, {0: [0, 1, 2]}),
 }
 
 
@@ -173,7 +180,7 @@ WRONG_LOOKUPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "one group of three": ({0: GroupKeys(keys("a"), device=())}, {}),
     "a group that is none": ({9: GroupKeys(keys("a"))}, {}),
     "a first for all groups": ({0: GroupKeys(keys("a"), 1), 1: GroupKeys(keys("b"))}, {}),
-    "a first of single chunks": ({0: GroupKeys(keys("a"), 1)}, {"each": True}),
+    "a first of single chunks": ({0: GroupKeys(keys("a"), 1)}, {"independent": True}),
     "until a word": ({0: GroupKeys(keys("a"))}, {"until": "nothing"}),
     "a tick that was not drawn": ({0: GroupKeys(keys("a"))}, {"tick": 99}),
     "a tick that is a word": ({0: GroupKeys(keys("a"))}, {"tick": "x"}),
@@ -186,7 +193,7 @@ def test_refused_lookup_changes_nothing_and_ends_no_load(wrong: str) -> None:
     stored(cache, "a", "b")
     lease = cache.lookup({0: GroupKeys(keys("a"))}, 1.0).lease
     cache.load(lease, {0: [20, 21, 22]})
-    cache.take()
+    cache.take_commands()
     before, (paths, how) = books(cache), WRONG_LOOKUPS[wrong]
     for _ in range(2):
         with pytest.raises(CacheError):
@@ -196,27 +203,27 @@ def test_refused_lookup_changes_nothing_and_ends_no_load(wrong: str) -> None:
 
 
 @pytest.mark.parametrize("paths", [{0: "a"}, {0: "a", 1: "b"}])
-@pytest.mark.parametrize("each", [False, True])
-def test_lookup_keeps_chunks_until_its_step_ends(paths: dict[int, str], each: bool) -> None:
+@pytest.mark.parametrize("independent", [False, True])
+def test_lookup_keeps_chunks_until_its_step_ends(paths: dict[int, str], independent: bool) -> None:
     cache = made(slots=6)
     stored(cache, "a", "b")
     asked = {group: GroupKeys(keys(name)) for group, name in paths.items()}
-    found = cache.lookup(asked, 1.0, until=Until.STEP, each=each)
+    found = cache.lookup(asked, 1.0, until=Until.STEP, independent=independent)
     assert found.lease is None
-    assert cache.held == 3 * len(paths)
+    assert (cache.leases, cache.protected) == (0, 3 * len(paths))
     cache.store({0: GroupKeys(keys("x", 6))}, {0: range(6)}, evicting=True)
     settle(cache)
     for name in paths.values():
-        where = cache.lookup({0: GroupKeys(keys(name))}, 1.0, until=Until.NOTHING, each=True).residency[0]
+        where = cache.lookup({0: GroupKeys(keys(name))}, 1.0, until=Until.NOTHING, independent=True).residency[0]
         assert set(where.presences) == {Presence.READY}
     cache.end_step()
-    assert cache.held == 0
+    assert cache.protected == 0
 
 
 def test_slots_of_a_residency_from_before_a_reset_are_nobodys() -> None:
     cache = made()
     stored(cache, "a")
-    where = cache.lookup({0: GroupKeys(keys("a"))}, 1.0, until=Until.NOTHING, each=True).residency[0]
+    where = cache.lookup({0: GroupKeys(keys("a"))}, 1.0, until=Until.NOTHING, independent=True).residency[0]
     assert where.slots() is not None
     cache.reset()
     stored(cache, "b")
@@ -228,7 +235,7 @@ def test_a_prefetch_waits_from_the_time_that_it_is_told() -> None:
     cache.adopt(FILE, [(slot, key, above, 0) for slot, (key, above) in enumerate(zip(keys("a"), [None, *keys("a")]))])  # noqa: B905
     lease = cache.lookup({0: GroupKeys(keys("a"))}, 1.0).lease
     cache.prefetch(lease, 100.0, policy=PrefetchPolicy.TIMEOUT, timeout=5.0)
-    cache.apply((), 100.0)
+    cache.apply_results((), 100.0)
     assert not cache.progress(lease).is_over
     settle(cache, 101.0)
     assert cache.progress(lease).leading(HOST) == 3
@@ -255,14 +262,14 @@ def test_lookup_of_a_host_that_omits_what_precedes_keys() -> None:
     cache, path = made(), keys("a")
     stored(cache, "a")
     told = cache.lookup({0: GroupKeys(path, 1)}, 0.0)
-    untold = cache.lookup({0: GroupKeys(path[1:], UNTOLD)}, 0.0)
+    untold = cache.lookup({0: GroupKeys(path[1:], UNKNOWN_START)}, 0.0)
     assert untold.chunks == told.chunks == len(path) - 1
     assert (list(untold.before), list(told.before)) == ([path[0]], [])
-    assert cache.lookup({0: GroupKeys(keys("b"), UNTOLD)}, 0.0).chunks == 0
+    assert cache.lookup({0: GroupKeys(keys("b"), UNKNOWN_START)}, 0.0).chunks == 0
     with pytest.raises(CacheError, match="first"):
-        cache.lookup({0: GroupKeys((), UNTOLD)}, 0.0)
+        cache.lookup({0: GroupKeys((), UNKNOWN_START)}, 0.0)
     with pytest.raises(CacheError, match="first"):
-        cache.store({0: GroupKeys(path[1:], UNTOLD)})
+        cache.store({0: GroupKeys(path[1:], UNKNOWN_START)})
     for lease in (told.lease, untold.lease):
         assert lease is not None
         cache.release(lease)

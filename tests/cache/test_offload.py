@@ -274,7 +274,7 @@ def test_evictions_do_not_rescan_what_cannot_go(kind: str) -> None:
         """Store a path; backups stay under way for ever."""
         offload = cache.store({0: GroupKeys(path, first)})[0]
         if offload.job is not None:
-            cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.positions))], 0.0)
+            cache.apply_results([TransferResult(offload.job, (Status.OK,) * len(offload.positions))], 0.0)
 
     long = chunks("a" * 300)
     if kind == "one long path":

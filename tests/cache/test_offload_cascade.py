@@ -198,7 +198,7 @@ def test_found_in_two_tiers_at_start() -> None:
     assert world.cache.progress(hold).runs == ((THIRD, 1), (FILE, 2))
 
 
-@pytest.mark.parametrize("batch", ["end_step", "tick", "apply"])
+@pytest.mark.parametrize("batch", ["end_step", "tick", "apply_results"])
 def test_pending_backups_are_issued_with_the_next_batch(batch: str) -> None:
     world = three(8, 8, 8, max_writes=1)
     world.store("a", 0, True)
@@ -210,7 +210,7 @@ def test_pending_backups_are_issued_with_the_next_batch(batch: str) -> None:
     for job in world.on("host->file"):
         for rank in sorted(job.moving):
             world.deliver(job, rank, [Status.OK])
-    if batch != "apply":
+    if batch != "apply_results":
         getattr(world, batch)()
         assert on(world, "host->file") == ["a"]
     world.apply(world.results[:])

@@ -61,7 +61,7 @@ def test_a_request_that_goes_away_cancels_its_prefetches(late: Status) -> None:
     (job,) = world.prefetch(hold)
     world.call("release", hold)
     world.let_go(hold)
-    assert Cancel(job) in world.call("take")
+    assert Cancel(job) in world.call("take_commands")
     world.look()
     world.end(world.jobs[job], late)
     assert (HOST in world.where("ab")) == (late is Status.OK)
@@ -74,7 +74,7 @@ def test_prefetch_takes_only_room_that_is_clean() -> None:
     other = store(world.cache, [key("x")])  # one slot is being written
     assert other.job is not None
     jobs = world.cache.prefetch(hold, 0.0)
-    (transfer,) = (c for c in world.cache.take() if isinstance(c, Transfer))
+    (transfer,) = (c for c in world.cache.take_commands() if isinstance(c, Transfer))
     assert (transfer.job,) == jobs
     assert [item.key for item in transfer.items] == chunks("abc")
     world.cache.check_integrity()
@@ -92,7 +92,7 @@ def test_a_prefetch_that_fails_leaves_what_is_sound() -> None:
 
 def called_off(world: World) -> list[int]:
     """Jobs that were called off since the last time."""
-    return [command.job for command in world.call("take") if isinstance(command, Cancel)]
+    return [command.job for command in world.call("take_commands") if isinstance(command, Cancel)]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_request_waits_for_its_prefetch_as_its_policy_says(policy: PrefetchPolic
     if ends:
         world.tick(ends - 0.5)
         assert prefetched(world, hold) is None
-        world.call("apply", (), ends)
+        world.call("apply_results", (), ends)
         assert called_off(world) == [job]  # its time is over, whatever the mover does
     assert prefetched(world, hold) == 0
     assert not world.cache.progress(job).is_over
@@ -123,9 +123,9 @@ def test_what_the_cache_prefetches_by_is_a_setting() -> None:
     cache.adopt(FILE, [(0, key("a"), None, 0)])
     hold = lookup(cache, [key("a")], 0.0).lease
     cache.prefetch(hold, 0.0)
-    cache.apply((), 2.5)
+    cache.apply_results((), 2.5)
     assert not cache.progress(hold).is_over
-    cache.apply((), 3.0)
+    cache.apply_results((), 3.0)
     assert cache.progress(hold) == (True, None, (Run(FILE, 1),))
 
 
@@ -148,12 +148,12 @@ def test_prefetch_that_two_joined_outlives_its_first_request() -> None:
     world.tick(3.0)
     second = world.lease("ab", "another")
     assert world.prefetch(second, PrefetchPolicy.TIMEOUT, 4.0) == (job,)
-    world.call("apply", (), 5.0)
+    world.call("apply_results", (), 5.0)
     assert called_off(world) == []
     assert (prefetched(world, first), prefetched(world, second)) == (0, None)
     world.call("release", first)
     assert called_off(world) == []
-    world.call("apply", (), 7.0)
+    world.call("apply_results", (), 7.0)
     assert called_off(world) == [job]
     assert prefetched(world, second) == 0
 
@@ -193,11 +193,11 @@ def test_a_released_load_leaves_its_read_until_the_deadline() -> None:
     (read,), (copy,) = world.on("file->host"), world.on("host->device")
     world.call("release", hold)
     assert called_off(world) == [copy.transfer.job]
-    world.call("apply", (), 3.5)
+    world.call("apply_results", (), 3.5)
     assert called_off(world) == []
-    world.call("apply", (), 4.0)
+    world.call("apply_results", (), 4.0)
     assert called_off(world) == [read.transfer.job]
-    world.call("apply", (), 100.0)
+    world.call("apply_results", (), 100.0)
     assert called_off(world) == []
 
 
@@ -205,7 +205,7 @@ def test_a_second_prefetch_takes_the_place_of_the_first() -> None:
     world, hold = cold("ab")
     (job,) = world.prefetch(hold, PrefetchPolicy.TIMEOUT, 1.0)
     assert world.prefetch(hold, PrefetchPolicy.TIMEOUT, 3.0) == (job,)
-    world.call("apply", (), 2.0)
+    world.call("apply_results", (), 2.0)
     assert called_off(world) == []
     assert prefetched(world, hold) is None
 
@@ -225,11 +225,11 @@ def test_waits_that_are_over_are_not_kept() -> None:
         each = lookup(world.cache, chunks("ab"), 0.0).lease
         world.cache.load(each, {0: (0, 1)}, timeout=1000.0)
         world.cache.release(each)
-    world.cache.take()
+    world.cache.take_commands()
     assert len(waits.open) == 300  # they have left their read to each other
     (read, *copies) = world.cache._transfers.jobs
     for job in (read, *copies):
-        world.cache.apply([TransferResult(job, (Status.OK,) * 2)], 0.0)
+        world.cache.apply_results([TransferResult(job, (Status.OK,) * 2)], 0.0)
     assert not waits.open
     world.cache.load(hold, {0: (0, 1)})
     assert len(waits._due) == 1
@@ -381,12 +381,12 @@ def test_prefetches_that_wait_for_room_cost_nothing_while_nothing_changes(monkey
     world.prefetch(first, PrefetchPolicy.TIMEOUT, 3.0)
     world.prefetch(second, PrefetchPolicy.TIMEOUT, 4.0)
     for _ in range(2):
-        world.call("apply", (), world.now)
+        world.call("apply_results", (), world.now)
     assert looks, "what was counted is what they look with"
     looks.clear()
     for _ in range(100):
-        world.call("apply", (), world.now)
-        world.call("apply", [], world.now)
+        world.call("apply_results", (), world.now)
+        world.call("apply_results", [], world.now)
         world.call("end_step")
     assert looks == []
     world.tick(3.5)
@@ -397,7 +397,7 @@ def test_prefetches_that_wait_for_room_cost_nothing_while_nothing_changes(monkey
     assert prefetched(world, second) == 3
     looks.clear()
     for _ in range(100):
-        world.call("apply", (), world.now)
+        world.call("apply_results", (), world.now)
     assert looks == [], "one that has all it wants costs nothing until it lets go"
 
 
@@ -413,8 +413,8 @@ def test_prefetch_times_out_behind_one_that_waits_longer() -> None:
 
 def reads(cache: TieredCache) -> list[Key]:
     """Chunks that reads into the host tier were ordered of since the last time, once time has gone on."""
-    cache.apply((), 0.0)
-    transfers = [each for each in cache.take() if isinstance(each, Transfer)]
+    cache.apply_results((), 0.0)
+    transfers = [each for each in cache.take_commands() if isinstance(each, Transfer)]
     return [item.key for each in transfers if str(each.route) == "file->host" for item in each.items]
 
 
@@ -440,7 +440,7 @@ def test_waiting_prefetch_takes_the_room_a_load_has_read() -> None:
     world.cache.prefetch(hold, world.now, policy=PrefetchPolicy.WAIT)
     assert reads(world.cache) == chunks("abc")
     assert [key for _ in range(3) for key in reads(world.cache)] == []
-    world.cache.apply([TransferResult(copy.transfer.job, (Status.OK,))], 0.0)
+    world.cache.apply_results([TransferResult(copy.transfer.job, (Status.OK,))], 0.0)
     assert reads(world.cache) == [key("abcd")]
 
 

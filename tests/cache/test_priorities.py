@@ -89,10 +89,10 @@ def test_a_priority_ends_with_its_time() -> None:
     cache = build(2)
     put(cache, "a", Retention(0, None, 90, seconds=30.0))
     put(cache, "b")
-    cache.apply((), 29.0)
+    cache.apply_results((), 29.0)
     put(cache, "c")
     assert on(cache) == ["a", "c"]
-    cache.apply((), 30.0)
+    cache.apply_results((), 30.0)
     put(cache, "d")
     assert on(cache) == ["c", "d"]
 
@@ -102,7 +102,7 @@ def test_expired_path_is_evicted_tail_first_before_default_priority() -> None:
     put(cache, "abc", Retention(0, None, 90, seconds=30.0))
     put(cache, "x")
     put(cache, "y", Retention(0, None, 20))
-    cache.apply((), 30.0)
+    cache.apply_results((), 30.0)
     cache.check_integrity()
     gone: list[str] = []
     for path in "pqrst":
@@ -116,7 +116,7 @@ def test_low_priority_expires_and_new_priority_replaces_old_one() -> None:
     cache = build(2)
     put(cache, "a", Retention(0, None, 1, seconds=5.0))
     put(cache, "a", Retention(0, None, 80))
-    cache.apply((), 10.0)
+    cache.apply_results((), 10.0)
     put(cache, "b")
     put(cache, "c")
     assert on(cache) == ["a", "c"]
@@ -128,7 +128,7 @@ def test_a_chunk_that_left_takes_its_priority_along() -> None:
     cache.discard([key("a")], HOST)
     put(cache, "b")
     put(cache, "c")
-    cache.apply((), 60.0)
+    cache.apply_results((), 60.0)
     put(cache, "d")
     assert on(cache) == ["c", "d"]
 
@@ -258,7 +258,7 @@ def test_selective_policy_backs_up_reused_chunks_and_their_ancestors() -> None:
     put(cache, "abc")
     put(cache, "x")
     cache.end_step()
-    assert cache.take() == []
+    assert cache.take_commands() == []
     use(cache, "ab")
     use(cache, "ab")
     cache.end_step()
@@ -285,7 +285,7 @@ def test_an_offer_that_is_withdrawn_leaves_nothing_behind() -> None:
     cache = build(2, ranks=2)
     keys: list[Key] = chunks("ab")
     job = store(cache, keys).job
-    cache.apply([TransferResult(job, (Status.OK, Status.OK), rank=1)], 0.0)
+    cache.apply_results([TransferResult(job, (Status.OK, Status.OK), rank=1)], 0.0)
     cache.release(job)
     assert (cache.jobs_in_flight, residents_of(cache), cache.stats()[0].used) == (0, [], 0)
     cache.check_integrity()
@@ -303,6 +303,6 @@ def test_times_that_were_said_anew_are_not_kept() -> None:
         put(cache, "ab", Retention(0, None, 90, 1e6))
     assert len(cache._state.priorities._due) < 100
     put(cache, "ab", Retention(0, None, 90, 1.0))
-    cache.apply((), 2.0)
+    cache.apply_results((), 2.0)
     put(cache, "cdef")
     assert "a" not in on(cache)

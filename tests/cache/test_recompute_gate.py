@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from longshore.cache.recompute_gate import EXPLORE, Gate
+from longshore.cache.recompute_gate import EXPLORE, RecomputeGate
 from longshore.cache.types import Run
 from longshore.errors import CacheError
 
@@ -23,11 +23,11 @@ def prefill(context: int, tokens: int) -> float:
     return ALPHA * tokens + BETA * tokens * (2 * context + tokens) / 2
 
 
-def gate(*tiers: str, explore: float = EXPLORE) -> Gate:
-    return Gate(tiers or ("host",), CHUNK_TOKENS, CHUNK_BYTES, explore=explore)
+def gate(*tiers: str, explore: float = EXPLORE) -> RecomputeGate:
+    return RecomputeGate(tiers or ("host",), CHUNK_TOKENS, CHUNK_BYTES, explore=explore)
 
 
-def taught(bandwidth: float, *, fixed: float = 0.001, explore: float = 0.0) -> Gate:
+def taught(bandwidth: float, *, fixed: float = 0.001, explore: float = 0.0) -> RecomputeGate:
     """A gate that has seen steps, and loads from host memory, of several sizes."""
     known = gate(explore=explore)
     for chunks in (1, 4, 16, 64):
@@ -57,12 +57,12 @@ def test_nothing_known_loads_and_says_so() -> None:
 
 @pytest.mark.parametrize(("context", "tokens"), [(0, 16), (0, 100_000), (100_000, 1000), (1_000_000, 16)])
 def test_fixed_prefill_speed_holds_for_every_prompt_length(context: int, tokens: int) -> None:
-    told = Gate(("host",), CHUNK_TOKENS, CHUNK_BYTES, prefill_speed=16_000.0)
+    told = RecomputeGate(("host",), CHUNK_TOKENS, CHUNK_BYTES, prefill_speed=16_000.0)
     assert told.prefill_seconds(context, tokens) == pytest.approx(tokens / 16_000)
 
 
 def test_spare_time_loads_run_behind_host_memory_too() -> None:
-    known = Gate(("host", "file"), CHUNK_TOKENS, CHUNK_BYTES, explore=0.0, prefill_speed=1e6)
+    known = RecomputeGate(("host", "file"), CHUNK_TOKENS, CHUNK_BYTES, explore=0.0, prefill_speed=1e6)
     for chunks in (1, 4, 16, 64):
         known.observe_load("host", chunks * CHUNK_BYTES, chunks * 1e-5, 0.0, 0.0)
         known.observe_load("file", chunks * CHUNK_BYTES, chunks * 1e-2, 0.0, 0.0)
@@ -149,7 +149,7 @@ def test_a_long_context_makes_loading_worth_more() -> None:
     assert known.chunks_to_load(100_000, runs, 0.0) == 4
 
 
-def two_tiers(file_bandwidth: float) -> Gate:
+def two_tiers(file_bandwidth: float) -> RecomputeGate:
     known = gate("host", "file", explore=0.0)
     for chunks in (1, 4, 16, 64):
         known.observe_prefill(0, chunks * CHUNK_TOKENS, STEP + prefill(0, chunks * CHUNK_TOKENS))
@@ -218,7 +218,7 @@ def test_what_cannot_have_been_seen_is_refused_and_changes_nothing(bad: float) -
 @pytest.mark.parametrize("arguments", [((), 1, 1), (("a", "a"), 1, 1), (("a",), 0, 1), (("a",), 1, 0)])
 def test_an_impossible_gate_is_refused(arguments: tuple[tuple[str, ...], int, int]) -> None:
     with pytest.raises(CacheError, match="expected distinct tier names"):
-        Gate(*arguments)
+        RecomputeGate(*arguments)
 
 
 def test_refusing_gate_finds_out_that_loading_became_fast() -> None:
@@ -315,7 +315,7 @@ class SimulatedStore:
         self.now, self.waited, self.computed = 0.0, 0.0, 0.0
         self.served = self.held = 0
         self._chance = random.Random(seed)
-        self.gate = Gate(("host", "store"), CHUNK_TOKENS, CHUNK_BYTES)
+        self.gate = RecomputeGate(("host", "store"), CHUNK_TOKENS, CHUNK_BYTES)
         self.gate.observe_load("host", CHUNK_BYTES, 1e-4, 0.0, 0.0)
 
     def request(self) -> None:

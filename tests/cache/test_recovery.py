@@ -130,7 +130,7 @@ def test_recovery_beside_a_warmer_tier_with_same_chunks_or_descendants(
     check(cache, 1, file, first_to_go(taken(file), orphans))
     check_matches(cache, paths - orphans, paths)
     cache.flush()
-    moved = [path_of(item.key) for each in cache.take() for item in getattr(each, "items", ())]
+    moved = [path_of(item.key) for each in cache.take_commands() for item in getattr(each, "items", ())]
     assert sorted(moved) == sorted(paths - {copy.path for copy in third} - orphans)
 
 

@@ -93,8 +93,8 @@ def test_restart_into_the_warmest_tier_knows_missing_backups() -> None:
     world = World(BOTH)
     assert world.cache.adopt(HOST, [(3, key("a"), None, 0)]) == 1
     world.cache.check_integrity()
-    world.cache.apply((), 0.0)
-    (backup,) = world.cache.take()
+    world.cache.apply_results((), 0.0)
+    (backup,) = world.cache.take_commands()
     assert isinstance(backup, Transfer)
     assert [item.source.index for item in backup.items if item.source] == [3]
 
@@ -107,7 +107,7 @@ def test_a_reset_forgets_everything_and_waits_for_slots_in_use() -> None:
     in_flight = list(world.jobs)
     world.generation += 1
     assert world.cache.reset() == 1
-    assert world.cache.take() == [*map(Cancel, in_flight), Forget(1)]
+    assert world.cache.take_commands() == [*map(Cancel, in_flight), Forget(1)]
     assert residents_of(world.cache) == []
     assert [(s.used, s.ready) for s in world.cache.stats()] == [(3, 0), (2, 0)]
 
@@ -136,10 +136,10 @@ def test_commands_come_once_and_in_order() -> None:
     first = store(cache, [key("a")], (0,)).job
     second = store(cache, [key("b")], (1,)).job
     cache.reset()
-    commands = cache.take()
+    commands = cache.take_commands()
     assert [c.job for c in commands if isinstance(c, Transfer)] == [first, second]
     assert commands[2:] == [Cancel(first or 0), Cancel(second or 0), Forget(1)]
-    assert cache.take() == []
+    assert cache.take_commands() == []
 
 
 def test_commands_and_results_survive_a_pipe() -> None:
@@ -152,7 +152,7 @@ def test_commands_and_results_survive_a_pipe() -> None:
 @pytest.mark.parametrize("now", [math.nan, math.inf, -math.inf])
 def test_a_time_that_is_none_is_refused(now: float) -> None:
     world = World(BOTH._replace(groups=1))
-    world.refused(CacheError, "apply", [], now)
+    world.refused(CacheError, "apply_results", [], now)
     for path in (GroupKeys(chunks("a")), GroupKeys(chunks("a"), device=())):
         for verb in ("lookup", "prefetch"):
             world.refused(CacheError, verb, {0: path}, now)
@@ -160,10 +160,10 @@ def test_a_time_that_is_none_is_refused(now: float) -> None:
 
 def test_time_does_not_run_backwards() -> None:
     cache = BOTH.build()
-    cache.apply((), 5.0)
+    cache.apply_results((), 5.0)
     lookup(cache, chunks("a"), 3.0)
     store(cache, chunks("a"), (0,))
-    (offload,) = cache.take()
+    (offload,) = cache.take_commands()
     assert isinstance(offload, Transfer)
     assert offload.deadline == 65.0
 
@@ -195,9 +195,9 @@ def test_a_result_is_taken_once() -> None:
     world.deliver(job, 0, [Status.OK])
     (result,) = world.results
     world.apply([result])
-    world.refused(JobError, "apply", (result,), 0.0)
+    world.refused(JobError, "apply_results", (result,), 0.0)
     world.settle_all()
-    world.refused(JobError, "apply", (result,), 0.0)
+    world.refused(JobError, "apply_results", (result,), 0.0)
 
 
 def test_first_generation_is_the_persistent_tiers_or_zero() -> None:

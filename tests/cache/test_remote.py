@@ -42,7 +42,7 @@ class Desk:
         self.probes: list[Probe] = []
 
     def look(self) -> None:
-        for command in self.cache.take():
+        for command in self.cache.take_commands():
             assert pickle.loads(pickle.dumps(command)) == command  # noqa: S301 - our own bytes
             if isinstance(command, Probe):
                 self.probes.append(command)
@@ -64,7 +64,7 @@ class Desk:
         """The oldest probe is answered: of the path `there` all is present."""
         probe = self.probes.pop(0)
         present = tuple(each in chunks(there) for each in probe.keys)
-        self.cache.apply([ProbeResult(probe.probe, **{"present": present, **changes})], self.now)
+        self.cache.apply_results([ProbeResult(probe.probe, **{"present": present, **changes})], self.now)
         self.look()
 
     def end(self, *statuses: Status) -> Transfer:
@@ -72,7 +72,7 @@ class Desk:
         transfer = self.transfers.pop(0)
         said = [*(statuses or (Status.OK,))]
         said += said[-1:] * (len(transfer.items) - len(said))
-        self.cache.apply([TransferResult(transfer.job, tuple(said))], self.now)
+        self.cache.apply_results([TransferResult(transfer.job, tuple(said))], self.now)
         self.look()
         return transfer
 
@@ -125,17 +125,17 @@ def test_unknown_keys_are_probed_and_not_waited_for() -> None:
 def test_single_chunks_are_asked_for_without_a_request() -> None:
     desk = Desk()
     paths = {0: GroupKeys(chunks("abc"))}
-    quiet = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, each=True)
+    quiet = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, independent=True)
     assert (quiet.probes, quiet.remote_sources) == ((), {0: ["", "", ""]})
-    found = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, each=True, asks=[STORE])
+    found = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, independent=True, remote_tiers=[STORE])
     assert (found.tick, found.lease, len(found.probes)) == (None, None, 1)
     desk.look()
     desk.answer("ab")
-    found = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, each=True, asks=[STORE])
+    found = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, independent=True, remote_tiers=[STORE])
     assert (found.probes, found.remote_sources) == ((), {0: [STORE, STORE, ""]})
-    for wrong in ({"each": True}, {"until": Until.NOTHING}, {"each": True, "until": Until.STEP}):
-        with pytest.raises(CacheError, match="asks"):
-            desk.cache.lookup(paths, 0.0, asks=[STORE], **wrong)
+    for wrong in ({"independent": True}, {"until": Until.NOTHING}, {"independent": True, "until": Until.STEP}):
+        with pytest.raises(CacheError, match="remote_tiers"):
+            desk.cache.lookup(paths, 0.0, remote_tiers=[STORE], **wrong)
 
 
 def test_only_what_our_tiers_have_not_is_asked_for() -> None:
@@ -237,9 +237,9 @@ def test_trap_34_chunk_is_present_when_all_ranks_have_parts() -> None:
     desk = Desk(ranks=2)
     desk.lookup("ab")
     (probe,) = desk.probes
-    desk.cache.apply([ProbeResult(probe.probe, (True, True), rank=1)], 0.0)
+    desk.cache.apply_results([ProbeResult(probe.probe, (True, True), rank=1)], 0.0)
     assert not desk.cache.progress(probe.probe).is_over
-    desk.cache.apply([ProbeResult(probe.probe, (True, False), rank=0)], 0.0)
+    desk.cache.apply_results([ProbeResult(probe.probe, (True, False), rank=0)], 0.0)
     assert desk.lookup("ab").remote == 1
 
 
@@ -247,7 +247,9 @@ def test_an_answer_that_lacks_a_rank_says_nothing() -> None:
     desk = Desk(ranks=2)
     desk.lookup("a")
     number = desk.probes[0].probe
-    desk.cache.apply([ProbeResult(number, (True,)), ProbeResult(number, (False,), Status.DEADLINE, rank=1)], 0.0)
+    desk.cache.apply_results(
+        [ProbeResult(number, (True,)), ProbeResult(number, (False,), Status.DEADLINE, rank=1)], 0.0
+    )
     assert (desk.lookup("a").remote, desk.answers()) == (0, {Answer.NO_ANSWER: 1})
 
 
@@ -265,7 +267,7 @@ def test_unrequested_answers_are_refused_and_nothing_is_applied(wrong: str) -> N
     }[wrong]
     before = state_of(desk.cache)
     with pytest.raises(JobError):
-        desk.cache.apply(results, 0.0)
+        desk.cache.apply_results(results, 0.0)
     assert state_of(desk.cache) == before
     desk.answer("ab")
     assert desk.lookup("ab").remote == 2
@@ -354,7 +356,7 @@ def test_what_was_fetched_is_not_stored_again() -> None:
     desk = known("ab", "ab", slots=64)
     desk.prefetch("ab")
     desk.end()
-    desk.cache.apply((), 1.0)
+    desk.cache.apply_results((), 1.0)
     desk.look()
     assert desk.transfers == []
 
@@ -524,7 +526,7 @@ def test_a_chunk_that_was_queued_twice_is_stored_once() -> None:
     assert [keys_of(each) for each in desk.transfers] == [["x"], ["y"]]
     ended = [TransferResult(each.job, (Status.OK,)) for each in desk.transfers]
     desk.transfers.clear()
-    desk.cache.apply(ended, 0.0)
+    desk.cache.apply_results(ended, 0.0)
     desk.look()
     assert [keys_of(each) for each in desk.transfers] == [["a"]]
     desk.end()
@@ -538,7 +540,7 @@ def test_chunks_that_stand_alone_are_fetched_each_for_itself() -> None:
     desk.look()
     (probe,) = desk.probes
     assert probe.keys == tuple(keys)
-    desk.cache.apply([ProbeResult(probe.probe, (True, False, True))], 0.0)
+    desk.cache.apply_results([ProbeResult(probe.probe, (True, False, True))], 0.0)
     (job,) = desk.cache.prefetch({0: GroupKeys(keys)}, 0.0)
     desk.look()
     (transfer,) = desk.transfers
@@ -552,7 +554,7 @@ def test_chunks_that_stand_alone_are_fetched_each_for_itself() -> None:
 def test_a_chunk_that_is_named_twice_is_asked_for_once() -> None:
     desk = Desk()
     (a,) = chunks("a")
-    desk.cache.lookup({0: GroupKeys([a, a])}, 0.0, until=Until.NOTHING, each=True, asks=[STORE])
+    desk.cache.lookup({0: GroupKeys([a, a])}, 0.0, until=Until.NOTHING, independent=True, remote_tiers=[STORE])
     desk.look()
     desk.answer("a")
     assert desk.lookup("a").remote == 1

@@ -92,13 +92,13 @@ def test_commands_cancel_and_forget_nothing() -> None:
     world.store("xy", 0, False)
     in_flight = list(world.jobs)
     assert world.cache.reset(keep=FILES) == 0
-    assert world.cache.take() == [Cancel(job) for job in in_flight]
+    assert world.cache.take_commands() == [Cancel(job) for job in in_flight]
 
 
 def test_new_weights_are_said_with_the_reset() -> None:
     cache = BOTH.build()
     assert cache.reset(weights=True) == 1
-    assert cache.take() == [Forget(1, weights=True)]
+    assert cache.take_commands() == [Forget(1, weights=True)]
 
 
 @pytest.mark.parametrize(
@@ -123,6 +123,6 @@ def test_what_was_peeked_at_is_let_go_of() -> None:
     world = World(BOTH).stored("a")
     world.lookup_each(key("a"))
     world.reset(ALL)
-    assert world.cache.held == 0
+    assert world.cache.leases == world.cache.protected == 0
     assert world.where("a") == {HOST: "ready", FILE: "ready"}
     world.drain()

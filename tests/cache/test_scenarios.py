@@ -26,7 +26,7 @@ def stored(paths: list[list[bytes]], slots: int) -> TieredCache:
     cache = TieredCache([TierSpec(HOST, slots, IMAGE_BYTES)])
     for path in paths:
         offload = store(cache, path)
-        cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
+        cache.apply_results([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
     return cache
 
 
@@ -42,7 +42,7 @@ def test_a_hundred_branches_over_a_shared_prefix_fifty_released() -> None:
     holds = [lookup(cache, branch, 0.0).lease for branch in branches]
     for hold in holds[:50]:
         cache.release(hold)
-    assert cache.held == 50
+    assert cache.leases == 50
     cache.check_integrity()
     assert evictable(cache, branches) == 50
     assert all(lookup(cache, branch, 0.0).chunks == 4 for branch in branches[50:])
@@ -59,15 +59,15 @@ def test_overlapping_lookups_in_a_step_leave_the_order_whole(
     keys = [i.to_bytes(32, "big") for i in range(size)]
     tick = lookup(cache, keys, 0.0).tick
     job = store(cache, keys, tick=tick).job
-    cache.apply([TransferResult(job, (Status.OK,) * size)], 0.0)
+    cache.apply_results([TransferResult(job, (Status.OK,) * size)], 0.0)
     for _ in range(3):
         residency(cache, keys, Until.STEP, tick=tick)
         residency(cache, keys[5 : size - 5], Until.STEP, tick=tick)
-        assert cache.held == size, "a chunk that two lookups have found is protected once"
+        assert (cache.leases, cache.protected) == (0, size), "a chunk that two lookups have found is protected once"
         assert store(cache, [b"new".ljust(32)]).job is None  # it needs room, and all is protected
         cache.end_step()
         cache.check_integrity()
-        assert cache.held == 0
+        assert cache.leases == cache.protected == 0
     offload = store(cache, [(b"new%i" % i).ljust(32) for i in range(size)])
     # The end of a prompt promises less than what else is in: Gittins lets it pass where it knows the path.
     assert len(offload.positions) == size - (policy is Gittins and not alone and size < 300)
@@ -103,7 +103,7 @@ def store_in_both(cache: TieredCache, path: list[bytes]) -> None:
     """Offer `path`, and have every transfer end well."""
     offload = store(cache, path)
     if offload.job is not None:
-        cache.apply([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
+        cache.apply_results([TransferResult(offload.job, (Status.OK,) * len(offload.slots))], 0.0)
     settle(cache)
 
 
@@ -111,10 +111,10 @@ def test_five_users_of_one_block() -> None:
     cache = stored([[key("a")]], 1)
     holds = [lookup(cache, [key("a")], 0.0).lease for _ in range(5)]
     for users_left, hold in zip((5, 4, 3, 2, 1), holds, strict=True):
-        assert cache.held == users_left
+        assert cache.leases == users_left
         assert evictable(cache, [[key("a")]]) == 0
         cache.release(hold)
-    assert cache.held == 0
+    assert cache.leases == cache.protected == 0
     assert evictable(cache, [[key("a")]]) == 1
 
 
@@ -141,18 +141,18 @@ def test_logged_calls_made_again_lead_to_the_same_state(seed: int, monkeypatch: 
     log, asked = CallLog(storm.cache, lambda error: None), 0
     for _ in range(150):
         storm.step()
-        storm.cache.take()
-        storm.cache.apply((), storm.now)
+        storm.cache.take_commands()
+        storm.cache.apply_results((), storm.now)
         asked += 3
     tiers, settings, remote, generation = storm.cache.made_of
     again = TieredCache(tiers, settings, remote=remote, generation=generation)
     for call in log.calls:
         with contextlib.suppress(CacheError):  # refused the first time, too
             getattr(again, call.name)(*call.arguments, **call.named)
-    assert sum(call.name in ("take", "apply") for call in log.calls) < asked
+    assert sum(call.name in ("take_commands", "apply_results") for call in log.calls) < asked
     assert residents_of(again) == residents_of(storm.cache)
     assert again.counters == storm.cache.counters
-    assert (again.generation, again.jobs_in_flight, again.held) == (
-        *(storm.cache.generation, storm.cache.jobs_in_flight, storm.cache.held),
+    assert (again.generation, again.jobs_in_flight, again.leases, again.protected) == (
+        *(storm.cache.generation, storm.cache.jobs_in_flight, storm.cache.leases, storm.cache.protected),
     )
     again.check_integrity()

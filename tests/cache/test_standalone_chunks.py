@@ -200,7 +200,7 @@ def test_a_failed_offload_of_one_leaves_the_others() -> None:
     path = keys_of(0, 3)
     cache.store({0: GroupKeys(path)}, {0: range(3)})
     (transfer,) = orders(cache)
-    cache.apply([TransferResult(transfer.job, (Status.OK, Status.IO_ERROR, Status.OK))], 0.0)
+    cache.apply_results([TransferResult(transfer.job, (Status.OK, Status.IO_ERROR, Status.OK))], 0.0)
     cache.check_integrity()
     assert resident(cache) == ["a0.000", "a0.002"]
     assert cache.lookup(wanted(path), 0.0).tokens == 2
@@ -213,9 +213,9 @@ def test_hosts_without_whole_paths_say_what_has_slid() -> None:
     path = keys_of(1, 6)
     for at in range(6):
         offer = cache.store({1: GroupKeys(path[at : at + 1])})[1]
-        cache.apply([TransferResult(offer.job, (Status.OK,))], 0.0)
-        slid = [*path[max(0, at - 3) : max(0, at - 2)], *keys_of(1, 1, "unknown")]
-        assert cache.store({1: GroupKeys((), slid=slid)})[1].job is None
+        cache.apply_results([TransferResult(offer.job, (Status.OK,))], 0.0)
+        past_window = [*path[max(0, at - 3) : max(0, at - 2)], *keys_of(1, 1, "unknown")]
+        assert cache.store({1: GroupKeys((), past_window=past_window)})[1].job is None
     store(cache, 0, keys_of(0, 3, "new"))
     assert resident(cache)[:3] == ["a1.003", "a1.004", "a1.005"]
     assert len(resident(cache)) == 8

@@ -194,7 +194,7 @@ class Tiers(Machine):
             (CacheError, "store", (twice,), {}),
             (CacheError, "lookup", ({0: GroupKeys([b"", keys[0]])}, world.now), {}),
             (CacheError, "lookup", ({0: GroupKeys(["a", 7])}, world.now), {}),  # type: ignore[list-item]
-            (CacheError, "lookup", ({0: GroupKeys(["a", 7])}, world.now), {"each": True}),  # type: ignore[list-item]
+            (CacheError, "lookup", ({0: GroupKeys(["a", 7])}, world.now), {"independent": True}),  # type: ignore[list-item]
             (CacheError, "lookup", (path, world.now), {"tick": 10**9}),
             (CacheError, "store", (path, {0: tuple(range(3 * per_chunk))}), {"tick": 0}),
             (CacheError, "store", (path,), {"tick": 10**9}),
@@ -207,7 +207,7 @@ class Tiers(Machine):
             (CacheError, "adopt", ("attic", ()), {}),
             (CacheError, "adopt", (HOST, ((0, key("y"), None), (0, key("x"), None))), {}),
             (CacheError, "adopt", (HOST, ((world.sizes[HOST], key("y"), None),)), {}),
-            (JobError, "apply", ((TransferResult(10**9, (Status.OK,)),), world.now), {}),
+            (JobError, "apply_results", ((TransferResult(10**9, (Status.OK,)),), world.now), {}),
         ]
         for each, _ in list(world.resident)[pick : pick + 1]:  # a path that is no chain of keys
             calls.append((CacheError, "store", ({0: GroupKeys([key("y"), each])},), {}))
@@ -236,6 +236,8 @@ class Tiers(Machine):
 def test_random_paths_keep_every_promise(edges_taken: Counter[tuple[State, State]], methods_called: set[str]) -> None:
     Tiers.begun_alike = 0
     thorough = run(Tiers, 3)
+    if thorough and not (Tiers.begun_alike and set(edges_taken) == set(EDGES)):
+        run(Tiers, 12)  # the paths depend on the constants of all modules that are loaded: the first ones may lack some
     assert Tiers.begun_alike or not thorough, "no partial match was found"
     assert set(edges_taken) <= set(EDGES), "an illegal edge was taken"
     assert set(edges_taken) == set(EDGES) or not thorough, "a legal edge was never taken"

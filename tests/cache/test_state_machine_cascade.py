@@ -136,14 +136,14 @@ class Prompts:
 
     def move(self) -> None:
         dice, moving = self.dice, self.moving
-        moving += [each for each in self.cache.take() if isinstance(each, Transfer)]
+        moving += [each for each in self.cache.take_commands() if isinstance(each, Transfer)]
         ended = len(moving) if dice.random() < 0.8 else dice.randrange(len(moving) + 1)
         for each in moving[:ended]:
             good, fails = len(each.items), self.failing / (10 if each.route.destination == HOST else 1)
             if dice.random() < fails:
                 good = dice.randrange(good)
             statuses = [Status.OK] * good + [Status.IO_ERROR] * (len(each.items) - good)
-            self.cache.apply([TransferResult(each.job, tuple(statuses), 1)], 0.0)
+            self.cache.apply_results([TransferResult(each.job, tuple(statuses), 1)], 0.0)
         del moving[:ended]
 
     def live(self, steps: int) -> None:

@@ -127,8 +127,8 @@ class Several(Machine):
     @rule(path=prompts, group=st.integers(1, 2), end=ends)
     def slide(self, path: str, group: int, end: int) -> None:
         """A window has moved on: of what it has slid past all are as ready as before."""
-        slid = chunks(path[:end], self.known(group))
-        self.world.call("store", {self.known(group): GroupKeys((), slid=slid)})
+        past_window = chunks(path[:end], self.known(group))
+        self.world.call("store", {self.known(group): GroupKeys((), past_window=past_window)})
         self.world.settle()
 
     def known(self, group: int) -> int:
@@ -197,9 +197,9 @@ class Several(Machine):
             (CacheError, "store", ({-1: windows}, {-1: blocks}), {}),
             (CacheError, "store", ({1: twice}, {1: blocks[: 2 * per_chunk]}), {}),
             (CacheError, "store", ({1: twice},), {}),
-            (CacheError, "store", ({0: GroupKeys((), slid=keys)},), {}),
+            (CacheError, "store", ({0: GroupKeys((), past_window=keys)},), {}),
             (CacheError, "load", ({1: GroupKeys(())},), {}),
-            (CacheError, "lookup", ({9: GroupKeys(keys)}, world.now), {"each": True}),
+            (CacheError, "lookup", ({9: GroupKeys(keys)}, world.now), {"independent": True}),
             (CacheError, "load", ({1: GroupKeys([key("y", 1)])},), {}),
             (CacheError, "load", ({9: GroupKeys(keys)},), {}),
             (JobError, "release", (10**9,), {}),
@@ -209,7 +209,7 @@ class Several(Machine):
             (CacheError, "prefetch", (rest, world.now), {}),
             (CacheError, "prefetch", (dict.fromkeys(wanted, wanted[0]), world.now), {}),
             (CacheError, "prefetch", ({**rest, 0: GroupKeys([b""])}, world.now), {}),
-            (JobError, "apply", ((TransferResult(10**9, (Status.OK,)),), world.now), {}),
+            (JobError, "apply_results", ((TransferResult(10**9, (Status.OK,)),), world.now), {}),
         ]
         for hold, model in list(world.holds.items())[:1]:
             calls += self.wrong_loads(hold, len(model.keys), model.joint, model.has_load)

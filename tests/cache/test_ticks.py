@@ -12,7 +12,7 @@ from cache_kit import lookup, residency, store
 from group_kit import settle
 
 from longshore.boundary import Key, Status, TransferResult
-from longshore.cache import CacheGroup, CacheSettings, GroupKeys, Return, TieredCache, TierSpec, Until, WritePolicy
+from longshore.cache import CacheGroup, CacheSettings, GroupKeys, ReuseHint, TieredCache, TierSpec, Until, WritePolicy
 from longshore.cache.eviction.hit_rates import ENDS, HINT, USES
 from longshore.errors import CacheError
 
@@ -31,7 +31,7 @@ def alone() -> TieredCache:
 
 def deliver(cache: TieredCache, *jobs: int | None) -> None:
     """What was ordered has arrived, and `jobs` of one chunk each."""
-    cache.apply([TransferResult(job, (Status.OK,)) for job in jobs if job is not None], 0.0)
+    cache.apply_results([TransferResult(job, (Status.OK,)) for job in jobs if job is not None], 0.0)
     settle(cache)
 
 
@@ -43,7 +43,7 @@ def uses(cache: TieredCache, key: Key, tier: int = 0) -> int:
 
 def look(cache: TieredCache, keys: Sequence[Key], tick: int | None = None) -> int | None:
     """Each of `keys` is looked at by itself; the tick of the request."""
-    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, each=True, tick=tick).tick
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, independent=True, tick=tick).tick
 
 
 def ticks(cache: TieredCache) -> int:
@@ -104,7 +104,7 @@ def test_request_asked_key_by_key_counts_its_uses_once() -> None:
     for _ in range(3):
         assert look(cache, keys, second) == second
         cache.end_step()
-    cache.release(cache.lookup({0: GroupKeys(keys)}, 0.0, each=True, tick=second).lease)
+    cache.release(cache.lookup({0: GroupKeys(keys)}, 0.0, independent=True, tick=second).lease)
     deliver(cache, cache.load({0: GroupKeys(keys)}, tick=second).parts[0].job)
     store(cache, keys, tick=second)
     store(cache, keys, tick=second)
@@ -138,14 +138,14 @@ def test_a_turn_that_was_not_drawn_is_refused(tick: int) -> None:
     cache, keys = alone(), keys_of("a")
     deliver(cache, store(cache, keys, tick=look(cache, keys)).job)
     paths = {0: GroupKeys(keys)}
-    for call in (cache.store, cache.load, partial(cache.lookup, now=0.0, each=True)):
+    for call in (cache.store, cache.load, partial(cache.lookup, now=0.0, independent=True)):
         with pytest.raises(CacheError, match="expected a tick"):
             call(paths, tick=tick)  # type: ignore[operator]
 
 
 def test_each_request_has_its_own_hint_however_they_take_turns() -> None:
     cache, one, other = cache_of("host", "file"), keys_of("a", "b"), keys_of("c", "d")
-    over = cache.lookup({0: GroupKeys(one)}, 0.0, returns=Return(ends=True)).tick
+    over = cache.lookup({0: GroupKeys(one)}, 0.0, reuse_hint=ReuseHint(ends=True)).tick
     plain = cache.lookup({0: GroupKeys(other)}, 1.0).tick
     cache.store({0: GroupKeys(one)}, {0: (0, 1)}, tick=over)
     cache.store({0: GroupKeys(other)}, {0: (2, 3)}, tick=plain)

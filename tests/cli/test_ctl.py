@@ -72,7 +72,7 @@ def test_each_command_of_a_running_store(store: PrefixStore, config: Config, tmp
 
 def test_stats_are_told_after_a_fault_of_the_cache(store: PrefixStore, config: Config) -> None:
     assert run(config, "pin", "--tokens", ",".join(map(str, TOKENS))) == "4 of 4 chunks are pinned\n"
-    with store._stack.runtime.observe() as cache:
+    with store._stack.runtime.locked() as cache:
         cache._state.index.depth[cache._state.index.get(store._keys(TOKENS)[0])] += 1
         with pytest.raises(CacheError):
             cache.check_integrity()

@@ -19,7 +19,7 @@ from longshore.transfer import CpuDevice
 from longshore.transfer.device.base import Copy, CpuStream, DeviceEvent, Stream
 from longshore.transfer.pieces import CopyBatch
 
-PATIENCE = 10.0
+TIMEOUT = 10.0
 """Seconds until something that must happen counts as not happening."""
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ SHAPE = Shape()
 DECODER = Decoder(SHAPE, CPU)
 
 
-class Gate:
+class RecomputeGate:
     """Copies into one tier: how many may pass."""
 
     def __init__(self) -> None:
@@ -52,13 +52,13 @@ class Gate:
 
     def wait_arrived(self, count: int) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: self.arrived >= count, PATIENCE)
+            return self._changed.wait_for(lambda: self.arrived >= count, TIMEOUT)
 
     def pass_through(self) -> None:
         with self._changed:
             self.arrived += 1
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: self._passes != 0, PATIENCE):
+            if not self._changed.wait_for(lambda: self._passes != 0, TIMEOUT):
                 raise TimeoutError("the gate was never opened")
             if self._passes is not None:
                 self._passes -= 1
@@ -73,7 +73,7 @@ class GatedLink(CpuDevice):
     """
 
     def __init__(self) -> None:
-        self.gates = {DEVICE: Gate(), HOST: Gate()}
+        self.gates = {DEVICE: RecomputeGate(), HOST: RecomputeGate()}
         self.fault: Callable[[CopyBatch], None] = lambda batch: None
         self.late_fault: Callable[[CopyBatch], None] = lambda batch: None
         self.inside = 0
@@ -83,13 +83,13 @@ class GatedLink(CpuDevice):
     def stream(self, layout: KVLayout, into: str) -> Stream:
         return _GatedStream(self, into)
 
-    def mark(self, compute: object) -> DeviceEvent:
+    def record_event(self, compute: object) -> DeviceEvent:
         self.marked.append(compute)
-        return super().mark(compute)
+        return super().record_event(compute)
 
-    def hold(self, compute: object, event: DeviceEvent) -> None:
+    def wait_event(self, compute: object, event: DeviceEvent) -> None:
         self.held.append(compute)
-        super().hold(compute, event)
+        super().wait_event(compute, event)
 
 
 class _GatedStream(CpuStream):
@@ -98,11 +98,11 @@ class _GatedStream(CpuStream):
         self._link = link
         self._into = into
 
-    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
+    def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
         self._link.gates[self._into].pass_through()
         self._link.fault(batch)
         self._link.inside += batch.inside
-        return _GatedCopy(self._link, batch, super().copy(batch, after))
+        return _GatedCopy(self._link, batch, super().copy(batch, wait_events))
 
 
 class _GatedCopy(Copy):
@@ -112,11 +112,11 @@ class _GatedCopy(Copy):
         self._copy = copy
 
     @property
-    def reached(self) -> DeviceEvent:
-        return self._copy.reached
+    def done_event(self) -> DeviceEvent:
+        return self._copy.done_event
 
-    def passed(self) -> bool:
-        return self._copy.passed()
+    def query(self) -> bool:
+        return self._copy.query()
 
     def finish(self) -> float:
         self._link.late_fault(self._batch)
@@ -131,7 +131,7 @@ class Rig:
         blocks: int = 24,
         *,
         by_layer: bool = True,
-        patience: float = PATIENCE,
+        timeout: float = TIMEOUT,
         batch: int = 2,
         compute: object = None,
         **settings: Any,
@@ -141,7 +141,7 @@ class Rig:
         config = Config.make(**{"host_size": "4MiB", "background": False, **settings})
         groups, scope = cache_groups(SHAPE), scope_of(DECODER, self.pool)
         self.stack = open_stack(config, self.pool.layout, scope, self.link, groups=groups, partial=True)
-        self.tiers = Tiers(self.stack, self.pool, compute, by_layer=by_layer, patience=patience)
+        self.tiers = Tiers(self.stack, self.pool, compute, by_layer=by_layer, timeout=timeout)
         self.engine = Engine(DECODER, self.pool, self.tiers, batch=batch)
 
     def serve(self, prompt: Sequence[int], wanted: int = 3) -> Request:
@@ -151,7 +151,7 @@ class Rig:
 
     def settle(self) -> None:
         """All copies have ended."""
-        assert self.stack.runtime.flush(PATIENCE)
+        assert self.stack.runtime.flush(TIMEOUT)
 
     def evict_all(self) -> None:
         """Take every block, so that the prefix cache on the device is empty."""
@@ -162,9 +162,9 @@ class Rig:
         """After all requests have ended: no hold, no job, no block that is not free or idle."""
         self.settle()
         self.pool.give(self.pool.take(0))
-        with self.stack.runtime.observe() as cache:
+        with self.stack.runtime.locked() as cache:
             cache.check_integrity()
-            assert (cache.held, cache.jobs_in_flight) == (0, 0)
+            assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
         assert self.pool.obtainable == self.pool.size
 
 

@@ -14,7 +14,7 @@ from reference_kit import DECODER, SHAPE, Rig, resident, rig, same_bits, tokens,
 
 from depth import deep
 from longshore.boundary import DEVICE, FILE, HOST
-from longshore.transfer import ONBOARD
+from longshore.transfer import H2D
 from longshore.transfer.pieces import CopyBatch
 from residents import residents_of
 
@@ -80,7 +80,7 @@ def test_one_flipped_bit_in_the_host_tier_changes_the_logits() -> None:
 
 def flip_a_bit(made: Rig) -> None:
     """The highest bit of the exponent of the first key in the first full-attention block."""
-    with made.stack.runtime.observe() as cache:
+    with made.stack.runtime.locked() as cache:
         first = made.engine.submit(tokens(1, 45), 1)
         made.engine.waiting.remove(first)
         (slot,) = [one.slot.index for one in residents_of(cache) if one.key == first.chains[1].keys[0]]
@@ -94,7 +94,7 @@ def test_prefixes_are_restored_from_the_file_tier(tmp_path: Any) -> None:
         move_to_files(made, requests[0])
         requests.append(made.serve(prompts[1]))
         assert requests[1].hits["tiers"] == 40
-        with made.stack.runtime.observe() as cache:
+        with made.stack.runtime.locked() as cache:
             assert cache.counters.hits["file"] == 5 + 3  # five blocks, and those that the window still sees
         made.check_nothing_is_held()
     assert all(same_bits(*pair) for pair in zip(requests, resident(requests, prompts), strict=True))
@@ -233,12 +233,12 @@ def test_layers_of_both_groups_are_copied_in_model_order() -> None:
         made.serve(tokens(1, 45))
         made.evict_all()
         made.link.fault = note
-        with made.stack.runtime.observe() as cache:
-            before = cache.counters.routes[str(ONBOARD)].chunks
+        with made.stack.runtime.locked() as cache:
+            before = cache.counters.routes[str(H2D)].chunks
         made.serve(tokens(1, 45))
         made.settle()
-        with made.stack.runtime.observe() as cache:
-            assert cache.counters.routes[str(ONBOARD)].chunks - before > 2
+        with made.stack.runtime.locked() as cache:
+            assert cache.counters.routes[str(H2D)].chunks - before > 2
     assert travelled == list(LAYERS)
 
 
@@ -270,7 +270,7 @@ def test_first_layers_compute_while_later_ones_are_in_flight(tmp_path: Any, monk
         monkeypatch.undo()
         assert passed[: SHAPE.layers] == [1, 2, 3, 4, 5, 6]
         assert (requests[1].hits["tiers"], requests[1].restarts) == (40, 0)
-        with made.stack.runtime.observe() as cache:
+        with made.stack.runtime.locked() as cache:
             assert cache.counters.hits["file"] == 5 + 3
         gate.open()
         made.check_nothing_is_held()
@@ -355,7 +355,7 @@ def test_source_of_a_partial_copy_may_still_be_loading(by_layer: bool, tmp_path:
         assert dict(requests[2].hits) == {"device": 28, "tiers": 4, "copied": 5}
         copies = [copy.job for copy in requests[2].pending if type(copy) is PendingCopy]
         assert len(copies) == 2
-        assert not any(made.stack.runtime.wait_ended([job], 0.2) for job in copies)
+        assert not any(made.stack.runtime.wait_jobs([job], 0.2) for job in copies)
         release()
         made.engine.compute()
         made.engine.run()
@@ -367,7 +367,7 @@ def test_source_of_a_partial_copy_may_still_be_loading(by_layer: bool, tmp_path:
 def move_to_files(made: Rig, request: Request) -> None:
     """Nothing of the first 45 tokens of `request` is left on the device and in host memory."""
     made.evict_all()
-    with made.stack.runtime.control() as cache:
+    with made.stack.runtime.transaction() as cache:
         for chain in request.chains:
             assert cache.discard(chain.keys[: 45 // (chain.chunk_bytes // 4)], HOST)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference_kit import DECODER, PATIENCE, SHAPE, resident, rig, same_bits, tokens
+from reference_kit import DECODER, SHAPE, TIMEOUT, resident, rig, same_bits, tokens
 
 from longshore.boundary import DEVICE, HOST
 from longshore.errors import CapacityError, EngineError
@@ -80,7 +80,7 @@ def test_failed_copy_inside_the_device_is_recomputed() -> None:
 def test_late_layer_is_recomputed(passes: int, by_layer: bool) -> None:
     """Its blocks stay away from others until the copy has ended; then they are all there again."""
     prompts = [tokens(1, 45), tokens(1, 45), tokens(3, 10)]
-    with rig(40, by_layer=by_layer, patience=0.1) as made:
+    with rig(40, by_layer=by_layer, timeout=0.1) as made:
         requests = [made.serve(prompts[0])]
         made.evict_all()
         gate = made.link.gates[DEVICE]
@@ -97,7 +97,7 @@ def test_late_layer_is_recomputed(passes: int, by_layer: bool) -> None:
 def test_late_blocks_are_awaited_when_the_pool_is_exhausted() -> None:
     """The pool is too small to recompute elsewhere: the request goes back to the queue, and nothing has leaked."""
     prompt = tokens(1, 45)
-    with rig(20, patience=0.1) as made:
+    with rig(20, timeout=0.1) as made:
         requests = [made.serve(prompt)]
         made.evict_all()
         made.link.gates[DEVICE].shut()
@@ -117,7 +117,7 @@ def test_prompt_is_recomputed_after_the_tiers_close() -> None:
     with rig() as made:
         requests = [made.serve(prompts[0])]
         made.evict_all()
-        made.stack.engine.close()
+        made.stack.transfer_engine.close()
         made.tiers.begin_step = made.tiers.end_step = lambda: None  # type: ignore[method-assign]
         requests.append(made.serve(prompts[1]))
         assert (requests[1].restarts, requests[1].schedule.hit) == (1, 0)
@@ -135,7 +135,7 @@ def test_cancelled_load_is_recomputed() -> None:
         requests.append(made.engine.submit(prompts[1], 3))
         made.engine.admit()
         assert gate.wait_arrived(1)
-        with made.stack.runtime.control() as cache:
+        with made.stack.runtime.transaction() as cache:
             cache.reset()
         gate.open()
         made.engine.compute()
@@ -161,12 +161,12 @@ def test_load_cancelled_between_layers_is_recomputed(how: str, monkeypatch: pyte
         def attend(*args: Any) -> torch.Tensor:
             computed.append(gate.passed)
             if len(computed) == 2:
-                with made.stack.runtime.control() as cache:
+                with made.stack.runtime.transaction() as cache:
                     (job,) = cache._transfers.jobs
                     if how == "reset":
                         cache.reset()
                     else:
-                        made.stack.engine.cancel(job)
+                        made.stack.transfer_engine.cancel(job)
                 gate.open()
             return attention(*args)
 
@@ -183,7 +183,7 @@ def test_load_cancelled_between_layers_is_recomputed(how: str, monkeypatch: pyte
 @pytest.mark.parametrize("first", [True, False], ids=["the first", "who shares"])
 def test_aborted_request_leaves_shared_loads_to_others(first: bool) -> None:
     prompts = [tokens(1, 45), tokens(1, 45), tokens(1, 37) + tokens(2, 9)]
-    with rig(48, patience=0.1) as made:
+    with rig(48, timeout=0.1) as made:
         requests = [made.serve(prompts[0])]
         made.evict_all()
         gate = made.link.gates[DEVICE]
@@ -205,7 +205,7 @@ def test_aborted_request_leaves_shared_loads_to_others(first: bool) -> None:
 
 
 def test_abort_of_the_last_request_releases_everything() -> None:
-    with rig(48, patience=0.1) as made:
+    with rig(48, timeout=0.1) as made:
         made.serve(tokens(1, 45))
         made.evict_all()
         made.link.gates[DEVICE].shut()
@@ -213,8 +213,8 @@ def test_abort_of_the_last_request_releases_everything() -> None:
         made.engine.admit()
         for request in requests:
             made.engine.abort(request)
-        with made.stack.runtime.observe() as cache:
-            assert cache.held == 0
+        with made.stack.runtime.locked() as cache:
+            assert cache.leases == cache.protected == 0
         made.link.gates[DEVICE].open()
         made.check_nothing_is_held()
         assert not made.pool.index
@@ -243,7 +243,7 @@ def test_layer_that_fails_after_use_restarts_the_request(inside: bool, monkeypat
 
     def late_fault(batch: CopyBatch) -> None:
         if batch.into == DEVICE and batch.inside == inside and batch.of_layer(SHAPE.layers - 1).parts:
-            assert computed.wait(PATIENCE)
+            assert computed.wait(TIMEOUT)
             raise RuntimeError("no")
 
     with rig(64) as made:
@@ -269,7 +269,7 @@ def test_layer_that_fails_after_use_restarts_the_request(inside: bool, monkeypat
 def test_late_copy_inside_the_device_affects_no_other_request() -> None:
     """The third request takes every block but those that the copy reads and writes, of each group one."""
     prompts = [tokens(1, 45), tokens(1, 37) + tokens(2, 9), tokens(3, 93), tokens(3, 93)]
-    with rig(40, patience=0.1) as made:
+    with rig(40, timeout=0.1) as made:
         requests = [made.serve(prompts[0])]
         made.settle()
         made.link.gates[DEVICE].shut()
@@ -287,7 +287,7 @@ def test_late_copy_inside_the_device_affects_no_other_request() -> None:
 
 def test_blocks_being_offloaded_are_not_overwritten() -> None:
     prompts = [tokens(1, 45), tokens(2, 45), tokens(1, 45)]
-    with rig(20, patience=0.1) as made:
+    with rig(20, timeout=0.1) as made:
         made.link.gates[HOST].shut()
         requests = [made.serve(prompts[0]), made.engine.submit(prompts[1], 3)]
         with pytest.raises(CapacityError, match="copies still touch"):

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from reference_kit import PATIENCE, resident, rig, same_bits, tokens, wanting
+from reference_kit import TIMEOUT, resident, rig, same_bits, tokens, wanting
 
 from longshore.boundary import DEVICE, HOST, Section, Slot
 from longshore.cache import DeviceCopy
 from longshore.errors import FreedLayoutError
-from longshore.transfer import ONBOARD
+from longshore.transfer import H2D
 
 
 @pytest.mark.parametrize("clear", [False, True], ids=["tiers kept", "tiers cleared"])
@@ -33,11 +33,11 @@ def test_plans_are_refused_during_sleep() -> None:
         made.serve(tokens(1, 45))
         made.engine.sleep()
         with pytest.raises(FreedLayoutError):
-            made.stack.engine.submit(_onboard_by_hand())
-        with made.stack.runtime.control() as cache:
+            made.stack.transfer_engine.submit(_onboard_by_hand())
+        with made.stack.runtime.transaction() as cache:
             job = cache.load({0: DeviceCopy([Slot(DEVICE, 0, 0)])}, {0: [1]}).parts[0].job
-        assert made.stack.runtime.wait_ended([job], PATIENCE)
-        with made.stack.runtime.observe() as cache:
+        assert made.stack.runtime.wait_jobs([job], TIMEOUT)
+        with made.stack.runtime.locked() as cache:
             assert cache.counters.routes["device->device"].failed == 1
         assert not made.engine.step()
 
@@ -45,7 +45,7 @@ def test_plans_are_refused_during_sleep() -> None:
 def _onboard_by_hand() -> Any:
     from longshore.boundary import Item, Transfer
 
-    return Transfer(10**6, ONBOARD, (Item(b"", None, Slot(HOST, 0, 0), None),), (Section(0, 0, (3,)),))
+    return Transfer(10**6, H2D, (Item(b"", None, Slot(HOST, 0, 0), None),), (Section(0, 0, (3,)),))
 
 
 def test_sleep_waits_for_transfers_in_both_directions() -> None:
@@ -76,8 +76,8 @@ def test_sleep_waits_for_transfers_in_both_directions() -> None:
         timer.join()
         assert memory_was_there == [True]
         assert made.pool._rows is not memory
-        with made.stack.runtime.observe() as cache:
-            assert (cache.held, cache.jobs_in_flight) == (0, 0)
+        with made.stack.runtime.locked() as cache:
+            assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
         memory.zero_()
         made.engine.wake_up()
         made.engine.run()
@@ -109,7 +109,7 @@ def test_running_request_restarts_after_sleep() -> None:
 
 def test_sleep_raises_after_its_timeout() -> None:
     """A copy that does not end keeps the memory; sleeping again, once it has, succeeds."""
-    with rig(64, patience=0.2) as made:
+    with rig(64, timeout=0.2) as made:
         made.link.gates[HOST].shut()
         first = made.serve(tokens(1, 45))
         memory = made.pool._rows

@@ -73,18 +73,18 @@ def there_and_back(folder: Path, *, strict: bool) -> None:
         assert stack.host is None
         rows[:CHUNKS].bitwise_xor_(0x5A)  # late: only its event says when it has ended
         before = rows[:CHUNKS].clone()
-        stack.engine.begin_step(None)
-        with stack.runtime.control() as cache:
+        stack.transfer_engine.begin_step(None)
+        with stack.runtime.transaction() as cache:
             job = cache.store({0: GroupKeys(KEYS)}, {0: blocks})[0].job
         assert job is not None
-        assert stack.runtime.wait_ended([job], 60)
+        assert stack.runtime.wait_jobs([job], 60)
         rows.zero_()
-        stack.engine.begin_step(None)
-        with stack.runtime.control() as cache:
+        stack.transfer_engine.begin_step(None)
+        with stack.runtime.transaction() as cache:
             hold = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock()).lease
             assert hold is not None
             cache.load(hold, {0: blocks})
-        outcome = stack.runtime.wait_over(hold, 60).outcome
+        outcome = stack.runtime.wait_load(hold, 60).outcome
         assert outcome.sources == (FILE,) * CHUNKS
         assert torch.equal(rows[:CHUNKS], before)
         assert isinstance(stack.file, GdsFileTier)

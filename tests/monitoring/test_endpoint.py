@@ -45,16 +45,16 @@ def make() -> tuple[Runtime, Scripted]:
 
 def load(runtime: Runtime, mover: Scripted, request: str) -> None:
     """A request that loads two chunks, which are stored before."""
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         cache.store({0: GroupKeys(PATH)}, {0: (0, 1)})
     mover.end(Status.OK, Status.OK)
     runtime.pump()
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         lease = cache.lookup({0: GroupKeys(PATH)}, runtime.clock(), request=request).lease
         assert lease is not None
         cache.load(lease, {0: (2, 3)})
     mover.end(Status.OK, Status.OK)
-    assert runtime.wait_over(lease, 60.0).outcome == (2, ("host", "host"))
+    assert runtime.wait_load(lease, 60.0).outcome == (2, ("host", "host"))
 
 
 def test_a_load_has_its_request_as_an_exemplar() -> None:

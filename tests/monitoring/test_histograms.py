@@ -12,7 +12,7 @@ from longshore.boundary import Route, Status, Transfer, TransferResult
 from longshore.cache import GroupKeys, TieredCache, TierSpec
 from longshore.cache.types import Histogram
 from longshore.metrics import LongshoreCollector
-from longshore.monitoring.metric_names import EVICTED_AGE_SECONDS, LOOKUP_SECONDS, METRICS
+from longshore.monitoring.metric_table import EVICTED_AGE_SECONDS, LOOKUP_SECONDS, METRICS
 from longshore.runtime import Runtime
 from scripted import Scripted
 
@@ -37,13 +37,13 @@ class Watched:
         return found
 
     def store(self, *numbers: int) -> None:
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             cache.store({0: GroupKeys(path(*numbers))}, {0: tuple(range(len(numbers)))})
         self.end_all()
 
     def back_up(self) -> None:
         """Copies to the file tier."""
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             cache.flush()
         self.end_all()
 
@@ -96,14 +96,14 @@ def test_a_load_is_timed_by_its_slowest_tier() -> None:
     watched = Watched()
     watched.store(0, 1)
     watched.back_up()
-    with watched.runtime.control() as cache:
+    with watched.runtime.transaction() as cache:
         assert cache.discard(path(0, 1)[1:], "host") == 1
         lease = cache.lookup({0: GroupKeys(path(0, 1))}, watched.now, request="r").lease
         assert lease is not None
         cache.load(lease, {0: (2, 3)})
     watched.now += 3.0
     watched.end_all()
-    outcome = watched.runtime.wait_over(lease, 1.0).outcome
+    outcome = watched.runtime.wait_load(lease, 1.0).outcome
     assert outcome is not None
     assert outcome.sources == ("host", "file")
     assert watched.value("longshore_load_seconds_sum", tier="file") == 3.0
@@ -115,14 +115,14 @@ def test_a_load_is_timed_by_its_slowest_tier() -> None:
 def test_a_load_that_brings_nothing_is_not_timed() -> None:
     watched = Watched()
     watched.store(0)
-    with watched.runtime.control() as cache:
+    with watched.runtime.transaction() as cache:
         lease = cache.lookup({0: GroupKeys(path(0))}, watched.now).lease
         assert lease is not None
         cache.load(lease, {0: (2,)})
     while watched.mover.open:
         watched.mover.end(Status.IO_ERROR)
         watched.runtime.pump()
-    watched.runtime.wait_over(lease, 1.0)
+    watched.runtime.wait_load(lease, 1.0)
     assert watched.value("longshore_miss_chunks_total", reason="io_error") == 1
     assert watched.value("longshore_load_seconds_count", tier="host") == 0
 
@@ -133,12 +133,12 @@ def test_the_age_of_evicted_chunks_is_observed(alone: bool, slots: int) -> None:
     now = 1000.0
     for first, age in ((0, 0.0), (slots, 30.0)):  # the second path takes the room of the first one
         now += age
-        cache.apply((), now)
+        cache.apply_results((), now)
         keys = path(*range(first, first + slots))
         for part in [keys] if not alone else [[key] for key in keys]:
             cache.store({0: GroupKeys(part)}, {0: tuple(range(len(part)))}, evicting=True)
-            transfers = [each for each in cache.take() if isinstance(each, Transfer)]
-            cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in transfers], now)
+            transfers = [each for each in cache.take_commands() if isinstance(each, Transfer)]
+            cache.apply_results([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in transfers], now)
     ages = cache.counters.histograms[EVICTED_AGE_SECONDS]["host"]
     assert cache.counters.evictions["host"] == sum(ages.counts) > 0
     assert ages.total == pytest.approx(30.0 * sum(ages.counts))
@@ -159,7 +159,7 @@ def test_the_age_of_chunks_with_a_copy_below_is_observed() -> None:
 def test_chunks_of_an_earlier_process_have_no_age() -> None:
     cache = TieredCache([TierSpec("host", 2, IMAGE)])
     cache.adopt("host", [(0, path(0)[0], None, 0), (1, path(1)[0], None, 0)])
-    cache.apply((), 50.0)
+    cache.apply_results((), 50.0)
     cache.store({0: GroupKeys(path(2))}, {0: (0,)}, evicting=True)
     assert cache.counters.evictions["host"] >= 1
     assert sum(cache.counters.histograms[EVICTED_AGE_SECONDS]["host"].counts) == 0
@@ -167,12 +167,12 @@ def test_chunks_of_an_earlier_process_have_no_age() -> None:
 
 def test_queue_wait_and_size_are_observed_by_route() -> None:
     watched = Watched()
-    with watched.runtime.control() as cache:
+    with watched.runtime.transaction() as cache:
         cache.store({0: GroupKeys(path(0, 1))}, {0: (0, 1)})
     (transfer,) = watched.mover.open.values()
     result = TransferResult(transfer.job, (Status.OK,) * 2, bytes=2 * IMAGE, seconds=1.0, queued_seconds=0.2)
-    with watched.runtime.observe() as cache:
-        cache.apply([result], watched.now)
+    with watched.runtime.locked() as cache:
+        cache.apply_results([result], watched.now)
     assert watched.value("longshore_transfer_queue_seconds_sum", route="device->host") == 0.2
     assert watched.value("longshore_transfer_queue_seconds_bucket", route="device->host", le="0.1") == 0
     assert watched.value("longshore_transfer_queue_seconds_bucket", route="device->host", le="0.25") == 1
@@ -183,7 +183,7 @@ def test_queue_wait_and_size_are_observed_by_route() -> None:
 @pytest.mark.parametrize("status", [Status.QUEUE_FULL, Status.CANCELLED, Status.UNAVAILABLE])
 def test_a_transfer_that_moved_nothing_is_not_observed(status: Status) -> None:
     watched = Watched()
-    with watched.runtime.control() as cache:
+    with watched.runtime.transaction() as cache:
         cache.store({0: GroupKeys(path(0, 1))}, {0: (0, 1)})
     watched.mover.end(status)
     watched.runtime.pump()
@@ -194,7 +194,7 @@ def test_a_transfer_that_moved_nothing_is_not_observed(status: Status) -> None:
 
 def test_lookups_are_timed_and_the_version_is_exported() -> None:
     watched = Watched()
-    with watched.runtime.control(), watched.runtime.asked.seconds.timed():
+    with watched.runtime.transaction(), watched.runtime.lookup_counters.seconds.timed():
         pass
     assert watched.value(f"{LOOKUP_SECONDS}_count") == 1
     assert watched.value("longshore_build_info", version=__version__) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from longshore.monitoring.metric_names import METRICS
+from longshore.monitoring.metric_table import METRICS
 
 WRITER = """
 from longshore.boundary import Route, Status, TransferResult
@@ -22,7 +22,7 @@ from scripted import Scripted
 runtime = Runtime(TieredCache([TierSpec("host", 4, 4096)]), [mover := Scripted(Route("device", "host"))])
 mirrored = MirroredMetrics(LongshoreCollector(runtime), {"tp_rank": "1"})
 for number in range(2):
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         cache.store({0: GroupKeys([bytes([number]) * 32])}, {0: (0,)})
     mover.end(Status.OK)
     runtime.pump()

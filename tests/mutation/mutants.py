@@ -73,8 +73,8 @@ def _changes(node: ast.AST) -> Iterator[_Change]:  # noqa: PLR0912 - one case fo
             yield _Change(node, "write taken for a read", _reads_only)
         case ast.Call(args=[_, *rest]):
             for index, argument in enumerate(rest, 1):
-                if isinstance(argument, ast.Attribute) and argument.attr in {"fences", "after"}:
-                    yield _Change(node, "nothing waited for", _no_fences(index))
+                if isinstance(argument, ast.Attribute) and argument.attr in {"wait_events", "after"}:
+                    yield _Change(node, "nothing waited for", _no_events(index))
         case ast.Dict(keys=[ast.Tuple(), *_]):
             for index in range(len(node.keys)):
                 yield _Change(node.keys[index] or node, "edge dropped", _without_key(index))
@@ -144,7 +144,7 @@ def _without_key(index: int) -> Callable[[ast.AST], ast.AST]:
     return apply
 
 
-def _no_fences(index: int) -> Callable[[ast.AST], ast.AST]:
+def _no_events(index: int) -> Callable[[ast.AST], ast.AST]:
     def apply(node: ast.AST) -> ast.AST:
         node.args[index] = ast.Tuple([], ast.Load())  # type: ignore[attr-defined]
         return node

@@ -2,7 +2,7 @@
 
 python tests/mutation/race_mutants.py            all, the last line is `caught N of N`
 python tests/mutation/race_mutants.py --list     what would be tried
-python tests/mutation/race_mutants.py --only lanes.py
+python tests/mutation/race_mutants.py --only ordering.py
 
 A mutant is `caught` by a test that fails, or because a test `hung`: it took several times as long as without it.
 """
@@ -32,7 +32,7 @@ from mutants import Mutant, mutants
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "longshore"
 
-PATIENCE = 4.0
+TIMEOUT = 4.0
 """How many times longer than without a mutant a test may take, after the first `GRACE` seconds; then it has noticed."""
 GRACE = 10.0
 
@@ -76,7 +76,7 @@ SUITES: dict[str, tuple[str, ...]] = {
 """Tests that know the order."""
 
 MODULES: dict[str, str] = {
-    "transfer/lanes.py": "transfer",
+    "transfer/ordering.py": "transfer",
     "transfer/engine.py": "transfer",
     "transfer/device/torch_streams.py": "streams",
     "transfer/device/cuda/streams.py": "cuda",
@@ -108,7 +108,7 @@ class Experience:
 
     def patience(self, test: str) -> int:
         """Seconds after which a test has hung."""
-        return math.ceil(GRACE + PATIENCE * self.seconds[test])
+        return math.ceil(GRACE + TIMEOUT * self.seconds[test])
 
     def rank(self, test: str) -> tuple[int, float]:
         """The less, the earlier."""

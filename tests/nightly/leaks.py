@@ -128,8 +128,8 @@ def cache(folder: Path, dice: random.Random) -> Iterator[Round]:
             if found.lease is not None:
                 made.load(found.lease, {0: range(found.chunks)})
             made.store({0: GroupKeys(keys, found.chunks)}, {0: range(len(keys) - found.chunks)}, tick=found.tick)
-            while orders := [each for each in made.take() if isinstance(each, Transfer)]:
-                made.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
+            while orders := [each for each in made.take_commands() if isinstance(each, Transfer)]:
+                made.apply_results([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
             if found.lease is not None:
                 made.release(found.lease)
             made.end_step()

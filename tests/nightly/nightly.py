@@ -4,7 +4,7 @@
 
 Each part runs in rounds, each with another seed, for its share of the time. A round that fails is reported with the
 command that repeats it, and its part goes on with the next seed; so do the other parts. A round that does not end in
-`PATIENCE` times the time left to its part is killed, and reported as one that hangs. A part whose environment is
+`TIMEOUT` times the time left to its part is killed, and reported as one that hangs. A part whose environment is
 missing is reported as such, and its share goes to the others. The exit status is 1 if anything has failed.
 """
 
@@ -27,7 +27,7 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
 OUT = PROJECT / "build" / "nightly"
-PATIENCE, LEAST_PATIENCE = 3, 900.0
+TIMEOUT, LEAST_TIMEOUT = 3, 900.0
 TAIL = 25
 """Lines of the output of a failure that the report has."""
 
@@ -182,7 +182,7 @@ def _round(part: Part, outcome: Outcome, seed: int, left: float, log: int) -> No
     ours["PYTHONPATH"] = os.pathsep.join(filter(None, ("src", ".", part.environment.get("PYTHONPATH", ""))))
     said = shlex.join([*(f"{name}={value}" for name, value in ours.items()), *command])
     os.write(log, f"\n{said}\n".encode())
-    output, status = _outcome_of(command, {**os.environ, **ours}, max(PATIENCE * left, LEAST_PATIENCE))
+    output, status = _outcome_of(command, {**os.environ, **ours}, max(TIMEOUT * left, LEAST_TIMEOUT))
     os.write(log, output.encode())
     outcome.rounds += 1
     outcome.seeds.append(seed)

@@ -29,8 +29,8 @@ def part(name: str, code: str, share: float = 1.0, needs: tuple[Path, ...] = ())
 
 
 def test_failing_hanging_or_missing_part_does_not_stop_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nightly, "LEAST_PATIENCE", 2.0)
-    monkeypatch.setattr(nightly, "PATIENCE", 1)
+    monkeypatch.setattr(nightly, "LEAST_TIMEOUT", 2.0)
+    monkeypatch.setattr(nightly, "TIMEOUT", 1)
     parts = (
         part("fails", "print('1,000 things'); raise SystemExit('broken: seed %d' % seed)"),
         part("hangs", "import subprocess, sys, time; print('here', flush=True); subprocess.run(['sleep', '600'])"),

@@ -14,7 +14,7 @@ from longshore.tiers.remote import ClusterTier, RemoteTier
 
 IMAGE = TierTests.image_bytes
 PLACES = 32
-PATIENCE = 30.0
+TIMEOUT = 30.0
 PATIENT = "connect_timeout=20s&probe_timeout=20s&fetch_timeout=20s&write_timeout=20s"
 """Deadlines that a busy machine does not miss, for tests of other things."""
 
@@ -25,7 +25,7 @@ def remote(harness: TierHarness) -> RemoteTier | ClusterTier:
 
 
 def ask(harness: TierHarness, *numbers: int) -> tuple[bool, ...] | None:
-    tier, give_up = remote(harness), time.monotonic() + PATIENCE
+    tier, give_up = remote(harness), time.monotonic() + TIMEOUT
     ticket = tier.ask([key(number) for number in numbers], tier.generation, math.inf)
     while not (answers := tier.answers()):
         assert time.monotonic() < give_up
@@ -35,7 +35,7 @@ def ask(harness: TierHarness, *numbers: int) -> tuple[bool, ...] | None:
 
 
 def until(what: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + PATIENCE
+    give_up = time.monotonic() + TIMEOUT
     while not what():
         assert time.monotonic() < give_up
         time.sleep(0.01)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from remotes import IMAGE, PATIENCE, PATIENT, PLACES, ask, remote, until
+from remotes import IMAGE, PATIENT, PLACES, TIMEOUT, ask, remote, until
 from typer.testing import CliRunner
 
 from longshore.boundary import Status
@@ -361,7 +361,7 @@ def test_a_late_batch_takes_no_other_with_it(mooncake: LocalMooncake, shared: Ca
     begun = time.monotonic()
     soon, later = (
         harness.tier.submit([harness.op(Op.READ, 0, 1, place) for place in places], begun + seconds)
-        for places, seconds in (((0, 1), 1.0), ((2, 3), PATIENCE))
+        for places, seconds in (((0, 1), 1.0), ((2, 3), TIMEOUT))
     )
     assert harness.wait(soon).statuses == (Status.DEADLINE,) * 2
     assert harness.wait(later).statuses == (Status.OK,) * 2, "by another process"
@@ -380,7 +380,7 @@ def test_a_hung_client_keeps_its_slot_until_it_is_dead(
 
     def later(process: subprocess.Popen[bytes]) -> None:
         if not kept.is_set() and process.pid == reading:
-            kept.wait(PATIENCE)
+            kept.wait(TIMEOUT)
         kill(process)
 
     monkeypatch.setattr(subprocess.Popen, "kill", later)
@@ -454,15 +454,15 @@ def test_two_stacks_share_blocks_and_memory_with_the_client(mooncake: LocalMoonc
     config = Config.make(background=False, remote=mooncake.url(PATIENT), gate=False, host_size=16 * layout.image_bytes)
     assert not config.host_shared
     path = GroupKeys([key(number) for number in range(8)])
-    with open_stack(config, layout, scope, CpuDevice()) as writer, writer.runtime.control() as cache:
+    with open_stack(config, layout, scope, CpuDevice()) as writer, writer.runtime.transaction() as cache:
         job = cache.store({0: path}, {0: range(8)})[0].job
         assert job is not None
-        assert writer.runtime.wait_ended([job], PATIENCE)
-        assert writer.runtime.flush(PATIENCE)
+        assert writer.runtime.wait_jobs([job], TIMEOUT)
+        assert writer.runtime.flush(TIMEOUT)
     with open_stack(config, layout, scope, CpuDevice()) as reader:
-        bring(reader.runtime, path, 0, 16, PATIENCE)
-        with reader.runtime.control() as cache:
-            assert cache.lookup({0: path}, reader.runtime.clock(), asks=()).chunks == 8
+        bring(reader.runtime, path, 0, 16, TIMEOUT)
+        with reader.runtime.transaction() as cache:
+            assert cache.lookup({0: path}, reader.runtime.clock(), remote_tiers=()).chunks == 8
 
 
 def test_an_arena_that_is_not_shared_is_refused(mooncake: LocalMooncake) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import obstore
 import pytest
-from remotes import IMAGE, PATIENCE, PATIENT, ask, moved_among_faults, remote, until
+from remotes import IMAGE, PATIENT, TIMEOUT, ask, moved_among_faults, remote, until
 
 from certificates import self_signed
 from longshore.boundary import Status
@@ -136,7 +136,7 @@ def test_a_late_write_is_not_sent(proxied: FaultyHttpProxy, weed: LocalS3, opene
 
     def hold(name: bytes, number: int) -> None:
         names.append(name)
-        assert late.wait(PATIENCE)
+        assert late.wait(TIMEOUT)
 
     proxied.plan = hold
     assert harness.run(harness.op(Op.WRITE, 0, 1), deadline=time.monotonic() + 0.5) == (Status.DEADLINE,)
@@ -446,7 +446,7 @@ def test_images_below_a_mebibyte_are_warned_of(s3: LocalS3, caplog: pytest.LogCa
         with caplog.at_level(logging.WARNING, "longshore.tiers.remote.s3"):  # the benchmark sets another level
             tier = RemoteTier(s3.url(), arena=Arena(1 << 20), image_bytes=(2 << 20, size), namespace=bytes(32))
             tier.close()
-        assert caplog.text.count("block images have 256 KiB: below 1024 KiB") == said
+        assert caplog.text.count("chunk images have 256 KiB: below 1024 KiB") == said
 
 
 def test_an_image_larger_than_a_part_is_one_object(weed: LocalS3) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from remotes import IMAGE, PATIENCE, PATIENT, ask, moved_among_faults, remote, until
+from remotes import IMAGE, PATIENT, TIMEOUT, ask, moved_among_faults, remote, until
 
 from certificates import self_signed
 from longshore.boundary import Status
@@ -245,7 +245,7 @@ def test_a_server_that_takes_no_writes_serves_reads(
         assert tier.failures["breaker"] == 0
         assert f"takes no writes: the server answered {reason}" in caplog.text
         session = RespStore(tier.settings, time.monotonic, IMAGE).connect()
-        session.check(time.monotonic() + PATIENCE)  # as an open breaker does
+        session.check(time.monotonic() + TIMEOUT)  # as an open breaker does
         session.close()
 
 

@@ -17,13 +17,13 @@ from longshore.cache import GroupKeys, Run, Until
 from longshore.config import Config
 from longshore.keys import Scope
 from longshore.layout import from_rows
-from longshore.runtime.remote_fetch import bring, fetch, patience
+from longshore.runtime.remote_fetch import bring, fetch, fetch_timeout
 from longshore.runtime.stack import Stack, open_stack
 from longshore.testing.local_server import LocalServer
 from longshore.tiers.remote import RemoteTier
 from longshore.transfer import CpuDevice
 
-TOKENS, CHUNKS, PATIENCE = 16, 48, 60.0
+TOKENS, CHUNKS, TIMEOUT = 16, 48, 60.0
 ROWS: list[torch.Tensor] = []
 """The device blocks of each stack that a test has opened."""
 PATIENT = "connect_timeout=20s&probe_timeout=20s&fetch_timeout=20s&write_timeout=20s"
@@ -56,18 +56,18 @@ def opened(server: LocalServer) -> Iterator[Callable[..., Stack]]:
 
 
 def store(stack: Stack, prompt: int) -> None:
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(keys_of(prompt))}, {0: range(CHUNKS)})[0].job
-    assert job is not None and stack.runtime.wait_ended([job], PATIENCE)
-    assert stack.runtime.flush(PATIENCE)
+    assert job is not None and stack.runtime.wait_jobs([job], TIMEOUT)
+    assert stack.runtime.flush(TIMEOUT)
 
 
 def served(stack: Stack, prompt: int) -> int:
     """Chunks of the prompt in host memory, once it was brought there as far as that pays."""
     path = GroupKeys(keys_of(prompt))
-    bring(stack.runtime, path, 0, TOKENS, PATIENCE)
-    with stack.runtime.control() as cache:
-        found = cache.lookup({0: path}, stack.runtime.clock(), asks=())
+    bring(stack.runtime, path, 0, TOKENS, TIMEOUT)
+    with stack.runtime.transaction() as cache:
+        found = cache.lookup({0: path}, stack.runtime.clock(), remote_tiers=())
         if found.lease is not None:
             cache.release(found.lease)
     return found.chunks
@@ -95,7 +95,7 @@ def test_a_store_is_used_when_it_is_quicker_than_computing(opened: Callable[...,
         gate.observe_prefill(0, chunks * TOKENS, chunks / CHUNKS * 2 * ratio * measured)
     before = probes(reader)
     got = sum(served(reader, prompt) for prompt in range(2, 12))
-    assert reader.runtime.flush(PATIENCE)  # a question that nobody waited for counts, too
+    assert reader.runtime.flush(TIMEOUT)  # a question that nobody waited for counts, too
     if ratio > 1:
         assert got >= 0.95 * 10 * CHUNKS
     else:
@@ -108,27 +108,27 @@ def test_what_is_behind_an_orphan_is_fetched(opened: Callable[..., Stack], first
     """Also what is before it, if the engine does not have that: by one call up to the orphan, by another one behind."""
     store(opened(), 5)
     reader, keys = opened(), keys_of(5)
-    with reader.runtime.control() as cache:
+    with reader.runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(keys[:4], 2)}, {0: range(2, 4)})[0].job
-    assert job is not None and reader.runtime.wait_ended([job], PATIENCE)
+    assert job is not None and reader.runtime.wait_jobs([job], TIMEOUT)
     path = GroupKeys(keys, first)
     ROWS[1][:] = 0
-    with reader.runtime.control() as cache:
+    with reader.runtime.transaction() as cache:
         assert cache.lookup({0: path}, 0.0, until=Until.NOTHING).chunks == first  # the two, from their own parent on
     names = {}
     for part in [keys[:2]] * (not first) + [keys[4:]]:
-        sent = bring(reader.runtime, path, first * TOKENS, TOKENS, PATIENCE)
+        sent = bring(reader.runtime, path, first * TOKENS, TOKENS, TIMEOUT)
         assert set(sent) >= set(part)
         names.update(sent)
-    with reader.runtime.control() as cache:
-        found = cache.lookup({0: path}, reader.runtime.clock(), asks=())
+    with reader.runtime.transaction() as cache:
+        found = cache.lookup({0: path}, reader.runtime.clock(), remote_tiers=())
     assert found.chunks == CHUNKS - first
     jobs: list[int] = []
     sources = reader.load_path(found, path, range(CHUNKS - first), lambda job, _: jobs.append(job), origins=names)
     assert sources[4 - first :] == [REMOTE] * (CHUNKS - 4)
-    assert reader.runtime.wait_ended(jobs, PATIENCE)
+    assert reader.runtime.wait_jobs(jobs, TIMEOUT)
     assert torch.equal(ROWS[1][4 - first : CHUNKS - first], ROWS[0][4:])
-    with reader.runtime.control() as cache:
+    with reader.runtime.transaction() as cache:
         cache.release(found.lease)
         cache.check_integrity()
 
@@ -153,26 +153,26 @@ def test_a_fetch_ends_after_twice_what_the_gate_expects(opened: Callable[..., St
     assert gate is not None
     gate.observe_load(HOST, 1 << 20, 1e-6, 0.0, 0.0)
     gate.observe_load(REMOTE, CHUNKS << 18, 2.0, 0.0, 0.0)
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         probes = fetch(runtime, cache, path, 0, TOKENS).probes
-    assert runtime.wait_ended(probes, PATIENCE)
+    assert runtime.wait_jobs(probes, TIMEOUT)
     os.kill(server.pid, signal.SIGSTOP)
     try:
-        with runtime.control() as cache:
+        with runtime.transaction() as cache:
             expected = gate.load_seconds(runs, runtime.clock())
-            jobs = fetch(runtime, cache, path, 0, TOKENS, asks=False).jobs
+            jobs = fetch(runtime, cache, path, 0, TOKENS, probe=False).jobs
         assert expected is not None
         assert not gate.is_late(REMOTE)
         latest = runtime.clock() + max(2 * expected, 3.5)
         deadlines = [runtime._running[job].transfer.deadline for job in jobs]
         assert deadlines
         assert max(deadlines) <= latest
-        assert runtime.wait_ended(jobs, PATIENCE)
+        assert runtime.wait_jobs(jobs, TIMEOUT)
     finally:
         os.kill(server.pid, signal.SIGCONT)
-    with runtime.control() as cache:  # the gate cannot measure what did not arrive
+    with runtime.transaction() as cache:  # the gate cannot measure what did not arrive
         assert gate.is_late(REMOTE)
-        assert patience(runtime, cache, runs, runtime.clock()) is None
+        assert fetch_timeout(runtime, cache, runs, runtime.clock()) is None
 
 
 def test_hung_store_does_not_delay_long_prompts(
@@ -183,7 +183,7 @@ def test_hung_store_does_not_delay_long_prompts(
     os.kill(server.pid, signal.SIGSTOP)
     try:
         stored = stack.store_path(
-            GroupKeys(keys_of(0)), range(CHUNKS), lambda job, blocks: None, evicting=True, patience=PATIENCE
+            GroupKeys(keys_of(0)), range(CHUNKS), lambda job, blocks: None, evicting=True, timeout=TIMEOUT
         )
         under_way = [each.transfer.route.destination for each in stack.runtime._running.values()]
         assert (stored, REMOTE in under_way) == (CHUNKS, True)

@@ -21,7 +21,7 @@ from longshore.runtime.control import ControlServer, ask
 from longshore.runtime.stack import Stack, open_stack
 from longshore.transfer import CpuDevice
 
-TOKENS, BLOCKS, PATIENCE = 16, 8, 60.0
+TOKENS, BLOCKS, TIMEOUT = 16, 8, 60.0
 
 
 class Engine:
@@ -48,13 +48,13 @@ class Engine:
     def store(self, tokens: Sequence[int]) -> None:
         """Store all chunks of a prompt, and wait for that."""
         path = GroupKeys(self.keys(tokens))
-        with self.stack.runtime.control() as cache:
-            job = cache.store({0: path}, {0: range(len(path.names))})[0].job
-        assert job is None or self.stack.runtime.wait_ended([job], PATIENCE)
-        assert self.stack.runtime.flush(PATIENCE)
+        with self.stack.runtime.transaction() as cache:
+            job = cache.store({0: path}, {0: range(len(path.keys))})[0].job
+        assert job is None or self.stack.runtime.wait_jobs([job], TIMEOUT)
+        assert self.stack.runtime.flush(TIMEOUT)
 
     def ask(self, command: str, **more: Any) -> dict[str, Any]:
-        return ask(self.server.path, {"command": command, **more}, PATIENCE)
+        return ask(self.server.path, {"command": command, **more}, TIMEOUT)
 
     def leading(self, tokens: Sequence[int]) -> int:
         return int(self.ask("lookup", tokens=list(tokens))["leading"])

@@ -22,7 +22,7 @@ from longshore.cache.eviction import LRU
 from longshore.runtime import Runtime, TierMover
 from longshore.tiers.arena import Arena
 from longshore.tiers.file import FileTier, capacity_for
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 from scripted import Scripted
 
 IMAGE = 4096
@@ -52,18 +52,18 @@ class Rig:
     def store(self, keys: list[bytes], group: int = 0) -> None:
         """`keys` lie in the file tier, and in no other."""
         blocks = range(len(keys) * self.cache.settings.blocks_per_chunk)
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             cache.store({group: GroupKeys(keys)}, {group: list(blocks)})
         for mover in (self.device, self.files):
             mover.end()
             self.runtime.pump()
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             assert cache.discard(keys, HOST) == len(keys)
         self.device.submitted.clear()
         self.files.submitted.clear()
 
     def load(self, keys: list[bytes], blocks: list[int], skip: int = 0) -> Lease:
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             hold = cache.lookup({0: GroupKeys(keys)}, self.now).lease
             assert hold is not None
             cache.load(hold, {0: blocks}, skip=skip)
@@ -92,11 +92,11 @@ class StubCache:
     def stats(self) -> tuple[()]:
         return ()
 
-    def take(self) -> list[Any]:
+    def take_commands(self) -> list[Any]:
         commands, self.commands = self.commands, []
         return commands
 
-    def apply(self, results: list[TransferResult], now: float) -> None:
+    def apply_results(self, results: list[TransferResult], now: float) -> None:
         self.results += results
 
     def tick(self, now: float) -> None: ...
@@ -140,7 +140,7 @@ class Memory:
 
     routes = frozenset((DOWN, UP))
 
-    def __init__(self, blocks: int, host: HostTier) -> None:
+    def __init__(self, blocks: int, host: HostSlabs) -> None:
         self.blocks = np.zeros((blocks, IMAGE), dtype=np.uint8)
         self.host = host
         self.results: list[TransferResult] = []
@@ -172,7 +172,7 @@ class Machine:
 
     def __init__(self, directory: Path) -> None:
         self.arena = Arena(4 * IMAGE)
-        host = HostTier(self.arena, Slabs.of_one_size(IMAGE, 4))
+        host = HostSlabs(self.arena, Slabs.of_one_size(IMAGE, 4))
         capacity = capacity_for(8, IMAGE)
         self.file = FileTier(directory, capacity=capacity, image_bytes=IMAGE, arena=self.arena, scope=bytes(32))
         self.memory = Memory(8, host)
@@ -182,13 +182,13 @@ class Machine:
         self.runtime = Runtime(self.cache, [self.memory, TierMover(self.file, host)], [self.file])
 
     def load(self, keys: list[bytes], blocks: list[int]) -> tuple[int, tuple[str, ...]]:
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             hold = cache.lookup({0: GroupKeys(keys)}, self.runtime.clock()).lease
             if hold is None:
                 return 0, ()
             cache.load(hold, {0: blocks})
-        outcome = self.runtime.wait_over(hold, 10.0).outcome
-        with self.runtime.control() as cache:
+        outcome = self.runtime.wait_load(hold, 10.0).outcome
+        with self.runtime.transaction() as cache:
             cache.release(hold)
         return outcome
 

@@ -27,7 +27,7 @@ class Rig:
     def offload(self, *blocks: int) -> int:
         keys = [bytes([self._keys + i]) * 32 for i in range(len(blocks))]
         self._keys += len(blocks)
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             job = cache.store({0: GroupKeys(keys)}, {0: blocks}, evicting=True)[0].job
         assert job is not None
         self.guard.add(job, blocks)
@@ -45,13 +45,13 @@ def rig() -> Rig:
 
 def test_blocks_that_no_job_touches_are_free_at_once(rig: Rig) -> None:
     assert rig.guard.settle([3, 1]) == [3, 1]
-    assert rig.runtime.guarded.late == 0
+    assert rig.runtime.guard_counters.late == 0
 
 
 def test_block_in_use_by_a_job_is_parked_until_end(rig: Rig) -> None:
     job = rig.offload(3, 4)
     assert rig.guard.settle([1, 3, 4]) == [1]
-    assert rig.runtime.guarded.late == 2
+    assert rig.runtime.guard_counters.late == 2
     assert rig.guard.reclaim() == []
     rig.end(job)
     assert rig.guard.reclaim() == [3, 4]
@@ -79,9 +79,9 @@ def test_settle_waits_for_a_while() -> None:
     job = rig.offload(3)
     threading.Timer(0.05, lambda: rig.mover.end(job=job)).start()
     assert rig.guard.settle([3]) == [3]
-    assert rig.runtime.guarded.late == 0
-    assert rig.runtime.guarded.waits == 1
-    assert rig.runtime.guarded.seconds > 0.0
+    assert rig.runtime.guard_counters.late == 0
+    assert rig.runtime.guard_counters.waits == 1
+    assert rig.runtime.guard_counters.seconds > 0.0
 
 
 def test_drain_waits_and_forgets_what_was_parked() -> None:

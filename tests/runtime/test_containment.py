@@ -18,7 +18,7 @@ from longshore.boundary import HOST, Status, TransferResult
 from longshore.cache import (
     CacheGroup,
     GroupKeys,
-    Text,
+    PromptTokens,
     Until,
 )
 from longshore.errors import TraceError
@@ -33,14 +33,14 @@ def test_idle_calls_do_not_evict_others_from_the_call_log(tmp_path: Path, monkey
     job = cache.store({0: GroupKeys(path(3))})[0].job
     assert job is not None
     for step in range(1000):
-        cache.apply((), float(step))
+        cache.apply_results((), float(step))
         cache.end_step()
-        assert cache.take() == []
-        cache.apply([], step + 0.5)
+        assert cache.take_commands() == []
+        cache.apply_results([], step + 0.5)
         cache.events()
-    cache.apply([TransferResult(job, (Status.OK,) * 3)], 2000.0)
+    cache.apply_results([TransferResult(job, (Status.OK,) * 3)], 2000.0)
     names = [call.name for call in log.calls]
-    assert names[0] == "store" and names[-1] == "apply"
+    assert names[0] == "store" and names[-1] == "apply_results"
     assert len(names) <= 16
     written = log.write()
     assert written is not None
@@ -54,9 +54,9 @@ def test_call_log_keeps_arguments_as_they_were(tmp_path: Path, monkeypatch: pyte
     log, keys = CallLog(cache, lambda error: None), path(4)
     offload = cache.store({0: GroupKeys(keys)})[0]
     results = [TransferResult(offload.job or 0, (Status.OK,) * 4)]
-    cache.apply(results, 0.0)
+    cache.apply_results(results, 0.0)
     results.clear()
-    sight = cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, each=True).residency[0]
+    sight = cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, independent=True).residency[0]
     cache.end_step()
     wanted = [GroupKeys([], device=[]), GroupKeys(path(4, first=20), device=np.ones(4, bool))]
     cache.lookup(dict(enumerate(wanted)), 1.0)
@@ -82,14 +82,14 @@ def test_call_log_is_bounded_and_reports_whether_it_is_complete(
     log = CallLog(cache, lambda error: None)
     keys = [bytes([i]) * 32 for i in range(200)]
     for _ in range(500):
-        cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, each=True)
+        cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, independent=True)
     assert len(log.calls) == 500
     for _ in range(20):
-        cache.lookup({0: GroupKeys(keys * 100)}, 0.0, until=Until.STEP, each=True)
+        cache.lookup({0: GroupKeys(keys * 100)}, 0.0, until=Until.STEP, independent=True)
     assert 0 < len(log.calls) < 20
     assert sum(call.bytes for call in log.calls) <= 16 << 20
     for _ in range(600):
-        cache.lookup({0: GroupKeys(keys[:9])}, 0.0, until=Until.STEP, each=True)
+        cache.lookup({0: GroupKeys(keys[:9])}, 0.0, until=Until.STEP, independent=True)
     assert len(log.calls) == 512
     written = log.write()
     assert written is not None
@@ -103,13 +103,13 @@ def test_call_log_has_no_prompt_tokens(tmp_path: Path, monkeypatch: pytest.Monke
     group = CacheGroup(block_size=16)
     cache = host_cache(groups=(group,), partial=True)
     log, tokens = CallLog(cache, lambda error: None), list(range(77_001, 77_033))
-    text = Text(tokens, b"root")
+    text = PromptTokens(tokens, b"root")
     keys = [bytes([i]) * 32 for i in range(2)]
     cache.store({0: GroupKeys(keys, text=text)}, {0: [0, 1]})
-    cache.lookup({0: GroupKeys(keys, text=Text(tokens, b"root"))}, 0.0)
+    cache.lookup({0: GroupKeys(keys, text=PromptTokens(tokens, b"root"))}, 0.0)
     cache.lookup({0: GroupKeys(keys, device=(), text=text)}, 0.0)
     written = log.write()
     assert pickle.dumps(tokens)[20:60] not in written.read_bytes()
-    assert b"Text" not in written.read_bytes()
+    assert b"PromptTokens" not in written.read_bytes()
     assert {call[0] for call in pickle.loads(written.read_bytes())[1]} == {"store", "lookup"}  # noqa: S301
     replay(written)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_kit import PATIENCE, Engine, prompt
+from control_kit import TIMEOUT, Engine, prompt
 
 from longshore.boundary import FILE, HOST, Key
 from longshore.cache import CacheGroup, CacheSettings, GroupKeys, TieredCache, TierSpec
@@ -48,7 +48,7 @@ def opened(path: Path) -> Iterator[Opened]:
 
     yield open_one
     for engine in made:
-        with engine.stack.runtime.observe() as cache:
+        with engine.stack.runtime.locked() as cache:
             if engine.stack.runtime.fault is None:
                 cache.check_integrity()
         engine.close()
@@ -75,7 +75,7 @@ def test_lookup_says_which_tier_has_how_many_leading_chunks(opened: Opened, tmp_
     assert engine.ask("lookup", tokens=tokens) == {
         "chunks": 8, "leading": 4, "runs": [{"tier": HOST, "chunks": 4}],
     }  # fmt: skip
-    with engine.stack.runtime.control() as cache:
+    with engine.stack.runtime.transaction() as cache:
         assert cache.discard(engine.keys(prompt(1))[2:], HOST) == 2
     runs = [{"tier": HOST, "chunks": 2}, {"tier": FILE, "chunks": 2}]
     assert engine.ask("lookup", tokens=tokens)["runs"] == runs
@@ -87,11 +87,11 @@ def test_lookup_says_which_tier_has_how_many_leading_chunks(opened: Opened, tmp_
 def test_a_lookup_is_no_use_and_keeps_nothing(opened: Opened) -> None:
     engine = opened()
     engine.store(prompt(1))
-    with engine.stack.runtime.observe() as cache:
-        before = cache.counters.copy(), cache.held
+    with engine.stack.runtime.locked() as cache:
+        before = cache.counters.copy(), cache.leases, cache.protected
     engine.leading([*prompt(1), *prompt(2)])
-    with engine.stack.runtime.observe() as cache:
-        assert (cache.counters, cache.held) == before
+    with engine.stack.runtime.locked() as cache:
+        assert (cache.counters, cache.leases, cache.protected) == before
 
 
 def test_pinned_chunks_stay_until_they_are_unpinned(opened: Opened) -> None:
@@ -119,11 +119,11 @@ def test_more_than_a_quarter_of_a_tier_cannot_be_pinned(opened: Opened) -> None:
         CommandError, match=r"PinLimitError: expected at most 4 pinned chunks, 25% of the tier host, got 8"
     ):
         engine.ask("pin", tokens=prompt(2))
-    with engine.stack.runtime.observe() as cache:
-        assert cache.held == 1
+    with engine.stack.runtime.locked() as cache:
+        assert cache.leases == 1
     assert engine.ask("pin", tokens=prompt(1))["pinned"] == 4  # again: it counts once
-    with engine.stack.runtime.observe() as cache:
-        assert cache.held == 1
+    with engine.stack.runtime.locked() as cache:
+        assert cache.leases == 1
     assert engine.ask("pin", tokens=prompt(7)) == {"chunks": 4, "pinned": 0}
 
 
@@ -133,13 +133,13 @@ def test_clear_drops_what_the_tiers_hold_also_for_later(opened: Opened, tmp_path
     engine.ask("pin", tokens=prompt(1))
     assert engine.ask("clear") == {"dropped": {HOST: 4, FILE: 4}, "left": {HOST: 0, FILE: 0}}
     assert engine.leading(prompt(1)) == 0
-    with engine.stack.runtime.observe() as cache:
-        assert cache.held == 0
+    with engine.stack.runtime.locked() as cache:
+        assert (cache.leases, cache.protected) == (0, 0)
         generation = cache.generation
     engine.store(prompt(2))
     engine.close()
     again = opened(files=tmp_path / "kv")
-    with again.stack.runtime.observe() as cache:
+    with again.stack.runtime.locked() as cache:
         assert cache.generation == generation  # what is stored afterwards is of the same weights
     assert (again.leading(prompt(1)), again.leading(prompt(2))) == (0, 4)
 
@@ -149,17 +149,17 @@ def test_clear_leaves_what_a_request_holds_or_loads(opened: Opened, tmp_path: Pa
     engine.store(prompt(1))
     engine.store(prompt(2))
     runtime = engine.stack.runtime
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         found = cache.lookup({0: GroupKeys(engine.keys(prompt(1)))}, runtime.clock())
     assert found.lease is not None
     said = engine.ask("clear")
     assert said["dropped"][HOST] + said["dropped"][FILE] >= 8
     assert sum(said["left"].values()) >= 4
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         cache.load(found.lease, {0: range(4)})
-    outcome = runtime.wait_over(found.lease, PATIENCE).outcome
+    outcome = runtime.wait_load(found.lease, TIMEOUT).outcome
     assert outcome is not None and outcome.chunks == 4
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         cache.release(found.lease)
     assert engine.leading(prompt(2)) == 0
     engine.ask("clear")
@@ -170,17 +170,17 @@ def test_an_engines_own_reset_ends_pins_without_a_fault(opened: Opened, tmp_path
     engine = opened(files=tmp_path / "kv")
     engine.store(prompt(1))
     engine.ask("pin", tokens=prompt(1))
-    with engine.stack.runtime.control() as cache:
+    with engine.stack.runtime.transaction() as cache:
         cache.reset(keep=(FILE,))
         cache.check_integrity()
     assert engine.ask("lookup", tokens=prompt(1))["runs"] == [{"tier": FILE, "chunks": 4}]
-    with engine.stack.runtime.control() as cache:
+    with engine.stack.runtime.transaction() as cache:
         cache.reset()
     assert engine.ask("stats")["pinned_chunks"] == 0
     engine.store(prompt(2))
     assert engine.ask("pin", tokens=prompt(2))["pinned"] == 4, "the former pins do not count"
-    with engine.stack.runtime.observe() as cache:
-        assert cache.held == 1
+    with engine.stack.runtime.locked() as cache:
+        assert cache.leases == 1
     assert engine.ask("unpin") == {"unpinned": 4}
 
 
@@ -298,8 +298,8 @@ def test_commands_at_once_are_carried_out_one_by_one(opened: Opened) -> None:
 
     with ThreadPoolExecutor(8) as threads:
         assert sum(threads.map(work, range(1, 9))) == 0
-    with engine.stack.runtime.observe() as cache:
-        assert cache.held == 0
+    with engine.stack.runtime.locked() as cache:
+        assert (cache.leases, cache.protected) == (0, 0)
 
 
 # ------------------------------------------------------------------ engines that do not answer
@@ -326,12 +326,12 @@ def test_without_free_descriptors_a_client_waits(
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(plugs) + 1, hard))
         try:
             client.connect(str(path))
-            assert tried.wait(PATIENCE), "it pauses, and does not spin"
+            assert tried.wait(TIMEOUT), "it pauses, and does not spin"
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             for plug in plugs:
                 os.close(plug)
-        client.settimeout(PATIENCE)
+        client.settimeout(TIMEOUT)
         client.sendall(b'{"command": "stats"}\n')
         assert json.loads(client.makefile().readline())["ok"]["pid"] == os.getpid()
     assert caplog.text.count("no connection could be accepted") == 1
@@ -364,7 +364,7 @@ class Several:
     def store(self, at: int, tokens: Sequence[int], chunks: slice = slice(None)) -> None:
         """Make chunks of a prompt in a group ready."""
         group, keys = self.groups[at], self.keys(tokens)[at]
-        with group.runtime.control() as cache:
+        with group.runtime.transaction() as cache:
             slot, taken = cache.stats()[0].used, list(enumerate(keys))[chunks]
             parents = [keys[number - 1] if number and at == FULL else None for number, _ in taken]
             cache.adopt(HOST, [(slot + n, key, parents[n], 0) for n, (_, key) in enumerate(taken)])
@@ -379,7 +379,7 @@ def several(request: pytest.FixtureRequest) -> Iterator[Several]:
     engine = Several(apart=request.param)
     yield engine
     for runtime in engine.runtimes:
-        with runtime.observe() as cache:
+        with runtime.locked() as cache:
             cache.check_integrity()
         runtime.close()
 
@@ -404,7 +404,7 @@ def test_a_pin_of_several_groups_leases_what_the_prefix_needs(several: Several) 
     assert several.ask("pin", tokens=tokens) == {"chunks": 10, "pinned": 10}  # 8 and 2
     assert several.ask("stats")["pinned_chunks"] == 10
     for group in several.groups:
-        with group.runtime.control() as cache:
+        with group.runtime.transaction() as cache:
             cache.evict(HOST, 1000)
     left = several.ask("lookup", tokens=tokens)
     assert left["leading_tokens"] == 128
@@ -428,8 +428,8 @@ def test_the_limit_of_pins_counts_all_groups_and_changes_nothing(several: Severa
 
 
 def runtime_held(runtime: Runtime) -> int:
-    with runtime.observe() as cache:
-        return cache.held
+    with runtime.locked() as cache:
+        return cache.leases
 
 
 def test_an_engine_without_tiers_says_so() -> None:
@@ -441,19 +441,19 @@ def test_an_engine_without_tiers_says_so() -> None:
 def test_next_engine_takes_the_socket_of_a_killed_one(
     process: subprocess.Popen[str], opened: Opened, path: Path
 ) -> None:
-    assert ask(path, {"command": "stats"}, PATIENCE)["pid"] == process.pid
+    assert ask(path, {"command": "stats"}, TIMEOUT)["pid"] == process.pid
     process.kill()
     process.wait()
     assert path.exists()
     with pytest.raises(CommandError, match="nobody listens: the engine was killed"):
-        ask(path, {"command": "stats"}, PATIENCE)
+        ask(path, {"command": "stats"}, TIMEOUT)
     engine = opened()
     assert engine.server.path == path
     assert engine.ask("stats")["pid"] == os.getpid()
     engine.close()
     assert not path.exists()
     with pytest.raises(CommandError, match=r"no such socket\. Engines with one: none"):
-        ask(path, {"command": "stats"}, PATIENCE)
+        ask(path, {"command": "stats"}, TIMEOUT)
 
 
 def test_a_stopped_engine_is_an_error_after_the_timeout(process: subprocess.Popen[str], path: Path) -> None:
@@ -462,14 +462,14 @@ def test_a_stopped_engine_is_an_error_after_the_timeout(process: subprocess.Pope
     with pytest.raises(CommandError, match=r"no answer within 0\.2 s: the engine is stopped or very busy"):
         ask(path, {"command": "clear"}, 0.2)
     process.send_signal(signal.SIGCONT)
-    assert ask(path, {"command": "lookup", "tokens": prompt(1)}, PATIENCE)["chunks"] == 4
+    assert ask(path, {"command": "lookup", "tokens": prompt(1)}, TIMEOUT)["chunks"] == 4
 
 
 def test_an_engine_that_dies_amid_a_command_is_an_error(process: subprocess.Popen[str], path: Path) -> None:
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(ask, path, {"command": "stats"}, PATIENCE)
+        asked = threads.submit(ask, path, {"command": "stats"}, TIMEOUT)
         while not _has_unread(path):
             time.sleep(0.01)
         process.kill()
@@ -479,7 +479,7 @@ def test_an_engine_that_dies_amid_a_command_is_an_error(process: subprocess.Pope
 
 def test_a_busy_engine_answers_once_its_lock_is_free(opened: Opened) -> None:
     engine = opened()
-    with engine.stack.runtime.control(), pytest.raises(CommandError, match="very busy"):
+    with engine.stack.runtime.transaction(), pytest.raises(CommandError, match="very busy"):
         ask(engine.server.path, {"command": "lookup", "tokens": prompt(1)}, 0.2)
     assert engine.leading(prompt(1)) == 0
 
@@ -489,7 +489,7 @@ def test_after_a_fault_of_the_control_plane_commands_are_refused(opened: Opened)
     engine.stack.runtime.fail(RuntimeError("for a test"))
     for command in ({"command": "lookup", "tokens": prompt(1)}, {"command": "clear"}):
         with pytest.raises(CommandError, match="TierClosedError: all tiers disabled"):
-            ask(engine.server.path, command, PATIENCE)
+            ask(engine.server.path, command, TIMEOUT)
     (faults,) = engine.ask("stats")["metrics"]["longshore_control_plane_faults_total"]
     assert faults["value"] == 1
 
@@ -576,7 +576,7 @@ def test_a_socket_that_cannot_be_made_is_an_error(name: str) -> None:
 def _connected(engine: Engine) -> socket.socket:
     client = socket.socket(socket.AF_UNIX)
     client.connect(str(engine.server.path))
-    client.settimeout(PATIENCE)
+    client.settimeout(TIMEOUT)
     return client
 
 

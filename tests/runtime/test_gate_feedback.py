@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from longshore.boundary import DEVICE, FILE, HOST, Route, Status, TransferResult
-from longshore.cache import CacheSettings, Gate, GroupKeys, Lease, Run, TieredCache, TierSpec, WritePolicy
+from longshore.cache import CacheSettings, GroupKeys, Lease, RecomputeGate, Run, TieredCache, TierSpec, WritePolicy
 from longshore.runtime import Runtime
 from scripted import Scripted
 
@@ -37,9 +37,9 @@ class Rig:
         self.cache = TieredCache(
             [TierSpec(HOST, 8, IMAGE), TierSpec(FILE, 8, IMAGE)], CacheSettings(backup=WritePolicy.THROUGH)
         )
-        gate = Gate([HOST, FILE], TOKENS, IMAGE) if gated else None
+        gate = RecomputeGate([HOST, FILE], TOKENS, IMAGE) if gated else None
         self.runtime = Runtime(self.cache, [self.device, self.files], gate=gate, clock=lambda: self.now)
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             cache.store({0: GroupKeys(KEYS)}, {0: range(4)})
         self._end_all()
 
@@ -52,11 +52,11 @@ class Rig:
 
     def drop(self, at_hand: int) -> None:
         """All but the first `at_hand` chunks leave host memory."""
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             assert cache.discard(KEYS[at_hand:], HOST) == 4 - at_hand
 
     def lookup(self) -> Lease:
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             hold = cache.lookup({0: GroupKeys(KEYS)}, self.now).lease
             assert hold is not None
             return hold
@@ -64,10 +64,10 @@ class Rig:
     def load(self) -> None:
         """All four chunks come up, and are let go."""
         hold = self.lookup()
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             cache.load(hold, {0: range(4)})
         self._end_all()
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             assert cache.progress(hold).outcome is not None
             cache.release(hold)
 
@@ -132,7 +132,7 @@ def test_without_a_gate_all_is_loaded() -> None:
 
 @pytest.mark.parametrize(("source", "destination"), list(itertools.permutations((DEVICE, HOST, FILE), 2)))
 def test_only_what_brings_chunks_up_is_learned_from(source: str, destination: str) -> None:
-    gate = Gate([HOST, FILE], TOKENS, IMAGE)
+    gate = RecomputeGate([HOST, FILE], TOKENS, IMAGE)
     gate.observe_prefill(0, TOKENS, 1.0)
     for tier in (HOST, FILE):
         up_from = Route(tier, HOST if tier == FILE else DEVICE)

@@ -33,9 +33,9 @@ from longshore.keys import Scope
 from longshore.layout import KVLayout, from_rows
 from longshore.metrics import LongshoreCollector
 from longshore.runtime import stack as stack_module
-from longshore.runtime.ring_mover import ImageRing, RingMover
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import Stack, open_stack
+from longshore.runtime.staging_mover import StagingMover, StagingSlots
 from longshore.testing import flip_image_bit
 from longshore.tiers.file import GdsFileTier, capacity_for
 from longshore.transfer.device import CpuDevice
@@ -44,7 +44,7 @@ from longshore.transfer.engine import TransferEngine
 
 BLOCKS, ROW, PER_CHUNK = 40, 6 * 500, 2
 CHUNKS = 12
-PATIENCE = 60.0  # seconds
+TIMEOUT = 60.0  # seconds
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(CHUNKS)]
 WRITE, READ = Route(DEVICE, FILE), Route(FILE, DEVICE)
 
@@ -80,7 +80,7 @@ def library() -> StandInCuFile:
 @pytest.fixture(autouse=True)
 def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four images, so that jobs go in pieces."""
-    monkeypatch.setattr(stack_module, "RING_BYTES", 0)
+    monkeypatch.setattr(stack_module, "STAGING_BYTES", 0)
 
 
 def opened(pages: Pages, directory: Path, library: object, *, host_size: int | None = None, **changes: Any) -> Stack:
@@ -99,20 +99,20 @@ def opened(pages: Pages, directory: Path, library: object, *, host_size: int | N
 
 
 def store(stack: Stack, blocks: list[int]) -> None:
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(KEYS)}, {0: blocks})[0].job
     assert job is not None
-    assert stack.runtime.wait_ended([job], 30)
+    assert stack.runtime.wait_jobs([job], 30)
 
 
 def load(stack: Stack, blocks: list[int], start: int = 0) -> int:
     """How many chunks came."""
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         hold: Lease | None = cache.lookup({0: GroupKeys(KEYS, start)}, stack.runtime.clock()).lease
         assert hold is not None
         cache.load(hold, {0: blocks})
-    outcome = stack.runtime.wait_over(hold, 30).outcome
-    with stack.runtime.control() as cache:
+    outcome = stack.runtime.wait_load(hold, 30).outcome
+    with stack.runtime.transaction() as cache:
         cache.release(hold)
     assert set(outcome.sources) <= {FILE}
     return len(outcome.sources)
@@ -167,7 +167,7 @@ def test_daily_write_budget_holds_without_host_tier(pages: Pages, tmp_path: Path
     hourly = 3 * (4096 + pages.layout.image_bytes)
     with opened(pages, tmp_path, library, file_daily_writes=24 * hourly) as stack:
         store(stack, list(range(2 * CHUNKS)))
-        with stack.runtime.observe() as cache:
+        with stack.runtime.locked() as cache:
             drops = {reason: n for reason, n in cache.counters.drops[FILE].items() if n}
     assert library.calls["write"] == 3
     assert drops == {DropReason.RATE_LIMIT: CHUNKS - 3}
@@ -207,7 +207,7 @@ def test_every_other_image_by_way_of_the_host(pages: Pages, tmp_path: Path, libr
 def test_what_went_by_way_of_the_host_is_a_metric(pages: Pages, tmp_path: Path, library: StandInCuFile) -> None:
     with opened(pages, tmp_path, library) as stack:
         found = CollectorRegistry()
-        found.register(LongshoreCollector(stack.runtime, engine=stack.engine, file=stack.file))
+        found.register(LongshoreCollector(stack.runtime, engine=stack.transfer_engine, file=stack.file))
 
         def count(reason: str) -> float | None:
             return found.get_sample_value("longshore_file_fallbacks_total", {"reason": reason})
@@ -231,7 +231,7 @@ def test_what_rots_ends_the_load_there_and_nothing_else_changes(
     before = pages.read(blocks)
     with opened(pages, tmp_path, library) as stack:
         store(stack, blocks)
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             (slot,) = [each.slot.index for each in residents_of(cache) if each.key == KEYS[5]]
         flip_image_bit(tmp_path, slot, 12345)
         pages.fill(2)
@@ -285,12 +285,12 @@ def test_host_memory_in_front_of_gds_is_refused(tmp_path: Path) -> None:
 
 
 class Machine:
-    """A mover alone, over a ring of four images."""
+    """A mover alone, over a staging area of four images."""
 
     def __init__(self, pages: Pages, directory: Path) -> None:
         layout = pages.layout
         self.memory = CpuImages(4 * layout.image_bytes)
-        self.ring = ImageRing(self.memory, layout.image_bytes)
+        self.staging = StagingSlots(self.memory, layout.image_bytes)
         self.tier = GdsFileTier(
             directory,
             capacity=capacity_for(CHUNKS, layout.image_bytes),
@@ -299,9 +299,9 @@ class Machine:
             scope=bytes(32),
             library=StandInCuFile(),
         )
-        self.engine = TransferEngine(layout, CpuDevice(), self.ring)
+        self.engine = TransferEngine(layout, CpuDevice(), self.staging)
         self.now = 0.0
-        self.mover = RingMover(self.engine, layout, self.ring, self.tier, clock=lambda: self.now)
+        self.mover = StagingMover(self.engine, layout, self.staging, self.tier, clock=lambda: self.now)
         self.layout: KVLayout = layout
 
     def transfer(self, job: int, route: Route, chunks: range, **changes: Any) -> Transfer:
@@ -318,7 +318,7 @@ class Machine:
         return self.wait(transfer.job)
 
     def wait(self, job: int) -> TransferResult:
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + TIMEOUT
         while time.monotonic() < give_up:
             for result in self.mover.poll():
                 if result.job == job:
@@ -332,7 +332,7 @@ def machine(pages: Pages, tmp_path: Path) -> Iterator[Machine]:
     machine = Machine(pages, tmp_path / "mover")
     yield machine
     machine.mover.close()
-    assert machine.ring.free == 4
+    assert machine.staging.free == 4
 
 
 def test_a_job_longer_than_the_ring(machine: Machine, pages: Pages) -> None:
@@ -436,7 +436,7 @@ def test_slots_that_a_failed_read_left_are_zero(machine: Machine) -> None:
     read = machine.transfer(2, READ, range(1))
     other = replace(read, items=(read.items[0]._replace(key=KEYS[1]),))
     assert machine.run(other).statuses == (Status.MISMATCH,)
-    used = machine.ring._free[-1]  # the record is whole, so its image has come
+    used = machine.staging._free[-1]  # the record is whole, so its image has come
     found = bytearray(machine.layout.image_bytes)
     machine.memory.load(used * len(found), memoryview(found))
     assert not any(found)
@@ -459,7 +459,7 @@ def test_a_transfer_that_does_not_fit_is_refused_whole(machine: Machine, spoil: 
     with pytest.raises(LongshoreError):
         machine.mover.submit(spoil(machine.transfer(1, WRITE, range(CHUNKS))))
     assert machine.mover.poll() == []
-    assert machine.ring.free == 4
+    assert machine.staging.free == 4
     assert set(machine.run(machine.transfer(1, WRITE, range(CHUNKS))).statuses) == {Status.OK}
 
 
@@ -514,7 +514,7 @@ def test_close_ends_everything_and_the_results_can_be_polled(machine: Machine) -
 
 def test_closing_a_stack_ends_its_job_in_flight(pages: Pages, tmp_path: Path, library: StandInCuFile) -> None:
     stack = opened(pages, tmp_path, library)
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(KEYS)}, {0: list(range(2 * CHUNKS))})[0].job
     assert job is not None
     assert stack.runtime.in_flight(job)
@@ -525,4 +525,4 @@ def test_closing_a_stack_ends_its_job_in_flight(pages: Pages, tmp_path: Path, li
 
 def test_a_ring_without_room_is_refused() -> None:
     with pytest.raises(PlanError, match="room for an image of 8192 bytes, got 4096"):
-        ImageRing(CpuImages(4096), 8192)
+        StagingSlots(CpuImages(4096), 8192)

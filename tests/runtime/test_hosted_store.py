@@ -25,7 +25,7 @@ from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.base import Op, Tier
 
 IMAGE = TierTests.image_bytes
-PATIENCE = 30.0
+TIMEOUT = 30.0
 PATIENT = "probe_timeout=20s&fetch_timeout=20s&write_timeout=20s"
 
 
@@ -42,7 +42,7 @@ class StoreHarness(TierHarness):
         return self.load(0, number)[0]
 
     def until(self, what: Callable[[], bool]) -> None:
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + TIMEOUT
         while not what():
             assert time.monotonic() < give_up, "it did not come to that"
             for result in self.tier.poll():
@@ -51,7 +51,7 @@ class StoreHarness(TierHarness):
 
     def ask(self, *numbers: int) -> tuple[bool, ...] | None:
         ticket = self.tier.ask([key(number) for number in numbers], self.tier.generation, math.inf)
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + TIMEOUT
         while not (answers := self.tier.answers()):
             assert time.monotonic() < give_up
             time.sleep(0.002)

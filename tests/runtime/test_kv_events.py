@@ -96,7 +96,7 @@ class Storm:
     def step(self) -> None:
         verbs = (self.ask, self.ask, self.offer, self.offer, self.execute, self.execute, self.execute, self.deliver)
         self.draw.choice((*verbs, self.deliver, self.deliver, self.fetch, self.evict, self.evict, self.rare))()
-        for command in self.cache.take():
+        for command in self.cache.take_commands():
             if isinstance(command, Transfer | Probe):
                 self.waiting.append(command)
         self.cache.check_integrity()
@@ -155,7 +155,7 @@ class Storm:
         for each in told:
             if isinstance(each, TransferResult):
                 self.confirmed.update(self.stores.pop(each.job, ()))
-        self.cache.apply(told, self.now)
+        self.cache.apply_results(told, self.now)
 
     def rare(self) -> None:
         match self.draw.randrange(40):
@@ -180,7 +180,7 @@ class Storm:
         while self.waiting or self.done:
             self.execute()
             self.deliver()
-            self.waiting += [each for each in self.cache.take() if isinstance(each, Transfer | Probe)]
+            self.waiting += [each for each in self.cache.take_commands() if isinstance(each, Transfer | Probe)]
         self.publisher.publish(self.cache.events(), self.cache.ready())
 
     def check(self, router: Router, *, exactly: bool) -> tuple[int, int]:
@@ -243,7 +243,7 @@ class Rig:
         keys = chain(ROOT, tokens, CHUNK)
         if describe:
             self.recorder.describe(keys, 0, tokens)
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             cache.store({0: GroupKeys(keys)}, {0: range(len(keys))})
         self.mover.end()
         self.runtime.pump()
@@ -264,8 +264,8 @@ def test_a_subscriber_gets_what_it_has_missed_from_the_replay(opened: Open, tmp_
     """vLLM connects where an address names no wildcard. This publisher binds always: it is heard at 127.0.0.1, too."""
     replay = endpoint.format(tmp=tmp_path).replace("events", "replay")
     publisher = opened(endpoint.format(tmp=tmp_path), replay=replay, topic="kv")
-    reached = [each.replace("0.0.0.0", "127.0.0.1") for each in (publisher.endpoint, publisher.replay_endpoint)]  # noqa: S104
-    rig, subscriber = Rig(publisher), Subscriber(*reached, topic="kv")
+    done_event = [each.replace("0.0.0.0", "127.0.0.1") for each in (publisher.endpoint, publisher.replay_endpoint)]  # noqa: S104
+    rig, subscriber = Rig(publisher), Subscriber(*done_event, topic="kv")
     try:
         tokens = list(range(3 * CHUNK))
         keys = rig.store(tokens)
@@ -285,7 +285,7 @@ def test_a_subscriber_gets_what_it_has_missed_from_the_replay(opened: Open, tmp_
         assert [router.tokens[block_hash(key)][1] for key in keys] == chunks_of(tokens)
         assert [router.tokens[block_hash(key)][0] for key in keys] == [None, *map(block_hash, keys[:2])]
         subscriber.batches(1.0)  # by now it is subscribed
-        with rig.runtime.control() as cache:
+        with rig.runtime.transaction() as cache:
             cache.discard(keys, IN_HOST)
         rig.recorder.pump()
         rig.recorder.close()
@@ -467,8 +467,8 @@ def test_what_was_announced_longest_ago_is_withdrawn_at_the_limit(monkeypatch: p
     cache = TieredCache([TierSpec(IN_HOST, 8, 4096)], CacheSettings(events=100, remote_events=True), remote=[REMOTE])
     for number in range(4):
         cache.store({0: GroupKeys([bytes([number]) * 32])}, {0: [number]})
-        while ordered := [each for each in cache.take() if isinstance(each, Transfer)]:
-            cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in ordered], 0.0)
+        while ordered := [each for each in cache.take_commands() if isinstance(each, Transfer)]:
+            cache.apply_results([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in ordered], 0.0)
     told = [(each.kind.value, each.key[0]) for each in cache.events() if each.tier == REMOTE and each.key is not None]
     assert told == [("shared", 0), ("shared", 1), ("shared", 2), ("lapsed", 0), ("shared", 3), ("lapsed", 1)]
 

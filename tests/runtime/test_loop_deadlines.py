@@ -27,7 +27,7 @@ def test_transfer_not_begun_by_its_deadline_ends(rig: Rig) -> None:
     assert rig.files.cancelled == []
     rig.now += 0.2
     rig.runtime.pump()
-    assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
+    assert rig.runtime.wait_load(hold, 0.0).outcome == (0, ())
     assert rig.files.cancelled == [rig.files.submitted[0].job]  # it has begun, as far as anyone knows here
     rig.runtime.pump()
     assert len(rig.files.cancelled) == 1
@@ -57,15 +57,15 @@ def test_each_deadline_passes_without_a_call_of_the_engine(rig: Rig) -> None:
 
 def test_prefetch_policy_decides_how_long_a_request_waits(rig: Rig) -> None:
     rig.store(path(2))
-    with rig.runtime.control() as cache:
+    with rig.runtime.transaction() as cache:
         hold = cache.lookup({0: GroupKeys(path(2))}, rig.now).lease
         assert hold is not None
         cache.prefetch(hold, rig.now)
-    assert rig.runtime.wait_over(hold).leading(HOST) == 0
-    with rig.runtime.control() as cache:
+    assert rig.runtime.wait_load(hold).leading(HOST) == 0
+    with rig.runtime.transaction() as cache:
         cache.prefetch(hold, rig.now, policy=PrefetchPolicy.WAIT)
     rig.files.end()
-    assert rig.runtime.wait_over(hold).leading(HOST) == 2
+    assert rig.runtime.wait_load(hold).leading(HOST) == 2
     rig.check_idle()
 
 
@@ -76,7 +76,7 @@ def test_item_cancelled_at_its_deadline_ends_as_deadline(rig: Rig) -> None:
     rig.runtime.pump()
     rig.now += 6.0
     rig.device.end(Status.OK, Status.CANCELLED)
-    assert rig.runtime.wait_over(hold, 0.0).outcome == (1, (FILE,))
+    assert rig.runtime.wait_load(hold, 0.0).outcome == (1, (FILE,))
     assert rig.device.cancelled == [rig.device.submitted[0].job]
     assert rig.misses() == {"deadline": 1}
     rig.check_idle()
@@ -89,12 +89,12 @@ def test_item_never_submitted_does_not_end_as_deadline(rig: Rig) -> None:
     rig.runtime.pump()
     rig.now += 6.0
     rig.device.end(Status.CANCELLED)
-    assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
+    assert rig.runtime.wait_load(hold, 0.0).outcome == (0, ())
     assert rig.misses() == {"deadline": 1, "corrupt": 1, "after_miss": 1}
 
 
 def test_writes_use_the_write_timeout(rig: Rig) -> None:
-    with rig.runtime.control() as cache:
+    with rig.runtime.transaction() as cache:
         cache.store({0: GroupKeys(path(1))}, {0: [0]})
     rig.now += 6.9
     rig.runtime.pump()
@@ -106,7 +106,7 @@ def test_writes_use_the_write_timeout(rig: Rig) -> None:
 
 def test_deadline_counts_from_the_command(rig: Rig) -> None:
     rig.now += 1000.0
-    with rig.runtime.control() as cache:
+    with rig.runtime.transaction() as cache:
         cache.store({0: GroupKeys(path(1))}, {0: [0]})
     rig.runtime.pump()
     assert rig.device.submitted[0].deadline == rig.now + 7.0
@@ -116,7 +116,7 @@ def test_deadline_counts_from_the_command(rig: Rig) -> None:
 def test_cancelled_waiting_transfer_is_never_submitted(rig: Rig) -> None:
     rig.store(path(1))
     hold = rig.load(path(1), [1])
-    with rig.runtime.control() as cache:
+    with rig.runtime.transaction() as cache:
         cache.release(hold)
     rig.files.end()
     rig.check_idle()
@@ -130,13 +130,13 @@ def test_cancelled_running_transfer_ends_with_a_result(rig: Rig) -> None:
     rig.files.end()
     rig.runtime.pump()
     (copying,) = rig.device.submitted
-    with rig.runtime.control() as cache:
+    with rig.runtime.transaction() as cache:
         cache.release(hold)
     assert rig.device.cancelled == [copying.job]
     assert rig.runtime.in_flight(copying.job)
-    assert not rig.runtime.wait_ended([copying.job], 0.0)
+    assert not rig.runtime.wait_jobs([copying.job], 0.0)
     rig.device.end(Status.CANCELLED)
-    assert rig.runtime.wait_ended([copying.job], 0.0)
+    assert rig.runtime.wait_jobs([copying.job], 0.0)
     rig.check_idle()
 
 
@@ -150,8 +150,8 @@ def test_wait_ends_at_its_deadline_with_the_chunks_that_arrived(monkeypatch: pyt
     rig.files.end()
     rig.runtime.pump()
     rig.device.end()
-    assert rig.runtime.wait_over(hold, 0.02).outcome is None
-    assert rig.runtime.wait_over(hold).outcome == (1, (FILE,))
+    assert rig.runtime.wait_load(hold, 0.02).outcome is None
+    assert rig.runtime.wait_load(hold).outcome == (1, (FILE,))
     assert time.monotonic() - begin >= 0.5
     assert rig.misses() == {"deadline": 2}
     while rig.files.open:

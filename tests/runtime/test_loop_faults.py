@@ -44,18 +44,18 @@ def test_fault_is_logged_once_and_its_call_log_replays(
         return TieredCache([TierSpec(HOST, 8, 4096, LRU)])
 
     runtime, keys = Runtime(make(), []), [bytes([i]) * 32 for i in range(8)]
-    with pytest.raises(CacheError), runtime.control() as cache:
+    with pytest.raises(CacheError), runtime.transaction() as cache:
         cache.store({0: GroupKeys([keys[0], keys[0]])})
     assert runtime.fault is None, "what a caller did wrong is the caller's"
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(keys)})[0].job
         assert job is not None
-        cache.apply([TransferResult(job, (Status.OK,) * 8)], 0.0)
+        cache.apply_results([TransferResult(job, (Status.OK,) * 8)], 0.0)
         policy = cache._state.policies[0]
         policy._linked.after[next(iter(policy.order()))] = 1  # type: ignore[attr-defined]
         policy._place[:] = bytes(len(policy._place))  # type: ignore[attr-defined]
     for _ in range(2):
-        with pytest.raises(TierClosedError, match="all tiers disabled"), runtime.control() as cache:
+        with pytest.raises(TierClosedError, match="all tiers disabled"), runtime.transaction() as cache:
             cache.store({0: GroupKeys([b"new".ljust(32)])})
     assert runtime.faults == 1
     assert not runtime.pump()
@@ -74,7 +74,7 @@ def test_fault_is_logged_once_and_its_call_log_replays(
 
 
 @pytest.mark.parametrize("error", [CacheError, StateError, JobError, KeyError])
-@pytest.mark.parametrize("method", ["apply", "take", "end_step"])
+@pytest.mark.parametrize("method", ["apply_results", "take_commands", "end_step"])
 def test_any_exception_of_a_loop_method_is_a_fault(
     error: type[Exception], method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -87,7 +87,7 @@ def test_any_exception_of_a_loop_method_is_a_fault(
 
     monkeypatch.setattr(TieredCache, method, damaged)
     runtime = Runtime(host_cache(), [])
-    with contextlib.suppress(TierClosedError), runtime.control() as cache:
+    with contextlib.suppress(TierClosedError), runtime.transaction() as cache:
         cache.end_step()
     assert len(fired) == runtime.faults == 1
     assert not runtime.flush(1.0)
@@ -100,18 +100,18 @@ def test_internal_error_of_any_method_is_a_fault(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(TieredCache, "lookup", lambda self, *_: (_ for _ in ()).throw(error("damaged by the test")))
     runtime = Runtime(host_cache(), [])
-    with pytest.raises(TierClosedError), runtime.control() as cache:
+    with pytest.raises(TierClosedError), runtime.transaction() as cache:
         cache.lookup({}, 0.0)
     assert runtime.faults == 1
 
 
-@pytest.mark.parametrize(("method", "faults"), [("lookup", 1), ("take", 1), ("progress", 0)])
+@pytest.mark.parametrize(("method", "faults"), [("lookup", 1), ("take_commands", 1), ("progress", 0)])
 def test_interrupt_is_a_fault_if_state_may_be_half_changed(
     method: str, faults: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TieredCache, method, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     runtime = Runtime(host_cache(), [])
-    with pytest.raises(KeyboardInterrupt), runtime.control() as cache:
+    with pytest.raises(KeyboardInterrupt), runtime.transaction() as cache:
         getattr(cache, method)(*{"lookup": ({}, 0.0), "progress": (1,)}.get(method, ()))
     assert runtime.faults == faults
 
@@ -119,7 +119,7 @@ def test_interrupt_is_a_fault_if_state_may_be_half_changed(
 @pytest.mark.parametrize("error", [KeyError, CacheError])
 def test_callers_exception_is_not_a_fault(error: type[Exception]) -> None:
     runtime = Runtime(host_cache(), [])
-    with pytest.raises(error), runtime.control():
+    with pytest.raises(error), runtime.transaction():
         raise error("of the code around the calls")
     assert runtime.fault is None
 
@@ -164,7 +164,7 @@ def test_exception_of_mover_poll_in_the_background_disables_the_tiers(
         assert polled.wait(10)
         assert until(lambda: runtime.fault is not None)
         assert isinstance(runtime.fault, OSError)
-        with pytest.raises(TierClosedError), runtime.control():
+        with pytest.raises(TierClosedError), runtime.transaction():
             pass
     finally:
         loop.close()
@@ -184,8 +184,8 @@ def test_exception_of_mover_close_closes_the_others(caplog: pytest.LogCaptureFix
 
 
 WAITS: dict[str, Callable[[Rig, Lease], Any]] = {
-    "progress of a lease": lambda rig, lease: rig.runtime.wait_over(lease),
-    "progress of a job": lambda rig, lease: rig.runtime.wait_ended([rig.files.submitted[0].job], 0.0),
+    "progress of a lease": lambda rig, lease: rig.runtime.wait_load(lease),
+    "progress of a job": lambda rig, lease: rig.runtime.wait_jobs([rig.files.submitted[0].job], 0.0),
     "flush": lambda rig, lease: rig.runtime.flush(1e9),
 }
 
@@ -213,7 +213,7 @@ def test_wait_ends_when_the_control_plane_fails(
     assert len(fired) == rig.runtime.faults == 1
     assert rig.runtime.in_flight(rig.files.submitted[0].job)
     rig.files.end()
-    assert rig.runtime.wait_ended([rig.files.submitted[0].job], 1e9)
+    assert rig.runtime.wait_jobs([rig.files.submitted[0].job], 1e9)
 
 
 def test_failing_mover_is_polled_once_after_a_fault(
@@ -223,7 +223,7 @@ def test_failing_mover_is_polled_once_after_a_fault(
     rig.store(path(1))
     rig.load(path(1), [0])
     (reading,) = rig.files.submitted
-    with rig.runtime.control() as cache:
+    with rig.runtime.transaction() as cache:
         cache.store({0: GroupKeys(path(1, first=7))}, {0: [3]})
     (storing,) = rig.device.submitted
     polls = []
@@ -241,8 +241,8 @@ def test_failing_mover_is_polled_once_after_a_fault(
     for _ in range(3):
         assert not rig.runtime.pump(), "nothing will be heard of any more"
     assert polls == [(reading.job,), ()]
-    assert not rig.runtime.wait_ended([reading.job], 0.0), "what has not ended may still write"
-    assert rig.runtime.wait_ended([storing.job], 0.0)
+    assert not rig.runtime.wait_jobs([reading.job], 0.0), "what has not ended may still write"
+    assert rig.runtime.wait_jobs([storing.job], 0.0)
     assert sum("file tier failed, its slots are blocked" in record.getMessage() for record in caplog.records) == 1
     assert not rig.runtime.close(0.0)
     assert rig.files.closed

@@ -47,7 +47,7 @@ def test_transfer_waits_for_the_jobs_it_depends_on(rig: Rig) -> None:
     assert copying.after == (reading.job,)
     assert copying.sections[0].blocks == (5, 6)
     rig.device.end()
-    assert rig.runtime.wait_over(hold, 0.0).outcome == (2, (FILE, FILE))
+    assert rig.runtime.wait_load(hold, 0.0).outcome == (2, (FILE, FILE))
     rig.check_idle()
 
 
@@ -60,7 +60,7 @@ def test_two_requests_for_the_same_chunks_share_one_read(rig: Rig) -> None:
     assert [t.sections[0].blocks for t in rig.device.submitted] == [(1, 2), (3, 4)]
     rig.device.end()
     rig.device.end()
-    assert rig.runtime.wait_over(first, 0.0).outcome == rig.runtime.wait_over(second, 0.0).outcome == (2, (FILE, FILE))
+    assert rig.runtime.wait_load(first, 0.0).outcome == rig.runtime.wait_load(second, 0.0).outcome == (2, (FILE, FILE))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_failed_upstream_items_and_items_behind_them_are_not_copied(
     assert [item.key for item in copying.items] == path(1)
     assert copying.sections[0].blocks == left
     rig.device.end()
-    assert rig.runtime.wait_over(hold, 0.0).outcome.chunks == 1
+    assert rig.runtime.wait_load(hold, 0.0).outcome.chunks == 1
     assert rig.misses() == {"corrupt": 1, "after_miss": 1}
     rig.check_idle()
 
@@ -89,7 +89,7 @@ def test_failed_item_of_a_group_is_counted_and_others_behind() -> None:
     groups = {0: path(3), 1: path(3, first=50)}
     for group, keys in groups.items():
         rig.store(keys, group)
-    with rig.runtime.control() as cache:
+    with rig.runtime.transaction() as cache:
         found = cache.lookup({group: GroupKeys(keys) for group, keys in groups.items()}, rig.now)
         assert found.lease is not None
         order = cache.load(found.lease, {0: [1, 2, 3], 1: [4, 5]})
@@ -97,7 +97,7 @@ def test_failed_item_of_a_group_is_counted_and_others_behind() -> None:
     rig.files.end(Status.OK, Status.OK, Status.OK, Status.CORRUPT, Status.OK)
     rig.runtime.pump()
     rig.device.end()
-    assert rig.runtime.wait_over(found.lease, 0.0).outcome == (0, ())
+    assert rig.runtime.wait_load(found.lease, 0.0).outcome == (0, ())
     assert rig.misses() == {"corrupt": 1, "after_miss": 4}
     rig.check_idle()
 
@@ -106,7 +106,7 @@ def test_failed_first_upstream_item_ends_the_dependent_transfer(rig: Rig) -> Non
     rig.store(path(2))
     hold = rig.load(path(2), [1, 2])
     rig.files.end(Status.IO_ERROR, Status.OK)
-    assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
+    assert rig.runtime.wait_load(hold, 0.0).outcome == (0, ())
     assert rig.device.submitted == []
     assert rig.misses() == {"io_error": 1, "after_miss": 1}
     rig.check_idle()
@@ -132,7 +132,7 @@ def test_refused_load_is_a_miss_and_copies_no_slots(error: Any, reason: str) -> 
     hold = rig.load(path(2), [1, 2])
     rig.runtime.pump()
     assert rig.device.submitted == [], "bytes that never came were copied to the device"
-    assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
+    assert rig.runtime.wait_load(hold, 0.0).outcome == (0, ())
     assert rig.misses() == {reason: 2}
     assert {r.slot.tier for r in residents_of(rig.cache)} == {FILE}, "a refusal is not the fault of the stored bytes"
     rig.check_idle()
@@ -143,14 +143,14 @@ def test_refused_backup_keeps_the_chunk_in_host_memory(rig: Rig) -> None:
     rig.device.refuse = PlanError("block 99 does not exist")
     hold = rig.load(path(1), [1])
     rig.files.end()
-    assert rig.runtime.wait_over(hold, 0.0).outcome == (0, ())
+    assert rig.runtime.wait_load(hold, 0.0).outcome == (0, ())
     assert {r.slot.tier for r in residents_of(rig.cache)} == {HOST, FILE}
     rig.check_idle()
 
 
 def test_route_without_a_mover_is_a_miss() -> None:
     rig = Rig(with_files=False)
-    with rig.runtime.control() as cache:
+    with rig.runtime.transaction() as cache:
         cache.store({0: GroupKeys(path(1))}, {0: [0]})
     rig.device.end()
     rig.check_idle()
@@ -172,7 +172,7 @@ def test_transfer_ends_when_all_ranks_have_ended(rig: Rig) -> None:
     rig.runtime.pump()
     assert rig.cache.progress(hold).outcome is None
     rig.device.end(Status.OK, Status.SHORT, rank=1)
-    assert rig.runtime.wait_over(hold, 0.0).outcome == (1, (FILE,))
+    assert rig.runtime.wait_load(hold, 0.0).outcome == (1, (FILE,))
     rig.check_idle()
 
 
@@ -190,7 +190,7 @@ def test_failure_on_one_rank_fails_later_dependents(failing: int) -> None:
     assert [len(copying.items) for copying in rig.device.submitted] == [1, 1]
     rig.device.end()
     rig.device.end()
-    assert rig.runtime.wait_over(first, 0.0).outcome == rig.runtime.wait_over(second, 0.0).outcome == (1, (FILE,))
+    assert rig.runtime.wait_load(first, 0.0).outcome == rig.runtime.wait_load(second, 0.0).outcome == (1, (FILE,))
     rig.check_idle()
 
 
@@ -226,7 +226,7 @@ def test_cancel_of_an_ended_job_is_ignored() -> None:
 
 
 def test_commands_before_a_callers_error_are_submitted(rig: Rig) -> None:
-    with pytest.raises(CacheError), rig.runtime.control() as cache:
+    with pytest.raises(CacheError), rig.runtime.transaction() as cache:
         cache.store({0: GroupKeys(path(1))}, {0: [0]})
         cache.store({0: GroupKeys(path(1))}, {0: [0, 1, 2]})
     assert len(rig.device.submitted) == 1
@@ -246,7 +246,7 @@ def test_internal_error_of_a_submission_fails_one_job(
         return operation(mover, op, *rest)
 
     def store(keys: list[bytes], blocks: list[int]) -> None:
-        with machine.runtime.control() as cache:
+        with machine.runtime.transaction() as cache:
             cache.store({0: GroupKeys(keys)}, {0: blocks})
         assert machine.runtime.flush(10.0)
 
@@ -254,7 +254,7 @@ def test_internal_error_of_a_submission_fails_one_job(
     machine.memory.blocks[:] = np.arange(8, dtype=np.uint8)[:, None]
     if route == IN:
         store(first, [0, 1])
-        with machine.runtime.control() as cache:
+        with machine.runtime.transaction() as cache:
             cache.discard(first, HOST)
     with monkeypatch.context() as patched:
         patched.setattr(TierMover, "_operation", broken)

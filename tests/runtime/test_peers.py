@@ -36,7 +36,7 @@ from longshore.tiers.remote.resp import COMING, RespSession, RespStore
 from longshore.tiers.remote.settings import parse_url
 from longshore.transfer import CpuDevice
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 VALUE = HEADER_BYTES + 4096
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(4)]
 GETS = 8000
@@ -55,10 +55,10 @@ def rows_of(seed: int) -> torch.Tensor:
 
 
 def stored(stack: Stack, count: int = 3) -> None:
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(KEYS[:count])}, {0: range(count)})[0].job
     assert job is not None
-    assert stack.runtime.wait_ended([job], PATIENCE)
+    assert stack.runtime.wait_jobs([job], TIMEOUT)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def session_of(server: PeerServer, options: str = "") -> RespSession:
 
 
 def connected(server: PeerServer) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.settings.port), timeout=PATIENCE)
+    return socket.create_connection(("127.0.0.1", server.settings.port), timeout=TIMEOUT)
 
 
 def received(client: socket.socket, count: int) -> bytes:
@@ -131,39 +131,39 @@ def until(what: Callable[[], bool]) -> None:
 
 
 def jobs_of(stack: Stack) -> int:
-    with stack.runtime.observe() as cache:
+    with stack.runtime.locked() as cache:
         return cache.jobs_in_flight
 
 
 def soon() -> float:
-    return time.monotonic() + PATIENCE
+    return time.monotonic() + TIMEOUT
 
 
 def test_another_engine_reads_what_the_tiers_of_one_have(prefiller: Stack, serve: Serve) -> None:
     """By its setting `remote` alone. Some chunks come from host memory, the others from files."""
     server = serve()
-    assert prefiller.runtime.flush(PATIENCE)
-    with prefiller.runtime.control() as cache:
+    assert prefiller.runtime.flush(TIMEOUT)
+    with prefiller.runtime.transaction() as cache:
         assert cache.discard([KEYS[2]], HOST) == 1
     with opened(rows_of(2), remote=f"valkey://127.0.0.1:{server.settings.port}?{PATIENT}") as decoder:
         found = 0
         give_up = soon()
         while found < 3 and time.monotonic() < give_up:
-            with decoder.runtime.control() as cache:
+            with decoder.runtime.transaction() as cache:
                 looked = cache.lookup({0: GroupKeys(KEYS[:3])}, decoder.runtime.clock(), until=Until.NOTHING)
                 cache.prefetch({0: GroupKeys(KEYS[:3])}, decoder.runtime.clock())
                 found = looked.chunks
             time.sleep(0.01)
         assert found == 3
-        with decoder.runtime.control() as cache:
+        with decoder.runtime.transaction() as cache:
             lease = cache.lookup({0: GroupKeys(KEYS[:3])}, decoder.runtime.clock()).lease
             assert lease is not None
             cache.load(lease, {0: range(3)})
-        decoder.runtime.wait_over(lease)
+        decoder.runtime.wait_load(lease)
         assert torch.equal(decoder_rows(decoder)[:3], rows_of(1)[:3])
         until(lambda: server.answers["read", "present"] == 3)
     until(lambda: not jobs_of(prefiller))
-    with prefiller.runtime.observe() as cache:
+    with prefiller.runtime.locked() as cache:
         cache.check_integrity()
 
 
@@ -255,8 +255,8 @@ def test_commands_arrive_in_pieces(prefiller: Stack, serve: Serve) -> None:
 
 def test_values_that_are_asked_for_together_come_in_order(prefiller: Stack, serve: Serve) -> None:
     """Of host memory, of files, and missing ones, with other commands between them."""
-    assert prefiller.runtime.flush(PATIENCE)
-    with prefiller.runtime.control() as cache:
+    assert prefiller.runtime.flush(TIMEOUT)
+    with prefiller.runtime.transaction() as cache:
         assert cache.discard([KEYS[1]], HOST) == 1
     names = [address(prefiller.scope.root, key) for key in (*KEYS, KEYS[1])] * 100
     gets = [b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name) for name in names]
@@ -396,30 +396,30 @@ def test_other_weights_are_not_served_under_an_old_name(prefiller: Stack, serve:
 
 
 def test_a_file_without_room_above_is_absent(prefiller: Stack, serve: Serve) -> None:
-    assert prefiller.runtime.flush(PATIENCE)
+    assert prefiller.runtime.flush(TIMEOUT)
     assert prefiller.host is not None
     source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.root)
-    with prefiller.runtime.control() as cache:
+    with prefiller.runtime.transaction() as cache:
         assert cache.discard([KEYS[2]], HOST) == 1
         leased = [bytes([turn]) * 32 for turn in range(64)]
         blocks = cache.store({0: GroupKeys(leased)})[0]  # slots that the engine fills itself, and does not
         assert blocks.job is not None
     with source.held([address(prefiller.scope.root, KEYS[2])]) as (value,):
         assert value is None
-    with prefiller.runtime.control() as cache:
+    with prefiller.runtime.transaction() as cache:
         cache.release(blocks.job)
     with source.held([address(prefiller.scope.root, KEYS[2])]) as (value,):
         assert value is not None
 
 
 def test_reads_of_peers_are_no_requests(prefiller: Stack, serve: Serve) -> None:
-    with prefiller.runtime.observe() as cache:
+    with prefiller.runtime.locked() as cache:
         before = cache.counters.hits.copy()
     session = session_of(serve())
     for key in KEYS[:3]:
         session.call(b"GET", address(prefiller.scope.root, key), deadline=soon())
     session.close()
-    with prefiller.runtime.observe() as cache:
+    with prefiller.runtime.locked() as cache:
         assert cache.counters.hits == before
     until(lambda: not jobs_of(prefiller))
 
@@ -523,15 +523,15 @@ def test_a_slot_is_not_written_while_it_is_sent(prefiller: Stack, serve: Serve) 
     with source.held([name]) as (value,):
         assert value is not None
         before = bytes(value[1])
-        with prefiller.runtime.control() as cache:
+        with prefiller.runtime.transaction() as cache:
             cache.reset()
             assert cache.jobs_in_flight
         for turn in range(8):  # as many as there are slots for
-            with prefiller.runtime.control() as cache:
+            with prefiller.runtime.transaction() as cache:
                 cache.store({0: GroupKeys([bytes([turn]) * 32])}, {0: [turn]})
             prefiller.runtime.wait_idle(1.0)
         assert bytes(value[1]) == before
-    with prefiller.runtime.observe() as cache:
+    with prefiller.runtime.locked() as cache:
         cache.check_integrity()
 
 

@@ -17,13 +17,13 @@ from longshore.runtime import BackgroundLoop, KeyedMover, Runtime
 from longshore.testing import KeyStore, StoreFault
 from longshore.testing.key_store import Images
 from longshore.tiers.arena import Arena
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 from longshore.transfer.device import device_for
 from longshore.transfer.engine import TransferEngine
 
 BLOCKS, ROW, SLOTS = 24, 6 * 1000, 8
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(4)]
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 class Machine:
@@ -34,9 +34,9 @@ class Machine:
         layout: KVLayout = from_rows(self.rows, pages_per_block=6, block_size=10)
         size = layout.image_bytes
         self.arena = Arena(SLOTS * size)
-        host = HostTier(self.arena, Slabs.of_one_size(size, SLOTS))
+        host = HostSlabs(self.arena, Slabs.of_one_size(size, SLOTS))
         device = device_for(layout)
-        device.reach(self.arena.in_one_piece)
+        device.set_registered_memory(self.arena.in_one_piece)
         self.store = KeyStore(self.arena, host.slabs.image_bytes, images=images)
         self.cache = TieredCache([TierSpec(HOST, SLOTS, size)], CacheSettings(**settings), remote=[self.store.name])
         remote = KeyedMover(self.store, host)
@@ -47,7 +47,7 @@ class Machine:
     def close(self) -> None:
         if self.loop is not None:
             self.loop.close()
-        self.runtime.close(PATIENCE)
+        self.runtime.close(TIMEOUT)
         self.cache.check_integrity()
         assert self.cache.jobs_in_flight == 0
         self.arena.close()
@@ -56,21 +56,21 @@ class Machine:
         """The first `count` chunks come from the device, with bytes of `seed`."""
         noise = torch.randint(0, 256, (count, ROW), dtype=torch.uint8, generator=torch.manual_seed(seed))
         self.rows[:count] = noise
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             job = cache.store({0: GroupKeys(KEYS[:count])}, {0: range(count)})[0].job
         assert job is not None
-        assert self.runtime.wait_ended([job], PATIENCE)
+        assert self.runtime.wait_jobs([job], TIMEOUT)
         return noise
 
     def settle(self) -> None:
         """Until nothing is in flight."""
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + TIMEOUT
         while self.runtime.pump():
             assert time.monotonic() < give_up
             time.sleep(0.0005)
 
     def lookup(self, count: int = len(KEYS)) -> Found:
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             found = cache.lookup({0: GroupKeys(KEYS[:count])}, self.runtime.clock())
             if found.lease is not None:
                 cache.release(found.lease)
@@ -78,21 +78,21 @@ class Machine:
 
     def prefetch(self) -> int:
         """Ask, wait for the answer, fetch, wait: how many chunks can be matched then."""
-        self.runtime.wait_ended(self.lookup().probes, PATIENCE)
-        with self.runtime.control() as cache:
+        self.runtime.wait_jobs(self.lookup().probes, TIMEOUT)
+        with self.runtime.transaction() as cache:
             jobs = cache.prefetch({0: GroupKeys(KEYS)}, self.runtime.clock())
-        assert self.runtime.wait_ended(jobs, PATIENCE)
+        assert self.runtime.wait_jobs(jobs, TIMEOUT)
         return self.lookup().chunks
 
     def load(self) -> torch.Tensor:
         """All that is matched, in rows that were poisoned before."""
         self.rows[:] = 0xEE
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             found = cache.lookup({0: GroupKeys(KEYS)}, self.runtime.clock())
             assert found.lease is not None
             cache.load(found.lease, {0: range(12, 12 + found.chunks)})
-        outcome = self.runtime.wait_over(found.lease, PATIENCE).outcome
-        with self.runtime.control() as cache:
+        outcome = self.runtime.wait_load(found.lease, TIMEOUT).outcome
+        with self.runtime.transaction() as cache:
             cache.release(found.lease)
         assert outcome.chunks == found.chunks
         return self.rows[12 : 12 + found.chunks].clone()
@@ -146,7 +146,7 @@ def test_a_reset_reaches_the_store(pair: tuple[Machine, Machine]) -> None:
     here, there = pair
     here.offload(2)
     here.settle()
-    with there.runtime.control() as cache:
+    with there.runtime.transaction() as cache:
         cache.reset()
     assert there.prefetch() == 0
     assert there.cache.counters.probes["store"][Answer.ABSENT] > 0
@@ -158,7 +158,7 @@ def test_an_answer_that_comes_too_late_changes_nothing(background: bool) -> None
     machine = Machine({(key, 0): b"" for key in KEYS}, background=background, probe_timeout=0.02)
     machine.store.seconds = 0.2
     (probe,) = machine.lookup().probes
-    assert machine.runtime.wait_ended([probe], PATIENCE)
+    assert machine.runtime.wait_jobs([probe], TIMEOUT)
     time.sleep(0.25)
     machine.settle()
     assert machine.store.fired[StoreFault.LATE] > 0
@@ -179,7 +179,7 @@ def test_a_silent_store_costs_nothing_but_counted_misses() -> None:
     for _ in range(3):
         found = machine.lookup()
         assert (found.chunks, found.remote) == (3, 0)  # what is ours is there all the while
-        assert machine.runtime.wait_ended(found.probes, PATIENCE)
+        assert machine.runtime.wait_jobs(found.probes, TIMEOUT)
     machine.settle()
     assert machine.store.fired[StoreFault.SILENT] > 0
     assert machine.cache.counters.probes["store"][Answer.NO_ANSWER] == 3
@@ -197,7 +197,7 @@ def test_store_that_falls_silent_during_a_fetch_misses() -> None:
     writer.settle()
     writer.close()
     reader = Machine(images, probe_timeout=5.0, load_timeout=0.05)
-    reader.runtime.wait_ended(reader.lookup().probes, PATIENCE)
+    reader.runtime.wait_jobs(reader.lookup().probes, TIMEOUT)
     reader.store.silent = True
     assert reader.prefetch() == 0
     assert reader.misses()[MissReason.DEADLINE] == 2

@@ -56,7 +56,7 @@ def test_the_device_is_told_what_it_reaches(tmp_path: Path) -> None:
     class Told(CpuDevice):
         arena = None
 
-        def reach(self, in_one_piece: InOnePiece) -> None:
+        def set_registered_memory(self, in_one_piece: InOnePiece) -> None:
             self.arena = in_one_piece.__self__  # type: ignore[attr-defined]
 
         def stream(self, layout: KVLayout, into: str) -> Stream:
@@ -71,19 +71,19 @@ def test_the_device_is_told_what_it_reaches(tmp_path: Path) -> None:
 
 
 def offload(stack: Stack, blocks: list[int]) -> None:
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         job = cache.store({0: GroupKeys(KEYS)}, {0: blocks})[0].job
     assert job is not None
-    assert stack.runtime.wait_ended([job], 10)
+    assert stack.runtime.wait_jobs([job], 10)
 
 
 def load(stack: Stack, blocks: list[int]) -> tuple[str, ...]:
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         hold = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock()).lease
         assert hold is not None
         cache.load(hold, {0: blocks})
-    sources = stack.runtime.wait_over(hold, 10).outcome.sources
-    with stack.runtime.control() as cache:
+    sources = stack.runtime.wait_load(hold, 10).outcome.sources
+    with stack.runtime.transaction() as cache:
         cache.release(hold)
     return sources
 
@@ -101,7 +101,7 @@ def test_through_every_pair_of_tiers(stack: tuple[Stack, torch.Tensor], pattern:
     offload(opened, source)
     if tier == FILE:
         assert opened.runtime.flush(10)
-        with opened.runtime.control() as cache:
+        with opened.runtime.transaction() as cache:
             assert cache.discard(KEYS, HOST) == len(KEYS)
     rows[source] = 0x11
     rows[target] = 0xEE  # poison: every byte must be overwritten
@@ -123,10 +123,10 @@ def test_what_a_restart_finds(tmp_path: Path) -> None:
     with open_stack(config, layout, scope, device_for(layout)) as second:
         assert load(second, [7, 8, 9]) == (FILE,) * 3
         assert torch.equal(rows[7:10], rows[:3])
-        with second.runtime.control() as cache:
+        with second.runtime.transaction() as cache:
             cache.reset()
             assert cache.lookup({0: GroupKeys(KEYS)}, 0.0).chunks == 0
-    with open_stack(config, layout, scope, device_for(layout)) as third, third.runtime.control() as cache:
+    with open_stack(config, layout, scope, device_for(layout)) as third, third.runtime.transaction() as cache:
         assert cache.lookup({0: GroupKeys(KEYS)}, 0.0).chunks == 0  # a reset outlives the process
 
 
@@ -168,10 +168,10 @@ class WithoutParent:
 
     def put(self, keys: list[bytes]) -> list[bytes]:
         """Store these, in host memory and files; which were not there."""
-        with self.stack.runtime.control() as cache:
+        with self.stack.runtime.transaction() as cache:
             order = cache.store({0: GroupKeys(keys)}, {0: range(len(keys))})[0]
         assert order.job is not None
-        assert self.stack.runtime.wait_ended([order.job], 10)
+        assert self.stack.runtime.wait_jobs([order.job], 10)
         assert self.stack.runtime.flush(10)
         return [keys[position] for position in order.positions]
 
@@ -188,11 +188,11 @@ def test_chunks_are_whole_once_their_lost_parent_is_restored(
 ) -> None:
     cache, runtime, rows = without_parent.cache, without_parent.stack.runtime, without_parent.rows
     assert [without_parent.found(first) for first in range(5)] == [1, 0, 3, 2, 1]
-    with runtime.control():
+    with runtime.transaction():
         found = cache.lookup({0: GroupKeys(without_parent.path, 2)}, runtime.clock())
         assert found.lease is not None
         cache.load(found.lease, {0: [10, 11, 12]})
-    assert runtime.wait_over(found.lease, 10).outcome == (3, (FILE,) * 3)
+    assert runtime.wait_load(found.lease, 10).outcome == (3, (FILE,) * 3)
     assert torch.equal(rows[10:13], rows[2:5])
     written = cache.counters.routes["host->file"]
     assert runtime.flush(10)
@@ -221,7 +221,7 @@ def test_another_scope_finds_nothing(tmp_path: Path) -> None:
     for weights, found in (("a", 0), ("b", 0), ("b", 3)):
         scope = Scope(model="m", weights=weights, dtype="d", layout=layout.fingerprint, block_size=10)
         with open_stack(config, layout, scope, device_for(layout)) as opened:
-            with opened.runtime.control() as cache:
+            with opened.runtime.transaction() as cache:
                 match = cache.lookup({0: GroupKeys(KEYS)}, 0.0)
                 assert match.chunks == found
                 if match.lease is not None:
@@ -295,7 +295,7 @@ def test_chunks_that_failed_to_load_stay_in_host_memory(
     device.into = DEVICE
     assert load(opened, [7, 8, 9]) == ()
     assert device.fired == 1
-    with opened.runtime.observe() as cache:
+    with opened.runtime.locked() as cache:
         assert {(each.key, each.slot.tier) for each in residents_of(cache)} == {(key, HOST) for key in KEYS}
         assert cache.counters.lost.total() == 0
         assert cache.counters.misses[MissReason.DEVICE_ERROR] == len(KEYS)
@@ -311,7 +311,7 @@ def test_failed_store_leaves_nothing_in_host_memory(
     device.into = HOST
     offload(opened, [0, 1, 2])
     assert device.fired == 1
-    with opened.runtime.observe() as cache:
+    with opened.runtime.locked() as cache:
         assert residents_of(cache) == []
         assert cache.stats()[0].used == 0
         assert cache.counters.drops[HOST] == {DropReason.WRITE_FAILED: len(KEYS)} | dict.fromkeys(

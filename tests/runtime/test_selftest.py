@@ -60,9 +60,9 @@ def test_it_passes_at_every_start_over_the_same_directory(tmp_path: Path, backup
         rows = Rows()
         with stack_over(rows, tmp_path / "kv", backup) as stack:
             self_test(stack, rows, [5])
-            with stack.runtime.observe() as cache:
+            with stack.runtime.locked() as cache:
                 assert residents_of(cache) == []
-                assert (cache.held, cache.jobs_in_flight) == (0, 0)
+                assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
                 assert cache.counters.hits == {HOST: 0, FILE: 0}
                 assert not any(total.bytes or total.chunks for total in cache.counters.routes.values())
         assert (rows.rows == 0xAA).all()
@@ -81,7 +81,7 @@ def test_a_slow_backup_of_the_test_block_keeps_nothing(tmp_path: Path, monkeypat
         monkeypatch.setattr(stack.file, "poll", slow_poll)
         self_test(stack, rows, [5], files=False)
         assert begun
-        with stack.runtime.observe() as cache:
+        with stack.runtime.locked() as cache:
             assert residents_of(cache) == []
 
 
@@ -115,10 +115,10 @@ def write_as(directory: Path, salt: str, count: int) -> None:
         self_test(stack, rows, [5])
         for number in range(count):
             key = hashlib.sha256(f"{salt} {number}".encode()).digest()
-            stack.engine.begin_step(None)
-            with stack.runtime.control() as cache:
+            stack.transfer_engine.begin_step(None)
+            with stack.runtime.transaction() as cache:
                 job = cache.store({0: GroupKeys([key])}, {0: [number % 8]}, evicting=True)[0].job
-            assert stack.runtime.wait_ended([] if job is None else [job], 30.0)
+            assert stack.runtime.wait_jobs([] if job is None else [job], 30.0)
             assert stack.runtime.flush(30.0)
 
 
@@ -130,7 +130,7 @@ def test_start_under_another_scope_spares_records_beside_empty_slots(tmp_path: P
     after = records(tmp_path / "kv")
     assert before.items() <= after.items()
     assert len(after) == 10
-    with stack_over(Rows(), tmp_path / "kv", "write_back", "a") as stack, stack.runtime.observe() as cache:
+    with stack_over(Rows(), tmp_path / "kv", "write_back", "a") as stack, stack.runtime.locked() as cache:
         assert len(residents_of(cache)) == 5
 
 
@@ -168,7 +168,7 @@ def test_it_costs_no_record_where_every_slot_holds_one(tmp_path: Path, salts: st
 def test_copies_alone_are_tested_into_a_slot_and_back(tmp_path: Path) -> None:
     rows = Rows()
     with stack_over(rows, tmp_path / "kv", "write_back") as stack:
-        copy_test(stack.engine, rows, Section(0, 0, (5,)), Slot(HOST, 0, 2))
+        copy_test(stack.transfer_engine, rows, Section(0, 0, (5,)), Slot(HOST, 0, 2))
     assert (rows.rows == 0xAA).all()
 
 
@@ -178,7 +178,7 @@ def test_wrong_copy_is_reported_and_blocks_are_restored(tmp_path: Path) -> None:
         with pytest.raises(
             SelfTestError, match="1 of 600 bytes of the test block were wrong when read back from host memory"
         ):
-            copy_test(stack.engine, rows, Section(0, 0, (5,)), Slot(HOST, 0, 2))
+            copy_test(stack.transfer_engine, rows, Section(0, 0, (5,)), Slot(HOST, 0, 2))
         with pytest.raises(PlanError):
-            copy_test(stack.engine, Rows(), Section(0, 0, (5,)), Slot(HOST, 0, 10_000))
+            copy_test(stack.transfer_engine, Rows(), Section(0, 0, (5,)), Slot(HOST, 0, 10_000))
     assert (rows.rows == 0xAA).all()

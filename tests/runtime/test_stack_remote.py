@@ -21,7 +21,7 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.file import capacity_for
 from longshore.transfer import CpuDevice
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 KEYS = [hashlib.sha256(bytes([i])).digest() for i in range(3)]
 
 
@@ -48,27 +48,27 @@ def test_what_one_engine_stored_another_one_is_served(tmp_path: Path, with_files
     here, there = rows_of(1), rows_of(2)
     files = {"file_path": tmp_path, "file_size": capacity_for(8, 8192)} if with_files else {}
     with opened(here, images, **files) as stack:
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             job = cache.store({0: GroupKeys(KEYS)}, {0: range(3)})[0].job
         assert job is not None
-        assert stack.runtime.wait_ended([job], PATIENCE)
+        assert stack.runtime.wait_jobs([job], TIMEOUT)
         while stack.runtime.pump():
             pass
         assert len(images) == 3
         assert [store.name for store in stack.remote] == ["store-32"]
     with opened(there, images) as stack:
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             probes = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock()).probes
-        stack.runtime.wait_ended(probes, PATIENCE)
-        with stack.runtime.control() as cache:
+        stack.runtime.wait_jobs(probes, TIMEOUT)
+        with stack.runtime.transaction() as cache:
             jobs = cache.prefetch({0: GroupKeys(KEYS)}, stack.runtime.clock())
-        assert stack.runtime.wait_ended(jobs, PATIENCE)
-        with stack.runtime.control() as cache:
+        assert stack.runtime.wait_jobs(jobs, TIMEOUT)
+        with stack.runtime.transaction() as cache:
             found = cache.lookup({0: GroupKeys(KEYS)}, stack.runtime.clock())
             assert found.lease is not None
             cache.load(found.lease, {0: [4, 5, 6]})
-        assert stack.runtime.wait_over(found.lease, PATIENCE).outcome.chunks == 3
-        with stack.runtime.control() as cache:
+        assert stack.runtime.wait_load(found.lease, TIMEOUT).outcome.chunks == 3
+        with stack.runtime.transaction() as cache:
             cache.release(found.lease)
     assert torch.equal(there[4:7], here[:3])
 
@@ -99,7 +99,7 @@ def test_a_remote_tier_is_told_the_generation_of_the_files(tmp_path: Path) -> No
 
     for _ in range(2):
         stack = open_stack(config, layout, scope, CpuDevice(), open_remote=[store])
-        with contextlib.closing(stack), stack.runtime.control() as cache:
+        with contextlib.closing(stack), stack.runtime.transaction() as cache:
             cache.reset()
     assert told == [0, 1]
 

@@ -25,7 +25,7 @@ BLOCKS = 24
 FULL, WINDOW = 0, 1
 LAYERS = {FULL: (0, 1, 2), WINDOW: (3,)}
 SLABS = 5
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 class Machine:
@@ -57,24 +57,24 @@ class Machine:
         blocks = list(range(len(keys)))
         for block, key in enumerate(keys):
             self.fill(group, block, key)
-        with self.stack.runtime.control() as cache:
+        with self.stack.runtime.transaction() as cache:
             offload = cache.store({group: GroupKeys(keys)}, {group: blocks})[group]
         if offload.job is not None:
-            assert self.stack.runtime.wait_ended([offload.job], PATIENCE)
+            assert self.stack.runtime.wait_jobs([offload.job], TIMEOUT)
 
     def load(self, group: int, keys: list[bytes]) -> tuple[int, set[str]]:
         """How many of `keys` come back, each byte as it was; and from where."""
         self.poison()
-        with self.stack.runtime.control() as cache:
+        with self.stack.runtime.transaction() as cache:
             found = cache.lookup({group: GroupKeys(keys)}, self.stack.runtime.clock())
             if found.lease is None:
                 return 0, set()
             cache.load(found.lease, {group: list(range(BLOCKS - found.chunks, BLOCKS))})
-        outcome = self.stack.runtime.wait_over(found.lease, PATIENCE).outcome
+        outcome = self.stack.runtime.wait_load(found.lease, TIMEOUT).outcome
         for position in range(outcome.chunks):
             for layer in LAYERS[group]:
                 assert torch.equal(self.page(layer, BLOCKS - found.chunks + position), content(keys[position], layer))
-        with self.stack.runtime.control() as cache:
+        with self.stack.runtime.transaction() as cache:
             cache.release(found.lease)
         return outcome.chunks, set(outcome.sources)
 
@@ -99,7 +99,7 @@ def machine() -> Iterator[Machine]:
 
 
 def sizes(stack: Stack, tier: str) -> list[tuple[int, int]]:
-    with stack.runtime.observe() as cache:
+    with stack.runtime.locked() as cache:
         (stats,) = (each for each in cache.stats() if each.name == tier)
     assert stats.used_bytes <= stats.nbytes
     return [(each.slabs, each.used) for each in stats.sizes]
@@ -142,8 +142,8 @@ def test_what_was_discarded_does_not_come_back_with_a_restart(tmp_path: Path) ->
     machine = Machine(tmp_path)
     machine.store(FULL, path(FULL, 0, 3))
     machine.store(WINDOW, path(WINDOW, 0, 3))
-    assert machine.stack.runtime.flush(PATIENCE)
-    with machine.stack.runtime.control() as cache:
+    assert machine.stack.runtime.flush(TIMEOUT)
+    with machine.stack.runtime.transaction() as cache:
         for tier in (HOST, FILE):
             assert cache.discard(path(FULL, 0, 3)[2:], tier) == 1
     machine.close()
@@ -165,7 +165,7 @@ def test_random_prompts_of_both_groups_never_get_a_wrong_byte(tmp_path: Path, fi
         else:
             came[group] += machine.load(group, keys)[0]
         changes.add(tuple(slabs for slabs, _ in sizes(machine.stack, HOST)))
-        with machine.stack.runtime.observe() as cache:
+        with machine.stack.runtime.locked() as cache:
             cache.check_integrity()
     assert min(came.values()) > 20, "both groups were served"
     assert len(changes) > 3, "slabs have changed their size"
@@ -175,6 +175,6 @@ def test_random_prompts_of_both_groups_never_get_a_wrong_byte(tmp_path: Path, fi
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_every_tier_evicts_by_the_policy_of_the_settings(eviction: str, tmp_path: Path) -> None:
     machine = Machine(tmp_path, eviction=eviction)
-    with machine.stack, machine.stack.runtime.observe() as cache:
+    with machine.stack, machine.stack.runtime.locked() as cache:
         of_sizes = [policy.part(pool) for policy in cache._state.policies for pool in (0, 1)]
         assert [type(policy) for policy in of_sizes] == [POLICIES[eviction]] * 4

@@ -208,7 +208,7 @@ def test_reset_reaches_files_while_the_process_is_away(opener: Opener) -> None:
 def test_late_reset_kills_tier_host_and_next_one_applies_it(
     harness: HostedHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(tier, "FORGET_PATIENCE", 0.05)
+    monkeypatch.setattr(tier, "FORGET_TIMEOUT", 0.05)
     harness.store(0, 0)
     harness.signal(signal.SIGSTOP)
     harness.tier.forget(1)
@@ -296,7 +296,7 @@ def test_reset_without_the_process_survives_a_kill_of_everything(harness: Hosted
 def test_reset_unconfirmed_by_stopped_tier_host_survives_a_kill(
     harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "FORGET_PATIENCE", 1.0)
+    monkeypatch.setattr(tier, "FORGET_TIMEOUT", 1.0)
     harness.store(0, 0)
     harness.signal(signal.SIGSTOP)
     harness.tier.forget(1)
@@ -337,7 +337,7 @@ def test_reset_that_cannot_be_written_leaves_nothing_readable(
 
 def test_reset_on_a_hung_disk_is_an_error(harness: HostedHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
-    monkeypatch.setattr(tier, "FORGET_PATIENCE", 0.2)
+    monkeypatch.setattr(tier, "FORGET_TIMEOUT", 0.2)
     monkeypatch.setattr(tier.PendingReset, "write", lambda self, generation: hangs.wait())
     harness.store(0, 0)
     harness.kill()
@@ -486,7 +486,7 @@ def test_why_it_cannot_be_opened_is_said(opener: Opener, tmp_path: Path) -> None
         HostedHarness(tmp_path / "other")
     opener()
     with pytest.raises(TierInUseError, match="sub-directory"):
-        HostedHarness(tmp_path / "tier", program("child.LOCK_PATIENCE = 0"))
+        HostedHarness(tmp_path / "tier", program("child.LOCK_TIMEOUT = 0"))
 
 
 def test_a_process_that_says_nothing_is_an_error_and_ended(tmp_path: Path) -> None:
@@ -550,7 +550,7 @@ def test_a_private_arena_is_refused(tmp_path: Path) -> None:
 def test_tier_host_that_does_not_end_is_killed_on_close(
     harness: HostedHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "CLOSE_PATIENCE", 0.1)
+    monkeypatch.setattr(tier, "CLOSE_TIMEOUT", 0.1)
     harness.store(0, 0)
     pid = harness.pid
     harness.signal(signal.SIGSTOP)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tier_host_kit import PATIENCE, HostedHarness, is_running, program
+from tier_host_kit import TIMEOUT, HostedHarness, is_running, program
 
 from longshore.boundary import Status
 from longshore.errors import TierError
@@ -70,7 +70,7 @@ class Hanging(HostedHarness):
     def hear(self, beats: int) -> None:
         """A second passes for each of so many signs of life."""
         for _ in range(beats):
-            before, give_up = self.beats, time.monotonic() + PATIENCE
+            before, give_up = self.beats, time.monotonic() + TIMEOUT
             self.clock.now += 1.0
             while self.beats == before:
                 assert time.monotonic() < give_up, "it is silent"

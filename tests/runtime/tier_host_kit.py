@@ -18,7 +18,7 @@ from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.file import capacity_for
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
-PATIENCE = 30.0
+TIMEOUT = 30.0
 
 
 def program(*lines: str) -> Sequence[str]:
@@ -74,7 +74,7 @@ class HostedHarness(TierHarness):
 
     def until(self, what: Callable[[], bool]) -> None:
         """Poll until `what`; keeps the results."""
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + TIMEOUT
         while not what():
             assert time.monotonic() < give_up, "it did not come to that"
             for result in self.tier.poll():
@@ -100,7 +100,7 @@ def is_running(pid: int) -> bool:
 
 def wait_until(what: Callable[[], bool]) -> bool:
     """Whether it comes to that in time."""
-    give_up = time.monotonic() + PATIENCE
+    give_up = time.monotonic() + TIMEOUT
     while not what():
         if time.monotonic() > give_up:
             return False

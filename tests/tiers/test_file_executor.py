@@ -25,7 +25,7 @@ from plain_io import PlainIo
 
 STRIDE = PAGE + TierTests.image_bytes
 SLOTS = 24
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 class HeldIo(PlainIo):
@@ -74,7 +74,7 @@ class Held:
 
     def until(self, begun: int) -> None:
         """So many pieces were begun, and no more."""
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + TIMEOUT
         while len(self.begun) < begun:
             assert time.monotonic() < give_up, f"only {len(self.begun)} were begun"
             time.sleep(0.001)
@@ -82,7 +82,7 @@ class Held:
 
     def until_left(self, count: int) -> None:
         """No more than so many are under way."""
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + TIMEOUT
         while len(self._under_way) > count:
             assert time.monotonic() < give_up, f"{len(self._under_way)} are under way"
             time.sleep(0.001)
@@ -346,7 +346,7 @@ def test_tasks_ready_for_the_window_are_bounded(harness: TierHarness, io: HeldIo
     io.queue.hold()
     tickets = [ask(harness, op) for op in reads(harness)[: 2 + executor.AHEAD]]
     io.queue.until(1)
-    give_up = time.monotonic() + PATIENCE
+    give_up = time.monotonic() + TIMEOUT
     while len(cast(FileTier, harness.tier)._executor._reads) > 1:
         assert time.monotonic() < give_up
     for ticket in tickets:
@@ -450,7 +450,7 @@ class TestStuck:
         assert closing.is_alive()
         assert not io.queue.closed
         io.queue.let()
-        closing.join(PATIENCE)
+        closing.join(TIMEOUT)
         assert io.queue.closed
         assert {harness.wait(ticket).statuses for ticket in stuck} == {(Status.OK,)}
         with pytest.raises(TierClosedError):
@@ -466,7 +466,7 @@ def test_idle_tier_is_closed_at_once(harness: TierHarness, io: HeldIo) -> None:
     io.queue.hold()
     closing = threading.Thread(target=harness.tier.close)
     closing.start()
-    closing.join(PATIENCE)
+    closing.join(TIMEOUT)
     assert not closing.is_alive()
 
 
@@ -479,7 +479,7 @@ def test_subscriber_is_called_when_there_is_a_result(
     cast(FileTier, harness.tier).call_at_end(called.release)
     for op, deadline in ((Op.WRITE, math.inf), (Op.READ, math.inf), (Op.READ, time.monotonic() - 1)):
         ticket = harness.tier.submit([harness.op(op, 0, 0), harness.op(op, 2, 2, place=1)], deadline)
-        assert called.acquire(timeout=PATIENCE)
+        assert called.acquire(timeout=TIMEOUT)
         assert [result.ticket for result in harness.tier.poll()] == [ticket]
     assert not called.acquire(blocking=False)
 

@@ -23,7 +23,7 @@ from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.file import gds as gds_module
 from longshore.tiers.file.format import parse_header
 from longshore.tiers.file.gds import DESCRIPTOR, OPAQUE_FD, CuFile
-from longshore.tiers.file.tier import PATIENCE, TierState
+from longshore.tiers.file.tier import MAX_FAILURES, TierState
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
 SCOPE = bytes(range(32))
@@ -196,14 +196,14 @@ def test_device_failure_is_no_io_error_and_quarantines_no_record(
     with monkeypatch.context() as patched:
         patched.setattr(HostAsDevice, "load", fail)
         patched.setattr(HostAsDevice, "store", fail)
-        assert {harness.run(harness.op(Op.WRITE, 1, 1)) for _ in range(PATIENCE)} == {(Status.DEVICE_ERROR,)}
+        assert {harness.run(harness.op(Op.WRITE, 1, 1)) for _ in range(MAX_FAILURES)} == {(Status.DEVICE_ERROR,)}
         assert harness.tier.state is TierState.READ_ONLY
-        assert {harness.load(0, 0)[0] for _ in range(PATIENCE)} == {Status.DEVICE_ERROR}
+        assert {harness.load(0, 0)[0] for _ in range(MAX_FAILURES)} == {Status.DEVICE_ERROR}
         assert harness.tier.state is TierState.OFF
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2, "said once for each kind"
     assert caplog.text.count("check the device") == 2
     failures = harness.tier.failures
-    assert (failures["write_device_error"], failures["read_device_error"]) == (PATIENCE, PATIENCE)
+    assert (failures["write_device_error"], failures["read_device_error"]) == (MAX_FAILURES, MAX_FAILURES)
     assert (failures["write_io_error"], failures["read_io_error"]) == (0, 0)
     harness.reopen()
     harness.assert_serves(0, 0)
@@ -224,9 +224,9 @@ def test_internal_errors_beside_the_device_disable_nothing(
     with monkeypatch.context() as patched:
         patched.setattr(HostAsDevice, "load", fail)
         patched.setattr(HostAsDevice, "store", fail)
-        assert {harness.run(harness.op(Op.WRITE, 1, 1)) for _ in range(2 * PATIENCE)} == {(Status.INTERNAL_ERROR,)}
-        assert {harness.load(0, 0)[0] for _ in range(2 * PATIENCE)} == {Status.INTERNAL_ERROR}
-    assert len(fired) == 4 * PATIENCE
+        assert {harness.run(harness.op(Op.WRITE, 1, 1)) for _ in range(2 * MAX_FAILURES)} == {(Status.INTERNAL_ERROR,)}
+        assert {harness.load(0, 0)[0] for _ in range(2 * MAX_FAILURES)} == {Status.INTERNAL_ERROR}
+    assert len(fired) == 4 * MAX_FAILURES
     assert harness.tier.state is TierState.ON
     assert "TypeError: an error of ours" in caplog.text
     harness.assert_serves(0, 0)

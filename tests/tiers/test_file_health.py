@@ -19,7 +19,7 @@ from longshore.testing import TierHarness
 from longshore.testing.tier_harness import key
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier
-from longshore.tiers.file.tier import PATIENCE, TierState
+from longshore.tiers.file.tier import MAX_FAILURES, TierState
 from plain_io import PlainIo
 
 
@@ -67,7 +67,7 @@ def test_writes_that_go_on_failing_make_it_read_only(
 ) -> None:
     harness.store(0, 0)
     io.writes = number
-    for _ in range(PATIENCE):
+    for _ in range(MAX_FAILURES):
         assert tier(harness).state is TierState.ON
         assert harness.run(harness.op(Op.WRITE, 1, 1)) == (status,)
     assert tier(harness).state is TierState.READ_ONLY
@@ -77,8 +77,8 @@ def test_writes_that_go_on_failing_make_it_read_only(
         assert harness.run(harness.op(Op.WRITE, 0, 1)) == (Status.TIER_OFF,)
     assert io.tried == tried
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    assert " is read-only until the engine is restarted; check the disk" in caplog.text
-    assert tier(harness).failures[f"write_{status.value}"] == PATIENCE
+    assert " is read-only until it is reopened (restart the engine); check the disk" in caplog.text
+    assert tier(harness).failures[f"write_{status.value}"] == MAX_FAILURES
     assert (tier(harness).failures["read_only"], tier(harness).failures["off"]) == (1, 0)
     harness.assert_serves(0, 0)
     assert tier(harness).recover() == [StoredChunk(0, key(0), None)], "what was refused replaced nothing"
@@ -89,21 +89,21 @@ def test_reads_that_go_on_failing_turn_it_off(
 ) -> None:
     harness.store(0, 0)
     io.reads = errno.EIO
-    for _ in range(PATIENCE):
+    for _ in range(MAX_FAILURES):
         assert harness.load(0, 0)[0] is Status.IO_ERROR
     assert tier(harness).state is TierState.OFF
     io.reads = 0
     assert harness.load(0, 0)[0] is Status.TIER_OFF
     assert harness.run(harness.op(Op.WRITE, 1, 1)) == (Status.TIER_OFF,)
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
-    assert tier(harness).failures["read_io_error"] == PATIENCE
+    assert tier(harness).failures["read_io_error"] == MAX_FAILURES
     assert tier(harness).failures["off"] == 1
 
 
 def test_one_that_succeeds_begins_the_count_anew(harness: TierHarness, io: FailingIo) -> None:
     for _ in range(3):
         io.writes = errno.ENOSPC
-        for _ in range(PATIENCE - 1):
+        for _ in range(MAX_FAILURES - 1):
             harness.run(harness.op(Op.WRITE, 0, 0))
         io.writes = 0
         harness.store(0, 0)
@@ -129,15 +129,15 @@ def test_a_write_that_a_reset_overtook_is_not_listed(harness: TierHarness, io: F
 
 
 def test_misses_are_no_failures(harness: TierHarness) -> None:
-    for _ in range(2 * PATIENCE):
+    for _ in range(2 * MAX_FAILURES):
         harness.assert_misses(0, 0)
     assert tier(harness).state is TierState.ON
-    assert tier(harness).failures["read_mismatch"] == 2 * PATIENCE
+    assert tier(harness).failures["read_mismatch"] == 2 * MAX_FAILURES
 
 
 def test_a_tier_that_is_opened_again_is_on(harness: TierHarness, io: FailingIo) -> None:
     io.writes = errno.ENOSPC
-    for _ in range(PATIENCE):
+    for _ in range(MAX_FAILURES):
         harness.run(harness.op(Op.WRITE, 0, 0))
     io.writes = 0
     harness.reopen()
@@ -161,13 +161,13 @@ def test_a_disk_that_fails_degrades_the_health(io: FailingIo, harness: TierHarne
     harness.store(0, 0)
     assert collector.health() == ("ready", ())
     io.writes = errno.EIO
-    for _ in range(PATIENCE):
+    for _ in range(MAX_FAILURES):
         harness.run(harness.op(Op.WRITE, 1, 1))
     assert tier(harness).failures["read_only"] == 1  # the fault fired
     assert collector.health() == ("degraded", ("file: read-only after repeated write errors",))
     assert registry.get_sample_value("longshore_tier_available", {"tier": "file"}) == 0
     io.reads = errno.EIO
-    for _ in range(PATIENCE):
+    for _ in range(MAX_FAILURES):
         harness.run(harness.op(Op.READ, 0, 0))
     assert collector.health() == ("degraded", ("file: disabled after repeated I/O errors",))
 
@@ -197,8 +197,8 @@ def test_internal_errors_are_no_failures_of_the_disk(
     with monkeypatch.context() as patched:
         patched.setattr(io, "preadv" if kind is Op.READ else "pwritev", broken)
         op = harness.op(kind, *((0, 0) if kind is Op.READ else (1, 1)))
-        assert {harness.run(op) for _ in range(2 * PATIENCE)} == {(Status.INTERNAL_ERROR,)}
-    assert len(fired) == 2 * PATIENCE
+        assert {harness.run(op) for _ in range(2 * MAX_FAILURES)} == {(Status.INTERNAL_ERROR,)}
+    assert len(fired) == 2 * MAX_FAILURES
     assert tier(harness).state is TierState.ON
     assert not any(tier(harness).failures.values())
     assert caplog.text.count("TypeError: an error of ours") == 1, "with a traceback, and not for each"
@@ -213,11 +213,11 @@ def test_internal_errors_do_not_interrupt_failures_in_a_row(
     def broken(*_: object) -> int:
         raise TypeError("an error of ours")
 
-    for number in range(PATIENCE):
+    for number in range(MAX_FAILURES):
         assert tier(harness).state is TierState.ON
         io.writes = errno.EIO
         assert harness.run(harness.op(Op.WRITE, 1, 1)) == (Status.IO_ERROR,)
-        if number < PATIENCE - 1:
+        if number < MAX_FAILURES - 1:
             with monkeypatch.context() as patched:
                 patched.setattr(io, "pwritev", broken)
                 assert harness.run(harness.op(Op.WRITE, 1, 1)) == (Status.INTERNAL_ERROR,)

@@ -119,7 +119,7 @@ class World:
     def condemn(self) -> None:
         if self.live:
             slot = self.dice.choice(sorted(self.live))
-            self.index.quarantine(slot, self.live[slot][1])
+            self.index.discard_record(slot, self.live[slot][1])
             self.dropped[slot] = self.live.pop(slot)
 
     def checkpoint(self) -> bool:
@@ -175,7 +175,7 @@ def test_invalidated_records_are_never_listed_on_a_flaky_disk(
     slabs: Slabs, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longshore.tiers.file.index._FEW_RECORDS", 8)  # so that journals are full all the time
-    monkeypatch.setattr("longshore.tiers.file.recovery._AT_ONCE", 3 * JOURNAL_RECORD.itemsize)
+    monkeypatch.setattr("longshore.tiers.file.recovery._READ_BYTES", 3 * JOURNAL_RECORD.itemsize)
     world = World(slabs, seed)
     told, partly, done = 0, 0, 0
     for step in range(1500):
@@ -253,7 +253,7 @@ def test_retried_checkpoint_lists_only_records_its_journal_can_invalidate(
 def test_stale_journal_bytes_after_the_end_are_ignored(
     world: World, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longshore.tiers.file.recovery._AT_ONCE", together * JOURNAL_RECORD.itemsize)
+    monkeypatch.setattr("longshore.tiers.file.recovery._READ_BYTES", together * JOURNAL_RECORD.itemsize)
     for slot in (0, 1):
         write_to(world, slot)
     fd = world.directory.open("journal.1")

@@ -65,12 +65,12 @@ def test_paths_are_numbered_as_they_first_appear() -> None:
 def test_next_references_are_found_some_at_a_time(blocks: list[int], at_once: int) -> None:
     following = [next((j for j in range(i + 1, len(blocks)) if blocks[j] == blocks[i]), -1) for i in range(len(blocks))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("longshore.trace.analysis._AT_ONCE", at_once)
+        patch.setattr("longshore.trace.analysis._BATCH_BLOCKS", at_once)
         assert next_references(np.array(blocks, np.int32)).tolist() == following
 
 
 def test_always_hit_trace_takes_nine_bytes_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longshore.trace.analysis._AT_ONCE", 1 << 13)
+    monkeypatch.setattr("longshore.trace.analysis._BATCH_BLOCKS", 1 << 13)
     paths = Paths(range(16 * (i % 40), 16 * (i % 40) + 16) for i in range(6_000))
     assert (paths.references, paths.unique) == (96_000, 640)
     tracemalloc.start()

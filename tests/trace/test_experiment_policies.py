@@ -33,7 +33,7 @@ def test_without_use_the_oldest_go_first(policy: EvictionPolicy) -> None:
     gone = []
     while node := policy.victim():
         assert policy.victim() == node
-        policy.remove(node, evicted=policy.names[node])
+        policy.remove(node, evicted=policy.keys[node])
         gone.append(node)
     assert gone == [A, B, C]
     assert policy.next_victims(1) == []
@@ -48,7 +48,7 @@ def test_released_goes_first_and_kept_does_not_go(policy: EvictionPolicy) -> Non
     policy.release([C, A])
     for node in (A, C, B):
         assert policy.victim() == node
-        policy.remove_victims([node], [policy.names[node]])
+        policy.remove_victims([node], [policy.keys[node]])
         policy.check_integrity()
     assert len(policy) == 0
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from longshore.cache import Return
+from longshore.cache import ReuseHint
 from longshore.errors import LongshoreError, TraceError
 from longshore.trace import TraceRequest, parse_mooncake, read_excerpt, read_mooncake, read_trace
 
@@ -29,12 +29,12 @@ def test_hints_of_requests_and_of_turns_are_read(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     said = {"ends": True}, {"returns_in": 2.5, "class": "chat"}, {"class": "batch"}, {"ends": False}
     path.write_bytes(b"".join(line(**each) for each in said))
-    expected = [Return(ends=True), Return(seconds=2.5, of="chat"), Return(of="batch"), None]
-    assert [request.returns for request in read_mooncake(path)] == expected
+    expected = [ReuseHint(ends=True), ReuseHint(seconds=2.5, of="chat"), ReuseHint(of="batch"), None]
+    assert [request.reuse_hint for request in read_mooncake(path)] == expected
     sessions = tmp_path / "sessions.jsonl"
     turn = {"timestamp": 1, "input_length": 512, "hashes": ["a"], "ends": True}
     sessions.write_text(json.dumps({"turns": [turn]}))
-    assert [request.returns for request in read_trace(sessions)] == [Return(ends=True)]
+    assert [request.reuse_hint for request in read_trace(sessions)] == [ReuseHint(ends=True)]
 
 
 @pytest.mark.parametrize(

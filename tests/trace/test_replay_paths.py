@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trace_kit import prompts
 
-from longshore.cache import GroupKeys, Return
+from longshore.cache import GroupKeys, ReuseHint
 from longshore.cache.eviction import LRU, POLICIES, Gittins
 from longshore.errors import CacheError, IntegrityError
 from longshore.trace.experiment import CacheReplay, Experiment
@@ -42,7 +42,7 @@ def test_nothing_is_held_or_moving_after_a_request(name: str, paths: list[list[i
         assert replay.serve(path) <= next((at for at, block in enumerate(path) if block not in seen), len(path))
         seen.update(path)
         replay.cache.check_integrity()
-        assert (replay.cache.held, replay.cache.jobs_in_flight) == (0, 0)
+        assert (replay.cache.leases, replay.cache.protected, replay.cache.jobs_in_flight) == (0, 0, 0)
 
 
 def test_a_prompt_longer_than_the_tier_keeps_its_head() -> None:
@@ -70,7 +70,7 @@ def test_trace_hints_reach_the_policy_as_in_the_experiment() -> None:
         for said in (False, True):
             tier, hits[said] = kind(Gittins, 60), 0
             for turn in range(1500):
-                ends, back = Return(ends=True), Return(seconds=40.0)
+                ends, back = ReuseHint(ends=True), ReuseHint(seconds=40.0)
                 path, old = (range(4 * each, 4 * each + 4) for each in (turn, turn - 40))
                 tier.serve(path, float(turn), (back if turn % 2 else ends) if said else None)
                 if turn >= 40 and turn % 2:
@@ -80,7 +80,8 @@ def test_trace_hints_reach_the_policy_as_in_the_experiment() -> None:
 
 def test_a_return_that_cannot_be_is_refused_before_anything_changed() -> None:
     cache = CacheReplay(Gittins, 8).cache
-    for said in (Return(ends=True, seconds=1.0), Return(seconds=-1.0), Return(seconds=math.nan), Return(of=3), "ends"):
-        with pytest.raises(CacheError, match=r"Return|again"):
-            cache.lookup({0: GroupKeys([b"k" * 32])}, 0.0, returns=said)  # type: ignore[arg-type]
+    seconds = [ReuseHint(ends=True, seconds=1.0), ReuseHint(seconds=-1.0), ReuseHint(seconds=math.nan)]
+    for said in (*seconds, ReuseHint(of=3), "ends"):
+        with pytest.raises(CacheError, match=r"ReuseHint|again"):
+            cache.lookup({0: GroupKeys([b"k" * 32])}, 0.0, reuse_hint=said)  # type: ignore[arg-type]
     assert cache.lookup({0: GroupKeys([b"k" * 32])}, 0.0).tick == 1

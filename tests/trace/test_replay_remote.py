@@ -34,7 +34,8 @@ def serve(requests: list[TraceRequest], *, gated: bool = False, timing: Timing =
     replay = TieredReplay(timing, BLOCK, tiers, LRU, gated=gated)
     assert list(replay.run(requests)) == requests
     replay.replicas[0].cache.check_integrity()
-    assert replay.replicas[0].cache.held == replay.replicas[0].cache.jobs_in_flight == 0
+    cache = replay.replicas[0].cache
+    assert cache.leases == cache.protected == cache.jobs_in_flight == 0
     return replay
 
 

@@ -32,7 +32,7 @@ def serve(
     assert list(replay.run(requests)) == requests
     for replica in replay.replicas:
         replica.cache.check_integrity()
-        assert replica.cache.held == replica.cache.jobs_in_flight == 0
+        assert replica.cache.leases == replica.cache.protected == replica.cache.jobs_in_flight == 0
     assert sum(replay.losses.values()) + sum(replay.tally.hits.values()) == replay.tally.block_refs
     return replay
 

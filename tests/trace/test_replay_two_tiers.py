@@ -24,7 +24,7 @@ def ratios(paths: Sequence[Sequence[int]], host: float = 0.03, file: float = 0.1
     tiers, single = CacheReplay(Gittins, one - both, both), CacheReplay(Gittins, one)
     hits = sum(map(tiers.serve, paths)), sum(map(single.serve, paths))
     tiers.cache.check_integrity()
-    assert (tiers.cache.held, tiers.cache.jobs_in_flight) == (0, 0)
+    assert (tiers.cache.leases, tiers.cache.protected, tiers.cache.jobs_in_flight) == (0, 0, 0)
     assert sum(tiers.hits.values()) == hits[0]
     return hits[0] / asked, hits[1] / asked, tiers
 
@@ -52,7 +52,7 @@ def test_blocks_for_which_host_memory_has_no_slot_are_computed() -> None:
     assert hits[0] == 0 <= hits[1] < 80
     assert sum(tiers.hits.values()) == sum(hits)
     tiers.cache.check_integrity()
-    assert (tiers.cache.held, tiers.cache.jobs_in_flight) == (0, 0)
+    assert (tiers.cache.leases, tiers.cache.protected, tiers.cache.jobs_in_flight) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("name", ["mooncake_conversation", "agent_a", "agent_dense", "agent_sparse"])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gated_device import PATIENCE, GatedDevice
+from gated_device import TIMEOUT, GatedDevice
 from transfer_kit import Model, Pools, flat, transfer
 
 from longshore.boundary import Section
 from longshore.layout import KVLayout
-from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer import D2H, H2D, TransferEngine
 
 
 class Rig:
@@ -23,14 +23,14 @@ class Rig:
         self.engine = TransferEngine(self.pools.layout, self.device, self.pools.host, clock=lambda: self.now, **options)
 
     def offload(self, job: int, blocks: tuple[int, ...], slots: list[int], **fields: Any) -> None:
-        self.engine.submit(transfer(job, OFFLOAD, [Section(0, 0, blocks)], slots, **fields))
+        self.engine.submit(transfer(job, D2H, [Section(0, 0, blocks)], slots, **fields))
 
     def onboard(self, job: int, blocks: tuple[int, ...], slots: list[int], **fields: Any) -> None:
-        self.engine.submit(transfer(job, ONBOARD, [Section(0, 0, blocks)], slots, **fields))
+        self.engine.submit(transfer(job, H2D, [Section(0, 0, blocks)], slots, **fields))
 
     def expect(self, into: str, blocks: tuple[int, ...], slots: list[int]) -> None:
         self.model.move([Section(0, 0, blocks)], self.pools.images(slots), into=into)
 
     def results(self, *jobs: int) -> list[Any]:
-        assert self.engine.wait(jobs, PATIENCE)
+        assert self.engine.wait(jobs, TIMEOUT)
         return sorted(self.engine.poll(), key=lambda result: result.job)

@@ -12,7 +12,7 @@ from longshore.transfer import CpuDevice
 from longshore.transfer.device.base import Copy, CpuStream, DeviceEvent, Stream, copy_pieces
 from longshore.transfer.pieces import CopyBatch, PieceBuilder
 
-PATIENCE = 10.0
+TIMEOUT = 10.0
 """Seconds until something that must happen counts as not happening."""
 
 A_MOMENT = 0.15
@@ -30,13 +30,13 @@ class Work(DeviceEvent):
     def done(self) -> None:
         self.finished.set()
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         return self.finished.is_set()
 
     def wait(self) -> None:
         self.waits += 1
         self.waited_for.set()
-        if not self.finished.wait(PATIENCE):
+        if not self.finished.wait(TIMEOUT):
             raise TimeoutError("compute was never done")
 
 
@@ -51,7 +51,7 @@ class Compute:
         return self.given[-1]
 
 
-class Gate:
+class RecomputeGate:
     """Copies in one direction: how many batches may pass, and which have arrived."""
 
     def __init__(self) -> None:
@@ -73,10 +73,10 @@ class Gate:
             self.arrived += 1
             number = self.arrived
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: number <= self._open, PATIENCE):
+            if not self._changed.wait_for(lambda: number <= self._open, TIMEOUT):
                 raise TimeoutError("the gate was never opened")
 
-    def wait_arrived(self, count: int, timeout: float = PATIENCE) -> bool:
+    def wait_arrived(self, count: int, timeout: float = TIMEOUT) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self.arrived >= count, timeout)
 
@@ -85,7 +85,7 @@ class GatedDevice(CpuDevice):
     """Copies wait at `gates[into]`; `log` says in which order they began and ended; `faults` may raise."""
 
     def __init__(self) -> None:
-        self.gates = {"host": Gate(), "device": Gate()}
+        self.gates = {"host": RecomputeGate(), "device": RecomputeGate()}
         self.log: list[str] = []
         self.fault: Callable[[str, CopyBatch | None], None] = lambda step, batch: None
         self.closed = 0
@@ -96,8 +96,8 @@ class GatedDevice(CpuDevice):
     def stream(self, layout: KVLayout, into: str) -> Stream:
         return GatedStream(self, into)
 
-    def mark(self, compute: object) -> DeviceEvent:
-        return compute.given[-1] if isinstance(compute, Compute) else super().mark(compute)
+    def record_event(self, compute: object) -> DeviceEvent:
+        return compute.given[-1] if isinstance(compute, Compute) else super().record_event(compute)
 
     def close(self) -> None:
         self.closed += 1
@@ -120,8 +120,8 @@ class GatedStream(CpuStream):
     def close(self) -> None:
         self.device.streams_closed += 1
 
-    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
-        for event in after:
+    def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
+        for event in wait_events:
             event.wait()
         self.device.log.append(f"{self.into} begins")
         self.device.gates[self.into].pass_through()
@@ -137,11 +137,11 @@ class FaultyCopy(Copy):
         self.copy = copy
 
     @property
-    def reached(self) -> DeviceEvent:
-        return self.copy.reached
+    def done_event(self) -> DeviceEvent:
+        return self.copy.done_event
 
-    def passed(self) -> bool:
-        return self.copy.passed()
+    def query(self) -> bool:
+        return self.copy.query()
 
     def finish(self) -> float:
         self.device.fault("finish", None)
@@ -163,11 +163,11 @@ class SlowStream(CpuStream):
         super().__init__()
         self.pauses = pauses
 
-    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
+    def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
         destination, source, size = PieceBuilder().describe(batch).directed(batch.into)
         half = len(size) // 2
         for part in (slice(0, half), slice(half, None)):
             time.sleep(self.pauses.choice([0.0, 0.0002, 0.001]))
             copy_pieces(source[part], destination[part], size[part])
         time.sleep(self.pauses.choice([0.0, 0.0005]))
-        return super().copy(batch._replace(parts=()), after)
+        return super().copy(batch._replace(parts=()), wait_events)

@@ -16,21 +16,21 @@ from typing import Any
 import numpy as np
 import torch
 from device_kit import copied_inside
-from gated_device import PATIENCE
+from gated_device import TIMEOUT
 from transfer_kit import Bytes, Model, Pools, transfer
 
 from longshore.boundary import DEVICE, HOST, Item, Section, Slabs, Slot, Status, Transfer
 from longshore.errors import QueueFullError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.tiers.arena import Arena, ArenaSettings
-from longshore.tiers.host import HostTier
-from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine
+from longshore.tiers.host import HostSlabs
+from longshore.transfer import D2D, D2H, H2D, TransferEngine
 from longshore.transfer.device.base import Device
 
 
 def inside_transfer(job: int, layout: KVLayout, group: int, written: Sequence[int], read: Sequence[int]) -> Transfer:
     items = [Item(bytes(32), None, Slot(DEVICE, layout.pools[group], block), None) for block in read]
-    return Transfer(job, INSIDE, tuple(items), (Section(group, 0, tuple(written)),))
+    return Transfer(job, D2D, tuple(items), (Section(group, 0, tuple(written)),))
 
 
 class Jobs:
@@ -80,10 +80,10 @@ class Jobs:
         layout = self.pools.layout
         group = chance.randrange(len(layout.groups))
         per_chunk = layout.groups[group].blocks_per_chunk
-        route = chance.choice([OFFLOAD, ONBOARD, ONBOARD, INSIDE])
+        route = chance.choice([D2H, H2D, H2D, D2D])
         blocks = chance.sample(range(layout.num_blocks), 2 * chance.randint(1, layout.num_blocks // 4))
         self.given += 1
-        if route == INSIDE:
+        if route == D2D:
             written, read = blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]
             self.submit(inside_transfer(self.given, layout, group, written, read))
             copied_inside(self.model.device, layout, group, written, read)
@@ -93,7 +93,7 @@ class Jobs:
         chunks = (first + len(blocks) - 1) // per_chunk - first // per_chunk + 1
         slots = chance.sample(range(self.pools.host.slabs.indices), chunks)
         self.submit(transfer(self.given, route, parts, slots))
-        into = HOST if route == OFFLOAD else DEVICE
+        into = HOST if route == D2H else DEVICE
         self.model.move(parts, self.pools.images(slots), into=into)
 
     def submit(self, job: Transfer) -> None:
@@ -107,7 +107,7 @@ class Jobs:
 
     def finish(self) -> None:
         """Wait for all jobs, and look at every byte."""
-        assert self.engine.wait(range(self.given + 1), 60 * PATIENCE)
+        assert self.engine.wait(range(self.given + 1), 60 * TIMEOUT)
         self.engine.end_step(self.compute)
         self.ended += [status for result in self.engine.poll() for status in result.statuses]
         assert set(self.ended) <= {Status.OK}
@@ -186,15 +186,15 @@ def round_trip(pools: DevicePools, device: Device, compute: object = None) -> No
         out = [Section(0, 1, (3, 0, 17, 4, 5)), Section(1, 2, (9, 8, 7, 20))]
         slots = [4, 0, 9, 3, 2]
         engine.begin_step(compute)
-        engine.submit(transfer(1, OFFLOAD, out, slots))
-        assert engine.wait([1], PATIENCE)
+        engine.submit(transfer(1, D2H, out, slots))
+        assert engine.wait([1], TIMEOUT)
         model.move(out, pools.images(slots), into=HOST)
         back = [Section(0, 1, (10, 11, 12, 13, 14)), Section(1, 2, (23, 1, 2, 15))]
-        engine.submit(transfer(2, ONBOARD, back, slots))
-        assert engine.wait([2], PATIENCE)
+        engine.submit(transfer(2, H2D, back, slots))
+        assert engine.wait([2], TIMEOUT)
         model.move(back, pools.images(slots), into=DEVICE)
         engine.submit(inside_transfer(3, pools.layout, 0, [20, 21, 22], [10, 12, 14]))
-        assert engine.wait([3], PATIENCE)
+        assert engine.wait([3], TIMEOUT)
         copied_inside(model.device, pools.layout, 0, [20, 21, 22], [10, 12, 14])
         engine.end_step(compute)
         pools.hardware.synchronize()
@@ -279,10 +279,10 @@ def layer_by_layer(pools: DevicePools, device: Device, rounds: int = 4) -> None:
             section = [Section(0, 0, blocks)]
             model.move(section, pools.images(list(slots)), into=DEVICE)
             engine.begin_step(compute)
-            engine.submit(transfer(turn, ONBOARD, section, list(slots), by_layer=True))
+            engine.submit(transfer(turn, H2D, section, list(slots), by_layer=True))
             seen = []
             for layer, ref in enumerate(group.refs):
-                assert engine.wait_layer(turn, layer, 60 * PATIENCE) is Status.OK
+                assert engine.wait_layer(turn, layer, 60 * TIMEOUT) is Status.OK
                 with pools.hardware.on(compute):
                     seen.append((ref.tensor, torch.empty_like(pools.tensors[ref.tensor])))
                     seen[-1][1].copy_(pools.tensors[ref.tensor])
@@ -290,7 +290,7 @@ def layer_by_layer(pools: DevicePools, device: Device, rounds: int = 4) -> None:
             compute.synchronize()
             for tensor, copy in seen:
                 np.testing.assert_array_equal(copy.cpu().numpy(), model.device[tensor])
-            assert engine.wait([turn], 60 * PATIENCE)
+            assert engine.wait([turn], 60 * TIMEOUT)
     finally:
         engine.close()
 
@@ -308,23 +308,23 @@ def one_rank(hardware: Hardware, device: Device, arena: Arena, rank: int, stored
     before = np.random.default_rng(rank).integers(1, 256, (len(tensors), blocks, page), dtype=np.uint8)
     compute = hardware.new_stream()
     hardware.synchronize()  # the zeros were written on another stream
-    engine = TransferEngine(layout, device, HostTier(arena, Slabs.of_one_size(layout.image_bytes, slots)))
+    engine = TransferEngine(layout, device, HostSlabs(arena, Slabs.of_one_size(layout.image_bytes, slots)))
     try:
         with hardware.on(compute):
             hardware.late(0.5)
             for tensor, pattern in zip(tensors, before, strict=True):
                 tensor.copy_(torch.from_numpy(pattern.reshape(-1)))
         engine.begin_step(compute)
-        engine.submit(transfer(1, OFFLOAD, [Section(0, 0, tuple(range(slots)))], range(slots)))
-        assert engine.wait([1], 60 * PATIENCE)
+        engine.submit(transfer(1, D2H, [Section(0, 0, tuple(range(slots)))], range(slots)))
+        assert engine.wait([1], 60 * TIMEOUT)
         stored()
-        engine.submit(transfer(2, ONBOARD, [Section(0, 0, tuple(range(blocks - 1, slots - 1, -1)))], range(slots)))
+        engine.submit(transfer(2, H2D, [Section(0, 0, tuple(range(blocks - 1, slots - 1, -1)))], range(slots)))
         engine.end_step(compute)
         compute.synchronize()
         before[:, slots:] = before[:, slots - 1 :: -1]
         for tensor, pattern in zip(tensors, before, strict=True):
             np.testing.assert_array_equal(tensor.cpu().numpy().reshape(blocks, page), pattern)
-        assert engine.wait([2], 60 * PATIENCE)
+        assert engine.wait([2], 60 * TIMEOUT)
         assert {status for result in engine.poll() for status in result.statuses} == {Status.OK}
     finally:
         engine.close()

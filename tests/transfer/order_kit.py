@@ -19,9 +19,9 @@ from longshore.boundary import DEVICE, Item, Section, Slot, Status, Transfer, Tr
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.testing.simulated_device import CELL, SimulatedDevice, SimulatedEvent
 from longshore.testing.simulation import Clock, Mark, SimulatedQueue, Simulation, WatchedHazards
-from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer import D2D, D2H, H2D, TransferEngine
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
-from longshore.transfer.lanes import CopyJob, LanePosition, WaitCondition
+from longshore.transfer.ordering import CopyJob, QueuePosition, WaitCondition
 from longshore.transfer.pieces import CopyBatch
 
 BLOCKS = 4
@@ -108,7 +108,7 @@ class Tale:
         )
         self.results: dict[int, TransferResult] = {}
         self.wrong: list[str] = []
-        self.tickets: dict[int, LanePosition] = {}
+        self.tickets: dict[int, QueuePosition] = {}
         self.given: dict[int, tuple[Transfer, Sequence[int]]] = {}
         self._jobs = 0
         self._writes = 0
@@ -169,21 +169,21 @@ class Tale:
         self._did()
 
     def offload(self, blocks: Sequence[int], slots: Sequence[int], **fields: Any) -> int:
-        return self._submit(transfer(self._number(), OFFLOAD, [Section(0, 0, tuple(blocks))], slots, **fields), slots)
+        return self._submit(transfer(self._number(), D2H, [Section(0, 0, tuple(blocks))], slots, **fields), slots)
 
     def onboard(self, blocks: Sequence[int], slots: Sequence[int], **fields: Any) -> int:
-        return self._submit(transfer(self._number(), ONBOARD, [Section(0, 0, tuple(blocks))], slots, **fields), slots)
+        return self._submit(transfer(self._number(), H2D, [Section(0, 0, tuple(blocks))], slots, **fields), slots)
 
     def inside(self, source: int, target: int, **fields: Any) -> int:
         item = Item(b"k" * 32, None, Slot(DEVICE, 0, source), None)
-        return self._submit(Transfer(self._number(), INSIDE, (item,), (Section(0, 0, (target,)),), **fields), [source])
+        return self._submit(Transfer(self._number(), D2D, (item,), (Section(0, 0, (target,)),), **fields), [source])
 
     def cancel(self, job: int) -> None:
         """Cancel a job; nothing is promised of what it writes."""
         self._pause()
         self.engine.cancel(job)
         given, slots = self.given[job]
-        if given.route == OFFLOAD:
+        if given.route == D2H:
             self.forget(slots=slots)
         else:
             self.forget(blocks=given.sections[0].blocks)
@@ -295,7 +295,7 @@ class Tale:
         return given.job
 
     def _move(self, model: Model, given: Transfer, slots: Sequence[int]) -> None:
-        if given.route != INSIDE:
+        if given.route != D2D:
             images = self.memory.images(slots)
             into = given.route.destination
             model.move(given.sections, images, into=into, tokens=given.tokens)
@@ -383,6 +383,6 @@ def _of_job(job: CopyJob) -> tuple[object, ...]:
         ),
         job.result is None,
         tuple((layer, _of_event(event)) for layer, event in job.layers.items()),
-        tuple(map(_of_event, job.fences)),
-        _of_event(job.reached),
+        tuple(map(_of_event, job.wait_events)),
+        _of_event(job.done_event),
     )

@@ -38,8 +38,8 @@ from longshore.transfer.device.cuda.arguments import KernelShape
 from longshore.transfer.device.cuda.calibration import Always, Effort
 from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.streams import CudaStream, Way
-from longshore.transfer.device.torch_streams import Accelerator, Point, StagedStream, StreamCopy, TorchDevice
-from longshore.transfer.lanes import EngineState
+from longshore.transfer.device.torch_streams import Accelerator, StagedStream, StreamCopy, StreamEvent, TorchDevice
+from longshore.transfer.ordering import EngineState
 
 PAUSE = 100
 """Microseconds."""
@@ -126,27 +126,27 @@ def unfenced(patch: pytest.MonkeyPatch) -> None:
 
 def unheld(patch: pytest.MonkeyPatch) -> None:
     for kind in (TorchDevice, CudaDevice):
-        patch.setattr(kind, "hold", nothing)
+        patch.setattr(kind, "wait_event", nothing)
 
 
 def unmarked(patch: pytest.MonkeyPatch) -> None:
     """Points on the stream of whoever asks, not on that which computes."""
     for kind in (TorchDevice, CudaDevice):
-        patch.setattr(kind, "mark", lambda self, compute, mark=kind.mark: mark(self, None))
+        patch.setattr(kind, "record_event", lambda self, compute, mark=kind.record_event: mark(self, None))
 
 
 def ended_when_given(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StreamCopy, "passed", lambda self: True)
+    patch.setattr(StreamCopy, "query", lambda self: True)
     patch.setattr(StreamCopy, "finish", lambda self: 0.0)
 
 
 def unwaited(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Point, "wait", nothing)
-    patch.setattr(Point, "seconds_until", lambda self, later: 0.0)  # torch would notice
+    patch.setattr(StreamEvent, "wait", nothing)
+    patch.setattr(StreamEvent, "seconds_until", lambda self, later: 0.0)  # torch would notice
 
 
 GUARDS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "a stream waits for a point": lambda patch: patch.setattr(Point, "hold", nothing),
+    "a stream waits for a point": lambda patch: patch.setattr(StreamEvent, "make_wait", nothing),
     "a thread waits for a point": unwaited,
     "copies against copies": lambda patch: patch.setattr(EngineState, "may_begin", lambda self, job: True),
     "copies against compute: begin_step": unfenced,
@@ -218,7 +218,7 @@ def test_stages_are_used_only_after_their_memorys_last_owner(
         def stream(layout: KVLayout, into: str, take: Callable[..., Stream] = device.stream) -> Stream:
             with monkeypatch.context() as patch, given.hardware.on(owner):
                 if not guarded:
-                    patch.setattr(Point, "hold", nothing)
+                    patch.setattr(StreamEvent, "make_wait", nothing)
                 return take(layout, into)
 
         monkeypatch.setattr(device, "stream", stream)

@@ -239,7 +239,7 @@ def test_compute_may_be_a_stream_of_torchs_general_class() -> None:
     device, compute = stand_in.device, stand_in.accelerator.compute
     assert device.resolve(GENERAL) is compute
     given = compute.given
-    device.hold(GENERAL, device.mark(GENERAL))
+    device.wait_event(GENERAL, device.record_event(GENERAL))
     assert compute.given == given + 2
 
 

@@ -18,7 +18,7 @@ def test_random_jobs(mood: str | int, page: int) -> None:
     engine = TransferEngine(pools.layout, gpu.device, pools.host, max_batch_bytes=4000, max_queued=8)
     try:
         compute = gpu.accelerator.compute
-        jobs = Jobs(pools, engine, compute, gpu.on_compute, lambda: gpu.device.mark(compute).wait())
+        jobs = Jobs(pools, engine, compute, gpu.on_compute, lambda: gpu.device.record_event(compute).wait())
         for seed in range(3):
             jobs.run(40, seed)
         assert jobs.ended

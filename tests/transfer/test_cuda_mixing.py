@@ -100,12 +100,12 @@ def test_checksums_and_stores_do_not_wait_for_compute() -> None:
 def test_memory_that_cannot_be_had_is_an_error() -> None:
     stand_in = StandIn(None)
     stand_in.accelerator.refuse_above = 1 << 20
-    with pytest.raises(DeviceError, match="cannot allocate 2097152 bytes for block images"):
+    with pytest.raises(DeviceError, match="cannot allocate 2097152 bytes for chunk images"):
         stand_in.device.allocate_images(2 << 20)
 
 
 def test_devices_that_keep_no_images_say_so() -> None:
-    with pytest.raises(DeviceError, match="TorchDevice cannot hold block images"):
+    with pytest.raises(DeviceError, match="TorchDevice cannot hold chunk images"):
         TorchDevice("cuda:0", accelerator=StandInAccelerator()).allocate_images(4096)
 
 

@@ -44,8 +44,8 @@ def test_what_follows_another_way_sees_its_bytes(mood: str, seed: int, staging: 
         else:
             lane.send([inside(pools.layout, 0, blocks[:6], blocks[6:]).whole])
             copied_inside(model.device, pools.layout, 0, blocks[:6], blocks[6:])
-    gpu.device.hold(gpu.accelerator.compute, lane.under_way[-1].reached)
-    gpu.device.mark(gpu.accelerator.compute).wait()
+    gpu.device.wait_event(gpu.accelerator.compute, lane.under_way[-1].done_event)
+    gpu.device.record_event(gpu.accelerator.compute).wait()
     lane.close()
     model.check(pools)
 
@@ -62,9 +62,9 @@ def test_copies_reach_in_the_order_of_their_calls(mood: str | int, seed: int) ->
         parts, slots = [Section(0, 0, tuple(range(first, first + 4)))], list(range(first, first + 4))
         lane.send([between(pools, parts, slots, HOST).whole])
         model.move(parts, pools.images(slots), into=HOST)
-    gpu.device.hold(gpu.accelerator.compute, lane.under_way[-1].reached)
+    gpu.device.wait_event(gpu.accelerator.compute, lane.under_way[-1].done_event)
     gpu.on_compute(lambda: pools.tensors[0].fill_(7))
-    gpu.device.mark(gpu.accelerator.compute).wait()
+    gpu.device.record_event(gpu.accelerator.compute).wait()
     lane.finish()
     np.testing.assert_array_equal(pools.host_bytes(), model.host)
 
@@ -76,7 +76,7 @@ def test_an_onboard_reads_the_host_only_when_it_may(way: Way, mood: str | int) -
     gpu = StandIn(Always(way), mood=mood)
     lane = gpu.lane(pools.layout, DEVICE)
     gpu.on_compute(lambda: pools.arena.array.fill(9))
-    mark = gpu.device.mark(gpu.accelerator.compute)
+    mark = gpu.device.record_event(gpu.accelerator.compute)
     lane.send([between(pools, [Section(0, 0, (3,))], [1], DEVICE).whole], (mark,))
     lane.finish()
     assert (pools.tensors[0].view(8, 4096)[3] == 9).all()
@@ -124,9 +124,9 @@ def test_copies_in_flight_together_each_say_their_end(way: Way, into: str) -> No
     copies = [
         stream.copy(between(pools, [Section(0, 0, (block,))], [block], into).whole, ()) for block in range(stream.depth)
     ]
-    assert not any(copy.passed() for copy in copies)
+    assert not any(copy.query() for copy in copies)
     stream.drain()
-    assert all(copy.passed() for copy in copies)
+    assert all(copy.query() for copy in copies)
     assert all(copy.finish() >= 0 for copy in copies)
 
 
@@ -181,7 +181,7 @@ def test_a_copy_waits_for_compute(way: Way, mood: str | int) -> None:
     gpu = StandIn(Always(way), mood=mood)
     lane = gpu.lane(pools.layout, HOST)
     gpu.on_compute(lambda: pools.tensors[0].fill_(7))
-    mark = gpu.device.mark(gpu.accelerator.compute)
+    mark = gpu.device.record_event(gpu.accelerator.compute)
     lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole], (mark,))
     lane.finish()
     offset = pools.host.slabs.offset(0, 1)
@@ -197,7 +197,7 @@ def test_an_onboard_waits_for_compute_that_still_reads(way: Way, mood: str | int
     seen: list[Bytes] = []
     before = pools.tensors[0].numpy().copy()
     gpu.on_compute(lambda: seen.append(pools.tensors[0].numpy().copy()))
-    mark = gpu.device.mark(gpu.accelerator.compute)
+    mark = gpu.device.record_event(gpu.accelerator.compute)
     lane.send([between(pools, [Section(0, 0, (3,))], [1], DEVICE).whole], (mark,))
     lane.finish()
     np.testing.assert_array_equal(seen[0], before)
@@ -212,9 +212,9 @@ def test_pages_are_reusable_once_an_offload_passed_its_point(way: Way, mood: str
     lane = gpu.lane(pools.layout, HOST)
     before = pools.tensors[0].numpy().copy()
     lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), HOST).whole])
-    gpu.device.hold(gpu.accelerator.compute, lane.under_way[0].reached)
+    gpu.device.wait_event(gpu.accelerator.compute, lane.under_way[0].done_event)
     gpu.on_compute(lambda: pools.tensors[0].fill_(7))
-    gpu.device.mark(gpu.accelerator.compute).wait()
+    gpu.device.record_event(gpu.accelerator.compute).wait()
     assert (pools.tensors[0] == 7).all()
     lane.finish()
     for block in range(64):
@@ -230,10 +230,10 @@ def test_compute_that_is_held_sees_what_was_onboarded(way: Way, mood: str | int)
     gpu = StandIn(Always(way), mood=mood, staging_bytes=1 << 16)
     lane = gpu.lane(pools.layout, DEVICE)
     lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), DEVICE).whole])
-    gpu.device.hold(gpu.accelerator.compute, lane.under_way[0].reached)
+    gpu.device.wait_event(gpu.accelerator.compute, lane.under_way[0].done_event)
     seen: list[Bytes] = []
     gpu.on_compute(lambda: seen.append(pools.tensors[0].numpy().copy()))
-    gpu.device.mark(gpu.accelerator.compute).wait()
+    gpu.device.record_event(gpu.accelerator.compute).wait()
     lane.finish()
     np.testing.assert_array_equal(seen[0], pools.tensors[0].numpy())
     np.testing.assert_array_equal(seen[0][:4096], pools.arena.array[:4096])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cuda_stand_in import AnyWay, StandIn, StandInLibrary, World
 from device_kit import Lane, between, copied_inside, inside
-from gated_device import PATIENCE
+from gated_device import TIMEOUT
 from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Bytes, Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
@@ -22,7 +22,7 @@ from depth import examples
 from longshore.boundary import DEVICE, HOST, Section, Status
 from longshore.errors import DeviceError, FreedLayoutError
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer import D2H, H2D, TransferEngine
 from longshore.transfer.device.cuda.arguments import image_runs, pieces_of, staged, staged_pitch
 from longshore.transfer.device.cuda.calibration import Always, all_registered
 from longshore.transfer.device.cuda.driver import RELAXED
@@ -404,10 +404,10 @@ def test_the_engine_over_the_device() -> None:
     before = [tensor.clone() for tensor in pools.tensors]
     engine = TransferEngine(pools.layout, gpu.device, pools.host, max_batch_bytes=10_000)
     try:
-        engine.submit(transfer(1, OFFLOAD, [Section(0, 0, tuple(range(32)))], list(range(16))))
-        assert engine.wait([1], PATIENCE)
-        engine.submit(transfer(2, ONBOARD, [Section(0, 0, tuple(range(63, 31, -1)))], list(range(16))))
-        assert engine.wait([2], PATIENCE)
+        engine.submit(transfer(1, D2H, [Section(0, 0, tuple(range(32)))], list(range(16))))
+        assert engine.wait([1], TIMEOUT)
+        engine.submit(transfer(2, H2D, [Section(0, 0, tuple(range(63, 31, -1)))], list(range(16))))
+        assert engine.wait([2], TIMEOUT)
         assert {status for result in engine.poll() for status in result.statuses} == {Status.OK}
     finally:
         engine.close()
@@ -432,7 +432,7 @@ def test_thread_bound_to_a_stream_has_its_device_context() -> None:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(PATIENCE)
+    thread.join(TIMEOUT)
     assert seen == [0xC0]
 
 
@@ -458,8 +458,8 @@ def test_lane_thread_ends_no_capture_of_a_graph() -> None:
     gpu = StandIn(Always(Way.DIRECT))
     engine = TransferEngine(flat(4), gpu.device, Pools(flat(4), slots=4).host)
     try:
-        engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (3,))], [1]))
-        assert engine.wait([1], PATIENCE)
+        engine.submit(transfer(1, D2H, [Section(0, 0, (3,))], [1]))
+        assert engine.wait([1], TIMEOUT)
         modes = {thread: mode for thread, mode in gpu.library.capture_modes.items() if thread != threading.get_ident()}
         assert list(modes.values()) == [RELAXED]
     finally:
@@ -495,7 +495,7 @@ def test_without_a_compiler_nothing_is_calibrated_or_kept(tmp_path: Path) -> Non
     lane.close()
     assert not (tmp_path / "kept.json").exists()
     assert not gpu.accelerator.kernels
-    with pytest.raises(DeviceError, match="cannot hold block images: the copy kernels cannot be compiled"):
+    with pytest.raises(DeviceError, match="cannot hold chunk images: the copy kernels cannot be compiled"):
         gpu.device.allocate_images(1 << 20)
     with pytest.raises(DeviceError, match="kernels cannot be compiled"):
         gpu.device.calibrate()

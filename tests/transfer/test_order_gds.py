@@ -1,6 +1,6 @@
 """Files know nothing of streams (trap 5): blocks between device and file, told in every order, on a simulated disk too.
 
-The disk is one more queue of the world: it reads and writes the ring of images on the device when the world says so.
+The disk is one more queue of the world: it reads and writes the staging area on the device when the world says so.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from order_kit import LAYERS, PAGE, Tale, small_layout
 from transfer_kit import Bytes
 
 from longshore.boundary import DEVICE, FILE, Item, Route, Section, Slabs, Slot, Status, Transfer, TransferResult
-from longshore.runtime.ring_mover import ImageRing, RingMover
+from longshore.runtime.staging_mover import StagingMover, StagingSlots
 from longshore.testing.simulated_device import CELL, SimulatedEvent, SimulatedStream
 from longshore.testing.simulation import Simulation, WrongError, explore
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, Tier, TierOp, TierResult
-from longshore.transfer import OFFLOAD
+from longshore.transfer import D2H
 
 Patch = pytest.MonkeyPatch
 
 CHUNKS = 3
 
 
-class RingMemory:
+class StagingMemory:
     """The arena of the tests as a device's memory for images."""
 
     def __init__(self, arena: Arena, nbytes: int) -> None:
@@ -52,7 +52,7 @@ class RingMemory:
 class Disk(Tier):
     """A tier whose every operation is one of a queue, in two halves; its results come when they have ended."""
 
-    def __init__(self, world: Simulation, memory: RingMemory, image_bytes: int) -> None:
+    def __init__(self, world: Simulation, memory: StagingMemory, image_bytes: int) -> None:
         self.name = FILE
         self.slabs = Slabs.of_one_size(image_bytes, CHUNKS)
         self.image_bytes = (image_bytes,)
@@ -80,7 +80,7 @@ class Disk(Tier):
         return any(event.mark.has_passed() for event, _ in self._tickets.values())
 
     def poll(self) -> list[TierResult]:
-        done = [ticket for ticket, (event, _) in self._tickets.items() if event.passed()]
+        done = [ticket for ticket, (event, _) in self._tickets.items() if event.query()]
         counts = {ticket: self._tickets.pop(ticket)[1] for ticket in done}
         return [
             TierResult(ticket, (Status.OK,) * counts[ticket], 0, 0, 0) for ticket in done if ticket not in self.unheard
@@ -98,27 +98,27 @@ class Disk(Tier):
     def _move(self, op: TierOp, half: int) -> None:
         middle = op.length // 2
         some = slice(0, middle) if half == 0 else slice(middle, op.length)
-        ring = self._memory.arena.array[op.offset : op.offset + op.length]
+        staging = self._memory.arena.array[op.offset : op.offset + op.length]
         if op.op is Op.WRITE:
-            self.bytes[op.slot, some] = ring[some]
+            self.bytes[op.slot, some] = staging[some]
         else:
-            ring[some] = self.bytes[op.slot, some]
+            staging[some] = self.bytes[op.slot, some]
 
 
 class GdsTale(Tale):
-    """A tale whose blocks go to files and come back, through a ring of `images`."""
+    """A tale whose blocks go to files and come back, through a staging area of `images`."""
 
     def __init__(self, world: Simulation, script: Callable[[GdsTale], None], *, images: int = 2) -> None:
         super().__init__(world, script)  # type: ignore[arg-type]
         layout = self.memory.layout
-        memory = RingMemory(self.memory.arena, images * layout.image_bytes)
+        memory = StagingMemory(self.memory.arena, images * layout.image_bytes)
         self.disk = Disk(world, memory, layout.image_bytes)
-        self.ring = ImageRing(memory, layout.image_bytes)
-        self.mover = RingMover(self.engine, layout, self.ring, self.disk, clock=lambda: 0.0)
+        self.staging = StagingSlots(memory, layout.image_bytes)
+        self.mover = StagingMover(self.engine, layout, self.staging, self.disk, clock=lambda: 0.0)
         self.filed: dict[int, list[Bytes]] = {}
         self.ended: dict[int, TransferResult] = {}
         self._sent = 0
-        self.known.host[:] = 0  # what is in the ring is nobody's business
+        self.known.host[:] = 0  # what is in the staging area is nobody's business
         self._listen()
 
     def to_file(self, blocks: Sequence[int], chunks: Sequence[int]) -> int:
@@ -154,7 +154,7 @@ class GdsTale(Tale):
             assert (found == np.concatenate(layers)).all(), f"file {chunk} holds {found}"
 
     def state(self) -> int:
-        return hash((super().state(), self.disk.state(), self.ring.free, tuple(self.ended)))
+        return hash((super().state(), self.disk.state(), self.staging.free, tuple(self.ended)))
 
     def _send(self, route: Route, blocks: Sequence[int], chunks: Sequence[int]) -> int:
         self._sent += 1
@@ -249,23 +249,23 @@ def test_without_the_fence_of_compute(script: Callable[[GdsTale], None], how: st
 
 def test_a_file_that_does_not_wait_for_the_copy(monkeypatch: Patch) -> None:
     """The write begins when the copy has been submitted."""
-    copy = RingMover._copy
+    copy = StagingMover._copy
 
-    def early(self: RingMover, piece: Any, count: int, route: Route) -> None:
+    def early(self: StagingMover, piece: Any, count: int, route: Route) -> None:
         copy(self, piece, count, route)
-        if route == OFFLOAD:
+        if route == D2H:
             del self._copying[piece.number]
             self._to_file(piece, [Status.OK] * count)
 
-    monkeypatch.setattr(RingMover, "_copy", early)
+    monkeypatch.setattr(StagingMover, "_copy", early)
     goes_wrong(store, "RAW: disk write|WAR: copy")
 
 
 def test_a_copy_that_does_not_wait_for_the_file(monkeypatch: Patch) -> None:
     """The copy into pages begins when the read has been submitted."""
-    file = RingMover._file
+    file = StagingMover._file
 
-    def early(self: RingMover, piece: Any, statuses: Sequence[Status], op: Op) -> None:
+    def early(self: StagingMover, piece: Any, statuses: Sequence[Status], op: Op) -> None:
         file(self, piece, statuses, op)
         if op is Op.READ:
             ticket = max(self._filing)
@@ -273,7 +273,7 @@ def test_a_copy_that_does_not_wait_for_the_file(monkeypatch: Patch) -> None:
             self._tier.unheard.add(ticket)
             self._to_pages(self._filing.pop(ticket), statuses)
 
-    monkeypatch.setattr(RingMover, "_file", early)
+    monkeypatch.setattr(StagingMover, "_file", early)
     goes_wrong(there_and_back, "RAW: copy|WAR: disk read|compute read")
 
 
@@ -288,16 +288,16 @@ def test_a_place_that_is_given_back_too_early(
     step: str, script: Callable[[GdsTale], None], how: str, monkeypatch: Patch
 ) -> None:
     """When the second side has been told to begin, not when it has ended."""
-    begin, give_back = getattr(RingMover, step), ImageRing.give_back
+    begin, give_back = getattr(StagingMover, step), StagingSlots.give_back
     early: list[int] = []  # of whom each list of slots is
 
-    def begin_and_give_back(self: RingMover, piece: Any, statuses: Sequence[Status]) -> None:
+    def begin_and_give_back(self: StagingMover, piece: Any, statuses: Sequence[Status]) -> None:
         begin(self, piece, statuses)
-        give_back(self._ring, piece.slots)
+        give_back(self._staging, piece.slots)
         early.append(id(piece.slots))
 
-    monkeypatch.setattr(RingMover, step, begin_and_give_back)
+    monkeypatch.setattr(StagingMover, step, begin_and_give_back)
     monkeypatch.setattr(
-        ImageRing, "give_back", lambda self, slots: None if id(slots) in early else give_back(self, slots)
+        StagingSlots, "give_back", lambda self, slots: None if id(slots) in early else give_back(self, slots)
     )
     goes_wrong(script, how, images=1)

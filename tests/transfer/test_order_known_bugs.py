@@ -12,9 +12,9 @@ from order_kit import Tale, tale
 from longshore.boundary import DEVICE, Status, Transfer, Urgency
 from longshore.testing.simulated_device import PlannerRing, SimulatedCopy, SimulatedDevice, SimulatedStream
 from longshore.testing.simulation import WrongError, explore
-from longshore.transfer import OFFLOAD
+from longshore.transfer import D2H
 from longshore.transfer.engine import TransferEngine
-from longshore.transfer.lanes import Access, EngineState, Hazards, Lane, LanePosition, Place
+from longshore.transfer.ordering import Access, EngineState, Hazards, Lane, QueuePosition, TierPool
 from longshore.transfer.pieces import Pieces
 
 Patch = pytest.MonkeyPatch
@@ -84,8 +84,8 @@ def another_stream_computes(told: Tale) -> None:
 
 def test_the_event_is_on_the_stream_that_computes(monkeypatch: Patch) -> None:
     explore(tale(another_stream_computes))
-    mark = SimulatedDevice.mark
-    monkeypatch.setattr(SimulatedDevice, "mark", lambda self, compute: mark(self, None))
+    mark = SimulatedDevice.record_event
+    monkeypatch.setattr(SimulatedDevice, "record_event", lambda self, compute: mark(self, None))
     goes_wrong(another_stream_computes, "RAW: copy")
 
 
@@ -162,7 +162,7 @@ def layer_by_layer(told: Tale) -> None:
 )
 def test_compute_waits_for_the_copies_before_it(script: Script, how: str, monkeypatch: Patch) -> None:
     explore(tale(script))
-    monkeypatch.setattr(SimulatedDevice, "hold", lambda self, compute, event: None)
+    monkeypatch.setattr(SimulatedDevice, "wait_event", lambda self, compute, event: None)
     goes_wrong(script, how)
 
 
@@ -206,14 +206,14 @@ def block_is_given_away_when_its_result_has_come(told: Tale) -> None:
 )
 def test_result_is_reported_at_copy_end_not_at_submission(script: Script, how: str, monkeypatch: Patch) -> None:
     explore(tale(script))
-    monkeypatch.setattr(SimulatedCopy, "passed", lambda self: True)
+    monkeypatch.setattr(SimulatedCopy, "query", lambda self: True)
     monkeypatch.setattr(SimulatedCopy, "finish", lambda self: 0.0)
     goes_wrong(script, how)
 
 
 def nothing_moves(told: Tale) -> None:
-    told.engine.submit(Transfer(told._number(), OFFLOAD, ()))
-    told.tickets[1] = told._hazards().newest or LanePosition(0, 0, ())
+    told.engine.submit(Transfer(told._number(), D2H, ()))
+    told.tickets[1] = told._hazards().newest or QueuePosition(0, 0, ())
     told.wait(1)
 
 
@@ -283,7 +283,7 @@ def test_all_readers_are_waited_for(monkeypatch: Patch) -> None:
     explore(tale(two_readers_then_a_writer))
     admit = Hazards.admit
 
-    def keep_the_last(self: Hazards, lane: int, accesses: Sequence[Access]) -> LanePosition:
+    def keep_the_last(self: Hazards, lane: int, accesses: Sequence[Access]) -> QueuePosition:
         ticket = admit(self, lane, accesses)
         for place, slots, is_written in accesses:
             if not is_written:
@@ -305,8 +305,8 @@ def test_a_slot_is_its_tier_too(monkeypatch: Patch) -> None:
     explore(tale(block_2_is_not_slot_2))
     admit = Hazards.admit
 
-    def forget_the_tier(self: Hazards, lane: int, accesses: Sequence[Access]) -> LanePosition:
-        return admit(self, lane, [access._replace(place=Place(DEVICE, 0)) for access in accesses])
+    def forget_the_tier(self: Hazards, lane: int, accesses: Sequence[Access]) -> QueuePosition:
+        return admit(self, lane, [access._replace(place=TierPool(DEVICE, 0)) for access in accesses])
 
     monkeypatch.setattr(Hazards, "admit", forget_the_tier)
     goes_wrong(block_2_is_not_slot_2, "AssertionError")

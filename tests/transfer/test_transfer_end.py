@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from engine_rig import Rig
-from gated_device import A_MOMENT, PATIENCE, GatedDevice
+from gated_device import A_MOMENT, TIMEOUT, GatedDevice
 from transfer_kit import Pools, flat, transfer
 
 from longshore.boundary import DEVICE, HOST, Section, Status, Urgency
 from longshore.errors import FreedLayoutError, TierClosedError
-from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine, lanes
+from longshore.transfer import D2H, H2D, CpuDevice, TransferEngine, ordering
 from longshore.transfer.pieces import CopyBatch
 
 OK = Status.OK
@@ -133,7 +133,7 @@ def test_close_waits_for_running_batches_and_ends_the_rest() -> None:
         while closing.is_alive():
             rig.engine.begin_step()
     gate.open()
-    closing.join(PATIENCE)
+    closing.join(TIMEOUT)
     rig.engine.close()
     assert [(result.job, result.statuses) for result in rig.engine.poll()] == [(1, (OK,)), (2, (Status.TIER_OFF,))]
     assert set(threading.enumerate()) <= before
@@ -161,7 +161,7 @@ def test_jobs_on_freed_memory_are_refused_or_copy_nothing(rig: Rig) -> None:
     assert gate.wait_arrived(1)
     rig.onboard(2, (5,), [5])
     rig.offload(3, (6,), [6])
-    assert rig.engine.wait([2], PATIENCE)
+    assert rig.engine.wait([2], TIMEOUT)
     rig.expect(DEVICE, (5,), [5])
     tensors = rig.pools.layout.tensors
     rig.pools.layout.free()
@@ -183,7 +183,7 @@ def test_wait_layer_returns_the_status_of_a_stopped_job() -> None:
     rig = Rig(flat(16, 24, refs=3))
     gate = rig.device.gates[DEVICE]
     gate.shut(after=1)
-    rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3, 1))], [6, 2], by_layer=True))
+    rig.engine.submit(transfer(1, H2D, [Section(0, 0, (3, 1))], [6, 2], by_layer=True))
     assert gate.wait_arrived(2)
     rig.engine.cancel(1)
     gate.open()
@@ -201,7 +201,7 @@ def test_layer_whose_copy_fails_on_completion_is_missing() -> None:
             raise RuntimeError("the device fell off the bus")
 
     rig.device.fault = fail
-    rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3, 1))], [6, 2], by_layer=True))
+    rig.engine.submit(transfer(1, H2D, [Section(0, 0, (3, 1))], [6, 2], by_layer=True))
     (result,) = rig.results(1)
     assert result.statuses == (Status.DEVICE_ERROR,) * 2
     assert [rig.engine.wait_layer(1, layer) for layer in range(3)] == [Status.DEVICE_ERROR] * 3
@@ -215,7 +215,7 @@ def test_shutdown_waits_for_all_jobs() -> None:
     for job in range(4):
         rig.offload(job, (job,), [job])
     threading.Timer(0.05, gate.open).start()
-    assert rig.engine.shutdown(PATIENCE)
+    assert rig.engine.shutdown(TIMEOUT)
     assert [result.statuses for result in rig.results(0, 1, 2, 3)] == [(OK,)] * 4
     assert rig.engine.shutdown()
 
@@ -260,14 +260,14 @@ def test_waits_without_timeout_return_when_the_job_ends(name: str, wait: Callabl
     rig.device.fault = lambda step, batch: time.sleep(A_MOMENT if step == "finish" else 0.0)  # it sleeps again by then
     gate = rig.device.gates[DEVICE]
     gate.shut()
-    rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3,))], [6], by_layer=True))
+    rig.engine.submit(transfer(1, H2D, [Section(0, 0, (3,))], [6], by_layer=True))
     waiting = threading.Thread(target=wait, args=(rig.engine,), daemon=True)
     waiting.start()
     assert gate.wait_arrived(1)
     waiting.join(0.05)
     assert waiting.is_alive()
     gate.open()
-    waiting.join(PATIENCE)
+    waiting.join(TIMEOUT)
     assert not waiting.is_alive()
     rig.engine.close()
 
@@ -286,20 +286,20 @@ def test_failed_lane_ends_its_jobs_and_closes_the_engine(caplog: pytest.LogCaptu
     engine = TransferEngine(pools.layout, device, pools.host, clock=clock)
     device.fault = lambda step, batch: time.sleep(A_MOMENT if step == "drain" else 0.0)  # who waits sleeps by then
     device.gates[HOST].shut()
-    engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (1,))], [1]))
+    engine.submit(transfer(1, D2H, [Section(0, 0, (1,))], [1]))
     assert device.gates[HOST].wait_arrived(1)
     is_broken = True
-    engine.submit(transfer(2, OFFLOAD, [Section(0, 0, (2,))], [2], deadline=5.0))
+    engine.submit(transfer(2, D2H, [Section(0, 0, (2,))], [2], deadline=5.0))
     opener = threading.Timer(A_MOMENT, device.gates[HOST].open)
     opener.start()
     assert engine.wait([1, 2])  # it sleeps by then, and is woken by the lane, not by the clock
     opener.join()
     assert {result.job: result.statuses for result in engine.poll()}[2] == (Status.INTERNAL_ERROR,)
     with pytest.raises(TierClosedError):
-        engine.submit(transfer(3, OFFLOAD, [Section(0, 0, (3,))], [3]))
+        engine.submit(transfer(3, D2H, [Section(0, 0, (3,))], [3]))
     assert device.drained == 1
     assert not any(engine.stats().queued.values())
-    assert engine.shutdown(PATIENCE)
+    assert engine.shutdown(TIMEOUT)
     assert "transfer lane into host failed" in caplog.text
 
 
@@ -318,10 +318,10 @@ def test_a_failed_lane_whose_device_cannot_be_synchronized_says_so(caplog: pytes
 
     device.fault = fail
     engine = TransferEngine(pools.layout, device, pools.host, clock=clock)
-    engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (1,))], [1], deadline=5.0))
-    assert engine.wait([1], PATIENCE)
+    engine.submit(transfer(1, D2H, [Section(0, 0, (1,))], [1], deadline=5.0))
+    assert engine.wait([1], TIMEOUT)
     assert [result.statuses for result in engine.poll()] == [(Status.INTERNAL_ERROR,)]
-    assert engine.shutdown(PATIENCE)
+    assert engine.shutdown(TIMEOUT)
     assert fired == ["drain"]
     (told,) = [record for record in caplog.records if "device synchronization failed" in record.message]
     assert told.exc_info
@@ -343,15 +343,15 @@ def test_single_fault_in_a_wait_ends_its_lanes_jobs() -> None:
 
     engine = TransferEngine(pools.layout, device, pools.host, clock=clock)
     device.gates[HOST].shut()
-    engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (1,))], [1]))
+    engine.submit(transfer(1, D2H, [Section(0, 0, (1,))], [1]))
     assert device.gates[HOST].wait_arrived(1)
-    engine.submit(transfer(2, ONBOARD, [Section(0, 0, (2,))], [1], deadline=5.0))  # reads what job 1 still writes
-    assert engine.wait([2], PATIENCE)
+    engine.submit(transfer(2, H2D, [Section(0, 0, (2,))], [1], deadline=5.0))  # reads what job 1 still writes
+    assert engine.wait([2], TIMEOUT)
     assert faults == 1
     device.gates[HOST].open()
-    assert engine.wait([1], PATIENCE)
+    assert engine.wait([1], TIMEOUT)
     assert {result.job: result.statuses for result in engine.poll()}[2] == (Status.INTERNAL_ERROR,)
-    assert engine.shutdown(PATIENCE)
+    assert engine.shutdown(TIMEOUT)
 
 
 _GONE = """
@@ -362,8 +362,8 @@ from longshore.boundary import Section
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.boundary import Slabs
 from longshore.tiers.arena import Arena
-from longshore.tiers.host import HostTier
-from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine
+from longshore.tiers.host import HostSlabs
+from longshore.transfer import D2H, H2D, CpuDevice, TransferEngine
 from longshore.transfer.device import base
 
 BLOCKS, PAGE = 4, 4 << 20
@@ -380,13 +380,13 @@ def submitted(route):
     tensor = torch.ones(BLOCKS * PAGE, dtype=torch.uint8)
     layout = KVLayout((KVGroup("kv", 4, 1, (PageRef(0, 0, PAGE, PAGE),)),), [tensor], BLOCKS)
     arena = Arena(BLOCKS * PAGE)
-    engine = TransferEngine(layout, CpuDevice(), HostTier(arena, Slabs.of_one_size(PAGE, BLOCKS)))
+    engine = TransferEngine(layout, CpuDevice(), HostSlabs(arena, Slabs.of_one_size(PAGE, BLOCKS)))
     engine.submit(transfer(1, route, [Section(0, 0, tuple(range(BLOCKS)))], list(range(BLOCKS))))
     arrived.wait()
     return engine, layout, arena
 
 base.copy_pieces = late
-engine, layout, arena = submitted({"offload": OFFLOAD, "onboard": ONBOARD}[sys.argv[1]])
+engine, layout, arena = submitted({"offload": D2H, "onboard": H2D}[sys.argv[1]])
 if sys.argv[2] == "freed":
     layout.free()
 elif sys.argv[2] == "closed":
@@ -416,7 +416,7 @@ def test_threads_of_a_collected_engine_end() -> None:
     del engine
     gc.collect()
     for thread in lanes:
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
         assert not thread.is_alive()
 
 
@@ -431,7 +431,7 @@ def test_interpreter_exit_waits_for_threads_of_open_engines() -> None:
     assert gate.wait_arrived(1)
     opener = threading.Timer(A_MOMENT, gate.open)
     opener.start()
-    lanes._stop_all()  # as `atexit` does
+    ordering._stop_all()  # as `atexit` does
     assert not any(thread.is_alive() for thread in threads)
     opener.join()
     assert [result.statuses for result in rig.engine.poll()] == [(OK,)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engine_rig import Rig
-from gated_device import PATIENCE
+from gated_device import TIMEOUT
 from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
@@ -16,8 +16,8 @@ from depth import examples
 from longshore.boundary import DEVICE, FILE, HOST, Item, Mover, Route, Section, Slot, Status, Transfer, Urgency
 from longshore.errors import LayoutError, PlanError, QueueFullError
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.transfer import INSIDE, OFFLOAD, ONBOARD, CpuDevice, TransferEngine
-from longshore.transfer.lanes import LayerWiseJobs
+from longshore.transfer import D2D, D2H, H2D, CpuDevice, TransferEngine
+from longshore.transfer.ordering import LayerWiseJobs
 from longshore.transfer.pieces import CopyBatch
 
 OK = Status.OK
@@ -41,15 +41,15 @@ def test_offload_then_onboard_restores_bytes_in_other_blocks(data: st.DataObject
     model = Model(pools)
     engine = TransferEngine(layout, CpuDevice(), pools.host, max_batch_bytes=data.draw(st.integers(1, 9000)))
     try:
-        engine.submit(transfer(1, OFFLOAD, parts, slots))
-        assert engine.wait([1], PATIENCE)
+        engine.submit(transfer(1, D2H, parts, slots))
+        assert engine.wait([1], TIMEOUT)
         model.move(parts, pools.images(slots), into=HOST)
         model.check(pools)
         for tensor in pools.tensors:
             tensor.bitwise_not_()
         model.device = pools.device_bytes()
-        engine.submit(transfer(2, ONBOARD, there, slots))
-        assert engine.wait([2], PATIENCE)
+        engine.submit(transfer(2, H2D, there, slots))
+        assert engine.wait([2], TIMEOUT)
         model.move(there, pools.images(slots), into=DEVICE)
         model.check(pools)
         out, back = engine.poll()
@@ -86,7 +86,7 @@ def test_queued_seconds_end_where_the_copy_begins(rig: Rig) -> None:
 def test_jobs_of_one_direction_end_in_order_of_submission(rig: Rig) -> None:
     for job in range(8):
         rig.offload(job, (job,), [job])
-    assert rig.engine.wait(range(8), PATIENCE)
+    assert rig.engine.wait(range(8), TIMEOUT)
     assert [result.job for result in rig.engine.poll()] == list(range(8))
     assert rig.device.bound == 1
 
@@ -126,7 +126,7 @@ def test_invalid_transfers_are_refused_and_change_nothing(rig: Rig, why: str, ch
     rig.expect(HOST, (0,), [0])
     good: dict[str, Any] = {
         "job": 1,
-        "route": OFFLOAD,
+        "route": D2H,
         "items": (item(None, HERE),),
         "sections": (Section(0, 0, (3,)),),
     }
@@ -150,7 +150,7 @@ def test_job_id_can_be_reused_after_its_end(rig: Rig) -> None:
 
 def test_slots_must_hold_an_image() -> None:
     big = Pools(flat(4, 5000), slots=2)
-    with pytest.raises(LayoutError, match="a block image has 12288 bytes, the largest host slot only 4096"):
+    with pytest.raises(LayoutError, match="a chunk image has 12288 bytes, the largest host slot only 4096"):
         TransferEngine(big.layout, CpuDevice(), Pools(flat(4), 2).host)
 
 
@@ -158,9 +158,9 @@ def test_partial_blocks_move_their_bytes_only() -> None:
     refs = tuple(PageRef(index, 0, 24, 24, 6, index) for index in range(4))
     rig = Rig(KVLayout((KVGroup("kv", 4, 1, refs),), flat(16, 24, refs=4).tensors, 16))
     parts = [Section(0, 0, (1, 2))]
-    rig.engine.submit(transfer(1, OFFLOAD, parts, [0, 1], tokens=3))
+    rig.engine.submit(transfer(1, D2H, parts, [0, 1], tokens=3))
     rig.model.move(parts, rig.pools.images([0, 1]), into=HOST, tokens=3)
-    rig.engine.submit(transfer(2, ONBOARD, parts, [2, 3], tokens=2))
+    rig.engine.submit(transfer(2, H2D, parts, [2, 3], tokens=2))
     rig.model.move(parts, rig.pools.images([2, 3]), into=DEVICE, tokens=2)
     assert [result.bytes for result in rig.results(1, 2)] == [96 + 4 * 18, 96 + 4 * 12]
     rig.model.check(rig.pools)
@@ -170,7 +170,7 @@ def test_partial_blocks_move_their_bytes_only() -> None:
 def test_padding_of_every_image_is_zeroed() -> None:
     rig = Rig(flat(16, 24, refs=2, blocks_per_chunk=2))
     parts = [Section(0, 1, (5, 6, 7))]
-    rig.engine.submit(transfer(1, OFFLOAD, parts, [3, 4]))
+    rig.engine.submit(transfer(1, D2H, parts, [3, 4]))
     rig.model.move(parts, rig.pools.images([3, 4]), into=HOST)
     assert [(result.statuses, result.bytes) for result in rig.results(1)] == [((OK, OK), 144)]
     rig.model.check(rig.pools)
@@ -180,7 +180,7 @@ def test_padding_of_every_image_is_zeroed() -> None:
 def inside(job: int, pairs: dict[int, int], **fields: Any) -> Transfer:
     """Copies inside the device: `{target: source}`."""
     items = tuple(Item(b"k" * 32, None, Slot(DEVICE, 0, source), None) for source in pairs.values())
-    return Transfer(job, INSIDE, items, (Section(0, 0, tuple(pairs)),), **fields)
+    return Transfer(job, D2D, items, (Section(0, 0, tuple(pairs)),), **fields)
 
 
 def test_blocks_are_copied_inside_the_device() -> None:
@@ -217,9 +217,9 @@ REFUSED_INSIDE: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_check_raises_the_errors_of_submit_and_starts_nothing(rig: Rig) -> None:
-    rig.engine.check(transfer(1, OFFLOAD, [Section(0, 0, (1,))], [1]))
+    rig.engine.check(transfer(1, D2H, [Section(0, 0, (1,))], [1]))
     with pytest.raises(PlanError, match="block ids"):
-        rig.engine.check(transfer(1, OFFLOAD, [Section(0, 0, (99,))], [1]))
+        rig.engine.check(transfer(1, D2H, [Section(0, 0, (99,))], [1]))
     assert rig.engine.wait([1], 0.0)
     assert rig.engine.poll() == []
 
@@ -229,12 +229,12 @@ def test_invalid_copies_inside_the_device_are_refused(rig: Rig, why: str, change
     good = {"sections": (Section(0, 0, (5, 6)),), "items": (item(Slot(DEVICE, 0, 2), None),) * 2}
     given = {name: value for name, value in changes.items() if value is not None}
     with pytest.raises(PlanError):
-        rig.engine.submit(Transfer(1, INSIDE, **(good | given)))
+        rig.engine.submit(Transfer(1, D2D, **(good | given)))
     assert rig.results(1) == []
     rig.model.check(rig.pools)
 
 
-@pytest.mark.parametrize("route", [OFFLOAD, ONBOARD], ids=str)
+@pytest.mark.parametrize("route", [D2H, H2D], ids=str)
 def test_layer_wise_transfer_moves_the_same_bytes(route: Route) -> None:
     rig = Rig(flat(16, 24, refs=5), max_batch_bytes=48)
     parts = [Section(0, 0, (3, 1, 8))]
@@ -251,13 +251,13 @@ def test_arrived_layer_is_readable_while_later_layers_are_in_flight() -> None:
     gate = rig.device.gates[DEVICE]
     gate.shut(after=1)
     parts = [Section(0, 0, (3, 1))]
-    rig.engine.submit(transfer(1, ONBOARD, parts, [6, 2], by_layer=True))
-    assert rig.engine.wait_layer(1, 0, PATIENCE) is OK
+    rig.engine.submit(transfer(1, H2D, parts, [6, 2], by_layer=True))
+    assert rig.engine.wait_layer(1, 0, TIMEOUT) is OK
     assert rig.engine.wait_layer(1, 1, 0) is Status.DEADLINE
     rig.model.move(parts, rig.pools.images([6, 2]), into=DEVICE, layers=(0, 1))
     rig.model.check(rig.pools)
     gate.open()
-    assert [rig.engine.wait_layer(1, layer, PATIENCE) for layer in (2, 1, 0)] == [OK, OK, OK]
+    assert [rig.engine.wait_layer(1, layer, TIMEOUT) for layer in (2, 1, 0)] == [OK, OK, OK]
     rig.results(1)
     rig.engine.end_step()
     assert rig.engine.wait_layer(1, 2) is OK  # until the step after the one in which it ended is over
@@ -268,12 +268,12 @@ def test_arrived_layer_is_readable_while_later_layers_are_in_flight() -> None:
 
 
 def test_wait_layer_refuses_unknown_jobs_and_layers(rig: Rig) -> None:
-    rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3,))], [6], by_layer=True))
+    rig.engine.submit(transfer(1, H2D, [Section(0, 0, (3,))], [6], by_layer=True))
     rig.onboard(2, (4,), [6])
     for job, layer in ((1, rig.pools.layout.num_layers), (1, -1), (2, 1), (3, 1)):
         with pytest.raises(PlanError, match=f"job {job} "):
             rig.engine.wait_layer(job, layer, 0)
-    assert rig.engine.wait_layer(1, 1, PATIENCE) is OK
+    assert rig.engine.wait_layer(1, 1, TIMEOUT) is OK
 
 
 def test_urgent_job_runs_between_batches_of_a_large_job() -> None:
@@ -287,7 +287,7 @@ def test_urgent_job_runs_between_batches_of_a_large_job() -> None:
     rig.offload(4, (6,), [6])
     rig.offload(5, (7,), [7])
     gate.open()
-    assert rig.engine.wait([1, 2, 3, 4, 5], PATIENCE)
+    assert rig.engine.wait([1, 2, 3, 4, 5], TIMEOUT)
     assert [result.job for result in rig.engine.poll()] == [4, 5, 3, 1, 2]
     rig.engine.close()
 
@@ -332,8 +332,8 @@ def test_layer_without_pages_of_the_group_is_ready_at_once() -> None:
     refs = (PageRef(0, 0, 24, 24, None, 1), PageRef(1, 0, 24, 24, None, 3))
     rig = Rig(KVLayout((KVGroup("kv", 4, 1, refs),), flat(16, 24, refs=2).tensors, 16))
     parts = [Section(0, 0, (3, 1))]
-    rig.engine.submit(transfer(1, ONBOARD, parts, [6, 2], by_layer=True))
-    assert [rig.engine.wait_layer(1, layer, PATIENCE) for layer in range(4)] == [OK] * 4
+    rig.engine.submit(transfer(1, H2D, parts, [6, 2], by_layer=True))
+    assert [rig.engine.wait_layer(1, layer, TIMEOUT) for layer in range(4)] == [OK] * 4
     (result,) = rig.results(1)
     assert (result.statuses, result.bytes) == ((OK, OK), 96)
     rig.model.move(parts, rig.pools.images([6, 2]), into=DEVICE)
@@ -348,11 +348,11 @@ def test_end_step_waits_for_submission_not_for_completion() -> None:
 
     def slow(step: str, batch: CopyBatch | None) -> None:
         if step == "finish":
-            assert go_on.wait(PATIENCE)
+            assert go_on.wait(TIMEOUT)
 
     rig.device.fault = slow
-    rig.engine.submit(transfer(1, ONBOARD, [Section(0, 0, (3,))], [6], by_layer=True))
-    assert rig.engine.wait_layer(1, 0, PATIENCE) is OK
+    rig.engine.submit(transfer(1, H2D, [Section(0, 0, (3,))], [6], by_layer=True))
+    assert rig.engine.wait_layer(1, 0, TIMEOUT) is OK
     rig.offload(2, (4,), [7])
     rig.engine.end_step()
     assert rig.engine.poll() == []
@@ -366,7 +366,7 @@ def test_only_latest_layer_wise_jobs_are_kept_without_end_step(monkeypatch: pyte
     rig = Rig()
     for job in range(6):
         rig.onboard(job, (job,), [job], by_layer=True)
-        assert rig.engine.wait([job], PATIENCE)
+        assert rig.engine.wait([job], TIMEOUT)
     with pytest.raises(PlanError):
         rig.engine.wait_layer(2, 0)
     assert rig.engine.wait_layer(3, 0) is OK
@@ -380,7 +380,7 @@ def test_reused_job_number_has_the_age_of_the_new_job() -> None:
     rig = Rig()
     for _ in range(2):
         rig.onboard(1, (3,), [6], by_layer=True)
-        assert rig.engine.wait([1], PATIENCE)
+        assert rig.engine.wait([1], TIMEOUT)
         rig.engine.end_step()
         assert rig.engine.wait_layer(1, 0) is OK
     rig.engine.close()

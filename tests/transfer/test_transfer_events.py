@@ -64,7 +64,7 @@ def test_pending_event_is_not_recorded_again() -> None:
     points = [events.record(stream) for _ in range(5)]  # type: ignore[arg-type]
     assert [flag.records for flag in flags.made] == [1] * 5
     assert fallbacks.counts() == {"new_event": 3}
-    assert not any(point.passed() for point in points)
+    assert not any(point.query() for point in points)
     for point in points:
         point.wait()
     for _ in range(2):
@@ -79,14 +79,14 @@ def test_old_point_of_a_reused_event_delays_no_stream() -> None:
     old = events.record(stream)  # type: ignore[arg-type]
     flags.made[0].done = True
     new = events.record(stream)  # type: ignore[arg-type]
-    assert old.passed()
-    assert not new.passed()
-    old.hold(stream)  # type: ignore[arg-type]
+    assert old.query()
+    assert not new.query()
+    old.make_wait(stream)  # type: ignore[arg-type]
     assert stream == []
-    new.hold(stream)  # type: ignore[arg-type]
+    new.make_wait(stream)  # type: ignore[arg-type]
     assert stream == [flags.made[0]]
     old.wait()
-    assert not new.passed()
+    assert not new.query()
 
 
 def test_kept_event_keeps_its_time_until_released() -> None:

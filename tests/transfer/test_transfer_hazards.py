@@ -7,18 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depth import examples
-from longshore.transfer.lanes import Access, Hazards, LanePosition, Place
+from longshore.transfer.ordering import Access, Hazards, QueuePosition, TierPool
 
-DEVICE = Place("device", 0)
-HOST = Place("host", 0)
-PLACES = (DEVICE, HOST, Place("device", 1))
+DEVICE = TierPool("device", 0)
+HOST = TierPool("host", 0)
+PLACES = (DEVICE, HOST, TierPool("device", 1))
 
 
-def reads(place: Place, *slots: int) -> Access:
+def reads(place: TierPool, *slots: int) -> Access:
     return Access(place, np.array(slots, dtype=np.int64), writes=False)
 
 
-def writes(place: Place, *slots: int) -> Access:
+def writes(place: TierPool, *slots: int) -> Access:
     return Access(place, np.array(slots, dtype=np.int64), writes=True)
 
 
@@ -34,10 +34,10 @@ JOB = st.tuples(
 
 @examples(200)
 @given(st.lists(JOB, max_size=14))
-def test_it_agrees_with_comparing_every_pair_of_jobs(jobs: list[tuple[int, list[tuple[Place, int, bool]]]]) -> None:
+def test_it_agrees_with_comparing_every_pair_of_jobs(jobs: list[tuple[int, list[tuple[TierPool, int, bool]]]]) -> None:
     records = hazards(lanes=3)
     tickets = [0, 0, 0]
-    earlier: list[tuple[int, int, list[tuple[Place, int, bool]]]] = []
+    earlier: list[tuple[int, int, list[tuple[TierPool, int, bool]]]] = []
     for lane, touched in jobs:
         accesses = [Access(place, np.array([slot], dtype=np.int64), write) for place, slot, write in touched]
         expected = [0, 0, 0]
@@ -46,7 +46,7 @@ def test_it_agrees_with_comparing_every_pair_of_jobs(jobs: list[tuple[int, list[
                 if any((place, slot) == (p, s) and (write or w) for p, s, w in others):
                     expected[other_lane] = max(expected[other_lane], ticket)
         tickets[lane] += 1
-        assert records.admit(lane, accesses) == LanePosition(lane, tickets[lane], tuple(expected))
+        assert records.admit(lane, accesses) == QueuePosition(lane, tickets[lane], tuple(expected))
         earlier.append((lane, tickets[lane], touched))
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gated_device import PATIENCE, GatedDevice
+from gated_device import TIMEOUT, GatedDevice
 from transfer_kit import Model, Pools, transfer
 
 from longshore.boundary import DEVICE, Section, Status
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.transfer import ONBOARD, TransferEngine
+from longshore.transfer import H2D, TransferEngine
 
 
 def hybrid() -> KVLayout:
@@ -29,12 +29,12 @@ def test_layers_that_the_group_does_not_have_are_passed(group: int) -> None:
     engine = TransferEngine(pools.layout, device, pools.host)
     sections = [Section(group, 0, (5, 2))]
     device.gates[DEVICE].shut(after=1)
-    engine.submit(transfer(1, ONBOARD, sections, [3, 0], by_layer=True))
-    assert engine.wait_layer(1, group, PATIENCE) is Status.OK
+    engine.submit(transfer(1, H2D, sections, [3, 0], by_layer=True))
+    assert engine.wait_layer(1, group, TIMEOUT) is Status.OK
     assert engine.wait_layer(1, 2 + group, 0.0) is Status.DEADLINE
     device.gates[DEVICE].open()
-    assert [engine.wait_layer(1, layer, PATIENCE) for layer in range(4)] == [Status.OK] * 4
-    assert engine.wait([1], PATIENCE)
+    assert [engine.wait_layer(1, layer, TIMEOUT) for layer in range(4)] == [Status.OK] * 4
+    assert engine.wait([1], TIMEOUT)
     engine.close()
     assert [result.statuses for result in engine.poll()] == [(Status.OK, Status.OK)]
     model.move(sections, pools.images([3, 0]), into=DEVICE)

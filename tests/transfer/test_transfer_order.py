@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gated_device import A_MOMENT, PATIENCE, Compute, GatedDevice, SlowDevice
+from gated_device import A_MOMENT, TIMEOUT, Compute, GatedDevice, SlowDevice
 from transfer_kit import Model, Pools, flat, transfer
 
 from depth import deep
 from longshore.boundary import DEVICE, HOST, Route, Section, Status
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.transfer import OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer import D2H, H2D, TransferEngine
 
 
 class Rig:
@@ -32,7 +32,7 @@ class Rig:
     def finish(self, *jobs: int) -> None:
         for gate in self.device.gates.values():
             gate.open()
-        assert self.engine.wait(jobs, PATIENCE)
+        assert self.engine.wait(jobs, TIMEOUT)
         self.engine.close()
 
 
@@ -42,9 +42,9 @@ def test_groups_over_one_pool_share_their_blocks() -> None:
     groups = [KVGroup(name, 4, 1, (PageRef(0, 0, 24, 24),)) for name in "ab"]
     rig = Rig(KVLayout(groups, [tensor], 16))
     rig.device.gates[HOST].shut()
-    rig.submit(1, OFFLOAD, (), [1], sections=[Section(0, 0, (3,))])
+    rig.submit(1, D2H, (), [1], sections=[Section(0, 0, (3,))])
     assert rig.device.gates[HOST].wait_arrived(1)
-    rig.submit(2, ONBOARD, (), [2], sections=[Section(1, 0, (3,))])
+    rig.submit(2, H2D, (), [2], sections=[Section(1, 0, (3,))])
     assert not rig.device.gates[DEVICE].wait_arrived(1, A_MOMENT)
     rig.finish(1, 2)
     rig.model.check(rig.pools)
@@ -53,15 +53,15 @@ def test_groups_over_one_pool_share_their_blocks() -> None:
 def test_a_cancelled_job_waits_for_nobody() -> None:
     rig = Rig()
     rig.device.gates[HOST].shut()
-    rig.submit(1, OFFLOAD, (3,), [7])
+    rig.submit(1, D2H, (3,), [7])
     assert rig.device.gates[HOST].wait_arrived(1)
-    rig.engine.submit(transfer(2, ONBOARD, [Section(0, 0, (3,))], [8]))
+    rig.engine.submit(transfer(2, H2D, [Section(0, 0, (3,))], [8]))
     assert not rig.engine.wait([2], A_MOMENT)
     rig.engine.cancel(2)
-    assert rig.engine.wait([2], PATIENCE)
+    assert rig.engine.wait([2], TIMEOUT)
     assert [result.statuses for result in rig.engine.poll()] == [(Status.CANCELLED,)]
     # It took its place in line all the same: what conflicts with job 1 still waits for job 1.
-    rig.submit(3, ONBOARD, (3,), [9])
+    rig.submit(3, H2D, (3,), [9])
     assert not rig.device.gates[DEVICE].wait_arrived(1, A_MOMENT)
     rig.finish(1, 3)
     rig.model.check(rig.pools)
@@ -73,8 +73,8 @@ def test_copies_do_not_wait_for_their_steps_own_compute() -> None:
     compute.start().done()
     rig.engine.begin_step(compute)
     during = compute.start()
-    rig.submit(1, OFFLOAD, (3,), [7])
-    assert rig.engine.wait([1], PATIENCE)
+    rig.submit(1, D2H, (3,), [7])
+    assert rig.engine.wait([1], TIMEOUT)
     during.done()
     rig.finish(1)
 
@@ -85,7 +85,7 @@ def test_steps_without_an_end_do_not_pile_up() -> None:
     for _ in range(100):
         compute.start().done()
         rig.engine.begin_step(compute)
-    rig.submit(1, OFFLOAD, (3,), [7])
+    rig.submit(1, D2H, (3,), [7])
     rig.finish(1)
     assert sum(work.waits for work in compute.given) == 1
 
@@ -97,12 +97,12 @@ def test_end_step_survives_failed_and_cancelled_jobs() -> None:
         raise RuntimeError("no")
 
     rig.device.fault = fail
-    rig.engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (3,))], [7]))
-    rig.engine.submit(transfer(2, OFFLOAD, [Section(0, 0, (3,))], [7]))
+    rig.engine.submit(transfer(1, D2H, [Section(0, 0, (3,))], [7]))
+    rig.engine.submit(transfer(2, D2H, [Section(0, 0, (3,))], [7]))
     rig.engine.cancel(2)
     step = threading.Thread(target=rig.engine.end_step, daemon=True)
     step.start()
-    step.join(PATIENCE)
+    step.join(TIMEOUT)
     assert not step.is_alive()
     rig.finish(1, 2)
     assert Status.OK not in [status for result in rig.engine.poll() for status in result.statuses]
@@ -117,7 +117,7 @@ def test_many_jobs_on_few_slots_equal_a_sequential_run(seed: int) -> None:
     engine = TransferEngine(pools.layout, SlowDevice(seed), pools.host, max_batch_bytes=96)
     jobs = range(30)
     for job in jobs:
-        route = rng.choice([OFFLOAD, ONBOARD])
+        route = rng.choice([D2H, H2D])
         sections = [Section(0, rng.randrange(2), tuple(rng.sample(range(6), rng.randint(1, 4))))]
         chunks = (sections[0].first_block + len(sections[0].blocks) + 1) // 2
         slots = rng.sample(range(4), chunks)
@@ -125,7 +125,7 @@ def test_many_jobs_on_few_slots_equal_a_sequential_run(seed: int) -> None:
         model.move(sections, pools.images(slots), into=route.destination)
         if rng.random() < 0.1:
             engine.end_step()
-    assert engine.wait(jobs, PATIENCE)
+    assert engine.wait(jobs, TIMEOUT)
     engine.close()
     results = engine.poll()
     assert sorted(result.job for result in results) == list(jobs)

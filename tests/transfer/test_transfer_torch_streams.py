@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from device_kit import Lane, between, copied_inside, inside
-from gated_device import PATIENCE
+from gated_device import TIMEOUT
 from hypothesis import given
 from hypothesis import strategies as st
 from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sections, transfer
@@ -23,7 +23,7 @@ from transfer_kit import Model, Pools, chunks_of, elsewhere, flat, layouts, sect
 from depth import examples
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError
-from longshore.transfer import OFFLOAD, TransferEngine
+from longshore.transfer import D2H, TransferEngine
 from longshore.transfer.device import torch_streams
 from longshore.transfer.device.base import copy_pieces
 from longshore.transfer.device.torch_streams import Accelerator, TorchDevice
@@ -213,8 +213,8 @@ def test_copies_and_compute_wait_for_each_other_on_device() -> None:
     stream = device.stream(pools.layout, DEVICE)
     stream.bind()
     accelerator.notes.lines.clear()
-    copy = stream.copy(between(pools, [Section(0, 0, (3,))], [1], DEVICE).whole, (device.mark(compute),))
-    device.hold(compute, copy.reached)
+    copy = stream.copy(between(pools, [Section(0, 0, (3,))], [1], DEVICE).whole, (device.record_event(compute),))
+    device.wait_event(compute, copy.done_event)
     lines = list(accelerator.notes.lines)
     (mark,) = [line for line in lines if line[0] == "record" and line[2] == "engine's stream"]
     (hold,) = [line for line in lines if line[0] == "wait" and line[2] == "engine's stream"]
@@ -237,8 +237,8 @@ def test_finishing_one_copy_does_not_wait_for_the_next() -> None:
     image = pools.arena.array[4096:8192]
     before = image.copy()
     first.finish()
-    assert first.passed()
-    assert not second.passed()
+    assert first.query()
+    assert not second.query()
     np.testing.assert_array_equal(image, before)
     second.finish()
     np.testing.assert_array_equal(pools.arena.array[:8192], pools.tensors[0].numpy()[:8192])
@@ -306,11 +306,11 @@ def test_current_stream_is_that_of_the_stepping_thread() -> None:
     engine.end_step()
     before = len(accelerator.notes.lines)
     submit = threading.Thread(
-        target=lambda: engine.submit(transfer(1, OFFLOAD, [Section(0, 0, (0,))], [0])), name="another"
+        target=lambda: engine.submit(transfer(1, D2H, [Section(0, 0, (0,))], [0])), name="another"
     )
     submit.start()
     submit.join()
-    assert engine.wait([1], PATIENCE)
+    assert engine.wait([1], TIMEOUT)
     engine.close()
     recorded = [line[2] for line in accelerator.notes.lines[before:] if line[0] == "record"]
     assert recorded[0] == f"compute of {threading.current_thread().name}"

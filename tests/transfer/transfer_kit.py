@@ -1,6 +1,6 @@
 """Layouts and host memory to move bytes between, and a model that moves them one page at a time.
 
-The model shares no arithmetic with the product: it is written from the description of the block image alone.
+The model shares no arithmetic with the product: it is written from the description of the chunk image alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from longshore.boundary import DEVICE, HOST, Item, Route, Section, Slabs, Slot, Transfer
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.tiers.arena import Arena
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 
 PAGE_SIZES = (1, 7, 8, 24, 656)
 
@@ -29,7 +29,7 @@ class Pools:
         random = np.random.default_rng(seed)
         self.layout = layout
         self.arena = Arena(slots * layout.image_bytes)
-        self.host = HostTier(self.arena, Slabs.of_one_size(layout.image_bytes, slots))
+        self.host = HostSlabs(self.arena, Slabs.of_one_size(layout.image_bytes, slots))
         self.tensors = [torch.as_tensor(tensor).view(torch.uint8).view(-1) for tensor in layout.tensors]
         self.arena.array[:] = random.integers(0, 256, self.arena.nbytes, dtype=np.uint8)
         for tensor in self.tensors:

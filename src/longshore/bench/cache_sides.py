@@ -165,7 +165,7 @@ class Policy:
             victims = policy.next_victims(count - len(nodes))
             policy.remove_victims(victims, [key[::-1] for key in keys[len(nodes) :][: len(victims)]])
             nodes += victims
-        policy.names = np.broadcast_to(np.array(keys[0], object), (max(nodes) + 1,))
+        policy.keys = np.broadcast_to(np.array(keys[0], object), (max(nodes) + 1,))
         self._turn += 1
         policy.begin(self._turn, count)
         policy.insert(nodes[::-1], leaf=True)
@@ -197,9 +197,9 @@ class Ours:
                 raise BenchError(
                     f"{len(offload.slots)} of {len(blocks)} blocks were stored; the benchmark needs all of them"
                 )
-            self._call(self.cache.take)
+            self._call(self.cache.take_commands)
             result = TransferResult(offload.job, (Status.OK,) * len(blocks))
-            self._call(partial(self.cache.apply, (result,), 0.0))
+            self._call(partial(self.cache.apply_results, (result,), 0.0))
 
     def onboard(self, keys: Sequence[Key]) -> float:
         """Load a resident prompt to the end; returns the seconds of the order alone."""
@@ -208,10 +208,10 @@ class Ours:
             raise BenchError("the lookup of a resident prompt missed")
         begun = time.thread_time()
         parts = self._call(partial(self.cache.load, lease, {0: range(len(keys))})).parts
-        self.cache.take()
+        self.cache.take_commands()
         taken = time.thread_time() - begun
         results = [TransferResult(part.job, (Status.OK,) * part.chunks) for part in parts]
-        self._call(partial(self.cache.apply, results, 0.0))
+        self._call(partial(self.cache.apply_results, results, 0.0))
         self._call(partial(self.cache.release, lease))
         return taken
 
@@ -229,7 +229,7 @@ class Ours:
         """A load without a lease, whose bytes the engine moves; returns the seconds of the order and its result."""
         begun = time.thread_time()
         (part,) = self.cache.load({0: GroupKeys(keys)}).parts
-        self.cache.apply([TransferResult(part.job, (Status.OK,) * part.chunks)], 0.0)
+        self.cache.apply_results([TransferResult(part.job, (Status.OK,) * part.chunks)], 0.0)
         return time.thread_time() - begun
 
     def prefer(self, keys: Sequence[Key]) -> None:
@@ -256,8 +256,10 @@ class TwoTiers(Ours):
         for start in range(first, len(keys), PIECE):
             path = keys[: start + PIECE]
             self.cache.store({0: GroupKeys(path, start)}, {0: range(len(path) - start)})
-            while orders := [command for command in self.cache.take() if isinstance(command, Transfer)]:
-                self.cache.apply([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)
+            while orders := [command for command in self.cache.take_commands() if isinstance(command, Transfer)]:
+                self.cache.apply_results(
+                    [TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0
+                )
 
 
 LONGEST = 8192

@@ -1,4 +1,4 @@
-"""`longshore bench copy`: device pages into block images, and back.
+"""`longshore bench copy`: device pages into chunk images, and back.
 
 The transfer engine moves one job. Each page of a block is in a tensor of its own, and blocks and slots are in random
 order, so no two pages are adjacent on both sides. The reference is one `memmove` of as many bytes on one thread,
@@ -19,12 +19,12 @@ from longshore.config import parse_size
 from longshore.errors import BenchError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.tiers.arena import Arena
-from longshore.tiers.host import HostTier
-from longshore.transfer import OFFLOAD, ONBOARD, CpuDevice, TransferEngine
+from longshore.tiers.host import HostSlabs
+from longshore.transfer import D2H, H2D, CpuDevice, TransferEngine
 
 REFERENCE = "memmove of the same bytes, 1 thread"
 SIZES = ("16KiB", "64KiB", "1MiB", "2MiB")
-ROUTES = {"offload": OFFLOAD, "onboard": ONBOARD}
+ROUTES = {"offload": D2H, "onboard": H2D}
 NAMES = tuple(f"{name}/{size}" for size in SIZES for name in ROUTES)
 
 REFERENCES = 16
@@ -65,7 +65,7 @@ class PageSet:
         self._layout = KVLayout((KVGroup("kv", 16, 1, refs),), tensors, blocks)
         self.arena = Arena(blocks * self._layout.image_bytes)
         self._plain = Arena(self.nbytes)
-        host = HostTier(self.arena, Slabs.of_one_size(self._layout.image_bytes, blocks))
+        host = HostSlabs(self.arena, Slabs.of_one_size(self._layout.image_bytes, blocks))
         self._engine = TransferEngine(self._layout, CpuDevice(), host)
         self._job = 0
 

@@ -1,4 +1,4 @@
-"""`longshore bench file`: block images to a file tier, and back.
+"""`longshore bench file`: chunk images to a file tier, and back.
 
     write       into slots that were allocated, and never written          ┐ beside the better of fio and of plain
     overwrite   into slots that hold an image                              │ threads, which move the same bytes without

@@ -1,4 +1,4 @@
-"""`longshore bench remote`: block images to a store that replicas share, and back.
+"""`longshore bench remote`: chunk images to a store that replicas share, and back.
 
     get, put/SIZE            64 images as one batch, through the whole tier, with checksums, beside plain TCP: as many
                              bytes through a socket, without names, answers or checksums (a directory: plain files;

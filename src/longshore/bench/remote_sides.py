@@ -38,7 +38,7 @@ PROBED = 512
 PATIENT = "probe_timeout=5s&fetch_timeout=60s&write_timeout=60s"
 """Deadlines that a busy machine does not miss: they have no effect on what is measured."""
 
-_PATIENCE = 60.0
+_TIMEOUT = 60.0
 
 
 class RemoteImages:
@@ -157,7 +157,7 @@ class MeasuredTier:
         self.tier.close()
 
     def _wait(self, collect: Callable[[], Any]) -> Any:
-        give_up = time.monotonic() + _PATIENCE
+        give_up = time.monotonic() + _TIMEOUT
         while not (found := collect()):
             self._done.wait(0.005)
             self._done.clear()
@@ -307,7 +307,7 @@ class BareObstore:
         self._all(one, PROBED, self._module.PROBES)
 
     def reconnect(self) -> None:
-        self._client: Any = self._module.make_client(self._settings, _PATIENCE)
+        self._client: Any = self._module.make_client(self._settings, _TIMEOUT)
 
     def close(self) -> None:
         del self._client

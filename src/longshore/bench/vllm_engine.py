@@ -20,7 +20,7 @@ import time
 from itertools import count
 from typing import Any
 
-_PATIENCE = 60.0
+_TIMEOUT = 60.0
 
 
 class Engine:
@@ -72,14 +72,14 @@ class Engine:
 
     def _settle(self) -> None:
         """Run until all stores have ended."""
-        deadline = time.perf_counter() + _PATIENCE
+        deadline = time.perf_counter() + _TIMEOUT
         if not hasattr(self._core, "engine_core"):  # in a process of its own, which runs by itself
             _wait_until_idle(deadline)
             return
         while self._scheduler.has_requests() and time.perf_counter() < deadline:
             self._llm.llm_engine.step()
         if self._manager is not None:
-            self._manager.flush(_PATIENCE)
+            self._manager.flush(_TIMEOUT)
 
     def _loaded(self) -> dict[str, int]:
         """Loaded tokens by tier; empty without tiers, or if vLLM runs in a process of its own."""

@@ -1,13 +1,13 @@
 """The control plane: what is where, what moves, what is evicted. Plain Python, sans I/O."""
 
 from longshore.cache.events import Event, EventKind
-from longshore.cache.eviction.hit_rates import Return
+from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.cache.explain import Account, Verdict, explain
 from longshore.cache.index import Presence, Residency
 from longshore.cache.manager import TieredCache
-from longshore.cache.partial import Partial, Text
+from longshore.cache.partial import Partial, PromptTokens
 from longshore.cache.pool import EDGES, State
-from longshore.cache.recompute_gate import Gate
+from longshore.cache.recompute_gate import RecomputeGate
 from longshore.cache.settings import (
     DEFAULT_PRIORITY,
     CacheGroup,
@@ -19,7 +19,7 @@ from longshore.cache.settings import (
     WriteRule,
 )
 from longshore.cache.types import (
-    UNTOLD,
+    UNKNOWN_START,
     Counters,
     DeviceCopy,
     DropReason,
@@ -43,7 +43,7 @@ from longshore.cache.types import (
 __all__ = [
     "DEFAULT_PRIORITY",
     "EDGES",
-    "UNTOLD",
+    "UNKNOWN_START",
     "Account",
     "CacheGroup",
     "CacheSettings",
@@ -53,7 +53,6 @@ __all__ = [
     "Event",
     "EventKind",
     "Found",
-    "Gate",
     "GroupKeys",
     "Lease",
     "LoadOrder",
@@ -65,15 +64,16 @@ __all__ = [
     "PrefetchPolicy",
     "Presence",
     "Progress",
+    "PromptTokens",
+    "RecomputeGate",
     "Residency",
     "Retention",
-    "Return",
+    "ReuseHint",
     "RouteTotals",
     "Run",
     "SizeStats",
     "State",
     "StoreOrder",
-    "Text",
     "TierSpec",
     "TierStats",
     "TieredCache",

@@ -126,7 +126,7 @@ class Index(Nodes):
         return list(takewhile(bool, nodes))
 
     def readable(self, keys: Sequence[Key]) -> list[int]:
-        """Nodes of the leading chunks of `keys` that are readable, now or when a copy in flight has arrived."""
+        """Nodes of the leading chunks of `keys` that can be reached: they and all their ancestors are ready."""
         find, reachable = self.get, self.reachable
         path: list[int] = []
         for key in keys:

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from longshore.boundary import Key, Section
 from longshore.cache.columns import At, column, has_duplicates, leading, marks, numbers, once, runs_of
 from longshore.cache.events import EventKind
-from longshore.cache.eviction.hit_rates import Return
+from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.cache.index import Index, Residency, nodes_of
 from longshore.cache.nodes import ROOT
 from longshore.cache.partial import Partial, PartialPrefixes
@@ -40,7 +40,7 @@ from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheGroup
 from longshore.cache.state import CacheState
 from longshore.cache.transfers import LeasedChunks, LeaseRecord, Transfers
-from longshore.cache.types import UNTOLD, Found, GroupKeys, Lease, Need, Until, check_distinct
+from longshore.cache.types import UNKNOWN_START, Found, GroupKeys, Lease, Need, Until, check_distinct
 from longshore.errors import CacheError, LeaseError
 
 
@@ -54,8 +54,13 @@ class Leases:
         """Nodes protected in this step, each once; some may have been removed since."""
 
     def __len__(self) -> int:
-        """Number of leases not released, and of chunks protected until the end of the step."""
-        return len(self._records) + int(np.count_nonzero(marks(self._state.seen)[np.unique(column(self._step))]))
+        """Number of leases not released."""
+        return len(self._records)
+
+    @property
+    def protected(self) -> int:
+        """Number of chunks that lookups protect until the end of the step."""
+        return int(np.count_nonzero(marks(self._state.seen)[np.unique(column(self._step))]))
 
     def __iter__(self) -> Iterator[LeaseRecord]:
         return iter(self._records.values())
@@ -119,7 +124,7 @@ class Leases:
             at, self._step = column(self._step), array("i")
             marks(self._state.seen)[at] = 0
             self._state.reconsider(at)
-        self._state.invalidate_quarantined()
+        self._state.discard_invalid_copies()
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless all pins are those of leases, and all marks those of protected nodes."""
@@ -139,7 +144,7 @@ class GroupSearch:
     def __init__(
         self, index: Index, partials: PartialPrefixes, group: CacheGroup, chunk_tokens: int, wanted: GroupKeys
     ) -> None:
-        self.keys, device = wanted.names, () if wanted.device is None else wanted.device
+        self.keys, device = wanted.keys, () if wanted.device is None else wanted.device
         if len(device) > len(self.keys):
             raise CacheError(f"device: expected at most {len(self.keys)} values, one for each key, got {len(device)}")
         self.text = None if wanted.text is None else wanted.text.checked()
@@ -221,15 +226,15 @@ def longest_served(paths: Sequence[GroupSearch]) -> int:
 
 
 class LookupCall(NamedTuple):
-    """Arguments of `TieredCache.lookup`, checked. `asks`: whether a lookup of a path asks remote tiers."""
+    """Arguments of `TieredCache.lookup`, checked. `probes_remote`: whether a lookup of a path asks remote tiers."""
 
     now: float
     until: Until
     request: str | None
     tick: int | None
-    returns: Return | None
+    reuse_hint: ReuseHint | None
     counts: bool
-    asks: bool
+    probes_remote: bool
 
 
 class Lookups:
@@ -248,10 +253,10 @@ class Lookups:
 
     def path(self, group: int, path: GroupKeys, call: LookupCall) -> Found:
         """`TieredCache.lookup` of one `path` of `group`."""
-        keys, start, text, index = path.names, path.first, path.text, self._state.index
+        keys, start, text, index = path.keys, path.first, path.text, self._state.index
         settings = self._transfers.settings
         before: Sequence[Key] = ()
-        if start == UNTOLD and keys:
+        if start == UNKNOWN_START and keys:
             node = index.get(keys[0])
             before = [index.key[each] for each in index.path(node, index.depth[node] + 1)[:0:-1]]
             keys, start = [*before, *keys], len(before)
@@ -274,7 +279,7 @@ class Lookups:
         tick = self._serve(call, keys, end)
         remote, probes = 0, tuple[int, ...]()
         if self._remote.tiers:
-            remote, probes = self._remote.look(keys, known, asks=call.asks)
+            remote, probes = self._remote.look(keys, known, probe=call.probes_remote)
         if call.counts:
             self._state.count_misses(keys, end, known, remote)
             if self._state.log.on:
@@ -293,11 +298,11 @@ class Lookups:
         return Found(lease, end - start, partial=partial, remote=remote, probes=probes, tick=tick, before=before)
 
     def chunks(self, paths: Mapping[int, GroupKeys], call: LookupCall, tiers: Collection[str]) -> Found:
-        """`TieredCache.lookup` with `each`, which asks the remote `tiers`."""
+        """`TieredCache.lookup` with `independent`, which asks the remote `tiers`."""
         if any(path.first or path.device is not None for path in paths.values()):
-            raise CacheError("expected no `first` and no `device` in a lookup with `each`")
+            raise CacheError("expected no `first` and no `device` in a lookup with `independent`")
         index, parts = self._state.index, list[tuple[int, Residency, list[int]]]()
-        found = {group: Residency.take(index, self._state.pools[0], path.names) for group, path in paths.items()}
+        found = {group: Residency.take(index, self._state.pools[0], path.keys) for group, path in paths.items()}
         if call.until is Until.RELEASE:
             for group, here in found.items():
                 there = np.flatnonzero(index.are_reachable(here.at)).tolist()
@@ -313,7 +318,7 @@ class Lookups:
         if tick is None:
             asked = [key for here in found.values() for key in here.keys]
             head = next((here.at for here in found.values()), np.zeros(0, np.int32))
-            tick = self._state.begin(asked, leading(head != ROOT), call.returns)
+            tick = self._state.begin(asked, leading(head != ROOT), call.reuse_hint)
         self._state.serve(tick)
         if call.until is Until.STEP:
             for here in found.values():
@@ -337,7 +342,7 @@ class Lookups:
         """Read chunks behind the ready prefix of `path` from remote tiers that have them, for at most `longest`
         seconds; returns its jobs, and those in flight.
         """
-        keys, start = path.names, path.first
+        keys, start = path.keys, path.first
         check_first(keys, start)
         pool, index = self._transfers.settings.pool_of(group), self._state.index
         if self._transfers.settings.stands_alone(group):
@@ -457,7 +462,7 @@ class Lookups:
             if tick is None:
                 if known is None:
                     known = leading(nodes_of(self._state.index, keys)[1] != ROOT)
-                tick = self._state.begin(keys, known, call.returns)
+                tick = self._state.begin(keys, known, call.reuse_hint)
             self._state.serve(tick)
         return tick
 

@@ -507,7 +507,7 @@ class Evictor:
     def _log(self, nodes: Sequence[int], tier: int) -> None:
         if self._state.log.on:
             for node in nodes:
-                self._state.log.lost(self._state.index, self._state.names, node, tier, EVICTED)
+                self._state.log.lost(self._state.index, self._state.tier_names, node, tier, EVICTED)
 
     # ------------------------------------------------------------------ slabs
 

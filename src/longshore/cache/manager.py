@@ -29,7 +29,7 @@ from longshore.boundary import (
     TransferResult,
 )
 from longshore.cache.events import Event
-from longshore.cache.eviction.hit_rates import Return, check_return
+from longshore.cache.eviction.hit_rates import ReuseHint, check_reuse_hint
 from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import Leases, LookupCall, Lookups, check_first
 from longshore.cache.offload import Offloader
@@ -111,9 +111,14 @@ class TieredCache:
         return self._transfers.generation
 
     @property
-    def held(self) -> int:
-        """Number of leases not released, and of chunks protected until the end of the step."""
+    def leases(self) -> int:
+        """Number of leases not released."""
         return len(self._leases)
+
+    @property
+    def protected(self) -> int:
+        """Number of chunks that lookups protect until the end of the step."""
+        return self._leases.protected
 
     @property
     def jobs_in_flight(self) -> int:
@@ -128,11 +133,11 @@ class TieredCache:
         now: float,
         *,
         until: Until = Until.RELEASE,
-        each: bool = False,
-        asks: Collection[str] | None = None,
+        independent: bool = False,
+        remote_tiers: Collection[str] | None = None,
         request: str | None = None,
         tick: int | None = None,
-        returns: Return | None = None,
+        reuse_hint: ReuseHint | None = None,
         count: bool = True,
     ) -> Found:
         """Find how much of a prompt the tiers have, and keep it from eviction as long as `until` says.
@@ -140,37 +145,37 @@ class TieredCache:
         With one path: the longest run of ready chunks from its `first` on. Bisection finds it in microseconds, whatever
         its length, because a key identifies its whole prefix. Chunks behind an orphan, a chunk whose parent is in no
         tier, are found only if `first` is there, one after the other. With the paths of all groups, or with a path that
-        has a `device`: the longest prefix that every group can serve. With `each`, keys are looked up independently;
-        they need not form a path, and no misses are counted. A chunk is in flight if it or one before it is.
+        has a `device`: the longest prefix that every group can serve. With `independent`, each key is looked up by
+        itself; they need not form a path, and no misses are counted. A chunk is in flight if it or one before it is.
 
         Remote tiers are asked for chunks that they are not known to have or lack, by lookups of one path and with
-        `each`. A lookup does not wait for them.
+        `independent`. A lookup does not wait for them.
 
         Args:
             paths: Keys by group.
             now: Seconds.
-            until: How long found chunks are kept. `NOTHING` begins no request, and asks no remote tier beyond `asks`.
-            each: Look up each chunk by itself.
-            asks: Remote tiers to ask for chunks that they are not known to have or lack: by name, only with `each` and
-                until nothing; `()` for none. If `None`, a lookup of paths asks all, unless it keeps nothing.
+            until: How long found chunks are kept. `NOTHING` begins no request, and asks no tier but `remote_tiers`.
+            independent: Look up each chunk by itself.
+            remote_tiers: Those to ask for chunks that they are not known to have or lack: by name, only with
+                `independent` and until nothing; `()` for none. `None`: a lookup of paths that keeps something asks all.
             request: Name of the request, for events.
             tick: The tick that an earlier lookup of this request returned, so that its uses of a chunk count once.
-            returns: Hint about when its chunks are used again, with the first lookup of a request.
+            reuse_hint: Hint about when its chunks are used again, with the first lookup of a request.
             count: Count misses, and record the request as an event. An engine that looks up a waiting request
                 repeatedly does so once.
         """
         check_time(now)
         self._state.check_tick(tick)
         check_paths(paths)
-        check_return(returns)
+        check_reuse_hint(reuse_hint)
         if not isinstance(until, Until):
             raise CacheError(f"until: expected one of {list(Until)}, got {until!r}")
-        if asks and (not each or until is not Until.NOTHING):
-            raise CacheError("asks requires each=True and until=NOTHING: other lookups ask all tiers, or none")
-        asks_all = asks is None and until is not Until.NOTHING
-        call = LookupCall(now, until, request, tick, returns, count, asks_all)
-        if each:
-            return self._lookups.chunks(paths, call, asks or ())
+        if remote_tiers and (not independent or until is not Until.NOTHING):
+            raise CacheError("remote_tiers requires independent=True and until=NOTHING: other lookups ask all or none")
+        probes_remote = remote_tiers is None and until is not Until.NOTHING
+        call = LookupCall(now, until, request, tick, reuse_hint, count, probes_remote)
+        if independent:
+            return self._lookups.chunks(paths, call, remote_tiers or ())
         if len(paths) == 1 and next(iter(paths.values())).device is None:
             return self._lookups.path(*next(iter(paths.items())), call)
         return self._lookups.groups(paths, call)
@@ -237,7 +242,7 @@ class TieredCache:
                 loads all.
             by_layer: Copy layer by layer, in the model's order over all groups, so that compute may begin before all
                 layers have arrived.
-            timeout: Seconds until the load ends with the chunks that have arrived, at the next `apply`;
+            timeout: Seconds until the load ends with the chunks that have arrived, at the next `apply_results`;
                 `settings.load_timeout` if `None`.
             tick: Tick of the request, for chunks without a lease.
             origins: The tiers that chunks were brought up from for this request before, by key. They are hits of these
@@ -262,7 +267,7 @@ class TieredCache:
                 raise CacheError("expected no `blocks` and no `first` with chunks that the engine reads itself")
             self._device.check(())
             self._state.check_tick(tick)
-            warm = [self._lookups.warm(path.keys, group) for group, path in paths.items()]
+            warm = [self._lookups.warm(path.chunks, group) for group, path in paths.items()]
             self._remote.found([key for keys, _ in warm for key in keys])
             lend, pairs = self._loader.lease_slots, zip(paths, warm, strict=True)
             parts = tuple(Part(*lend(*found, tick, origins, is_first=not group, count=count)) for group, found in pairs)
@@ -283,13 +288,11 @@ class TieredCache:
             load.asked = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
             load.of_first = sum(len(part.keys) for part in record.parts if not part.group)
             return self._ordered(load, origins)
-        (part,), per_chunk = record.parts, self.settings.blocks_per_chunk
+        (part,), size = record.parts, self.settings.blocks_per_chunk
         group, into = part.group, blocks.get(part.group, ())
-        chunks, held = -(-(skip + len(into)) // per_chunk), len(part.keys)
-        if not 0 <= skip < per_chunk or not into or chunks > held:
-            raise CacheError(
-                f"expected blocks of {held} chunks of {per_chunk} blocks, got {len(into)} with skip={skip}"
-            )
+        chunks, leased = -(-(skip + len(into)) // size), len(part.keys)
+        if not 0 <= skip < size or not into or chunks > leased:
+            raise CacheError(f"expected blocks of {leased} chunks of {size} blocks, got {len(into)} with skip={skip}")
         self._device.check(into)
         self._state.check_pool([part.pins[0].node], self.settings.pool_of(group))
         self.settings.check_tokens(tokens, group)
@@ -370,19 +373,18 @@ class TieredCache:
         blocks = None if blocks is None else check_blocks(blocks, paths)
         for group, path in paths.items():
             check_retention(path.retention)
-            check_first(path.names, path.first)
-            if path.slid and not self.settings.stands_alone(group):
-                raise CacheError(f"expected `slid` only for groups with a window, got it for group {group}")
-            self._state.index.find_alone(path.slid)
+            check_first(path.keys, path.first)
+            if path.past_window and not self.settings.stands_alone(group):
+                raise CacheError(f"expected `past_window` only for groups with a window, got it for group {group}")
+            self._state.index.find_alone(path.past_window)
             mine = () if blocks is None else blocks.get(group, ())
-            expected = 0 if blocks is None else (len(path.names) - path.first) * self.settings.blocks_per_chunk
+            chunks = len(path.keys) - path.first
+            expected = 0 if blocks is None else chunks * self.settings.blocks_per_chunk
             if len(mine) != expected:
-                raise CacheError(
-                    f"expected {expected} blocks of {len(path.names) - path.first} chunks, got {len(mine)}"
-                )
+                raise CacheError(f"expected {expected} blocks of {chunks} chunks, got {len(mine)}")
             self._device.check(mine)
         if len(paths) > 1:
-            check_distinct([key for path in paths.values() for keys in (path.names, path.slid) for key in keys])
+            check_distinct([key for path in paths.values() for keys in (path.keys, path.past_window) for key in keys])
         nodes = {group: self._offloader.check(path, group) for group, path in paths.items()}
         orders = dict[int, StoreOrder]()
         for group, path in paths.items():
@@ -399,8 +401,8 @@ class TieredCache:
                 stream=stream,
                 tick=tick,
             )
-            if path.slid and not orders[group].again:
-                self._state.windows.slide([node for node in self._state.index.find_alone(path.slid) if node])
+            if path.past_window and not orders[group].again:
+                self._state.windows.slide([node for node in self._state.index.find_alone(path.past_window) if node])
         return orders
 
     def discard(self, keys: Iterable[Key], tier: str) -> int:
@@ -421,7 +423,7 @@ class TieredCache:
 
     # ------------------------------------------------------------------ commands and results
 
-    def take(self) -> list[Command]:
+    def take_commands(self) -> list[Command]:
         """Commands since the last call, in order, each exactly once."""
         commands, self._transfers.outbox = self._transfers.outbox, []
         for level in self._state.levels:
@@ -429,7 +431,7 @@ class TieredCache:
                 commands.append(Discard(level.name, slots))
         return commands
 
-    def apply(self, results: Sequence[Result], now: float) -> None:
+    def apply_results(self, results: Sequence[Result], now: float) -> None:
         """Take the results of earlier commands, and end waits whose deadline has passed at `now`.
 
         Jobs that no request waits for any more are cancelled, and own their slots until they end. Raises `JobError`,
@@ -475,8 +477,7 @@ class TieredCache:
 
         Raises `CacheError` while a job uses that one.
         """
-        routes = [job.transfer.route for job in self._transfers.jobs.values()]
-        if busy := sum(DEVICE in (route.source, route.destination) for route in routes):
+        if busy := sum(DEVICE in job.transfer.route for job in self._transfers.jobs.values()):
             raise CacheError(f"the device pool cannot be replaced: {busy} jobs in flight read or write its blocks")
         self._device = DeviceBlocks(blocks)
 
@@ -500,7 +501,7 @@ class TieredCache:
 
         Raises `CacheError` if `keep` are not the coldest tiers, or with both `keep` and `weights`.
         """
-        names = tuple(level.name for level in self._state.levels)
+        names = tuple(self._state.tier_names)
         first = len(names) - len(keep)
         if tuple(keep) != names[first:] or (keep and weights):
             raise CacheError(
@@ -527,7 +528,7 @@ class TieredCache:
 
     def ready(self) -> list[tuple[str, Key]]:
         """Tier and key of each copy that is ready, for readers that have missed events."""
-        return [(self._state.levels[tier].name, key) for tier, key in self._state.index.ready()]
+        return [(self._state.tier_names[tier], key) for tier, key in self._state.index.ready()]
 
     def events(self, limit: int | None = None) -> list[Event]:
         """Events since the last call, in order, at most `limit`; the others are returned by the next call.
@@ -594,7 +595,6 @@ class TieredCache:
             self._state.log.loaded(load.asked, load.outcome.chunks, misses)
 
     def _tier(self, name: str) -> int:
-        names = [level.name for level in self._state.levels]
-        if name not in names:
-            raise CacheError(f"expected a tier of {names}, got {name!r}")
-        return names.index(name)
+        if name not in self._state.tier_names:
+            raise CacheError(f"expected a tier of {self._state.tier_names}, got {name!r}")
+        return self._state.tier_names.index(name)

@@ -32,7 +32,7 @@ ADMISSION_FILTER_SIZE = 1 << 16
 _FORGET = 64
 """A reserve shrinks by one chunk for each 64 chunks that found clean room."""
 
-_AHEAD = 64
+_ROOM_AHEAD_DIVISOR = 64
 """Backups copy one slot in 64 more than needed, so that there are fewer and larger jobs."""
 
 
@@ -78,7 +78,7 @@ class Offloader:
         state, settings, keys, first, retention = (
             self._state,
             self._transfers.settings,
-            path.names,
+            path.keys,
             path.first,
             path.retention,
         )
@@ -104,7 +104,7 @@ class Offloader:
 
     def check(self, path: GroupKeys, group: int) -> list[int]:
         """The nodes of the chunks of `path` in the index. Raises `CacheError` for invalid keys or text."""
-        keys, first, settings = path.names, path.first, self._transfers.settings
+        keys, first, settings = path.keys, path.first, self._transfers.settings
         if path.text is not None and self._state.partials.on:
             path.text.checked(len(keys) * settings.group(group)[1])
         known = self._known_alone if settings.stands_alone(group) else self._follow
@@ -301,7 +301,7 @@ class Offloader:
         target = self._clean_target(tier, slots)
         wanted = max(target - (slots - state.backlog.counts[tier]), at_least - writing)
         if wanted > 0 and target < slots:
-            wanted += slots // _AHEAD
+            wanted += slots // _ROOM_AHEAD_DIVISOR
         most = min(wanted, self._transfers.settings.max_writes - writing)
         self._write(state.backlog.choose(tier, most) if most > 0 else [], tier)
 

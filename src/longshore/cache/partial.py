@@ -30,7 +30,7 @@ LOOK = 256
 Tokens = npt.NDArray[np.uint32]
 
 
-class Text(NamedTuple):
+class PromptTokens(NamedTuple):
     """The tokens of a request, for partial matches.
 
     Attributes:
@@ -44,7 +44,7 @@ class Text(NamedTuple):
     root: Key
     beside: Mapping[Key, Iterable[tuple[Key, Sequence[int]]]] = {}
 
-    def checked(self, least: int = 0) -> Text:
+    def checked(self, least: int = 0) -> PromptTokens:
         """The text, checked. Raises `CacheError` for fewer than `least` tokens, or a root that is not bytes."""
         if len(self.tokens) < least or not isinstance(self.root, bytes) or not self.root:
             raise CacheError(f"expected {least} tokens and a root in bytes, got {len(self.tokens)} and {self.root!r}")
@@ -99,7 +99,7 @@ class PartialPrefixes:
             self._older.extend(zeros(more))
             self._younger.extend(zeros(more))
 
-    def learn(self, keys: Sequence[Key], first: int, text: Text, chunk_tokens: int) -> None:
+    def learn(self, keys: Sequence[Key], first: int, text: PromptTokens, chunk_tokens: int) -> None:
         """Store the tokens of `keys[first:]` from `text`, of those that are in a tier."""
         get, above = self._index.get, self._above
         fresh = [(at, node) for at in range(first, len(keys)) if (node := get(keys[at])) and above[node] is None]
@@ -124,7 +124,7 @@ class PartialPrefixes:
                 del self._youngest[above]
             self._above[node] = None
 
-    def closest(self, keys: Sequence[Key], position: int, text: Text, chunk_tokens: int) -> Partial | None:
+    def closest(self, keys: Sequence[Key], position: int, text: PromptTokens, chunk_tokens: int) -> Partial | None:
         """The chunk with the most leading tokens of the chunk at `position`; of equals one on the device."""
         before, best = text.before(keys, position), None
         wanted = text.chunk(position, chunk_tokens)[: chunk_tokens - 1]

@@ -152,7 +152,7 @@ class Priorities:
                 self._policies[tier] = split(policy)
 
     def _split(self, make: type[EvictionPolicy], first: EvictionPolicy) -> EvictionPolicy:
-        band = PartitionedByPriority(first.slots, first.names, make, first, _USUAL, self._priority, *self._serving())
+        band = PartitionedByPriority(first.slots, first.keys, make, first, _USUAL, self._priority, *self._serving())
         self._bands.append(band)
         return band
 

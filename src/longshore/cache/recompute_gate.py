@@ -50,7 +50,7 @@ _TRY_SHARE = 10
 """A try loads one chunk in this many."""
 
 
-class Gate:
+class RecomputeGate:
     """Decides for one KV cache layout; `tiers` are named warmest first.
 
     Chunks of the first tier take its route to the device; chunks of another tier, a file or a remote store, first take

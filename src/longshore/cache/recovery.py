@@ -56,8 +56,8 @@ def adopt(state: CacheState, tier: int, found: StoredChunks | Sequence[Chunk]) -
     state.pools[tier].claim(chunks.slots[rows[::-1]], chunks.pools[rows[::-1]])  # the newest last
     nodes = _enter(state, tier, rows, chunks, known, before, above)
     if state.log.on:
-        state.log.recovered(state.names[tier], chunks.where(rows[known[rows] == 0]))
-        state.log.arrived(state.index, state.names, known[shared].tolist(), tier)
+        state.log.recovered(state.tier_names[tier], chunks.where(rows[known[rows] == 0]))
+        state.log.arrived(state.index, state.tier_names, known[shared].tolist(), tier)
     _insert(state, tier, nodes, known[shared].tolist())
     return len(nodes)
 

@@ -243,18 +243,18 @@ class RemoteTiers:
 
     # ------------------------------------------------------------------ probes
 
-    def look(self, keys: Sequence[Key], end: int, *, asks: bool = True) -> tuple[int, tuple[int, ...]]:
+    def look(self, keys: Sequence[Key], end: int, *, probe: bool = True) -> tuple[int, tuple[int, ...]]:
         """How many chunks right behind `keys[:end]`, which are in own tiers, remote tiers are known to have; and
         probes.
 
-        With `asks`, keys behind these without a valid answer are probed.
+        With `probe`, keys behind these without a valid answer are probed.
         """
         if end and not self._state.index.get(keys[end - 1]):
             return 0, ()  # the chunk before is in no own tier, so these would not be reachable
         known = 0
         while end + known < len(keys) and self.has(keys[end + known]) and not self._state.index.get(keys[end + known]):
             known += 1
-        return known, self.ask(keys[end + known :]) if asks else ()
+        return known, self.ask(keys[end + known :]) if probe else ()
 
     def ask(self, keys: Sequence[Key], tiers: Collection[str] | None = None) -> tuple[int, ...]:
         """Have what is not known of `keys` asked for, of those `tiers` or of all; the probes under way about it."""

@@ -24,7 +24,7 @@ from longshore.cache.backlog import Backlog
 from longshore.cache.columns import column, marks, numbers, once
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
 from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.eviction.hit_rates import Return, Returns
+from longshore.cache.eviction.hit_rates import ReuseHint, ReuseHints
 from longshore.cache.eviction.partitioned import PartitionedBySize
 from longshore.cache.index import Index
 from longshore.cache.nodes import ORPHANS, ROOT
@@ -34,12 +34,12 @@ from longshore.cache.priorities import Priorities, WindowMarks
 from longshore.cache.settings import CacheSettings
 from longshore.cache.types import Counters, MissReason, Run, SizeStats, TierStats
 from longshore.errors import CacheError
-from longshore.monitoring.metric_names import EVICTED_AGE_SECONDS
+from longshore.monitoring.metric_table import EVICTED_AGE_SECONDS
 
 _NOWHERE = 255
 """No tier has this number."""
 
-_FEW = 16
+_FEW_SLOTS = 16
 """Ages of more chunks than these are observed as an array."""
 
 
@@ -72,7 +72,7 @@ class CacheState:
         thresholds: Sequence[int],
     ) -> None:
         self.levels = list(levels)
-        self.names = [level.name for level in levels]
+        self.tier_names = [level.name for level in levels]
         self.counters = counters
         self.pools = [level.pool for level in levels]
         self.several_sizes = len(self.pools[0].slabs.image_bytes) > 1
@@ -86,7 +86,7 @@ class CacheState:
         self.log = EventLog(settings.events)
         self.log.hidden = settings.self_test_key
         self._token_width = settings.token_width
-        self.returns = Returns()
+        self.reuse_hints = ReuseHints()
         self.tick = self.served = 0
         """The last tick that was drawn, and that of the request that is served."""
         self.changes = 0
@@ -107,7 +107,7 @@ class CacheState:
         self.partials = PartialPrefixes(self.index, self._token_width)
         self.seen = bytearray()
         """1 for nodes that a lookup protects until the end of the step."""
-        self._quarantined: list[tuple[int, int]] = []
+        self._invalid_copies: list[tuple[int, int]] = []
         """Tiers and slots of invalid copies, to be removed when the step ends."""
         self.kept_in_host: set[int] = set()
         """Nodes whose copies stay in the warmest tier, for a prefetch that lacks room."""
@@ -116,7 +116,7 @@ class CacheState:
             policy.begin(self.tick)
 
     def _serving(self) -> tuple[int, int]:
-        return self.served, self.returns.of(self.served)
+        return self.served, self.reuse_hints.of(self.served)
 
     def ranked_slots(self, tier: int) -> int:
         """The slots of all chunks that the policy of `tier` ranks."""
@@ -242,7 +242,7 @@ class CacheState:
     def mark_ready(self, nodes: Sequence[int], tier: int) -> list[int]:
         """Copies of `nodes`, parents first, have become ready in `tier`. Returns orphans that now have parents."""
         if self.log.on:
-            self.log.arrived(self.index, self.names, nodes, tier)
+            self.log.arrived(self.index, self.tier_names, nodes, tier)
         leaf = bool(nodes) and not any(self.index.children(nodes[-1]))
         if not tier:
             self.policies[0].insert(nodes[::-1], leaf=leaf)
@@ -321,7 +321,7 @@ class CacheState:
         for slot in idle[state == DRAINING].tolist():
             self._free_drained(tier, slot)
 
-    def quarantine(self, tier: int, slot: int, fault: Status) -> None:
+    def discard_invalid(self, tier: int, slot: int, fault: Status) -> None:
         """A read has ended that found the bytes of the slot invalid.
 
         A copy in a colder tier is removed at the end of the step if host memory has chunks behind it that a lookup
@@ -333,14 +333,14 @@ class CacheState:
         if pool.state[slot] == DRAINING:
             self._free_drained(tier, slot)
         elif tier and any(not where and self.seen[each] for each, where in self.index.orphaned_by(pool.node[slot], -1)):
-            self._quarantined.append((tier, slot))
+            self._invalid_copies.append((tier, slot))
         else:
             self.invalidate(pool.node[slot], tier, fault.value)
 
-    def invalidate_quarantined(self) -> None:
+    def discard_invalid_copies(self) -> None:
         """The step has ended: remove the invalid copies that were kept for the chunks behind them."""
-        quarantined, self._quarantined = self._quarantined, []
-        for tier, slot in quarantined:
+        invalid, self._invalid_copies = self._invalid_copies, []
+        for tier, slot in invalid:
             pool = self.pools[tier]
             if pool.state[slot] == READY and slot in pool.fault:
                 self.invalidate(pool.node[slot], tier, pool.fault[slot].value)
@@ -438,14 +438,14 @@ class CacheState:
         largest = pool.slabs.images.index(min(pool.slabs.images))
         return len(self.policies[tier]) + len(pool.writer) + pool.room(largest)
 
-    def begin(self, keys: Sequence[Key], known: int, said: Return | None = None) -> int:
+    def begin(self, keys: Sequence[Key], known: int, said: ReuseHint | None = None) -> int:
         """A request for the path `keys` begins, of which the first `known` are in some tier; returns its tick.
 
         `said` is the hint about when its chunks are used again.
         """
         self.tick = self.served = self.tick + 1
         last = self.index.get(keys[known - 1]) if known else ROOT
-        hint = self.returns.begin(self.tick, self.log.now, said)
+        hint = self.reuse_hints.begin(self.tick, self.log.now, said)
         for policy in self.policies:
             policy.begin(self.tick, len(keys), last, keys[known:], hint)
         return self.tick
@@ -461,7 +461,7 @@ class CacheState:
         if tick != self.served:
             self.served = tick
             for policy in self.policies:
-                policy.begin(tick, hint=self.returns.of(tick))
+                policy.begin(tick, hint=self.reuse_hints.of(tick))
 
     def touch(self, nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """The chunks of a path, tail first, were used by the current request. Heads are evicted last."""
@@ -541,7 +541,7 @@ class CacheState:
     def observe_ages(self, tier: int, slots: npt.NDArray[np.int32]) -> None:
         """The copies in these slots are being evicted: record their ages."""
         histogram = self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name]
-        if len(slots) > _FEW:
+        if len(slots) > _FEW_SLOTS:
             histogram.observe_all(self.pools[tier].ages(slots, self.log.now))
             return
         for slot in slots.tolist():  # faster for so few
@@ -555,7 +555,7 @@ class CacheState:
         if cause == EVICTED and (age := pool.age(slot, self.log.now)) is not None:
             self.counters.histograms[EVICTED_AGE_SECONDS][self.levels[tier].name].observe(age)
         if self.log.on:
-            self.log.lost(self.index, self.names, node, tier, cause)
+            self.log.lost(self.index, self.tier_names, node, tier, cause)
         if pool.state[slot] == READY:
             self._remove_from_policies(node, tier, index.key[node] if cause == EVICTED else None)
         gone = index.drop_copy(node, tier)

@@ -569,7 +569,7 @@ class Transfers:
         bad = {slot for slot, _ in invalid}
         self.state.end_reads(tier, [slot for slot in slots if slot not in bad])
         for slot, status in invalid:
-            self.state.quarantine(tier, slot, status)
+            self.state.discard_invalid(tier, slot, status)
 
     def _fail(self, tier: int, slot: int, status: Status, *, writing: bool) -> None:
         state = self.state

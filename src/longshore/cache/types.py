@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Slot, Slots, Status, TransferResult
 from longshore.cache.index import Residency
-from longshore.cache.partial import Partial, Text
+from longshore.cache.partial import Partial, PromptTokens
 from longshore.cache.settings import Retention
 from longshore.errors import CacheError
-from longshore.monitoring.metric_names import (
+from longshore.monitoring.metric_table import (
     EVICTED_AGE_SECONDS,
     LOAD_SECONDS,
     LOOKUP_SECONDS,
@@ -83,7 +83,7 @@ class Answer(enum.Enum):
     NOT_SENT = "not_sent"  # not asked: too many probes are in flight
 
 
-UNTOLD = -(1 << 30)
+UNKNOWN_START = -(1 << 30)
 """`GroupKeys.first` of a lookup whose caller does not say what is before its keys."""
 
 
@@ -91,31 +91,31 @@ class GroupKeys(NamedTuple):
     """Chunks of one KV cache group of a request, as the methods of `TieredCache` take them.
 
     Attributes:
-        keys: The path from the first chunk of the prompt on; or single chunks, for a lookup with `each` and a load
-            without a lease. The `Residency` of a lookup saves that load another search.
-        first: Position of the first chunk to look up or store. The engine has the chunks before it. `UNTOLD` in a
-            lookup of one path: the index knows what is before the first key.
+        chunks: Keys of the path from the first chunk of the prompt on; or single ones, for an `independent` lookup and
+            a load without a lease. The `Residency` of a lookup saves that load another search.
+        first: Position of the first chunk to look up or store. The engine has the chunks before it. `UNKNOWN_START` in
+            a lookup of one path: the index knows what is before the first key.
         device: For a lookup of all groups: whether the device has each chunk, from the first on (a numpy array is
             fastest). False for chunks beyond its end.
         text: The tokens, for partial matches (`CacheSettings.partial`).
         prompt: For a store: position of the first chunk of the answer; `None` if all are of the prompt.
         retention: For a store: priorities and times to live.
-        slid: For a store: chunks that the sliding window has moved past, from an engine that does not store whole
-            paths. They are evicted first, unless a lookup was served from them. Keys in no tier are ignored.
+        past_window: For a store: chunks that the sliding window has moved past, from an engine that does not store
+            whole paths. They are evicted first, unless a lookup was served from them. Keys in no tier are ignored.
     """
 
-    keys: Sequence[Key] | Residency
+    chunks: Sequence[Key] | Residency
     first: int = 0
     device: Sequence[bool] | None = None
-    text: Text | None = None
+    text: PromptTokens | None = None
     prompt: int | None = None
     retention: Sequence[Retention] = ()
-    slid: Sequence[Key] = ()
+    past_window: Sequence[Key] = ()
 
     @property
-    def names(self) -> Sequence[Key]:
-        """The keys, also of a `Residency`."""
-        return self.keys.keys if isinstance(self.keys, Residency) else self.keys
+    def keys(self) -> Sequence[Key]:
+        """The keys of `chunks`."""
+        return self.chunks.keys if isinstance(self.chunks, Residency) else self.chunks
 
 
 class Need(NamedTuple):
@@ -164,10 +164,10 @@ class Found(NamedTuple):
         remote: For a lookup of one group: how many chunks more remote tiers are known to have behind it, for
             `prefetch`.
         probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `remote`.
-        before: For a lookup of one group from `UNTOLD`: the keys before the first one, as the tiers know them.
+        before: For a lookup of one group from `UNKNOWN_START`: the keys before the first one, as the tiers know them.
         tick: The tick of the request, for its other calls; `None` for `Until.NOTHING`.
-        residency: For a lookup with `each`: where each chunk is, by group.
-        remote_sources: For a lookup with `each` that keeps nothing, if there are remote tiers: the name of the
+        residency: For a lookup with `independent`: where each chunk is, by group.
+        remote_sources: For a lookup with `independent` that keeps nothing, if there are remote tiers: the name of the
             first that is known to have each chunk, by group; empty for none.
     """
 
@@ -468,7 +468,7 @@ def check_paths(paths: Mapping[int, GroupKeys]) -> None:
     for group, path in paths.items():
         if type(group) is not int:
             raise CacheError(f"expected keys by number of KV cache group, got {_brief(paths)}")
-        if not isinstance(path, GroupKeys) or not isinstance(path.keys, _KEYS):
+        if not isinstance(path, GroupKeys) or not isinstance(path.chunks, _KEYS):
             raise CacheError(f"group {group}: expected GroupKeys with a sequence of keys, got {_brief(path)}")
         if type(path.first) is not int or not (path.prompt is None or type(path.prompt) is int):
             raise CacheError(f"group {group}: expected integers, got first={path.first!r}, prompt={path.prompt!r}")

@@ -87,7 +87,7 @@ def copy(
     case: Only = None,
     as_json: Json = False,
 ) -> None:
-    """Copy device pages into block images and back. In GB/s."""
+    """Copy device pages into chunk images and back. In GB/s."""
     if calibrate != (device is CopyDevice.CUDA):
         raise BenchError("--device cuda and --calibrate: set both or neither; `make gpu` measures the copies of a GPU")
     if calibrate:
@@ -118,7 +118,7 @@ def file(
     case: Only = None,
     as_json: Json = False,
 ) -> None:
-    """Write block images to a file tier and read them back. In GB/s; RAM disks are refused."""
+    """Write chunk images to a file tier and read them back. In GB/s; RAM disks are refused."""
     from longshore.bench import files  # noqa: PLC0415
 
     nbytes = size_of(total, "--bytes")
@@ -144,7 +144,7 @@ def remote(
     case: Only = None,
     as_json: Json = False,
 ) -> None:
-    """Send block images to a store that replicas share, and fetch them. In GB/s and CPU seconds per GB."""
+    """Send chunk images to a store that replicas share, and fetch them. In GB/s and CPU seconds per GB."""
     from longshore.bench import remote as remotes  # noqa: PLC0415
 
     cases = remotes.run(server.value, _parent(directory), repeats=repeats, only=case or ())

@@ -33,7 +33,7 @@ from longshore.cli.demo_report import (
 )
 from longshore.cli.options import check_memory
 from longshore.config import Config, format_bytes, read_toml
-from longshore.engines.transformers import RequestBlocks, Tiers, recording, refuse, replaying, tiered
+from longshore.engines.transformers import RequestBlocks, Tiers, recording, replaying, tiered, why_not_served
 from longshore.errors import ConfigError, EngineError
 from longshore.runtime.stack import check_size
 from longshore.testing.local_server import LocalServer
@@ -95,7 +95,7 @@ class Demo:
     def __init__(self, options: DemoOptions) -> None:
         self.options = options
         self.model = load_model(options)
-        if (reason := refuse(self.model)) is not None:
+        if (reason := why_not_served(self.model)) is not None:
             raise EngineError(f"{type(self.model).__name__} cannot be served with tiers: {reason}")
         text = self.model.config.get_text_config()
         if options.workload is not None and not options.workload.is_file():
@@ -380,7 +380,7 @@ def _record(demo: Demo, request: WorkloadRequest, answer: Any, sources: Sequence
 def _snapshot(tiers: Tiers) -> Counters:
     if tiers.stack is None:
         raise EngineError(f"tiers disabled: {tiers.failure}")
-    with tiers.stack.runtime.control() as cache:
+    with tiers.stack.runtime.transaction() as cache:
         return cache.counters.copy()
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from longshore.boundary import FILE, HOST, REMOTE
 from longshore.cache import DropReason
 from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.eviction.hit_rates import Return
+from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.cli import options
 from longshore.cli.output import ReportOptions, print_provenance, provenance, write_json
 from longshore.cli.output import console as console_on
@@ -242,7 +242,7 @@ def _experiment(
     with _served(slots, file_slots, name, kind, through) as (serve, cache):
         for request in requests:
             path = request.hash_ids
-            hits = serve(path, request.timestamp_ms / 1000, request.returns)
+            hits = serve(path, request.timestamp_ms / 1000, request.reuse_hint)
             found = Hits(found.requests + 1, found.block_refs + len(path), found.hits + hits)
             blocks.add(path)
     most = blocks.optimal(slots + file_slots)
@@ -282,7 +282,7 @@ def _experiment(
 @contextmanager
 def _served(
     slots: int, file_slots: int, name: str, kind: type[EvictionPolicy], through: ControlPath | None
-) -> Iterator[tuple[Callable[[Sequence[int], float, Return | None], int], CacheReplay | None]]:
+) -> Iterator[tuple[Callable[[Sequence[int], float, ReuseHint | None], int], CacheReplay | None]]:
     """Serves a request and returns its hits: a tier of `slots` slots under the policy `kind`.
 
     Below it are files of `file_slots` slots, if any. Also the replay through the cache, if it is one.
@@ -337,7 +337,7 @@ def _replay(
         path = request.hash_ids[: request.input_length // run.block_tokens]
         blocks.add(path)
         if one_cache is not None:
-            one_cache.serve(path, request.timestamp_ms / 1000, request.returns)
+            one_cache.serve(path, request.timestamp_ms / 1000, request.reuse_hint)
     too_much = overload(run.tally, run.engines, with_engines, replicas=len(run.replicas))
     best = blocks.optimal(run.slots)
     sharing = None

@@ -20,7 +20,7 @@ def vllm_config(
     ] = None,
     file_path: Annotated[str | None, typer.Option(help="Directory of the file tier, on a local NVMe drive.")] = None,
     file_size: Annotated[str | None, typer.Option(help="Disk space for the file tier, for example 1TiB.")] = None,
-    blocks_per_chunk: Annotated[int | None, typer.Option(help="vLLM blocks per block image; default: 1.")] = None,
+    blocks_per_chunk: Annotated[int | None, typer.Option(help="vLLM blocks per chunk image; default: 1.")] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(

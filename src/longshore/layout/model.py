@@ -1,4 +1,4 @@
-"""`KVLayout`: the positions of the pages of a block, on the device and in the block image.
+"""`KVLayout`: the positions of the pages of a block, on the device and in the chunk image.
 
     on the device, per reference             in the image of a chunk of 2 blocks
 
@@ -222,7 +222,7 @@ class KVGroup:
     Attributes:
         name: For messages and tables.
         block_size: Tokens per block.
-        blocks_per_chunk: Blocks per chunk, hence per block image.
+        blocks_per_chunk: Blocks per chunk, hence per chunk image.
         refs: The pages of a block, in image order.
     """
 

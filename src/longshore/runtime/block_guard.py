@@ -14,7 +14,7 @@ from longshore.runtime.loop import Runtime
 class BlockGuard:
     """Jobs in flight, by the device blocks they use. Used from the engine's thread only.
 
-    Waits and late blocks are counted in `Runtime.guarded`.
+    Waits and late blocks are counted in `Runtime.guard_counters`.
     """
 
     def __init__(self, runtime: Runtime, timeout: float) -> None:
@@ -38,7 +38,7 @@ class BlockGuard:
             kept = set(free)
             late = [block for block in blocks if block not in kept]
             self._parked += late
-            self._runtime.guarded.late += len(late)
+            self._runtime.guard_counters.late += len(late)
         return free
 
     def reclaim(self) -> list[int]:
@@ -55,8 +55,8 @@ class BlockGuard:
         self._parked.clear()
 
     def _wait(self, jobs: Sequence[int]) -> None:
-        guarded, begun = self._runtime.guarded, self._runtime.clock()
-        self._runtime.wait_ended(jobs, self._timeout)
+        guarded, begun = self._runtime.guard_counters, self._runtime.clock()
+        self._runtime.wait_jobs(jobs, self._timeout)
         guarded.waits += 1
         guarded.seconds += self._runtime.clock() - begun
 

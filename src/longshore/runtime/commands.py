@@ -91,7 +91,7 @@ class _PinnedPrompt:
     def exists(self) -> bool:
         """Whether the tiers still have any of it; a reset may have removed it."""
         for runtime, lease in self.leases:
-            with runtime.observe() as cache:  # after a fault, it cannot be asked
+            with runtime.locked() as cache:  # after a fault, it cannot be asked
                 if lease is not None and (runtime.fault is not None or cache.progress(lease).runs):
                     return True
         return False
@@ -147,7 +147,7 @@ class Commands:
         """The caches of all groups, to be used together."""
         with contextlib.ExitStack() as held:
             runtimes = dict.fromkeys(group.runtime for group in self._groups)
-            yield {runtime: held.enter_context(runtime.control()) for runtime in runtimes}
+            yield {runtime: held.enter_context(runtime.transaction()) for runtime in runtimes}
 
     def _keys(self, request: dict[str, Any]) -> Sequence[Sequence[Key]]:
         """The keys of the whole chunks of a prompt in each group."""
@@ -239,7 +239,7 @@ class Commands:
                     for group, keys in zip(self._groups, paths, strict=True)
                     if group.runtime is runtime
                 }
-                leases.append((runtime, cache.lookup(mine, runtime.clock(), each=True).lease))
+                leases.append((runtime, cache.lookup(mine, runtime.clock(), independent=True).lease))
         self._release(replaced)
         self._pins = [*kept, _PinnedPrompt(leases, begin[-1], chunks)]
         return {"chunks": asked, "pinned": len(chunks)}
@@ -277,15 +277,15 @@ class Commands:
         self._unpin({})
         dropped, left = Counter[str](), Counter[str]()
         for runtime in self._runtimes:
-            with runtime.control() as cache:
+            with runtime.transaction() as cache:
                 tiers = [tier.name for tier in cache.stats()]
             for tier in tiers:
                 more = True
                 while more:
-                    with runtime.control() as cache:
+                    with runtime.transaction() as cache:
                         more = bool(count := cache.evict(tier, _AT_ONCE))
                         dropped[tier] += count
-            with runtime.observe() as cache:
+            with runtime.locked() as cache:
                 left.update({tier.name: tier.used for tier in cache.stats()})
         return {"dropped": dropped, "left": left}
 
@@ -305,11 +305,11 @@ class Commands:
         for pin in pins:
             for runtime, lease in pin.leases:
                 if lease is not None:
-                    with runtime.control() as cache:
+                    with runtime.transaction() as cache:
                         cache.release(lease)
 
 
 def _residency(cache: TieredCache, group: ControlledGroup, keys: Sequence[Key]) -> Found:
     """Where each chunk of `group` is. Keeps nothing, and counts for nothing."""
     now = group.runtime.clock()
-    return cache.lookup({group.number: GroupKeys(keys)}, now, until=Until.NOTHING, each=True)
+    return cache.lookup({group.number: GroupKeys(keys)}, now, until=Until.NOTHING, independent=True)

@@ -3,8 +3,8 @@
     cache ──take──► waiting ──(all of `after` ended)──► running ──poll──► cache.apply
                        └── upstream failed, deadline, cancelled ──────────►┘
 
-Without a thread, calls make progress (`control`, `pump`, `wait...`). A `BackgroundLoop` makes progress in a thread as
-well, between an engine's steps. One lock guards the cache in both cases.
+Without a thread, calls make progress (`transaction`, `pump`, `wait...`). A `BackgroundLoop` makes progress in a thread
+as well, between an engine's steps. One lock guards the cache in both cases.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from longshore.boundary import (
     TransferResult,
     leading_ok,
 )
-from longshore.cache import Gate, Lease, Progress, TieredCache
+from longshore.cache import Lease, Progress, RecomputeGate, TieredCache
 from longshore.cache.types import LookupCounters
 from longshore.errors import LongshoreError, PlanError, TierClosedError, log_seldom
 from longshore.runtime.containment import CallLog, log_fault, refusal_status
 from longshore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)
-_OFF = "all tiers disabled: the control plane failed, see the log; restart the engine to re-enable them"
+_OFF = "all tiers disabled: the control plane failed, see the log; reopen the tiers (restart the engine)"
 _POLL_SECONDS = (20e-6, 1e-3)
 """Seconds between two polls of a waiting thread: first, and maximum."""
 
@@ -88,14 +88,14 @@ class Runtime:
         tiers: Sequence[Tier] = (),
         *,
         probers: Sequence[Prober] = (),
-        gate: Gate | None = None,
+        gate: RecomputeGate | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Without `gate`, all chunks found are loaded."""
         self.clock = clock
         self.wakeup = threading.Event()
-        self.guarded = GuardCounters()
-        self.asked = LookupCounters()
+        self.guard_counters = GuardCounters()
+        self.lookup_counters = LookupCounters()
         self.gate = gate
         self._cache = cache
         self._movers = list(movers)
@@ -104,8 +104,8 @@ class Runtime:
         self._lock = threading.RLock()
         self._waiting: dict[int, _WaitingTransfer] = {}
         self._running: dict[int, _RunningTransfer] = {}
-        self._probers = {prober.asks: prober for prober in probers}
-        self.stores = tuple(self._probers)
+        self._probers = {prober.tier_name: prober for prober in probers}
+        self.remote_tiers = tuple(self._probers)
         """Names of the remote tiers that can be asked."""
         self._probing = dict[int, tuple[Probe, float]]()  # probes in flight, and when they were ordered
         self._results: list[Result] = []
@@ -144,7 +144,7 @@ class Runtime:
                         _log.exception("transfer job %d could not be cancelled; it runs until it completes", job)
 
     @contextmanager
-    def control(self) -> Iterator[TieredCache]:
+    def transaction(self) -> Iterator[TieredCache]:
         """Exclusive access to the cache; its commands are submitted when the block ends.
 
         Raises `TierClosedError` after `close`, and in a process forked from the one of the movers' threads.
@@ -155,7 +155,7 @@ class Runtime:
             if self.closed:
                 raise TierClosedError("the runtime was closed")
             with self._typed_faults():
-                self._cache.apply((), self.clock())
+                self._cache.apply_results((), self.clock())
                 try:
                     yield self._cache
                 finally:
@@ -178,8 +178,8 @@ class Runtime:
             raise
 
     @contextmanager
-    def observe(self) -> Iterator[TieredCache]:
-        """Read access to the cache; submits no commands. Works after `close`, too."""
+    def locked(self) -> Iterator[TieredCache]:
+        """The cache, under the lock; submits no commands, and makes no progress. Works after `close`, too."""
         with self._lock:
             yield self._cache
 
@@ -190,7 +190,7 @@ class Runtime:
             self._pump()
             return self._is_busy
 
-    def wait_over(self, lease: Lease, timeout: float = math.inf) -> Progress:
+    def wait_load(self, lease: Lease, timeout: float = math.inf) -> Progress:
         """Wait until the load or the prefetch of `lease` is over, at most `timeout` seconds or until its deadline.
 
         Raises `TierClosedError` if the control plane fails meanwhile.
@@ -203,7 +203,7 @@ class Runtime:
         """Number of leading chunks of `lease` to load; computing the rest is faster.
 
         `context`: number of tokens before them, which are on the device. A prefetch of `lease` must be over.
-        `least` and `ahead` are those of `Gate.worth_loading`.
+        `least` and `ahead` are those of `RecomputeGate.worth_loading`.
         """
         with self._lock, self._typed_faults():
             runs = self._cache.progress(lease).runs
@@ -232,16 +232,16 @@ class Runtime:
                     return not self._cache.progress(job).is_over
             return job in self._running
 
-    def wait_ended(self, jobs: Sequence[int], timeout: float) -> bool:
+    def wait_jobs(self, jobs: Sequence[int], timeout: float) -> bool:
         """Wait for at most `timeout` seconds until none of `jobs` is in flight; returns whether that is so."""
         return self._wait(lambda: not any(map(self.in_flight, jobs)), timeout)
 
-    def wait_begun(self, job: int, timeout: float) -> bool:
+    def wait_dependencies(self, job: int, timeout: float) -> bool:
         """Wait for at most `timeout` seconds until `job` waits for no other job; returns whether that is so."""
         return self._wait(lambda: job not in self._waiting, timeout)
 
     def wait_for_blocks(self, jobs: Sequence[int], touches: Callable[[int], bool], timeout: float) -> bool:
-        """As `wait_ended`, until no job touches its device blocks any more; `touches` says so of one that has begun."""
+        """As `wait_jobs`, until no job touches its device blocks any more; `touches` says so of one that has begun."""
         return self._wait(
             lambda: not any(job in self._waiting or touches(job) for job in jobs), timeout, of_movers=True
         )
@@ -263,12 +263,12 @@ class Runtime:
             return self._wait(is_done, timeout) and self.fault is None
         return False
 
-    def wait_idle(self, timeout: float, *, but: Collection[str] = ()) -> bool:
-        """Wait for at most `timeout` seconds until nothing is in flight `but` to these; returns whether that is so."""
+    def wait_idle(self, timeout: float, *, except_to: Collection[str] = ()) -> bool:
+        """Wait for at most `timeout` seconds until nothing is in flight `except_to` these tiers; whether that is so."""
 
         def is_idle() -> bool:
-            left = sum(each.transfer.route.destination in but for each in self._waiting.values())
-            left += sum(each.transfer.route.destination in but for each in self._running.values())
+            left = sum(each.transfer.route.destination in except_to for each in self._waiting.values())
+            left += sum(each.transfer.route.destination in except_to for each in self._running.values())
             return self.fault is not None or self._cache.jobs_in_flight <= left
 
         return self._wait(is_idle, timeout)
@@ -387,7 +387,7 @@ class Runtime:
 
     def _advance(self, is_told: bool) -> None:
         """Pass on commands and results until there are none. `is_told`: the cache has the current time."""
-        commands = self._cache.take() if is_told else ()  # else they are taken below, after results are applied
+        commands = self._cache.take_commands() if is_told else ()  # else they are taken below, after the results
         while True:
             for command in commands:
                 self._dispatch(command)
@@ -404,10 +404,10 @@ class Runtime:
             results, self._results = self._results, []
             if not results and (is_told or now < self._idle_until):
                 return
-            self._cache.apply(results, now)  # of none, too: deadlines pass all the same
+            self._cache.apply_results(results, now)  # of none, too: deadlines pass all the same
             self._applies += 1
             is_told = True
-            commands = self._cache.take()
+            commands = self._cache.take_commands()
             if not results and not commands:
                 self._idle_until = now + _POLL_SECONDS[1]
                 return

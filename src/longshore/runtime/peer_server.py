@@ -30,7 +30,7 @@ from longshore.boundary import Key
 from longshore.cache import GroupKeys, PrefetchPolicy, Presence, Residency, TieredCache, Until
 from longshore.errors import ConfigError, LongshoreError, TierError
 from longshore.runtime.loop import Runtime
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 from longshore.tiers.remote.format import HEADER_BYTES, Identity, pack_header
 from longshore.tiers.remote.resp import COMING
 from longshore.tiers.remote.settings import RemoteSettings, parse_url
@@ -70,7 +70,7 @@ class TierSource:
     def __init__(
         self,
         runtime: Runtime,
-        host: HostTier,
+        host: HostSlabs,
         namespace: Callable[[], bytes],
         is_coming: Callable[[Key], bool] = lambda key: False,
     ) -> None:
@@ -90,7 +90,7 @@ class TierSource:
 
     def lengths(self, addresses: Sequence[bytes]) -> list[int]:
         """The length of each value; 0 for one that is not there, `COMING` for one that will be."""
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             namespace = self._namespace()
             keys = [self._key(each, namespace) for each in addresses]
             known = [key for key in keys if key is not None]
@@ -108,7 +108,7 @@ class TierSource:
             yield (self._value(*slots[each]) if each in slots else None for each in addresses)
         finally:
             if job is not None:
-                with self._runtime.control() as cache:
+                with self._runtime.transaction() as cache:
                     cache.release(job)
 
     def _value(self, slot: int, identity: Identity) -> tuple[bytes, memoryview]:
@@ -122,7 +122,7 @@ class TierSource:
         """
         was_read = False
         while True:
-            with self._runtime.control() as cache:  # while there was none, weights may have changed
+            with self._runtime.transaction() as cache:  # while there was none, weights may have changed
                 namespace = self._namespace()
                 names = {key: each for each in addresses if (key := self._key(each, namespace)) is not None}
                 seen = self._seen(cache, list(names))
@@ -137,15 +137,15 @@ class TierSource:
                     return part.job, {names[key]: (at, Identity(namespace, key, self._bytes)) for key, at in slots}
                 there = [key for key, each in zip(names, seen.presences, strict=True) if each in _THERE]
                 path, now = {0: GroupKeys(there)}, self._runtime.clock()
-                order = cache.lookup(path, now, each=True, count=False, tick=self._tick)
+                order = cache.lookup(path, now, independent=True, count=False, tick=self._tick)
                 self._tick, was_read = order.tick, True
                 if (lease := order.lease) is not None:
                     cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=READING)
             if lease is not None:
                 try:
-                    self._runtime.wait_over(lease, READING)
+                    self._runtime.wait_load(lease, READING)
                 finally:
-                    with self._runtime.control() as cache:
+                    with self._runtime.transaction() as cache:
                         cache.release(lease)
 
     @staticmethod
@@ -156,7 +156,7 @@ class TierSource:
 
     def _seen(self, cache: TieredCache, keys: Sequence[Key]) -> Residency:
         path = {0: GroupKeys(keys)}
-        found = cache.lookup(path, self._runtime.clock(), until=Until.NOTHING, each=True, count=False)
+        found = cache.lookup(path, self._runtime.clock(), until=Until.NOTHING, independent=True, count=False)
         return found.residency[0]
 
     def _length(self, key: Key, presence: Presence) -> int:

@@ -94,7 +94,7 @@ class EventRecorder:
 
     def pump(self) -> bool:
         """Write the next batch; returns whether there may be more."""
-        with self._runtime.observe() as cache:
+        with self._runtime.locked() as cache:
             events = cache.events(BATCH)
             is_missing = bool(events) and events[0].kind is EventKind.GAP
             ready = cache.ready() if is_missing and self.publisher is not None else ()

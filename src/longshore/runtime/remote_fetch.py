@@ -4,7 +4,7 @@
                   └─ all of the prompt: nothing is asked
 
 `fetch` never waits, for engines that ask again in each step; `bring` waits, for those that have nothing else to do.
-A lookup after either passes `asks=()`: else it would ask the stores that are not worth asking.
+A lookup after either passes `remote_tiers=()`: else it would ask the stores that are not worth asking.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ class Fetch(NamedTuple):
 def worth_asking(runtime: Runtime, context: int, chunks: int, *, ahead: bool = False) -> list[str]:
     """The stores that may be quicker than computing `chunks` behind `context` tokens, if they have them."""
     if runtime.gate is None:
-        return list(runtime.stores)
+        return list(runtime.remote_tiers)
     now = runtime.clock()
-    return [name for name in runtime.stores if runtime.gate.worth_asking(context, Run(name, chunks), now, ahead=ahead)]
+    return [
+        name for name in runtime.remote_tiers if runtime.gate.worth_asking(context, Run(name, chunks), now, ahead=ahead)
+    ]
 
 
-def patience(runtime: Runtime, cache: TieredCache, runs: Sequence[Run], now: float) -> float | None:
+def fetch_timeout(runtime: Runtime, cache: TieredCache, runs: Sequence[Run], now: float) -> float | None:
     """Seconds after which a fetch of `runs` is late: twice what the gate expects, and time for an answer at least.
 
     At most the cache's `load_timeout`, which `None` stands for; a store's own `fetch_timeout` may be sooner. These are
@@ -51,11 +53,11 @@ def offered(runtime: Runtime, path: GroupKeys, context: int, chunk_tokens: int, 
 
     The gate counts them as ordered now, so it must not be asked again: they would wait behind themselves.
     """
-    with runtime.control() as cache:
-        found = _behind(runtime, cache, path, context, chunk_tokens, asks=True, ahead=False, is_agreed=True)
-    runtime.wait_ended(found.probes, timeout)
-    with runtime.control() as cache:
-        return _behind(runtime, cache, path, context, chunk_tokens, asks=False, ahead=False).chunks
+    with runtime.transaction() as cache:
+        found = _behind(runtime, cache, path, context, chunk_tokens, probe=True, ahead=False, is_agreed=True)
+    runtime.wait_jobs(found.probes, timeout)
+    with runtime.transaction() as cache:
+        return _behind(runtime, cache, path, context, chunk_tokens, probe=False, ahead=False).chunks
 
 
 def bring(
@@ -67,14 +69,14 @@ def bring(
     has not arrived after `timeout` seconds is not waited for. `context` are the tokens before `path.first`. Returns the
     store of each chunk that was ordered. `is_agreed`: the gate has said that all of `path` is to be fetched.
     """
-    with runtime.control() as cache:
+    with runtime.transaction() as cache:
         under_way = fetch(runtime, cache, path, context, chunk_tokens, is_agreed=is_agreed)
     names = under_way.names
-    if under_way.probes and runtime.wait_ended(under_way.probes, timeout):
-        with runtime.control() as cache:
-            more = fetch(runtime, cache, path, context, chunk_tokens, asks=False, is_agreed=is_agreed)
+    if under_way.probes and runtime.wait_jobs(under_way.probes, timeout):
+        with runtime.transaction() as cache:
+            more = fetch(runtime, cache, path, context, chunk_tokens, probe=False, is_agreed=is_agreed)
         under_way, names = (more if more.jobs else under_way), {**names, **more.names}
-    runtime.wait_ended(under_way.jobs, timeout)
+    runtime.wait_jobs(under_way.jobs, timeout)
     return names
 
 
@@ -85,18 +87,18 @@ def fetch(
     context: int,
     chunk_tokens: int,
     *,
-    asks: bool = True,
+    probe: bool = True,
     ahead: bool = False,
     is_agreed: bool = False,
 ) -> Fetch:
     """The same without waiting, within `control`. `ahead` is as for the gate."""
-    found = _behind(runtime, cache, path, context, chunk_tokens, asks=asks, ahead=ahead, is_agreed=is_agreed)
+    found = _behind(runtime, cache, path, context, chunk_tokens, probe=probe, ahead=ahead, is_agreed=is_agreed)
     if not found.chunks:
         return Fetch(found.probes)
     end = found.begin + found.chunks
-    wanted = path._replace(keys=path.names[:end], text=None)
+    wanted = path._replace(chunks=path.keys[:end], text=None)
     jobs = cache.prefetch({0: wanted}, runtime.clock(), timeout=found.timeout)
-    return Fetch(found.probes, jobs, dict(zip(path.names[found.begin : end], found.stores, strict=False)))
+    return Fetch(found.probes, jobs, dict(zip(path.keys[found.begin : end], found.stores, strict=False)))
 
 
 class _Behind(NamedTuple):
@@ -116,21 +118,21 @@ def _behind(
     context: int,
     chunk_tokens: int,
     *,
-    asks: bool,
+    probe: bool,
     ahead: bool,
     is_agreed: bool = False,
 ) -> _Behind:
     now = runtime.clock()
     ready = cache.lookup({0: path}, now, until=Until.NOTHING, count=False).chunks
     begin, context = path.first + ready, context + ready * chunk_tokens
-    rest = path.names[begin:]
+    rest = path.keys[begin:]
     if not rest:
         return _Behind((), begin)
-    asked = worth_asking(runtime, context, len(rest), ahead=ahead) if asks else ()
-    known = cache.lookup({0: GroupKeys(rest)}, now, until=Until.NOTHING, each=True, asks=asked)
+    asked = worth_asking(runtime, context, len(rest), ahead=ahead) if probe else ()
+    known = cache.lookup({0: GroupKeys(rest)}, now, until=Until.NOTHING, independent=True, remote_tiers=asked)
     stores = list(takewhile(bool, known.remote_sources.get(0, ())))
     runs = [Run(name, len(list(same))) for name, same in groupby(stores)]
-    count, longest = sum(run.chunks for run in runs), patience(runtime, cache, runs, now)
+    count, longest = sum(run.chunks for run in runs), fetch_timeout(runtime, cache, runs, now)
     if count and runtime.gate is not None and not is_agreed:
         count = runtime.gate.worth_loading(context, runs, now, ahead=ahead)
     return _Behind(known.probes, begin, stores, count, longest)

@@ -46,8 +46,8 @@ def self_test(stack: Stack, device: BlockAccess, blocks: Sequence[int], *, files
         _log.info("self-test skips the file tier, because every slab of it holds records; host tier tested")
         if stack.host is not None:
             slot, timeout = Slot(HOST, 0, 0), stack.config.load_timeout
-            with stack.runtime.observe():  # nobody else takes the engine's results meanwhile
-                copy_test(stack.engine, device, Section(0, 0, tuple(blocks)), slot, timeout)
+            with stack.runtime.locked():  # nobody else takes the engine's results meanwhile
+                copy_test(stack.transfer_engine, device, Section(0, 0, tuple(blocks)), slot, timeout)
         return
     key = stack.scope.self_test_key
     former = device.read(blocks)
@@ -95,7 +95,7 @@ def copy_test(engine: TransferEngine, device: BlockAccess, section: Section, slo
 
 def _has_empty_slab(stack: Stack, file: Tier) -> bool:
     """Whether a slab of the file tier holds no records, neither ours nor of other scopes."""
-    with stack.runtime.observe() as cache:
+    with stack.runtime.locked() as cache:
         ours = sum(size.slabs for stats in cache.stats() if stats.name == FILE for size in stats.sizes)
     return ours + len({file.slabs.slab_of(slot) for slot in file.others()}) < file.slabs.slabs
 
@@ -115,24 +115,24 @@ def _clear(stack: Stack, key: Key) -> None:
     stack.runtime.wait_idle(stack.config.write_timeout)
     tiers = {HOST: stack.host, FILE: stack.file}
     for tier in [name for name, tier in tiers.items() if tier is not None]:
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             cache.discard([key], tier)
 
 
 def _offload(stack: Stack, key: Key, blocks: Sequence[int]) -> None:
-    stack.engine.begin_step(None)
-    with stack.runtime.control() as cache:
+    stack.transfer_engine.begin_step(None)
+    with stack.runtime.transaction() as cache:
         job = cache.store({0: GroupKeys([key])}, {0: blocks}, evicting=True)[0].job
     if job is None:
         raise SelfTestError("the first tier did not accept the test block")
-    if not stack.runtime.wait_ended([job], stack.config.write_timeout):
+    if not stack.runtime.wait_jobs([job], stack.config.write_timeout):
         raise SelfTestError(
             f"the test block was not stored in the first tier within write_timeout ({stack.config.write_timeout:g} s)"
         )
 
 
 def _discard(stack: Stack, key: Key, tier: str) -> None:
-    with stack.runtime.control() as cache:
+    with stack.runtime.transaction() as cache:
         if cache.discard([key], tier) != 1:
             raise SelfTestError(f"the test block was stored, but is not in the {tier} tier")
 
@@ -146,16 +146,16 @@ def _check(
     tier: str,
 ) -> None:
     device.write(blocks, ~pattern)
-    stack.engine.begin_step(None)
-    with stack.runtime.control() as cache:
+    stack.transfer_engine.begin_step(None)
+    with stack.runtime.transaction() as cache:
         lease = cache.lookup({0: GroupKeys([key])}, stack.runtime.clock()).lease
         if lease is None:
             raise SelfTestError(f"the test block was stored, but is not in the {tier} tier")
         cache.load(lease, {0: blocks})
     try:
-        outcome = stack.runtime.wait_over(lease).outcome
+        outcome = stack.runtime.wait_load(lease).outcome
     finally:
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             cache.release(lease)
     if outcome is None or outcome.sources != (tier,):
         sources = "no tier" if outcome is None or not outcome.sources else outcome.sources

@@ -1,13 +1,13 @@
 """`Stack`: everything below one engine's device cache, built from a `Config`, a layout and a scope.
 
 Runtime ── TieredCache                                file_mode = "gds":
-   ├── TransferEngine   device <-> host                  device pages <-> a ring of images on the device
-   ├── HostTier         slots in one Arena               (none)
-   ├── FileTier         (with a file_path)               GdsFileTier, between the ring and the file
+   ├── TransferEngine   device <-> host                  device pages <-> a staging area for images on the device
+   ├── HostSlabs        slots in one Arena               (none)
+   ├── FileTier         (with a file_path)               GdsFileTier, between the staging area and the file
    └── RemoteTier ...   (those of `remote`)              (none)
 
-An engine that has a host tier of its own brings a `ring` in host memory, and is served like with `gds`: its host tier
-is the device then.
+An engine that has a host tier of its own brings its `staging` slots in host memory, and is served like with `gds`: its
+host tier is the device then.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from longshore.cache import (
     CacheGroup,
     CacheSettings,
     Found,
-    Gate,
     GroupKeys,
     Lease,
     PrefetchPolicy,
+    RecomputeGate,
     TieredCache,
     TierSpec,
     WritePolicy,
@@ -42,12 +42,12 @@ from longshore.keys import Scope
 from longshore.layout import KVLayout
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import EventRecorder, kept_events, open_recorder
-from longshore.runtime.ring_mover import ImageRing, RingMover
+from longshore.runtime.staging_mover import StagingMover, StagingSlots
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.arena.pinning import CudaRegistrar, TorchCudaRuntime
 from longshore.tiers.base import KeyedTier, Tier
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
-from longshore.tiers.host import HostTier, KeyedMover, TierMover
+from longshore.tiers.host import HostSlabs, KeyedMover, TierMover
 from longshore.tiers.remote import ClusterTier, RemoteTier, open_store, parse_url
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import TransferEngine
@@ -84,10 +84,10 @@ def take_back(arena: Arena) -> None:
     arena.take_back()
 
 
-RING_BYTES = 64 << 20
-"""Device memory of the staging ring with `file_mode` gds."""
+STAGING_BYTES = 64 << 20
+"""Device memory of the staging area with `file_mode` gds."""
 
-_LEAST_RING = 4  # images: two on each side
+_LEAST_STAGING = 4  # images: two on each side
 
 _WRITES = {"all": WritePolicy.THROUGH, "second_use": WritePolicy.SELECTIVE, "evict": WritePolicy.BACK}
 """Write policies of stores, as in their URLs."""
@@ -98,7 +98,7 @@ _ANSWER_SECONDS = 0.05
 _log = logging.getLogger(__name__)
 
 Origins = Mapping[Key, str] | None
-BlockUse = Callable[[int, Sequence[int]], None]
+JobCallback = Callable[[int, Sequence[int]], None]
 """Called with a job, and the device blocks that it reads or writes until it has ended."""
 
 
@@ -110,21 +110,21 @@ class Stack:
         host: The host tier; `None` with `file_mode` gds.
         arena: Its memory.
         remote: The remote tiers, in the order of opening.
-        ring_mover: What moves images through a ring, where there is no host tier.
+        staging_mover: What moves images through a staging area, where there is no host tier.
     """
 
     config: Config
     layout: KVLayout
     scope: Scope
     runtime: Runtime
-    engine: TransferEngine
-    host: HostTier | None
+    transfer_engine: TransferEngine
+    host: HostSlabs | None
     file: Tier | None
     arena: Arena | None
     loop: BackgroundLoop | None
     events: EventRecorder | None
     remote: tuple[KeyedTier, ...] = ()
-    ring_mover: RingMover | None = None
+    staging_mover: StagingMover | None = None
 
     def describe(self, keys: Sequence[Key], first: int, tokens: Sequence[int]) -> None:
         """Record the tokens of `keys[first:]` for KV events."""
@@ -136,7 +136,7 @@ class Stack:
         found: Found,
         path: GroupKeys,
         blocks: Sequence[int],
-        uses: BlockUse,
+        on_job: JobCallback,
         *,
         skip: int = 0,
         request: str | None = None,
@@ -147,37 +147,37 @@ class Stack:
         `origins` are the tiers that chunks were brought up from for this prompt before, by key.
         If the missing chunks exceed half of the warmest tier, they are loaded in parts of that size; chunks without a
         backup are backed up before each part. All ends within `load_timeout`, and what has arrived by then counts. The
-        lease stays the caller's; the copies have ended, or are told to `uses`. The first of
-        the blocks is sub-block `skip` of its chunk.
+        caller releases the lease. `on_job` is called with each job and the blocks that it fills: a job may still run
+        when this returns. The first of the blocks is sub-block `skip` of its chunk.
         """
         runtime, per_chunk = self.runtime, self.config.blocks_per_chunk
         deadline = runtime.clock() + self.config.load_timeout
         if found.lease is None:
             return []
-        with runtime.control() as cache:
+        with runtime.transaction() as cache:
             runs = cache.progress(found.lease).runs
         tiers = [run.tier for run in runs for _ in range(run.chunks)][: -(-(skip + len(blocks)) // per_chunk)]
         size = self._part
         if len(tiers) - tiers.count(FILE if self.host is None else HOST) <= size:
-            return self._load(found.lease, blocks, skip, uses, origins, self.config.load_timeout)
-        origins = {**dict(zip(path.names[path.first :], tiers, strict=False)), **(origins or {})}
+            return self._load(found.lease, blocks, skip, on_job, origins, self.config.load_timeout)
+        origins = {**dict(zip(path.keys[path.first :], tiers, strict=False)), **(origins or {})}
         done, wanted, sources = 0, min(len(tiers), found.chunks), list[str]()
         while done < wanted and (left := deadline - runtime.clock()) > 0:
             end, now = min(wanted, done + size), runtime.clock()
-            part = GroupKeys(path.names[: path.first + end], path.first + done)
-            with runtime.control() as cache:
-                here = cache.lookup({0: part}, now, request=request, tick=found.tick, count=False, asks=())
+            part = GroupKeys(path.keys[: path.first + end], path.first + done)
+            with runtime.transaction() as cache:
+                here = cache.lookup({0: part}, now, request=request, tick=found.tick, count=False, remote_tiers=())
                 if here.lease is None:
                     break
                 cache.prefetch(here.lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=left)
             mine = blocks[max(0, done * per_chunk - skip) : (done + here.chunks) * per_chunk - skip]
             try:
-                runtime.wait_over(here.lease)
+                runtime.wait_load(here.lease)
                 timeout = deadline - runtime.clock()
-                sources += self._load(here.lease, mine, 0 if done else skip, uses, origins, timeout)
+                sources += self._load(here.lease, mine, 0 if done else skip, on_job, origins, timeout)
                 done = len(sources)
             finally:
-                with runtime.control() as cache:
+                with runtime.transaction() as cache:
                     cache.release(here.lease)
             if done < end:
                 break
@@ -187,32 +187,32 @@ class Stack:
         self,
         path: GroupKeys,
         blocks: Sequence[int],
-        uses: BlockUse,
+        on_job: JobCallback,
         *,
         evicting: bool = False,
         tick: int | None = None,
-        patience: float = 0.0,
+        timeout: float = 0.0,
     ) -> int:
         """Store chunks of a path as `TieredCache.store` does.
 
         Returns the length of the prefix that is stored, or being stored, afterwards.
 
-        With `patience`, in seconds, they are offered in parts of half of the warmest tier, and room that is being made
-        for a part is waited for. `uses` is told which of the `blocks` each job reads.
+        With `timeout`, in seconds, they are offered in parts of half of the warmest tier, and room that is being made
+        for a part is waited for. `on_job` is told which of the `blocks` each job reads.
         """
-        runtime, per_chunk, names = self.runtime, self.config.blocks_per_chunk, path.names
-        deadline, first, most = runtime.clock() + patience, path.first, self._part if patience else len(names)
+        runtime, per_chunk, names = self.runtime, self.config.blocks_per_chunk, path.keys
+        deadline, first, most = runtime.clock() + timeout, path.first, self._part if timeout else len(names)
         while True:
             end, left = min(len(names), first + most), deadline - runtime.clock()
-            part, skipped = path._replace(keys=names[:end], first=first), (first - path.first) * per_chunk
+            part, skipped = path._replace(chunks=names[:end], first=first), (first - path.first) * per_chunk
             mine = blocks[skipped : (end - path.first) * per_chunk]
-            with runtime.control() as cache:
+            with runtime.transaction() as cache:
                 order = cache.store({0: part}, {0: mine}, evicting=evicting, patient=left > 0, tick=tick)[0]
                 if order.job is not None:
                     at = [position - first for position in order.positions]
-                    uses(order.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])
+                    on_job(order.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])
             if order.again:
-                runtime.wait_idle(left, but=runtime.stores)  # a store that hangs makes no room
+                runtime.wait_idle(left, except_to=runtime.remote_tiers)  # a store that hangs makes no room
             elif order.kept < end or end == len(names):
                 return order.kept
             else:
@@ -225,17 +225,17 @@ class Stack:
         return 1 if warmest is None else max(1, warmest.slabs.indices // 2)
 
     def _load(
-        self, lease: Lease, blocks: Sequence[int], skip: int, uses: BlockUse, origins: Origins, timeout: float
+        self, lease: Lease, blocks: Sequence[int], skip: int, on_job: JobCallback, origins: Origins, timeout: float
     ) -> list[str]:
         per_chunk, at = self.config.blocks_per_chunk, -skip
         if timeout <= 0:
             return []
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             for job in cache.load(lease, {0: blocks}, skip=skip, timeout=timeout, origins=origins).parts:
                 end = at + job.chunks * per_chunk
-                uses(job.job, blocks[max(0, at) : end])
+                on_job(job.job, blocks[max(0, at) : end])
                 at = end
-        outcome = self.runtime.wait_over(lease).outcome
+        outcome = self.runtime.wait_load(lease).outcome
         return [] if outcome is None else list(outcome.sources)
 
     def close(self, flush_timeout: float = 30.0) -> bool:
@@ -252,9 +252,9 @@ class Stack:
     def unbind(self) -> None:
         """Detach the device cache. Its copies have ended or do not arrive, and its tensors can be freed.
 
-        Not with `file_mode` gds, where the staging ring is in device memory.
+        Not with `file_mode` gds, where the staging area is in device memory.
         """
-        self.runtime.remove(self.engine, self.config.write_timeout)
+        self.runtime.remove(self.transfer_engine, self.config.write_timeout)
         self.layout.free()
 
     def bind(self, layout: KVLayout, device: Device) -> Stack:
@@ -267,12 +267,12 @@ class Stack:
         if layout.fingerprint != self.layout.fingerprint:
             raise ConfigError(f"expected a device cache with the former layout ({self.layout}), got {layout}")
         if self.arena is not None:
-            device.reach(self.arena.in_one_piece)
+            device.set_registered_memory(self.arena.in_one_piece)
         engine = TransferEngine(layout, device, self.host)
-        with self.runtime.observe() as cache:
+        with self.runtime.locked() as cache:
             cache.replace_device(layout.num_blocks)
         self.runtime.add(engine)
-        return replace(self, layout=layout, engine=engine)
+        return replace(self, layout=layout, transfer_engine=engine)
 
     def sleep(self, keep: Sequence[str]) -> None:
         """Forget all but what the coldest tiers, those to `keep`, have; give host memory back unless that is kept.
@@ -285,7 +285,7 @@ class Stack:
                 "after waking up; raise write_timeout",
                 self.config.write_timeout,
             )
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             cache.reset(keep=keep)
         if HOST in keep or self.arena is None:
             return
@@ -336,9 +336,9 @@ def open_stack(
     open_store: Callable[..., KeyedTier] = _open_store,
     groups: Sequence[CacheGroup] = (),
     partial: bool = False,
-    ring: ImageRing | None = None,
+    staging: StagingSlots | None = None,
 ) -> Stack:
-    """Build the tiers of `config` for block images of `layout`.
+    """Build the tiers of `config` for chunk images of `layout`.
 
     `groups` says what the layout does not: which of its groups see a window only, or keep a state. With `partial`, the
     tokens of chunks are kept for partial matches. Without either all of a path must be there.
@@ -351,40 +351,40 @@ def open_stack(
     what is asked for, or a tier cannot hold a single image, and `TierError` when the file tier cannot be opened;
     nothing stays behind then.
 
-    With a `ring` there is no host tier: images pass through it on their way between the device and what `open_gds`
+    With a `staging` there is no host tier: images pass through it on their way between the device and what `open_gds`
     makes. The caller closes its memory, after the stack.
     """
-    _check_config(config, layout, ring, has_stores=bool(open_remote or config.remote))
-    ring = ring or _take_ring(config, layout, device)
-    arena = host = file = ring_mover = None
+    _check_config(config, layout, staging, has_stores=bool(open_remote or config.remote))
+    staging = staging or _open_staging(config, layout, device)
+    arena = host = file = staging_mover = None
     sizes: tuple[int, ...] = (layout.image_bytes,)
     pools: tuple[int, ...] = ()
     with contextlib.ExitStack() as undo:
-        if ring is None:
+        if staging is None:
             check_size("host_size", config.host_size, layout.image_bytes)
             sizes, pools = by_size([layout.image_bytes_of(group) for group in range(len(layout.groups))])
             slabs = Slabs.within(config.host_size, sizes)
             arena = open_arena(config, slabs.slabs, slabs.slab_bytes, registrar_for(layout.device))
             undo.callback(arena.close)
-            host = HostTier(arena, slabs)
-        if ring is not None or config.file_path is not None:
-            file = (open_file if ring is None else open_gds)(
+            host = HostSlabs(arena, slabs)
+        if staging is not None or config.file_path is not None:
+            file = (open_file if staging is None else open_gds)(
                 config.file_path,
                 capacity=config.file_size,
                 image_bytes=sizes,
                 scope=scope.root,
                 threads=config.file_threads,
-                **({"arena": arena} if ring is None else {"memory": ring.arena}),
+                **({"arena": arena} if staging is None else {"memory": staging.arena}),
             )
             undo.callback(file.close)
         if arena is not None:
-            device.reach(arena.in_one_piece)
-        slots: Any = host or ring
+            device.set_registered_memory(arena.in_one_piece)
+        slots: Any = host or staging
         engine = TransferEngine(layout, device, slots)
         undo.callback(engine.close)
         movers: list[Mover] = [engine]
-        if ring is not None and file is not None:
-            movers = [ring_mover := RingMover(engine, layout, ring, file)]
+        if staging is not None and file is not None:
+            movers = [staging_mover := StagingMover(engine, layout, staging, file)]
         elif file is not None:
             movers.append(TierMover(file, slots))
         probers, generation = list[KeyedMover](), 0 if file is None else file.generation
@@ -404,12 +404,12 @@ def open_stack(
         events = open_recorder(runtime, config, layout.groups[0].block_size * config.blocks_per_chunk)
         stores = tuple(prober.tier for prober in probers)
         undo.pop_all()
-    return Stack(config, layout, scope, runtime, engine, host, file, arena, loop, events, stores, ring_mover)
+    return Stack(config, layout, scope, runtime, engine, host, file, arena, loop, events, stores, staging_mover)
 
 
-def _check_config(config: Config, layout: KVLayout, ring: ImageRing | None, *, has_stores: bool) -> None:
+def _check_config(config: Config, layout: KVLayout, staging: StagingSlots | None, *, has_stores: bool) -> None:
     """Raise `ConfigError` where the machine cannot give what is asked for, or settings contradict each other."""
-    if ring is None:
+    if staging is None:
         config.check_machine()
     else:
         config.check_files()
@@ -417,7 +417,7 @@ def _check_config(config: Config, layout: KVLayout, ring: ImageRing | None, *, h
         raise ConfigError("remote tiers need a host tier, which file_mode gds does not have; use file_mode posix")
     if config.serve or config.peer_networks:
         raise ConfigError("serve and peer_networks are for vLLM: other engines neither serve peers nor read from them")
-    if has_stores and ring is not None:
+    if has_stores and staging is not None:
         raise ConfigError("remote stores need a host tier, which this engine has of its own; remove remote")
     if config.file_path is not None:
         check_size("file_size", config.file_size, capacity_for(1, layout.image_bytes))
@@ -427,7 +427,7 @@ def _make_runtime(
     config: Config,
     layout: KVLayout,
     scope: Scope,
-    host: HostTier | None,
+    host: HostSlabs | None,
     file: Tier | None,
     movers: Sequence[Mover],
     probers: Sequence[KeyedMover],
@@ -463,16 +463,16 @@ def make_runtime(
     tiers, gate = [*([] if file is None else [file]), *stores], None
     if tiers and chunk is not None and config.gate:
         names = [*(level.name for level in cache.stats()), *(tier.name for tier in stores)]
-        gate = Gate(names, *chunk, prefill_speed=config.prefill_speed)
+        gate = RecomputeGate(names, *chunk, prefill_speed=config.prefill_speed)
     return Runtime(cache, [*movers, *probers], tiers, probers=probers, gate=gate)
 
 
-def _take_ring(config: Config, layout: KVLayout, device: Device) -> ImageRing | None:
+def _open_staging(config: Config, layout: KVLayout, device: Device) -> StagingSlots | None:
     """Slots for images on the device, if the file tier is to be reached from there, and can be; else `None`."""
     if config.file_path is None or config.file_mode != "gds":
         return None
     try:
-        memory = device.allocate_images(max(RING_BYTES // layout.image_bytes, _LEAST_RING) * layout.image_bytes)
+        memory = device.allocate_images(max(STAGING_BYTES // layout.image_bytes, _LEAST_STAGING) * layout.image_bytes)
     except DeviceError as error:
         _log.warning(
             "file_mode gds is not available, using posix with a host tier of %s: %s",
@@ -481,7 +481,7 @@ def _take_ring(config: Config, layout: KVLayout, device: Device) -> ImageRing | 
         )
         config.check_host()
         return None
-    return ImageRing(memory, layout.image_bytes)
+    return StagingSlots(memory, layout.image_bytes)
 
 
 def close_runtime(runtime: Runtime, flush_timeout: float = 30.0) -> bool:
@@ -490,14 +490,14 @@ def close_runtime(runtime: Runtime, flush_timeout: float = 30.0) -> bool:
         return True
     if runtime.pid != os.getpid():  # a forked process: the lock may be held by a thread that it does not have
         return False
-    with runtime.observe() as cache:
-        colder = [tier.name for tier in cache.stats() if tier.name != HOST] + list(runtime.stores)
+    with runtime.locked() as cache:
+        colder = [tier.name for tier in cache.stats() if tier.name != HOST] + list(runtime.remote_tiers)
     reason = f"waited {flush_timeout:g} s" if runtime.fault is None else "the control plane has failed"
     what = "tiers closed while copies were in flight"
     if colder:
         what = f"tiers closed before all blocks were written to {' and '.join(colder)}"
     advice = ": allow more time to shut down, or set backup to write_through" if runtime.fault is None else ""
-    loss = f"; the others are misses after a restart{advice}" if colder else ""
+    loss = f"; blocks not written are misses after a restart{advice}" if colder else ""
     _log.warning("%s (%s)%s", what, reason, loss)
     return False
 
@@ -512,7 +512,7 @@ def adopt_found(cache: TieredCache, file: Tier) -> None:
     found, others = file.recover(), file.others()
     adopted = cache.adopt(FILE, found, others)
     skipped = len(found) - adopted
-    _log.info("file tier: recovered %d of %d block images", adopted, len(found))
+    _log.info("file tier: recovered %d of %d chunk images", adopted, len(found))
     if skipped:
         _log.info("file tier: %d skipped: image size differs from the slab's or the parent's", skipped)
     if others:
@@ -577,5 +577,5 @@ def check_size(setting: str, size: int, least: int) -> None:
     """Raise `ConfigError` if `size` bytes are less than the `least` bytes of an image."""
     if size < least:
         raise ConfigError(
-            f"{setting} is {format_bytes(size)}, but one block image of this model needs {format_bytes(least)}"
+            f"{setting} is {format_bytes(size)}, but one chunk image of this model needs {format_bytes(least)}"
         )

@@ -21,7 +21,7 @@ class SimulatedEvent(DeviceEvent):
         self.mark = mark
         self._world = world
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         """Whether it has passed; the current actor then knows."""
         has_passed = self.mark.has_passed()
         if has_passed:
@@ -30,7 +30,7 @@ class SimulatedEvent(DeviceEvent):
 
     def wait(self) -> None:
         """Let other actors run until it has passed."""
-        self._world.wait_for(self.passed)
+        self._world.wait_for(self.query)
 
 
 class SimulatedCopy(Copy):
@@ -40,17 +40,17 @@ class SimulatedCopy(Copy):
         self._event = event
 
     @property
-    def reached(self) -> DeviceEvent:
+    def done_event(self) -> DeviceEvent:
         """Its end."""
         return self._event
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         """Whether it has ended."""
-        return self._event.passed()
+        return self._event.query()
 
     def finish(self) -> float:
         """Does not wait: the lane has done so."""
-        if not self.passed():
+        if not self.query():
             raise BlockedError("finish would have blocked")
         return 0.0
 
@@ -73,11 +73,11 @@ class SimulatedDevice(Device):
         """The queue itself."""
         return self._queue(compute)
 
-    def mark(self, compute: object) -> DeviceEvent:
+    def record_event(self, compute: object) -> DeviceEvent:
         """The end of the work submitted to `compute`."""
         return SimulatedEvent(self._world, self._world.mark(self._queue(compute)))
 
-    def hold(self, compute: object, event: DeviceEvent) -> None:
+    def wait_event(self, compute: object, event: DeviceEvent) -> None:
         """The next operation of `compute` waits for `event`."""
         if not isinstance(event, SimulatedEvent):
             raise TypeError(f"not an event of this device: {event!r}")
@@ -122,7 +122,7 @@ class SimulatedStream(Stream):
         """Make the current actor the only user."""
         self._user = self._world.actor
 
-    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
+    def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
         """Describe the batch in the next buffer, and submit the copy to the queue."""
         if self._world.actor != self._user:
             raise BlockedError(f"{self._queue.name} belongs to {self._user}, and is used by {self._world.actor}")
@@ -136,7 +136,7 @@ class SimulatedStream(Stream):
             self._queue,
             label,
             _halves(source, destination, size),
-            after=tuple(event.mark for event in after if isinstance(event, SimulatedEvent)),
+            after=tuple(event.mark for event in wait_events if isinstance(event, SimulatedEvent)),
             reads=[*cells(source, size), buffer],
             writes=cells(destination, size),
         )
@@ -144,7 +144,7 @@ class SimulatedStream(Stream):
 
     def drain(self) -> None:
         """Let other actors run until all copies have ended."""
-        self._world.wait_for(SimulatedEvent(self._world, self._world.mark(self._queue)).passed)
+        self._world.wait_for(SimulatedEvent(self._world, self._world.mark(self._queue)).query)
 
     def close(self) -> None:
         """Nothing was taken."""

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from longshore.errors import LongshoreError
-from longshore.transfer.lanes import Access, Hazards, LaneDriver, LanePosition, WaitCondition
+from longshore.transfer.ordering import Access, Hazards, LaneDriver, QueuePosition, WaitCondition
 
 Clock = dict[str, int]
 
@@ -328,21 +328,21 @@ class WatchedHazards(Hazards):
     """
 
     def __init__(self, hazards: Hazards, world: Simulation) -> None:
-        self.newest: LanePosition | None = None
+        self.newest: QueuePosition | None = None
         self.waits = 0
         self._inner = hazards
         self._world = world
-        self._told: dict[LanePosition, Clock] = {}
+        self._told: dict[QueuePosition, Clock] = {}
         self._ends: dict[tuple[int, int], Clock] = {}
 
-    def admit(self, lane: int, accesses: Sequence[Access]) -> LanePosition:
+    def admit(self, queue: int, accesses: Sequence[Access]) -> QueuePosition:
         """As `Hazards.admit`; the actor that runs the job learns what the submitting actor knows."""
-        self.newest = self._inner.admit(lane, accesses)
+        self.newest = self._inner.admit(queue, accesses)
         self._told[self.newest] = dict(self._world.clock)
         self.waits += not self._inner.is_clear(self.newest)
         return self.newest
 
-    def is_clear(self, ticket: LanePosition) -> bool:
+    def is_clear(self, ticket: QueuePosition) -> bool:
         """As the engine's own."""
         is_clear = self._inner.is_clear(ticket)
         if is_clear:
@@ -351,14 +351,14 @@ class WatchedHazards(Hazards):
                 self._world.knows(self._ends.get(turn, {}))
         return is_clear
 
-    def end(self, ticket: LanePosition) -> None:
+    def end(self, ticket: QueuePosition) -> None:
         """As the engine's own."""
         self._inner.end(ticket)
-        self._ends[ticket.lane, ticket.number] = dict(self._world.clock)
+        self._ends[ticket.queue, ticket.number] = dict(self._world.clock)
 
-    def learn(self, ticket: LanePosition) -> None:
+    def learn(self, ticket: QueuePosition) -> None:
         """Record that the current actor was told of the end of `ticket`."""
-        self._world.knows(self._ends[ticket.lane, ticket.number])
+        self._world.knows(self._ends[ticket.queue, ticket.number])
 
     def learn_all(self) -> None:
         """Record that the current actor sees the jobs in flight, and thus that the others have ended."""

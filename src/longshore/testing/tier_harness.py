@@ -23,7 +23,7 @@ from longshore.tiers.base import BY_KEY, Op, Tier, TierOp, TierResult
 
 Bytes = npt.NDArray[np.uint8]
 
-PATIENCE = 30.0
+TIMEOUT = 30.0
 """Seconds to wait for a result; far beyond what any operation takes."""
 
 POISON = 0xCC
@@ -92,9 +92,9 @@ class TierHarness:
 
     def wait(self, ticket: int) -> TierResult:
         """The result of `ticket`."""
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + TIMEOUT
         while ticket not in self._unclaimed:
-            assert time.monotonic() < give_up, f"no result for ticket {ticket} after {PATIENCE} s"
+            assert time.monotonic() < give_up, f"no result for ticket {ticket} after {TIMEOUT} s"
             for result in self.tier.poll():
                 assert result.ticket not in self._unclaimed, f"a second result for ticket {result.ticket}"
                 self._unclaimed[result.ticket] = result

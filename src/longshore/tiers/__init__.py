@@ -1,1 +1,1 @@
-"""The data plane below the device: tiers that hold block images."""
+"""The data plane below the device: tiers that hold chunk images."""

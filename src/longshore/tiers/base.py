@@ -1,4 +1,4 @@
-"""The interface below the device: a `Tier` moves block images between its slots and the host arena.
+"""The interface below the device: a `Tier` moves chunk images between its slots and the host arena.
 
     host arena  ┌──────────┬──────────┬────
                 │  image   │  image   │        offset, length
@@ -80,7 +80,7 @@ class TierResult(NamedTuple):
 
 
 class Tier(ABC):
-    """Storage for block images, addressed by slot, accessed through the host arena.
+    """Storage for chunk images, addressed by slot, accessed through the host arena.
 
     Thread-safe for one submitting and polling thread. `submit` validates the whole batch before it starts any of it
     and raises `TierError` on a bad slot, offset or length, or `TierClosedError` after `close`.
@@ -166,7 +166,7 @@ class Tier(ABC):
 
 
 class KeyedTier(Tier):
-    """Storage for block images that Longshore does not own: addressed by key, shared, and free to drop images.
+    """Storage for chunk images that Longshore does not own: addressed by key, shared, and free to drop images.
 
     The slot of every operation is `BY_KEY`; there are no slabs. A `READ` of a key that the tier does not have ends as
     `Status.EXPIRED`; a `WRITE` of a key that it has may end as `OK` without moving bytes.

@@ -1,4 +1,4 @@
-"""The host tier: slots for block images inside the arena itself, and the movers between them and colder tiers.
+"""The host tier: slots for chunk images inside the arena itself, and the movers between them and colder tiers.
 
     arena   │ slot 0 │ slot 1 │ ... │ slot n-1 │ ...     with one image size; `longshore.boundary` for several
             0        image_bytes
@@ -29,7 +29,7 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.base import BY_KEY, KeyedTier, Op, Tier, TierOp
 
 
-class HostTier:
+class HostSlabs:
     """`slabs` of images in `arena`, one behind the other from its start.
 
     Attributes:
@@ -56,7 +56,7 @@ _PROBES = 1024
 class TierMover:
     """Serves host -> `tier` and `tier` -> host for one rank."""
 
-    def __init__(self, tier: Tier, host: HostTier) -> None:
+    def __init__(self, tier: Tier, host: HostSlabs) -> None:
         sizes = host.slabs.image_bytes
         if tier.image_bytes != sizes:
             raise PlanError(f"{tier.name} has images of {tier.image_bytes} bytes, the host tier of {sizes}")
@@ -122,13 +122,13 @@ class KeyedMover(TierMover):
 
     tier: KeyedTier
 
-    def __init__(self, tier: KeyedTier, host: HostTier) -> None:
+    def __init__(self, tier: KeyedTier, host: HostSlabs) -> None:
         super().__init__(tier, host)
         self._probes: dict[int, Probe] = {}  # by ticket, of the last ones
 
     @property
-    def asks(self) -> str:
-        """The name of the tier."""
+    def tier_name(self) -> str:
+        """Of the tier that is asked."""
         return self.tier.name
 
     def ask(self, probe: Probe) -> None:

@@ -89,10 +89,10 @@ class Paths(Sequence[list[int]]):
 BYTES_PER_REFERENCE = 9
 """Memory per reference: number of its block, number of its next reference, and a flag."""
 
-_AT_ONCE = 1 << 18
+_BATCH_BLOCKS = 1 << 18
 """References that are sorted together."""
 
-_FEW = 64
+_FEW_BLOCKS = 64
 """Stale entries below this number are not removed."""
 
 
@@ -120,7 +120,7 @@ def optimal_hits(paths: Paths, slots: int) -> int:
         while live > slots:
             kept[-heappop(furthest)] = 0
             live -= 1
-        if len(furthest) > 2 * live + _FEW:
+        if len(furthest) > 2 * live + _FEW_BLOCKS:
             furthest = [each for each in furthest if -each >= end]
             heapify(furthest)
     return hits
@@ -134,8 +134,8 @@ def next_references(blocks: npt.NDArray[np.int32]) -> npt.NDArray[np.signedinteg
     number = np.dtype(np.int32 if len(blocks) <= np.iinfo(np.int32).max else np.int64)
     following: npt.NDArray[np.signedinteger] = np.full(len(blocks), -1, number)
     first = np.full(int(blocks.max()) + 1 if len(blocks) else 0, -1, number)  # of those looked at, by block
-    for end in range(len(blocks), 0, -_AT_ONCE):
-        start = max(0, end - _AT_ONCE)
+    for end in range(len(blocks), 0, -_BATCH_BLOCKS):
+        start = max(0, end - _BATCH_BLOCKS)
         order = np.argsort(blocks[start:end], kind="stable")
         ordered = blocks[start:end][order]
         order += start

@@ -35,11 +35,11 @@ import numpy as np
 from xxhash import xxh3_64_digest
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, GroupKeys, Lease, Return, TieredCache, TierSpec
+from longshore.cache import CacheSettings, GroupKeys, Lease, ReuseHint, TieredCache, TierSpec
 from longshore.cache.columns import LISTS, LinkedLists, check_in, check_new, known, unknown
 from longshore.cache.eviction import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
-from longshore.cache.eviction.base import Names
-from longshore.cache.eviction.hit_rates import Returns
+from longshore.cache.eviction.base import NodeKeys
+from longshore.cache.eviction.hit_rates import ReuseHints
 from longshore.errors import CacheError, IntegrityError, TraceError
 from longshore.trace.analysis import Paths, optimal_hits, stack_distances
 from longshore.trace.parsing import unknown_name
@@ -82,8 +82,8 @@ class LRU2(OneByOne):
     O(log n).
     """
 
-    def __init__(self, slots: int, names: Names) -> None:
-        super().__init__(slots, names)
+    def __init__(self, slots: int, keys: NodeKeys) -> None:
+        super().__init__(slots, keys)
         self._uses: dict[Key, tuple[int, int]] = {}
         self._rank: dict[int, tuple[int, int] | None] = {}  # (last use but one, last use); None while held
         self._heap: list[tuple[tuple[int, int], int]] = []
@@ -154,8 +154,8 @@ class LRU2(OneByOne):
 
     def _use(self, node: int) -> None:
         self._clock += 1
-        _, last = self._uses.get(self.names[node], (0, 0))
-        rank = self._uses[self.names[node]] = (last, self._clock)
+        _, last = self._uses.get(self.keys[node], (0, 0))
+        rank = self._uses[self.keys[node]] = (last, self._clock)
         self._place(node, rank)
 
     def _place(self, node: int, rank: tuple[int, int]) -> None:
@@ -184,8 +184,8 @@ class S3FIFO(OneByOne):
     MOST: ClassVar[int] = 3
     TO_MOVE_ON: ClassVar[int] = 1
 
-    def __init__(self, slots: int, names: Names) -> None:
-        super().__init__(slots, names)
+    def __init__(self, slots: int, keys: NodeKeys) -> None:
+        super().__init__(slots, keys)
         self._linked = LinkedLists()
         self._queue = bytearray(LISTS)
         self._held = bytearray(LISTS)
@@ -203,7 +203,7 @@ class S3FIFO(OneByOne):
         """`nodes` became resident: in the main queue if they were evicted from the small one recently."""
         check_new(self._queue, nodes)
         for node in nodes:
-            key = self.names[node]
+            key = self.keys[node]
             self._uses[node] = 0
             if key in self._ghosts:
                 del self._ghosts[key]
@@ -344,15 +344,15 @@ class Experiment:
     def __init__(self, kind: type[EvictionPolicy], slots: int) -> None:
         if slots < 1:
             raise TraceError(f"expected a capacity of at least one block, got {slots}")
-        self._names = np.empty(LISTS, object)
-        self.policy = kind(slots, self._names)
-        self._slots, self._returns = slots, Returns()
+        self._keys = np.empty(LISTS, object)
+        self.policy = kind(slots, self._keys)
+        self._slots, self._reuse_hints = slots, ReuseHints()
         self._free: list[int] = []
         self._node: dict[int, int] = {}
         self._block = [-1] * LISTS
         self._requests = self._refs = self._hits = 0
 
-    def serve(self, path: Sequence[int], now: float = 0.0, returns: Return | None = None) -> int:
+    def serve(self, path: Sequence[int], now: float = 0.0, reuse_hint: ReuseHint | None = None) -> int:
         """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); returns its hits.
 
         It arrives at `now` seconds, and its host knows this of its return.
@@ -367,7 +367,7 @@ class Experiment:
         self._refs += len(path)
         self._hits += hits
         last = resident[path[hits - 1]] if hits else 0
-        hint = self._returns.begin(self._requests, now, returns)
+        hint = self._reuse_hints.begin(self._requests, now, reuse_hint)
         self.policy.begin(self._requests, len(path), last, [key_of(block) for block in path[hits:]], hint)
         self._access(path)
         return hits
@@ -397,30 +397,30 @@ class Experiment:
             touch(used)
 
     def _bring_in(self, block: int, *, leaf: bool) -> None:
-        policy, names = self.policy, self._names
+        policy, keys = self.policy, self._keys
         if len(self._node) >= self._slots:
             victim = policy.victim()
-            policy.remove(victim, evicted=names[victim])
+            policy.remove(victim, evicted=keys[victim])
             del self._node[self._block[victim]]
             self._free.append(victim)
         elif not self._free:
-            names = self._grow()
+            keys = self._grow()
         node = self._free.pop()
-        names[node] = key_of(block)
+        keys[node] = key_of(block)
         self._block[node] = block
         self._node[block] = node
         policy.insert((node,), leaf=leaf, continues=not leaf)
 
     def _grow(self) -> np.ndarray[tuple[int], np.dtype[np.object_]]:
         """Numbers for more blocks."""
-        old = len(self._names)
+        old = len(self._keys)
         size = min(2 * old, LISTS + self._slots)
-        self._names = np.concatenate([self._names, np.empty(size - old, object)])
+        self._keys = np.concatenate([self._keys, np.empty(size - old, object)])
         self._block += [-1] * (size - old)
         self._free += range(size - 1, old - 1, -1)
-        self.policy.resize(self._slots, self._names)
+        self.policy.resize(self._slots, self._keys)
         self.policy.grow(size)
-        return self._names
+        return self._keys
 
 
 def key_of(block: int) -> bytes:
@@ -468,14 +468,14 @@ class CacheReplay:
         routes = self.cache.counters.routes
         return {route: routes[route].chunks if route in routes else 0 for route in ("host->file", "file->host")}
 
-    def serve(self, path: Sequence[int], now: float = 0.0, returns: Return | None = None) -> int:
+    def serve(self, path: Sequence[int], now: float = 0.0, reuse_hint: ReuseHint | None = None) -> int:
         """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); its hits.
 
         It arrives at `now` seconds, and its host knows this of its return.
         """
         cache, keys = self.cache, keys_of(path)
         self._now = now
-        found = cache.lookup({0: GroupKeys(keys)}, now, returns=returns)
+        found = cache.lookup({0: GroupKeys(keys)}, now, reuse_hint=reuse_hint)
         hits = loaded = found.chunks
         lease = found.lease
         if lease is not None and self._part and hits > self._part:
@@ -485,7 +485,7 @@ class CacheReplay:
                 mine = cache.lookup({0: part}, now, tick=found.tick).lease
                 if mine is None:
                     raise IntegrityError(f"held blocks were evicted: those found from {first} on")
-                wanted = len(part.names) - first
+                wanted = len(part.keys) - first
                 arrived = self._load(mine, wanted)
                 loaded += arrived
                 cache.release(mine)
@@ -528,10 +528,10 @@ class CacheReplay:
     def _move(self) -> bool:
         """The simulated device: whatever was ordered has succeeded; whether anything was."""
         any_were = False
-        while jobs := [command for command in self.cache.take() if isinstance(command, Transfer)]:
+        while jobs := [command for command in self.cache.take_commands() if isinstance(command, Transfer)]:
             any_were = True
             done = [TransferResult(job.job, (Status.OK,) * len(job.items), len(job.items)) for job in jobs]
-            self.cache.apply(done, self._now)
+            self.cache.apply_results(done, self._now)
             if not self._part:
                 break
         return any_were

@@ -361,7 +361,7 @@ _FETCH = Route(REMOTE, HOST)
 
 
 class VirtualMovers:
-    """All routes of one cache with block images of `image_bytes`, including `remote`, if there is one.
+    """All routes of one cache with chunk images of `image_bytes`, including `remote`, if there is one.
 
     Attributes:
         busy: Seconds that each route was busy.

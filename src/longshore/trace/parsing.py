@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import BinaryIO, NoReturn, TypeVar, cast
 
-from longshore.cache.eviction.hit_rates import Return
+from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.errors import HintError, TraceError
 from longshore.hints import RequestHints
 
@@ -44,7 +44,7 @@ class TraceRequest:
         hash_ids: One id per block of the prompt, in order; the last block may be partial. Equal ids mean equal content
             after an equal prefix.
         assumed_time: Whether the trace has no timestamp for it.
-        returns: Hints of its host about the next use of its blocks, if the trace has any.
+        reuse_hint: Hints of its host about the next use of its blocks, if the trace has any.
     """
 
     timestamp_ms: float
@@ -52,7 +52,7 @@ class TraceRequest:
     output_length: int
     hash_ids: tuple[int, ...]
     assumed_time: bool = False
-    returns: Return | None = None
+    reuse_hint: ReuseHint | None = None
 
 
 MAX_HASH_ID = 2**64 - 1
@@ -130,12 +130,12 @@ class Fields:
                 self.refuse(f"expected every {one} to be an integer from 0 to {most}", item)
         return tuple(value)  # type: ignore[arg-type]  # all are integers
 
-    def returns(self) -> Return | None:
+    def reuse_hint(self) -> ReuseHint | None:
         """The hints `ends`, `returns_in` (seconds) and `class`, which are checked like those of a live request."""
         names = ("ends", "returns_in", "class")
         said: dict[str, object] = {name: self._fields[name] for name in names if name in self._fields}
         try:
-            return RequestHints.parse(said).returns if said else None
+            return RequestHints.parse(said).reuse_hint if said else None
         except HintError as error:
             raise TraceError(f"{self.where}: {error}") from error
 

@@ -95,7 +95,7 @@ def _request(block_tokens: int) -> Callable[[str, bytes], TraceRequest]:
         timestamp, output_length = fields.milliseconds("timestamp"), fields.integer("output_length", least=0)
         hash_ids = fields.integers("hash_ids", most=MAX_HASH_ID, one="hash id")
         fields.covers(len(hash_ids), input_length, block_tokens)
-        return TraceRequest(timestamp, input_length, output_length, hash_ids, returns=fields.returns())
+        return TraceRequest(timestamp, input_length, output_length, hash_ids, reuse_hint=fields.reuse_hint())
 
     return in_order(request)
 
@@ -162,7 +162,7 @@ def _turn(turn: Fields, block_tokens: int) -> TraceRequest:
         parent = hashlib.blake2b(parent + str(each).encode("utf-8", "surrogatepass"), digest_size=32).digest()
         ids.append(_id(parent))
     output_length = turn.integer("output_length", least=0, default=0)
-    return TraceRequest(turn.milliseconds("timestamp"), length, output_length, tuple(ids), returns=turn.returns())
+    return TraceRequest(turn.milliseconds("timestamp"), length, output_length, tuple(ids), reuse_hint=turn.reuse_hint())
 
 
 _COLUMNS = {
@@ -291,7 +291,7 @@ def read_prompts(path: str | Path, *, block_tokens: int, skip: Skip | None = Non
         keys = chain(_ROOT, tokens[:whole], block_tokens)
         if whole < len(tokens):
             keys += chain(keys[-1] if keys else _ROOT, tokens[whole:], len(tokens) - whole)
-        return TraceRequest(timestamp, len(tokens), output_length, tuple(map(_id, keys)), assumed, fields.returns())
+        return TraceRequest(timestamp, len(tokens), output_length, tuple(map(_id, keys)), assumed, fields.reuse_hint())
 
     yield from read_lines(path, in_order(request), skip)
 

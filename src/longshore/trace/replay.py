@@ -4,10 +4,10 @@
                in order    (twice as many as engines)       the rest on the next engine that is idle
                            probe, fetch: what only a remote store has arrives in host memory, and is onboarded then
 
-`TieredCache` and `Gate` are those of production, called as an engine's adapter calls them. The durations of copies and
-prefills are modelled (`longshore.trace.machine`), and so is the engine, which computes one prompt at a time. Decoding
-takes no time, answers are not stored, and the device keeps nothing: hits in the tiers are in addition to those in the
-engine's own prefix cache.
+`TieredCache` and `RecomputeGate` are those of production, called as an engine's adapter calls them. The durations of
+copies and prefills are modelled (`longshore.trace.machine`), and so is the engine, which computes one prompt at a time.
+Decoding takes no time, answers are not stored, and the device keeps nothing: hits in the tiers are in addition to those
+in the engine's own prefix cache.
 
 Replicas have a cache and tiers of their own, engines that compute, and one store that they share; what happens in any
 of them happens in the order of its time.
@@ -44,10 +44,10 @@ from longshore.cache import (
     Counters,
     DropReason,
     Found,
-    Gate,
     GroupKeys,
     Lease,
     Presence,
+    RecomputeGate,
     Run,
     TieredCache,
     TierSpec,
@@ -288,7 +288,7 @@ class Replica:
         )
         self.movers = VirtualMovers(self.timing, image, self.remote)
         self._losses = losses
-        self._gate = Gate(names, self.block_tokens, image) if gated else None
+        self._gate = RecomputeGate(names, self.block_tokens, image) if gated else None
         self._sources = [name for name in names if name != HOST]
         self._working = _Working(engines)
         self._waiting: deque[_Visit] = deque()
@@ -320,7 +320,7 @@ class Replica:
             self._computed(visit, seconds)
 
     def _submit(self) -> None:
-        if commands := self.cache.take():
+        if commands := self.cache.take_commands():
             self.movers.submit(commands, self._now)
 
     def _ended(self, command: Transfer | Probe, result: TransferResult | ProbeResult) -> None:
@@ -341,7 +341,7 @@ class Replica:
                 self._settle(visit)
 
     def _apply(self, result: Result) -> None:
-        self.cache.apply([result], self._now)
+        self.cache.apply_results([result], self._now)
         self._submit()
 
     def _wait(self, visit: _Visit, jobs: Sequence[int], go_on: Callable[[], None]) -> None:
@@ -382,7 +382,7 @@ class Replica:
     def _look(self, visit: _Visit, end: int) -> Found:
         """Lease what the tiers have of the keys up to `end`, behind what is leased already."""
         path = GroupKeys(visit.keys[:end], visit.matched)
-        found = self.cache.lookup({0: path}, self._now, tick=visit.tick, returns=visit.request.returns)
+        found = self.cache.lookup({0: path}, self._now, tick=visit.tick, reuse_hint=visit.request.reuse_hint)
         visit.tick = found.tick
         if found.lease is not None:
             visit.parts.append(_LeasedRun(found.lease, found.chunks))
@@ -399,7 +399,7 @@ class Replica:
         if self.remote is None:
             return 0
         rest = {0: GroupKeys(visit.keys[visit.matched : visit.usable])}
-        where = self.cache.lookup(rest, self._now, until=Until.NOTHING, each=True).residency[0].presences
+        where = self.cache.lookup(rest, self._now, until=Until.NOTHING, independent=True).residency[0].presences
         return found.remote + sum(1 for _ in takewhile(lambda each: each is not Presence.ABSENT, where))
 
     def _load(self, visit: _Visit, coming: int) -> None:
@@ -492,7 +492,7 @@ class Replica:
             self._gate.observe_prefill(context, visit.request.input_length - context, seconds)
         self.tally.computing += seconds
         self.tally.ttft[visit.number] = self._now - visit.arrival
-        self.cache.apply((), self._now)
+        self.cache.apply_results((), self._now)
         first = visit.matched
         if first < len(visit.keys):
             path, blocks = {0: GroupKeys(visit.keys, first)}, {0: range(len(visit.keys) - first)}

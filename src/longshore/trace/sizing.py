@@ -34,7 +34,7 @@ from longshore.trace.result import Overload, Replayed, overload, ratio
 from longshore.trace.tally import ReplayTally
 
 GIB = 1 << 30
-_AT_ONCE = 1 << 19
+_BATCH_CELLS = 1 << 19
 """Estimates that are made together."""
 
 Floats = npt.NDArray[np.float64]
@@ -164,7 +164,7 @@ def estimate(
     both = warm + np.array([size.file // image for size in cells])
     shared = np.array([size.store // image for size in cells])
     free = np.zeros((arrivals.replicas, len(cells), engines))
-    rows, at_once = np.arange(len(cells)), max(1, _AT_ONCE // len(cells))
+    rows, at_once = np.arange(len(cells)), max(1, _BATCH_CELLS // len(cells))
     ttft = np.empty((len(tokens), len(cells)))
     for first in range(0, len(tokens), at_once):
         some = range(first, min(first + at_once, len(tokens)))

@@ -2,7 +2,7 @@
 
 submit()   validate, record dependencies, queue                        caller's thread
 ─────────────────────────────────────────────────────────────────────────────────────
-wait for the jobs that touch the same slots                            direction's thread (lanes.py)
+wait for the jobs that touch the same slots                            direction's thread (ordering.py)
 copy       batch by batch, on the device after the compute that was
            marked; between two, cancel, deadline and more urgent jobs
            are heard
@@ -21,7 +21,7 @@ from longshore.boundary import DEVICE, HOST, Route, Status, Transfer, TransferRe
 from longshore.errors import LayoutError, PlanError, QueueFullError, TierClosedError
 from longshore.layout.model import KVLayout
 from longshore.transfer.device.base import Device, DeviceEvent
-from longshore.transfer.lanes import (
+from longshore.transfer.ordering import (
     FAILED,
     Access,
     CopyJob,
@@ -30,14 +30,14 @@ from longshore.transfer.lanes import (
     Lane,
     LaneDriver,
     LayerWiseJobs,
-    Place,
     Threads,
+    TierPool,
 )
 from longshore.transfer.plan import CopyPlan, HostSlots, images_of, kept, plan_copy, plan_copy_inside
 
-OFFLOAD = Route(DEVICE, HOST)
-ONBOARD = Route(HOST, DEVICE)
-INSIDE = Route(DEVICE, DEVICE)
+D2H = Route(DEVICE, HOST)
+H2D = Route(HOST, DEVICE)
+D2D = Route(DEVICE, DEVICE)
 
 MAX_BYTES = 64 << 20
 """Bytes per batch: two of them are in flight at most, which is the delay of a more urgent copy (2.6 ms at 50 GB/s)."""
@@ -107,7 +107,7 @@ class TransferEngine:
         """
         largest = max(host.slabs.image_bytes)
         if largest < layout.image_bytes:
-            raise LayoutError(f"a block image has {layout.image_bytes} bytes, the largest host slot only {largest}")
+            raise LayoutError(f"a chunk image has {layout.image_bytes} bytes, the largest host slot only {largest}")
         if max_batch_bytes <= 0 or max_queued <= 0:
             raise PlanError(f"limits must be positive, got max_batch_bytes={max_batch_bytes}, max_queued={max_queued}")
         self._layout = layout
@@ -120,8 +120,8 @@ class TransferEngine:
         self._step: tuple[DeviceEvent, ...] = ()
         self._layered = LayerWiseJobs()
         self._refused = 0
-        places = {Place(DEVICE, pool): layout.num_blocks for pool in layout.pools}
-        hazards = Hazards({**places, Place(HOST, 0): host.slabs.indices}, lanes=len(_DIRECTIONS) * len(Urgency))
+        places = {TierPool(DEVICE, pool): layout.num_blocks for pool in layout.pools}
+        hazards = Hazards({**places, TierPool(HOST, 0): host.slabs.indices}, queues=len(_DIRECTIONS) * len(Urgency))
         self._state = EngineState(self._driver, self._driver.watch(hazards), clock, max_batch_bytes)
         self._lanes = {into: Lane(f"into {into}", device.stream(layout, into), self._state) for into in _DIRECTIONS}
         for lane in self._lanes.values():
@@ -132,7 +132,7 @@ class TransferEngine:
     @property
     def routes(self) -> frozenset[Route]:
         """Device to host, host to device, and inside the device."""
-        return frozenset({OFFLOAD, ONBOARD, INSIDE})
+        return frozenset({D2H, H2D, D2D})
 
     def begin_step(self, compute: object = None) -> None:
         """Copies submitted until `end_step` wait for work submitted to `compute` so far.
@@ -140,11 +140,11 @@ class TransferEngine:
         `compute` is the device's own kind of stream, `None` the calling thread's. A second call adds to the first.
         """
         compute = self._device.resolve(compute)
-        event = self._device.mark(compute)
+        event = self._device.record_event(compute)
         with self._lock:
             self._check_open()
             self._compute = compute
-            self._step = (*(earlier for earlier in self._step if not earlier.passed()), event)
+            self._step = (*(earlier for earlier in self._step if not earlier.query()), event)
 
     def end_step(self, compute: object = None, jobs: Collection[int] | None = None) -> None:
         """Work submitted to `compute` from now on waits for `jobs`; `None`: for all copies submitted so far.
@@ -160,8 +160,8 @@ class TransferEngine:
             waited = [job for number, job in self._state.jobs.items() if jobs is None or number in jobs]
             self._driver.wait_for(lambda: all(job.fully_submitted for job in waited))
         for job in waited:
-            if job.reached is not None:
-                self._device.hold(compute, job.reached)
+            if job.done_event is not None:
+                self._device.wait_event(compute, job.done_event)
 
     def submit(self, transfer: Transfer) -> None:
         """Begin `transfer`.
@@ -187,9 +187,9 @@ class TransferEngine:
                 raise QueueFullError(
                     f"{self._max_queued} {transfer.urgency.name} jobs are already queued to go {lane.name}"
                 )
-            fences = self._step or (self._device.mark(self._compute),)
+            wait_events = self._step or (self._device.record_event(self._compute),)
             position = self._state.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
-            job = CopyJob(transfer, plan, fences, position, self._state.clock(), memory_refs)
+            job = CopyJob(transfer, plan, wait_events, position, self._state.clock(), memory_refs)
             self._state.jobs[transfer.job] = job
             self._layered.add(job)
             lane.put(job)
@@ -240,7 +240,7 @@ class TransferEngine:
                 return cast(Status, found.early_status)  # a job that has ended without a layer was stopped
             event, compute = found.layers[layer], self._compute
         if event is not None:
-            self._device.hold(compute, event)
+            self._device.wait_event(compute, event)
         return Status.OK
 
     def stats(self) -> TransferStats:
@@ -285,10 +285,10 @@ class TransferEngine:
         if transfer.route not in self.routes:
             served = ", ".join(map(str, sorted(self.routes)))
             raise PlanError(f"route {transfer.route} is not served, only {served}")
-        if transfer.route == INSIDE:
+        if transfer.route == D2D:
             plan = plan_copy_inside(self._layout, transfer.sections, transfer.items, tokens=transfer.tokens)
-            read = [Access(Place(DEVICE, pool), blocks, False) for pool, blocks in plan.sources().items()]
-            written = [Access(Place(DEVICE, pool), blocks, True) for pool, blocks in plan.blocks().items()]
+            read = [Access(TierPool(DEVICE, pool), blocks, False) for pool, blocks in plan.sources().items()]
+            written = [Access(TierPool(DEVICE, pool), blocks, True) for pool, blocks in plan.blocks().items()]
             return plan, read + written
         images = images_of(transfer, self._host)
         into = transfer.route.destination
@@ -302,5 +302,5 @@ class TransferEngine:
             tokens=transfer.tokens,
             room=images.room,
         )
-        device = [Access(Place(DEVICE, pool), blocks, into == DEVICE) for pool, blocks in plan.blocks().items()]
-        return plan, [*device, Access(Place(HOST, 0), images.touched, into == HOST)]
+        device = [Access(TierPool(DEVICE, pool), blocks, into == DEVICE) for pool, blocks in plan.blocks().items()]
+        return plan, [*device, Access(TierPool(HOST, 0), images.overlap_units, into == HOST)]

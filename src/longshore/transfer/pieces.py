@@ -66,8 +66,8 @@ class CopyPart(NamedTuple):
         return self.chunk_bytes * len(self.images)
 
     @property
-    def pieces(self) -> int:
-        """Pages that move."""
+    def page_copies(self) -> int:
+        """Number of pages, or parts of pages, that move."""
         return self.blocks.size * len(self.widths)
 
     def cut(self, max_bytes: int) -> Iterator[CopyPart]:
@@ -307,7 +307,7 @@ class PieceBuilder:
         """
         batch.check_live()
         layout = batch.layout
-        room = self._reserve(sum([part.pieces for part in batch.parts]))
+        room = self._reserve(sum([part.page_copies for part in batch.parts]))
         start = 0
         low, high = len(room.size), 0  # pieces between which some may merge
         for part in batch.parts:
@@ -318,10 +318,10 @@ class PieceBuilder:
                 self._fill_by_reference(part, runs, table, start, stop)
                 self._fill_sizes(part, runs, start, stop)
             else:
-                stop = start + part.pieces
+                stop = start + part.page_copies
                 self._equal = self._equal[0], min(self._equal[1], start)
                 _fill_by_image(part, table, batch.host_address, _span(room, start, stop))
-                row = part.pieces // len(part.images)
+                row = part.page_copies // len(part.images)
                 for rows in may_merge(part, table):
                     low, high = min(low, start + rows.start * row), max(high, start + rows.stop * row)
             if start > 0 and _meet(room, start):

@@ -391,7 +391,7 @@ class HostMemory(Protocol):
 
 
 class HostSlots(Protocol):
-    """Slots for block images in host memory; `longshore.tiers.host.HostTier` is one."""
+    """Slots for chunk images in host memory; `longshore.tiers.host.HostSlabs` is one."""
 
     @property
     def arena(self) -> HostMemory:
@@ -408,12 +408,12 @@ class HostImages(NamedTuple):
     Attributes:
         offsets: int64, shape `(items,)`: bytes from the start of the arena to each image.
         room: int64, shape `(items,)`: bytes of the slot of each image.
-        touched: int64: host slots that they overlap, as in `Slabs.touched`.
+        overlap_units: int64: host slots that they overlap, as in `Slabs.overlap_units`.
     """
 
     offsets: I64
     room: I64
-    touched: I64
+    overlap_units: I64
 
 
 def kept(host: HostSlots) -> object:
@@ -429,12 +429,12 @@ def images_of(transfer: Transfer, host: HostSlots) -> HostImages:
     pools = _slots_by_pool(transfer)
     items = transfer.items
     offsets, room = np.empty(len(items), np.int64), np.empty(len(items), np.int64)
-    touched = [np.empty(0, np.int64)]
+    overlap_units = [np.empty(0, np.int64)]
     for pool, (places, indices) in pools.items():
         offsets[places] = host.slabs.offsets(pool, indices)
         room[places] = host.slabs.image_bytes[pool]
-        touched.append(host.slabs.touched(pool, indices))
-    together = np.concatenate(touched)
+        overlap_units.append(host.slabs.overlap_units(pool, indices))
+    together = np.concatenate(overlap_units)
     twice = repeated(together, host.slabs.indices) if len(pools) > 1 else None
     if twice is not None:
         raise PlanError(f"slots of different image sizes overlap in one slab, near slot {twice}")

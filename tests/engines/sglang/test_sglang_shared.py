@@ -53,7 +53,7 @@ def test_servers_share_pages_by_a_store(shared: Callable[..., Rig], tmp_path: Pa
         assert other.exists(longer[9:]) == 51
     assert other.get(longer[9:], range(9, 60)) == [True] * 51
     assert torch.equal(other.read(range(60)), held)
-    with other.storage._kv.stack.runtime.control() as cache:
+    with other.storage._kv.stack.runtime.transaction() as cache:
         cache.check_integrity()
 
 
@@ -157,7 +157,7 @@ def test_what_is_kept_of_look_ups_is_bounded(shared: Callable[..., Rig], monkeyp
     rig = shared()
 
     def kept() -> int:
-        paths = {id(each.path.keys): each.path.names for each in rig.storage._asked.values() if each.path}
+        paths = {id(each.path.chunks): each.path.keys for each in rig.storage._asked.values() if each.path}
         assert rig.storage._shares == sum(each.share for each in rig.storage._asked.values())
         return sum(map(len, paths.values()))
 

@@ -42,7 +42,7 @@ def test_pages_come_back_as_they_went(rigs: Rigs, layout: str) -> None:
     assert rig.exists([*KEYS, *names(1, seed=7)]) == 8
     assert rig.get(KEYS, [40, 3, 22, 50, 51, 52, 9, 1]) == [True] * 8
     assert torch.equal(rig.read([40, 3, 22, 50, 51, 52, 9, 1]), held)
-    with rig.storage._kv.runtime.observe() as cache:
+    with rig.storage._kv.runtime.locked() as cache:
         assert cache.counters.hit_tokens["file"] == 8 * PAGE
 
 
@@ -191,13 +191,13 @@ def test_a_stopped_tier_host_holds_no_call_up(rigs: Rigs) -> None:
 
 
 def test_store_ends_when_the_full_ring_stands_still(rigs: Rigs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longshore.engines.sglang.tiers.RING_BYTES", 1)
+    monkeypatch.setattr("longshore.engines.sglang.tiers.STAGING_BYTES", 1)
     rig = rigs(write_timeout=0.5, size="32MiB")
     os.kill(rig.host_pid, signal.SIGSTOP)
     try:
         rig.fill(range(60), seed=1)
         assert len(rig.set(names(60), range(60))) == 60
-        assert rig.storage._kv.stack.ring_mover._ring.free < 8  # type: ignore[union-attr]
+        assert rig.storage._kv.stack.staging_mover._staging.free < 8  # type: ignore[union-attr]
     finally:
         os.kill(rig.host_pid, signal.SIGCONT)
     assert rig.storage._kv.stack.runtime.wait_idle(30)
@@ -207,7 +207,7 @@ def test_store_ends_when_the_full_ring_stands_still(rigs: Rigs, monkeypatch: pyt
 @pytest.mark.parametrize("late", ["a store", "a read"])
 def test_calls_after_one_timed_out_do_not_wait(rigs: Rigs, monkeypatch: pytest.MonkeyPatch, late: str) -> None:
     """Until something has moved: a disk that hangs may do so for hours."""
-    monkeypatch.setattr("longshore.engines.sglang.tiers.RING_BYTES", 1)
+    monkeypatch.setattr("longshore.engines.sglang.tiers.STAGING_BYTES", 1)
     held = rigs(size="32MiB").store(KEYS, range(8))
     rig = again(rigs, write_timeout=2, load_timeout=2, size="32MiB")
     os.kill(rig.host_pid, signal.SIGSTOP)
@@ -215,16 +215,16 @@ def test_calls_after_one_timed_out_do_not_wait(rigs: Rigs, monkeypatch: pytest.M
         if late == "a store":
             rig.set(names(60, seed=1), range(60))
         else:
-            assert rig.set(names(8, seed=1), range(8)) == [True] * 8  # all of the ring
+            assert rig.set(names(8, seed=1), range(8)) == [True] * 8  # all of the staging area
             assert rig.get(KEYS, range(8)) == [False] * 8
-        assert not rig.storage._kv.stack.ring_mover._ring.free  # type: ignore[union-attr]
+        assert not rig.storage._kv.stack.staging_mover._staging.free  # type: ignore[union-attr]
         rig.storage._kv.no_wait_until *= 1000  # whatever the time
-        jobs = dict(rig.storage._kv.stack.ring_mover._jobs)  # type: ignore[union-attr]
+        jobs = dict(rig.storage._kv.stack.staging_mover._jobs)  # type: ignore[union-attr]
         for seed in (2, 3):
             assert rig.set(names(60, seed), range(60)) == [False] * 60
             assert rig.exists(KEYS) == 0
             assert rig.get(KEYS, range(8)) == [False] * 8
-        assert rig.storage._kv.stack.ring_mover._jobs == jobs  # type: ignore[union-attr]
+        assert rig.storage._kv.stack.staging_mover._jobs == jobs  # type: ignore[union-attr]
     finally:
         os.kill(rig.host_pid, signal.SIGCONT)
     assert rig.storage._kv.stack.runtime.wait_idle(30)
@@ -391,7 +391,7 @@ def test_close_ends_calls_in_flight_and_later_ones_miss(rigs: Rigs) -> None:
     said: list[list[bool]] = []
     thread = threading.Thread(target=lambda: said.append(rig.get(KEYS, range(8))))
     thread.start()
-    while not rig.storage._kv.stack.ring_mover._filing:  # type: ignore[union-attr]
+    while not rig.storage._kv.stack.staging_mover._filing:  # type: ignore[union-attr]
         time.sleep(0.01)
     closer = threading.Thread(target=rig.close)
     closer.start()
@@ -430,9 +430,9 @@ def test_threads_of_sglang_store_and_read_at_once(rigs: Rigs) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    with rig.storage._kv.stack.runtime.control() as cache:
+    with rig.storage._kv.stack.runtime.transaction() as cache:
         cache.check_integrity()
-        assert cache.held == 0
+        assert cache.leases == cache.protected == 0
 
 
 @pytest.mark.parametrize(

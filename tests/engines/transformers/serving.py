@@ -82,9 +82,9 @@ def serve(
     with tiered(demo.model, config, open_file=open_file) as tiers:
         run, hits = run_tiered(demo, tiers, lambda: None)
         assert tiers.stack.runtime.flush(30.0)
-        with tiers.stack.runtime.control() as cache:
+        with tiers.stack.runtime.transaction() as cache:
             cache.check_integrity()
-            counters, held = cache.counters.copy(), cache.held
+            counters, held = cache.counters.copy(), cache.leases + cache.protected
             assert cache.jobs_in_flight == 0
             assert all(tier.used == tier.ready for tier in cache.stats())  # free + evictable = capacity
     return Served(run, run_resident(demo, hits, lambda: None), counters, held)

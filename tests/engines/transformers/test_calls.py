@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 
 from longshore.boundary import DEVICE
-from longshore.cache import DEFAULT_PRIORITY, Return, TieredCache
+from longshore.cache import DEFAULT_PRIORITY, ReuseHint, TieredCache
 from longshore.config import Config
 from longshore.engines.transformers import Tiers, attach, tiered
 from longshore.errors import HintError
@@ -87,9 +87,9 @@ def test_the_second_call_hits_in_host_memory(offload: str, blocks: int) -> None:
         assert all(len(each) == 6 for each in sources(tiers))
         assert "host" in sources(tiers)[0]
         assert tiers.stack.arena is arena
-        with tiers.stack.runtime.control() as cache:
+        with tiers.stack.runtime.transaction() as cache:
             cache.check_integrity()
-            assert (cache.held, cache.jobs_in_flight) == (0, 0)
+            assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
     assert close(first, second)
 
 
@@ -347,7 +347,7 @@ def test_failing_eviction_policy_mid_batch_changes_no_answer(
         registry.register(tiers.collector)
         assert [each.generated_tokens for each in generate(model)] == [each.generated_tokens for each in plain]
         first = tiers.stack
-        with first.runtime.observe() as cache:
+        with first.runtime.locked() as cache:
             policy, lookup = cache._state.policies[0], cache.lookup
 
         def damage(*arguments: Any, **named: Any) -> Any:
@@ -377,7 +377,7 @@ def test_failing_eviction_policy_mid_batch_changes_no_answer(
 
 
 def stored_keys(tiers: Tiers) -> set[bytes]:
-    with tiers.stack.runtime.observe() as cache:
+    with tiers.stack.runtime.locked() as cache:
         return {each.key for each in residents_of(cache)}
 
 
@@ -392,11 +392,11 @@ def test_hints_say_which_request_is_stored() -> None:
 
 
 def test_what_requests_say_of_their_return_reaches_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, lookup = list[Return](), TieredCache.lookup
+    said, lookup = list[ReuseHint](), TieredCache.lookup
 
     def watched(cache: TieredCache, *of: Any, **how: Any) -> Any:
-        if how.get("turn") is None and how.get("returns") is not None:
-            said.append(how["returns"])
+        if how.get("turn") is None and how.get("reuse_hint") is not None:
+            said.append(how["reuse_hint"])
         return lookup(cache, *of, **how)
 
     monkeypatch.setattr(TieredCache, "lookup", watched)
@@ -405,7 +405,7 @@ def test_what_requests_say_of_their_return_reaches_the_cache(monkeypatch: pytest
         tiers.hint("req_0", {"ends": True})
         tiers.hint("req_2", {"returns_in": 2.5, "class": "chat"})
         assert close(generate(model), expected)
-    assert sorted(said, key=str) == [Return(seconds=2.5, of="chat"), Return(ends=True)]
+    assert sorted(said, key=str) == [ReuseHint(seconds=2.5, of="chat"), ReuseHint(ends=True)]
 
 
 def test_hints_in_the_settings_are_for_all_requests() -> None:
@@ -459,7 +459,7 @@ def test_hinted_priorities_apply_at_commit_and_eviction(offload: str) -> None:
             assert not stored_keys(tiers)
             generate(model, PROMPTS[1:2], num_blocks=32)  # the device cache before this one lets go of its blocks
         keys = stored_keys(tiers)
-        with tiers.stack.runtime.observe() as cache:
+        with tiers.stack.runtime.locked() as cache:
             nodes = [cache._state.index.get(key) for key in keys]
             found = [cache._state.priorities._priority[node] >> 1 ^ DEFAULT_PRIORITY for node in nodes]
         assert found == [90] * 6
@@ -498,9 +498,9 @@ def test_leading_blocks_of_a_chunk_are_reused(offload: str) -> None:
         assert close(found, expected)
         assert close(generate(model, [SPLIT], num_blocks=33), expected)
         assert sources(tiers)[0] == ("host",) * 4, "its own chunk, which begins with the blocks of another, is stored"
-        with tiers.stack.runtime.control() as cache:
+        with tiers.stack.runtime.transaction() as cache:
             cache.check_integrity()
-            assert (cache.held, cache.jobs_in_flight) == (0, 0)
+            assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
 
 
 def test_leading_blocks_follow_whole_chunks_and_what_the_device_has() -> None:

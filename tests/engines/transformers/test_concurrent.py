@@ -63,9 +63,9 @@ def test_nothing_leaks_and_nothing_is_wrong(tmp_path: Path, settings: dict[str, 
         assert not allocator.block_table
         allocator._reclaim()
         assert allocator._obtainable() + len(allocator.ledger.cached_blocks) == allocator.num_blocks
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             cache.check_integrity()
-            assert (cache.held, cache.jobs_in_flight) == (0, 0)
+            assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
     with tiered(demo.model, config) as tiers, _engine(demo, demo.device_blocks) as ask:
         answers = [ask(request) for request in requests]
         restored = sum(source == "file" for record in tiers.records for source in record.sources)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +23,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, L
 import longshore
 from longshore.config import Config
 from longshore.engines.transformers import PrefixStore
-from longshore.errors import CacheError, EngineError, TierClosedError, TierError
+from longshore.errors import CacheError, CopyTimeoutError, EngineError, TierClosedError, TierError
+from longshore.transfer.device.base import CpuStream
 
 OURS = str(Path(longshore.__file__).parent)
 
@@ -140,6 +143,33 @@ def interrupted_at(line: int, call: Callable[[], Any]) -> int:
     return ran
 
 
+def test_late_copies_raise_a_timeout_error(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, copy, free = [7] * 48, CpuStream.copy, threading.Event()
+    cache, late = prefill(model, tokens), list[object]()
+
+    def copy_late(stream: CpuStream, batch: Any, after: Any) -> Any:
+        late.append(batch)
+        free.wait(60.0)
+        return copy(stream, batch, after)
+
+    config = Config.make(host_size="1MiB", write_timeout=0.2, fixed_weights=True)
+    with PrefixStore(model, config, block_size=8) as store:
+        monkeypatch.setattr(CpuStream, "copy", copy_late)
+        try:
+            with pytest.raises(CopyTimeoutError, match="raise write_timeout") as raised:
+                store.store_prefix(tokens, cache)
+        finally:
+            free.set()
+        assert late and isinstance(raised.value, TimeoutError) and not isinstance(raised.value, CacheError)
+        monkeypatch.setattr(CpuStream, "copy", copy)
+        until = time.monotonic() + 60.0
+        while store._jobs and time.monotonic() < until:  # the copy that was late ends, and the store serves again
+            with contextlib.suppress(CopyTimeoutError):
+                store.store_prefix(tokens, cache)
+        restored, found = store.restore_prefix(tokens)
+        assert found == 48 and bits(restored, found) == bits(cache, found)
+
+
 @pytest.mark.parametrize("verb", ["store", "restore"])
 def test_an_interrupted_call_costs_hits_at_most(model: Any, tmp_path: Path, verb: str) -> None:
     """Ctrl-C at any line: the next calls give back what was stored, bit for bit."""
@@ -164,7 +194,7 @@ def test_an_interrupted_call_costs_hits_at_most(model: Any, tmp_path: Path, verb
                 cache, found = store.restore_prefix(prompts[which])
                 assert found > 0, f"after {fired} interrupts"
                 assert bits(cache, found) == bits(caches[which], found), f"after {fired} interrupts"
-            with store._stack.runtime.observe() as control:
+            with store._stack.runtime.locked() as control:
                 control.check_integrity()
             if not lines:
                 lines = interrupted_at(0, lambda: call(99))
@@ -200,7 +230,7 @@ def test_forked_process_closes_while_a_parents_thread_held_the_lock(model: Any) 
         held, free = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with store._stack.runtime.observe():
+            with store._stack.runtime.locked():
                 held.set()
                 free.wait(60.0)
 
@@ -339,9 +369,9 @@ def test_sleep_frees_the_window_and_keeps_named_tiers(
         restored, n = store.restore_prefix(tokens)
         assert n == kept
         assert bits(restored, n) == bits(cache, n)
-        with store._stack.runtime.control() as control:
+        with store._stack.runtime.transaction() as control:
             control.check_integrity()
-            assert control.held == 0
+            assert control.leases == control.protected == 0
         store.sleep(keep=keep)
     with PrefixStore(model, config, block_size=16) as store:
         assert store.restore_prefix(tokens)[1] == (kept if is_found else 0), "it was closed asleep"

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, L
 
 from longshore.cli.demo_runs import _engine
 from longshore.config import Config
-from longshore.engines.transformers import PrefixStore, refuse, tiered
+from longshore.engines.transformers import PrefixStore, tiered, why_not_served
 from longshore.errors import CacheError, EngineError
 
 
@@ -48,7 +48,7 @@ def test_another_model_in_the_same_process_gets_no_tiers(tmp_path: Path, caplog:
 def test_rotary_embeddings_of_the_whole_prompt_are_refused(kind: str) -> None:
     model = llama()
     model.config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
-    assert kind in (refuse(model) or "")
+    assert kind in (why_not_served(model) or "")
 
 
 def test_latent_attention_is_refused() -> None:
@@ -58,7 +58,7 @@ def test_latent_attention_is_refused() -> None:
         def __init__(self) -> None:
             self.config = config
 
-    assert "MLA" in (refuse(Model()) or "")
+    assert "MLA" in (why_not_served(Model()) or "")
 
 
 def test_a_kept_manager_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from router import FILE, HOST, Router, Subscriber, store
 pytest.importorskip("zmq", reason="the extra 'events' is not installed")
 pytest.importorskip("msgspec", reason="the extra 'events' is not installed")
 
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 @pytest.fixture(params=[1, 2])
@@ -56,17 +56,17 @@ def router_of(subscriber: Subscriber) -> Router:
     """A router that has read everything so far."""
     router = Router()
     subscriber.ask(0)
-    for frames in subscriber.replayed(PATIENCE):
+    for frames in subscriber.replayed(TIMEOUT):
         router.read(frames)
     return router
 
 
 def agreed(subscriber: Subscriber, runtime: Any) -> Router:
     """A router that agrees with own tiers. Raises if none does in time."""
-    give_up = time.monotonic() + PATIENCE
+    give_up = time.monotonic() + TIMEOUT
     while True:
         router = router_of(subscriber)
-        with runtime.observe() as cache:
+        with runtime.locked() as cache:
             assert isinstance(cache, TieredCache)
             residents = residents_of(cache)
         there = {
@@ -82,7 +82,7 @@ def test_a_router_knows_the_prefixes_of_a_store(config: Config, subscriber: Subs
     model, chunk = make_model(1), BLOCK * config.blocks_per_chunk
     with PrefixStore(model, config, block_size=BLOCK, staging_blocks=8) as kept:
         assert kept.store_prefix(PROMPT, prefill(model, PROMPT)) == 192
-        assert kept._stack.runtime.flush(PATIENCE)
+        assert kept._stack.runtime.flush(TIMEOUT)
         router = agreed(subscriber, kept._stack.runtime)
         keys = chain(kept._stack.scope.root, PROMPT, chunk)
         hashes = {block_hash(key) for key in keys}
@@ -93,10 +93,10 @@ def test_a_router_knows_the_prefixes_of_a_store(config: Config, subscriber: Subs
     with PrefixStore(model, config, block_size=BLOCK, staging_blocks=8) as kept:  # files of an earlier process
         assert not router_of(subscriber).blocks[FILE]
         assert kept.restore_prefix(PROMPT[:-1])[1] == 192
-        assert kept._stack.runtime.flush(PATIENCE)
+        assert kept._stack.runtime.flush(TIMEOUT)
         router = agreed(subscriber, kept._stack.runtime)
         assert router.blocks[HOST] == router.blocks[FILE] == hashes
-        with kept._stack.runtime.control() as cache:
+        with kept._stack.runtime.transaction() as cache:
             cache.reset()
         router = agreed(subscriber, kept._stack.runtime)
         assert not router.blocks[HOST] and not router.blocks[FILE] and not router.blocks[store(REMOTE)]
@@ -109,15 +109,15 @@ def test_a_router_knows_the_blocks_of_continuous_batching(config: Config, subscr
         generate(model, [PROMPT])
         stack = tiers.stack
         assert stack is not None
-        assert stack.runtime.flush(PATIENCE)
+        assert stack.runtime.flush(TIMEOUT)
         router = agreed(subscriber, stack.runtime)
         keys = chain(stack.scope.root, PROMPT, BLOCK * config.blocks_per_chunk)
         assert len(router.blocks[HOST]) >= len(keys) > 0
         assert {block_hash(key) for key in keys} <= router.blocks[HOST]
         assert router.blocks[store(REMOTE)] == router.blocks[HOST]
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             cache.reset()
         generate(model, [PROMPT])
-        assert stack.runtime.flush(PATIENCE)
+        assert stack.runtime.flush(TIMEOUT)
         router = agreed(subscriber, stack.runtime)
         assert {block_hash(key) for key in keys} <= router.blocks[HOST]

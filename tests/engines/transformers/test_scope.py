@@ -37,7 +37,7 @@ def make_model() -> Any:
 
 def scope(model: Any, salt: str = "") -> bytes:
     layout = from_rows(torch.zeros(4, 64, dtype=torch.uint8), pages_per_block=4, block_size=16)
-    return ModelScope(model, salt).of(layout).root
+    return ModelScope(model, salt).compute_scope(layout).root
 
 
 def layer(model: Any) -> Any:
@@ -218,7 +218,7 @@ def test_numerics_are_part_of_the_scope(original: bytes) -> None:
 def test_opaque_parts_are_private_to_this_process_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
     layer(model).mlp.counter = itertools.count()
-    first = ModelScope(model, "").of(from_rows(torch.zeros(4, 64), pages_per_block=4, block_size=16))
+    first = ModelScope(model, "").compute_scope(from_rows(torch.zeros(4, 64), pages_per_block=4, block_size=16))
     assert "in process" in first.attention
     assert scope(model) == scope(model)
     (record,) = [record for record in caplog.records if "is not hashable by content" in record.message]
@@ -237,7 +237,7 @@ def scaled_by_a_named_tuple(module: Any, args: Any, output: Any) -> None:
 def test_code_that_names_a_named_tuple_is_digested() -> None:
     model = make_model()
     layer(model).register_forward_hook(scaled_by_a_named_tuple)
-    found = ModelScope(model, "").of(from_rows(torch.zeros(4, 64), pages_per_block=4, block_size=16))
+    found = ModelScope(model, "").compute_scope(from_rows(torch.zeros(4, 64), pages_per_block=4, block_size=16))
     assert "in process" not in found.attention
 
 

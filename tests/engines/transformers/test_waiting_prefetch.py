@@ -14,7 +14,7 @@ from test_calls import GENERATION, batching, generate, make_model
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchProcessor
 
 from longshore.boundary import FILE, HOST
-from longshore.cache import Gate, Lease, Progress
+from longshore.cache import Lease, Progress, RecomputeGate
 from longshore.config import Config
 from longshore.engines.transformers import Tiers, tiered
 from longshore.engines.transformers.allocator import TieredAllocator
@@ -27,7 +27,7 @@ PROMPTS = [[100 + number, *range(2, 99)] for number in range(8)]
 BLOCKS = 6
 """Of each prompt, that need not be computed."""
 
-PATIENCE = 30.0
+TIMEOUT = 30.0
 
 
 def config_of(tmp_path: Path, **settings: Any) -> Config:
@@ -77,19 +77,19 @@ def running(model: Any, prompts: Sequence[list[int]] = (), **settings: Any) -> I
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set once the engine's loop stands still for a load."""
-    event, stock = threading.Event(), Runtime.wait_over
+    event, stock = threading.Event(), Runtime.wait_load
 
-    def wait_over(self: Runtime, lease: Lease) -> Progress:
+    def wait_load(self: Runtime, lease: Lease) -> Progress:
         event.set()
         return stock(self, lease)
 
-    monkeypatch.setattr(Runtime, "wait_over", wait_over)
+    monkeypatch.setattr(Runtime, "wait_load", wait_load)
     return event
 
 
 def results(manager: Any, count: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while len(found) < count:
         assert time.monotonic() < deadline, f"{len(found)} of {count} requests have ended"
         if (result := manager.get_result(timeout=1.0)) is not None:
@@ -98,7 +98,7 @@ def results(manager: Any, count: int) -> dict[str, Any]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.002)
@@ -112,7 +112,7 @@ def steps_as_long_as_reads(monkeypatch: pytest.MonkeyPatch, tiers: Tiers) -> Non
         assert tiers.stack is not None
         lookups = tiers._allocator._lookups
         assert {name for name, lookup in lookups.items() if lookup.kept} <= set(self.scheduler.waiting_requests)
-        tiers.stack.runtime.flush(PATIENCE)
+        tiers.stack.runtime.flush(TIMEOUT)
         stock(self, model)
 
     monkeypatch.setattr(ContinuousBatchProcessor, "_generation_step", step)
@@ -126,9 +126,9 @@ def serve(
         steps_as_long_as_reads(patched, tiers)
         with running(model, prompts, max_requests_per_batch=1) as manager:
             found = results(manager, len(prompts))
-        with tiers.stack.runtime.control() as cache:
+        with tiers.stack.runtime.transaction() as cache:
             cache.check_integrity()
-            assert (cache.held, cache.jobs_in_flight) == (0, 0)
+            assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
             counters = cache.counters.copy()
         assert all(result.error is None for result in found.values())
         return found, {record.request: record.sources for record in tiers.records}, counters
@@ -161,7 +161,7 @@ def test_nothing_is_prefetched_that_is_computed_sooner(tmp_path: Path, monkeypat
         before, read = gate.refused, tiers.stack.runtime
         generate(model, PROMPTS[1:], num_blocks=201, max_requests_per_batch=1)
         assert gate.refused - before == 7 * BLOCKS, "each counts once, however often it was asked for"
-        with read.observe() as cache:
+        with read.locked() as cache:
             assert cache.counters.routes["file->host"].chunks <= BLOCKS
         assert {record.sources for record in tiers.records if "@2" in record.request} == {()}
 
@@ -189,8 +189,8 @@ def test_what_is_kept_for_waiting_requests_is_bounded_heads_first(
 
 
 def leases(stack: Stack) -> int:
-    with stack.runtime.observe() as cache:
-        return cache.held
+    with stack.runtime.locked() as cache:
+        return cache.leases
 
 
 @pytest.mark.parametrize("how", ["cancelled", "stopped", "failed"])
@@ -209,8 +209,8 @@ def test_a_prefetch_ends_with_its_request(
         for number, prompt in enumerate(PROMPTS[1:]):
             manager.add_request(prompt, request_id=str(number), max_new_tokens=4)
         until(lambda: len(allocator._lookups) == 8 and allocator._lookups["6"].kept is not None)
-        with stack.runtime.observe() as cache:
-            assert cache.held == 7
+        with stack.runtime.locked() as cache:
+            assert cache.leases == 7
             assert cache.jobs_in_flight > 0
         if how == "cancelled":
             for number in range(7):
@@ -227,7 +227,7 @@ def test_a_prefetch_ends_with_its_request(
         until(lambda: not ahead.keys and not leases(stack))
         held.set()
         until(lambda: not stack.runtime.pump())
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             cache.check_integrity()
             assert cache.jobs_in_flight == 0
         if how == "cancelled":
@@ -238,7 +238,7 @@ def test_a_prefetch_ends_with_its_request(
 
 @pytest.mark.parametrize("policy", ["best_effort", "wait_complete", "timeout"])
 def test_a_request_waits_for_its_prefetch_while_others_run(tmp_path: Path, held: threading.Event, policy: str) -> None:
-    model, config = make_model(), config_of(tmp_path, prefetch=policy, prefetch_timeout=PATIENCE, load_timeout=PATIENCE)
+    model, config = make_model(), config_of(tmp_path, prefetch=policy, prefetch_timeout=TIMEOUT, load_timeout=TIMEOUT)
     store(model, config, PROMPTS[1:2])
     with tiered(model, config, open_file=HeldFiles) as tiers, running(model) as manager:
         manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)
@@ -281,7 +281,7 @@ def test_a_request_waits_no_longer_than_it_is_told_to(tmp_path: Path, held: thre
 def test_while_none_runs_only_the_first_is_waited_for(
     tmp_path: Path, held: threading.Event, loading: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, config = make_model(), config_of(tmp_path, prefetch="wait_complete", load_timeout=PATIENCE)
+    model, config = make_model(), config_of(tmp_path, prefetch="wait_complete", load_timeout=TIMEOUT)
     store(model, config, PROMPTS[:3])
     stock = TieredAllocator.prefetch_waiting
 
@@ -324,10 +324,12 @@ def test_request_without_file_loads_reads_no_files(tmp_path: Path, monkeypatch: 
 def test_prefetched_blocks_are_loaded_regardless_of_the_gate(
     tmp_path: Path, held: threading.Event, loading: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, config = make_model(), config_of(tmp_path, gate=True, load_timeout=PATIENCE)
+    model, config = make_model(), config_of(tmp_path, gate=True, load_timeout=TIMEOUT)
     store(model, config, PROMPTS[1:2])
     monkeypatch.setattr(
-        Gate, "chunks_to_load", lambda self, context, runs, now, tries: 0 if tries else sum(run.chunks for run in runs)
+        RecomputeGate,
+        "chunks_to_load",
+        lambda self, context, runs, now, tries: 0 if tries else sum(run.chunks for run in runs),
     )
     with tiered(model, config, open_file=HeldFiles) as tiers, running(model, max_requests_per_batch=1) as manager:
         manager.add_request(PROMPTS[0], request_id="first", max_new_tokens=2000)

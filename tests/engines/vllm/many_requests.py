@@ -48,7 +48,7 @@ class Crowd(serving.Engine):
             if not is_reset and ended >= requests // 2:
                 before_reset, is_reset = preempted, True
                 if damages:
-                    with self.manager._runtime.observe() as cache:
+                    with self.manager._runtime.locked() as cache:
                         policy = cache._state.policies[0]
                         policy.remove_all(np.flatnonzero(policy.resident(cache._state.index.size)).tolist())
                 elif not engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
@@ -79,7 +79,7 @@ class Crowd(serving.Engine):
         while self.scheduler.has_requests():
             self.llm.llm_engine.step()
         open_ones = len(self.manager._requests) + len(self.manager._stores) + len(self.manager._stale)
-        with self.manager._runtime.observe() as cache:
+        with self.manager._runtime.locked() as cache:
             open_ones += cache.jobs_in_flight
         return {"loads": WITNESS.loads, "chunks": WITNESS.chunks, "wrong": WITNESS.wrong, "open": open_ones}
 

@@ -271,15 +271,15 @@ class Sequences(RuleBasedStateMachine):
         steps=st.integers(1, 3),
         skip=st.integers(0, 3),
         how=st.sampled_from(["good", "bad", "part", "late", "never"]),
-        returns=st.sampled_from([3, 14, 90, 0, 300]),
+        reuse_hint=st.sampled_from([3, 14, 90, 0, 300]),
     )
-    def go_on(self, pieces: int, steps: int, skip: int, how: str, returns: int) -> None:
+    def go_on(self, pieces: int, steps: int, skip: int, how: str, reuse_hint: int) -> None:
         """Steps in which all transfers are made and reported, but for one that is made otherwise, or stays.
 
         The first so many chunks of the same prompt come again.
         """
-        if returns:
-            self.arrive(0, 300, 0, returns, 20, None)
+        if reuse_hint:
+            self.arrive(0, 300, 0, reuse_hint, 20, None)
         for _ in range(steps):
             self.step(pieces, 0, True, None, 20)
             if how != "never":
@@ -594,7 +594,7 @@ class Sequences(RuleBasedStateMachine):
         assert not pending
         manager, cache = self.manager, self.rig.cache
         self.runtime.pump()
-        assert (cache.held, cache.jobs_in_flight) == (0, 0)
+        assert (cache.leases, cache.protected, cache.jobs_in_flight) == (0, 0, 0)
         assert {state for pool in cache._state.pools for state in pool.state} <= {FREE, READY}
         assert not (manager._stores or manager._stores.by_key or manager._stale or manager._requests)
         assert not self.scheduler._req_status

@@ -208,21 +208,21 @@ class Engine:
     def drop_host(self) -> None:
         """Evict all that the host tier has, so that the file tier must serve."""
         self.settle()
-        with self.manager._runtime.control() as cache:
+        with self.manager._runtime.transaction() as cache:
             keys = {resident.key for resident in residents_of(cache) if resident.slot.tier == "host"}
             if cache.discard(sorted(keys), "host") != len(keys):
                 raise RuntimeError("not all could be evicted")
 
     def evict_all(self) -> None:
         """Evict all that nothing holds from every tier."""
-        with self.manager._runtime.control() as cache:
+        with self.manager._runtime.transaction() as cache:
             for tier in cache.stats():
                 cache.evict(tier.name, 1 << 20)
 
     def lose(self, tier: str) -> None:
         """Evict all that `tier` has."""
         self.settle()
-        with self.manager._runtime.control() as cache:
+        with self.manager._runtime.transaction() as cache:
             while cache.discard([each.key for each in residents_of(cache) if each.slot.tier == tier], tier):
                 pass  # heads have to wait for their tails
 
@@ -235,7 +235,7 @@ class Engine:
     def residents(self) -> dict[str, Any]:
         """What each own tier has, as KV events name it: by the end of the hash, before four bytes of the group."""
         self.settle()
-        with self.manager._runtime.control() as cache:
+        with self.manager._runtime.transaction() as cache:
             found: dict[str, Any] = {tier.name: [] for tier in cache.stats()}
             for each in residents_of(cache):
                 found[each.slot.tier].append(int.from_bytes(each.key[-12:-4], "big"))
@@ -265,7 +265,7 @@ class Engine:
         from longshore.runtime.control import ask
 
         request = {"command": command} | ({} if tokens is None else {"tokens": tokens})
-        return ask(self.manager.control.path, request, 60.0)
+        return ask(self.manager.ctl_server.path, request, 60.0)
 
     def ctl_while_asking(self, prompts: list[list[int]]) -> list[dict[str, Any]]:
         """Answer prompts while another thread pins, looks up and clears, again and again."""
@@ -351,7 +351,7 @@ class Engine:
 
     def damage(self) -> None:
         """Make a cycle of the host tier's eviction order, which loses a chunk, between two requests."""
-        with self.manager._runtime.observe() as cache:
+        with self.manager._runtime.locked() as cache:
             policy = cache._state.policies[0]
             node = next(iter(policy.order()))
             policy._linked.after[node] = node
@@ -375,7 +375,7 @@ class Engine:
     def counters(self) -> dict[str, Any]:
         """What the tiers have counted."""
         manager = self.manager
-        with manager._runtime.observe() as cache:
+        with manager._runtime.locked() as cache:
             if manager._runtime.fault is None:
                 cache.check_integrity()
             counters = cache.counters
@@ -386,7 +386,7 @@ class Engine:
                 "failed": {route: totals.failed for route, totals in counters.routes.items()},
                 "failures": {each.name: dict(each.failures) for each in manager._runtime._tiers},
                 "arrived": {route: totals.chunks for route, totals in counters.routes.items()},
-                "held": cache.held,
+                "held": cache.leases + cache.protected,
                 "image_bytes": [each.image_bytes for each in cache.stats()[0].sizes],
                 "refused": self.refused,
                 "faults": manager._runtime.faults,

@@ -228,7 +228,7 @@ def settled(engine: Engine) -> None:
     for _ in range(5):
         engine.step()
     assert engine.manager.flush(10.0)
-    assert engine.rig.cache.held == 0
+    assert engine.rig.cache.leases == engine.rig.cache.protected == 0
     assert engine.rig.cache.jobs_in_flight == 0
     assert not len(engine.manager._loads)
     assert not engine.manager._requests

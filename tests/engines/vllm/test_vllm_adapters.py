@@ -153,7 +153,7 @@ def test_a_store_under_way_when_the_adapter_changes_is_dropped(rigs: Rigs, adapt
     adapter.load(rig)
     rig.manager.device_was_reset()
     assert found(rig, "reader", adapter) == [MISS] * 2
-    assert rig.cache.held == 0
+    assert rig.cache.leases == rig.cache.protected == 0
 
 
 def in_memory(patch: pytest.MonkeyPatch, *, hidden: bool) -> None:

@@ -97,7 +97,7 @@ def test_a_store_under_way_when_weights_change_is_dropped(rigs: Rigs) -> None:
     rig.manager.complete_store(set(KEYS), context)
     rig.end_step()
     assert answers(rig, "after it") == [MISS] * 2
-    assert rig.cache.held == 0
+    assert rig.cache.leases == rig.cache.protected == 0
     rig.cache.check_integrity()
 
 

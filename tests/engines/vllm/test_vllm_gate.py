@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import TOKENS, Rig, file_settings, keys_of
 
 from longshore.boundary import DEVICE, FILE, HOST, Route, Status, TransferResult
-from longshore.cache import DropReason, Gate, Presence
+from longshore.cache import DropReason, Presence, RecomputeGate
 from longshore.engines.vllm.loads import load_limit, tiers_of
 from longshore.errors import ConfigError
 
@@ -20,9 +20,9 @@ READY, COLDER, IN_FLIGHT, ABSENT = Presence.READY, Presence.COLDER, Presence.IN_
 IMAGE = 4096
 
 
-def gate_for(per_file_chunk: float) -> Gate:
+def gate_for(per_file_chunk: float) -> RecomputeGate:
     """Computing takes a second a chunk, and what is in files so many."""
-    made = Gate([HOST, FILE], TOKENS, IMAGE, prefill_speed=TOKENS)
+    made = RecomputeGate([HOST, FILE], TOKENS, IMAGE, prefill_speed=TOKENS)
     made.observe_transfer(Route(HOST, DEVICE), TransferResult(1, (Status.OK,), IMAGE, 1e-6), 0.0)
     made.observe_transfer(Route(FILE, HOST), TransferResult(1, (Status.OK,), IMAGE, per_file_chunk), 0.0)
     return made

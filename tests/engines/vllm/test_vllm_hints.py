@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm_kit import TOKENS, file_settings, keys_of
 
-from longshore.cache import Return, TieredCache
+from longshore.cache import ReuseHint, TieredCache
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 
@@ -88,11 +88,11 @@ def test_a_request_that_loads_nothing_misses_everything(rigs: Any) -> None:
 def test_what_a_request_says_of_its_return_reaches_the_cache(
     rigs: Any, monkeypatch: pytest.MonkeyPatch, looks_up: bool
 ) -> None:
-    said, lookup = list[Return](), TieredCache.lookup
+    said, lookup = list[ReuseHint](), TieredCache.lookup
 
     def watched(cache: TieredCache, *of: Any, **how: Any) -> Any:
-        if how.get("turn") is None and how.get("returns") is not None:
-            said.append(how["returns"])
+        if how.get("turn") is None and how.get("reuse_hint") is not None:
+            said.append(how["reuse_hint"])
         return lookup(cache, *of, **how)
 
     monkeypatch.setattr(TieredCache, "lookup", watched)
@@ -102,7 +102,7 @@ def test_what_a_request_says_of_its_return_reaches_the_cache(
         if looks_up:
             rig.lookup(keys, context)
         rig.store(keys, range(1, 3), context)
-    assert said == [Return(ends=True), Return(seconds=2.5), Return(of="batch")]
+    assert said == [ReuseHint(ends=True), ReuseHint(seconds=2.5), ReuseHint(of="batch")]
 
 
 def test_priorities_of_requests_decide_what_is_evicted_first(rigs: Any) -> None:

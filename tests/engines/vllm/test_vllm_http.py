@@ -24,7 +24,7 @@ from tiny_models import VOCABULARY, save
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-PATIENCE = 420.0
+TIMEOUT = 420.0
 BLOCK = 32
 
 
@@ -38,7 +38,7 @@ class Server:
 
     def wait(self) -> None:
         """Until it answers."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while True:
             try:
                 self.get("/health")
@@ -61,7 +61,7 @@ class Server:
         return list(said["choices"][0]["token_ids"])
 
     def _ask(self, method: str, path: str, body: str | None = None) -> str:
-        connection = HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE)
+        connection = HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT)
         connection.request(method, path, body, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         text = answer.read().decode()

@@ -54,7 +54,7 @@ def test_stored_bytes_load_into_other_blocks(rigs: Any, world: int, per_chunk: i
             assert all(map(torch.equal, rig.bytes_of(rank, block), before[rank][at]))
     for context in (first, second):
         rig.manager.on_request_finished(context)
-    assert rig.cache.held == 0 and rig.cache.jobs_in_flight == 0
+    assert rig.cache.leases == rig.cache.protected == 0 and rig.cache.jobs_in_flight == 0
     rig.cache.check_integrity()
 
 
@@ -166,7 +166,7 @@ def test_requests_ending_at_any_point_leak_nothing(rigs: Any) -> None:
     rig.manager.on_request_finished(loading)  # aborted: its completion comes later
     rig.run("submit_load", spec, rig._theirs(spec, [7, 8, 9]))
     rig.manager.complete_load(set(keys), loading)
-    assert rig.cache.held == 0 and rig.cache.jobs_in_flight == 0
+    assert rig.cache.leases == rig.cache.protected == 0 and rig.cache.jobs_in_flight == 0
     assert set(rig.manager._requests) == {"writer"}
 
 
@@ -175,7 +175,7 @@ def test_file_tier_hit_is_prefetched_then_loaded(rigs: Any, tmp_path: Path) -> N
     rig.store(keys, [1, 2, 3, 4, 5], rig.request("writer", keys))
     before = [rig.bytes_of(0, block) for block in range(1, 6)]
     assert rig.manager._runtime.flush(10.0)
-    with rig.manager._runtime.control() as cache:
+    with rig.manager._runtime.transaction() as cache:
         assert cache.discard(ours(keys), "host") == 5
     reader = rig.request("reader", keys)
     assert rig.lookup(keys, reader) == [PENDING] * 5
@@ -186,14 +186,14 @@ def test_file_tier_hit_is_prefetched_then_loaded(rigs: Any, tmp_path: Path) -> N
     for at in range(5):
         assert all(map(torch.equal, rig.bytes_of(0, 11 + at), before[at]))
     rig.manager.on_request_finished(reader)
-    assert rig.cache.held == 0
+    assert rig.cache.leases == rig.cache.protected == 0
 
 
 def test_corrupt_record_is_a_miss_for_every_waiting_request(rigs: Any, tmp_path: Path) -> None:
     rig, keys = rigs(**file_settings(tmp_path)), keys_of(2)
     rig.store(keys, [1, 2], rig.request("writer", keys))
     assert rig.manager._runtime.flush(10.0)
-    with rig.manager._runtime.control() as cache:
+    with rig.manager._runtime.transaction() as cache:
         assert cache.discard(ours(keys), "host") == 2
     segment = tmp_path / "tier" / "segment"
     segment.write_bytes(bytes(byte ^ 255 for byte in segment.read_bytes()))
@@ -270,7 +270,7 @@ def test_what_cannot_be_served_is_refused_at_start() -> None:
         Rig(parallel={"pp_size": 2})
     with pytest.raises(ConfigError, match="host_size"):
         Rig(hots_size="1GiB")
-    with pytest.raises(ConfigError, match="one block image"):
+    with pytest.raises(ConfigError, match="one chunk image"):
         Rig(host_size=16)
 
 
@@ -280,7 +280,7 @@ def test_promised_loads_stay_in_place_after_a_fault(rigs: Any) -> None:
     second = rig.request("second", [*keys[:3], keys[4], keys[3]])
     assert [rig.manager.lookup(key, second) for key in keys] == [HIT] * 5
     rig.manager._runtime.fail(RuntimeError("by the test"))
-    with rig.manager._runtime.observe() as cache:
+    with rig.manager._runtime.locked() as cache:
         index = cache._state.index
         expected = [index.slot[0][index.get(key)] for key in ours(keys[:4])]
     assert list(rig.manager.prepare_load(keys[:4], second).indices) == expected
@@ -304,7 +304,7 @@ def test_inconsistent_cache_disables_tiers_but_not_the_engine(
         fired.append(verb)
         raise IndexError("damaged by the test")
 
-    broken = {"lookup": "lookup", "prepare_load": "load", "prepare_store": "store", "complete_store": "apply"}
+    broken = {"lookup": "lookup", "prepare_load": "load", "prepare_store": "store", "complete_store": "apply_results"}
     method = broken.get(verb, "end_step")
     monkeypatch.setattr(rig.cache, method, rig.manager._runtime._calls._watched(method, damaged))
     assert verb != "lookup" or rig.manager.lookup(keys[0], second) is MISS

@@ -13,7 +13,7 @@ from longshore.cache import TieredCache, TierSpec
 from longshore.engines.vllm import LongshoreSpec, spec
 from longshore.engines.vllm.metrics import OffloadingMetrics, zero
 from longshore.engines.vllm.requests import ours
-from longshore.monitoring.metric_names import METRICS
+from longshore.monitoring.metric_table import METRICS
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 IMAGE = 4096
@@ -47,7 +47,7 @@ def read(rig: Rig, keys: list[OffloadKey], name: str) -> None:
 def lose_host(rig: Rig, keys: list[OffloadKey]) -> None:
     """Only the file tier has `keys` from now on."""
     assert rig.manager._runtime.flush(10.0)
-    with rig.manager._runtime.control() as cache:
+    with rig.manager._runtime.transaction() as cache:
         assert cache.discard(ours(keys), "host") == len(keys)
 
 

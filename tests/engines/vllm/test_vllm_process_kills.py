@@ -34,7 +34,7 @@ from longshore.tiers.file.directory import Directory
 WORLD = 2
 GROUPS = (Group(layers=1),)
 SHARED = Path("/dev/shm")  # noqa: S108 - nothing is made there
-PATIENCE = 60.0
+TIMEOUT = 60.0
 
 
 def forked(work: Callable[[], object]) -> int:
@@ -112,7 +112,7 @@ def memory_of(pid: int) -> set[str]:
 
 
 def comes_to(what: Callable[[], bool]) -> bool:
-    give_up = time.monotonic() + PATIENCE
+    give_up = time.monotonic() + TIMEOUT
     while not what():
         if time.monotonic() > give_up:
             return False

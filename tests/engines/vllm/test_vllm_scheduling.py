@@ -177,7 +177,7 @@ def test_what_is_loaded_is_what_was_computed(
     assert hits[0] == 0 < hits[1]
     assert [ours.ask(f"ours {at}", tokens) for at, tokens in enumerate(PROMPTS)] == hits
     assert ours.checked == plain.checked > 0
-    assert rig.cache.held == 0
+    assert rig.cache.leases == rig.cache.protected == 0
     assert rig.cache.jobs_in_flight == 0
     rig.cache.check_integrity()
 

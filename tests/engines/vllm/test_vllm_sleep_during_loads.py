@@ -116,7 +116,7 @@ def test_an_engine_closes_with_a_load_in_parts(rigs: Any, tmp_path: Path, keep: 
         sleep(engine)
     assert len(engine.manager._tickets)
     engine.manager.shutdown()
-    assert engine.rig.cache.held == 0
+    assert engine.rig.cache.leases == engine.rig.cache.protected == 0
     assert engine.rig.cache.jobs_in_flight == 0
     assert engine.manager._runtime.fault is None
 

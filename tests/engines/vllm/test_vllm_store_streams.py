@@ -66,7 +66,7 @@ def test_a_lookup_waits_for_chunks_that_are_still_stored(
 ) -> None:
     """Of a prompt that comes again before all of it has a slot; not for longer than `load_timeout`."""
     if how == "in time":
-        monkeypatch.setattr(engine.manager._jobs, "patience", 600.0)
+        monkeypatch.setattr(engine.manager._jobs, "timeout", 600.0)
     resume = kill_tier_host(engine, signal.SIGSTOP)  # no room is made meanwhile
     engine.finish(engine.compute(CHUNKS, CHUNKS, first=1000))
     assert len(engine.manager._stores.coming) == CHUNKS - HOST_CHUNKS
@@ -85,7 +85,7 @@ def test_a_lookup_waits_for_chunks_that_are_still_stored(
 
 
 def test_only_what_is_worth_reading_is_waited_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.manager._jobs, "patience", 600.0)
+    monkeypatch.setattr(engine.manager._jobs, "timeout", 600.0)
     monkeypatch.setattr(manager_module, "load_limit", lambda *_: HOST_CHUNKS * TOKENS)
     monkeypatch.setattr(type(engine.manager._tiers.file), "is_stalled", False)  # else it waits for nothing
     resume = kill_tier_host(engine, signal.SIGSTOP)

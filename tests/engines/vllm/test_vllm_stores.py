@@ -25,7 +25,7 @@ from longshore.engines.vllm.requests import ours
 from longshore.keys import Scope
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
-PATIENCE = 30.0
+TIMEOUT = 30.0
 PATIENT = "probe_timeout=20s&fetch_timeout=20s&write_timeout=20s"
 
 Opener = Callable[..., Rig]
@@ -58,7 +58,7 @@ def free_port() -> int:
 
 
 def until(what: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + PATIENCE
+    give_up = time.monotonic() + TIMEOUT
     while not what():
         assert time.monotonic() < give_up, "it did not come to that"
         time.sleep(0.005)
@@ -67,7 +67,7 @@ def until(what: Callable[[], bool]) -> None:
 def stored(rig: Rig, count: int = 4, group: int = 0) -> list[torch.Tensor]:
     """Store chunks of the prompt, here and in the store; what their blocks hold."""
     rig.store(keys_of(count, group), range(count), rig.request("first"))
-    assert rig.manager.flush(PATIENCE)
+    assert rig.manager.flush(TIMEOUT)
     return [part for block in range(count) for part in rig.bytes_of(0, block)]
 
 
@@ -217,7 +217,7 @@ def test_a_request_that_names_nobody_asks_no_peer(opened: Opener) -> None:
     context = named(other, keys, port)
     until(lambda: other.lookup(keys, context)[0] is HIT)
     other.manager.on_request_finished(context)
-    with other.manager._runtime.control() as cache:
+    with other.manager._runtime.transaction() as cache:
         assert cache.discard(ours(keys), HOST) == 4
     one.close()
     assert other.lookup(keys, other.request("third", keys)) == [MISS] * 4
@@ -276,7 +276,7 @@ def test_several_groups_are_fetched_as_far_as_all_need(opened: Opener) -> None:
     first = one.request("first")
     for group in (0, 1):
         one.store(keys_of(4, group), range(4), first)
-    assert one.manager.flush(PATIENCE)
+    assert one.manager.flush(TIMEOUT)
     keys = [*keys_of(5), *keys_of(5, 1)]
     context = other.request("second", keys)
     assert answered(other, keys, context)[:4] == [HIT] * 4

@@ -21,7 +21,7 @@ from longshore.runtime.tier_host.supervisor import HostProcess
 from longshore.tiers.file.directory import COPIES
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
-PATIENCE = 30.0
+TIMEOUT = 30.0
 KEYS = keys_of(4)
 
 
@@ -41,7 +41,7 @@ class HostedRig(Rig):
         return process
 
     def wait(self, what: Any) -> None:
-        assert self.manager._runtime._wait(what, PATIENCE)
+        assert self.manager._runtime._wait(what, TIMEOUT)
 
     def settle(self) -> None:
         self.wait(lambda: not self.cache.jobs_in_flight)
@@ -64,8 +64,8 @@ class HostedRig(Rig):
         """Store `keys`, so that only the file tier has them; their bytes."""
         blocks = list(range(1, 1 + len(keys)))
         assert self.store(keys, blocks, self.request(f"writer of {keys[0]!r}", keys)) == keys
-        assert self.manager._runtime.flush(PATIENCE)
-        with self.manager._runtime.control() as cache:
+        assert self.manager._runtime.flush(TIMEOUT)
+        with self.manager._runtime.transaction() as cache:
             assert cache.discard(ours(keys), "host") == len(keys)
         return [self.bytes_of(0, block) for block in blocks]
 
@@ -112,7 +112,7 @@ def test_a_tier_host_killed_while_it_reads_costs_these_reads(rig: HostedRig) -> 
     assert all(all(map(torch.equal, rig.bytes_of(0, 11 + at), before[at])) for at in range(4))
     for context in (reader, late):
         rig.manager.on_request_finished(context)
-    assert rig.cache.held == 0
+    assert rig.cache.leases == rig.cache.protected == 0
 
 
 def test_hung_tier_host_delays_a_request_by_load_timeout(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_hung_tier_host_delays_a_request_by_load_timeout(tmp_path: Path) -> None
     rig.manager.on_request_finished(reader)
     rig.signal(signal.SIGCONT)
     rig.settle()
-    assert rig.cache.held == 0
+    assert rig.cache.leases == rig.cache.protected == 0
     rig.close()
 
 
@@ -178,7 +178,7 @@ def test_reset_keeps_slots_of_file_reads_until_they_end(tmp_path: Path, monkeypa
     rig.lookup(KEYS, rig.request("reader", KEYS))
     with monkeypatch.context() as patch:
         patch.setattr(HostProcess, "reaped", False)
-        patch.setattr(tier, "FORGET_PATIENCE", 0.05)  # a process that is stopped, is ended for that
+        patch.setattr(tier, "FORGET_TIMEOUT", 0.05)  # a process that is stopped, is ended for that
         process = rig.process
         rig.manager.reset_cache()
         rig.wait(lambda: process.is_eof)

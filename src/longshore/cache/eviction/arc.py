@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import LISTS, LinkedLists, check_in, check_new, marks, numbers, once, unknown
-from longshore.cache.eviction.base import EvictionPolicy, Names
+from longshore.cache.eviction.base import EvictionPolicy, NodeKeys
 from longshore.cache.eviction.ghosts import Ghosts
 from longshore.errors import CacheError
 
@@ -35,8 +35,8 @@ class ARC(EvictionPolicy):
     Every operation is O(1); 9 bytes per node, and about 170 for each ghost, of which there are at most two per slot.
     """
 
-    def __init__(self, slots: int, names: Names) -> None:
-        super().__init__(slots, names)
+    def __init__(self, slots: int, keys: NodeKeys) -> None:
+        super().__init__(slots, keys)
         self.target = 0.0
         """Slots intended for chunks used once."""
         self._linked = LinkedLists()
@@ -44,9 +44,9 @@ class ARC(EvictionPolicy):
         self._counts = [0, 0, 0]
         self._ghosts = Ghosts(slots)
 
-    def resize(self, slots: int, names: Names) -> None:
+    def resize(self, slots: int, keys: NodeKeys) -> None:
         """Resize to `slots` slots, and clear the ghost lists."""
-        super().resize(slots, names)
+        super().resize(slots, keys)
         self.target = min(self.target, float(slots))
         self._ghosts = Ghosts(slots)
 
@@ -62,9 +62,9 @@ class ARC(EvictionPolicy):
             self._insert_one(nodes[0])
             return
         at = np.array(nodes, np.int32)
-        back = self._ghosts.among(self.names[at].tolist())
+        back = self._ghosts.among(self.keys[at].tolist())
         marks(self._place)[at] = np.where(back, _OFTEN, _ONCE)
-        for key in self.names[at[back]].tolist():
+        for key in self.keys[at[back]].tolist():
             self._learn(self._ghosts.take(key))
         for which, ours in ((_ONCE, at[~back]), (_OFTEN, at[back])):
             self._linked.extend(which, ours)
@@ -205,7 +205,7 @@ class ARC(EvictionPolicy):
             raise CacheError(f"internal error: ARC: target of {self.target} slots, expected 0 to {self.slots}")
 
     def _insert_one(self, node: int) -> None:
-        left = self._ghosts.take(self.names[node])
+        left = self._ghosts.take(self.keys[node])
         if left:
             self._learn(left)
         which = _OFTEN if left else _ONCE

@@ -1,9 +1,10 @@
 """The interface of eviction policies.
 
 A policy knows the chunks of one tier by small integers ("nodes") and keeps them in eviction order. It does not know
-slots, states or prefixes: the cache decides whether a chunk may be evicted. `evict` offers victims in order. A node
-that the cache cannot evict now is *held*: it leaves the order until `release` puts it at the cold end, or a use at the
-hot end. A chunk that cannot be evicted therefore costs time once, not at each eviction.
+slots, states or prefixes: the cache decides whether a chunk may be evicted. `next_victims` names the next victims in
+order; the cache then calls `remove_victims` for those that it evicts, and `hold_victims` for those that it cannot evict
+now. Such a node is *held*: it leaves the order until `release` puts it at the cold end, or a use at the hot end. So a
+chunk that cannot be evicted costs time once, not at each eviction.
 
     insert ──► in order ──► evicted
                 │     ▲
@@ -23,7 +24,7 @@ import numpy.typing as npt
 from longshore.boundary import Key
 from longshore.cache.columns import KeyTable
 
-Names: TypeAlias = "npt.NDArray[np.object_] | KeyTable"
+NodeKeys: TypeAlias = "npt.NDArray[np.object_] | KeyTable"
 """The key of each node, for policies with a ghost list."""
 
 
@@ -38,9 +39,9 @@ class EvictionPolicy(ABC):
     refuses = False
     """Whether `admit` may refuse chunks."""
 
-    def __init__(self, slots: int, names: Names) -> None:
+    def __init__(self, slots: int, keys: NodeKeys) -> None:
         self.slots = slots
-        self.names = names
+        self.keys = keys
 
     def begin(  # noqa: B027 - for policies that count time
         self, tick: int, length: int = 0, last: int = 0, keys: Sequence[Key] = (), hint: int = 0
@@ -150,10 +151,10 @@ class EvictionPolicy(ABC):
     def check_integrity(self) -> None:
         """Raise `CacheError` if the policy's data structures are inconsistent."""
 
-    def resize(self, slots: int, names: Names) -> None:
-        """The tier has `slots` slots now, and the keys of nodes are in `names`."""
+    def resize(self, slots: int, keys: NodeKeys) -> None:
+        """The tier has `slots` slots now, and the keys of nodes are in `keys`."""
         self.slots = slots
-        self.names = names
+        self.keys = keys
 
     @abstractmethod
     def next_victims(self, count: int) -> list[int]:
@@ -179,17 +180,3 @@ class EvictionPolicy(ABC):
         A policy that cannot tell cheaply returns 0.
         """
         return 0
-
-    def evict(self, count: int, let_go: Callable[[int], bool]) -> int:
-        """Offer victims to `let_go` in eviction order, until `count` were evicted; returns how many were.
-
-        `let_go` either evicts the node (it calls `remove`, and `release` for nodes that can be evicted now) and returns
-        true, or changes nothing and returns false; the node is then held.
-        """
-        gone, victim, hold = 0, self.victim, self.hold
-        while gone < count and (node := victim()):
-            if let_go(node):
-                gone += 1
-            else:
-                hold(node)
-        return gone

@@ -36,7 +36,7 @@ from longshore.cache.columns import (
     unknown,
     words,
 )
-from longshore.cache.eviction.base import EvictionPolicy, Names
+from longshore.cache.eviction.base import EvictionPolicy, NodeKeys
 from longshore.cache.eviction.hit_rates import (
     AGAIN,
     AGE_OF,
@@ -92,8 +92,8 @@ class Gittins(EvictionPolicy):
 
     refuses = True
 
-    def __init__(self, slots: int, names: Names) -> None:
-        super().__init__(slots, names)
+    def __init__(self, slots: int, keys: NodeKeys) -> None:
+        super().__init__(slots, keys)
         self._hit_rates, self._spans, self._linked = HitRates(), Spans(), LinkedLists()
         self._state: Column = sparse(LISTS, np.uint32).data
         self._used: Column = sparse(LISTS, np.int32).data
@@ -118,10 +118,10 @@ class Gittins(EvictionPolicy):
         self._ghosts = GhostList(_GHOSTS * slots)
         self._order, self._rank = array("H"), array("H")
 
-    def resize(self, slots: int, names: Names) -> None:
+    def resize(self, slots: int, keys: NodeKeys) -> None:
         """Resize to `slots` slots; another number clears the ghost list."""
         same = slots == self.slots
-        super().resize(slots, names)
+        super().resize(slots, keys)
         if not same:
             self._forget(*self._ghosts.everything())
             self._ghosts = GhostList(_GHOSTS * slots)
@@ -180,7 +180,7 @@ class Gittins(EvictionPolicy):
     def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """Record uses of `nodes`, which are not in the policy, in the ghost list."""
         self._last = self._pause
-        self._remember(self.names[numbers(nodes)], leaf=leaf)
+        self._remember(self.keys[numbers(nodes)], leaf=leaf)
 
     def _remember(self, keys: Keys, *, leaf: bool) -> None:
         """Record uses of `keys`, tail first, which are not in the policy, in this tick."""
@@ -204,7 +204,7 @@ class Gittins(EvictionPolicy):
         if not continues:
             self._last = self._pause
         at, first = numbers(nodes), 0
-        for count, state, when in self._use_new(self.names[at], leaf=leaf, copies=copies):
+        for count, state, when in self._use_new(self.keys[at], leaf=leaf, copies=copies):
             which = self._list_of(state, when)
             if count < FEW:
                 some = nodes[first : first + count]

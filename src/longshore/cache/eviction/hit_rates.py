@@ -65,7 +65,7 @@ _REMEMBERED = 4096
 """Requests with a hint, of those that began last, whose hint is known when they go on."""
 
 
-class Return(NamedTuple):
+class ReuseHint(NamedTuple):
     """What the caller knows about when the chunks of a request are used again.
 
     Attributes:
@@ -79,7 +79,7 @@ class Return(NamedTuple):
     of: str = ""
 
 
-class Returns:
+class ReuseHints:
     """Hints as numbers, by tick; classes in the order in which they were named."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Returns:
         self._marks: list[tuple[int, float]] = []
         """Ticks and times at which a window began: of the last two."""
 
-    def begin(self, tick: int, now: float, said: Return | None) -> int:
+    def begin(self, tick: int, now: float, said: ReuseHint | None) -> int:
         """The request of this tick begins, at `now` seconds; the number of its hint."""
         if not self._marks or tick - self._marks[-1][0] >= _WINDOW:
             self._marks = [*self._marks[-1:], (tick, now)]
@@ -103,7 +103,7 @@ class Returns:
         """The number of the hint of a request that goes on."""
         return self._hints.get(tick, 0)
 
-    def _number(self, tick: int, now: float, said: Return) -> int:
+    def _number(self, tick: int, now: float, said: ReuseHint) -> int:
         if said.ends:
             return ENDS
         (since, then) = self._marks[0]
@@ -126,21 +126,21 @@ def sooner(old: int, passed: int, new: int) -> int:
     return SHARED + old - BACK - 1 if waits else new
 
 
-def check_return(said: Return | None) -> None:
+def check_reuse_hint(said: ReuseHint | None) -> None:
     """Raise `CacheError` for a hint that cannot be."""
     if said is None:
         return
-    if not isinstance(said, Return) or not isinstance(said.ends, bool) or not isinstance(said.of, str):
-        raise CacheError(f"expected a Return, got {said!r}")
+    if not isinstance(said, ReuseHint) or not isinstance(said.ends, bool) or not isinstance(said.of, str):
+        raise CacheError(f"expected a ReuseHint, got {said!r}")
     if said.seconds is not None and (said.ends or not 0 <= said.seconds < math.inf):
-        raise CacheError(f"Return: seconds must be finite, >= 0, and not combined with ends; got {said}")
+        raise CacheError(f"ReuseHint: seconds must be finite, >= 0, and not combined with ends; got {said}")
 
 
 # How a node was used, in 20 bits; and what follows from them.
 #
 # bit    19      18 ... 14              13 ... 10           9 ... 3                               2 ... 0
 #        held    bit length of the      its hint            0 out │ 1 ends a prompt, not used     gap before
-#                request that used it   (`returns`)         since │ 2 once │ ... │ 65 often       its last use
+#                request that used it   (`reuse_hint`)         since │ 2 once │ ... │ 65 often       its last use
 #                last
 OUT, LEAF, ONCE = (use << 3 for use in range(3))
 MOST_USES = 64

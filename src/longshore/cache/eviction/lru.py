@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import LISTS, LinkedLists, check_in, check_new, marks, numbers, once, unknown
-from longshore.cache.eviction.base import EvictionPolicy, Names
+from longshore.cache.eviction.base import EvictionPolicy, NodeKeys
 from longshore.errors import CacheError
 
 _ORDER = 1
@@ -19,8 +19,8 @@ _OUT, _IN, _HELD = range(3)
 class LRU(EvictionPolicy):
     """Evicts the least recently used chunk first. Every operation is O(1); 9 bytes per node."""
 
-    def __init__(self, slots: int, names: Names) -> None:
-        super().__init__(slots, names)
+    def __init__(self, slots: int, keys: NodeKeys) -> None:
+        super().__init__(slots, keys)
         self._linked = LinkedLists()
         self._place = bytearray(LISTS)
         self._count = 0

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key
 from longshore.cache.columns import FEW, check_new, marks, numbers, once, unknown
-from longshore.cache.eviction.base import EvictionPolicy, Names
+from longshore.cache.eviction.base import EvictionPolicy, NodeKeys
 from longshore.errors import CacheError
 
 OUT = 255
@@ -21,9 +21,9 @@ OUT = 255
 class PartitionedPolicy(EvictionPolicy):
     """Policies by number, from 0 to 254, in the order of eviction; a node goes to that of `wanted(node)`."""
 
-    def __init__(self, slots: int, names: Names, parts: Mapping[int, EvictionPolicy], nodes: int = 0) -> None:
+    def __init__(self, slots: int, keys: NodeKeys, parts: Mapping[int, EvictionPolicy], nodes: int = 0) -> None:
         """`nodes`: there are nodes below this number in the parts already."""
-        super().__init__(slots, names)
+        super().__init__(slots, keys)
         self._parts = dict(parts)
         self._tick = self._hint = 0
         part = np.zeros(0, np.uint8)
@@ -46,11 +46,11 @@ class PartitionedPolicy(EvictionPolicy):
         """The policy with this number."""
         return self._parts[number]
 
-    def resize(self, slots: int, names: Names) -> None:
+    def resize(self, slots: int, keys: NodeKeys) -> None:
         """Resize to `slots` slots."""
-        super().resize(slots, names)
+        super().resize(slots, keys)
         for policy in self._parts.values():
-            policy.resize(slots, names)
+            policy.resize(slots, keys)
 
     def grow(self, nodes: int) -> None:
         """Make room for node numbers below `nodes`."""
@@ -208,11 +208,11 @@ class PartitionedBySize(PartitionedPolicy):
     def __init__(
         self,
         slots: int,
-        names: Names,
+        keys: NodeKeys,
         policies: Sequence[EvictionPolicy],
         pools_of: Callable[[Sequence[int]], Sequence[int]],
     ) -> None:
-        super().__init__(slots, names, dict(enumerate(policies)))
+        super().__init__(slots, keys, dict(enumerate(policies)))
         self._pools_of = pools_of
 
     def wanted(self, node: int) -> int:
@@ -223,12 +223,12 @@ class PartitionedBySize(PartitionedPolicy):
         """The pool of each of `nodes`."""
         return bytes(self._pools_of(nodes))
 
-    def resize(self, slots: int, names: Names) -> None:
+    def resize(self, slots: int, keys: NodeKeys) -> None:
         """Resize to `slots`, the slots of all slabs at the smallest size; each size gets its share."""
         before = self.slots
-        EvictionPolicy.resize(self, slots, names)
+        EvictionPolicy.resize(self, slots, keys)
         for policy in self._parts.values():
-            policy.resize(policy.slots * slots // before if before else slots, names)
+            policy.resize(policy.slots * slots // before if before else slots, keys)
 
     def replace(self, make: Callable[[EvictionPolicy], EvictionPolicy]) -> None:
         """Replace each policy by one made from it."""
@@ -241,8 +241,8 @@ class PartitionedByPriority(PartitionedPolicy):
     def __init__(
         self,
         slots: int,
-        names: Names,
-        make: Callable[[int, Names], EvictionPolicy],
+        keys: NodeKeys,
+        make: Callable[[int, NodeKeys], EvictionPolicy],
         first: EvictionPolicy,
         priority: int,
         priorities: memoryview[int],
@@ -253,7 +253,7 @@ class PartitionedByPriority(PartitionedPolicy):
 
         Whoever changes one calls `move`. The request of `tick` is served, which has this `hint`; `first` has been told.
         """
-        super().__init__(slots, names, {priority: first}, len(priorities))
+        super().__init__(slots, keys, {priority: first}, len(priorities))
         self.refuses, self._usual = first.refuses, first
         self._tick, self._hint = tick, hint
         self._make = make
@@ -273,7 +273,7 @@ class PartitionedByPriority(PartitionedPolicy):
     def part(self, number: int) -> EvictionPolicy:
         """The policy of a priority, made if there is none yet."""
         if number not in self._parts:
-            policy = self._make(self.slots, self.names)
+            policy = self._make(self.slots, self.keys)
             policy.grow(len(self._part))
             policy.begin(self._tick, hint=self._hint)
             self._parts = dict(sorted([*self._parts.items(), (number, policy)]))

@@ -1,12 +1,12 @@
 """`LongshoreStorage`: what SGLang's hierarchical cache is told to load as its storage back end.
 
-    SGLang's host memory ◄──copies──► ring in shared memory ◄──tier host──► files
+    SGLang's host memory ◄──copies──► staging area in shared memory ◄──tier host──► files
                                       with stores: a host tier of `host_size` ◄──tier hosts──► files, stores
 
 SGLang asks from threads of its own, which block until a call returns. It takes the pages of a call back as soon as that
-returns, so no copy may touch them then. Only this process touches them, by copies between them and a bounded ring: a
-call can return at its deadline, however long a disk takes. A tier host that mapped SGLang's memory could not be called
-back from a hung disk. A store returns when its pages are in the ring; the files are written behind.
+returns, so no copy may touch them then. Only this process touches them, by copies between them and a staging
+area: a call can return at its deadline, however long a disk takes. A tier host that mapped SGLang's memory could not be
+called back from a hung disk. A store returns when its pages are in the staging area; the files are written behind.
 
 Every rank has a process, files, and a scope of its own. Whatever fails makes fewer pages: the calls raise nothing.
 
@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.utils import get_hash_str
 
 from longshore.boundary import Key
-from longshore.cache import UNTOLD, Found, GroupKeys, TieredCache, Until
+from longshore.cache import UNKNOWN_START, Found, GroupKeys, TieredCache, Until
 from longshore.config import Config
 from longshore.engines.sglang import contract, identity
 from longshore.engines.sglang.flags import PREFIX_KEYS, of_pool, read
@@ -245,19 +245,19 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         if not keys or self._why_off or self._kv.is_stuck():
             return 0
         stack, runtime = self._kv.stack, self._runtime
-        with runtime.control() as cache:
-            with runtime.asked.seconds.timed():
-                found = cache.lookup({0: GroupKeys(keys, UNTOLD)}, runtime.clock(), asks=())
+        with runtime.transaction() as cache:
+            with runtime.lookup_counters.seconds.timed():
+                found = cache.lookup({0: GroupKeys(keys, UNKNOWN_START)}, runtime.clock(), remote_tiers=())
             path = _whole_path(cache, keys, found.before, runtime.clock()) if stack.remote else None
-        runtime.asked.requests += 1
-        runtime.asked.attempts += 1
+        runtime.lookup_counters.requests += 1
+        runtime.lookup_counters.attempts += 1
         self._note(_LookedUp(found.tick, path), keys)
         count = 0
         if found.lease is not None:
             try:
                 count = runtime.worth_loading(found.lease, len(before or ()) * self._kv.pages.page_size)
             finally:
-                with runtime.control() as cache:
+                with runtime.transaction() as cache:
                     cache.release(found.lease)
         if path is None or count < found.chunks:
             return count
@@ -275,34 +275,34 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         deadline = runtime.clock() + self.settings.load_timeout
         while done < len(keys) and (left := deadline - runtime.clock()) > 0:
             if asked.path is None:
-                with runtime.control() as cache:
+                with runtime.transaction() as cache:
                     before = _look(cache, keys, runtime.clock()).before
                 part = GroupKeys([*before, *keys], len(before))
             else:
                 first = asked.path.first
-                path = [*asked.path.names[:first], *keys]  # of another prompt the look-up may be, which begins alike
+                path = [*asked.path.keys[:first], *keys]  # of another prompt the look-up may be, which begins alike
                 part, size = GroupKeys(path, first + done), self._kv.pages.page_size
                 bring(runtime, part, part.first * size, size, left, is_agreed=True)  # by `offered`
             arrived = self._load_part(part, pages[done:], asked.tick)
             done += arrived
             if not arrived or asked.path is None:
                 break
-        if self._kv.ring is not None and runtime.clock() >= deadline:
+        if self._kv.staging is not None and runtime.clock() >= deadline:
             self._kv.no_wait_until = deadline + self.settings.load_timeout
         return 0 if self._why_off else done
 
     def _load_part(self, part: GroupKeys, pages: Sequence[int], tick: int | None) -> int:
         """Fill `pages` with what leads of `part` and our tiers have; how many that are."""
         jobs, runtime = list[int](), self._runtime
-        with runtime.control() as cache:
-            found = cache.lookup({0: part}, runtime.clock(), asks=(), tick=tick, count=False)
+        with runtime.transaction() as cache:
+            found = cache.lookup({0: part}, runtime.clock(), remote_tiers=(), tick=tick, count=False)
         if found.lease is None:
             return 0
         try:
             mine = pages[: found.chunks]
             return len(self._kv.stack.load_path(found, part, mine, lambda job, blocks: jobs.append(job)))
         finally:
-            with contextlib.suppress(LongshoreError), runtime.control() as cache:
+            with contextlib.suppress(LongshoreError), runtime.transaction() as cache:
                 cache.release(found.lease)
             self._kv.let_go(jobs)
 
@@ -314,16 +314,16 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             raise EngineError(f"SGLang does not say what precedes a page: set {PREFIX_KEYS} in its extra configuration")
         pages, part = self._kv.pages.pages(indices, len(names)), GroupKeys(digests([*before, *names]), len(before))
         longest = self.settings.write_timeout
-        waits = self._kv.ring is None and self._runtime.clock() >= self._kv.no_wait_until
+        waits = self._kv.staging is None and self._runtime.clock() >= self._kv.no_wait_until
         with self._kv.bounded(longest) as jobs:
-            patience = longest if waits else 0.0
-            kept = self._kv.stack.store_path(part, pages, lambda job, blocks: jobs.append(job), patience=patience)
+            timeout = longest if waits else 0.0
+            kept = self._kv.stack.store_path(part, pages, lambda job, blocks: jobs.append(job), timeout=timeout)
         return max(0, kept - len(before))
 
     def _note(self, asked: _LookedUp, keys: Sequence[Key]) -> None:
         """Keep what was looked up for each call that may load some of `keys`."""
         batches = range(0, len(keys), STORAGE_BATCH_SIZE)
-        share = _OF_CALL + (0 if asked.path is None else len(asked.path.names) // len(batches))
+        share = _OF_CALL + (0 if asked.path is None else len(asked.path.keys) // len(batches))
         with self._lock:
             for at in batches:
                 path = asked.path and asked.path._replace(first=asked.path.first + at)
@@ -338,7 +338,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
     def clear(self) -> None:
         """Forget all pages in files, also after a restart."""
         for tiers in self._tiers.values():
-            with tiers.runtime.control() as cache:
+            with tiers.runtime.transaction() as cache:
                 cache.reset()
 
     def flush(self, timeout: float) -> bool:
@@ -397,7 +397,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         """Device and host memory of SGLang are empty. After a change of weights: begin another namespace."""
         if self._has_changed:
             for tiers in self._tiers.values():
-                with tiers.runtime.control() as cache:
+                with tiers.runtime.transaction() as cache:
                     cache.reset(weights=True)
             with self._lock:
                 self._asked.clear()
@@ -438,12 +438,12 @@ def restorable(count: int, others: Sequence[PoolTransfer], there: Mapping[str, S
 
 
 def _collector(stack: Stack) -> LongshoreCollector:
-    return LongshoreCollector(stack.runtime, stack.host, stack.engine, stack.events, stack.file, stack.remote)
+    return LongshoreCollector(stack.runtime, stack.host, stack.transfer_engine, stack.events, stack.file, stack.remote)
 
 
 def _look(cache: TieredCache, keys: Sequence[Key], now: float) -> Found:
     """What tiers have of `keys`, and before them. Keeps nothing, and counts for nothing."""
-    return cache.lookup({0: GroupKeys(keys, UNTOLD)}, now, until=Until.NOTHING, count=False, asks=())
+    return cache.lookup({0: GroupKeys(keys, UNKNOWN_START)}, now, until=Until.NOTHING, count=False, remote_tiers=())
 
 
 def _whole_path(cache: TieredCache, keys: Sequence[Key], before: Sequence[Key], now: float) -> GroupKeys | None:

@@ -1,10 +1,10 @@
 """The tiers behind one of SGLang's host pools.
 
-    SGLang's host memory ◄──copies──► ring in shared memory ◄──tier host──► files
+    SGLang's host memory ◄──copies──► staging area in shared memory ◄──tier host──► files
                                       with stores: a host tier of `host_size` ◄──tier hosts──► files, stores
 
 A model with sliding windows has a host pool for them beside that of the keys and values. Each pool has pages of its
-own size and number, so each has a control plane, a ring and a tier host of its own.
+own size and number, so each has a control plane, a staging area and a tier host of its own.
 
 The pages are a layout (`HostPages`), by what `get_page_buffer_meta` says of each, verified. The memory stays SGLang's:
 
@@ -33,16 +33,16 @@ from longshore.keys import Scope
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.runtime.containment import contained
 from longshore.runtime.loop import Runtime
-from longshore.runtime.ring_mover import ImageRing
 from longshore.runtime.selftest import self_test
-from longshore.runtime.stack import RING_BYTES, Stack, open_stack
+from longshore.runtime.stack import STAGING_BYTES, Stack, open_stack
+from longshore.runtime.staging_mover import StagingSlots
 from longshore.runtime.tier_host import HostedFileTier, HostedRemoteTier
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.transfer.device import CpuDevice
 
 _log = logging.getLogger(__name__)
 
-_LEAST_RING = 8  # pages
+_LEAST_STAGING = 8  # pages
 
 
 class HostPages:
@@ -119,28 +119,28 @@ class PoolTiers:
     Attributes:
         pages: The pages of the pool.
         stack: The tiers.
-        ring: What images pass through; `None` with stores.
+        staging: What images pass through; `None` with stores.
         settings: Those of the tiers.
-        no_wait_until: Time until which no call waits for room in the ring.
+        no_wait_until: Time until which no call waits for room in the staging area.
     """
 
     def __init__(self, pages: HostPages, config: Config, scope: Scope, undo: contextlib.ExitStack) -> None:
-        """Open the tiers; `undo` closes them. Stores need slots of a host tier: there is no ring with them.
+        """Open the tiers; `undo` closes them. Stores need slots of a host tier: there is no staging with them.
 
         Raises `LongshoreError`.
         """
         self.pages, self.settings = pages, config
         self.no_wait_until = 0.0
-        self.ring: ImageRing | None = None
+        self.staging: StagingSlots | None = None
         layout = pages.layout
         if config.remote:
             policies = {"backup": config.offload, "offload": WritePolicy.THROUGH}
             config = config.model_copy(update={"host_shared": True, **policies})
         else:
-            images = max(RING_BYTES // layout.image_bytes, _LEAST_RING)
+            images = max(STAGING_BYTES // layout.image_bytes, _LEAST_STAGING)
             memory = Arena(images * layout.image_bytes, ArenaSettings(numa_node=None, shared=True))
             undo.callback(memory.close)
-            self.ring = ImageRing(memory, layout.image_bytes)
+            self.staging = StagingSlots(memory, layout.image_bytes)
         self.stack: Stack = open_stack(
             config,
             layout,
@@ -150,7 +150,7 @@ class PoolTiers:
             open_gds=_open_behind_ring,
             open_store=_open_store,
             groups=[CacheGroup(block_size=pages.page_size)],
-            ring=self.ring,
+            staging=self.staging,
         )
         undo.callback(self.stack.close)
         self.runtime: Runtime = self.stack.runtime
@@ -169,16 +169,16 @@ class PoolTiers:
             pool.free(indices)
 
     def is_stuck(self) -> bool:
-        """Whether a call has waited in vain, and the ring has no room yet: else each one would, while a disk hangs."""
-        return self.ring is not None and not self.ring.free and self.runtime.clock() < self.no_wait_until
+        """Whether a call has waited in vain, and staging has no room yet: else each would, while a disk hangs."""
+        return self.staging is not None and not self.staging.free and self.runtime.clock() < self.no_wait_until
 
     def let_go(self, jobs: Sequence[int]) -> None:
         """Wait until no copy touches the pages of `jobs`: jobs have deadlines, and a copy that has begun is short."""
-        mover, patience, begun = self.stack.ring_mover, self.settings.write_timeout, self.runtime.clock()
+        mover, timeout, begun = self.stack.staging_mover, self.settings.write_timeout, self.runtime.clock()
         while not (
-            self.runtime.wait_ended(jobs, patience)
+            self.runtime.wait_jobs(jobs, timeout)
             if mover is None
-            else self.runtime.wait_for_blocks(jobs, mover.touches_blocks, patience)
+            else self.runtime.wait_for_blocks(jobs, mover.touches_blocks, timeout)
         ):
             _log.error(
                 "copies of jobs %s have not ended after %.0f s; the call waits on, because SGLang uses their pages "
@@ -205,9 +205,9 @@ class PoolTiers:
         """Whether each page of these keys of SGLang's is stored, whatever is before it."""
         if self.is_stuck():
             return [False] * len(names)
-        with self.runtime.control() as cache:
+        with self.runtime.transaction() as cache:
             asked = {0: GroupKeys(digests(names))}
-            here = cache.lookup(asked, self.runtime.clock(), until=Until.NOTHING, each=True).residency[0]
+            here = cache.lookup(asked, self.runtime.clock(), until=Until.NOTHING, independent=True).residency[0]
         return [each in (Presence.READY, Presence.COLDER) for each in here.presences]
 
     @contained(lambda self, names, indices: 0, expected=(LongshoreError,))
@@ -219,9 +219,9 @@ class PoolTiers:
         leases, tick, done = list[Lease](), None, 0
         with self.bounded(timeout) as jobs:
             try:
-                with runtime.control() as cache:
+                with runtime.transaction() as cache:
                     for key, page in zip(digests(names), pages, strict=True):
-                        found = cache.lookup({0: GroupKeys([key])}, runtime.clock(), asks=(), tick=tick)
+                        found = cache.lookup({0: GroupKeys([key])}, runtime.clock(), remote_tiers=(), tick=tick)
                         tick = found.tick
                         if found.lease is None:
                             break
@@ -229,12 +229,12 @@ class PoolTiers:
                         order = cache.load(found.lease, {0: [page]}, timeout=timeout)
                         jobs += [part.job for part in order.parts]
                 for lease in leases:
-                    outcome = runtime.wait_over(lease).outcome
+                    outcome = runtime.wait_load(lease).outcome
                     if outcome is None or not outcome.chunks:
                         break
                     done += 1
             finally:
-                with contextlib.suppress(LongshoreError), runtime.control() as cache:
+                with contextlib.suppress(LongshoreError), runtime.transaction() as cache:
                     for lease in leases:
                         cache.release(lease)
         return done

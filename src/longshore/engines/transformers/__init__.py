@@ -13,9 +13,18 @@ from longshore.engines.transformers import contract
 
 contract.load()
 
-from longshore.engines.transformers.attach import Tiers, refuse, tiered
+from longshore.engines.transformers.attach import Tiers, tiered, why_not_served
 from longshore.engines.transformers.oracle import RequestBlocks, recording, replaying
 from longshore.engines.transformers.prefix_store import PrefixStore
 from longshore.engines.transformers.requests import PromptRecord
 
-__all__ = ["PrefixStore", "PromptRecord", "RequestBlocks", "Tiers", "recording", "refuse", "replaying", "tiered"]
+__all__ = [
+    "PrefixStore",
+    "PromptRecord",
+    "RequestBlocks",
+    "Tiers",
+    "recording",
+    "replaying",
+    "tiered",
+    "why_not_served",
+]

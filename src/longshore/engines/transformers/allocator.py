@@ -25,7 +25,7 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger, compute_block_hash
 
 from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
-from longshore.cache import GroupKeys, Lease, Retention, Text, Until
+from longshore.cache import GroupKeys, Lease, PromptTokens, Retention, Until
 from longshore.engines.transformers.contract import check_allocator
 from longshore.engines.transformers.requests import PromptLookup, PromptRecord, WaitingPrefetcher
 from longshore.errors import DeviceError, EngineError, QueueFullError, TierClosedError, TierError, TokenError
@@ -226,7 +226,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         request, self.asking = self.asking or f"prompt-{next(self._unnamed)}", None
         lookup = self._lookup(request)
         if self._stack is not None:
-            self._stack.runtime.asked.attempts += 1
+            self._stack.runtime.lookup_counters.attempts += 1
             onboarded, tiers = self._onboard(self._stack, lookup, prompt_ids, blocks)
             blocks, sources = blocks + onboarded, sources + tiers
             lookup.at = self._stack.runtime.clock()
@@ -256,14 +256,14 @@ class TieredAllocator(FullAttentionCacheAllocator):
         if self._number:
             self.owner.record(PromptRecord(lookup.tokens, self.tokens_per_page, lookup.sources, lookup.request))
         if self._stack is not None:
-            self._stack.runtime.asked.requests += 1
+            self._stack.runtime.lookup_counters.requests += 1
             self._count_request(self._stack, lookup)
             self._stop_waiting([lookup])
 
     @contained(lambda self, stack, lookup: None, expected=_EXPECTED)
     def _count_request(self, stack: Stack, lookup: PromptLookup) -> None:
         """The request begins now: what the tiers lack of it is missed."""
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             if lookup.path is not None and not lookup.is_counted:
                 lookup.is_counted = True
                 path, now, name = {0: lookup.path}, stack.runtime.clock(), lookup.request
@@ -310,7 +310,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
     @contained(lambda self, stack, ahead, waiting: set[str](), expected=_EXPECTED)
     def _fetch(self, stack: Stack, ahead: WaitingPrefetcher, waiting: Iterable[tuple[str, list[int]]]) -> set[str]:
         late: set[str] = set()
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             for request, prompt in waiting:
                 lookup = self._lookup(request)
                 if not lookup.is_fetched:
@@ -333,7 +333,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     @contained(lambda self, stack, ahead, lookups: None, expected=_EXPECTED)
     def _end_prefetches(self, stack: Stack, ahead: WaitingPrefetcher, lookups: Sequence[PromptLookup]) -> None:
-        with contextlib.suppress(TierClosedError), stack.runtime.control() as cache:
+        with contextlib.suppress(TierClosedError), stack.runtime.transaction() as cache:
             for lookup in lookups:
                 ahead.end(cache, lookup)
 
@@ -345,7 +345,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         """What to look up of `prompt`, whose first `present` blocks are on the device."""
         per_chunk, limit = stack.config.blocks_per_chunk, self._limit(prompt)
         keys = chain(stack.scope.root, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
-        text = Text(prompt[: limit * self.tokens_per_page], stack.scope.root) if per_chunk > 1 else None
+        text = PromptTokens(prompt[: limit * self.tokens_per_page], stack.scope.root) if per_chunk > 1 else None
         stack.describe(keys, 0, prompt)
         return GroupKeys(keys, min(present // per_chunk, len(keys)), text=text)
 
@@ -362,19 +362,19 @@ class TieredAllocator(FullAttentionCacheAllocator):
         skip = len(present) % per_chunk
         lookup.path = self._path(stack, prompt, len(present))
         if stack.remote and REMOTE in lookup.hints.load:
-            context, patience = len(present) * self.tokens_per_page, stack.config.load_timeout
-            sent = bring(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, patience)
+            context, timeout = len(present) * self.tokens_per_page, stack.config.load_timeout
+            sent = bring(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, timeout)
             lookup.fetched_from.update(sent)
         now, name = stack.runtime.clock(), lookup.request
-        with stack.runtime.control() as cache, stack.runtime.asked.seconds.timed():
+        with stack.runtime.transaction() as cache, stack.runtime.lookup_counters.seconds.timed():
             found = cache.lookup(
                 {0: lookup.path},
                 now,
                 request=name,
                 count=False,
                 tick=lookup.tick,
-                returns=lookup.hints.returns,
-                asks=(),
+                reuse_hint=lookup.hints.reuse_hint,
+                remote_tiers=(),
             )
         lookup.tick, lease = found.tick, found.lease
         if lease is None:
@@ -385,7 +385,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             fetched = max(0, lookup.fetched - lookup.path.first)
             chunks = stack.runtime.worth_loading(lease, len(present) * self.tokens_per_page, least=fetched)
             if FILE not in lookup.hints.load:
-                with stack.runtime.control() as cache:
+                with stack.runtime.transaction() as cache:
                     chunks = min(chunks, cache.progress(lease).leading(HOST))
             leading = found.partial.tokens // self.tokens_per_page if found.partial and chunks > found.chunks else 0
             wanted = min(min(chunks, found.chunks) * per_chunk + leading - skip, limit - len(present))
@@ -396,7 +396,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             if not blocks:
                 return [], []
             self._count_request(stack, lookup)
-            stack.engine.begin_step(self._compute)
+            stack.transfer_engine.begin_step(self._compute)
             origins, uses = lookup.fetched_from, self._guard.add
             sources = stack.load_path(found, lookup.path, blocks, uses, skip=skip, request=name, origins=origins)
             filled = [tier for tier in sources for _ in range(per_chunk)][skip : skip + len(blocks)]
@@ -407,7 +407,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
 
     @contained(lambda self, stack, lease: None, expected=_EXPECTED)
     def _release(self, stack: Stack, lease: Lease) -> None:
-        with stack.runtime.control() as cache:
+        with stack.runtime.transaction() as cache:
             cache.release(lease)
 
     def _take_blocks(self, wanted: int, reserve: int, keep: Sequence[int]) -> list[int]:
@@ -468,7 +468,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self._remember(_Chunk(keys.keys, position, prompt, blocks, retention, tokens))
         stack.describe(keys.keys, known, token_ids[known * chunk_tokens : whole * chunk_tokens])
         tick = None if lookup is None else lookup.tick
-        text = Text(token_ids[: whole * chunk_tokens], stack.scope.root) if per_chunk > 1 else None
+        text = PromptTokens(token_ids[: whole * chunk_tokens], stack.scope.root) if per_chunk > 1 else None
         path = GroupKeys(keys.keys[:whole], prompt=prompt, retention=retention, text=text)
         self._store(stack, path, table[: whole * per_chunk], evicting=False, tick=tick)
 
@@ -518,18 +518,20 @@ class TieredAllocator(FullAttentionCacheAllocator):
             known = [np.array(chunk.tokens, np.uint32) for chunk in run if chunk.tokens is not None]
             if known:  # of the chunks before them nothing is asked
                 stack.describe(keys, tail.position + 1 - len(known), np.concatenate(known).tolist())
-                text = Text(np.concatenate([np.zeros(first * len(known[0]), np.uint32), *known]), stack.scope.root)
+                text = PromptTokens(
+                    np.concatenate([np.zeros(first * len(known[0]), np.uint32), *known]), stack.scope.root
+                )
             path = GroupKeys(keys, first, text=text, prompt=tail.prompt, retention=tail.retention)
             self._store(stack, path, blocks, evicting=True)
 
     def _store(
         self, stack: Stack, path: GroupKeys, blocks: Sequence[int], *, evicting: bool, tick: int | None = None
     ) -> None:
-        stack.engine.begin_step(self._compute)
-        with stack.runtime.observe() as cache:
-            is_long = len(path.names) > cache.stats()[0].slots
-        patience = stack.config.write_timeout if evicting and is_long else 0.0
-        stack.store_path(path, blocks, self._guard.add, evicting=evicting, tick=tick, patience=patience)
+        stack.transfer_engine.begin_step(self._compute)
+        with stack.runtime.locked() as cache:
+            is_long = len(path.keys) > cache.stats()[0].slots
+        timeout = stack.config.write_timeout if evicting and is_long else 0.0
+        stack.store_path(path, blocks, self._guard.add, evicting=evicting, tick=tick, timeout=timeout)
 
     # ------------------------------------------------------------------ blocks
 

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _MOST_HINTS = 1 << 16
 
 
-def refuse(model: Any) -> str | None:
+def why_not_served(model: Any) -> str | None:
     """Why `model` cannot be served with tiers below its device cache; `None` if it can."""
     config = model.config.get_text_config()
     try:
@@ -159,7 +159,7 @@ class Tiers:
         """The keys of the whole chunks of a prompt, of the one KV cache group. Raises `EngineError` without tiers."""
         if (stack := self.stack) is None:
             raise EngineError("there are no tiers now")
-        with stack.runtime.observe() as cache:
+        with stack.runtime.locked() as cache:
             return [chain(stack.scope.root, tokens, cache.settings.first_tokens)]
 
     def occupancy(self) -> dict[str, int]:
@@ -167,7 +167,7 @@ class Tiers:
         if self.stack is None or self._allocator is None:
             return {}
         self.stack.runtime.pump()
-        with self.stack.runtime.observe() as cache:
+        with self.stack.runtime.locked() as cache:
             tiers = cache.stats()
         return {DEVICE: self._allocator.used_bytes, **{tier.name: tier.used_bytes for tier in tiers}}
 
@@ -184,7 +184,7 @@ class Tiers:
         keep = kept_tiers(self.config, keep)
         self._allocator.forget()
         if self.stack.runtime.fault is None:
-            with self.stack.runtime.control() as cache:
+            with self.stack.runtime.transaction() as cache:
                 cache.reset(keep=keep)
             if self._allocator.in_use:  # otherwise the model is looked at when the next engine starts
                 self._allocator.attach(self.open(self._allocator))
@@ -192,7 +192,7 @@ class Tiers:
         stack = self.open(self._allocator)
         self._allocator.attach(stack)
         if stack is not None:  # opened anew, maybe over files of before
-            with stack.runtime.control() as cache:
+            with stack.runtime.transaction() as cache:
                 cache.reset(keep=keep)
 
     def sleep(self, *, keep: Sequence[str] = (HOST, FILE)) -> None:
@@ -283,7 +283,7 @@ class Tiers:
             name="full_attention",
         )
         with torch.autocast(rows.device.type, enabled=False):  # the engine's loop, a thread of its own, has none
-            scope = self._scopes.of(layout)
+            scope = self._scopes.compute_scope(layout)
         if self.stack is not None and self.stack.runtime.fault is not None:
             _log.warning("reopening the tiers after a failure of the control plane; the host tier starts empty")
             self._shut()
@@ -362,11 +362,11 @@ def tiered(model: Any, config: Config, *, open_file: Callable[..., Tier] = FileT
     Raises:
         ConfigError: The machine cannot give what `config` asks for.
         ContractError: This version of transformers is not as the adapter knows it.
-        EngineError: The model cannot be served (`refuse` says why), or another `tiered` block is open.
+        EngineError: The model cannot be served (`why_not_served` says why), or another `tiered` block is open.
     """
     contract.check()
     config.check_machine()
-    if (reason := refuse(model)) is not None:
+    if (reason := why_not_served(model)) is not None:
         raise EngineError(f"{type(model).__name__} cannot be served with tiers: {reason}")
     if getattr(model, "_cached_continuous_batching_manager", None) is not None:
         raise EngineError(

@@ -21,9 +21,9 @@ from longshore.boundary import FILE, HOST, REMOTE
 from longshore.cache import Found, GroupKeys, Retention
 from longshore.config import Config
 from longshore.engines.tensors import RowBlocks
-from longshore.engines.transformers.attach import kept_tiers, refuse
+from longshore.engines.transformers.attach import kept_tiers, why_not_served
 from longshore.engines.transformers.scope import ModelScope
-from longshore.errors import CacheError, EngineError
+from longshore.errors import CacheError, CopyTimeoutError, EngineError
 from longshore.hints import RequestHints
 from longshore.keys import chain
 from longshore.layout import from_rows
@@ -45,7 +45,7 @@ Hints = RequestHints | Mapping[str, Any] | None
 
 
 class PrefixStore:
-    """Block images of prefixes, in the tiers of a `Config`. A context manager. Threads may share it, and take turns.
+    """Chunk images of prefixes, in the tiers of a `Config`. A context manager. Threads may share it, and take turns.
 
     Each call hashes all weights and the model's code; weights are hashed on their own device. What was stored before a
     change is not restored after it. Hashing takes about 150 ms for each GiB of weights on 2 cores of a shared machine,
@@ -76,13 +76,13 @@ class PrefixStore:
         staging_blocks: int = 64,
         open_file: Callable[..., Tier] = FileTier,
     ) -> None:
-        if (reason := refuse(model)) is not None:
+        if (reason := why_not_served(model)) is not None:
             raise EngineError(f"{type(model).__name__} cannot be served with tiers: {reason}")
         self._model = model
         self._config = config
-        self._chunk = config.blocks_per_chunk
+        self._blocks_per_chunk = config.blocks_per_chunk
         self._chunk_tokens = config.blocks_per_chunk * block_size
-        self._blocks = max(staging_blocks // self._chunk, 1) * self._chunk
+        self._staging_blocks = max(staging_blocks // self._blocks_per_chunk, 1) * self._blocks_per_chunk
         self._block_size = block_size
         self._open_file = open_file
         self._scopes = ModelScope(model, config.salt, fixed=config.fixed_weights)
@@ -93,7 +93,7 @@ class PrefixStore:
         self._interrupted = False
         """Whether an exception interrupted a call; copies to the staging blocks may still run."""
         self._open()
-        self._control: ControlServer | None = None
+        self._ctl_server: ControlServer | None = None
         if config.control:
             engine = ControlledEngine(
                 lambda: [ControlledGroup(self._stack.runtime)],
@@ -101,7 +101,7 @@ class PrefixStore:
                 self.collector.collect,
             )
             try:
-                self._control = ControlServer(config.control, engine)
+                self._ctl_server = ControlServer(config.control, engine)
             except BaseException:
                 self._stack.close()
                 raise
@@ -110,7 +110,7 @@ class PrefixStore:
         """Allocate the staging blocks, and open the tiers under the scope of the model as it is."""
         device = self._allocate_staging()
         self._stack = open_stack(
-            self._config, self._layout, self._scopes.of(self._layout), device, open_file=self._open_file
+            self._config, self._layout, self._scopes.compute_scope(self._layout), device, open_file=self._open_file
         )
         self.collector.follow(self._stack)
         self._test()
@@ -122,23 +122,23 @@ class PrefixStore:
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self._shape = (text.num_hidden_layers, 2, block_size, heads, head_dim)
-        self._pages = torch.zeros((self._blocks, *self._shape), dtype=model.dtype, device=model.device)
-        rows = self._pages.view(self._blocks, -1).view(torch.uint8)
+        self._pages = torch.zeros((self._staging_blocks, *self._shape), dtype=model.dtype, device=model.device)
+        rows = self._pages.view(self._staging_blocks, -1).view(torch.uint8)
         self._layout = from_rows(
             rows,
             pages_per_block=2 * text.num_hidden_layers,
             block_size=block_size,
-            blocks_per_chunk=self._chunk,
+            blocks_per_chunk=self._blocks_per_chunk,
             name="dynamic_cache",
         )
-        self._busy: list[int] = []
+        self._jobs: list[int] = []
         return device_for(self._layout, self._config.calibration)
 
     def _test(self, *, files: bool = True) -> None:
         """Run the self-test; close the tiers if it fails."""
-        rows = self._pages.view(self._blocks, -1).view(torch.uint8)
+        rows = self._pages.view(self._staging_blocks, -1).view(torch.uint8)
         try:
-            self_test(self._stack, RowBlocks(rows), range(self._chunk), files=files)
+            self_test(self._stack, RowBlocks(rows), range(self._blocks_per_chunk), files=files)
         except BaseException:
             self._stack.close()
             raise
@@ -166,7 +166,7 @@ class PrefixStore:
 
         Also reopens them after an interrupted call.
         """
-        changed = self._scopes.of(self._layout).root != self._stack.scope.root
+        changed = self._scopes.compute_scope(self._layout).root != self._stack.scope.root
         if changed:
             _log.warning(
                 "the model's weights, code or settings have changed: prefixes stored before are not restored; store "
@@ -182,13 +182,13 @@ class PrefixStore:
 
         Uses `hints.retention` and `hints.store`; without `hints`, those of `Config.request_hints`.
         Raises `CacheError` if `cache` has another batch size, or fewer tokens than `tokens`; `HintError` for hints that
-        cannot be read.
+        cannot be read; `CopyTimeoutError` if copies do not end within `write_timeout`.
         """
-        said = self._hints(hints)
+        wanted = self._hints(hints)
         with self._exclusive() as awake:
-            if not awake or not said.store:
+            if not awake or not wanted.store:
                 return 0
-            return self._store(tokens, self._keys(tokens), cache, said.chunks(self._chunk * self._block_size))
+            return self._store(tokens, self._keys(tokens), cache, wanted.chunks(self._chunk_tokens))
 
     def _store(
         self, tokens: Sequence[int], keys: Sequence[bytes], cache: DynamicCache, retention: Sequence[Retention]
@@ -204,50 +204,54 @@ class PrefixStore:
             )
         kept = 0
         while kept < len(keys):
-            first, part = kept, keys[: kept + self._blocks // self._chunk]
-            blocks = range((len(part) - first) * self._chunk)
+            first, part = kept, keys[: kept + self._staging_blocks // self._blocks_per_chunk]
+            blocks = range((len(part) - first) * self._blocks_per_chunk)
             self._wait_idle()
-            self._fill(cache, first * self._chunk, len(blocks))
-            self._stack.engine.begin_step(None)
+            self._fill(cache, first * self._blocks_per_chunk, len(blocks))
+            self._stack.transfer_engine.begin_step(None)
             self._stack.describe(part, first, tokens[first * self._chunk_tokens : len(part) * self._chunk_tokens])
-            patience = self._config.write_timeout
+            timeout = self._config.write_timeout
             kept = self._stack.store_path(
                 GroupKeys(part, first, retention=retention),
                 blocks,
-                self._note_use,
+                self._add_job,
                 evicting=True,
-                patience=patience,
+                timeout=timeout,
             )
             if kept < len(part):
                 break
         self._wait_idle()
-        return kept * self._chunk * self._block_size
+        return kept * self._chunk_tokens
 
     def restore_prefix(self, tokens: Sequence[int], hints: Hints = None) -> tuple[DynamicCache, int]:
         """A cache with the longest known prefix of `tokens`, exact to the bit, and its length in tokens (maybe 0).
 
         Uses `hints.load`, `ends`, `returns_in` and `kind`; without `hints`, those of `Config.request_hints`.
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
+        What a file has is read even where computing it would be faster: the setting `gate` is not asked. Raises
+        `CopyTimeoutError` if copies do not end within `write_timeout`.
         """
-        cache, done, tick, said = DynamicCache(), 0, None, self._hints(hints)
+        cache, done, tick, wanted = DynamicCache(), 0, None, self._hints(hints)
         with self._exclusive() as awake:
-            if not awake or not said.load:
+            if not awake or not wanted.load:
                 return cache, 0
-            keys, asks = self._keys(tokens), REMOTE in said.load and bool(self._stack.remote)
+            keys, probe_remote = self._keys(tokens), REMOTE in wanted.load and bool(self._stack.remote)
             self._stack.describe(keys, 0, tokens)
             while done < len(keys):
-                arrived, tick = self._restore_path(cache, GroupKeys(keys, done), tick, said, asks=asks)
+                arrived, tick = self._restore_path(
+                    cache, GroupKeys(keys, done), tick, wanted, probe_remote=probe_remote
+                )
                 done += arrived
-                if not (arrived and asks):
+                if not (arrived and probe_remote):
                     break
-        return cache, done * self._chunk * self._block_size
+        return cache, done * self._chunk_tokens
 
     def sleep(self, *, keep: Sequence[str] = (HOST, FILE)) -> None:
         """Free the staging blocks, and forget the blocks of all but the coldest tiers to `keep`.
 
         If only files are kept, chunks that only host memory has are written to files first. Host memory that is not
-        kept is freed. Until `wake` nothing is stored, and nothing is restored. Raises `CacheError`, with nothing
-        changed, for what cannot be kept, or if a copy does not end within `write_timeout`.
+        kept is freed. Until `wake` nothing is stored, and nothing is restored. Raises, with nothing changed,
+        `CacheError` for what cannot be kept, and `CopyTimeoutError` if a copy does not end within `write_timeout`.
         """
         keep = kept_tiers(self._config, keep)
         with self._lock:
@@ -256,7 +260,7 @@ class PrefixStore:
             self._wait_idle()
             self._is_asleep = True
             if self._stack.host is None:  # through the device straight into files: there is no host memory to be kept
-                with self._stack.runtime.control() as cache:
+                with self._stack.runtime.transaction() as cache:
                     cache.reset(keep=keep)
                 self._stack.close()
             else:
@@ -286,8 +290,8 @@ class PrefixStore:
 
     def close(self) -> bool:
         """Write back what a restart would lose, and close the tiers; returns whether all was written. Idempotent."""
-        if self._control is not None:
-            self._control.close()
+        if self._ctl_server is not None:
+            self._ctl_server.close()
         with self._lock:
             return self._stack.close()
 
@@ -298,41 +302,43 @@ class PrefixStore:
         self.close()
 
     def _keys(self, tokens: Sequence[int]) -> list[bytes]:
-        return chain(self._stack.scope.root, tokens, self._chunk * self._block_size)
+        return chain(self._stack.scope.root, tokens, self._chunk_tokens)
 
-    def _hints(self, said: Hints) -> RequestHints:
-        if said is None:
+    def _hints(self, given: Hints) -> RequestHints:
+        if given is None:
             return self._config.request_hints
-        return said if isinstance(said, RequestHints) else RequestHints.parse(said)
+        return given if isinstance(given, RequestHints) else RequestHints.parse(given)
 
     def _restore_path(
-        self, cache: DynamicCache, path: GroupKeys, tick: int | None, hints: RequestHints, *, asks: bool
+        self, cache: DynamicCache, path: GroupKeys, tick: int | None, hints: RequestHints, *, probe_remote: bool
     ) -> tuple[int, int | None]:
         """Append what the tiers have of `path` to `cache`; how many chunks that is, and the tick of the restore."""
-        runtime, chunk_tokens, done = self._stack.runtime, self._chunk * self._block_size, path.first
-        if asks:
+        runtime, chunk_tokens, done = self._stack.runtime, self._chunk_tokens, path.first
+        if probe_remote:
             bring(runtime, path, path.first * chunk_tokens, chunk_tokens, self._config.load_timeout)
-        runtime.asked.requests += tick is None
-        runtime.asked.attempts += 1
-        with runtime.control() as control:
-            with runtime.asked.seconds.timed():
-                found = control.lookup({0: path}, runtime.clock(), tick=tick, returns=hints.returns, asks=())
+        runtime.lookup_counters.requests += tick is None
+        runtime.lookup_counters.attempts += 1
+        with runtime.transaction() as tiered_cache:
+            with runtime.lookup_counters.seconds.timed():
+                found = tiered_cache.lookup(
+                    {0: path}, runtime.clock(), tick=tick, reuse_hint=hints.reuse_hint, remote_tiers=()
+                )
             if found.lease is None:
                 return 0, found.tick
-            most = found.chunks if FILE in hints.load else control.progress(found.lease).leading(HOST)
+            most = found.chunks if FILE in hints.load else tiered_cache.progress(found.lease).leading(HOST)
         end = path.first + min(most, found.chunks)
         try:
             states = self._empty_states((end - done) * chunk_tokens)
             while done < end:
-                part = GroupKeys(path.names[: min(end, done + self._blocks // self._chunk)], done)
+                part = GroupKeys(path.keys[: min(end, done + self._staging_blocks // self._blocks_per_chunk)], done)
                 arrived = self._restore_part(found, part)
-                self._unpack(states, (done - path.first) * chunk_tokens, arrived * self._chunk)
+                self._unpack(states, (done - path.first) * chunk_tokens, arrived * self._blocks_per_chunk)
                 done += arrived
-                if done < len(part.names):
+                if done < len(part.keys):
                     break
         finally:
-            with runtime.control() as control:
-                control.release(found.lease)
+            with runtime.transaction() as tiered_cache:
+                tiered_cache.release(found.lease)
         if done > path.first:
             for layer in range(len(states)):
                 both = states[layer][:, :, : (done - path.first) * chunk_tokens]
@@ -343,34 +349,34 @@ class PrefixStore:
     def _restore_part(self, found: Found, part: GroupKeys) -> int:
         """Load a `part` of what was found into the staging blocks; how many chunks arrived."""
         self._wait_idle()
-        self._stack.engine.begin_step(None)
-        blocks = range((len(part.names) - part.first) * self._chunk)
-        if len(part.names) - part.first == found.chunks:  # all of it fits into the staging blocks
-            arrived = self._stack.load_path(found, part, blocks, self._note_use)
+        self._stack.transfer_engine.begin_step(None)
+        blocks = range((len(part.keys) - part.first) * self._blocks_per_chunk)
+        if len(part.keys) - part.first == found.chunks:  # all of it fits into the staging blocks
+            arrived = self._stack.load_path(found, part, blocks, self._add_job)
         else:
-            with self._stack.runtime.control() as control:
+            with self._stack.runtime.transaction() as tiered_cache:
                 now = self._stack.runtime.clock()
-                lease = control.lookup({0: part}, now, tick=found.tick, count=False, asks=()).lease
+                lease = tiered_cache.lookup({0: part}, now, tick=found.tick, count=False, remote_tiers=()).lease
             try:
-                arrived = self._stack.load_path(found._replace(lease=lease), part, blocks, self._note_use)
+                arrived = self._stack.load_path(found._replace(lease=lease), part, blocks, self._add_job)
             finally:
                 if lease is not None:
-                    with self._stack.runtime.control() as control:
-                        control.release(lease)
+                    with self._stack.runtime.transaction() as tiered_cache:
+                        tiered_cache.release(lease)
         self._wait_idle()
         return len(arrived)
 
-    def _note_use(self, job: int, blocks: Sequence[int]) -> None:
-        self._busy.append(job)
+    def _add_job(self, job: int, blocks: Sequence[int]) -> None:
+        self._jobs.append(job)
 
     def _wait_idle(self) -> None:
-        """Wait until no job uses the staging blocks. Raises `CacheError` if one does not end."""
-        if not self._stack.runtime.wait_ended(self._busy, self._stack.config.write_timeout):
-            raise CacheError(
-                f"copies of jobs {self._busy} from or to the device have not ended within write_timeout "
+        """Wait until no job uses the staging blocks. Raises `CopyTimeoutError` if one does not end."""
+        if not self._stack.runtime.wait_jobs(self._jobs, self._stack.config.write_timeout):
+            raise CopyTimeoutError(
+                f"copies of jobs {self._jobs} from or to the device have not ended within write_timeout "
                 f"({self._stack.config.write_timeout:g} s): raise write_timeout, or close the store if it happens again"
             )
-        self._busy = []
+        self._jobs = []
 
     def _check_states(self, cache: DynamicCache) -> None:
         """Raise `CacheError` unless `cache` has the model's layers, heads, head size and dtype."""

@@ -80,7 +80,7 @@ class WaitingPrefetcher:
         self.waits = stack.config.prefetch is not PrefetchPolicy.BEST_EFFORT
         self._has_stores = bool(stack.remote)
         self._per_chunk = stack.config.blocks_per_chunk
-        with stack.runtime.observe() as cache:
+        with stack.runtime.locked() as cache:
             self.room = cache.stats()[0].slots // 2
         self.keys: Counter[Key] = Counter()
         """Leased chunks, and for how many requests each."""
@@ -96,27 +96,27 @@ class WaitingPrefetcher:
         `context`: tokens before it, which are on the device. Without room for all of it, or while a store is asked or
         read, `lookup` is not `is_fetched`.
         """
-        asks = False
+        is_probing = False
         if self._has_stores and REMOTE in lookup.hints.load:
             chunk_tokens = self._per_chunk * block_size
             under_way = fetch(self._runtime, cache, path, context, chunk_tokens, ahead=True)
             lookup.fetched_from.update(under_way.names)
-            asks = bool(under_way.probes or under_way.jobs)
-        keys, former = path.names, lookup.kept
+            is_probing = bool(under_way.probes or under_way.jobs)
+        keys, former = path.keys, lookup.kept
         end, left = path.first, self.room - len(self.keys)
         while end < len(keys) and left > 0:
             left -= keys[end] not in self.keys
             end += 1
-        lookup.is_fetched = end == len(keys) and not asks
+        lookup.is_fetched = end == len(keys) and not is_probing
         if end < len(keys):
-            path = path._replace(keys=keys[:end], text=None)
+            path = path._replace(chunks=keys[:end], text=None)
         try:
             kept = self._keep(cache, lookup, path)
             if kept is not None:
                 worth = self._runtime.worth_loading(kept.lease, context, ahead=True)
                 if worth < len(kept.keys):
                     self.end(cache, lookup)
-                    less = path._replace(keys=keys[: path.first + worth], text=None)
+                    less = path._replace(chunks=keys[: path.first + worth], text=None)
                     kept = self._keep(cache, lookup, less) if worth else None
             if kept is not None:
                 lookup.fetched = path.first + len(kept.keys)
@@ -141,10 +141,10 @@ class WaitingPrefetcher:
     def _keep(self, cache: TieredCache, lookup: PromptLookup, path: GroupKeys) -> KeptLease | None:
         """Lease what the tiers have of `path`."""
         now = self._runtime.clock()
-        found = cache.lookup({0: path}, now, request=lookup.request, count=False, tick=lookup.tick, asks=())
+        found = cache.lookup({0: path}, now, request=lookup.request, count=False, tick=lookup.tick, remote_tiers=())
         lookup.tick, lookup.kept = found.tick, None
         if found.lease is not None:
-            keys = list(path.names[path.first : path.first + found.chunks])
+            keys = list(path.keys[path.first : path.first + found.chunks])
             lookup.kept = KeptLease(found.lease, keys if found.partial is None else [*keys, found.partial.key])
             self.keys.update(lookup.kept.keys)
         return lookup.kept

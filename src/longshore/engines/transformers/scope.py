@@ -335,8 +335,8 @@ class ModelScope:
         self._fixed = fixed
         self._seen: tuple[str, str] | None = None
 
-    def of(self, layout: KVLayout) -> Scope:
-        """What must be equal for two models' blocks under equal tokens to be equal."""
+    def compute_scope(self, layout: KVLayout) -> Scope:
+        """What must be equal for two models' blocks under equal tokens to be equal. Hashes the weights unless fixed."""
         model, group = self._model, layout.groups[0]
         if self._seen is None or not self._fixed:
             self._seen = weights_digest(model), code_digest(model)

@@ -24,7 +24,7 @@ from longshore.engines.vllm import contract
 from longshore.engines.vllm.metrics import zero
 from longshore.engines.vllm.worker import LongshoreWorker
 
-_AHEAD = 2
+_OPEN_STEPS = 2
 """Steps that are planned and have not ended, at most."""
 
 
@@ -74,7 +74,7 @@ class StepTimer:
     def __init__(self, on_step: Callable[[int, int, float], None], least: int) -> None:
         self._on_step = on_step
         self._least = least
-        self._open: deque[_Step] = deque(maxlen=_AHEAD)
+        self._open: deque[_Step] = deque(maxlen=_OPEN_STEPS)
         self._last_end = 0.0
 
     def planned(self, scheduled: Iterable[tuple[int, int]], now: float) -> None:

@@ -30,12 +30,12 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from longshore.boundary import FILE, HOST, PEERS, REMOTE, Key
 from longshore.cache import (
-    Gate,
     GroupKeys,
     Lease,
     MissReason,
     PrefetchPolicy,
     Presence,
+    RecomputeGate,
     Residency,
     Run,
     TieredCache,
@@ -46,7 +46,7 @@ from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, JobContext
 from longshore.engines.vllm.stores import NO_SLOTS
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.runtime.loop import Runtime
-from longshore.runtime.remote_fetch import patience, worth_asking
+from longshore.runtime.remote_fetch import fetch_timeout, worth_asking
 
 if TYPE_CHECKING:
     from longshore.tiers.remote.peers import PeerTier
@@ -202,8 +202,8 @@ class Loads:
         if load.fetch is None:
             self.stop(cache, load.name)
         else:
-            now, patience = self._jobs.clock(), self._jobs.patience
-            cache.prefetch(load.fetch, now, policy=PrefetchPolicy.TIMEOUT, timeout=patience)
+            now, timeout = self._jobs.clock(), self._jobs.timeout
+            cache.prefetch(load.fetch, now, policy=PrefetchPolicy.TIMEOUT, timeout=timeout)
 
     def _lend(self, cache: TieredCache, load: StreamedLoad, paths: Paths) -> SlotsSpec:
         """Lease the slots of the next chunks, which are in host memory, to the workers."""
@@ -230,7 +230,7 @@ def _by_group(chunks: Sequence[tuple[int, Key]]) -> dict[int, list[Key]]:
 def _lease(cache: TieredCache, load: StreamedLoad, chunks: Sequence[tuple[int, Key]]) -> Lease | None:
     """A lease on `chunks`; `None` if no tier has any of them."""
     asked = {group: GroupKeys(keys) for group, keys in _by_group(chunks).items()}
-    return cache.lookup(asked, 0.0, each=True, request=load.name, tick=load.tick).lease
+    return cache.lookup(asked, 0.0, independent=True, request=load.name, tick=load.tick).lease
 
 
 def _release(cache: TieredCache, load: StreamedLoad) -> None:
@@ -262,7 +262,7 @@ def tiers_of(found: Sequence[Presence]) -> list[str]:
 
 
 def load_limit(
-    gate: Gate | None,
+    gate: RecomputeGate | None,
     ends: Mapping[OffloadKey, int],
     tiers: Sequence[str],
     first: OffloadKey,
@@ -332,19 +332,19 @@ class RemoteFetches:
         now = self._runtime.clock()
         if request.probes is None and now < request.asks_again:
             return _on_their_way(found, ends, set(absent))
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             asked = {0: GroupKeys(request.ours(absent))}
             asks = self._worth_asking(ends, absent, first) if request.probes is None else []
             if request.source is None:  # a peer is asked by requests that name it
                 asks = [name for name in asks if name != PEERS]
             elif self._peers is not None and asks:
-                self._peers.route(asked[0].names, request.source)
-            known = cache.lookup(asked, now, until=Until.NOTHING, each=True, asks=asks)
+                self._peers.route(asked[0].keys, request.source)
+            known = cache.lookup(asked, now, until=Until.NOTHING, independent=True, remote_tiers=asks)
             if request.probes is None:
                 request.probes = known.probes
             if not all(cache.progress(probe).is_over for probe in request.probes):
                 return _on_their_way(found, ends, set(absent))
-            if self._peers is not None and request.source is not None and self._peers.are_coming(asked[0].names):
+            if self._peers is not None and request.source is not None and self._peers.are_coming(asked[0].keys):
                 request.probes = None
                 request.asks_again = now + max(_ASKS_AGAIN, _LONGER * (now - (request.waiting_since or now)))
                 return _on_their_way(found, ends, set(absent))
@@ -358,7 +358,7 @@ class RemoteFetches:
                 return found
             tiers = [names.get(key) or tier for key, tier in zip(ends, tiers_of(found), strict=True)]
             sent = Counter(names[key] for key in absent if names[key] and key[-GROUP_BYTES:] == first[-GROUP_BYTES:])
-            longest = patience(self._runtime, cache, [Run(*each) for each in sent.items()], now)
+            longest = fetch_timeout(self._runtime, cache, [Run(*each) for each in sent.items()], now)
             request.load_limit = load_limit(self._runtime.gate, ends, tiers, first, now)
             coming = self._fetch(cache, request, ends, {key for key in absent if names[key]}, now, longest)
         request.origins.update((key, names[key]) for key in coming)

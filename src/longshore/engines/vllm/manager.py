@@ -53,7 +53,7 @@ from longshore.engines.vllm.tiers import SchedulerTiers
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.errors import log_seldom
 from longshore.hints import RequestHints
-from longshore.monitoring.metric_names import LOOKUP_SECONDS
+from longshore.monitoring.metric_table import LOOKUP_SECONDS
 from longshore.runtime.containment import contained
 from longshore.runtime.control import ControlServer
 
@@ -76,12 +76,12 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self,
         tiers: SchedulerTiers,
         groups: Sequence[int],
-        patience: float,
+        timeout: float,
         *,
         announces: bool = False,
         hints: RequestHints = RequestHints(),  # noqa: B008 - it is frozen
     ) -> None:
-        """`groups` are vLLM's numbers of the KV cache groups, in our order; `patience` is in seconds.
+        """`groups` are vLLM's numbers of the KV cache groups, in our order; `timeout` is in seconds.
 
         With `announces`, KV events tell what the tiers get and give up; `tiers` must record them. `hints` are those of
         requests that have none.
@@ -105,14 +105,14 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Whether loads may have parts: the connector passes them to workers, and failed loads are recomputed."""
         self._backoff = Backoff()
         self._closed = False
-        self.control: ControlServer | None = None
+        self.ctl_server: ControlServer | None = None
         self.peer_server: PeerServer | None = None
         """If there is one, it asks `is_coming`."""
         self._computes: dict[Key, str] = {}
         """The request that computes a chunk which no tier has, and will offer it; kept for peers alone."""
         self._events = EventTranslator() if announces else None
-        with self._runtime.observe() as cache:
-            histograms = [*cache.counters.each_histogram(), (LOOKUP_SECONDS, (), self._runtime.asked.seconds)]
+        with self._runtime.locked() as cache:
+            histograms = [*cache.counters.each_histogram(), (LOOKUP_SECONDS, (), self._runtime.lookup_counters.seconds)]
             self._metrics = OffloadingMetrics(tiers.file, tiers.stores, histograms=histograms, is_off=tiers.is_off)
             host = cache.stats()[0]
             self._groups = ChunkGroups(
@@ -121,7 +121,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 tiers.windows,
             )
         images = [size.image_bytes for size in host.sizes]
-        self._jobs = JobContext(self._groups, tiers.reports, self._runtime.clock, patience, host.slots, images)
+        self._jobs = JobContext(self._groups, tiers.reports, self._runtime.clock, timeout, host.slots, images)
         self._fetches = RemoteFetches(self._runtime, self._groups, tiers.peers) if tiers.stores else None
         self._loads = Loads(self._jobs, self._validity)
         self._stores = StoreJobs(self._jobs, self._validity, self._events, tiers.write_timeout)
@@ -167,7 +167,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         request = self._requests.get(name) or self._begin(req_context)
         paths = {group: request.seen(mine) for group, mine in self._groups.split(keys)}
         origins = dict(zip(request.ours(request.origins), request.origins.values(), strict=True))
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             spec = self._loads.begin(cache, name, request.tick, paths, origins, streams=request.streams)
             self._release(request, cache)
         request.waiting_since = None
@@ -179,7 +179,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         name = req_context.req_id
         request = self._requests.get(name)
         if request is not None and name in self._loads:
-            with self._runtime.control() as cache:
+            with self._runtime.transaction() as cache:
                 parts, failed = self._loads.end(cache, name)
                 request.load_failed = failed or request.load_failed
                 results = [result for ticket in parts for result in self._jobs.end(ticket, cache)]
@@ -211,7 +211,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._validity.used()
         request = self._begin(req_context)
         takes = request.hints.store and self._validity.may_store(request, keys, self._stores)
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             taken = self._stores.offer(cache, request, keys, req_context, takes=takes)
             if self._computes and taken is not None:  # it is on its way now, or not stored at all
                 self._no_longer_computes(request.ours(keys))
@@ -221,7 +221,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         """All ranks report these chunks as done: publish the chunks that all of them have copied."""
         self._look_for_new_weights()
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             left = self._stores.report(cache, keys)
         self._stale += [(ticket, True) for ticket in left]
 
@@ -238,7 +238,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Release the leases of a finished request; slots that workers still read stay reserved."""
         request = self._requests.get(req_context.req_id)
         if request is not None:
-            with self._runtime.control() as cache:
+            with self._runtime.transaction() as cache:
                 self._release(request, cache)
                 self._loads.stop(cache, request.name)
                 self._no_longer_computes(key for key in request.computes if self._computes.get(key) == request.name)
@@ -252,7 +252,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._tiers.sleeps.restore_host_memory()
         for name in self._requests.keys() & context.preempted_req_ids:
             self._requests[name].stale = -1  # its blocks are computed again
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             if any(request.wanted for request in self._asked):
                 cache.end_step()  # what this step reads is lent by now: a tail may make way for the head before it
             for request in self._asked:
@@ -261,7 +261,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                     computes = request.ours(key for key, answer in request.answers.items() if answer is MISS)
                     request.computes.update(computes)
                     self._computes.update(dict.fromkeys(computes, request.name))
-                request.end_step()
+                request.drop_answers()
             self._asked.clear()
             cache.end_step()
             self._loads.proceed(cache)
@@ -309,7 +309,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def _forget_all(self, keep: tuple[str, ...] = (), *, weights: bool = False) -> None:
         """Clear the tiers but those to `keep`. Slots in flight stay reserved until the workers have reported them."""
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             for request in self._requests.values():
                 self._release(request, cache)
             self._stale += [(ticket, False) for ticket in self._loads.end_all(cache)]
@@ -317,14 +317,14 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             cache.reset(keep=keep, weights=weights)
             self._computes.clear()
         for request in self._asked:
-            request.end_step()
+            request.drop_answers()
         for name in [name for name, request in self._requests.items() if request.finished]:
             del self._requests[name]
 
     @contained(lambda self: None)
     def on_reset_flushed(self) -> None:
         """All jobs in flight at the last reset were reported: no worker uses their slots any more (vLLM 0.33)."""
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             for ticket, _ in self._stale:
                 if ticket.number in self._fenced:
                     self._jobs.end(ticket, cache)
@@ -334,11 +334,11 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """The increments of the counters since the last call; all counters at the first call."""
-        with self._runtime.observe() as cache:
+        with self._runtime.locked() as cache:
             try:
                 gate = self._runtime.gate
                 refused = 0 if gate is None else gate.refused
-                peers = peer_samples(self.peer_server, self._fetches)
+                peers = peer_samples(self.peer_server, None if self._fetches is None else self._fetches.peer_waits)
                 return self._metrics.stats(cache, refused, self._validity.weight_changes, self._runtime.faults, peers)
             except Exception:  # noqa: BLE001 - what is wrong with the metrics is no reason to serve nothing
                 log_seldom(_log, "metrics could not be reported to vLLM, which shows the last ones; report this")
@@ -348,7 +348,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     @property
     def loaded_tokens(self) -> Mapping[str, int]:
         """Tokens of the first KV cache group that were loaded so far, by the tier they came from."""
-        with self._runtime.observe() as cache:
+        with self._runtime.locked() as cache:
             return dict(cache.counters.hit_tokens)
 
     @contained(lambda self: list[OffloadingEvent]())
@@ -356,7 +356,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """KV events since the last call: chunks that tiers stored and removed; none unless vLLM publishes events."""
         if self._events is None:
             return []
-        with self._runtime.observe() as cache:
+        with self._runtime.locked() as cache:
             return list(self._events.translate(cache))
 
     def is_coming(self, key: Key) -> bool:
@@ -372,7 +372,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._closed:
             return
         self._closed = True
-        for close in [server.close for server in (self.control, self.peer_server) if server is not None]:
+        for close in [server.close for server in (self.ctl_server, self.peer_server) if server is not None]:
             close()
         self._withdraw(self._tickets)
         self._tiers.close()
@@ -382,7 +382,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     @contained(lambda self, tickets: None)
     def _withdraw(self, tickets: Sequence[Ticket]) -> None:
         """End all loads, and release the jobs of `tickets`: vLLM reports nothing any more."""
-        with self._runtime.control() as cache:
+        with self._runtime.transaction() as cache:
             self._loads.end_all(cache)
             for job, _ in (each for ticket in tickets for each in ticket.jobs):
                 cache.release(job)
@@ -395,7 +395,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """Slots of chunks found before the control plane failed, if all are in place; else `_nothing`."""
         request, runs = self._begin(context), [NO_SLOTS] * len(self._groups)
         try:
-            with self._runtime.observe() as cache:
+            with self._runtime.locked() as cache:
                 for group, mine in self._groups.split(keys):
                     seen = request.seen(mine)
                     slots = seen.slots() if isinstance(seen, Residency) else None
@@ -419,13 +419,18 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         barred |= self._tiers.reports.is_asleep() or not self._tiers.sleeps.has_memory
         request.asked_keys, request.streams = list(asked), False
         now = self._runtime.clock()
-        with self._runtime.control() as cache:
-            late = (waited := now - (request.waiting_since or now)) > self._jobs.patience
+        with self._runtime.transaction() as cache:
+            late = (waited := now - (request.waiting_since or now)) > self._jobs.timeout
             brought = bool(request.leases) and all(cache.progress(lease).is_over for lease in request.leases)
             asks = {0: GroupKeys(request.ours(() if barred else request.asked_keys))}
-            with self._runtime.asked.seconds.timed():
+            with self._runtime.lookup_counters.seconds.timed():
                 seen = cache.lookup(
-                    asks, now, until=Until.STEP, each=True, tick=request.tick, returns=request.hints.returns
+                    asks,
+                    now,
+                    until=Until.STEP,
+                    independent=True,
+                    tick=request.tick,
+                    reuse_hint=request.hints.reuse_hint,
                 )
             request.residency, request.tick = seen.residency[0], seen.tick
         self._asked.append(request)
@@ -433,7 +438,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             request.answers = dict.fromkeys(asked, MISS)
             reason = request.load_failed or MissReason.ABSENT
             if not request.counted and request.hints.load:
-                with self._runtime.observe() as cache:
+                with self._runtime.locked() as cache:
                     cache.counters.misses[reason] += len(asked)
             request.counted = True
             return MISS
@@ -443,7 +448,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if self._fetches is not None and Presence.ABSENT in found and asked is positions:
             found = self._fetches.look(request, positions, found, key, late=late)
         coming = self._coming(
-            request, positions, found, key, waits=2 * waited <= self._jobs.patience
+            request, positions, found, key, waits=2 * waited <= self._jobs.timeout
         )  # then it is loaded
         stalled = self._tiers.file is not None and self._tiers.file.is_stalled
         if self.may_stream and Presence.COLDER in found and not late and not stalled:
@@ -530,7 +535,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         sent = [key for key, presence in mine if presence is Presence.ABSENT and key in request.origins]
         reasons[MissReason.ABSENT] -= sum(request.origins[key] != FILE for key in sent)
         request.counted = True
-        with self._runtime.observe() as cache:
+        with self._runtime.locked() as cache:
             cache.counters.misses.update(reasons)
 
     def _bring_up(self, request: RequestState, cache: TieredCache) -> None:
@@ -549,9 +554,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         there = [key for key, presence in found if presence in _THERE]
         for group, mine in self._groups.split(there):
             chunks = {group: GroupKeys(request.ours(mine))}
-            lease = cache.lookup(chunks, now, each=True, request=request.name, tick=request.tick).lease
+            lease = cache.lookup(chunks, now, independent=True, request=request.name, tick=request.tick).lease
             if lease is not None:
-                cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._jobs.patience)
+                cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._jobs.timeout)
                 request.leases.append(lease)
         request.leased.update(there)
         request.origins.update(dict.fromkeys(request.colder.intersection(there), FILE))

@@ -10,7 +10,7 @@ as long as a tier has them. What an earlier process has stored has no name: no e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +30,12 @@ from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
 from longshore.cache import DropReason, EventKind, MissReason, Presence, RouteTotals, TieredCache, TierSpec
 from longshore.cache.events import WEIGHTS, Announcements, Change
 from longshore.cache.types import Answer, Histogram
-from longshore.monitoring.metric_names import METRICS, QUEUE_SECONDS, VALUES, Metric, MetricKind
+from longshore.monitoring.metric_table import METRICS, QUEUE_SECONDS, VALUES, Metric, MetricKind
 from longshore.runtime.tier_host import FAILURE_REASONS, HostedFileTier
 from longshore.tiers.base import Tier
 from longshore.tiers.remote import FAILURE_REASONS as OF_STORES
 
 if TYPE_CHECKING:
-    from longshore.engines.vllm.loads import RemoteFetches
     from longshore.runtime.peer_server import PeerServer
 
 _TIERS = (HOST, FILE)
@@ -182,17 +181,16 @@ class OffloadingMetrics:
             yield ("longshore_failed_chunks", (route,)), totals.failed
 
 
-def peer_samples(server: PeerServer | None = None, fetches: RemoteFetches | None = None) -> dict[_Sample, float]:
+def peer_samples(server: PeerServer | None = None, waits: Mapping[str, int] | None = None) -> dict[_Sample, float]:
     """The metrics of peers: of those that are served, and of waiting for others; zero without a server, or stores."""
     answers: Counter[tuple[str, str]] = Counter() if server is None else server.answers
     dropped: Counter[str] = Counter() if server is None else server.dropped
-    waits: Counter[str] = Counter() if fetches is None else fetches.peer_waits
     kinds, said = (VALUES["longshore_peer_values", label] for label in ("request", "answer"))
     samples: dict[_Sample, float] = {("longshore_peer_sent_bytes", ()): 0 if server is None else server.sent_bytes}
     samples |= {("longshore_peer_values", each): answers[each] for each in product(kinds, said)}
-    for name, label, counts in (("dropped_clients", "reason", dropped), ("waits", "outcome", waits)):
+    for name, label, counts in (("dropped_clients", "reason", dropped), ("waits", "outcome", waits or {})):
         known = VALUES[f"longshore_peer_{name}", label]
-        samples |= {(f"longshore_peer_{name}", (each,)): counts[each] for each in known}
+        samples |= {(f"longshore_peer_{name}", (each,)): counts.get(each, 0) for each in known}
     return samples
 
 

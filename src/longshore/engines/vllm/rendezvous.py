@@ -25,7 +25,7 @@ from longshore.runtime.control import user_directory
 from longshore.runtime.rank_reports import RankReports
 from longshore.tiers.arena import Arena
 
-PATIENCE = 300.0
+TIMEOUT = 300.0
 """Seconds to wait for the rank that makes the memory: it touches every page of it."""
 
 
@@ -87,9 +87,9 @@ def publish(engine: str, note: EngineMemory) -> None:
     draft.replace(path)
 
 
-def find(engine: str, patience: float = PATIENCE, *, nap: Callable[[float], None] = time.sleep) -> EngineMemory:
-    """The note of `engine`, when it is there and what it names is. Raises `EngineError` after `patience` seconds."""
-    path, deadline = rendezvous_path(engine), time.monotonic() + patience
+def find(engine: str, timeout: float = TIMEOUT, *, nap: Callable[[float], None] = time.sleep) -> EngineMemory:
+    """The note of `engine`, when it is there and what it names is. Raises `EngineError` after `timeout` seconds."""
+    path, deadline = rendezvous_path(engine), time.monotonic() + timeout
     while True:
         with contextlib.suppress(FileNotFoundError):
             note = EngineMemory.read(path.read_text())
@@ -97,7 +97,7 @@ def find(engine: str, patience: float = PATIENCE, *, nap: Callable[[float], None
                 return note
         if time.monotonic() > deadline:
             raise EngineError(
-                f"no worker of engine {engine} has allocated the host memory within {patience:.0f} seconds; see its log"
+                f"no worker of engine {engine} has allocated the host memory within {timeout:.0f} seconds; see its log"
             )
         nap(0.02)
 

@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from longshore.cache.eviction import EvictionPolicy
-from longshore.cache.eviction.hit_rates import Return
+from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.config import Config
 from longshore.engines.vllm.manager import LongshoreManager
 from longshore.engines.vllm.model import ModelIdentity
@@ -50,7 +50,7 @@ class VllmReplay:
         self._manager = manager or LongshoreManager(tiers, [0], 60.0)
         self._requests = 0
 
-    def serve(self, path: Sequence[int], now: float = 0.0, returns: Return | None = None) -> int:
+    def serve(self, path: Sequence[int], now: float = 0.0, reuse_hint: ReuseHint | None = None) -> int:
         """Serve one request for the blocks `path` (ids from 0 to 2**64 - 1, head first); its hits.
 
         What its host knows of its return is said by `kv_transfer_params`; the manager has a clock of its own, so that
@@ -60,7 +60,7 @@ class VllmReplay:
         """
         manager, keys = self._manager, [make_offload_key(key, 0) for key in keys_of(path)]
         self._requests += 1
-        said = returns and {"ends": returns.ends, "returns_in": returns.seconds, "class": returns.of}
+        said = reuse_hint and {"ends": reuse_hint.ends, "returns_in": reuse_hint.seconds, "class": reuse_hint.of}
         request = ReqContext(req_id=str(self._requests), kv_transfer_params={HINTS: said} if said else None)
         offers_hits = manager.on_new_request(request).policy is OffloadPolicy.REQUEST_LEVEL
         for position, key in enumerate(keys, 1):

@@ -220,7 +220,7 @@ class RequestState:
                 return self.residency.pick([at[key] for key in theirs])
         return self.ours(theirs)
 
-    def slid(
+    def past_window(
         self, group: int, window: int | None, keys: list[OffloadKey], context: ReqContext
     ) -> tuple[Sequence[Key], list[OffloadKey]]:
         """Chunks that leave the last `window` of `group` when it slides on to `keys`; and the new window."""
@@ -230,15 +230,15 @@ class RequestState:
         path = before + keys
         return self.ours(before[: max(0, len(path) - window)]), path[-window:]
 
-    def may_wait(self, now: float, patience: float) -> bool:
-        """Whether its chunks may be offered again: for at most `patience` seconds, and not after the last offer."""
+    def may_wait(self, now: float, timeout: float) -> bool:
+        """Whether its chunks may be offered again: for at most `timeout` seconds, and not after the last offer."""
         if self.is_finishing:
             return False
         if self.refused_since is None:
             self.refused_since = now
-        return now - self.refused_since <= patience
+        return now - self.refused_since <= timeout
 
-    def end_step(self) -> None:
+    def drop_answers(self) -> None:
         """Drop the answers of this step."""
         self.answers, self.asked_keys, self.residency = {}, [], None
         self.colder, self.wanted, self.waits = set(), {}, False
@@ -273,7 +273,7 @@ class JobContext:
         groups: Its KV cache groups.
         reports: Where ranks report what they have copied.
         clock: In seconds.
-        patience: Seconds for which a request waits for chunks, or offers chunks again.
+        timeout: Seconds for which a request waits for chunks, or offers chunks again.
         slots: Slots of host memory.
         image_bytes: Bytes of an image of each pool.
     """
@@ -281,7 +281,7 @@ class JobContext:
     groups: ChunkGroups
     reports: RankReports
     clock: Callable[[], float]
-    patience: float
+    timeout: float
     slots: int
     image_bytes: Sequence[int]
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
@@ -307,7 +307,7 @@ class JobContext:
                 statuses = tuple(OK if next(said) else Status.DEVICE_ERROR for _ in run.indices)
             nbytes = statuses.count(OK) * self.image_bytes[run.pool]
             results.append(TransferResult(job, statuses, nbytes, (now - ticket.since) / len(ticket.jobs)))
-        cache.apply(results, now)
+        cache.apply_results(results, now)
         return results
 
 
@@ -427,7 +427,7 @@ def has_more(keys: Sequence[OffloadKey], context: ReqContext) -> bool:
 
 def residency(cache: TieredCache, keys: Sequence[Key]) -> Residency:
     """Where chunks are now, without a lease."""
-    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.NOTHING, each=True).residency[0]
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.NOTHING, independent=True).residency[0]
 
 
 def knows(cache: TieredCache, key: Key) -> bool:

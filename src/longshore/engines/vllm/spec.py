@@ -44,7 +44,7 @@ from longshore.runtime.rank_reports import RankReports
 from longshore.runtime.selftest import copy_test
 from longshore.runtime.stack import check_size, open_arena, registrar_for
 from longshore.tiers.arena import Arena
-from longshore.tiers.host import HostTier
+from longshore.tiers.host import HostSlabs
 from longshore.transfer.device import device_for
 from longshore.transfer.engine import TransferEngine
 
@@ -152,7 +152,7 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             if self.settings.serve and (peers := tiers.peers) is not None:
                 from longshore.runtime.peer_server import PeerServer, TierSource  # noqa: PLC0415 - only for who serves
 
-                host = HostTier(tiers.arena, note.layout)
+                host = HostSlabs(tiers.arena, note.layout)
                 source = TierSource(tiers.runtime, host, lambda: peers.namespace, manager.is_coming)
                 manager.peer_server = PeerServer(self.settings.serve, source)
         except BaseException:
@@ -184,8 +184,8 @@ class LongshoreSpec(OffloadingSpec):  # type: ignore[misc]
             undo.callback(arena.close)
             undo.callback(reports.close)
             device = device_for(layout, self.settings.calibration)
-            device.reach(arena.in_one_piece)
-            engine = TransferEngine(layout, device, HostTier(arena, note.layout))
+            device.set_registered_memory(arena.in_one_piece)
+            engine = TransferEngine(layout, device, HostSlabs(arena, note.layout))
             undo.callback(engine.close)
             has_part = parallel.rank < layout.ranks
             self._test(engine, kv_caches, layout, note, slab=0 if has_part else parallel.rank)
@@ -252,10 +252,12 @@ def serve_commands(manager: LongshoreManager, tiers: SchedulerTiers, config: Any
     `config` is vLLM's `OffloadingConfig`, `hashing` the name of its hash of blocks. Raises `EngineError`.
     """
     metrics = LongshoreCollector(tiers.runtime, file=tiers.file, stores=tiers.stores)
-    with tiers.runtime.observe() as cache:
+    with tiers.runtime.locked() as cache:
         kinds = [cache.settings.group(number) for number in range(len(config.groups))]
     groups = [ControlledGroup(tiers.runtime, size, kind.window, number) for number, (kind, size) in enumerate(kinds)]
-    manager.control = ControlServer(name, ControlledEngine(lambda: groups, keys_of(config, hashing), metrics.collect))
+    manager.ctl_server = ControlServer(
+        name, ControlledEngine(lambda: groups, keys_of(config, hashing), metrics.collect)
+    )
 
 
 def keys_of(config: Any, hashing: str) -> Callable[[Sequence[int]], list[list[Key]]]:

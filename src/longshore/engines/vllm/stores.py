@@ -115,8 +115,10 @@ class StoreJobs:
         runs = [NO_SLOTS] * len(self._groups)
         if request.tick is None:
             begins = {0: GroupKeys(request.ours(keys))}
-            returns = request.hints.returns
-            request.tick = cache.lookup(begins, first.since, until=Until.STEP, each=True, returns=returns).tick
+            reuse_hint = request.hints.reuse_hint
+            request.tick = cache.lookup(
+                begins, first.since, until=Until.STEP, independent=True, reuse_hint=reuse_hint
+            ).tick
             cache.end_step()  # what this step reads is lent by now: heads may make way for what follows them
         groups = self._groups.split(keys if takes else ())
         if self.may_stream:  # windows get room first: they have no parts, so they are offered again with all the others
@@ -162,10 +164,10 @@ class StoreJobs:
         patient = (
             self.may_stream if slides else comes_again and rest == tokens - 1 and not streams
         ) and not ticket.jobs
-        patient = patient and request.may_wait(ticket.since, self._jobs.patience)
-        slid, last_window = request.slid(group, window, keys, context)
+        patient = patient and request.may_wait(ticket.since, self._jobs.timeout)
+        past_window, last_window = request.past_window(group, window, keys, context)
         retention = request.hints.chunks(tokens, max(0, begin) - first)
-        whole = GroupKeys(path, first, retention=retention, slid=slid)
+        whole = GroupKeys(path, first, retention=retention, past_window=past_window)
         order = self._order(cache, store, whole, group, patient=patient, stream=streams)
         if order is None or order.again:
             return order is not None, None
@@ -196,14 +198,14 @@ class StoreJobs:
         except IntegrityError:
             raise
         except CacheError as error:  # before anything has changed
-            count, name = len(path.names) - path.first, store.request.name
+            count, name = len(path.keys) - path.first, store.request.name
             _log.warning("request %s: the cache refused %d chunks, which are not stored: %s", name, count, error)
             return None
 
     def proceed(self, cache: TieredCache) -> None:
         """End parts that all ranks have copied, and give slots to chunks that have none yet.
 
-        Requests that have got slots longest ago come first. A store that gets none within the patience, or of which a
+        Requests that have got slots longest ago come first. A store that gets none within the timeout, or of which a
         part has failed, is ended: its other chunks are not stored.
         """
         now = self._jobs.clock()

@@ -2,7 +2,7 @@
 
 TieredCache ── Runtime ─┬ TierMover ──── HostedFileTier ══ tier host, a process that reads and writes files
                         ├ KeyedMover ─ HostedRemoteTier ═════ tier host, with connections to a store that replicas share
-                        └ HostTier over the shared arena                      (device <-> host is the workers' work)
+                        └ HostSlabs over the shared arena                      (device <-> host is the workers' work)
 
 EngineCore.sleep ─► pauses, perhaps for long ─► resets caches, the connector's too ─► the workers' device memory goes
 
@@ -39,7 +39,7 @@ from longshore.runtime.tier_host import HostedFileTier, HostedRemoteTier
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
 from longshore.tiers.file.recovery import slabs_within
-from longshore.tiers.host import HostTier, KeyedMover, TierMover
+from longshore.tiers.host import HostSlabs, KeyedMover, TierMover
 from longshore.tiers.remote.settings import parse_url
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class SleepControl:
         """
         level = _level.get()
         kept = self._config.reset_keep if not level else self._config.sleep_keep if level == 1 else Kept.NONE
-        with self._runtime.observe() as cache:
+        with self._runtime.locked() as cache:
             keep = tuple(tier.name for tier in cache.stats() if tier.name in kept.tiers)
         if keep == (FILE,) and not self._runtime.flush(self._config.write_timeout, besides=workers):
             what = "sleep" if level else "reset"
@@ -146,7 +146,7 @@ class SleepControl:
         if idle:
             self._runtime.wait_idle(self._config.load_timeout)
         try:
-            with self._runtime.control() as cache:
+            with self._runtime.transaction() as cache:
                 cache.resize(HOST, 0, discard=True)
         except CapacityError as error:
             _log.warning("host memory is not freed for this sleep, because copies are in flight: %s", error)
@@ -157,7 +157,7 @@ class SleepControl:
         """A step is planned, so that the engine is awake: have the slots again if the workers have the memory."""
         if not self.has_memory and not self._reports.is_asleep() and not self._reports.lacks_memory():
             self.has_memory, self._reports.frees_host_memory = True, False
-            with self._runtime.control() as cache:
+            with self._runtime.transaction() as cache:
                 cache.resize(HOST, self._slabs)
 
 
@@ -216,7 +216,7 @@ def open_tiers(
         arena, reports = attach(note)
         undo.callback(arena.close)
         undo.callback(reports.close)
-        host = HostTier(arena, note.layout)
+        host = HostSlabs(arena, note.layout)
         file: HostedFileTier | None = None
         if config.file_path is not None and scope is not None:
             slabs_within(config.file_size, note.image_bytes)

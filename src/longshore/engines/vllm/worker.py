@@ -38,7 +38,7 @@ from longshore.boundary import (
     addresses,
 )
 from longshore.engines.vllm.changes import AdapterWatch, WeightWatch, report_adapter
-from longshore.engines.vllm.rendezvous import PATIENCE
+from longshore.engines.vllm.rendezvous import TIMEOUT
 from longshore.errors import EngineError, LongshoreError, TierError
 from longshore.runtime.rank_reports import RankReports
 from longshore.runtime.stack import take_back
@@ -46,7 +46,7 @@ from longshore.tiers.arena import Arena
 from longshore.transfer.engine import TransferEngine
 
 _log = logging.getLogger(__name__)
-_LOAD_PATIENCE = 60.0
+_LOAD_TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         """
         if self._asleep:
             return
-        if not self.engine.wait(list(self._jobs), _LOAD_PATIENCE):
+        if not self.engine.wait(list(self._jobs), _LOAD_TIMEOUT):
             for number in self._jobs:
                 self.engine.cancel(number)
             self.engine.wait(list(self._jobs))
@@ -252,7 +252,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
 
     def _wait_for_first_rank(self) -> None:
         """Wait until rank 0 has allocated host memory again. Raises `TierError` if it could not."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT
         while self.reports.is_asleep(0) and time.monotonic() < deadline:
             time.sleep(0.02)
         if self.reports.lacks_memory(0):
@@ -262,7 +262,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         """Wait for copies in flight, then release all resources. Idempotent."""
         self._changes.close()
         self._adapters.close()
-        self.engine.shutdown(_LOAD_PATIENCE)
+        self.engine.shutdown(_LOAD_TIMEOUT)
         self.reports.close()
         self.arena.close()
 

@@ -36,7 +36,7 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.file import FileTier
 from longshore.tiers.remote import ClusterTier, RemoteTier, open_store
 
-LOCK_PATIENCE = 10.0
+LOCK_TIMEOUT = 10.0
 """Seconds to wait for the directory's lock: the tier host of a killed engine may still have it."""
 
 _LOOK = 0.02
@@ -48,7 +48,7 @@ _LOOK_FOR = 0.5
 HEARTBEAT = 1.0
 """Seconds between two ALIVE messages."""
 
-_AT_ONCE = 1 << 20
+_PIPE_READ_BYTES = 1 << 20
 
 Order = Mapping[str, Any]
 StoreTier = RemoteTier | ClusterTier
@@ -95,7 +95,7 @@ class TierHostServer:
         return 0
 
     def _first_order(self) -> Order | None:
-        while data := os.read(self._requests, _AT_ONCE):
+        while data := os.read(self._requests, _PIPE_READ_BYTES):
             for _, body in self._frames.feed(data):
                 order: Order = json.loads(body)
                 return order
@@ -123,7 +123,7 @@ class TierHostServer:
                 os.eventfd_read(self._ended)
             if self._requests in ready:
                 self._busy.set()
-                data = os.read(self._requests, _AT_ONCE)
+                data = os.read(self._requests, _PIPE_READ_BYTES)
                 if not data:
                     return
                 for kind, body in self._frames.feed(data):
@@ -195,7 +195,7 @@ def open_tier(order: Order, arena: Arena) -> FileTier | StoreTier:
         return open_store(
             order["url"], arena=arena, image_bytes=sizes, namespace=scope, generation=generation, name=name
         )
-    deadline = time.monotonic() + LOCK_PATIENCE
+    deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
         try:
             tier = FileTier(

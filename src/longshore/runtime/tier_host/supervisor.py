@@ -28,7 +28,7 @@ from longshore.runtime.tier_host.wire import Frames, Kind, WireError
 PROGRAM = (sys.executable, "-P", "-m", "longshore.runtime.tier_host.child")
 """The program of a tier host; its argument is the descriptor of the arena's memory."""
 
-_AT_ONCE = 1 << 20
+_PIPE_READ_BYTES = 1 << 20
 
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Signals that a tier host ignores; they are blocked until it has set that up."""
@@ -88,7 +88,7 @@ class HostProcess:
         heard: list[tuple[Kind, bytes]] = []
         while not self.is_eof:
             try:
-                data = os.read(self._replies, _AT_ONCE)
+                data = os.read(self._replies, _PIPE_READ_BYTES)
             except BlockingIOError:
                 break
             self.is_eof = not data

@@ -53,13 +53,13 @@ FAILURE_REASONS = (*OF_FILES, _DEATHS, _STALLS)
 STALLED = 10.0
 """Seconds without a completed operation after which no operation is submitted until one completes."""
 
-CLOSE_PATIENCE = 60.0
+CLOSE_TIMEOUT = 60.0
 """Seconds that the tier host has to finish its operations when the tier is closed."""
 
-FORGET_PATIENCE = 10.0
+FORGET_TIMEOUT = 10.0
 """Seconds to wait until the tier host has stored a reset. Then it is killed, and this process writes the reset."""
 
-_KILL_PATIENCE = 10.0
+_KILL_TIMEOUT = 10.0
 """Seconds to wait for a killed process, which does not end while it is blocked in the kernel."""
 
 _log = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ class HostedTier(Tier):
                     raise TierHostError(f"the tier host ended {process.ending} before it opened the {self.name} tier")
         except BaseException as error:
             process.kill()
-            process.wait_reaped(_KILL_PATIENCE)
+            process.wait_reaped(_KILL_TIMEOUT)
             process.close()
             if isinstance(error, WireError):
                 raise TierError(f"invalid message from the tier host: {error}") from error
@@ -282,7 +282,7 @@ class HostedTier(Tier):
     def _shut_down_process(self, process: HostProcess) -> None:
         """Wait until the process has finished its operations and ended; kill it if it does not."""
         process.close_requests()
-        deadline = time.monotonic() + CLOSE_PATIENCE
+        deadline = time.monotonic() + CLOSE_TIMEOUT
         while not process.is_eof and (left := deadline - time.monotonic()) > 0:
             process.wait(min(left, SilenceTimer.MOST))
             frames = process.receive()
@@ -290,7 +290,7 @@ class HostedTier(Tier):
             self._supervisor.kill_if_silent(process, over=bool(frames))
         if not process.wait_reaped(max(0.0, deadline - time.monotonic())):
             process.kill()
-            if not process.wait_reaped(_KILL_PATIENCE):
+            if not process.wait_reaped(_KILL_TIMEOUT):
                 _log.error("tier host (process %d) cannot be killed: it is blocked in I/O; check the disk", process.pid)
 
     def _end(self, ticket: int, status: Status) -> None:
@@ -478,7 +478,7 @@ class HostedFileTier(HostedTier):
         begun, was_stalled = time.monotonic(), self.is_stalled
         while self._is_open and self._forgotten is None and self._supervisor.process is not None:
             waited = time.monotonic() - begun
-            left = (0.0 if was_stalled else FORGET_PATIENCE) - waited  # a stalled disk has had its time
+            left = (0.0 if was_stalled else FORGET_TIMEOUT) - waited  # a stalled disk has had its time
             if left <= 0 or self._supervisor.is_quiet:
                 _log.error(
                     "tier host (process %d) killed: it has not confirmed a reset after %.1f s%s; the engine writes the "
@@ -529,11 +529,9 @@ class HostedFileTier(HostedTier):
         except RuntimeError:  # no more threads to be had
             write()
         try:
-            return outcome.get(timeout=FORGET_PATIENCE)
+            return outcome.get(timeout=FORGET_TIMEOUT)
         except queue.Empty:
-            return (
-                f"{self._open_request['directory']}: the reset was not written to disk within {FORGET_PATIENCE:.0f} s"
-            )
+            return f"{self._open_request['directory']}: the reset was not written to disk within {FORGET_TIMEOUT:.0f} s"
 
 
 def _refusal(body: bytes) -> TierError:

@@ -82,7 +82,7 @@ AWAY = "away"
 
 _KINDS = frozenset(Kind)
 
-_MOST = 1 << 40
+_MOST_BYTES = 1 << 40
 """Largest frame in bytes; OPENED lists all chunks."""
 
 
@@ -109,7 +109,7 @@ class Frames:
         begin, frames = 0, []
         while len(self._pending) - begin >= _HEAD.size:
             kind, length = _HEAD.unpack_from(self._pending, begin)
-            if kind not in _KINDS or length > _MOST:
+            if kind not in _KINDS or length > _MOST_BYTES:
                 raise WireError(f"invalid frame of kind {kind} with {length} bytes")
             end = begin + _HEAD.size + length
             if len(self._pending) < end:

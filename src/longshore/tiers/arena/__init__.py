@@ -1,4 +1,4 @@
-"""The host arena: one mapping for block images, placed, touched and registered before its first use.
+"""The host arena: one mapping for chunk images, placed, touched and registered before its first use.
 
 arena.py         Arena: the whole life cycle; its report, with every fallback
 memory.py        the mapping, its NUMA node, huge pages, first touch; the system calls for them

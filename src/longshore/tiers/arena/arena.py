@@ -1,4 +1,4 @@
-"""`Arena`: host memory for block images. The transfer engine and the tiers read and write it by byte offset.
+"""`Arena`: host memory for chunk images. The transfer engine and the tiers read and write it by byte offset.
 
     map ─► bind to a node ─► ask for huge pages ─► touch every page ─► verify placement ─► register, piece by piece
                                                                                                        │

@@ -379,7 +379,7 @@ class _Task:
     __slots__ = (
         "_first",
         "_left",
-        "_patience",
+        "_retries_left",
         "_statuses",
         "at",
         "batch",
@@ -423,17 +423,17 @@ class _Task:
         self.pieces = list(pieces)
         self._left = len(self.pieces)
         self._statuses = [Status.IO_ERROR] * self._left
-        self._patience = [_INTERRUPTIONS] * self._left
+        self._retries_left = [_INTERRUPTIONS] * self._left
 
     def rest(self, at: int, moved: int, page: int) -> Piece | None:
         """The rest of a piece after `moved` bytes; `None` if it must not be retried.
 
         Direct I/O continues from the start of a `page`, whose first bytes move a second time.
         """
-        if moved == -errno.EINTR and self._patience[at]:
-            self._patience[at] -= 1
+        if moved == -errno.EINTR and self._retries_left[at]:
+            self._retries_left[at] -= 1
         elif moved >= page:
-            self._patience[at] = _INTERRUPTIONS
+            self._retries_left[at] = _INTERRUPTIONS
             self.pieces[at] = self.pieces[at].after(moved // page * page)
         else:
             return None

@@ -39,7 +39,7 @@ _THREADS = 8
 _LOOKS, _PAUSE = 5, 0.1
 """Attempts to read the index of a directory in use, and seconds between them."""
 
-_AT_ONCE = 256
+_BATCH_SLABS = 256
 """Slabs given to threads at once; bounds the results kept."""
 
 
@@ -241,8 +241,8 @@ class Fsck:
     def _examine(self, look: Callable[[int, int], Finding]) -> Iterator[Finding]:
         pools = self._pools()
         with ThreadPoolExecutor(_THREADS) as threads:
-            for first in range(0, self.slabs.slabs, _AT_ONCE):
-                slabs = range(first, min(first + _AT_ONCE, self.slabs.slabs))
+            for first in range(0, self.slabs.slabs, _BATCH_SLABS):
+                slabs = range(first, min(first + _BATCH_SLABS, self.slabs.slabs))
                 yield from chain.from_iterable(threads.map(lambda slab: self._slab(slab, pools.get(slab), look), slabs))
 
     def _pools(self) -> dict[int, int]:

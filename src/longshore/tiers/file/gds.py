@@ -25,7 +25,7 @@ from longshore.checksums import MIX64, XXH3_64, checksum
 from longshore.errors import DeviceError, TierError
 from longshore.tiers.base import TierOp
 from longshore.tiers.file.io import IoCoroutine, Move, Piece, RawIo
-from longshore.tiers.file.record_verifier import Verifier
+from longshore.tiers.file.record_verifier import RecordVerifier
 from longshore.tiers.file.segment import Seal, Segment, Staging, is_aligned
 from longshore.tiers.file.tier import FileTier
 
@@ -216,7 +216,7 @@ class GdsImageIO:
         return (yield Move([Piece([header, body], place)], writing=True))
 
     def read(
-        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: Verifier
+        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: RecordVerifier
     ) -> IoCoroutine[list[Status]]:
         """Header and image, in two calls, side by side; then the checksum, by the device if it is for devices."""
         (op,), (place,), image = ops, places, staging.bounce[: ops[0].length]

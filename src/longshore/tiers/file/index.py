@@ -1,11 +1,11 @@
 """The tier's index: which record is in which slot. It is read by the next process; this one asks its control plane.
 
-    invalidate   these slots hold no record; called before anything is written to them
-    insert       this record was written completely
-    quarantine   this record was found unusable
-    touch        this record was served: it is the most recently used one
-    checkpoint   write all entries into the older of two files
-    Checkpointer writes checkpoints when they are due, in a thread of its own
+    invalidate      these slots hold no record; called before anything is written to them
+    insert          this record was written completely
+    discard_record  this record was found unusable
+    touch           this record was served: it is the most recently used one
+    checkpoint      write all entries into the older of two files
+    Checkpointer    writes checkpoints when they are due, in a thread of its own
 
 An invalidation is written to the journal before the first byte that overwrites the record, so no later process lists a
 record that was being overwritten; a record that cannot be invalidated must not be overwritten. A journal has room for
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 _FEW_RECORDS, _MANY_RECORDS = 256, 65536
 
-_AT_ONCE = 64
+_JOURNAL_BATCH_RECORDS = 64
 """Insertions after which the journal is written at the latest."""
 
 _SIZE = ENTRY.itemsize
@@ -147,7 +147,7 @@ class RecordIndex:
         with self._changing:
             self._discard(slots)
 
-    def quarantine(self, slot: int, sequence: int) -> None:
+    def discard_record(self, slot: int, sequence: int) -> None:
         """The record that was written with this sequence number is unusable: discard it, if `slot` still holds it."""
         with self._changing:
             if self._sequences[slot] == sequence:
@@ -164,7 +164,7 @@ class RecordIndex:
                     self._rows[slot * _SIZE : (slot + 1) * _SIZE] = entry
                     self._use(slot)
                     self._inserted[slot] = entry
-            if len(self._inserted) >= _AT_ONCE:
+            if len(self._inserted) >= _JOURNAL_BATCH_RECORDS:
                 self._journal_inserted()
 
     def flush(self) -> None:

@@ -10,8 +10,8 @@
 | an image with another checksum than the header's: a torn write, a changed bit | `CORRUPT` |
 | a valid header of another record, or none: an overwritten, moved, or never written slot | `MISMATCH` |
 
-Each read is verified, so nothing is verified when files are opened after a crash. The tier then quarantines the record
-(`RecordIndex.quarantine`), and the cache recomputes the chunk.
+Each read is verified, so nothing is verified when files are opened after a crash. The tier then discards the record
+(`RecordIndex.discard_record`), and the cache recomputes the chunk.
 """
 
 from __future__ import annotations
@@ -56,17 +56,15 @@ def check_header(page: bytes, wanted: ExpectedRecord) -> HeaderCheck:
     return HeaderCheck(Status.OK if found == wanted else Status.MISMATCH, header.payload_checksum, header.algorithm)
 
 
-class Verifier(NamedTuple):
+class RecordVerifier(NamedTuple):
     """Verifies the records of one task.
 
     Attributes:
         expected: The record that is expected at a position of the task, when it has been read; `None` if its slot
             belongs to another pool by then.
-        equal: Whether a computed checksum equals the one in the header.
     """
 
     expected: Callable[[int], ExpectedRecord | None]
-    equal: Callable[[int, int], bool]
 
     def check_header(self, at: int, page: memoryview) -> HeaderCheck:
         """Verify the header in `page`, of the record at position `at` of the task."""
@@ -75,4 +73,4 @@ class Verifier(NamedTuple):
 
     def check_image(self, header: HeaderCheck, computed: int) -> Status:
         """Verify an image whose checksum, by the algorithm of `header`, is `computed`: `OK` or `CORRUPT`."""
-        return Status.OK if self.equal(computed, header.payload_checksum) else Status.CORRUPT
+        return Status.OK if computed == header.payload_checksum else Status.CORRUPT

@@ -43,7 +43,7 @@ _NEVER = bytes(PAGE)
 
 _THREADS = 16
 
-_AT_ONCE = 4096 * fmt.JOURNAL_RECORD.itemsize
+_READ_BYTES = 4096 * fmt.JOURNAL_RECORD.itemsize
 """Bytes of journal records read at once."""
 
 
@@ -116,9 +116,9 @@ def _journal_records(directory: Directory, begun: int | None, epoch: int) -> Jou
     records: list[JournalRecords] = [np.zeros(0, fmt.JOURNAL_RECORD)]
     last, more = 0, begun == epoch
     while more:
-        data = directory.read(journal_name(epoch), _AT_ONCE, PAGE + _AT_ONCE * (len(records) - 1))
+        data = directory.read(journal_name(epoch), _READ_BYTES, PAGE + _READ_BYTES * (len(records) - 1))
         records.append(fmt.parse_journal_records(epoch, data, after=last))
-        more = records[-1].nbytes == _AT_ONCE
+        more = records[-1].nbytes == _READ_BYTES
         last = int(records[-1]["serial"][-1]) if more else 0
     return np.concatenate(records)
 

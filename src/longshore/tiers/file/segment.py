@@ -22,7 +22,7 @@ from longshore.tiers.arena import Arena
 from longshore.tiers.base import TierOp
 from longshore.tiers.file.directory import SEGMENT, Directory
 from longshore.tiers.file.io import IoCoroutine, IoQueue, Move, Piece, read_into
-from longshore.tiers.file.record_verifier import Verifier
+from longshore.tiers.file.record_verifier import RecordVerifier
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of a full disk or an exceeded quota."""
@@ -142,7 +142,7 @@ class ImageIO(Protocol):
         """
 
     def read(
-        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: Verifier
+        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: RecordVerifier
     ) -> IoCoroutine[list[Status]]:
         """Read the records at `places`, headers into those of `staging`; verified images are at the offsets of `ops`.
 
@@ -183,7 +183,7 @@ class HostImageIO:
         return (yield from move_records(staging.headers, bodies, places, writing=True))
 
     def read(
-        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: Verifier
+        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: RecordVerifier
     ) -> IoCoroutine[list[Status]]:
         """As `write`."""
         bodies = [self._body(op, staging) for op in ops]

@@ -1,4 +1,4 @@
-"""The file tier: block images on local NVMe that outlive the process; every read is verified.
+"""The file tier: chunk images on local NVMe that outlive the process; every read is verified.
 
 Each operation moves [header, image] between a slot of the segment and the memory where images are (`segment.py`). It is
 a cache: nothing is synchronised per record, so a crash may lose or tear the newest ones. Every read therefore verifies
@@ -6,8 +6,8 @@ everything, and what does not verify is a miss.
 
 `Health` counts failures and disables the tier after repeated ones:
 
-    on ──► read-only     `PATIENCE` writes in a row failed: the disk is full or worn out
-       ──► off           `PATIENCE` reads in a row failed
+    on ──► read-only     `MAX_FAILURES` writes in a row failed: the disk is full or worn out
+       ──► off           `MAX_FAILURES` reads in a row failed
 
 A success resets the count. A tier that is read-only or off stays so until it is opened again; this is logged once.
 """
@@ -44,11 +44,11 @@ from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.executor import TASK_RECORDS, WINDOW_TASKS, Executor, Order, coalesce
 from longshore.tiers.file.index import Checkpointer
 from longshore.tiers.file.io import IoCoroutine, IoQueue, RawIo, ThreadQueue
-from longshore.tiers.file.record_verifier import ExpectedRecord, Verifier
+from longshore.tiers.file.record_verifier import ExpectedRecord, RecordVerifier
 from longshore.tiers.file.recovery import open_files, slabs_within
 from longshore.tiers.file.segment import FULL, HostImageIO, ImageIO, Segment, Staging, make_staging
 
-PATIENCE = 8
+MAX_FAILURES = 8
 """Consecutive failures of reads, or of writes, that change the state."""
 
 _UNWRITABLE = (Status.IO_ERROR, Status.NO_SPACE, Status.DEVICE_ERROR)
@@ -108,15 +108,15 @@ class Health:
             if status is not Status.OK:
                 self._wrong[op, status] += 1
             self._failures[op] = self._failures[op] + 1 if status in _FAILED else 0
-            if self._failures[op] >= PATIENCE and self.allows(op):
+            if self._failures[op] >= MAX_FAILURES and self.allows(op):
                 self.state = TierState.OFF if op is Op.READ else TierState.READ_ONLY
                 _log.error(
-                    "file tier %s is %s until the engine is restarted; check the %s: %d %ss in a row failed, the last "
-                    "with %s",
+                    "file tier %s is %s until it is reopened (restart the engine); check the %s: %d %ss in a row "
+                    "failed, the last with %s",
                     self._name,
                     self.state.value.replace("_", "-"),
                     "device" if status is Status.DEVICE_ERROR else "disk",
-                    PATIENCE,
+                    MAX_FAILURES,
                     op.value,
                     status.value,
                 )
@@ -431,7 +431,7 @@ class FileTier(Tier):
             if not _all_ok(statuses):
                 for (op, _), claimed, status in zip(task, claims, statuses, strict=True):
                     if claimed and status.invalidates_source:
-                        self._index.quarantine(op.slot, claimed)
+                        self._index.discard_record(op.slot, claimed)
             if task[0].op.generation < self.generation:
                 statuses = [Status.MISMATCH if how is Status.OK else how for how in statuses]
         if statuses:
@@ -462,12 +462,7 @@ class FileTier(Tier):
                 return None
             return ExpectedRecord(op.key, self._scope, op.slot, op.pool, op.generation, op.length)
 
-        verifier = Verifier(expected, self._payload_is_intact)
-        return (yield from self._images.read(ops, staging, list(map(self._place, ops)), verifier))
-
-    def _payload_is_intact(self, found: int, expected: int) -> bool:
-        """Whether an image has the checksum that was written. Tests override this as a negative control."""
-        return found == expected
+        return (yield from self._images.read(ops, staging, list(map(self._place, ops)), RecordVerifier(expected)))
 
 
 def _all_ok(statuses: list[Status]) -> bool:

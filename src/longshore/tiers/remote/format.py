@@ -1,4 +1,4 @@
-"""The value of one key in a remote store: a header of 128 bytes, then the block image. The same in every store.
+"""The value of one key in a remote store: a header of 128 bytes, then the chunk image. The same in every store.
 
     offset  bytes  field                                offset  bytes  field
          0      8  magic "LNGSHVAL"                         24     32  namespace

@@ -237,7 +237,7 @@ class S3Store:
         self._clock = clock
         if smallest < LEAST_IMAGE:
             _log.warning(
-                "%s: block images have %d KiB: below %d KiB, requests to S3 cost more CPU time and money than bytes: "
+                "%s: chunk images have %d KiB: below %d KiB, requests to S3 cost more CPU time and money than bytes: "
                 "raise blocks_per_chunk",
                 *(settings, smallest >> 10, LEAST_IMAGE >> 10),
             )

@@ -1,4 +1,4 @@
-"""`RemoteTier`: block images in a store that replicas share, with the interface of any remote tier.
+"""`RemoteTier`: chunk images in a store that replicas share, with the interface of any remote tier.
 
     submit ──► reads  ──► thread(s) ── connection ──┐
            ──► writes ──► thread(s) ── connection ──┼── server, or directory        one breaker for all of them
@@ -335,8 +335,8 @@ class RemoteTier(KeyedTier):
             self._probing.notify_all()
         settings = self.settings
         write = settings.probe_timeout + settings.write_timeout  # stores look first whether a value is there
-        patience = max(settings.fetch_timeout, write, settings.connect_timeout) + _GRACE
-        self._join(patience)
+        timeout = max(settings.fetch_timeout, write, settings.connect_timeout) + _GRACE
+        self._join(timeout)
         if any(thread.is_alive() for thread in self._threads):
             with self._lock:
                 for session in self._sessions:
@@ -346,7 +346,7 @@ class RemoteTier(KeyedTier):
             queue.end_free(Status.TIER_OFF)
         if any(thread.is_alive() for thread in self._threads):
             message = "remote tier %s (%s): an I/O thread did not stop within %.0f s and keeps running"
-            _log.error(message, self.name, settings, patience + _GRACE)
+            _log.error(message, self.name, settings, timeout + _GRACE)
 
     def _join(self, seconds: float) -> None:
         """Wait until all threads have ended, for at most `seconds`."""

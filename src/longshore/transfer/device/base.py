@@ -2,9 +2,9 @@
 
     engine's thread of one direction                      the thread that computes
 
-    copy = stream.copy(batch, after)                      event = device.mark(compute)
-      the device waits for `after`, then copies
-    copy.reached ──────────── event ────────────────────► device.hold(compute, event)
+    copy = stream.copy(batch, wait_events)                event = device.record_event(compute)
+      the device waits for `wait_events`, then copies
+    copy.done_event ───────── event ────────────────────► device.wait_event(compute, event)
     copy.finish()         block until both sides are in place
 
 At most `Stream.depth` copies are in flight at once; they complete in the order of their calls. For a new kind of
@@ -32,7 +32,7 @@ from longshore.transfer.pieces import CopyBatch, PieceBuilder
 class DeviceEvent(Protocol):
     """A point in the order of work on a device. Opaque except to the device that made it."""
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         """Whether everything before this point has ended."""
 
     def wait(self) -> None:
@@ -81,10 +81,10 @@ class Copy(Protocol):
     """A batch submitted to the device."""
 
     @property
-    def reached(self) -> DeviceEvent:
+    def done_event(self) -> DeviceEvent:
         """The point after which other work may use the device memory of the batch."""
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         """Whether `finish` would return without waiting for the device."""
 
     def finish(self) -> float:
@@ -108,8 +108,8 @@ class Stream(ABC):
         """Bind the stream to the calling thread. Called once, before any other method."""
 
     @abstractmethod
-    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
-        """Submit `batch` to the device, to be copied after the points `after` and all earlier copies.
+    def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
+        """Submit `batch` to the device, to be copied after `wait_events` and all earlier copies.
 
         May return earlier. May raise errors of the device; part of the batch may then be in flight, and `drain` is
         called next.
@@ -143,14 +143,14 @@ class Device(ABC):
         return compute
 
     @abstractmethod
-    def mark(self, compute: object) -> DeviceEvent:
+    def record_event(self, compute: object) -> DeviceEvent:
         """The point after all work submitted to `compute` so far."""
 
     @abstractmethod
-    def hold(self, compute: object, event: DeviceEvent) -> None:
+    def wait_event(self, compute: object, event: DeviceEvent) -> None:
         """Make work submitted to `compute` from now on wait for `event`."""
 
-    def reach(self, in_one_piece: InOnePiece) -> None:  # noqa: B027 - most devices need not know
+    def set_registered_memory(self, in_one_piece: InOnePiece) -> None:  # noqa: B027 - most devices need not know
         """Set which host memory is registered with the device. Called before any stream is made."""
 
     def allocate_images(self, nbytes: int) -> ImageMemory:
@@ -159,7 +159,7 @@ class Device(ABC):
         Raises `DeviceError` if there is none. The device frees it.
         """
         raise DeviceError(
-            f"{type(self).__name__} cannot hold block images: expected a device that GPUDirect Storage supports"
+            f"{type(self).__name__} cannot hold chunk images: expected a device that GPUDirect Storage supports"
         )
 
     def fallbacks(self) -> Mapping[str, int]:
@@ -189,10 +189,10 @@ class _Done(DeviceEvent, Copy):
         self._seconds = seconds
 
     @property
-    def reached(self) -> DeviceEvent:
+    def done_event(self) -> DeviceEvent:
         return self
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         return True
 
     def wait(self) -> None:
@@ -209,11 +209,11 @@ class CpuDevice(Device):
         """A stream that copies in the calling thread."""
         return CpuStream()
 
-    def mark(self, compute: object) -> DeviceEvent:
+    def record_event(self, compute: object) -> DeviceEvent:
         """A passed point."""
         return _Done()
 
-    def hold(self, compute: object, event: DeviceEvent) -> None:
+    def wait_event(self, compute: object, event: DeviceEvent) -> None:
         """Wait in the calling thread."""
         event.wait()
 
@@ -268,9 +268,9 @@ class CpuStream(Stream):
     def bind(self) -> None:
         """Nothing to do."""
 
-    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
-        """Wait for `after`, then copy `batch`, now."""
-        for event in after:
+    def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
+        """Wait for `wait_events`, then copy `batch`, now."""
+        for event in wait_events:
             event.wait()
         begun = time.perf_counter()
         destination, source, size = self._builder.describe(batch).directed(batch.into)

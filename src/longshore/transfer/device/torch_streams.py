@@ -84,7 +84,7 @@ class Fallbacks:
             return dict(self._counts)
 
 
-class Point(DeviceEvent):
+class StreamEvent(DeviceEvent):
     """A point on a stream, after all work submitted to it so far. Made by `Events.record`."""
 
     def __init__(self, pool: Events, event: torch.Event) -> None:
@@ -92,7 +92,7 @@ class Point(DeviceEvent):
         self._event: torch.Event | None = event
         self._waiting = 0
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         """Whether all work before it has ended."""
         with self._pool.lock:
             return self._has_passed()
@@ -110,13 +110,13 @@ class Point(DeviceEvent):
             with self._pool.lock:
                 self._waiting -= 1
 
-    def hold(self, stream: torch.Stream) -> None:
+    def make_wait(self, stream: torch.Stream) -> None:
         """Make `stream` wait for the point; the calling thread does not wait."""
         with self._pool.lock:
             if self._event is not None:
                 self._event.wait(stream)
 
-    def seconds_until(self, later: Point) -> float:
+    def seconds_until(self, later: StreamEvent) -> float:
         """Seconds between two points by the device's clock. Both have passed and are not released."""
         with self._pool.lock:
             if self._event is None or later._event is None:
@@ -150,9 +150,9 @@ class Events:
         self._fallbacks = fallbacks
         self._count = count
         self._idle = [accelerator.new_event() for _ in range(count)]
-        self._loose: deque[Point] = deque()  # recorded, not kept: used again as soon as they have passed
+        self._loose: deque[StreamEvent] = deque()  # recorded, not kept: used again as soon as they have passed
 
-    def record(self, stream: torch.Stream, *, keep: bool = False) -> Point:
+    def record(self, stream: torch.Stream, *, keep: bool = False) -> StreamEvent:
         """The point after all work on `stream` so far; with `keep`, its event is not reused until `release`."""
         with self.lock:
             event = self._take()
@@ -161,12 +161,12 @@ class Events:
             except BaseException:
                 self._idle.append(event)
                 raise
-            point = Point(self, event)
+            point = StreamEvent(self, event)
             if not keep:
                 self._loose.append(point)
             return point
 
-    def release(self, *points: Point) -> None:
+    def release(self, *points: StreamEvent) -> None:
         """Return kept `points` to the pool, once each; they are reused after they have passed."""
         with self.lock:
             self._loose.extend(points)
@@ -186,7 +186,7 @@ class Events:
 
     def _sweep(self) -> None:
         """Take back the events of points that have passed; those beyond the stock are dropped."""
-        busy: deque[Point] = deque()
+        busy: deque[StreamEvent] = deque()
         for point in self._loose:
             event = point._recycle()
             if event is None:
@@ -197,31 +197,31 @@ class Events:
 
 
 class StreamCopy(Copy):
-    """A batch copied on streams, from `begun` to `ended`; its last access to the pages is before `reached`."""
+    """A batch copied on streams, from `begun` to `ended`; its last access to the pages is before `done_event`."""
 
     def __init__(
         self,
         events: Events,
-        begun: Point,
-        reached: Point,
-        ended: Point,
+        begun: StreamEvent,
+        done_event: StreamEvent,
+        ended: StreamEvent,
         unload: Callable[[StreamCopy], None] = lambda copy: None,
     ) -> None:
         """`unload` moves what is left in stages to the images."""
         self._events = events
         self.begun = begun
-        self._reached = reached
+        self._reached = done_event
         self.ended = ended
         self._unload = unload
 
     @property
-    def reached(self) -> DeviceEvent:
+    def done_event(self) -> DeviceEvent:
         """As given."""
         return self._reached
 
-    def passed(self) -> bool:
+    def query(self) -> bool:
         """Whether the streams have ended it."""
-        return self.ended.passed()
+        return self.ended.query()
 
     def finish(self) -> float:
         """Unload it, and wait for the streams."""
@@ -249,13 +249,13 @@ class StreamDevice(Device):
         """The stream itself."""
         return self._current_stream() if compute is None else cast(torch.Stream, compute)
 
-    def mark(self, compute: object) -> DeviceEvent:
+    def record_event(self, compute: object) -> DeviceEvent:
         """An event on the compute stream."""
         return self._events.record(self.resolve(compute))
 
-    def hold(self, compute: object, event: DeviceEvent) -> None:
+    def wait_event(self, compute: object, event: DeviceEvent) -> None:
         """The compute stream waits for `event`; the calling thread does not."""
-        cast(Point, event).hold(self.resolve(compute))
+        cast(StreamEvent, event).make_wait(self.resolve(compute))
 
     def fallbacks(self) -> Mapping[str, int]:
         """`new_event`: more events were in use than allocated at start; `unpinned_stage`: no pinned memory."""
@@ -340,7 +340,7 @@ class _Stage:
         """Both sides have room for twice `ids` numbers of blocks behind the bytes."""
         self.host, self._host_ids = _apart(host, ids)
         self.device, self._device_ids = _apart(device, ids)
-        self.used: Point | None = None
+        self.used: StreamEvent | None = None
         self.pending: tuple[CopyBatch, CopyPart] | None = None
         self.of: StreamCopy | None = None
 
@@ -401,18 +401,18 @@ class StagedStream(Stream):
         ]
         self._stream = stream
         # The stages' memory may have had another owner, whose work on the current stream is not done.
-        events.record(accelerator.current_stream()).hold(self._stream)
+        events.record(accelerator.current_stream()).make_wait(self._stream)
         self._turn = 0
 
     def bind(self) -> None:
         """Make this stream current in the calling thread."""
         self._accelerator.use(self._stream)
 
-    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
-        """Copy `batch` through the stages; the stream waits for `after`, the calling thread does not."""
+    def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
+        """Copy `batch` through the stages; the stream waits for `wait_events`, the calling thread does not."""
         batch.check_live()
-        for event in after:
-            cast(Point, event).hold(self._stream)
+        for event in wait_events:
+            cast(StreamEvent, event).make_wait(self._stream)
         begun = self._record()
         try:
             sent = [self._send_part(batch, piece) for part in batch.parts for piece in self._pieces(part)]
@@ -443,7 +443,7 @@ class StagedStream(Stream):
             if stage.of is copy:
                 self._empty(stage)
 
-    def _record(self) -> Point:
+    def _record(self) -> StreamEvent:
         return self._events.record(self._stream, keep=True)
 
     def _pieces(self, part: CopyPart) -> Iterator[CopyPart]:

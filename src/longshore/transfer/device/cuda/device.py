@@ -40,7 +40,7 @@ class CudaImages:
             whole = accelerator.device_bytes(nbytes + _PAGE)
         except RuntimeError as error:
             raise DeviceError(
-                f"cannot allocate {nbytes} bytes for block images on {accelerator.device}: {error}"
+                f"cannot allocate {nbytes} bytes for chunk images on {accelerator.device}: {error}"
             ) from error
         first = -whole.data_ptr() % _PAGE
         self._accelerator = accelerator
@@ -178,7 +178,7 @@ class CudaDevice(StreamDevice):
         """Where the calibration is kept."""
         return self._path
 
-    def reach(self, in_one_piece: InOnePiece) -> None:
+    def set_registered_memory(self, in_one_piece: InOnePiece) -> None:
         """Set which host memory is registered; other memory is copied through pinned stages."""
         if self._images is None:
             self._in_one_piece = in_one_piece
@@ -198,7 +198,7 @@ class CudaDevice(StreamDevice):
         """Device memory for images. Kernels gather pages into it and scatter them from it."""
         if not self._has_kernels():
             raise DeviceError(
-                f"{self._accelerator.device} cannot hold block images: the copy kernels cannot be compiled"
+                f"{self._accelerator.device} cannot hold chunk images: the copy kernels cannot be compiled"
             )
         self._images = CudaImages(self._accelerator, nbytes, self._driver)
         self._resources = replace(self._resources, ways=(Way.ZERO_COPY,))

@@ -52,9 +52,9 @@ from longshore.transfer.device.torch_streams import (
     Accelerator,
     Events,
     Fallbacks,
-    Point,
     StagedStream,
     StreamCopy,
+    StreamEvent,
     pinned_or_pageable,
     stream_into,
 )
@@ -79,7 +79,7 @@ class RingSlot:
     """One piece of the ring: its address, and the point after its last use."""
 
     address: int
-    used: Point | None = None
+    used: StreamEvent | None = None
 
 
 class Ring:
@@ -190,7 +190,7 @@ class DescriptorBuffer:
 
     def __init__(self, accelerator: Accelerator, fallbacks: Fallbacks) -> None:
         self.planner = PieceBuilder()
-        self.used: Point | None = None
+        self.used: StreamEvent | None = None
         self._accelerator = accelerator
         self._fallbacks = fallbacks
         self._kept: list[Descriptors] = []
@@ -343,12 +343,12 @@ class CudaStream(Stream):
         self._resources.driver.make_current(self._resources.accelerator.ordinal)
         self._resources.driver.exchange_capture_mode(RELAXED)
 
-    def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
-        """Submit `batch` by the fastest way; the streams wait for `after`, the calling thread does not."""
+    def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
+        """Submit `batch` by the fastest way; the streams wait for `wait_events`, the calling thread does not."""
         batch.check_live()
-        for event in after:
+        for event in wait_events:
             for stream in (self._kernels, self._link):
-                cast(Point, event).hold(stream)
+                cast(StreamEvent, event).make_wait(stream)
         if not batch.inside and not self._is_reached(batch):
             self._resources.fallbacks.count("host_unregistered")
             return self._through_bounce(batch)
@@ -431,7 +431,7 @@ class CudaStream(Stream):
         load = CopyShape(
             self._into,
             batch.nbytes,
-            sum(part.pieces for part in batch.parts),
+            sum(part.page_copies for part in batch.parts),
             len(pieces.size) if pieces is not None else sum(count for count in counts if count is not None),
             sum(len(image_runs(batch.layout, part).size) * len(part.images) for part in batch.parts),
         )
@@ -470,15 +470,15 @@ class CudaStream(Stream):
             self._alone = None
         begun = self._record(self._kernels if offloads else self._link)
         try:
-            reached = self._through_ring(batch, buffer, ring)
+            done_event = self._through_ring(batch, buffer, ring)
             ended = self._record(self._link if offloads else self._kernels)
         except BaseException:
             self._resources.events.release(begun)
             raise
         buffer.used = ended
-        return StreamCopy(self._resources.events, begun, reached if offloads else ended, ended)
+        return StreamCopy(self._resources.events, begun, done_event if offloads else ended, ended)
 
-    def _through_ring(self, batch: CopyBatch, buffer: DescriptorBuffer, ring: Ring) -> Point:
+    def _through_ring(self, batch: CopyBatch, buffer: DescriptorBuffer, ring: Ring) -> StreamEvent:
         """Give a batch to both streams, place by place. Returns the point after the last kernel."""
         loads = [(ring.next(), parts) for parts in staged(batch.parts, ring.room)]
         orders = [
@@ -541,13 +541,13 @@ class CudaStream(Stream):
 
     def _wait_for_slot(self, place: RingSlot, stream: torch.Stream) -> None:
         if place.used is not None:
-            place.used.hold(stream)
+            place.used.make_wait(stream)
 
     def _join(self, before: torch.Stream, after: torch.Stream) -> None:
-        """Order later work on `after` behind all earlier work on `before`."""
-        self._resources.events.record(before).hold(after)
+        """Order later work on `wait_events` behind all earlier work on `before`."""
+        self._resources.events.record(before).make_wait(after)
 
-    def _record(self, stream: torch.Stream) -> Point:
+    def _record(self, stream: torch.Stream) -> StreamEvent:
         return self._resources.events.record(stream, keep=True)
 
     def _handle(self, stream: torch.Stream) -> int:

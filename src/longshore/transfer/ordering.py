@@ -1,6 +1,6 @@
 """The order of copies: against compute, against each other, and the order in which jobs end. One lane per direction.
 
-    compute, then copy      a copy waits for the points of compute in `CopyJob.fences`, marked by `begin_step` or
+    compute, then copy      a copy waits for the events of compute in `CopyJob.wait_events`, marked by `begin_step` or
                             `submit` of the engine on the compute stream
     copy, then compute      `end_step` and `wait_layer` of the engine make compute wait for the copies of a job
     copy, then copy         `Hazards`: a slot is written after its readers and its writer have ended, and read after
@@ -47,7 +47,7 @@ from longshore.transfer.pieces import CopyBatch
 from longshore.transfer.plan import CopyPlan, zero_padding
 
 
-class Place(NamedTuple):
+class TierPool(NamedTuple):
     """A pool of slots in a tier."""
 
     tier: str
@@ -57,49 +57,49 @@ class Place(NamedTuple):
 class Access(NamedTuple):
     """The slots of one place that a job touches. `slots`: int64, shape `(slots,)`."""
 
-    place: Place
+    place: TierPool
     slots: npt.NDArray[np.int64]
     writes: bool
 
 
-class LanePosition(NamedTuple):
+class QueuePosition(NamedTuple):
     """The position of a job.
 
     Attributes:
-        lane: The lane of the job.
-        number: Position in the lane; the first is 1.
-        needs: For each lane, the position that must have ended before the job begins.
+        queue: The queue of the job: one per direction and class.
+        number: Position in the queue; the first is 1.
+        needs: For each queue, the position that must have ended before the job begins.
     """
 
-    lane: int
+    queue: int
     number: int
     needs: tuple[int, ...]
 
 
 class Hazards:
-    """The last reader and writer of every slot, per lane. Not thread-safe: the engine's lock guards it.
+    """The last reader and writer of every slot, per queue. Not thread-safe: the engine's lock guards it.
 
-    A slot is (tier, pool, index): slot 5 of the host is not block 5 of the device. Jobs run in lanes, one per direction
-    and class, and a lane ends its jobs in order. Per slot and lane, the number of the last reader therefore covers all
-    readers of that lane, and that of the last writer all writers:
+    A slot is (tier, pool, index): slot 5 of the host is not block 5 of the device. A lane has a
+    queue per class, and ends the jobs of a queue in order. Per slot and queue, the number of the last reader therefore
+    covers all readers of that queue, and that of the last writer all writers:
 
                            slot 0   slot 1   slot 2  ...
-        writers   lane 0      4        0        4          slot 0 was last written in lane 0 by its job 4
-                  lane 1      0        7        7
-        readers   lane 0      ...
+        writers   queue 0     4        0        4          slot 0 was last written in queue 0 by its job 4
+                  queue 1     0        7        7
+        readers   queue 0     ...
 
-    Entries are never removed. An entry is irrelevant once its lane has ended the job of that number.
+    Entries are never removed. An entry is irrelevant once its queue has ended the job of that number.
     """
 
-    def __init__(self, sizes: Mapping[Place, int], lanes: int) -> None:
+    def __init__(self, sizes: Mapping[TierPool, int], queues: int) -> None:
         """`sizes`: slots in each place."""
-        self._given = [0] * lanes
-        self._ended = [0] * lanes
-        self._readers = {place: np.zeros((lanes, size), dtype=np.int64) for place, size in sizes.items()}
-        self._writers = {place: np.zeros((lanes, size), dtype=np.int64) for place, size in sizes.items()}
+        self._given = [0] * queues
+        self._ended = [0] * queues
+        self._readers = {place: np.zeros((queues, size), dtype=np.int64) for place, size in sizes.items()}
+        self._writers = {place: np.zeros((queues, size), dtype=np.int64) for place, size in sizes.items()}
 
-    def admit(self, lane: int, accesses: Sequence[Access]) -> LanePosition:
-        """Record the slots of the next job of `lane`; returns its position, which names the jobs to wait for."""
+    def admit(self, queue: int, accesses: Sequence[Access]) -> QueuePosition:
+        """Record the slots of the next job of `queue`; returns its position, which names the jobs to wait for."""
         needs = np.zeros(len(self._given), dtype=np.int64)
         for place, slots, writes in accesses:
             if not len(slots):
@@ -107,19 +107,19 @@ class Hazards:
             np.maximum(needs, self._writers[place][:, slots].max(axis=1), out=needs)
             if writes:
                 np.maximum(needs, self._readers[place][:, slots].max(axis=1), out=needs)
-        self._given[lane] += 1
+        self._given[queue] += 1
         for place, slots, writes in accesses:
             newest = self._writers if writes else self._readers
-            newest[place][lane, slots] = self._given[lane]
-        return LanePosition(lane, self._given[lane], tuple(needs.tolist()))
+            newest[place][queue, slots] = self._given[queue]
+        return QueuePosition(queue, self._given[queue], tuple(needs.tolist()))
 
-    def is_clear(self, position: LanePosition) -> bool:
+    def is_clear(self, position: QueuePosition) -> bool:
         """Whether all jobs that the job at `position` depends on have ended."""
         return all(ended >= need for ended, need in zip(self._ended, position.needs, strict=True))
 
-    def end(self, position: LanePosition) -> None:
-        """Record that the job at `position`, and all before it in its lane, have ended."""
-        self._ended[position.lane] = position.number
+    def end(self, position: QueuePosition) -> None:
+        """Record that the job at `position`, and all before it in its queue, have ended."""
+        self._ended[position.queue] = position.number
 
 
 class WaitCondition(NamedTuple):
@@ -205,7 +205,7 @@ class Threads(LaneDriver):
                         lane.throw(error)
 
 
-_EXIT_PATIENCE = 30.0
+_EXIT_TIMEOUT = 30.0
 """Seconds that the interpreter waits for one thread at exit."""
 
 _running: weakref.WeakSet[Threads] = weakref.WeakSet()
@@ -218,11 +218,11 @@ def _stop_all() -> None:
     for driver in drivers:
         driver.stop()
     for driver in drivers:
-        driver.join(_EXIT_PATIENCE)
+        driver.join(_EXIT_TIMEOUT)
 
 
 class CopyStep(NamedTuple):
-    """A piece of a job. `completes`: layers whose last piece this is, in a layer-wise job."""
+    """A step of a job. `completes`: layers whose last step this is, in a layer-wise job."""
 
     batch: CopyBatch | None
     completes: tuple[int, ...] = ()
@@ -233,12 +233,12 @@ class CopyJob:
     """A transfer in flight.
 
     Attributes:
-        fences: Points of compute that its copies wait for; empty once the first of them has been submitted.
+        wait_events: Points of compute that its copies wait for; empty once the first of them has been submitted.
         memory_refs: References to the memory on both sides, kept until the job has ended.
         steps: The steps after `next_step`.
         next_step: The next step to submit to the device; `None` before the job begins, and after its last step.
-        reached: The point after which other work may use the device memory of the steps submitted so far.
-        layers: That point for each completely submitted layer; `None` for an empty layer.
+        done_event: The point after which other work may use the device memory of the steps submitted so far.
+        layers: That event for each completely submitted layer; `None` for an empty layer.
         fully_submitted: Whether the last step has been submitted to the device.
         done_bytes: Bytes that are in place on both sides, in order.
         early_status: Status of a job that was stopped early.
@@ -247,14 +247,14 @@ class CopyJob:
 
     transfer: Transfer
     plan: CopyPlan
-    fences: tuple[DeviceEvent, ...]
-    position: LanePosition
+    wait_events: tuple[DeviceEvent, ...]
+    position: QueuePosition
     submitted: float
     memory_refs: object = None
     begun: float | None = None
     steps: Iterator[CopyStep] = field(default_factory=lambda: iter(()))
     next_step: CopyStep | None = None
-    reached: DeviceEvent | None = None
+    done_event: DeviceEvent | None = None
     layers: dict[int, DeviceEvent | None] = field(default_factory=dict)
     fully_submitted: bool = False
     cancelled: bool = False
@@ -413,7 +413,7 @@ class _SubmittedStep:
 
 
 class Lane:
-    """One direction. Only its generator `serve` uses the stream."""
+    """One direction. Only its generator `run` uses the stream."""
 
     def __init__(self, name: str, stream: Stream, state: EngineState) -> None:
         self.name = name
@@ -435,7 +435,7 @@ class Lane:
         self._driver.notify()
 
     def close(self) -> None:
-        """Release the resources of the stream, once `serve` has returned."""
+        """Release the resources of the stream, once `run` has returned."""
         self._stream.close()
 
     def run(self) -> Generator[WaitCondition, None, None]:
@@ -444,7 +444,7 @@ class Lane:
             yield from self._steps()
         except Exception:  # noqa: BLE001 - an internal error, or one of the clock: jobs must end
             _log.exception(
-                "transfer lane %s failed; transfer engine closed, nothing is stored or loaded; restart the engine",
+                "transfer lane %s failed; copies stopped, nothing is stored or loaded; restart the inference engine",
                 self.name,
             )
             self._give_up()
@@ -460,7 +460,7 @@ class Lane:
             elif self._in_flight:
                 sent = self._in_flight[0]
                 if sent.copy is not None:
-                    yield WaitCondition(sent.copy.passed, is_device=True)
+                    yield WaitCondition(sent.copy.query, is_device=True)
                 self._retire(sent)
             else:
                 return
@@ -480,7 +480,7 @@ class Lane:
         return self._state.may_begin(job) or self._state.stop_reason(job) is not None
 
     def _take_step(self, job: CopyJob, stopped: Status | None) -> None:
-        """Give the next piece of `job` to the device, unless it is `stopped`: then it ends here."""
+        """Give the next step of `job` to the device, unless it is `stopped`: then it ends here."""
         step: CopyStep | None = None
         copy: Copy | None = None
         if stopped is None:
@@ -492,8 +492,8 @@ class Lane:
             job.early_status = stopped
             job.fully_submitted = stopped is not None or job.next_step is None
             if copy is not None:
-                job.reached = copy.reached
-            job.layers |= dict.fromkeys(step.completes if step is not None else (), job.reached)
+                job.done_event = copy.done_event
+            job.layers |= dict.fromkeys(step.completes if step is not None else (), job.done_event)
             if job.fully_submitted:
                 self._queues[job.transfer.urgency].popleft()
             nbytes = 0 if step is None or step.batch is None else step.batch.nbytes
@@ -511,8 +511,8 @@ class Lane:
             job.begin(self._state.clock(), self._state.max_batch_bytes)
         step, copy = job.next_step, None
         if step is not None and step.batch is not None:
-            copy = self._stream.copy(step.batch, job.fences)
-            job.fences = ()  # a stream runs in order: later steps wait for them too
+            copy = self._stream.copy(step.batch, job.wait_events)
+            job.wait_events = ()  # a stream runs in order: later steps wait for them too
         job.advance()
         return step, copy
 

@@ -1,11 +1,11 @@
-"""Device <-> file without a host tier: through a ring of staging slots in the memory of the device.
+"""Device <-> file without a host tier: through staging slots in the memory of the device.
 
-    to the file     pages ──engine──► ring slot ──tier──► file          each arrow begins when the one before it has
-    from the file   pages ◄──engine── ring slot ◄──tier── file          ended, by its result, never by its submission
+    to the file     pages ──engine──► staging slot ──tier──► file          each arrow begins when the one before it has
+    from the file   pages ◄──engine── staging slot ◄──tier── file          ended, by its result, never by its submission
 
 File I/O has no stream order. The engine's copies keep stream order, as always; file I/O begins when their bytes are in
-place, and a ring slot is not reused until both have ended. Jobs longer than the ring are split, the more urgent jobs
-first.
+place, and a staging slot is not reused until both have ended. Jobs longer than the staging area are split, the more
+urgent jobs first.
 
 The blocks of a job are touched by copies only, never by file I/O. So the blocks of a cancelled job are free as soon
 as no copy of it is in flight (`touches_blocks`), however long the disk takes to end the rest.
@@ -36,13 +36,13 @@ from longshore.errors import PlanError, TierClosedError, log_seldom
 from longshore.layout.model import KVLayout
 from longshore.runtime.containment import refusal_status
 from longshore.tiers.base import Op, Tier, TierOp, check_batch
-from longshore.transfer.engine import INSIDE, OFFLOAD, ONBOARD, TransferEngine
+from longshore.transfer.engine import D2D, D2H, H2D, TransferEngine
 
 _log = logging.getLogger(__name__)
 
 
-class RingMemory(Protocol):
-    """The memory of a ring: an `ImageMemory` of the device; or an `Arena`, where the device is host memory itself."""
+class StagingMemory(Protocol):
+    """Memory of a staging area: an `ImageMemory` of the device; an `Arena`, where the device is host memory itself."""
 
     @property
     def address(self) -> int:
@@ -56,16 +56,16 @@ class RingMemory(Protocol):
         """Zero a range."""
 
 
-class ImageRing:
+class StagingSlots:
     """Slots for images in the memory of the device, which the transfer engine uses like slots of the host tier."""
 
-    def __init__(self, memory: RingMemory, image_bytes: int) -> None:
+    def __init__(self, memory: StagingMemory, image_bytes: int) -> None:
         """Divide `memory` into slots; `PlanError` if it has no room for one."""
         self.arena = memory
         self.slabs = Slabs.of_one_size(image_bytes, memory.nbytes // image_bytes)
         if not self.slabs.slabs:
             raise PlanError(
-                f"expected a staging ring with room for an image of {image_bytes} bytes, got {memory.nbytes}"
+                f"expected a staging area with room for an image of {image_bytes} bytes, got {memory.nbytes}"
             )
         self._free = list(range(self.slabs.slabs))
 
@@ -85,7 +85,7 @@ class ImageRing:
 
 
 @dataclass(slots=True)
-class _RingJob:
+class _StagedJob:
     """A transfer, of which items up to `begun` have been begun, and `pieces` pieces have not ended."""
 
     transfer: Transfer
@@ -100,17 +100,17 @@ class _RingJob:
 
 
 @dataclass(slots=True)
-class _RingPiece:
-    """Items of a job from `first` on, one in each of `slots` of the ring, and their statuses so far."""
+class _StagedPiece:
+    """Items of a job from `first` on, one in each of `slots` of the staging area, and their statuses so far."""
 
-    job: _RingJob
+    job: _StagedJob
     number: int
     first: int
     slots: list[int]
     statuses: list[Status] = field(default_factory=list)
 
 
-class RingMover:
+class StagingMover:
     """Moves device -> file, file -> device, and inside the device. One rank; the runtime's lock guards it.
 
     Layer-wise jobs are served like others: all layers arrive together, with the result.
@@ -120,34 +120,34 @@ class RingMover:
         self,
         engine: TransferEngine,
         layout: KVLayout,
-        ring: ImageRing,
+        staging: StagingSlots,
         tier: Tier,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engine` copies between pages and `ring`; `tier` reads and writes the ring's memory."""
+        """`engine` copies between pages and `staging`; `tier` reads and writes the staging area's memory."""
         self._engine = engine
         self._layout = layout
-        self._ring = ring
+        self._staging = staging
         self._tier = tier
         self._clock = clock
         self._write = Route(DEVICE, tier.name)
         self._read = Route(tier.name, DEVICE)
-        self._jobs: dict[int, _RingJob] = {}
+        self._jobs: dict[int, _StagedJob] = {}
         self._numbers = 0
-        self._copying: dict[int, _RingPiece] = {}  # by the engine's job
-        self._filing: dict[int, _RingPiece] = {}  # by the tier's ticket
+        self._copying: dict[int, _StagedPiece] = {}  # by the engine's job
+        self._filing: dict[int, _StagedPiece] = {}  # by the tier's ticket
         self._results: list[TransferResult] = []
         self._closed = False
 
     @property
     def routes(self) -> frozenset[Route]:
         """Both directions, and inside the device."""
-        return frozenset((self._write, self._read, INSIDE))
+        return frozenset((self._write, self._read, D2D))
 
     def submit(self, transfer: Transfer) -> None:
         """Begin `transfer`. Raises as `TransferEngine.submit` and `Tier.submit` do, with nothing changed."""
-        if transfer.route == INSIDE:
+        if transfer.route == D2D:
             self._engine.submit(transfer)
             return
         if self._closed:
@@ -157,7 +157,7 @@ class RingMover:
         if transfer.job in self._jobs or transfer.job < 0:
             raise PlanError(f"expected an unused job number of at least 0, got {transfer.job}")
         self._check(transfer)
-        job = _RingJob(transfer, self._clock(), [None] * len(transfer.items))
+        job = _StagedJob(transfer, self._clock(), [None] * len(transfer.items))
         self._jobs[transfer.job] = job
         self._begin_pieces()
 
@@ -201,7 +201,7 @@ class RingMover:
         self._begin_pieces()
 
     def touches_blocks(self, job: int) -> bool:
-        """Whether a copy reads or writes blocks of `job`, or will. Not of a write whose images are all in the ring.
+        """Whether a copy reads or writes blocks of `job`, or will. Not of a write whose images are all staged.
 
         For engines that take their blocks back before the job has ended.
         """
@@ -224,20 +224,20 @@ class RingMover:
     # ------------------------------------------------------------------ pieces
 
     def _begin_pieces(self) -> None:
-        """Begin items that the ring has room for, most urgent jobs first; end items that must not begin."""
+        """Begin items that the staging area has room for, most urgent jobs first; end items that must not begin."""
         for job in sorted(self._jobs.values(), key=lambda job: job.transfer.urgency):
             while job.begun < len(job.statuses):
                 stopped = self._why_stop(job)
                 if stopped is not None:
                     job.statuses[job.begun :] = [stopped] * (len(job.statuses) - job.begun)
                     job.begun = len(job.statuses)
-                elif self._ring.free:
+                elif self._staging.free:
                     self._begin(job)
                 else:
                     break
             self._settle(job)
 
-    def _why_stop(self, job: _RingJob) -> Status | None:
+    def _why_stop(self, job: _StagedJob) -> Status | None:
         """The status with which items of `job` that have not begun must end, if any."""
         if self._closed:
             return Status.TIER_OFF
@@ -246,40 +246,40 @@ class RingMover:
             return Status.CANCELLED  # a chunk is of no use without those before it
         return Status.DEADLINE if self._clock() > job.transfer.deadline else None
 
-    def _begin(self, job: _RingJob) -> None:
-        slots = self._ring.take(len(job.statuses) - job.begun)
+    def _begin(self, job: _StagedJob) -> None:
+        slots = self._staging.take(len(job.statuses) - job.begun)
         self._numbers += 1
-        piece = _RingPiece(job, -self._numbers, job.begun, slots)
+        piece = _StagedPiece(job, -self._numbers, job.begun, slots)
         job.begun += len(slots)
         job.pieces += 1
         if job.first is None:
             job.first = self._clock()
         if job.transfer.route == self._write:
-            self._copy(piece, len(slots), OFFLOAD)
+            self._copy(piece, len(slots), D2H)
         else:
             self._file(piece, [Status.OK] * len(slots), Op.READ)
 
-    def _to_file(self, piece: _RingPiece, statuses: Sequence[Status]) -> None:
-        """The copies into the ring have ended: write the images that arrived."""
+    def _to_file(self, piece: _StagedPiece, statuses: Sequence[Status]) -> None:
+        """The copies into the staging area have ended: write the images that arrived."""
         piece.statuses = list(statuses)
         if Status.OK in statuses:
             self._file(piece, statuses, Op.WRITE)
         else:
             self._end(piece, piece.statuses)
 
-    def _to_pages(self, piece: _RingPiece, statuses: Sequence[Status]) -> None:
-        """The reads into the ring have ended: bring the leading good ones to their pages."""
+    def _to_pages(self, piece: _StagedPiece, statuses: Sequence[Status]) -> None:
+        """The reads into the staging area have ended: bring the leading good ones to their pages."""
         usable = 0 if piece.job.cancelled else leading_ok(statuses)
         for slot, status in zip(piece.slots, statuses, strict=True):
             if status is not Status.OK:  # nobody knows what it brought, and padding is zero
-                self._ring.arena.zero(self._ring.slabs.offset(0, slot), self._ring.slabs.slab_bytes)
+                self._staging.arena.zero(self._staging.slabs.offset(0, slot), self._staging.slabs.slab_bytes)
         piece.statuses = [Status.CANCELLED if status is Status.OK else status for status in statuses[usable:]]
         if usable:
-            self._copy(piece, usable, ONBOARD)
+            self._copy(piece, usable, H2D)
         else:
             self._end(piece, piece.statuses)
 
-    def _copy(self, piece: _RingPiece, count: int, route: Route) -> None:
+    def _copy(self, piece: _StagedPiece, count: int, route: Route) -> None:
         inner = self._inner(piece, count, route)
         self._copying[piece.number] = piece
         try:
@@ -288,7 +288,7 @@ class RingMover:
             del self._copying[piece.number]
             self._end(piece, [self._refused(piece, error)] * count + piece.statuses)
 
-    def _file(self, piece: _RingPiece, statuses: Sequence[Status], op: Op) -> None:
+    def _file(self, piece: _StagedPiece, statuses: Sequence[Status], op: Op) -> None:
         """Have the tier read or write those items of `piece` that are good so far."""
         good = [index for index, status in enumerate(statuses) if status is Status.OK]
         transfer = piece.job.transfer
@@ -299,7 +299,7 @@ class RingMover:
             refused = self._refused(piece, error)
             self._end(piece, [refused if status is Status.OK else status for status in statuses])
 
-    def _refused(self, piece: _RingPiece, error: Exception) -> Status:
+    def _refused(self, piece: _StagedPiece, error: Exception) -> Status:
         """Of what the engine or the tier did not take, while `error` is being handled."""
         status = refusal_status(error)
         if status in (Status.DEVICE_ERROR, Status.INTERNAL_ERROR):
@@ -307,15 +307,15 @@ class RingMover:
             log_seldom(_log, "transfer job %d (%s) failed; %s; report this", job, route, route.loss)
         return status
 
-    def _end(self, piece: _RingPiece, statuses: Sequence[Status]) -> None:
+    def _end(self, piece: _StagedPiece, statuses: Sequence[Status]) -> None:
         """Both sides are done with the slots of `piece`."""
-        self._ring.give_back(piece.slots)
+        self._staging.give_back(piece.slots)
         job = piece.job
         job.statuses[piece.first : piece.first + len(piece.slots)] = statuses
-        job.bytes += self._ring.slabs.slab_bytes * sum(status is Status.OK for status in statuses)
+        job.bytes += self._staging.slabs.slab_bytes * sum(status is Status.OK for status in statuses)
         job.pieces -= 1
 
-    def _settle(self, job: _RingJob) -> None:
+    def _settle(self, job: _StagedJob) -> None:
         if job.pieces or job.begun < len(job.statuses):
             return
         statuses = tuple(status for status in job.statuses if status is not None)
@@ -328,39 +328,38 @@ class RingMover:
 
     def _check(self, transfer: Transfer) -> None:
         """Raise unless both sides would take all of `transfer`."""
-        if len(transfer.sections) > 1 and len(transfer.items) > self._ring.slabs.slabs:
-            raise PlanError(
-                f"{len(transfer.items)} items of several groups exceed a staging ring of {self._ring.slabs.slabs} slots"
-            )
-        op, route = (Op.WRITE, OFFLOAD) if transfer.route == self._write else (Op.READ, ONBOARD)
-        job, most = _RingJob(transfer, 0.0, []), self._ring.slabs.slabs
+        if len(transfer.sections) > 1 and len(transfer.items) > self._staging.slabs.slabs:
+            limit = self._staging.slabs.slabs
+            raise PlanError(f"{len(transfer.items)} items of several groups exceed a staging area of {limit} slots")
+        op, route = (Op.WRITE, D2H) if transfer.route == self._write else (Op.READ, H2D)
+        job, most = _StagedJob(transfer, 0.0, []), self._staging.slabs.slabs
         batch = self._operations(transfer, op, [(index, 0) for index in range(len(transfer.items))])
-        tier, memory = self._tier, self._ring.arena
+        tier, memory = self._tier, self._staging.arena
         check_batch(batch, transfer.deadline, slabs=tier.slabs, image_bytes=tier.image_bytes, arena_bytes=memory.nbytes)
         for first in range(0, len(transfer.items), most):
             slots = list(range(min(most, len(transfer.items) - first)))
-            self._engine.check(self._inner(_RingPiece(job, -1, first, slots), len(slots), route))
+            self._engine.check(self._inner(_StagedPiece(job, -1, first, slots), len(slots), route))
 
     def _operations(self, transfer: Transfer, op: Op, places: Sequence[tuple[int, int]]) -> list[TierOp]:
-        """Operations of the tier for items, by position and slot of the ring."""
+        """Operations of the tier for items, by position and slot of the staging area."""
         batch = []
         for position, slot in places:
             item = transfer.items[position]
             ours, other = (item.destination, item.source) if op is Op.WRITE else (item.source, item.destination)
             if ours is None or other is not None:
                 raise PlanError(f"item {position}: expected the device and a slot of the file tier, got {item}")
-            offset = self._ring.slabs.offset(0, slot)
+            offset = self._staging.slabs.offset(0, slot)
             length = self._tier.image_bytes[ours.pool]
             batch.append(TierOp(op, ours.index, item.key, item.parent, offset, length, transfer.generation, ours.pool))
         return batch
 
-    def _inner(self, piece: _RingPiece, count: int, route: Route) -> Transfer:
+    def _inner(self, piece: _StagedPiece, count: int, route: Route) -> Transfer:
         transfer = piece.job.transfer
         stop = piece.first + count
         items = []
         for item, slot in zip(transfer.items[piece.first : stop], piece.slots, strict=False):
             place = Slot(HOST, 0, slot)
-            source, destination = (None, place) if route == OFFLOAD else (place, None)
+            source, destination = (None, place) if route == D2H else (place, None)
             items.append(Item(item.key, item.parent, source, destination))
         last = stop == len(transfer.items)
         return replace(
