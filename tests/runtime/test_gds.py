@@ -489,7 +489,7 @@ def test_an_internal_error_fails_its_pieces_alone(
     assert fired
     assert set(result.statuses) <= {Status.INTERNAL_ERROR, Status.CANCELLED}
     assert result.statuses[0] is Status.INTERNAL_ERROR
-    assert machine.ring.free == 4
+    assert machine.staging.free == 4
     assert caplog.text.count("ZeroDivisionError: an error of ours") == 1
     if route == READ:
         assert set(machine.run(machine.transfer(3, READ, range(CHUNKS))).statuses) == {Status.OK}, "records are whole"

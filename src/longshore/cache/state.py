@@ -317,7 +317,7 @@ class CacheState:
         state = marks(pool.state)[idle]
         ready = column(pool.node)[idle[state == READY]]
         for each in {tier, self.last} if self.ranks_all else {tier}:
-            _release(self.policies[each], ready)
+            self.policies[each].release_held(ready)
         for slot in idle[state == DRAINING].tolist():
             self._free_drained(tier, slot)
 
@@ -528,7 +528,7 @@ class CacheState:
         self.changes += bool(len(at))
         for tier, policy in enumerate(self.policies):
             if tier != apart_from:
-                _release(policy, at)
+                policy.release_held(at)
 
     def _reconsider(self, node: int) -> None:
         """The same for one node."""
@@ -597,10 +597,3 @@ class CacheState:
     def _free_drained(self, tier: int, slot: int) -> None:
         if not self.pools[tier].is_busy(slot):
             self.pools[tier].move(slot, FREE)
-
-
-def _release(policy: EvictionPolicy, at: npt.NDArray[np.int32]) -> None:
-    """Release those of the nodes `at` that `policy` holds, each once."""
-    held = at[policy.are_held(at)]
-    if len(held):
-        policy.release(once(held).tolist())

@@ -83,8 +83,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
     ) -> None:
         """`groups` are vLLM's numbers of the KV cache groups, in our order; `timeout` is in seconds.
 
-        With `announces`, KV events tell what the tiers get and give up; `tiers` must record them. `hints` are those of
-        requests that have none.
+        `announces`: KV events tell of the tiers, which must record them. `hints`: of requests that have none.
         """
         self._hints = hints
         self._tiers = tiers
@@ -92,10 +91,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._requests: dict[str, RequestState] = {}
         self._asked: list[RequestState] = []
         self._stale: list[tuple[Ticket, bool]] = []
-        """Tickets of which vLLM reports no end, as those from before a reset, and whether they are stores.
-
-        Reports of the ranks say when no worker uses their slots.
-        """
+        """Tickets of which vLLM reports no end (of before a reset; workers' reports end them); whether they are stores."""
         self._fenced: set[int] = set()
         """The numbers of those that were open at vLLM's last reset."""
         self.observes_device_resets = False
@@ -398,8 +394,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             with self._runtime.locked() as cache:
                 for group, mine in self._groups.split(keys):
                     seen = request.seen(mine)
-                    slots = seen.slots() if isinstance(seen, Residency) else None
-                    if slots is None:
+                    if not isinstance(seen, Residency) or (slots := seen.slots()) is None:
                         return self._nothing()
                     runs[group] = Slots(HOST, cache.settings.pool_of(group), tuple(slots))
                 return self._slots_spec(runs)
