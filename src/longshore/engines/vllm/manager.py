@@ -91,7 +91,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._requests: dict[str, RequestState] = {}
         self._asked: list[RequestState] = []
         self._stale: list[tuple[Ticket, bool]] = []
-        """Tickets of which vLLM reports no end (of before a reset; workers' reports end them); whether they are stores."""
+        """Tickets of which vLLM reports no end (workers' reports end them), and whether they are stores."""
         self._fenced: set[int] = set()
         """The numbers of those that were open at vLLM's last reset."""
         self.observes_device_resets = False
