@@ -75,6 +75,17 @@ def test_between_sizes_that_were_measured_times_are_between_theirs() -> None:
     assert large[0] == pytest.approx(large[1])
 
 
+def test_dma_that_keeps_a_processor_busy_is_not_chosen() -> None:
+    """Of 64 MiB, kernels take a tenth longer than DMA, whose pieces of 32 KiB take a processor all the time."""
+    sizes = (4096, 2 << 20)
+    curves = {HOST: {Way.DIRECT: tuple(Sample(size, 0.0, 20e-12) for size in sizes),
+                     Way.ZERO_COPY: tuple(Sample(size, 0.0, 22e-12) for size in sizes)}}  # fmt: skip
+    found = Calibration("GPU", 1, curves)
+    ways = (Way.DIRECT, Way.ZERO_COPY)
+    assert found.choose(scattered(32 << 10, 2048), ways) is Way.ZERO_COPY
+    assert found.choose(scattered(256 << 10, 256), ways) is Way.DIRECT
+
+
 def test_a_way_that_was_not_measured_is_not_chosen() -> None:
     curves = {HOST: {Way.DIRECT: (Sample(4096, 1e-6, 2e-9),)}}
     assert Calibration("GPU", 1, curves).choose(scattered(4096, 9), WAYS[::-1]) is Way.DIRECT
