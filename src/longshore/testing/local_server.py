@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -45,9 +46,13 @@ def binary_of(kind: str) -> str:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at present."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+    """A TCP port that nobody listens on at present, below those that the system gives to outgoing connections."""
+    while True:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(("127.0.0.1", 10_000 + secrets.randbelow(22_000))) as at,
+        ):
+            return int(at.getsockname()[1])
 
 
 class LocalProcess:
@@ -79,8 +84,9 @@ class LocalProcess:
             undo.pop_all()
 
     def pause(self) -> None:
-        """Stop it, as SIGSTOP does: connections are still accepted, by the kernel."""
+        """Stop it, as SIGSTOP does, and wait until it has stopped: connections are still accepted, by the kernel."""
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """Let it go on after `pause`."""
