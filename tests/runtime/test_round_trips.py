@@ -265,11 +265,11 @@ class FailingCopy(Copy):
         self._copy = copy
 
     @property
-    def reached(self) -> DeviceEvent:
-        return self._copy.reached
+    def done_event(self) -> DeviceEvent:
+        return self._copy.done_event
 
-    def passed(self) -> bool:
-        return self._copy.passed()
+    def query(self) -> bool:
+        return self._copy.query()
 
     def finish(self) -> float:
         self._device.check(self._into, "finish")
