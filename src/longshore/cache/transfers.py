@@ -42,8 +42,8 @@ from longshore.boundary import (
 )
 from longshore.cache.columns import column, numbers
 from longshore.cache.events import WEIGHTS, EventKind
+from longshore.cache.evictor import Evictor
 from longshore.cache.index import Index
-from longshore.cache.make_room import Evictor
 from longshore.cache.settings import CacheSettings
 from longshore.cache.state import CacheState, Pin
 from longshore.cache.types import DropReason, MissReason, Outcome
