@@ -370,6 +370,12 @@ class Counters:
     histograms: dict[str, dict[str, Histogram]] = field(default_factory=dict)
     internal_errors: int = 0
 
+    def count_reads(self, sources: Sequence[str], statuses: Sequence[Status], tokens: int) -> None:
+        """Count chunks that the engine has read itself, of `tokens` tokens each: hits, and misses by how they ended."""
+        hits = [tier for tier, status in zip(sources, statuses, strict=True) if status is Status.OK]
+        self.count_hits(hits, hits, tokens)
+        self.misses.update(MissReason.of(status) for status in statuses if status is not Status.OK)
+
     def count_hits(self, chunks: Sources, of_first: Sources, tokens: int) -> None:
         """Count chunks that were loaded; `of_first` are those of the first group, of `tokens` tokens each."""
         self.hits.update(chunks)
