@@ -417,9 +417,9 @@ class TieredCache:
         return max(0, most) - left
 
     def flush(self) -> bool:
-        """Order backups of all chunks that only the host tier has; returns whether no job is in flight."""
+        """Order backups of all chunks that only the host tier has; returns whether no mover has a job in flight."""
         self._offloader.clean(all_of_host=True)
-        return not self._transfers.jobs
+        return not any(job.commanded for job in self._transfers.jobs.values())
 
     # ------------------------------------------------------------------ commands and results
 

@@ -232,6 +232,7 @@ VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
         "password": "it gave a wrong password",
         "late": "it did not log in, ask, or take an answer in time",
         "invalid": "it sent something that is no command",
+        "sleep": "host memory, which it was reading, is freed while the engine sleeps",
     },
     ("longshore_peer_waits", "outcome"): {
         "arrived": "the peer had them in time",

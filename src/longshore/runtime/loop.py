@@ -246,18 +246,16 @@ class Runtime:
             lambda: not any(job in self._waiting or touches(job) for job in jobs), timeout, of_movers=True
         )
 
-    def flush(self, timeout: float, besides: int = 0) -> bool:
-        """Wait until every block that is to be copied down was, and nothing is in flight; returns whether that is so.
+    def flush(self, timeout: float) -> bool:
+        """Wait until every block that is to be copied down was, and no mover is busy; returns whether that is so.
 
-        Blocks that a tier has refused (admission) stay where they are. `besides`: number of jobs of the engine that
-        are not waited for.
+        Blocks that a tier has refused (admission) stay where they are. Jobs that the engine carries out itself are not
+        waited for.
         """
 
         def is_done() -> bool:
             self._idle_until = -math.inf  # `flush` may order backups
-            if self.fault is not None or self._cache.flush():
-                return True
-            return besides > 0 and self._cache.jobs_in_flight <= besides
+            return self.fault is not None or self._cache.flush()
 
         with contextlib.suppress(TierClosedError), self._typed_faults():
             return self._wait(is_done, timeout) and self.fault is None

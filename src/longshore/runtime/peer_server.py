@@ -172,7 +172,7 @@ class PeerServer:
         settings: What the URL says.
         answers: Values that clients have asked for, by `probe` or `read`, and answer: `present`, `absent`, `coming`.
         sent_bytes: Bytes of values that were sent, headers included.
-        dropped: Clients that were refused or dropped, by reason: `limit`, `password`, `late`, `invalid`.
+        dropped: Clients that were refused or dropped, by reason: `limit`, `password`, `late`, `invalid`, `sleep`.
     """
 
     def __init__(self, url: str, source: TierSource) -> None:
@@ -208,6 +208,10 @@ class PeerServer:
         for thread in threads:
             thread.join(max(0.0, give_up - time.monotonic()))
         self._listener.close()
+
+    def drop_clients(self) -> None:
+        """Drop all clients before a sleep: those that read host memory stop soon. They may connect again."""
+        self._drop(math.inf, "sleep")
 
     # ------------------------------------------------------------------ connections
 
@@ -263,13 +267,13 @@ class PeerServer:
                 self._threads.discard(threading.current_thread())
                 sock.close()
 
-    def _drop(self, now: float) -> None:
+    def _drop(self, now: float, reason: str = "late") -> None:
         """Shut down the connections whose deadline has passed `now`."""
         with self._lock:  # none is closed meanwhile
             for client, deadline in list(self.deadlines.items()):
                 if now >= deadline:
                     self.deadlines[client] = math.inf
-                    self.dropped["late"] += not self._closed
+                    self.dropped[reason] += not self._closed
                     _shut_down(client)
 
     def count_drop(self, reason: str) -> None:

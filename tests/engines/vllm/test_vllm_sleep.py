@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import signal
+import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +16,17 @@ import pytest
 import torch
 from engine_runs import Serve, asked, prompts, tiers
 from test_vllm_changes import CONNECTOR
+from test_vllm_stores import free_port
 from tiny_models import save
 from vllm.v1.kv_offload.base import LookupResult
 from vllm_kit import Rig, file_settings, keys_of
 
+from longshore.boundary import HOST
 from longshore.cache import MissReason
 from longshore.engines.vllm import tiers as tiers_module
 from longshore.errors import ConfigError, RegistrationError
 from longshore.runtime import stack
+from longshore.tiers.remote.format import address
 
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 KEYS, BLOCKS = keys_of(3), [1, 2, 3]
@@ -231,6 +238,38 @@ def test_a_load_of_before_the_sleep_writes_nothing_after_it(rigs: Rigs) -> None:
     rig.run("submit_load", spec, rig._theirs(spec, [8, 9, 10]))
     assert rig.workers[0].take_failed({1}) == {1}
     assert not rig.bytes_of(0, 8)[0].any()
+
+
+def test_sleep_drops_a_peer_that_does_not_read(rigs: Rigs, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What it was to be sent is in host memory, which is freed."""
+    port = free_port()
+    times = {"write_timeout": 4.0, "load_timeout": 2.0}
+    rig = rigs(serve=f"valkey://127.0.0.1:{port}", sleep_keep="file", **times, **file_settings(tmp_path))
+    rig.write()
+    assert rig.manager.flush(30.0)
+    server = rig.manager.peer_server
+    with rig.manager._runtime.locked() as cache:
+        key = next(key for tier, key in cache.ready() if tier == HOST)
+    name = address(rig.manager._tiers.peers.namespace, key)
+    wants = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name)
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.setblocking(False)
+        give_up = time.monotonic() + 30.0
+        while rig.cache.jobs_in_flight == 0 or is_writable(client):  # until all buffers are full
+            with contextlib.suppress(BlockingIOError):
+                client.send(wants * 64)
+            assert time.monotonic() < give_up
+        rig.sleep()
+    assert rig.resident < rig.workers[0].arena.nbytes
+    assert rig.manager._tiers.reports.frees_host_memory
+    assert server.dropped == {"sleep": 1}
+    assert not [each for each in caplog.messages if "not all blocks were written" in each or "not freed" in each]
+    rig.wake()
+    assert rig.answers("late") == [HIT] * 3
+
+
+def is_writable(sock: socket.socket) -> bool:
+    return bool(select.select([], [sock], [], 0.3)[1])
 
 
 def test_a_request_that_comes_during_the_sleep_misses(rigs: Rigs) -> None:

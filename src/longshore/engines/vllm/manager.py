@@ -275,8 +275,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         """vLLM reset its caches: clear the tiers, except those that the settings keep."""
         self._look_for_new_weights()
         workers = sum(len(ticket.jobs) for ticket in self._tickets)
-        self._forget_all(keep=self._tiers.sleeps.kept(workers))
-        self._tiers.sleeps.give_back(idle=not workers)
+        self._forget_all(keep=self._tiers.sleeps.kept())
+        self._tiers.sleeps.give_back(self.peer_server, idle=not workers)
         self._stores.by_key.clear()  # no store from before is reported
         self._fenced = {ticket.number for ticket, _ in self._stale}
         for request in self._requests.values():

@@ -43,6 +43,7 @@ from longshore.tiers.host import HostSlabs, KeyedMover, TierMover
 from longshore.tiers.remote.settings import parse_url
 
 if TYPE_CHECKING:
+    from longshore.runtime.peer_server import PeerServer
     from longshore.tiers.remote.peers import PeerTier
 
 _level: ContextVar[int] = ContextVar("level", default=0)
@@ -117,16 +118,13 @@ class SleepControl:
         self.has_memory = True
         """Whether the host tier has its slots."""
 
-    def kept(self, workers: int) -> tuple[str, ...]:
-        """The tiers that the current reset keeps; the file tier with all blocks that are to be written to it.
-
-        So many jobs in flight are the `workers`': they do not end meanwhile.
-        """
+    def kept(self) -> tuple[str, ...]:
+        """The tiers that the current reset keeps; the file tier with all blocks that are to be written to it."""
         level = _level.get()
         kept = self._config.reset_keep if not level else self._config.sleep_keep if level == 1 else Kept.NONE
         with self._runtime.locked() as cache:
             keep = tuple(tier.name for tier in cache.stats() if tier.name in kept.tiers)
-        if keep == (FILE,) and not self._runtime.flush(self._config.write_timeout, besides=workers):
+        if keep == (FILE,) and not self._runtime.flush(self._config.write_timeout):
             what = "sleep" if level else "reset"
             _log.warning(
                 "not all blocks were written to the file tier within write_timeout (%g s); the others are dropped by "
@@ -135,14 +133,16 @@ class SleepControl:
             )
         return keep
 
-    def give_back(self, *, idle: bool) -> None:
+    def give_back(self, peers: PeerServer | None, *, idle: bool) -> None:
         """All blocks but those kept were discarded: before a sleep, free host memory unless it is kept.
 
         Until it is back the host tier has no slots: nothing is found, and nothing stored. It stays if it is not `idle`,
-        as workers, or the tier host, use some of it.
+        as workers, or the tier host, use some of it. Clients of `peers` that read some of it are dropped.
         """
         if not _level.get() or self._config.sleep_keep is Kept.ALL:
             return
+        if peers is not None:
+            peers.drop_clients()
         if idle:
             self._runtime.wait_idle(self._config.load_timeout)
         try:
