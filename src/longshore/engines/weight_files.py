@@ -29,6 +29,7 @@ from pathlib import Path
 import xxhash
 
 from longshore.errors import EngineError
+from longshore.tiers.file.io import file_system_of
 
 _log = logging.getLogger(__name__)
 
@@ -254,12 +255,8 @@ def _hash(fd: int, size: int) -> str | None:
 
 def _is_in_memory(device: int) -> bool:
     """Whether the file system of `device` is in memory (tmpfs, ramfs)."""
-    number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            about, _, kind = line.partition(" - ")
-            if about.split()[2] == number:
-                return kind.split()[0] in ("tmpfs", "ramfs")
+        return file_system_of(device) in ("tmpfs", "ramfs")
     return False
 
 
