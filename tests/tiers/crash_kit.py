@@ -132,7 +132,7 @@ class Story:
         self._report()
 
     def checkpoint(self) -> None:
-        self.tier.checkpoint()
+        self.tier._index.checkpoint()
         self._report()
 
     def forget(self) -> None:

@@ -142,7 +142,7 @@ def story(io: RawIo, shape: Shape) -> set[tuple[int, int]]:
         stored = machine.write(stored, (0, 0), (1, 1))
         stored = machine.write(stored, (0, 2) if last == 1 else (last, 2))
         try:
-            machine.tier.checkpoint()
+            machine.tier._index.checkpoint()
         except LongshoreError:
             logging.getLogger(__name__).debug("no checkpoint")
         statuses = machine.run(Op.READ, sorted(stored))

@@ -215,11 +215,6 @@ class FileTier(Tier):
         return self._superblock.generation
 
     @property
-    def state(self) -> TierState:
-        """Whether the tier is on, or its disk has failed so often that it is read-only, or off."""
-        return self._health.state
-
-    @property
     def ended(self) -> int:
         """Number of completed operations; while it grows, the disk responds."""
         return self._executor.ended
@@ -335,14 +330,6 @@ class FileTier(Tier):
         self._check_open()
         check_slots(slots, self.slabs)
         self._index.discard(slots)
-
-    def checkpoint(self) -> None:
-        """Write a checkpoint of the index now. Checkpoints are also written when due, and by `close`.
-
-        Raises `TierError` on failure.
-        """
-        self._check_open()
-        self._index.checkpoint()
 
     def _retry_reset(self) -> None:
         """Retry a reset that `forget` could not write; if that fails, drop the superblock, and with it all records."""
