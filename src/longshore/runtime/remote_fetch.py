@@ -91,7 +91,7 @@ def fetch(
     ahead: bool = False,
     is_agreed: bool = False,
 ) -> Fetch:
-    """The same without waiting, within `control`. `ahead` is as for the gate."""
+    """What `bring` does, without waiting, inside a `Runtime.transaction`. `ahead` is as for the gate."""
     found = _behind(runtime, cache, path, context, chunk_tokens, probe=probe, ahead=ahead, is_agreed=is_agreed)
     if not found.chunks:
         return Fetch(found.probes)

@@ -544,7 +544,7 @@ class CudaStream(Stream):
             place.used.make_wait(stream)
 
     def _join(self, before: torch.Stream, after: torch.Stream) -> None:
-        """Order later work on `wait_events` behind all earlier work on `before`."""
+        """Order later work on `after` behind all earlier work on `before`."""
         self._resources.events.record(before).make_wait(after)
 
     def _record(self, stream: torch.Stream) -> StreamEvent:
