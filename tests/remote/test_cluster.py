@@ -121,7 +121,7 @@ def test_the_budget_is_one_for_all_nodes(cluster: LocalCluster, opened: Callable
     statuses = [harness.run(harness.op(Op.WRITE, 0, number))[0] for number in NUMBERS]
     assert statuses.count(Status.OK) == 2
     assert statuses.count(Status.QUEUE_FULL) == len(NUMBERS) - 2
-    assert remote(harness).bytes_written == 2 * (IMAGE + 128)
+    assert remote(harness)._budget.spent == 2 * (IMAGE + 128)
 
 
 # Slots that move

@@ -219,11 +219,6 @@ class NodesTier(KeyedTier):
         with self._lock:
             return self._closed_ended + sum(each.ended for each in self._nodes.values())
 
-    @property
-    def bytes_written(self) -> int:
-        """Bytes sent to be stored since the tier was opened, headers included."""
-        return self._budget.spent
-
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """As `RemoteTier.submit`; nothing has begun if it raises."""
         self._check_open()

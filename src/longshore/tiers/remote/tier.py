@@ -184,11 +184,6 @@ class RemoteTier(KeyedTier):
         with self._lock:
             return {**self._failures, "breaker": self._breaker.opened}
 
-    @property
-    def bytes_written(self) -> int:
-        """Bytes sent to be stored since the tier was opened, headers included."""
-        return self._budget.spent
-
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Begin `batch`. An operation *ends* by `deadline`, and by the store's own timeout from now.
 
