@@ -321,7 +321,7 @@ def _directory(settings: RemoteSettings) -> Iterator[Finding]:
         advice = "give the engine's user access, for example with a common group and chmod g+rwxs"
         yield BROKEN, f"{root} is not readable and writable for this user", advice
         return
-    free, kind = shutil.disk_usage(root).free, _kind_of(root)
+    free, kind = shutil.disk_usage(root).free, file_system_of(root.stat().st_dev)
     yield OK, f"{kind}, {format_bytes(free)} free", ""
     if kind not in _NETWORKED and not kind.startswith("fuse"):
         advice = "replicas on other machines do not see it: mount a shared file system there"
@@ -562,7 +562,7 @@ def _open_files() -> Iterator[Finding]:
 def _disk(path: Path) -> Iterator[Finding]:
     if not path.is_dir():
         return
-    kind = _kind_of(path)
+    kind = file_system_of(path.stat().st_dev)
     has = f"{kind}, {format_bytes(shutil.disk_usage(path).free)} free"
     if kind in _RAM_DISKS:
         yield WARNING, f"{has}: a RAM disk", "it takes memory that host_size could have: raise that, or name a disk"
@@ -590,11 +590,3 @@ def _disk(path: Path) -> Iterator[Finding]:
             "raise the sysctl fs.aio-max-nr; file systems: ext4 or XFS"
         )
         yield WARNING, f"no asynchronous I/O: {error.strerror or error}", advice
-
-
-def _kind_of(path: Path) -> str:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return file_system_of(fd)
-    finally:
-        os.close(fd)

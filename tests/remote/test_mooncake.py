@@ -161,7 +161,7 @@ def test_two_processes_share_a_namespace_and_send_nothing_twice(
     other.assert_misses(0, 1)
     same = shared(url, namespace)
     same.store(0, 1)
-    assert (remote(one).bytes_written, remote(same).bytes_written) == (IMAGE + 128, 0)
+    assert (remote(one)._budget.spent, remote(same)._budget.spent) == (IMAGE + 128, 0)
 
 
 def test_a_probe_of_many_keys(mooncake: LocalMooncake, shared: Callable[..., TierHarness]) -> None:

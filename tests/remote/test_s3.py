@@ -84,7 +84,7 @@ def test_replicas_share_a_namespace_and_send_nothing_twice(s3: LocalS3, opened: 
     write = same.op(Op.WRITE, 0, 1, generation=6)
     same.bytes_of(write)[:] = image(1, IMAGE)
     assert same.run(write) == (Status.OK,)
-    assert (remote(one).bytes_written, remote(same).bytes_written) == (IMAGE + 128, 0)
+    assert (remote(one)._budget.spent, remote(same)._budget.spent) == (IMAGE + 128, 0)
 
 
 def test_a_probe_of_many_keys(s3: LocalS3, opened: Callable[..., TierHarness]) -> None:
@@ -150,9 +150,9 @@ def test_values_expire(s3: LocalS3, opened: Callable[..., TierHarness]) -> None:
     harness.store(0, 1)
     until(lambda: ask(harness, 1) == (False,))
     assert harness.load(0, 1)[0] is Status.EXPIRED
-    written = remote(harness).bytes_written
+    written = remote(harness)._budget.spent
     harness.store(0, 1)
-    assert remote(harness).bytes_written == 2 * written
+    assert remote(harness)._budget.spent == 2 * written
 
 
 def test_something_else_under_our_key_is_a_miss(s3: LocalS3, opened: Callable[..., TierHarness]) -> None:
@@ -461,6 +461,6 @@ def test_an_image_larger_than_a_part_is_one_object(weed: LocalS3) -> None:
     assert np.array_equal(arena.array[:size], arena.array[size:])
     tier.close()
     assert tier.failures == dict.fromkeys(tier.failures, 0)
-    assert tier.bytes_written == size + 128
+    assert tier._budget.spent == size + 128
     found = obstore.head(session_of(weed)._client(20.0), f"ls1/{name.hex()}/{key(1).hex()}")
     assert "-" not in str(found["e_tag"])  # as after an upload in parts

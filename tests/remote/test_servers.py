@@ -81,8 +81,8 @@ def test_what_is_there_is_not_sent_again(server: LocalServer, opened: Callable[.
     one, other = opened(url, namespace), opened(url, namespace)
     one.store(0, 1)
     other.store(0, 1)
-    assert remote(one).bytes_written == IMAGE + 128
-    assert remote(other).bytes_written == 0
+    assert remote(one)._budget.spent == IMAGE + 128
+    assert remote(other)._budget.spent == 0
 
 
 def test_values_expire(server: LocalServer, opened: Callable[..., TierHarness]) -> None:

@@ -241,8 +241,8 @@ class Rig:
 
     def store(self, tokens: list[int], *, describe: bool = True) -> list[Key]:
         keys = chain(ROOT, tokens, CHUNK)
-        if describe:
-            self.recorder.describe(keys, 0, tokens)
+        if describe and (publisher := self.recorder.publisher) is not None:
+            publisher.describe(keys, 0, tokens)
         with self.runtime.transaction() as cache:
             cache.store({0: GroupKeys(keys)}, {0: range(len(keys))})
         self.mover.end()
@@ -337,9 +337,9 @@ def test_chunks_are_told_as_soon_as_their_tokens_are_known(opened: Open) -> None
     keys = rig.store([1, 2, 3, 4], describe=False)
     rig.recorder.pump()
     assert not taps.frames
-    rig.recorder.describe(keys, 0, [1, 2, 3, 4])
+    publisher.describe(keys, 0, [1, 2, 3, 4])
     rig.recorder.pump()
-    rig.recorder.describe(keys, 0, [1, 2, 3, 4])
+    publisher.describe(keys, 0, [1, 2, 3, 4])
     rig.recorder.pump()
     for frames in taps.frames:
         router.read(frames)
@@ -360,7 +360,7 @@ def test_a_path_that_files_had_at_start_is_one_event(opened: Open) -> None:
     recorder = EventRecorder(Runtime(cache, []), None, 1 << 20, publisher=publisher, start=False)
     while recorder.pump():
         pass
-    recorder.describe(keys, 0, tokens)
+    publisher.describe(keys, 0, tokens)
     recorder.pump()
     assert recorder.missed == 0
     router.batches = 1

@@ -26,7 +26,7 @@ def arena() -> Iterator[Arena]:
 @pytest.fixture
 def on_ext4(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the temporary directory is on: its files have direct I/O, and that is all that a queue needs."""
-    monkeypatch.setattr(file_io, "file_system_of", lambda fd: "ext4")
+    monkeypatch.setattr(file_io, "file_system_of", lambda device: "ext4")
 
 
 @pytest.fixture

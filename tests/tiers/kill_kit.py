@@ -135,7 +135,7 @@ def write(directory: Path, seed: int, out: int) -> None:
                     for pair in flying.pop(result.ticket):
                         os.write(out, _LINE.pack(_DONE, *pair, tier.generation))
             if dice.random() < 0.05:
-                tier.checkpoint()
+                tier._index.checkpoint()
             if dice.random() < 0.02:
                 tier.forget(tier.generation + 1)
 

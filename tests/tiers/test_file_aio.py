@@ -230,7 +230,7 @@ def test_a_tier_without_a_queue_does_what_others_do(
 def test_threads_serve_where_a_submission_may_block(
     harness_of: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch, kind: str, no_queue: int
 ) -> None:
-    monkeypatch.setattr(file_io, "file_system_of", lambda fd: kind)
+    monkeypatch.setattr(file_io, "file_system_of", lambda device: kind)
     harness = harness_of(slots=SLOTS)
     assert harness.tier.fallbacks == {"no_direct_io": 0, "no_queue": no_queue}
     assert store(harness, APART) == load(harness, APART) == (Status.OK,) * 4
@@ -239,9 +239,9 @@ def test_threads_serve_where_a_submission_may_block(
 def test_the_file_system_is_the_one_that_is_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with Path("/proc/self/stat").open("rb") as file:
-        assert file_io.file_system_of(file.fileno()) == "proc"
+        assert file_io.file_system_of(os.fstat(file.fileno()).st_dev) == "proc"
     reading, writing = os.pipe()
-    assert file_io.file_system_of(reading) == "an unknown file system"
+    assert file_io.file_system_of(os.fstat(reading).st_dev) == "an unknown file system"
     os.close(reading)
     os.close(writing)
 

@@ -160,9 +160,9 @@ def test_a_call_that_moves_a_part_goes_on_from_there(harness: TierHarness, io: S
 def test_failing_disk_is_disabled_after_the_usual_failures(harness: TierHarness, io: Sectors) -> None:
     io.bad = {slot * STRIDE: errno.EIO for slot in range(SLOTS)}
     assert set(store(harness, range(4))) == {Status.IO_ERROR}
-    assert cast(FileTier, harness.tier).state is TierState.ON
+    assert cast(FileTier, harness.tier)._health.state is TierState.ON
     assert set(store(harness, range(4))) == {Status.IO_ERROR}
-    assert cast(FileTier, harness.tier).state is TierState.READ_ONLY
+    assert cast(FileTier, harness.tier)._health.state is TierState.READ_ONLY
     assert cast(FileTier, harness.tier).failures["write_io_error"] == 8
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 from crash_kit import APART, TWO_SIZES, Shape, one_size
+from simulated_disk import Image, OneByOneQueue, SimulatedDisk
 
 from depth import deep
 from longshore.boundary import Slabs, Status
 from longshore.errors import LongshoreError
-from longshore.testing.disk import Image, OneByOneQueue, SimulatedDisk
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, TierOp
@@ -142,7 +142,7 @@ def story(io: RawIo, shape: Shape) -> set[tuple[int, int]]:
         stored = machine.write(stored, (0, 0), (1, 1))
         stored = machine.write(stored, (0, 2) if last == 1 else (last, 2))
         try:
-            machine.tier.checkpoint()
+            machine.tier._index.checkpoint()
         except LongshoreError:
             logging.getLogger(__name__).debug("no checkpoint")
         statuses = machine.run(Op.READ, sorted(stored))

@@ -197,9 +197,9 @@ def test_device_failure_is_no_io_error_and_quarantines_no_record(
         patched.setattr(HostAsDevice, "load", fail)
         patched.setattr(HostAsDevice, "store", fail)
         assert {harness.run(harness.op(Op.WRITE, 1, 1)) for _ in range(MAX_FAILURES)} == {(Status.DEVICE_ERROR,)}
-        assert harness.tier.state is TierState.READ_ONLY
+        assert harness.tier._health.state is TierState.READ_ONLY
         assert {harness.load(0, 0)[0] for _ in range(MAX_FAILURES)} == {Status.DEVICE_ERROR}
-        assert harness.tier.state is TierState.OFF
+        assert harness.tier._health.state is TierState.OFF
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2, "said once for each kind"
     assert caplog.text.count("check the device") == 2
     failures = harness.tier.failures
@@ -227,7 +227,7 @@ def test_internal_errors_beside_the_device_disable_nothing(
         assert {harness.run(harness.op(Op.WRITE, 1, 1)) for _ in range(2 * MAX_FAILURES)} == {(Status.INTERNAL_ERROR,)}
         assert {harness.load(0, 0)[0] for _ in range(2 * MAX_FAILURES)} == {Status.INTERNAL_ERROR}
     assert len(fired) == 4 * MAX_FAILURES
-    assert harness.tier.state is TierState.ON
+    assert harness.tier._health.state is TierState.ON
     assert "TypeError: an error of ours" in caplog.text
     harness.assert_serves(0, 0)
 

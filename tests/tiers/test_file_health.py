@@ -68,9 +68,9 @@ def test_writes_that_go_on_failing_make_it_read_only(
     harness.store(0, 0)
     io.writes = number
     for _ in range(MAX_FAILURES):
-        assert tier(harness).state is TierState.ON
+        assert tier(harness)._health.state is TierState.ON
         assert harness.run(harness.op(Op.WRITE, 1, 1)) == (status,)
-    assert tier(harness).state is TierState.READ_ONLY
+    assert tier(harness)._health.state is TierState.READ_ONLY
     tried = io.tried
     io.writes = 0
     for _ in range(3):
@@ -91,7 +91,7 @@ def test_reads_that_go_on_failing_turn_it_off(
     io.reads = errno.EIO
     for _ in range(MAX_FAILURES):
         assert harness.load(0, 0)[0] is Status.IO_ERROR
-    assert tier(harness).state is TierState.OFF
+    assert tier(harness)._health.state is TierState.OFF
     io.reads = 0
     assert harness.load(0, 0)[0] is Status.TIER_OFF
     assert harness.run(harness.op(Op.WRITE, 1, 1)) == (Status.TIER_OFF,)
@@ -107,7 +107,7 @@ def test_one_that_succeeds_begins_the_count_anew(harness: TierHarness, io: Faili
             harness.run(harness.op(Op.WRITE, 0, 0))
         io.writes = 0
         harness.store(0, 0)
-    assert tier(harness).state is TierState.ON
+    assert tier(harness)._health.state is TierState.ON
 
 
 def test_a_write_that_a_reset_overtook_is_not_listed(harness: TierHarness, io: FailingIo) -> None:
@@ -131,7 +131,7 @@ def test_a_write_that_a_reset_overtook_is_not_listed(harness: TierHarness, io: F
 def test_misses_are_no_failures(harness: TierHarness) -> None:
     for _ in range(2 * MAX_FAILURES):
         harness.assert_misses(0, 0)
-    assert tier(harness).state is TierState.ON
+    assert tier(harness)._health.state is TierState.ON
     assert tier(harness).failures["read_mismatch"] == 2 * MAX_FAILURES
 
 
@@ -199,7 +199,7 @@ def test_internal_errors_are_no_failures_of_the_disk(
         op = harness.op(kind, *((0, 0) if kind is Op.READ else (1, 1)))
         assert {harness.run(op) for _ in range(2 * MAX_FAILURES)} == {(Status.INTERNAL_ERROR,)}
     assert len(fired) == 2 * MAX_FAILURES
-    assert tier(harness).state is TierState.ON
+    assert tier(harness)._health.state is TierState.ON
     assert not any(tier(harness).failures.values())
     assert caplog.text.count("TypeError: an error of ours") == 1, "with a traceback, and not for each"
     harness.assert_serves(0, 0)
@@ -214,11 +214,11 @@ def test_internal_errors_do_not_interrupt_failures_in_a_row(
         raise TypeError("an error of ours")
 
     for number in range(MAX_FAILURES):
-        assert tier(harness).state is TierState.ON
+        assert tier(harness)._health.state is TierState.ON
         io.writes = errno.EIO
         assert harness.run(harness.op(Op.WRITE, 1, 1)) == (Status.IO_ERROR,)
         if number < MAX_FAILURES - 1:
             with monkeypatch.context() as patched:
                 patched.setattr(io, "pwritev", broken)
                 assert harness.run(harness.op(Op.WRITE, 1, 1)) == (Status.INTERNAL_ERROR,)
-    assert tier(harness).state is TierState.READ_ONLY
+    assert tier(harness)._health.state is TierState.READ_ONLY

@@ -101,7 +101,7 @@ class TestWhatALaterProcessIsToldOf:
 
     def test_what_was_forgotten_is_not_listed(self, harness: TierHarness, killed: Callable[..., FileTier]) -> None:
         harness.store(0, 0)
-        harness.tier.checkpoint()  # type: ignore[attr-defined]
+        harness.tier._index.checkpoint()  # type: ignore[attr-defined]
         harness.tier.forget(1)
         assert harness.tier.recover() == []
         harness.store(1, 1)
@@ -122,7 +122,7 @@ class TestWhatALaterProcessIsToldOf:
         for slot in range(4):
             harness.store(slot, slot)
         harness.assert_serves(0, 0)
-        harness.tier.checkpoint()  # type: ignore[attr-defined]
+        harness.tier._index.checkpoint()  # type: ignore[attr-defined]
         harness.assert_serves(1, 1)
         harness.store(2, 5)
         assert [chunk.slot for chunk in killed().recover()] == [1, 3, 0, 2]
@@ -148,7 +148,7 @@ class TestDamage:
     def test_damaged_checkpoint_is_replaced_by_another_or_headers(self, harness: TierHarness, directory: Path) -> None:
         for name in ("index.0", "index.1"):
             harness.store(0, 0)
-            harness.tier.checkpoint()  # type: ignore[attr-defined]
+            harness.tier._index.checkpoint()  # type: ignore[attr-defined]
             harness.store(1, 1)
             harness.store(0, 2)
             harness.tier.close()
@@ -218,11 +218,11 @@ class TestWhenTheIndexCannotBeWritten:
         io.refusing = True
         for number in (1, 2):
             with pytest.raises(TierError, match=r"index\.[01]: cannot be used: Input/output error"):
-                harness.tier.checkpoint()  # type: ignore[attr-defined]
+                harness.tier._index.checkpoint()  # type: ignore[attr-defined]
             harness.store(number, number)
         shutil.copytree(directory, tmp_path / "copy")
         io.refusing = False
-        harness.tier.checkpoint()  # type: ignore[attr-defined]
+        harness.tier._index.checkpoint()  # type: ignore[attr-defined]
         harness.store(0, 3)
         harness.tier.close()
         for expected in ({0: key(3), 1: key(1), 2: key(2)}, {0: key(0), 1: key(1), 2: key(2)}):

@@ -135,7 +135,7 @@ class TestASlabThatChangesHands:
     def test_replaced_record_is_gone_for_this_process_and_next(self, harness: TierHarness, killed: Killed) -> None:
         for slot in range(2 * PER_SLAB):
             harness.store(slot, slot)
-        harness.tier.checkpoint()  # type: ignore[attr-defined]
+        harness.tier._index.checkpoint()  # type: ignore[attr-defined]
         store_large(harness, 0, 50)
         for _ in range(2):
             assert listed(harness) == {(0, 1): key(50)} | {(slot, 0): key(slot) for slot in range(4, 8)}
@@ -147,7 +147,7 @@ class TestASlabThatChangesHands:
 
     def test_and_back_again(self, harness: TierHarness, killed: Killed) -> None:
         harness.store(1, 1)
-        harness.tier.checkpoint()  # type: ignore[attr-defined]
+        harness.tier._index.checkpoint()  # type: ignore[attr-defined]
         store_large(harness, 0, 50)
         harness.store(2, 2)
         for _ in range(2):

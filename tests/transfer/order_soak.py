@@ -14,8 +14,7 @@ from collections.abc import Iterator
 
 from order_cases import STORIES, Chance
 from order_kit import tale
-
-from longshore.testing.simulation import explore, sample
+from simulation import explore, sample
 
 SHARE = 250
 """Seeds that one process takes at a time."""

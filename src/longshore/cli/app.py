@@ -11,13 +11,12 @@ from longshore.cli.bench import bench
 from longshore.cli.ctl import ctl
 from longshore.cli.demo import demo
 from longshore.cli.doctor import doctor
+from longshore.cli.engine_config import sglang_config, vllm_config
 from longshore.cli.files import explain, fsck, gc, inspect
 from longshore.cli.monitoring import metrics, top
 from longshore.cli.output import run
 from longshore.cli.plan import plan
 from longshore.cli.replay import replay
-from longshore.cli.sglang_config import sglang_config
-from longshore.cli.vllm_config import vllm_config
 
 app = typer.Typer(
     name="longshore",

@@ -22,13 +22,15 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
 from longshore.errors import EngineError
+from longshore.tiers.file.io import file_system_of
 
 _log = logging.getLogger(__name__)
 
@@ -254,12 +256,8 @@ def _hash(fd: int, size: int) -> str | None:
 
 def _is_in_memory(device: int) -> bool:
     """Whether the file system of `device` is in memory (tmpfs, ramfs)."""
-    number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            about, _, kind = line.partition(" - ")
-            if about.split()[2] == number:
-                return kind.split()[0] in ("tmpfs", "ramfs")
+        return file_system_of(device) in ("tmpfs", "ramfs")
     return False
 
 
@@ -284,6 +282,37 @@ def _read_memo(path: Path) -> dict[str, tuple[Identity, str]]:
     return known
 
 
+UNNAMED = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
+"""Fields of a model's configuration that say where it is from, and not what it computes."""
+
+
+def settings_digest(*parts: Any) -> str:
+    """Digest of settings: values of JSON, sets in order, and anything else by its text."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=_as_json).encode()).hexdigest()
+
+
+def _as_json(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)  # the order of a set is of the process
+
+
+def model_path(name: str, revision: str | None, downloads: str | None) -> Path:
+    """Where the files of a model lie: its name, or the snapshot of its revision that was downloaded.
+
+    Raises `EngineError` where they are not on this machine, or have no weights.
+    """
+    path = Path(name)
+    if not path.exists():
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - both engines have it
+
+        try:
+            path = Path(snapshot_download(name, revision=revision, cache_dir=downloads, local_files_only=True))
+        except (OSError, ValueError) as error:  # not there; or no name of a model at all
+            raise EngineError(f"the files of {name} are not on this machine: {error}") from error
+    if not has_weights(path):
+        raise EngineError(f"{path} has no weights: expected safetensors, bin, pt, pth or gguf files")
+    return path
+
+
 LATE = (
     "{} was changed after this engine had begun to start, so it may compute with other bytes than are there now; "
     "start it again, and change nothing of a model while an engine starts"
@@ -296,3 +325,19 @@ def process_began() -> int:
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     seconds = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time_ns() - int(seconds * 1e9)
+
+
+def weights_digest(paths: Sequence[Path], began: int, memo: Path | None) -> str:
+    """Digest of all bytes of the weight files at `paths`; `memo` has those that were hashed before.
+
+    Raises `EngineError` where one cannot be read, or was changed after `began`, when nothing had been loaded yet
+    (nanoseconds, like `time.time_ns`).
+    """
+    digest = FileDigests(memo).of(paths)
+    try:
+        late = next(filter(None, (changed_since(path, began) for path in paths)), None)
+    except OSError as error:
+        raise EngineError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    if late is not None:
+        raise EngineError(LATE.format(late))
+    return digest

@@ -76,8 +76,12 @@ class MetricsServer:
         address: Host and port, the port being the one chosen by the system if 0 was asked for.
     """
 
-    def __init__(self, source: MetricsSource, address: str) -> None:
-        """See `serve_metrics`."""
+    def __init__(self, source: MetricsSource, address: str = "127.0.0.1:9464") -> None:
+        """Serve `/metrics` and `/health` of `source` at `address`, a host and a port, until it is closed.
+
+        `source` is `tiers.collector`, `PrefixStore.collector` or a `LongshoreCollector`. Only this machine reaches the
+        default address. There is neither encryption nor a password. Raises `ConfigError` if it cannot be used.
+        """
         host, port = _parse(address)
         registry = CollectorRegistry(auto_describe=False)  # registration reads no metrics
         registry.register(source)
@@ -105,13 +109,7 @@ class MetricsServer:
         self.close()
 
 
-def serve_metrics(source: MetricsSource, address: str = "127.0.0.1:9464") -> MetricsServer:
-    """Serve `/metrics` and `/health` of `source` at `address`, a host and a port, until the server is closed.
-
-    `source` is `tiers.collector`, `PrefixStore.collector` or a `LongshoreCollector`. Only this machine reaches the
-    default address. There is neither encryption nor a password. Raises `ConfigError` if the address cannot be used.
-    """
-    return MetricsServer(source, address)
+serve_metrics = MetricsServer
 
 
 def _parse(address: str) -> tuple[str, int]:

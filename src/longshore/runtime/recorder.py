@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from longshore.boundary import Key
 from longshore.cache.events import Event, EventKind
 from longshore.cache.explain import former
 from longshore.config import Config
@@ -86,11 +85,6 @@ class EventRecorder:
         self._thread = threading.Thread(target=self._run, name="longshore-events", daemon=True)
         if start:
             self._thread.start()
-
-    def describe(self, keys: Sequence[Key], first: int, tokens: Sequence[int]) -> None:
-        """As `KVEventPublisher.describe`, if there is a publisher."""
-        if self.publisher is not None:
-            self.publisher.describe(keys, first, tokens)
 
     def pump(self) -> bool:
         """Write the next batch; returns whether there may be more."""

@@ -128,8 +128,8 @@ class Stack:
 
     def describe(self, keys: Sequence[Key], first: int, tokens: Sequence[int]) -> None:
         """Record the tokens of `keys[first:]` for KV events."""
-        if self.events is not None:
-            self.events.describe(keys, first, tokens)
+        if self.events is not None and self.events.publisher is not None:
+            self.events.publisher.describe(keys, first, tokens)
 
     def load_path(
         self,

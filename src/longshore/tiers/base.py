@@ -194,9 +194,18 @@ MAX_GENERATION = 2**64 - 1
 
 
 def check_batch(
-    batch: Sequence[TierOp], deadline: float, *, slabs: Slabs | None, image_bytes: Sequence[int], arena_bytes: int
+    batch: Sequence[TierOp],
+    deadline: float,
+    *,
+    slabs: Slabs | None,
+    image_bytes: Sequence[int],
+    arena_bytes: int,
+    last_reset: int = MAX_GENERATION,
 ) -> None:
-    """Raise `TierError` unless every operation of `batch` is valid; remote tiers have no `slabs`."""
+    """Raise `TierError` unless every operation of `batch` is valid; remote tiers have no `slabs`.
+
+    `last_reset` is the generation last given to `forget`: nothing newer is valid.
+    """
     if math.isnan(deadline):
         raise TierError("expected a deadline in clock seconds, got NaN")
     for index, op in enumerate(batch):
@@ -204,6 +213,20 @@ def check_batch(
             _check_op(op, slabs, image_bytes, arena_bytes)
         except (TierError, PlanError) as error:
             raise TierError(f"operation {index} of {len(batch)}: {error}") from None
+    _check_known(max((op.generation for op in batch), default=0), last_reset)
+
+
+def check_question(keys: Sequence[Key], generation: int, last_reset: int) -> None:
+    """Raise `TierError` unless `keys` and `generation` may be asked for, after the reset to generation `last_reset`."""
+    for each in keys:
+        check_digest("a key", each)
+    check_generation(generation)
+    _check_known(generation, last_reset)
+
+
+def _check_known(generation: int, last_reset: int) -> None:
+    if generation > last_reset:
+        raise TierError(f"generation {generation} is newer than the last reset ({last_reset})")
 
 
 def check_generation(generation: int) -> None:

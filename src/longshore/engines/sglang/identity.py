@@ -7,14 +7,12 @@ layout of a page, and the rank. Under tensor parallelism all ranks ask for the s
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from longshore.engines.weight_files import LATE, FileDigests, changed_since, has_weights, process_began
+from longshore.engines.weight_files import UNNAMED, model_path, process_began, settings_digest, weights_digest
 from longshore.errors import EngineError
 from longshore.keys import Scope
 from longshore.layout import KVLayout
@@ -31,8 +29,6 @@ _OTHERWISE = (
 
 _FROM_FILES = frozenset({"auto", "safetensors", "fastsafetensors", "pt", "mistral", "gguf", "bitsandbytes"})
 """Values of `load_format` with which weights come from the files in the model's directory, and from nowhere else."""
-
-_VOLATILE = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 
 
 def settings() -> dict[str, Any]:
@@ -100,9 +96,9 @@ def scope_of(
     model = model_config()
     if model.is_multimodal:
         raise EngineError("multimodal models are not served: keys of pages name images by short hashes only")
-    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
+    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in UNNAMED}
     return Scope(
-        model=_digest(config, _numeric(told)),
+        model=settings_digest(config, _numeric(told)),
         weights=_weights(told, memo),
         dtype=str(model.dtype),
         layout=layout.fingerprint,
@@ -115,34 +111,10 @@ def scope_of(
 
 
 def _weights(told: dict[str, Any], memo: Path | None) -> str:
-    path = _path(told)
-    files = [path]
+    paths = [model_path(told["model_path"], told["revision"], told["download_dir"])]
     if told.get("quantization_param_path"):
-        files.append(Path(told["quantization_param_path"]))
-    digest = FileDigests(memo).of(files)
-    try:
-        late = changed_since(path, process_began())
-    except OSError as error:
-        raise EngineError(f"{error.filename}: cannot be read: {error.strerror}") from error
-    if late is not None:
-        raise EngineError(LATE.format(late))
-    return digest
-
-
-def _path(told: dict[str, Any]) -> Path:
-    """Where the files of the model lie: its name, or the snapshot of its revision that was downloaded."""
-    path = Path(told["model_path"])
-    if not path.exists():
-        from huggingface_hub import snapshot_download  # noqa: PLC0415 - SGLang has it
-
-        try:
-            name, revision, cache = told["model_path"], told["revision"], told["download_dir"]
-            path = Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
-        except (OSError, ValueError) as error:
-            raise EngineError(f"the files of {told['model_path']} are not on this machine: {error}") from error
-    if not has_weights(path):
-        raise EngineError(f"{path} has no weights: expected safetensors, bin, pt, pth or gguf files")
-    return path
+        paths.append(Path(told["quantization_param_path"]))
+    return weights_digest(paths, process_began(), memo)
 
 
 def _numeric(told: dict[str, Any]) -> dict[str, Any]:
@@ -153,11 +125,3 @@ def _numeric(told: dict[str, Any]) -> dict[str, Any]:
     spaces = namespace_of(ServerArgs)
     names = sorted(name for name, space in spaces.items() if space.partition(".")[0] in _NUMERIC)
     return {name: told.get(name) for name in names if name not in _OTHERWISE}
-
-
-def _digest(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=_told).encode()).hexdigest()
-
-
-def _told(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set | frozenset) else str(value)  # the order of a set is of the process

@@ -109,10 +109,11 @@ class PrefixStore:
 
     def _open(self) -> None:
         """Allocate the staging blocks, and open the tiers under the scope of the model as it is."""
-        device = self._allocate_staging()
-        self._stack = open_stack(
-            self._config, self._layout, self._scopes.compute_scope(self._layout), device, open_file=self._open_file
-        )
+        device, config = self._allocate_staging(), self._config
+        if not config.remote:  # the gate is asked about stores alone
+            config = config.model_copy(update={"gate": False})
+        scope = self._scopes.compute_scope(self._layout)
+        self._stack = open_stack(config, self._layout, scope, device, open_file=self._open_file)
         self.collector.follow(self._stack)
         self._test()
 

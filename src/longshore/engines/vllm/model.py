@@ -8,7 +8,7 @@ stored blocks apart, `transient` says why and what to do about it. Files of weig
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import os
 import re
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore.config import Config
-from longshore.engines.weight_files import LATE, MEMO, FileDigests, changed_since, has_weights, process_began
+from longshore.engines.weight_files import MEMO, UNNAMED, model_path, process_began, settings_digest, weights_digest
 from longshore.errors import EngineError
 from longshore.keys import Scope
 
@@ -30,7 +30,6 @@ _FROM_FILES = frozenset(
 )
 """Values of `load_format` with which weights come from the files in the model's directory, and from nowhere else."""
 
-_VOLATILE = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 _OF_MODEL = ("dtype", "quantization", "max_model_len", "disable_sliding_window", "model_impl", "code_revision")
 _OF_CACHE = (
     *("cache_dtype", "kv_cache_dtype_skip_layers"),
@@ -117,17 +116,13 @@ def describe(groups: Sequence[Any], memo: Path | None) -> ModelIdentity:
     paths = [_path(model, vllm.load_config.download_dir) for model in models]
     transient, weights = _transient(vllm, models, paths), ""
     if memo is not None and not transient:
-        found = [path for path in paths if path is not None]
         try:
-            weights = FileDigests(memo / MEMO).of(found)
-            late = next(filter(None, (changed_since(path, _loading_began(vllm)) for path in found)), None)
+            found = [path for path in paths if path is not None]
+            weights = weights_digest(found, _loading_began(vllm), memo / MEMO)
         except (EngineError, OSError) as error:
             transient = f"weights cannot be told apart: {error}"
-        else:
-            if late is not None:
-                transient, weights = LATE.format(late), ""
     return ModelIdentity(
-        config=_digest([_effective(model) for model in models], _fields(vllm.cache_config, _OF_CACHE)),
+        config=settings_digest([_effective(model) for model in models], _fields(vllm.cache_config, _OF_CACHE)),
         weights=weights,
         groups=tuple(_group(group, each, vllm) for group, each in zip(groups, layers, strict=True)),
         windows=tuple(_window([layer.get_kv_cache_spec(vllm) for layer in each]) for each in layers),
@@ -158,7 +153,7 @@ def _transient(vllm: Any, models: Sequence[Any], paths: Sequence[Path | None]) -
     for model, path in zip(models, paths, strict=True):
         if getattr(model, "model_weights", ""):
             return f"the weights of {model.model} are streamed from {model.model_weights}; download them first"
-        if path is None or not has_weights(path):
+        if path is None:
             return f"the weights of {model.model} lie in no directory of this machine; download them first"
     if getattr(vllm.cache_config, "calculate_kv_scales", False):
         return "scales of the KV cache are computed at run time; turn calculate_kv_scales off"
@@ -210,7 +205,7 @@ def _looks_back(spec: Any) -> int | None:
 
 
 def _effective(model: Any) -> dict[str, Any]:
-    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in _VOLATILE}
+    config = {key: value for key, value in model.hf_config.to_dict().items() if key not in UNNAMED}
     images = _fields(getattr(model, "multimodal_config", None), ("mm_processor_kwargs",))
     return {"config": config, **images, **_fields(model, _OF_MODEL)}
 
@@ -219,24 +214,15 @@ def _fields(of: Any, names: Sequence[str]) -> dict[str, Any]:
     return {name: getattr(of, name, None) for name in names}
 
 
-def _digest(*parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
 def _path(model: Any, downloads: str | None) -> Path | None:
-    """Where the files of a model lie: its name, or the snapshot of its revision that was downloaded."""
-    if Path(model.model).exists():
-        return Path(model.model)
+    """Where the files of a model lie; `None` where there are no weights of it on this machine."""
     from vllm import envs  # noqa: PLC0415
 
-    if envs.VLLM_USE_MODELSCOPE:  # it has directories of its own
+    if envs.VLLM_USE_MODELSCOPE and not Path(model.model).exists():  # it has directories of its own
         return None
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - vLLM has it
-
-    try:
-        return Path(snapshot_download(model.model, revision=model.revision, cache_dir=downloads, local_files_only=True))
-    except (OSError, ValueError):  # not there; or no name of a model at all
-        return None
+    with contextlib.suppress(EngineError):
+        return model_path(model.model, model.revision, downloads)
+    return None
 
 
 _ALIKE_EVERYWHERE = ("sha256", "sha256_cbor")

@@ -17,13 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from longshore.boundary import Key, Status
-from longshore.errors import TierError
 from longshore.runtime.tier_host import wire
 from longshore.runtime.tier_host.supervisor import PROGRAM
 from longshore.runtime.tier_host.tier import HostedTier, TierHostError
 from longshore.runtime.tier_host.wire import AWAY, Kind, WireError
 from longshore.tiers.arena import Arena
-from longshore.tiers.base import KeyedTier, check_digest, check_generation
+from longshore.tiers.base import KeyedTier, check_question
 from longshore.tiers.remote import FAILURE_REASONS, parse_url
 from longshore.tiers.remote.format import Namespace
 
@@ -55,11 +54,8 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         `arena` must be shared. `program` runs as the tier host, for tests.
         """
         self.settings = parse_url(url)
-        check_digest("a namespace", namespace)
-        check_generation(generation)
+        self._namespace = Namespace(namespace, generation, fixed_weights=fixed_weights)
         super().__init__(name, image_bytes, arena, program, clock, url=url)
-        self._namespace = Namespace(namespace, fixed_weights=fixed_weights)
-        self._generation = generation
         self._asked: dict[int, int] = {}
         """Number of keys of each question without an answer."""
         self._answers: list[tuple[int, tuple[bool, ...] | None]] = []
@@ -69,6 +65,11 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         except TierHostError as error:
             until = "its blocks are misses until a restarted tier host opens the store"
             _log.error("%s: %s; %s", self.settings, error, until)
+
+    @property
+    def generation(self) -> int:
+        """The generation last given to `forget`, or to the constructor."""
+        return self._namespace.generation
 
     @property
     def namespace(self) -> bytes:
@@ -88,11 +89,7 @@ class HostedRemoteTier(HostedTier, KeyedTier):
     def ask(self, keys: Sequence[Key], generation: int, deadline: float) -> int:
         """Ask which of `keys` the store has. The answer comes by `deadline`, unless the process dies or is stopped."""
         self._check_open()
-        for each in keys:
-            check_digest("a key", each)
-        check_generation(generation)
-        if generation > self._generation:
-            raise TierError(f"generation {generation} is newer than the last reset ({self._generation})")
+        check_question(keys, generation, self.generation)
         ticket = self._new_ticket()
         self._asked[ticket] = len(keys)
         if self.is_away or not self._send(Kind.ASK, wire.pack_ask(ticket, generation, deadline, keys)):
@@ -110,11 +107,7 @@ class HostedRemoteTier(HostedTier, KeyedTier):
     def forget(self, generation: int, namespace: bytes | None = None) -> None:
         """As `RemoteTier.forget`. Returns at once: what is sent to the process later is of the new generation."""
         self._check_open()
-        check_generation(generation)
-        check_digest("a namespace", self.namespace if namespace is None else namespace)
-        if generation > self._generation:
-            self._generation = generation
-            self._namespace.reset(namespace, self.settings)
+        if self._namespace.reset(generation, namespace, self.settings):
             self._send_generation()
 
     def weights_changed(self) -> None:
@@ -124,7 +117,7 @@ class HostedRemoteTier(HostedTier, KeyedTier):
     # ------------------------------------------------------------------ inside
 
     def _order(self) -> dict[str, Any]:
-        return {"scope": self.namespace.hex(), "generation": self._generation, "recover": False}
+        return {"scope": self.namespace.hex(), "generation": self.generation, "recover": False}
 
     def _on_opened(self, body: bytes) -> None:
         if self._is_open:
@@ -134,7 +127,7 @@ class HostedRemoteTier(HostedTier, KeyedTier):
         self._send_generation()  # it may have been told an earlier one
 
     def _send_generation(self) -> None:
-        self._send(Kind.FORGET, wire.FORGET.pack(self._generation, self.namespace))
+        self._send(Kind.FORGET, wire.FORGET.pack(self.generation, self.namespace))
 
     @property
     def _is_owed(self) -> bool:

@@ -93,7 +93,6 @@ class HostedTier(Tier):
         }
         self._arena = arena
         self._program = program
-        self._generation = 0
         self._in_flight: dict[int, int] = {}
         """Number of operations of each ticket in flight."""
         self._results: list[TierResult] = []
@@ -105,11 +104,6 @@ class HostedTier(Tier):
         self._failures: dict[str, int] = {}
         self._past: Counter[str] = Counter()
         """Failures counted by earlier processes."""
-
-    @property
-    def generation(self) -> int:
-        """The generation last given to `forget`, by this process or an earlier one; 0 at first."""
-        return self._generation
 
     @property
     def failures(self) -> Mapping[str, int]:
@@ -130,14 +124,9 @@ class HostedTier(Tier):
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Begin `batch`. Generations above `generation` are refused."""
         self._check_open()
-        arena_bytes, slabs = (
-            self._arena.array.nbytes,
-            getattr(self, "slabs", None),
-        )  # raises when it was closed under us
-        check_batch(batch, deadline, slabs=slabs, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
-        newest = max((op.generation for op in batch), default=0)
-        if newest > self._generation:
-            raise TierError(f"generation {newest} is newer than the last reset ({self._generation})")
+        nbytes, slabs = self._arena.array.nbytes, getattr(self, "slabs", None)  # raises when it was closed under us
+        sizes, last = self.image_bytes, self.generation
+        check_batch(batch, deadline, slabs=slabs, image_bytes=sizes, arena_bytes=nbytes, last_reset=last)
         ticket = self._new_ticket()
         self._in_flight[ticket] = len(batch)
         if self.is_away or not self._send(Kind.SUBMIT, wire.pack_submit(ticket, deadline, batch)):
@@ -327,6 +316,7 @@ class HostedFileTier(HostedTier):
         check_digest("a scope", scope)
         order = {"directory": str(directory.absolute()), "capacity": capacity, "threads": threads}
         super().__init__(FILE, image_bytes, arena, program, clock, **order)
+        self._generation = 0
         self._scope = scope
         self._fixed_weights = fixed_weights
         self._forgotten: str | None = None
@@ -346,6 +336,11 @@ class HostedFileTier(HostedTier):
             if self._pending is not None:
                 self._pending.close()
             raise
+
+    @property
+    def generation(self) -> int:
+        """The generation last given to `forget`, by this process or an earlier one; 0 at first."""
+        return self._generation
 
     @property
     def fallbacks(self) -> Mapping[str, int]:

@@ -198,15 +198,14 @@ def open_aio_queue(fd: int, pieces: int, buffers: int) -> AioQueue | None:
     calls = _CALLS.get(platform.machine()) if sys.platform == "linux" else None
     if calls is None:
         return None
-    kind = file_system_of(fd)
+    kind = file_system_of(os.fstat(fd).st_dev)
     if kind not in _ASYNCHRONOUS:
         raise OSError(errno.EOPNOTSUPP, f"io_submit is not known to be asynchronous on {kind}")
     return AioQueue(calls, fd, pieces, buffers)
 
 
-def file_system_of(fd: int) -> str:
-    """Type of the file system that a file is on, as /proc/self/mountinfo names it (proc_pid_mountinfo(5))."""
-    device = os.fstat(fd).st_dev
+def file_system_of(device: int) -> str:
+    """Type of the file system with this `st_dev`, as /proc/self/mountinfo names it (proc_pid_mountinfo(5))."""
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         mount, _, what = line.partition(" - ")

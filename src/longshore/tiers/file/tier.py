@@ -215,11 +215,6 @@ class FileTier(Tier):
         return self._superblock.generation
 
     @property
-    def state(self) -> TierState:
-        """Whether the tier is on, or its disk has failed so often that it is read-only, or off."""
-        return self._health.state
-
-    @property
     def ended(self) -> int:
         """Number of completed operations; while it grows, the disk responds."""
         return self._executor.ended
@@ -232,12 +227,9 @@ class FileTier(Tier):
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Queue `batch`. Raises `TierError` for a generation that `forget` was never called with."""
         self._check_open()
-        arena_bytes = self._images.nbytes  # raises when that memory is gone
-        check_batch(batch, deadline, slabs=self.slabs, image_bytes=self.image_bytes, arena_bytes=arena_bytes)
-        newest = max((op.generation for op in batch), default=0)
-        if newest > self._stored_generation:
-            # After a crash, such a record would be of an unknown generation, and could be served after a later reset.
-            raise TierError(f"generation {newest} is newer than the last reset ({self._stored_generation})")
+        nbytes, sizes = self._images.nbytes, self.image_bytes  # raises when that memory is gone
+        last = self._stored_generation  # after a crash, a newer record could be served after a later reset
+        check_batch(batch, deadline, slabs=self.slabs, image_bytes=sizes, arena_bytes=nbytes, last_reset=last)
         if self._health.allows(Op.WRITE):
             # All at once, in one system call; `_write` invalidates what was inserted since, or what failed.
             with contextlib.suppress(OSError):
@@ -338,14 +330,6 @@ class FileTier(Tier):
         self._check_open()
         check_slots(slots, self.slabs)
         self._index.discard(slots)
-
-    def checkpoint(self) -> None:
-        """Write a checkpoint of the index now. Checkpoints are also written when due, and by `close`.
-
-        Raises `TierError` on failure.
-        """
-        self._check_open()
-        self._index.checkpoint()
 
     def _retry_reset(self) -> None:
         """Retry a reset that `forget` could not write; if that fails, drop the superblock, and with it all records."""

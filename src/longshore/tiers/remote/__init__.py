@@ -23,7 +23,7 @@ Statuses     of reads: `OK`; `EXPIRED`, not there; `CORRUPT`, `SHORT`, `MISMATCH
              of writes: `OK`, also for what was there; `NO_SPACE`, the store is full; `QUEUE_FULL`, beyond the daily
              budget; `DEADLINE`, `UNAVAILABLE`, `IO_ERROR`; `CANCELLED`, of an earlier generation.
 Counts       `counts` by operation and status (`("read", "ok")`, `("probe", "present")`), `failures` by reason
-             (`FAILURE_REASONS`), `bytes_written`, `ended`, `is_away`.
+             (`FAILURE_REASONS`), `ended`, `is_away`.
 
 A store that cannot be reached raises nothing, also not when it is opened. Invalid URLs raise `ConfigError`. Passwords
 come from a file or from the environment, and stand in no message.

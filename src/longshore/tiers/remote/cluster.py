@@ -26,9 +26,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from longshore.boundary import Key, Status
-from longshore.errors import TierClosedError, TierError
+from longshore.errors import TierClosedError
 from longshore.tiers.arena import Arena
-from longshore.tiers.base import KeyedTier, Op, TierOp, TierResult, check_batch, check_digest, check_generation
+from longshore.tiers.base import KeyedTier, Op, TierOp, TierResult, check_batch, check_question
 from longshore.tiers.remote.breaker import FAILURES
 from longshore.tiers.remote.format import NO_RANK, Namespace, address
 from longshore.tiers.remote.resp import RespSession, RespStore
@@ -139,9 +139,7 @@ class NodesTier(KeyedTier):
         self.settings = settings = parse_url(url) if isinstance(url, str) else url
         self.image_bytes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
         self.name = name
-        check_digest("a namespace", namespace)
-        self._name = Namespace(namespace, fixed_weights=fixed_weights)
-        self._generation = generation
+        self._name = Namespace(namespace, generation, fixed_weights=fixed_weights)
         self._arena, self._rank, self._threshold, self._clock = arena, rank, failures, clock
         self._budget = Budget(settings.daily_writes, clock)
         self._store = RespStore(settings, clock, max(self.image_bytes))
@@ -193,7 +191,7 @@ class NodesTier(KeyedTier):
     @property
     def generation(self) -> int:
         """The generation last given to `forget`, or to the constructor."""
-        return self._generation
+        return self._name.generation
 
     @property
     def namespace(self) -> bytes:
@@ -221,17 +219,12 @@ class NodesTier(KeyedTier):
         with self._lock:
             return self._closed_ended + sum(each.ended for each in self._nodes.values())
 
-    @property
-    def bytes_written(self) -> int:
-        """Bytes sent to be stored since the tier was opened, headers included."""
-        return self._budget.spent
-
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """As `RemoteTier.submit`; nothing has begun if it raises."""
         self._check_open()
         nbytes = self._arena.array.nbytes
-        check_batch(batch, deadline, slabs=None, image_bytes=self.image_bytes, arena_bytes=nbytes)
-        self._check_known(max((op.generation for op in batch), default=0))
+        sizes, last = self.image_bytes, self.generation
+        check_batch(batch, deadline, slabs=None, image_bytes=sizes, arena_bytes=nbytes, last_reset=last)
         with self._lock:
             return self._begin(tuple(batch), None, deadline)
 
@@ -259,10 +252,7 @@ class NodesTier(KeyedTier):
     def ask(self, keys: Sequence[Key], generation: int, deadline: float) -> int:
         """As `RemoteTier.ask`: what a node does not answer for is not there, unless none answers."""
         self._check_open()
-        for each in keys:
-            check_digest("a key", each)
-        check_generation(generation)
-        self._check_known(generation)
+        check_question(keys, generation, self.generation)
         with self._lock:
             return self._begin(tuple(keys), generation, min(deadline, self._clock() + self.settings.probe_timeout))
 
@@ -279,12 +269,8 @@ class NodesTier(KeyedTier):
     def forget(self, generation: int, namespace: bytes | None = None) -> None:
         """As `RemoteTier.forget`."""
         self._check_open()
-        check_generation(generation)
-        check_digest("a namespace", self.namespace if namespace is None else namespace)
         with self._lock:
-            if generation > self._generation:
-                self._generation = generation
-                self._name.reset(namespace, self.settings)
+            if self._name.reset(generation, namespace, self.settings):
                 for each in self._nodes.values():
                     each.forget(generation, self.namespace)
 
@@ -395,10 +381,6 @@ class NodesTier(KeyedTier):
         if self._closed:
             raise TierClosedError(f"{self.settings}: the {self.name} tier was closed")
 
-    def _check_known(self, generation: int) -> None:
-        if generation > self._generation:
-            raise TierError(f"generation {generation} is newer than the last reset ({self._generation})")
-
     # ------------------------------------------------------------------ nodes and slots
 
     def _at(self, node: ClusterNode) -> RemoteTier:
@@ -411,7 +393,7 @@ class NodesTier(KeyedTier):
                 arena=self._arena,
                 image_bytes=self.image_bytes,
                 namespace=self.namespace,
-                generation=self._generation,
+                generation=self.generation,
                 rank=self._rank,
                 name=self.name,
                 failures=self._threshold,

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from longshore.boundary import Key, Status
 from longshore.checksums import XXH3_64, digest
+from longshore.tiers.base import check_digest, check_generation
 
 MAGIC = b"LNGSHVAL"
 VERSION = 1
@@ -101,22 +102,32 @@ class Namespace:
 
     Attributes:
         current: 32 bytes.
+        generation: That of the last reset.
     """
 
-    def __init__(self, first: bytes, *, fixed_weights: bool) -> None:
-        """With `fixed_weights`, resets keep it, unless weights have changed."""
+    def __init__(self, first: bytes, generation: int, *, fixed_weights: bool) -> None:
+        """With `fixed_weights`, resets keep it, unless weights have changed. Raises `TierError` for invalid values."""
+        check_digest("a namespace", first)
+        check_generation(generation)
         self.current = first
+        self.generation = generation
         self._keeps = self._fixed_weights = fixed_weights
 
     def weights_changed(self) -> None:
         """The next reset is to other weights."""
         self._keeps = False
 
-    def reset(self, to: bytes | None, store: object) -> None:
-        """A reset, perhaps `to` a namespace that is known to be right; else, unless weights are fixed, to a random one.
+    def reset(self, generation: int, to: bytes | None, store: object) -> bool:
+        """Begin `generation`; returns whether it is later than that of the last reset: an earlier one changes nothing.
 
-        `store` is for the log.
+        `to` is a namespace that is known to be right; without it, unless weights are fixed, it is a random one. `store`
+        is for the log. Raises `TierError`, with nothing changed, for invalid values.
         """
+        check_generation(generation)
+        check_digest("a namespace", self.current if to is None else to)
+        if generation <= self.generation:
+            return False
+        self.generation = generation
         if to is None and not self._keeps:
             to = os.urandom(len(self.current))
             _log.warning(
@@ -127,3 +138,4 @@ class Namespace:
             )
         self.current = self.current if to is None else to
         self._keeps = self._fixed_weights
+        return True

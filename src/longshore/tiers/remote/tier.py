@@ -27,8 +27,7 @@ from longshore.tiers.base import (
     TierOp,
     TierResult,
     check_batch,
-    check_digest,
-    check_generation,
+    check_question,
 )
 from longshore.tiers.remote.breaker import FAILURES, CircuitBreaker
 from longshore.tiers.remote.directory import DirectoryStore
@@ -126,13 +125,10 @@ class RemoteTier(KeyedTier):
             raise TierError(f"expected sizes of images in bytes, got {self.image_bytes}")
         if rank is not None and not 0 <= rank < NO_RANK:
             raise TierError(f"expected a rank in [0, {NO_RANK}), got {rank}")
-        check_digest("a namespace", namespace)
-        check_generation(generation)
         self.name = name
         self.counts: Counter[tuple[str, str]] = Counter()
         self._rank = NO_RANK if rank is None else rank
-        self._name = Namespace(namespace, fixed_weights=fixed_weights)
-        self._generation = generation
+        self._name = Namespace(namespace, generation, fixed_weights=fixed_weights)
         self._arena = arena
         self._clock = clock
         self._lock = threading.RLock()
@@ -170,7 +166,7 @@ class RemoteTier(KeyedTier):
     @property
     def generation(self) -> int:
         """The generation last given to `forget`, or to the constructor."""
-        return self._generation
+        return self._name.generation
 
     @property
     def namespace(self) -> bytes:
@@ -188,11 +184,6 @@ class RemoteTier(KeyedTier):
         with self._lock:
             return {**self._failures, "breaker": self._breaker.opened}
 
-    @property
-    def bytes_written(self) -> int:
-        """Bytes sent to be stored since the tier was opened, headers included."""
-        return self._budget.spent
-
     def submit(self, batch: Sequence[TierOp], deadline: float) -> int:
         """Begin `batch`. An operation *ends* by `deadline`, and by the store's own timeout from now.
 
@@ -201,10 +192,8 @@ class RemoteTier(KeyedTier):
         """
         self._check_open()
         nbytes = self._arena.array.nbytes
-        check_batch(batch, deadline, slabs=None, image_bytes=self.image_bytes, arena_bytes=nbytes)
-        newest = max((op.generation for op in batch), default=0)
-        if newest > self._generation:
-            raise TierError(f"generation {newest} is newer than the last reset ({self._generation})")
+        sizes, last = self.image_bytes, self.generation
+        check_batch(batch, deadline, slabs=None, image_bytes=sizes, arena_bytes=nbytes, last_reset=last)
         views = [self._arena.view(op.offset, op.length) for op in batch]
         with self._lock:
             self._tickets += 1
@@ -251,14 +240,10 @@ class RemoteTier(KeyedTier):
         Images of an earlier generation are not there, and nobody is asked.
         """
         self._check_open()
-        for each in keys:
-            check_digest("a key", each)
-        check_generation(generation)
-        if generation > self._generation:
-            raise TierError(f"generation {generation} is newer than the last reset ({self._generation})")
+        check_question(keys, generation, self.generation)
         with self._lock:
             self._tickets += 1
-            if generation < self._generation or not keys:
+            if generation < self.generation or not keys:
                 self._answer(self._tickets, (False,) * len(keys))
             elif self._breaker.is_open:
                 self._answer(self._tickets, None)
@@ -292,13 +277,9 @@ class RemoteTier(KeyedTier):
         generation changes nothing.
         """
         self._check_open()
-        check_generation(generation)
-        check_digest("a namespace", self.namespace if namespace is None else namespace)
         with self._lock:
-            if generation <= self._generation:
+            if not self._name.reset(generation, namespace, self.settings):
                 return
-            self._generation = generation
-            self._name.reset(namespace, self.settings)
             for queue in self._queues.values():
                 queue.forget(generation)
             while self._asked:
@@ -360,7 +341,7 @@ class RemoteTier(KeyedTier):
     # ------------------------------------------------------------------ with the lock
 
     def _ends_at_once(self, op: TierOp, now: float, until: float) -> Status | None:
-        if op.generation < self._generation:
+        if op.generation < self.generation:
             return Status.MISMATCH if op.op is Op.READ else Status.CANCELLED
         if now >= until:
             return Status.DEADLINE

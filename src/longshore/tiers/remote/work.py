@@ -242,6 +242,7 @@ class Budget:
 
     def __init__(self, daily: int, clock: Callable[[], float]) -> None:
         self.spent = 0
+        """Bytes that were sent, whatever the limit."""
         self._rate = daily / _DAY
         self._clock = clock
         self._left = self._rate * _HOUR

@@ -1,0 +1,108 @@
+"""`longshore vllm-config` and `sglang-config`: the configuration of an engine, checked before that is started.
+
+vllm-config       the value of vLLM's `--kv-transfer-config`
+sglang-config     the flags of SGLang's server for its hierarchical cache over our files
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Annotated, Any
+
+import typer
+
+from longshore.boundary import PAGE
+from longshore.cli.options import plain_setting, settings_with, size_of
+from longshore.cli.output import write_json
+from longshore.config import Config
+from longshore.engines import kv_transfer
+from longshore.engines.sglang import flags
+from longshore.errors import ConfigError
+
+FilePath = Annotated[str | None, typer.Option(help="Directory of the file tier, on a local NVMe drive.")]
+
+
+def vllm_config(
+    host_size: Annotated[
+        str | None, typer.Option(help="Host memory for blocks, total of all ranks, for example 64GiB.")
+    ] = None,
+    file_path: FilePath = None,
+    file_size: Annotated[str | None, typer.Option(help="Disk space for the file tier, for example 1TiB.")] = None,
+    blocks_per_chunk: Annotated[int | None, typer.Option(help="vLLM blocks per chunk image; default: 1.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="Any setting of docs/settings.md, for example --set backup=write_through; repeatable."
+        ),
+    ] = None,
+    report_failures: Annotated[
+        bool,
+        typer.Option(help="Recompute requests whose blocks cannot be loaded; --no-report-failures: the engine stops."),
+    ] = True,
+    check: Annotated[bool, typer.Option(help="Compare the sizes with the memory and disk of this machine.")] = True,
+) -> None:
+    """Print the value of --kv-transfer-config for vLLM. Paths are made absolute.
+
+    vllm serve MODEL --kv-transfer-config "$(longshore vllm-config --host-size 64GiB)"
+    """
+    options = {"host_size": host_size, "file_path": file_path, "file_size": file_size}
+    given = settings_with(settings or (), **options, blocks_per_chunk=blocks_per_chunk)
+    config = Config.make(**given)
+    kv_transfer.check_settings(given)
+    if "host_size" not in given:
+        raise ConfigError("expected --host-size, such as --host-size 64GiB")
+    for name in ("host_size", "file_size"):
+        if name in given:
+            size_of(given[name], f"--{name.replace('_', '-')}", PAGE)
+    if check:
+        config.check_machine()
+    extra = {name: plain_setting(config, name, text) for name, text in given.items()}
+    write_json(kv_transfer.kv_transfer(extra, report_failures=report_failures))
+
+
+def sglang_config(
+    file_path: FilePath = None,
+    file_size: Annotated[
+        str | None, typer.Option(help="Disk space for the file tier, total of all ranks, for example 1TiB.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any setting of docs/settings.md, for example --set gate=false; repeatable."),
+    ] = None,
+    theirs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sglang", help="A key of SGLang's extra configuration, for example --sglang prefetch_threshold=64."
+        ),
+    ] = None,
+    check: Annotated[bool, typer.Option(help="Compare the size with the disk of this machine.")] = True,
+) -> None:
+    """Print flags for `sglang serve`, quoted for a shell. Paths are made absolute.
+
+    eval "sglang serve --model-path MODEL $(longshore sglang-config --file-path /nvme/longshore --file-size 1TiB)"
+    """
+    given = settings_with(settings or (), file_path=file_path, file_size=file_size)
+    config = Config.make(**given)
+    flags.check_settings(given)
+    of_sglang = dict(map(_their_key, theirs or ()))
+    flags.check_theirs(of_sglang)
+    if "file_size" in given:
+        size_of(given["file_size"], "--file-size", PAGE)
+    if check:
+        config.check_files()
+        if config.remote:  # for which there is host memory of ours
+            config.check_host()
+    ours = {name: plain_setting(config, name, text) for name, text in given.items()}
+    print(shlex.join(flags.server_flags(ours, of_sglang)))
+
+
+def _their_key(text: str) -> tuple[str, Any]:
+    """A key of SGLang's extra configuration, and its value: JSON, or text. Raises `ConfigError`."""
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise ConfigError(f"--sglang {text}: expected KEY=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
