@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from longshore.testing.local_server import LocalMooncake, free_port
 from longshore.testing.tier_harness import image, key, span
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.base import Op, Tier
+from longshore.tiers.remote import mooncake as client_module
 from longshore.tiers.remote import open_store
 from longshore.tiers.remote.format import address
 from longshore.transfer import CpuDevice
@@ -349,6 +351,29 @@ def test_a_client_that_fails_in_a_call_is_replaced(
     assert harness.wait(ticket).statuses == (expected,)
     assert is_dead(reading)
     until(lambda: harness.load(0, 1)[0] is Status.OK)
+    harness.assert_serves(0, 1)
+
+
+def test_a_fault_in_checking_a_value_costs_its_call_alone(
+    mooncake: LocalMooncake, shared: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = shared(mooncake.url(PATIENT))
+    harness.store(0, 1)
+    writing = clients()
+    harness.assert_serves(0, 1)
+    (reading,) = set(clients()) - set(writing)
+    faults = [RuntimeError("a bug")]
+    verify = client_module.verify
+
+    def faulty(*arguments: Any) -> Status:
+        if faults:
+            raise faults.pop()
+        return verify(*arguments)
+
+    monkeypatch.setattr(client_module, "verify", faulty)
+    assert harness.load(0, 1)[0] is Status.IO_ERROR
+    assert not faults
+    assert is_dead(reading)
     harness.assert_serves(0, 1)
 
 
