@@ -269,7 +269,7 @@ class MooncakeSession:
         try:
             self._sock.settimeout(self._left(deadline))
             self._sock.sendall(json.dumps(order).encode() + b"\n")
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             raise _late() from None
         except OSError:
             raise _died() from None
@@ -280,7 +280,7 @@ class MooncakeSession:
             try:
                 self._sock.settimeout(self._left(deadline))
                 data = self._sock.recv(_AT_ONCE)
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):
                 raise _late() from None
             except OSError:
                 raise _died() from None
@@ -292,8 +292,8 @@ class MooncakeSession:
         return json.loads(answer)
 
     def _left(self, deadline: float) -> float | None:
-        if (seconds := deadline - self._clock()) <= 0:
-            raise TimeoutError
+        """For how long a call on the socket may block; 0 after the deadline: an answer that has come is taken."""
+        seconds = max(0.0, deadline - self._clock())
         return seconds if seconds < math.inf else None
 
 
