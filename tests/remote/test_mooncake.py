@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from longshore.testing.local_server import LocalMooncake, free_port
 from longshore.testing.tier_harness import image, key, span
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.base import Op, Tier
+from longshore.tiers.remote import mooncake as client_module
 from longshore.tiers.remote import open_store
 from longshore.tiers.remote.format import address
 from longshore.transfer import CpuDevice
@@ -350,6 +352,56 @@ def test_a_client_that_fails_in_a_call_is_replaced(
     assert is_dead(reading)
     until(lambda: harness.load(0, 1)[0] is Status.OK)
     harness.assert_serves(0, 1)
+
+
+def test_a_fault_in_checking_a_value_costs_its_call_alone(
+    mooncake: LocalMooncake, shared: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = shared(mooncake.url(PATIENT))
+    harness.store(0, 1)
+    writing = clients()
+    harness.assert_serves(0, 1)
+    (reading,) = set(clients()) - set(writing)
+    faults = [RuntimeError("a bug")]
+    verify = client_module.verify
+
+    def faulty(*arguments: Any) -> Status:
+        if faults:
+            raise faults.pop()
+        return verify(*arguments)
+
+    monkeypatch.setattr(client_module, "verify", faulty)
+    assert harness.load(0, 1)[0] is Status.IO_ERROR
+    assert not faults
+    assert is_dead(reading)
+    harness.assert_serves(0, 1)
+
+
+def test_an_answer_that_has_come_is_taken_though_it_is_late(
+    mooncake: LocalMooncake, shared: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checking the values of one call takes until the deadline; the answer to the next one has come meanwhile."""
+    late = 0.0
+    harness = shared(mooncake.url(f"in_flight={IMAGE}&{PATIENT}"), clock=lambda: time.monotonic() + late)
+    harness.store(0, 1)
+    harness.store(0, 2)
+    harness.assert_serves(0, 1)
+    verify = client_module.verify
+
+    def slow(*arguments: Any) -> Status:
+        nonlocal late
+        if not late:
+            until(lambda: any(each.is_stale() for each in list(remote(harness)._sessions)))  # type: ignore[union-attr]
+            late = 1000.0
+        return verify(*arguments)
+
+    monkeypatch.setattr(client_module, "verify", slow)
+    reads = [harness.op(Op.READ, 0, number, number) for number in (1, 2)]
+    assert harness.run(*reads) == (Status.OK,) * 2
+    assert late
+    for number, read in enumerate(reads, 1):
+        np.testing.assert_array_equal(harness.bytes_of(read), image(number, IMAGE))
+    assert set(remote(harness).failures.values()) == {0}
 
 
 def test_a_late_batch_takes_no_other_with_it(mooncake: LocalMooncake, shared: Callable[..., TierHarness]) -> None:

@@ -34,6 +34,7 @@ from longshore.tiers.remote.format import HEADER_BYTES, address
 from longshore.tiers.remote.peers import PeerTier, parse_peer
 from longshore.tiers.remote.resp import COMING, RespSession, RespStore
 from longshore.tiers.remote.settings import parse_url
+from longshore.tiers.remote.work import StoreError
 from longshore.transfer import CpuDevice
 
 TIMEOUT = 60.0
@@ -347,6 +348,40 @@ def test_a_password_file_that_is_emptied_lets_nobody_in(prefiller: Stack, serve:
         serve(f"valkey://127.0.0.1:{{port}}?password_file={file}")
 
 
+def test_a_password_file_that_is_gone_is_counted_and_logged(
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "password"
+    file.write_text("secret\n")
+    server = serve(f"valkey://127.0.0.1:{{port}}?password_file={file}")
+    file.unlink()
+    for turn in range(2):
+        with connected(server) as client:
+            client.sendall(b"*2\r\n$4\r\nAUTH\r\n$6\r\nsecret\r\n")
+            assert client.recv(100).startswith(b"-ERR the password cannot be read")
+            assert client.recv(100) == b""
+        assert server.dropped == {"credentials": turn + 1}
+    (said,) = (each for each in caplog.records if each.levelname == "ERROR")
+    assert "nobody can log in" in said.getMessage()
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(("fault", "reason"), [(OSError("it has gone"), "tls"), (RuntimeError("no thread"), "limit")])
+def test_a_client_that_cannot_be_served_is_counted(
+    fault: Exception, reason: str, serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Tls:
+        def wrap_socket(self, *_: object, **options: bool) -> None:
+            raise fault
+
+    server = serve()
+    monkeypatch.setattr(server, "tls", Tls())
+    with connected(server) as client:
+        assert client.recv(1) == b""
+    assert server.dropped == {reason: 1}
+    assert [each.levelname for each in caplog.records if each.levelname == "ERROR"] == ["ERROR"] * (reason == "limit")
+
+
 def test_there_are_no_more_clients_than_threads_for_them(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_server, "MOST_CLIENTS", 2)
     server = serve()
@@ -372,27 +407,87 @@ def test_tls(prefiller: Stack, serve: Serve, tmp_path: Path, monkeypatch: pytest
     with connected(server) as client, contextlib.suppress(ConnectionError):
         client.sendall(b"*1\r\n$4\r\nPING\r\n")  # not encrypted
         assert b"PONG" not in client.recv(100)
+    until(lambda: server.dropped == {"tls": 1})
+    connected(server).close()  # leaves by itself
     monkeypatch.setattr(peer_server, "LOGIN", 0.2)
     monkeypatch.setattr(peer_server, "_LATE_SECONDS", 0.05)
     until(lambda: not server.deadlines)
     with connected(server) as client:  # no handshake at all
         assert client.recv(1) == b""
+    assert server.dropped == {"tls": 1, "late": 1}
+    server = serve(f"valkeys://127.0.0.1:{{port}}?cert_file={certificate}&key_file={private}&ca_file={certificate}")
+    with pytest.raises(StoreError):  # a client without a certificate
+        session_of(server, f"&ca_file={certificate}").call(b"PING", deadline=soon())
+    until(lambda: server.dropped == {"tls": 1})
     with pytest.raises(ConfigError, match="cannot be used"):
         serve(f"valkeys://127.0.0.1:{{port}}?cert_file={tmp_path}/none&key_file={private}")
 
 
 def test_other_weights_are_not_served_under_an_old_name(prefiller: Stack, serve: Serve) -> None:
-    """The same key is stored again after the weights have changed, between a question and a read."""
-    names = iter([prefiller.scope.root] * 2)
+    """They have changed between a question and a read."""
+    names = iter([prefiller.scope.root])
     assert prefiller.host is not None
     source = TierSource(prefiller.runtime, prefiller.host, lambda: next(names, bytes(32)))
     name = address(prefiller.scope.root, KEYS[0])
     assert source.lengths([name]) == [VALUE]
     with source.held([name]) as (value,):
-        assert value is not None
-        assert value[0][24:56] == bytes(32)  # a change within the lock cannot be: the header has what is there now
-    with source.held([name]) as (value,):
         assert value is None
+
+
+@pytest.mark.parametrize("where", ["host", "file"])
+def test_a_read_that_fails_keeps_no_slot(
+    where: str, prefiller: Stack, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime raises at the end of the transaction that has taken the slots, or has ordered the read of a file."""
+    assert prefiller.runtime.flush(TIMEOUT)
+    if where == "file":
+        with prefiller.runtime.transaction() as cache:
+            assert cache.discard([KEYS[0]], HOST) == 1
+    until(lambda: not jobs_of(prefiller))
+    faults: list[OSError] = []
+    pump = prefiller.runtime._pump
+
+    def faulty(**options: bool) -> bool:
+        done = pump(**options)
+        if faults:
+            raise faults.pop()
+        return done
+
+    assert prefiller.host is not None
+    source = TierSource(prefiller.runtime, prefiller.host, lambda: prefiller.scope.root)
+    monkeypatch.setattr(prefiller.runtime, "_pump", faulty)
+    faults.append(OSError("a mover"))
+    with pytest.raises(OSError, match="a mover"), source.held([address(prefiller.scope.root, KEYS[0])]):
+        pass
+    assert not faults
+
+    def is_free() -> bool:
+        prefiller.runtime.pump()
+        with prefiller.runtime.locked() as cache:
+            return not (cache.jobs_in_flight or cache.leases)
+
+    until(is_free)
+    with prefiller.runtime.locked() as cache:
+        cache.check_integrity()
+
+
+def test_what_was_sent_to_a_client_that_leaves_is_counted(
+    prefiller: Stack, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_server, "_SEND_BYTES", 1)  # each value at once
+    server = serve()
+    server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of clients, too
+    name = address(prefiller.scope.root, KEYS[0])
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.settings.port))
+        client.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name) * 160)
+        received(client, 3 * len(b"$%d\r\n%b\r\n" % (VALUE, bytes(VALUE))))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    until(lambda: not server.deadlines)
+    assert 3 <= server.answers["read", "present"] < 160
+    assert 3 * VALUE <= server.sent_bytes < 160 * VALUE
+    assert jobs_of(prefiller) == 0
 
 
 def test_a_file_without_room_above_is_absent(prefiller: Stack, serve: Serve) -> None:

@@ -228,8 +228,10 @@ VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
         "coming": "it is being computed or stored; a read never answers this",
     },
     ("longshore_peer_dropped_clients", "reason"): {
-        "limit": "64 clients were connected, or the engine was closing",
+        "limit": "64 clients were connected, no thread could be started, or the engine was closing",
+        "tls": "no TLS connection could be made, as with a client without TLS or without a valid certificate",
         "password": "it gave a wrong password",
+        "credentials": "`password_file` of `serve` could not be read",
         "late": "it did not log in, ask, or take an answer in time",
         "invalid": "it sent something that is no command",
         "sleep": "host memory, which it was reading, is freed while the engine sleeps",

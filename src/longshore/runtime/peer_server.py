@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 
 from longshore.boundary import Key
-from longshore.cache import GroupKeys, PrefetchPolicy, Presence, Residency, TieredCache, Until
-from longshore.errors import ConfigError, LongshoreError, TierError
+from longshore.cache import GroupKeys, Lease, PrefetchPolicy, Presence, Residency, TieredCache, Until
+from longshore.errors import ConfigError, LongshoreError, TierError, log_seldom
 from longshore.runtime.loop import Runtime
 from longshore.tiers.host import HostSlabs
 from longshore.tiers.remote.format import HEADER_BYTES, Identity, pack_header
@@ -76,7 +76,7 @@ class TierSource:
     ) -> None:
         """`namespace` is the present one; `is_coming` says of a chunk that no tier has whether one will have it soon.
 
-        Both are called with the control of the cache, with which resets change the namespace, too.
+        Both are called within a transaction; resets change the namespace within one, too.
         """
         self._runtime = runtime
         self._host = host
@@ -103,50 +103,48 @@ class TierSource:
 
         A checksum is computed when its value is taken: the image is in the core's cache when it is sent.
         """
-        job, slots = self._hold(addresses)
-        try:
+        with contextlib.ExitStack() as undo:
+            slots = self._hold(addresses, undo)
             yield (self._value(*slots[each]) if each in slots else None for each in addresses)
-        finally:
-            if job is not None:
-                with self._runtime.transaction() as cache:
-                    cache.release(job)
+
+    def _release(self, held: int | Lease) -> None:
+        with self._runtime.transaction() as cache:
+            cache.release(held)
 
     def _value(self, slot: int, identity: Identity) -> tuple[bytes, memoryview]:
         image = self._host.arena.view(self._host.slabs.offset(0, slot), self._bytes)
         return pack_header(identity, image), image
 
-    def _hold(self, addresses: Sequence[bytes]) -> tuple[int | None, dict[bytes, tuple[int, Identity]]]:
-        """A job that reads slots of host memory, and these with what is in each, by address.
+    def _hold(self, addresses: Sequence[bytes], undo: contextlib.ExitStack) -> dict[bytes, tuple[int, Identity]]:
+        """Slots of host memory with what is in each, by address; not written until `undo` releases them.
 
         What only files have is read into host memory first, for at most `READING` seconds.
         """
         was_read = False
         while True:
-            with self._runtime.transaction() as cache:  # while there was none, weights may have changed
-                namespace = self._namespace()
-                names = {key: each for each in addresses if (key := self._key(each, namespace)) is not None}
-                seen = self._seen(cache, list(names))
-                if was_read or Presence.COLDER not in seen.presences:
-                    is_ready = [each is Presence.READY for each in seen.presences]
-                    ready = list(compress(names, is_ready))
-                    if not ready:
-                        return None, {}
-                    (part,) = cache.load({0: GroupKeys(seen if all(is_ready) else ready)}, count=False).parts
-                    namespace = self._namespace()  # what the slots have now
-                    slots = zip(ready, part.slots.of.indices, strict=True)
-                    return part.job, {names[key]: (at, Identity(namespace, key, self._bytes)) for key, at in slots}
-                there = [key for key, each in zip(names, seen.presences, strict=True) if each in _THERE]
-                path, now = {0: GroupKeys(there)}, self._runtime.clock()
-                order = cache.lookup(path, now, independent=True, count=False, tick=self._tick)
-                self._tick, was_read = order.tick, True
-                if (lease := order.lease) is not None:
-                    cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=READING)
-            if lease is not None:
-                try:
+            with contextlib.ExitStack() as reading:
+                with self._runtime.transaction() as cache:  # may raise at its end; between two, weights may change
+                    namespace = self._namespace()
+                    names = {key: each for each in addresses if (key := self._key(each, namespace)) is not None}
+                    seen = self._seen(cache, list(names))
+                    if was_read or Presence.COLDER not in seen.presences:
+                        is_ready = [each is Presence.READY for each in seen.presences]
+                        ready = list(compress(names, is_ready))
+                        if not ready:
+                            return {}
+                        (part,) = cache.load({0: GroupKeys(seen if all(is_ready) else ready)}, count=False).parts
+                        undo.callback(self._release, part.job)
+                        slots = zip(ready, part.slots.of.indices, strict=True)
+                        return {names[key]: (at, Identity(namespace, key, self._bytes)) for key, at in slots}
+                    there = [key for key, each in zip(names, seen.presences, strict=True) if each in _THERE]
+                    path, now = {0: GroupKeys(there)}, self._runtime.clock()
+                    order = cache.lookup(path, now, independent=True, count=False, tick=self._tick)
+                    self._tick, was_read = order.tick, True
+                    if (lease := order.lease) is not None:
+                        reading.callback(self._release, lease)
+                        cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=READING)
+                if lease is not None:
                     self._runtime.wait_load(lease, READING)
-                finally:
-                    with self._runtime.transaction() as cache:
-                        cache.release(lease)
 
     @staticmethod
     def _key(address: bytes, namespace: bytes) -> Key | None:
@@ -172,7 +170,8 @@ class PeerServer:
         settings: What the URL says.
         answers: Values that clients have asked for, by `probe` or `read`, and answer: `present`, `absent`, `coming`.
         sent_bytes: Bytes of values that were sent, headers included.
-        dropped: Clients that were refused or dropped, by reason: `limit`, `password`, `late`, `invalid`, `sleep`.
+        dropped: Clients that were refused or dropped, by reason: `limit`, `tls`, `password`, `credentials`, `late`,
+            `invalid`, `sleep`.
     """
 
     def __init__(self, url: str, source: TierSource) -> None:
@@ -231,22 +230,26 @@ class PeerServer:
             self._drop(time.monotonic())
 
     def _begin(self, sock: socket.socket) -> None:
-        thread = None
+        """Start a thread for a client, or drop it."""
+        reason = "limit"
         with self._lock:
-            try:
-                if not self._closed and len(self.deadlines) < MOST_CLIENTS:
+            if not self._closed and len(self.deadlines) < MOST_CLIENTS:
+                try:
                     if self.tls is not None:
                         sock = self.tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                     thread = threading.Thread(target=self._run, args=(sock,), name="longshore-peer", daemon=True)
                     thread.start()
+                except OSError as error:
+                    reason = "tls"
+                    _log.debug("peers: a client was dropped: %s", error)
+                except RuntimeError:
+                    log_seldom(_log, "peers: no thread can be started for a client; raise the limit of threads")
+                else:
                     self.deadlines[sock] = time.monotonic() + LOGIN
                     self._threads.add(thread)
-            except (OSError, RuntimeError) as error:  # the client has gone, or there are no more threads
-                _log.debug("peers: a client was not served: %s", error)
-                thread = None
-        if thread is None:
-            self.count_drop("limit")
-            sock.close()
+                    return
+        self.count_drop(reason)
+        sock.close()
 
     def _run(self, sock: socket.socket) -> None:
         """Serve one client until it ends, or breaks the rules."""
@@ -257,6 +260,8 @@ class PeerServer:
         except (OSError, LongshoreError) as error:
             if isinstance(error, _NoCommandError):
                 self.count_drop("invalid")
+            elif isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):  # it has not just left
+                self.count_drop("tls")
             if not self._closed:
                 _log.debug("peers: a client was dropped: %s", error)
         except Exception:  # noqa: BLE001 - others are served
@@ -301,6 +306,8 @@ class PeerClient:
         self._buffer = bytearray()
         self._may = False
         """Whether it has logged in, or need not."""
+        self._sent = 0
+        """Bytes of answers that the kernel has taken."""
 
     def serve(self) -> None:
         """Answer commands, one after the other, until the client ends. Raises `_NoCommandError` for what is none."""
@@ -356,29 +363,40 @@ class PeerClient:
         self._server.count_answers("probe", answers)
 
     def _get(self, addresses: list[bytes]) -> None:
-        present = sent = waiting = 0
-        with self._server.source.held(addresses) as values:
-            self._has(SENDING)  # for all of them, however many times is sent
-            parts: list[bytes | memoryview] = []
-            for each in values:
-                if each is None:
-                    parts.append(b"$-1\r\n")
-                    continue
-                header, image = each
-                parts += (b"$%d\r\n%b" % (HEADER_BYTES + len(image), header), image, _END)
-                present += 1
-                waiting += HEADER_BYTES + len(image)
-                if waiting >= _SEND_BYTES:
-                    self._write(parts)
-                    sent, waiting, parts = sent + waiting, 0, []
-            self._write(parts)
-        self._server.count_answers("read", {"present": present, "absent": len(addresses) - present}, sent + waiting)
+        present = absent = nbytes = written = 0
+        answers, sent = {"present": 0, "absent": 0}, self._sent
+        try:
+            with self._server.source.held(addresses) as values:
+                self._has(SENDING)  # for all of them, however many times is sent
+                parts: list[bytes | memoryview] = []
+                for each in values:
+                    if each is None:
+                        parts.append(b"$-1\r\n")
+                        absent += 1
+                        continue
+                    header, image = each
+                    parts += (b"$%d\r\n%b" % (HEADER_BYTES + len(image), header), image, _END)
+                    present += 1
+                    nbytes += HEADER_BYTES + len(image)
+                    if nbytes - written >= _SEND_BYTES:
+                        self._write(parts)
+                        parts, written, answers = [], nbytes, {"present": present, "absent": absent}
+                self._write(parts)
+                answers = {"present": present, "absent": absent}
+        finally:  # the client may have left in the middle
+            self._server.count_answers("read", answers, min(nbytes, self._sent - sent))
 
     def _log_in(self, user: bytes | None, password: bytes) -> None:
         if not self._server.needs_password:
             self._send(b"-ERR no password is set\r\n")
             return
-        name, right = [each.encode() for each in self._server.settings.credentials()]  # the file is read each time
+        try:
+            name, right = [each.encode() for each in self._server.settings.credentials()]  # the file is read each time
+        except TierError:
+            self._server.count_drop("credentials")
+            log_seldom(_log, "peers: nobody can log in at %s; restore its password file", self._server.settings)
+            self._send(b"-ERR the password cannot be read\r\n")
+            raise
         is_user = user is None or not name or hmac.compare_digest(user, name)
         if right and hmac.compare_digest(password, right) and is_user:
             self._may = True
@@ -401,10 +419,13 @@ class PeerClient:
         if isinstance(self._socket, ssl.SSLSocket):
             for part in parts:
                 self._socket.sendall(part)
+                self._sent += len(part)
             return
         left = [memoryview(part) for part in parts]
         while left:
-            left = parts_behind(left, self._socket.sendmsg(left))
+            count = self._socket.sendmsg(left)
+            self._sent += count
+            left = parts_behind(left, count)
 
     def _next(self) -> list[bytes] | None:
         """The next command, if all of it has come. Raises `_NoCommandError` for what is none."""

@@ -4,15 +4,16 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from longshore import errors
 from longshore.boundary import Status
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import Arena
@@ -411,3 +412,83 @@ def test_a_fault_in_health_checks_is_logged_once(caplog: pytest.LogCaptureFixtur
         assert isinstance(said.exc_info[1], RuntimeError)  # type: ignore[index]
     finally:
         tier.close()
+
+
+class FaultySession:
+    """A session whose next `fetch` raises if `is_wrong`; closing it always does."""
+
+    def __init__(self, store: "FaultyStore") -> None:
+        self.store_client = store
+
+    def fetch(self, work: WorkQueue) -> None:
+        while (image := work.take()) is not None:
+            if self.store_client.is_wrong:
+                self.store_client.is_wrong = False
+                raise ValueError("a bug")
+            work.end(image, Status.OK)
+
+    def is_stale(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.store_client.closed += 1
+        raise BufferError("a bug in closing")
+
+
+class FaultyStore:
+    threads = 1
+
+    def __init__(self) -> None:
+        self.is_wrong, self.closed = False, 0
+
+    def connect(self) -> Session:
+        return cast("Session", FaultySession(self))
+
+
+@pytest.fixture
+def faulty() -> Iterator[tuple[FaultyStore, Callable[[], Status]]]:
+    """A store with bugs, and what reads one image from it."""
+    store = FaultyStore()
+    tier = RemoteTier("valkey://host", arena=Arena(IMAGE), image_bytes=IMAGE, namespace=NAMESPACE, store=store)
+
+    def read() -> Status:
+        tier.submit([TierOp(Op.READ, BY_KEY, key(1), None, 0, IMAGE, 0)], math.inf)
+        give_up = time.monotonic() + 60
+        while not (results := tier.poll()):
+            assert time.monotonic() < give_up
+            time.sleep(0.001)
+        return results[0].statuses[0]
+
+    yield store, read
+    tier.close()
+
+
+def test_a_session_that_cannot_be_closed_ends_no_thread(
+    faulty: tuple[FaultyStore, Callable[[], Status]], caplog: pytest.LogCaptureFixture
+) -> None:
+    store, read = faulty
+    for turn in range(3):
+        store.is_wrong = True
+        assert read() is Status.IO_ERROR
+        assert read() is Status.OK
+        assert store.closed == turn + 1
+    assert len([each for each in caplog.messages if "closing a session raised" in each]) == 1
+
+
+def test_a_fault_that_comes_again_is_logged_again(
+    faulty: tuple[FaultyStore, Callable[[], Status]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once a minute at most, with how often it happened meanwhile."""
+    store, read = faulty
+    for _ in range(3):
+        store.is_wrong = True
+        assert read() is Status.IO_ERROR
+        assert read() is Status.OK
+    monkeypatch.setattr(errors, "_LOG_SECONDS", 0.0)  # a minute later
+    store.is_wrong = True
+    assert read() is Status.IO_ERROR
+    first, second = (each for each in caplog.messages if "an I/O thread raised" in each)
+    assert "2 more since" in second
+    assert "more since" not in first

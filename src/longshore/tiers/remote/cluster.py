@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from longshore.boundary import Key, Status
-from longshore.errors import TierClosedError
+from longshore.errors import TierClosedError, log_seldom
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import KeyedTier, Op, TierOp, TierResult, check_batch, check_question
 from longshore.tiers.remote.breaker import FAILURES
@@ -155,8 +155,6 @@ class NodesTier(KeyedTier):
         self._answers: list[tuple[int, tuple[bool, ...] | None]] = []
         self._at_end: Callable[[], None] | None = None
         self._closed = False
-        self._raised = ""
-        """The last exception of the thread, which is logged once."""
         self._pid = os.getpid()
         self._wanted, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep_nodes, name=f"longshore-{name}", daemon=True)
@@ -413,12 +411,10 @@ class NodesTier(KeyedTier):
             try:
                 self._refresh()
                 self._close_unused()
-            except Exception as error:  # noqa: BLE001 - nodes would never be looked after again
-                if repr(error) != self._raised:
-                    self._raised = repr(error)
-                    _log.exception(
-                        "remote tier %s (%s): looking after its nodes failed; report this", self.name, self.settings
-                    )
+            except Exception:  # noqa: BLE001 - nodes would never be looked after again
+                log_seldom(
+                    _log, "remote tier %s (%s): looking after its nodes failed; report this", self.name, self.settings
+                )
             with self._lock:
                 if self._is_restless:
                     self._wanted.set()

@@ -202,11 +202,12 @@ class MooncakeSession:
 
     def close(self) -> None:
         """Kill the process, and wait until it is dead: after that, it writes to no slot any more."""
-        self._sock.close()
-        self._memory.close()
         if os.getpid() == self._owner:
             self._process.kill()
             self._process.wait()
+        self._sock.close()
+        with contextlib.suppress(BufferError):  # the traceback of an exception may refer to a part of it
+            self._memory.close()
 
     def _next_call(self, work: WorkQueue, again: list[Image], deadline: float | None = None) -> list[Image]:
         """Images for one call, held by the caller: of one deadline, because that of a call holds for all of it.
@@ -230,12 +231,11 @@ class MooncakeSession:
         """How a read ended, whose header is at `at`, and its image behind it if it `is_small`."""
         expected = HEADER_BYTES + len(image.memory)
         if code == expected:
-            with memoryview(self._memory) as memory, memory[at : at + expected] as value:
-                found = value[HEADER_BYTES:] if is_small else image.memory
+            with memoryview(self._memory)[at : at + expected] as value, value[HEADER_BYTES:] as behind:
+                found = behind if is_small else image.memory
                 status = verify(bytes(value[:HEADER_BYTES]), digest(found), image.identity)
                 if is_small and status is Status.OK:
                     image.memory[:] = found
-                    found.release()
                 return status
         if code >= 0:
             return Status.SHORT if code < expected else Status.MISMATCH
@@ -269,7 +269,7 @@ class MooncakeSession:
         try:
             self._sock.settimeout(self._left(deadline))
             self._sock.sendall(json.dumps(order).encode() + b"\n")
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):
             raise _late() from None
         except OSError:
             raise _died() from None
@@ -280,7 +280,7 @@ class MooncakeSession:
             try:
                 self._sock.settimeout(self._left(deadline))
                 data = self._sock.recv(_AT_ONCE)
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):
                 raise _late() from None
             except OSError:
                 raise _died() from None
@@ -292,8 +292,8 @@ class MooncakeSession:
         return json.loads(answer)
 
     def _left(self, deadline: float) -> float | None:
-        if (seconds := deadline - self._clock()) <= 0:
-            raise TimeoutError
+        """For how long a call on the socket may block; 0 after the deadline: an answer that has come is taken."""
+        seconds = max(0.0, deadline - self._clock())
         return seconds if seconds < math.inf else None
 
 

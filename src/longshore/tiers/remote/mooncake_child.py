@@ -67,7 +67,7 @@ def _with_lengths(client: Any, keys: list[str], codes: list[int], expected: list
 
 def main() -> None:
     """Connect as the arguments say, and carry out orders until there are no more."""
-    sock, arena, arena_bytes, headers, headers_bytes, parent = map(int, sys.argv[1:7])
+    sock, arena, arena_bytes, buffer, buffer_bytes, parent = map(int, sys.argv[1:7])
     local, metadata, master = sys.argv[7:]
     for each in (signal.SIGINT, signal.SIGTERM):  # meant for the engine
         signal.signal(each, signal.SIG_IGN)
@@ -87,10 +87,10 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is told
         answer(f"{type(error).__name__}: {error}")
         return
-    mappings = mmap.mmap(arena, arena_bytes), mmap.mmap(headers, headers_bytes)  # as long as the process lives
+    mappings = mmap.mmap(arena, arena_bytes), mmap.mmap(buffer, buffer_bytes)  # as long as the process lives
     first, second = map(_address_of, mappings)
     if code == 0:
-        code = client.register_buffer(first, arena_bytes) or client.register_buffer(second, headers_bytes)
+        code = client.register_buffer(first, arena_bytes) or client.register_buffer(second, buffer_bytes)
     answer(code)
     with connection.makefile("rb") as orders:
         for line in orders:

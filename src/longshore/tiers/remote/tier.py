@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 
 from longshore.boundary import Key, Status
-from longshore.errors import TierClosedError, TierError
+from longshore.errors import TierClosedError, TierError, log_seldom
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import (
     KeyedTier,
@@ -136,7 +136,7 @@ class RemoteTier(KeyedTier):
         self._failures = dict.fromkeys(FAILURE_REASONS, 0)
         self._budget = budget or Budget(self.settings.daily_writes, clock)
         self._bad: OrderedDict[bytes, None] = OrderedDict()
-        self._said_at, self._said, self._raised = -1.0, "", ""
+        self._said_at, self._said = -1.0, ""
         self._pause: tuple[float, Status] = -1.0, Status.NO_SPACE
         """Until when writes end at once, and how."""
         self._tickets = 0
@@ -434,11 +434,14 @@ class RemoteTier(KeyedTier):
         return session
 
     def _close(self, session: Session | None) -> Session | None:
-        """Close a session, if there is one; there is none after that."""
+        """Close a session, if there is one; there is none after that, whatever its `close` raises."""
         if session is not None:
             with self._lock:
                 self._sessions.discard(session)
-            session.close()
+            try:
+                session.close()
+            except Exception:  # noqa: BLE001 - this thread serves all requests to come
+                log_seldom(_log, "remote tier %s (%s): closing a session raised; report this", self.name, self.settings)
         return None
 
     def _probe(self) -> None:
@@ -505,9 +508,7 @@ class RemoteTier(KeyedTier):
     def _as_failure(self, error: Exception) -> StoreError:
         if isinstance(error, StoreError):
             return error
-        if repr(error) != self._raised:  # checks repeat each second
-            self._raised = repr(error)
-            _log.error("remote tier %s (%s): an I/O thread raised; report it", self.name, self.settings, exc_info=error)
+        log_seldom(_log, "remote tier %s (%s): an I/O thread raised; report this", self.name, self.settings)
         return StoreError("broken", f"{type(error).__name__} in its client", Status.IO_ERROR)
 
     def _failed(self, error: StoreError, times: int = 1) -> None:
@@ -536,7 +537,6 @@ class RemoteTier(KeyedTier):
     def _checked(self, *, answers: bool) -> None:
         with self._lock:
             if self._breaker.checked(self._clock(), answers=answers):
-                self._raised = ""
                 _log.info("remote tier %s (%s) is reachable again", self.name, self.settings)
 
     def _is_bad(self, each: bytes) -> bool:
