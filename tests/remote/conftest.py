@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from remotes import IMAGE, PLACES, LocalCluster
+from remotes import IMAGE, PLACES
 
 from longshore.testing import TierHarness
-from longshore.testing.local_server import LocalS3, LocalServer
+from longshore.testing.local_server import LocalCluster, LocalS3, LocalServer
 from longshore.testing.tier_harness import span
 from longshore.tiers.arena import Arena
 from longshore.tiers.remote import open_store

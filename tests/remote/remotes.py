@@ -1,23 +1,16 @@
 """What tests of remote tiers share: probes, waits, and traffic among faults."""
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable
 
 import numpy as np
 
 from longshore.boundary import Status
-from longshore.errors import TierError
 from longshore.testing import FaultyProxy, TierHarness, TierTests, WireFault
-from longshore.testing.local_server import START_SECONDS, LocalServer, free_port
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.base import Op
 from longshore.tiers.remote import ClusterTier, RemoteTier
-from longshore.tiers.remote.cluster import SLOTS, slot_of
 
 IMAGE = TierTests.image_bytes
 PLACES = 32
@@ -107,61 +100,3 @@ def moved_among_faults(
     assert wanted <= set(ended)
     assert sum(proxy.fired.values()) >= faults
     assert served >= hits
-
-
-class LocalCluster:
-    """Three nodes with a third of the slots each, which serve these also while others are down.
-
-    Attributes:
-        nodes: The servers. Killed ones keep their slots, and lose everything else.
-    """
-
-    def __init__(
-        self, directory: Path, *, kind: str = "valkey", each: Sequence[Mapping[str, str]] = ({},) * 3, **options: str
-    ) -> None:
-        """`options` are those of all nodes, `each` has more for each of the three."""
-        self.nodes = []
-        for index, more in enumerate(each):
-            bus = {"cluster_port": str(free_port()), "cluster_require_full_coverage": "no", "cluster_enabled": "yes"}
-            self.nodes.append(LocalServer(kind, directory / f"{index}", **{**bus, **options, **more}))
-
-    @property
-    def url(self) -> str:
-        """The cluster, by all of its nodes, without options."""
-        return "valkey-cluster://" + ",".join(f"127.0.0.1:{each.port}" for each in self.nodes)
-
-    def of(self, key: bytes) -> LocalServer:
-        """The node that has the slot of `key`."""
-        return self.nodes[[slot_of(key) <= last for _, last in _RANGES].index(True)]
-
-    def wait_until_known(self, nodes: int = 3, slots: int = SLOTS) -> None:
-        """Wait until all nodes that run know `nodes` nodes and `slots` slots; raises `TierError` if they do not."""
-        give_up = time.monotonic() + START_SECONDS
-        wanted = (b"cluster_state:ok", b"cluster_known_nodes:%d" % nodes, b"cluster_slots_ok:%d" % slots)
-        for each in self.nodes:
-            while not all(part in each.command(b"CLUSTER", b"INFO") for part in wanted):
-                if time.monotonic() > give_up:
-                    raise TierError("the nodes do not find each other")
-                time.sleep(0.02)
-
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as undo:
-            for each, (first, last) in zip(self.nodes, _RANGES, strict=True):
-                undo.enter_context(each)
-                each.command(b"CLUSTER", b"ADDSLOTSRANGE", b"%d" % first, b"%d" % last)
-                port = each.options.get("tls-port", each.options["port"]).encode()
-                bus = each.options["cluster-port"].encode()
-                self.nodes[0].command(b"CLUSTER", b"MEET", b"127.0.0.1", port, bus)
-            self.wait_until_known()
-            undo.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for each in self.nodes:
-            each.kill()
-
-
-_NODES = 3
-_RANGES = tuple((SLOTS * index // _NODES, SLOTS * (index + 1) // _NODES - 1) for index in range(_NODES))

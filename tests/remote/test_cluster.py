@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from remotes import IMAGE, PATIENT, LocalCluster, ask, moved_among_faults, remote, until
+from remotes import IMAGE, PATIENT, ask, moved_among_faults, remote, until
 from typer.testing import CliRunner
 
 from certificates import self_signed
@@ -20,7 +20,7 @@ from longshore.boundary import Status
 from longshore.cli.app import app
 from longshore.runtime.tier_host import HostedRemoteTier
 from longshore.testing import FaultyProxy, TierHarness, TierTests, WireFault
-from longshore.testing.local_server import LocalServer, free_port
+from longshore.testing.local_server import LocalCluster, LocalServer, free_port
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.base import Op, Tier

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from simulated_disk import Image, SimulatedDisk
 
 from longshore.boundary import Key, Slabs, Status
+from longshore.testing.disk import Image, SimulatedDisk
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, capacity_of

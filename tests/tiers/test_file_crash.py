@@ -14,10 +14,10 @@ from random import Random
 
 import pytest
 from crash_kit import APART, TWO_SIZES, Distinct, Judged, Shape, Story, WrongBytesError, after, one_size
-from simulated_disk import Image, Moment
 
 from depth import NIGHTLY, deep
 from longshore.boundary import Status
+from longshore.testing.disk import Image, Moment
 from longshore.tiers.file import FileTier
 from longshore.tiers.file.index import RecordIndex
 from longshore.tiers.file.record_verifier import RecordVerifier

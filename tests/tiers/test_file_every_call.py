@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 from crash_kit import APART, TWO_SIZES, Shape, one_size
-from simulated_disk import Image, OneByOneQueue, SimulatedDisk
 
 from depth import deep
 from longshore.boundary import Slabs, Status
 from longshore.errors import LongshoreError
+from longshore.testing.disk import Image, OneByOneQueue, SimulatedDisk
 from longshore.testing.tier_harness import image, key
 from longshore.tiers.arena import PAGE, Arena
 from longshore.tiers.base import Op, TierOp

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulated_disk import SimulatedDisk
 
 from depth import deep
 from longshore.boundary import Slabs, Status
 from longshore.errors import PlanError, TierError
 from longshore.testing import TierHarness
+from longshore.testing.disk import SimulatedDisk
 from longshore.testing.tier_harness import key
 from longshore.tiers.arena import PAGE
 from longshore.tiers.base import Op

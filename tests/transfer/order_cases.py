@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from order_kit import BLOCKS, SLOTS, Tale
-from simulation import Simulation
 
 from longshore.boundary import Status, Urgency
+from longshore.testing.simulation import Simulation
 
 Script = Callable[[Tale], None]
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from simulated_device import CELL, SimulatedDevice, SimulatedEvent
-from simulation import Clock, Mark, SimulatedQueue, Simulation, WatchedHazards
 from transfer_kit import Bytes, Model, Pools, transfer
 
 from longshore.boundary import DEVICE, Item, Section, Slot, Status, Transfer, TransferResult
 from longshore.layout import KVGroup, KVLayout, PageRef
+from longshore.testing.simulated_device import CELL, SimulatedDevice, SimulatedEvent
+from longshore.testing.simulation import Clock, Mark, SimulatedQueue, Simulation, WatchedHazards
 from longshore.transfer import D2D, D2H, H2D, TransferEngine
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
 from longshore.transfer.ordering import CopyJob, QueuePosition, WaitCondition

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 from order_cases import STORIES, Chance
 from order_kit import tale
-from simulation import explore, sample
+
+from longshore.testing.simulation import explore, sample
 
 SHARE = 250
 """Seeds that one process takes at a time."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from order_cases import STORIES, Chance
 from order_kit import Tale, tale
-from simulated_device import SimulatedDevice
-from simulation import (
+
+from depth import deep
+from longshore.testing.simulated_device import SimulatedDevice
+from longshore.testing.simulation import (
     BlockedError,
     Checker,
     Conflict,
@@ -16,8 +18,6 @@ from simulation import (
     explore,
     sample,
 )
-
-from depth import deep
 
 LONG = {"layers while others leave", "two each way, layers, cancel", "a step around copies"}
 """Those with the most orders: `make orders` tells them, and these tests do at night."""

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from order_kit import LAYERS, PAGE, Tale, small_layout
-from simulated_device import CELL, SimulatedEvent, SimulatedStream
-from simulation import Simulation, WrongError, explore
 from transfer_kit import Bytes
 
 from longshore.boundary import DEVICE, FILE, Item, Route, Section, Slabs, Slot, Status, Transfer, TransferResult
 from longshore.runtime.staging_mover import StagingMover, StagingSlots
+from longshore.testing.simulated_device import CELL, SimulatedEvent, SimulatedStream
+from longshore.testing.simulation import Simulation, WrongError, explore
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, Tier, TierOp, TierResult
 from longshore.transfer import D2H

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from order_kit import Tale, tale
-from simulated_device import PlannerRing, SimulatedCopy, SimulatedDevice, SimulatedStream
-from simulation import WrongError, explore
 
 from longshore.boundary import DEVICE, Status, Transfer, Urgency
+from longshore.testing.simulated_device import PlannerRing, SimulatedCopy, SimulatedDevice, SimulatedStream
+from longshore.testing.simulation import WrongError, explore
 from longshore.transfer import D2H
 from longshore.transfer.engine import TransferEngine
 from longshore.transfer.ordering import Access, EngineState, Hazards, Lane, QueuePosition, TierPool

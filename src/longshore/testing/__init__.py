@@ -1,4 +1,4 @@
-"""Test kit: conformance suite; faulty tier, remote tier, faulty network; bit flips on disk.
+"""Test kit: conformance suite; faulty tier, remote tier, faulty network; bit flips on disk; simulated device and disk.
 
 `TierTests` needs pytest, and is loaded when it is first asked for; the rest needs nothing beyond Longshore.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from longshore.testing.faulty import Fault, FaultPlan, FaultyTier, Rule, flip_header_bit, flip_image_bit
+from longshore.testing.disk import flip_header_bit, flip_image_bit
+from longshore.testing.faulty import Fault, FaultPlan, FaultyTier, Rule
 from longshore.testing.faulty_proxy import FaultyHttpProxy, FaultyProxy, HttpFault, WireFault
 from longshore.testing.key_store import KeyStore, StoreFault
+from longshore.testing.simulated_device import SimulatedDevice
+from longshore.testing.simulation import Simulation, Story, explore, sample
 from longshore.testing.tier_harness import TierHarness
 
 if TYPE_CHECKING:
@@ -25,12 +28,17 @@ __all__ = [
     "HttpFault",
     "KeyStore",
     "Rule",
+    "SimulatedDevice",
+    "Simulation",
     "StoreFault",
+    "Story",
     "TierHarness",
     "TierTests",
     "WireFault",
+    "explore",
     "flip_header_bit",
     "flip_image_bit",
+    "sample",
 ]
 
 _SUITE = "longshore.testing.tier_tests"

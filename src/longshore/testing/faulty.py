@@ -1,4 +1,4 @@
-"""A tier that fails on purpose, on a plan; and bit flips in the files of a file tier.
+"""A tier that fails on purpose, on a plan.
 
     FaultyTier(inner, FaultPlan((
         Rule(Op.READ, Fault.CORRUPT, probability=0.01),
@@ -12,31 +12,23 @@
 The plan depends on its seed and on the count of operations alone, so a run can be repeated. `FaultyTier.fired` counts
 what really happened: a test of faults must assert that there were some. `Fault.SILENT` is the negative control: wrong
 bytes, reported as right, which any test of exactness must notice.
-
-    flip_header_bit(directory, slot, bit)     ┌────────┬──────────────┐
-    flip_image_bit(directory, slot, bit)      │ header │    image     │   of one slot; bit 0 is the lowest of byte 0
-                                              └────────┴──────────────┘
 """
 
 from __future__ import annotations
 
 import enum
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
 
-from longshore.boundary import PAGE, Status, StoredChunk
-from longshore.errors import ConfigError, PlanError, TierClosedError, TierError
+from longshore.boundary import Status, StoredChunk
+from longshore.errors import ConfigError, TierClosedError, TierError
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Op, OpBatch, Tier, TierOp, TierResult, check_batch
-from longshore.tiers.file.directory import SEGMENT, SUPERBLOCK
-from longshore.tiers.file.format import parse_superblock
 
 
 class Fault(enum.Enum):
@@ -297,31 +289,3 @@ class FaultyTier(Tier):
         for batch in [batch for batch in self._open.values() if batch.ended]:
             del self._open[batch.ticket]
             self._results.append(batch.result())
-
-
-def flip_header_bit(directory: Path, slot: int, bit: int, pool: int = 0) -> None:
-    """Flip one bit of the header page of `slot`."""
-    _flip(directory, slot, bit, pool, start=0, nbytes=PAGE)
-
-
-def flip_image_bit(directory: Path, slot: int, bit: int, pool: int = 0) -> None:
-    """Flip one bit of the image in `slot` of `pool`."""
-    image_bytes = parse_superblock((directory / SUPERBLOCK).read_bytes()).image_bytes[pool]
-    _flip(directory, slot, bit, pool, start=PAGE, nbytes=image_bytes)
-
-
-def _flip(directory: Path, slot: int, bit: int, pool: int, *, start: int, nbytes: int) -> None:
-    slabs = parse_superblock((directory / SUPERBLOCK).read_bytes()).geometry
-    if not 0 <= bit < 8 * nbytes:
-        raise TierError(f"bit {bit} does not lie in [0, {8 * nbytes})")
-    try:
-        offset = slabs.offset(pool, slot) + start + bit // 8
-    except PlanError as error:
-        raise TierError(str(error)) from None
-    fd = os.open(directory / SEGMENT, os.O_RDWR)
-    try:
-        (byte,) = os.pread(fd, 1, offset)
-        os.pwrite(fd, bytes([byte ^ 1 << bit % 8]), offset)
-        os.fsync(fd)  # a tier that reads around the page cache must see it
-    finally:
-        os.close(fd)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Self
 from longshore.errors import TierError
 from longshore.tiers.remote import parse_url
 from longshore.tiers.remote.bucket import send_signed
+from longshore.tiers.remote.cluster import SLOTS, slot_of
 from longshore.tiers.remote.work import StoreError
 
 START_SECONDS = 90.0
@@ -152,6 +154,64 @@ class LocalServer(LocalProcess):
         with contextlib.suppress(OSError):
             return bool(self.command(b"PING"))
         return False
+
+
+class LocalCluster:
+    """Three nodes with a third of the slots each, which serve these also while others are down.
+
+    Attributes:
+        nodes: The servers. Killed ones keep their slots, and lose everything else.
+    """
+
+    def __init__(
+        self, directory: Path, *, kind: str = "valkey", each: Sequence[Mapping[str, str]] = ({},) * 3, **options: str
+    ) -> None:
+        """`options` are those of all nodes, `each` has more for each of the three."""
+        self.nodes = []
+        for index, more in enumerate(each):
+            bus = {"cluster_port": str(free_port()), "cluster_require_full_coverage": "no", "cluster_enabled": "yes"}
+            self.nodes.append(LocalServer(kind, directory / f"{index}", **{**bus, **options, **more}))
+
+    @property
+    def url(self) -> str:
+        """The cluster, by all of its nodes, without options."""
+        return "valkey-cluster://" + ",".join(f"127.0.0.1:{each.port}" for each in self.nodes)
+
+    def of(self, key: bytes) -> LocalServer:
+        """The node that has the slot of `key`."""
+        return self.nodes[[slot_of(key) <= last for _, last in _RANGES].index(True)]
+
+    def wait_until_known(self, nodes: int = 3, slots: int = SLOTS) -> None:
+        """Wait until all nodes that run know `nodes` nodes and `slots` slots; raises `TierError` if they do not."""
+        give_up = time.monotonic() + START_SECONDS
+        wanted = (b"cluster_state:ok", b"cluster_known_nodes:%d" % nodes, b"cluster_slots_ok:%d" % slots)
+        for each in self.nodes:
+            while not all(part in each.command(b"CLUSTER", b"INFO") for part in wanted):
+                if time.monotonic() > give_up:
+                    raise TierError("the nodes do not find each other")
+                time.sleep(0.02)
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as undo:
+            for each, (first, last) in zip(self.nodes, _RANGES, strict=True):
+                undo.enter_context(each)
+                each.command(b"CLUSTER", b"ADDSLOTSRANGE", b"%d" % first, b"%d" % last)
+                port = each.options.get("tls-port", each.options["port"]).encode()
+                bus = each.options["cluster-port"].encode()
+                self.nodes[0].command(b"CLUSTER", b"MEET", b"127.0.0.1", port, bus)
+            self.wait_until_known()
+            undo.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for each in self.nodes:
+            each.kill()
+
+
+_NODES = 3
+_RANGES = tuple((SLOTS * index // _NODES, SLOTS * (index + 1) // _NODES - 1) for index in range(_NODES))
 
 
 class LocalS3(LocalProcess):

@@ -1,4 +1,4 @@
-"""A disk in memory that has every state a crash may leave.
+"""Damaged disks: one in memory that has every state a crash may leave, and bit flips in the files of a real one.
 
     disk = SimulatedDisk()
     FileTier(path, ..., io=disk)          the production code; no byte of it reaches a real disk
@@ -13,6 +13,10 @@ What a crash at some moment may leave:
 
 Lengths are durable at once: the tier synchronises each file whose length it changes before it relies on it. A disk
 begins with a given `Image`, so the tier can be opened on each of these states.
+
+    flip_header_bit(directory, slot, bit)     ┌────────┬──────────────┐
+    flip_image_bit(directory, slot, bit)      │ header │    image     │   of one slot; bit 0 is the lowest of byte 0
+                                              └────────┴──────────────┘
 """
 
 from __future__ import annotations
@@ -28,6 +32,9 @@ from pathlib import Path
 from random import Random
 
 from longshore.boundary import PAGE
+from longshore.errors import PlanError, TierError
+from longshore.tiers.file.directory import SEGMENT, SUPERBLOCK
+from longshore.tiers.file.format import parse_superblock
 from longshore.tiers.file.io import IoQueue, Piece, RawIo
 
 SECTOR = 512
@@ -321,3 +328,31 @@ class OneByOneQueue:
             return (self._io.pwritev if writing else self._io.preadv)(self._fd, piece.buffers, piece.offset)
         except OSError as error:
             return -(error.errno or errno.EIO)
+
+
+def flip_header_bit(directory: Path, slot: int, bit: int, pool: int = 0) -> None:
+    """Flip one bit of the header page of `slot`."""
+    _flip(directory, slot, bit, pool, start=0, nbytes=PAGE)
+
+
+def flip_image_bit(directory: Path, slot: int, bit: int, pool: int = 0) -> None:
+    """Flip one bit of the image in `slot` of `pool`."""
+    image_bytes = parse_superblock((directory / SUPERBLOCK).read_bytes()).image_bytes[pool]
+    _flip(directory, slot, bit, pool, start=PAGE, nbytes=image_bytes)
+
+
+def _flip(directory: Path, slot: int, bit: int, pool: int, *, start: int, nbytes: int) -> None:
+    slabs = parse_superblock((directory / SUPERBLOCK).read_bytes()).geometry
+    if not 0 <= bit < 8 * nbytes:
+        raise TierError(f"bit {bit} does not lie in [0, {8 * nbytes})")
+    try:
+        offset = slabs.offset(pool, slot) + start + bit // 8
+    except PlanError as error:
+        raise TierError(str(error)) from None
+    fd = os.open(directory / SEGMENT, os.O_RDWR)
+    try:
+        (byte,) = os.pread(fd, 1, offset)
+        os.pwrite(fd, bytes([byte ^ 1 << bit % 8]), offset)
+        os.fsync(fd)  # a tier that reads around the page cache must see it
+    finally:
+        os.close(fd)

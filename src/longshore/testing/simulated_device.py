@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from simulation import BlockedError, Mark, SimulatedQueue, Simulation
-
 from longshore.layout.model import U64, KVLayout
+from longshore.testing.simulation import BlockedError, Mark, SimulatedQueue, Simulation
 from longshore.transfer.device.base import Copy, Device, DeviceEvent, Stream, copy_pieces
 from longshore.transfer.pieces import CopyBatch, PieceBuilder
 
