@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import At, column, marks, numbers
+from longshore.cache.columns import I32, as_i32, i32_view, u8_view
 from longshore.cache.nodes import NONE, ORPHANED, ORPHANS, ROOT, ROOTED, Nodes
 from longshore.cache.pool import READY, SlotPool
 from longshore.errors import CacheError, IntegrityError
@@ -148,12 +148,12 @@ class Index(Nodes):
         nodes = self.find(keys)
         if len(set(keys)) != len(keys):
             raise CacheError(f"expected {len(keys)} distinct keys of a path, got {len(set(keys))}")
-        self.check_alone(numbers(nodes))
+        self.check_alone(as_i32(nodes))
         return nodes
 
     def check_alone(self, at: npt.NDArray[np.int32]) -> None:
         """Raise `CacheError` if one of the nodes `at` is the child of another."""
-        behind = at[column(self.parent)[at] != ROOT].tolist()
+        behind = at[i32_view(self.parent)[at] != ROOT].tolist()
         if behind:
             name = self.key[behind[0]].hex()[:12]
             raise CacheError(f"expected chunks that stand alone, got {name}, which is the child of another chunk")
@@ -180,7 +180,7 @@ class Index(Nodes):
 
         No view of the column is kept by a caller: the column could not grow while a traceback has it.
         """
-        found: npt.NDArray[np.bool_] = (at != ROOT) & (marks(self.reachable)[at] != 0)
+        found: npt.NDArray[np.bool_] = (at != ROOT) & (u8_view(self.reachable)[at] != 0)
         return found
 
     def accepts(self, parent: int, tier: int) -> bool:
@@ -196,10 +196,10 @@ class Index(Nodes):
             return []
         at, depth = self._numbers(len(keys)), self.depth[parent] + 1
         self._tree.append(parent, at)
-        column(self.depth)[at] = np.arange(depth, depth + len(at))
+        i32_view(self.depth)[at] = np.arange(depth, depth + len(at))
         for each in range(tier + 1):
             self.reach[each][parent] += 1
-            column(self.reach[each])[at[:-1]] = 1
+            i32_view(self.reach[each])[at[:-1]] = 1
         return self._enter(keys, at, tier, slots)
 
     def link_alone(self, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
@@ -208,7 +208,7 @@ class Index(Nodes):
             return []
         at = self._numbers(len(keys))
         self._tree.link_trees(np.zeros_like(at), at)
-        column(self.depth)[at] = 0
+        i32_view(self.depth)[at] = 0
         for each in range(tier + 1):
             self.reach[each][ROOT] += len(keys)
         return self._enter(keys, at, tier, slots)
@@ -233,15 +233,15 @@ class Index(Nodes):
         parents = np.where(before >= 0, at[before], above)
         self._tree.link_trees(parents, at)
         for reach in self.reach[: tier + 1]:
-            np.add.at(column(reach), parents, 1)
+            np.add.at(i32_view(reach), parents, 1)
         # Steps up to the first of its path, and that one's position, by pointer doubling.
         up, steps = np.where(before >= 0, before, np.arange(len(at))), (before >= 0).astype(np.int32)
         while steps.any() and not np.array_equal(above_up := up[up], up):
             steps += steps[up]
             up = above_up
         tops = parents[up]
-        column(self.depth)[at] = column(self.depth)[tops] + 1 + steps
-        marks(self.reachable)[at] = marks(self.reachable)[tops]
+        i32_view(self.depth)[at] = i32_view(self.depth)[tops] + 1 + steps
+        u8_view(self.reachable)[at] = u8_view(self.reachable)[tops]
         return at
 
     def add_copies(self, nodes: Sequence[int], tier: int, slots: Sequence[int]) -> None:
@@ -249,9 +249,9 @@ class Index(Nodes):
 
         Raises `IntegrityError`, with nothing changed, if one has a copy there, or its parent has none there or colder.
         """
-        at, columns = np.array(nodes, np.int32), [column(slot) for slot in self.slot]
+        at, columns = np.array(nodes, np.int32), [i32_view(slot) for slot in self.slot]
         second = columns[tier][at] >= 0
-        parents = column(self.parent)[at]
+        parents = i32_view(self.parent)[at]
         orphans = parents > ORPHANS
         orphans[1:] &= parents[1:] != at[:-1]
         for colder in columns[tier:]:
@@ -269,9 +269,9 @@ class Index(Nodes):
         for each in reversed(self.tiers):
             reaching |= columns[each][at] >= 0
             if each <= tier:
-                np.add.at(column(self.reach[each]), parents[~reaching], 1)
+                np.add.at(i32_view(self.reach[each]), parents[~reaching], 1)
         columns[tier][at] = slots
-        column(self.pools[tier].node)[slots] = at
+        i32_view(self.pools[tier].node)[slots] = at
 
     def all_children(self, nodes: Sequence[int]) -> npt.NDArray[np.int32]:
         """The children of all `nodes`, in order of parent, the youngest first."""
@@ -279,7 +279,7 @@ class Index(Nodes):
 
     def drop_copies(self, at: npt.NDArray[np.int32], tier: int) -> None:
         """`drop_copy` for nodes that a colder tier has; keeps the nodes of their slots."""
-        column(self.slot[tier])[at] = NONE
+        i32_view(self.slot[tier])[at] = NONE
 
     def drop_leaves(self, at: npt.NDArray[np.int32], tier: int = 0) -> list[int]:
         """`drop_copy` for the nodes `at`, of which only `tier` has a copy.
@@ -288,7 +288,7 @@ class Index(Nodes):
         parents that have lost a child, each once.
         """
         self.key.remove(at.tolist())
-        above = column(self.parent)[at]
+        above = i32_view(self.parent)[at]
         tops = np.ones(len(at), bool)
         np.not_equal(above[:-1], at[1:], out=tops[:-1])
         if self.orphans:
@@ -300,10 +300,10 @@ class Index(Nodes):
                 reach[parent] -= count
             self._tree.unlink_siblings(eldest, youngest, parent)
             parents[parent] = None
-        column(self.slot[tier])[at] = NONE
+        i32_view(self.slot[tier])[at] = NONE
         for reach in self.reach[: tier + 1]:
-            column(reach)[at] = 0
-        marks(self.reachable)[at] = 0
+            i32_view(reach)[at] = 0
+        u8_view(self.reachable)[at] = 0
         self._free.give(array("i", at.tobytes()))
         self.gone += len(at)
         return list(parents)
@@ -330,13 +330,13 @@ class Index(Nodes):
         if not nodes:
             return nodes
         reachable, parent, child, older = self.reachable, self.parent, self._tree.child, self._tree.older
-        at = numbers(nodes)
+        at = as_i32(nodes)
         mark = reachable[parent[nodes[0]]]
         if mark and self._tree.is_line(at):
-            marks(reachable)[at] = mark
+            u8_view(reachable)[at] = mark
             return nodes
         if mark and self._are_last(at):
-            marks(reachable)[at] = marks(reachable)[column(parent)[at]]
+            u8_view(reachable)[at] = u8_view(reachable)[i32_view(parent)[at]]
             return nodes
         queue = list(nodes)
         for i, node in enumerate(queue, 1):  # grows by ready descendants
@@ -387,8 +387,8 @@ class Index(Nodes):
 
     def _are_last(self, at: npt.NDArray[np.int32]) -> bool:
         """Whether the nodes `at` have no children, and all their parents are reachable."""
-        above = column(self.parent)[at]
-        return bool(marks(self.reachable)[above].all() and not column(self._tree.child)[at].any())
+        above = i32_view(self.parent)[at]
+        return bool(u8_view(self.reachable)[above].all() and not i32_view(self._tree.child)[at].any())
 
     def orphaned_by(self, node: int, left: int) -> list[tuple[int, int]]:
         """Copies (node, tier) of descendants that become unreachable when `left` is the coldest tier of `node`.
@@ -411,27 +411,27 @@ class Index(Nodes):
         at = self.entered()
         self.key.check_integrity()
         self._tree.check_integrity(at)
-        parent, coldest, is_ready = column(self.parent)[at], np.full(self.size, NONE), np.zeros(self.size, bool)
+        parent, coldest, is_ready = i32_view(self.parent)[at], np.full(self.size, NONE), np.zeros(self.size, bool)
         for tier in self.tiers:
-            slots = column(self.slot[tier])
+            slots = i32_view(self.slot[tier])
             coldest[slots >= 0] = tier
             is_ready[at] |= self.are_ready(at, tier)
             has = at[slots[at] >= 0]
-            self._refuse(has[column(self.pools[tier].node)[slots[has]] != has], f"has another's slot in tier {tier}")
+            self._refuse(has[i32_view(self.pools[tier].node)[slots[has]] != has], f"has another's slot in tier {tier}")
         self._refuse(at[coldest[at] < 0], "has no copy")
         has_parent = parent > ORPHANS
         self._refuse(at[has_parent & ~self.key.has(parent)], "has outlived its parent")
         is_apart = (has_parent & (coldest[parent] < coldest[at])) | (
-            column(self.depth)[at] != column(self.depth)[parent] + 1
+            i32_view(self.depth)[at] != i32_view(self.depth)[parent] + 1
         )
         self._refuse(at[is_apart], "is in a colder tier than its parent, or has a wrong depth")
-        reachable = marks(self.reachable)
+        reachable = u8_view(self.reachable)
         is_wrong = reachable[at] != np.where(is_ready[at], reachable[parent], 0)
         self._refuse(at[is_wrong], "is wrongly marked as reachable or not")
         for tier in self.tiers:
             counted = np.bincount(parent[coldest[at] >= tier], minlength=self.size)
-            nodes = np.concatenate([at, numbers((ROOT, ORPHANS))])
-            for node in nodes[counted[nodes] != column(self.reach[tier])[nodes]].tolist():
+            nodes = np.concatenate([at, as_i32((ROOT, ORPHANS))])
+            for node in nodes[counted[nodes] != i32_view(self.reach[tier])[nodes]].tolist():
                 count = self.reach[tier][node]
                 where = self.pools[tier].where
                 raise CacheError(f"{where}children of node {node}: counted {count}, found {counted[node]}")
@@ -467,7 +467,7 @@ class Residency:
 
     keys: Sequence[Key]
     presences: Sequence[Presence]
-    at: At = field(compare=False, repr=False)
+    at: I32 = field(compare=False, repr=False)
     index: Index = field(compare=False, repr=False)
     pool: SlotPool = field(compare=False, repr=False)
     gone: int = field(compare=False, repr=False)
@@ -505,7 +505,7 @@ class Residency:
     def take(cls, index: Index, pool: SlotPool, keys: Sequence[Key]) -> Residency:
         """Look up `keys`; `pool` is that of the warmest tier. Raises `CacheError` for a key that is not bytes."""
         at = index.key.find_all(keys)
-        reachable = marks(index.reachable)[at] != 0
+        reachable = u8_view(index.reachable)[at] != 0
         found = np.where(reachable, np.where(index.are_ready(at, 0), _READY, _COLDER), _IN_FLIGHT)
         found[at == ROOT] = _ABSENT
         if (found == _READY).all():
@@ -513,7 +513,7 @@ class Residency:
         return cls(keys, [_PRESENCES[each] for each in found.tolist()], at, index, pool, index.gone)
 
 
-def nodes_of(index: Index, keys: Sequence[Key] | Residency) -> tuple[Sequence[Key], At]:
+def nodes_of(index: Index, keys: Sequence[Key] | Residency) -> tuple[Sequence[Key], I32]:
     """Keys and their nodes, `ROOT` for keys in no tier. Raises `CacheError` for a key that is not bytes."""
     if not isinstance(keys, Residency):
         return keys, index.key.find_all(keys)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
-from longshore.cache.columns import column, leading, marks
+from longshore.cache.columns import count_leading, i32_view, u8_view
 from longshore.cache.lookups import Leases
 from longshore.cache.offload import Offloader
 from longshore.cache.pool import READY
@@ -146,8 +146,8 @@ class Loader:
         job has ended. `is_first`: they are of the first group. Unless `count`, it is neither a use nor hits.
         """
         state = self._state
-        taken = column(state.index.slot[0])[at]
-        column(state.pools[0].readers)[taken] += 1
+        taken = i32_view(state.index.slot[0])[at]
+        i32_view(state.pools[0].readers)[taken] += 1
         slots, name = taken.tolist(), state.levels[0].name
         job = self._transfers.new_id()
         if count:
@@ -166,10 +166,10 @@ class Loader:
         Returns tiers and slots, and the number of leading chunks that are ready in the host tier.
         """
         index, pools = self._state.index, self._state.pools
-        at = column(index.slot[0])[np.array(path, np.int32)]
+        at = i32_view(index.slot[0])[np.array(path, np.int32)]
         absent = (at < 0).nonzero()[0].tolist()
-        column(pools[0].readers)[at[at >= 0]] += 1
-        warm = leading(marks(pools[0].state)[at[: absent[0] if absent else len(path)]] == READY)
+        i32_view(pools[0].readers)[at[at >= 0]] += 1
+        warm = count_leading(u8_view(pools[0].state)[at[: absent[0] if absent else len(path)]] == READY)
         slots, tiers = at.tolist(), [0] * len(path)
         for i in absent:
             tier = tiers[i] = index.warmest_ready(path[i])

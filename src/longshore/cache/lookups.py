@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key, Section
-from longshore.cache.columns import At, column, has_duplicates, leading, marks, numbers, once, runs_of
+from longshore.cache.columns import I32, as_i32, count_leading, has_duplicates, i32_view, runs_of, u8_view, unique
 from longshore.cache.events import EventKind
 from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.cache.index import Index, Residency, nodes_of
@@ -60,7 +60,7 @@ class Leases:
     @property
     def protected(self) -> int:
         """Number of chunks that lookups protect until the end of the step."""
-        return int(np.count_nonzero(marks(self._state.seen)[np.unique(column(self._step))]))
+        return int(np.count_nonzero(u8_view(self._state.seen)[np.unique(i32_view(self._step))]))
 
     def __iter__(self) -> Iterator[LeaseRecord]:
         return iter(self._records.values())
@@ -104,8 +104,8 @@ class Leases:
 
     def protect(self, at: npt.NDArray[np.int32]) -> None:
         """Protect the nodes `at` from eviction until `end_step`, those in the warmest tier in that tier."""
-        seen = marks(self._state.seen)
-        fresh = once(at[seen[at] == 0])
+        seen = u8_view(self._state.seen)
+        fresh = unique(at[seen[at] == 0])
         seen[fresh] = 1
         self._step.frombytes(fresh.tobytes())
 
@@ -121,8 +121,8 @@ class Leases:
     def end_step(self) -> None:
         """The step has ended: remove all protections."""
         if self._step:
-            at, self._step = column(self._step), array("i")
-            marks(self._state.seen)[at] = 0
+            at, self._step = i32_view(self._step), array("i")
+            u8_view(self._state.seen)[at] = 0
             self._state.reconsider(at)
         self._state.discard_invalid_copies()
 
@@ -133,7 +133,7 @@ class Leases:
         theirs = {pin for pins in self._state.pins.values() for pin in pins}
         if ours != theirs:
             raise CacheError(f"the cache has {len(theirs)} pins, the leases {len(ours)}")
-        seen = set(np.flatnonzero(marks(self._state.seen)).tolist())
+        seen = set(np.flatnonzero(u8_view(self._state.seen)).tolist())
         if not seen <= set(self._step):
             raise CacheError(f"{len(seen)} nodes are marked as protected, expected {len(set(self._step))}")
 
@@ -197,10 +197,10 @@ class GroupSearch:
         """The last chunk of `[first, end)` that is not served, of those examined; `None` if all are served."""
         if not self.group.alone:
             ready = self._index.reachable_prefix(self.keys[:end], 0)
-            ready += leading(self._device[ready:end])
+            ready += count_leading(self._device[ready:end])
             if self._index.orphans and 0 < ready < end and self._device[:ready].all():
                 ready = self._index.reachable_prefix(self.keys[:end], ready)
-                ready += leading(self._device[ready:end])
+                ready += count_leading(self._device[ready:end])
             return None if ready >= end else ready
         at = min(self._clear, end)
         while at > first and self._serves(at - 1):
@@ -288,7 +288,7 @@ class Lookups:
         leased = keys[start:end] if partial is None or partial.device else [*keys[start:end], partial.key]
         lease = None
         if call.until is Until.STEP:
-            self._leases.protect(numbers(index.find(leased)))
+            self._leases.protect(as_i32(index.find(leased)))
         elif leased and call.until is Until.RELEASE:
             if self._remote.tiers:
                 self._remote.found(keys[start:end])
@@ -318,7 +318,7 @@ class Lookups:
         if tick is None:
             asked = [key for here in found.values() for key in here.keys]
             head = next((here.at for here in found.values()), np.zeros(0, np.int32))
-            tick = self._state.begin(asked, leading(head != ROOT), call.reuse_hint)
+            tick = self._state.begin(asked, count_leading(head != ROOT), call.reuse_hint)
         self._state.serve(tick)
         if call.until is Until.STEP:
             for here in found.values():
@@ -356,13 +356,13 @@ class Lookups:
         self._advance(now)
         return self._remote.fetch(keys, end, nodes, pool, self._transfers.now + longest)
 
-    def warm(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], At]:
+    def warm(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], I32]:
         """Keys and nodes of chunks of `group`. Raises `CacheError` unless all are ready in the warmest tier."""
         index = self._state.index
         mine, at = nodes_of(index, keys)
         if not len(at):
             raise CacheError(f"expected chunks of group {group}, got none")
-        lacking = np.flatnonzero((at == ROOT) | (marks(index.reachable)[at] == 0)).tolist()
+        lacking = np.flatnonzero((at == ROOT) | (u8_view(index.reachable)[at] == 0)).tolist()
         if lacking:
             name = mine[lacking[0]].hex()[:12]
             raise CacheError(f"{len(lacking)} of {len(at)} chunks are not ready in any tier, the first is {name}")
@@ -394,7 +394,7 @@ class Lookups:
         lease = None
         if call.until is Until.STEP:
             for _, _, keys, _ in leased:
-                self._leases.protect(numbers(state.index.find(keys)))
+                self._leases.protect(as_i32(state.index.find(keys)))
         elif call.until is Until.RELEASE and leased:
             parts = [self._hold(needs[each[0]], *each) for each in leased]
             lease = self._leases.take(self._transfers.new_id(), parts, call.request, is_multi_group=True)
@@ -461,12 +461,12 @@ class Lookups:
         if call.until is not Until.NOTHING:
             if tick is None:
                 if known is None:
-                    known = leading(nodes_of(self._state.index, keys)[1] != ROOT)
+                    known = count_leading(nodes_of(self._state.index, keys)[1] != ROOT)
                 tick = self._state.begin(keys, known, call.reuse_hint)
             self._state.serve(tick)
         return tick
 
-    def _check_chunks(self, group: int, at: At) -> None:
+    def _check_chunks(self, group: int, at: I32) -> None:
         """Raise `CacheError` unless the nodes `at` are distinct, and of `group`."""
         if has_duplicates(at):
             raise CacheError(f"expected {len(at)} distinct chunks, got {len(np.unique(at))}")

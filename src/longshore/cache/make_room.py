@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import column, leading, marks, numbers
+from longshore.cache.columns import as_i32, count_leading, i32_view, u8_view
 from longshore.cache.events import EVICTED
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.nodes import ORPHANS
@@ -169,7 +169,9 @@ class Evictor:
                 several, ahead = max(2 * passed, _AT_LEAST), ahead[passed:]
                 continue
             if self._is_only_warmer(nodes[0], tier):
-                warm = nodes[: min(count - gone, leading(column(self._state.index.slot[tier])[numbers(nodes)] < 0))]
+                warm = nodes[
+                    : min(count - gone, count_leading(i32_view(self._state.index.slot[tier])[as_i32(nodes)] < 0))
+                ]
                 policy.hold_victims(warm)
                 refused = self._refuse(warm) if spare_dirty else 0
                 gone, ahead = gone + refused, [] if refused else ahead[len(warm) :]
@@ -345,20 +347,20 @@ class Evictor:
         """
         at = np.array(nodes, np.int32)
         safe, sole = self._kinds(at, tier)
-        if run := min(leading(safe), most):
+        if run := min(count_leading(safe), most):
             self._drop_copies(nodes[:run], at[:run], tier)
             return run, run, 0
         kept = 0
         if not sole[0]:
-            kept = leading(~safe & ~sole)
-        elif alone := leading(sole & self._state.backlog.are_clean(at)):
+            kept = count_leading(~safe & ~sole)
+        elif alone := count_leading(sole & self._state.backlog.are_clean(at)):
             going, kept = self._leaves(nodes[:alone], at[:alone], tier, policy, most)
             if going:
                 self._drop_leaves(going, tier)
                 return len(going), 0, 0
         if kept:
             policy.hold_victims(nodes[:kept])
-        return 0, kept, 0 if kept else leading(~safe)
+        return 0, kept, 0 if kept else count_leading(~safe)
 
     def _kinds(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
         """Which of the nodes `at` are safe, and which have their only copy in `tier`; bool, of the same shape."""
@@ -366,10 +368,10 @@ class Evictor:
         ready, colder, others = (np.zeros(len(at), bool) for _ in range(3))
         for other in index.tiers:
             if other != tier:
-                slots = column(index.slot[other])[at]
+                slots = i32_view(index.slot[other])[at]
                 there = slots >= 0
                 others |= there
-                ready[there] |= marks(state.pools[other].state)[slots[there]] == READY
+                ready[there] |= u8_view(state.pools[other].state)[slots[there]] == READY
                 if other > tier:
                     colder |= there
         if not np.count_nonzero(others):
@@ -379,9 +381,9 @@ class Evictor:
     def _idle(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
         """Which copies are not being read, nor kept in the warmest tier by a prefetch or a lookup of this step."""
         state = self._state
-        idle: Mask = column(state.pools[tier].readers)[column(state.index.slot[tier])[at]] == 0
+        idle: Mask = i32_view(state.pools[tier].readers)[i32_view(state.index.slot[tier])[at]] == 0
         if not tier:
-            idle &= marks(state.seen)[at] == 0
+            idle &= u8_view(state.seen)[at] == 0
             if state.kept_in_host:
                 idle &= [node not in state.kept_in_host for node in at.tolist()]
         return idle
@@ -395,13 +397,13 @@ class Evictor:
         A node can be evicted if it has no child, or only the victim before it.
         """
         index = self._state.index
-        parents, below = column(index.parent)[at], column(index.reach[0])[at]
+        parents, below = i32_view(index.parent)[at], i32_view(index.reach[0])[at]
         behind = np.zeros(len(at), bool)
         np.equal(parents[:-1], at[1:], out=behind[1:])
         idle = self._free(at, tier)
-        free = leading(idle & (below <= behind))
+        free = count_leading(idle & (below <= behind))
         if not free:
-            return [], leading(~idle | (below > 0))
+            return [], count_leading(~idle | (below > 0))
         tops = parents[:free] > ORPHANS
         tops[:-1] &= ~behind[1:free]
         return self._with_freed(nodes[:free], tops.nonzero()[0].tolist(), tier, policy, most), 0
@@ -435,7 +437,7 @@ class Evictor:
     def _drop_copies(self, nodes: Sequence[int], at: npt.NDArray[np.int32], tier: int) -> None:
         """Evict safe copies, of which a colder tier keeps another."""
         state, index = self._state, self._state.index
-        slots = column(index.slot[tier])[at]
+        slots = i32_view(index.slot[tier])[at]
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
         state.counters.demotions[state.levels[tier].name] += len(nodes)
@@ -449,7 +451,7 @@ class Evictor:
         """Evict sole copies, which are clean."""
         state, index, policy = self._state, self._state.index, self._state.policies[tier]
         at = np.array(nodes, np.int32)
-        keys, slots = index.key[at].tolist(), column(index.slot[tier])[at]
+        keys, slots = index.key[at].tolist(), i32_view(index.slot[tier])[at]
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
         state.counters.evictions[state.levels[tier].name] += len(nodes)
@@ -483,7 +485,7 @@ class Evictor:
             node = parent[node]
             if left.get(node, reach[node]) > 1:
                 break
-        del chain[leading(self._free(np.array(chain, np.int32), tier)) :]
+        del chain[count_leading(self._free(np.array(chain, np.int32), tier)) :]
         above = parent[chain[-1]]
         left[above] = left.get(above, reach[above]) - 1
         return chain
@@ -494,12 +496,12 @@ class Evictor:
         state, index = self._state, self._state.index
         free = self._idle(at, tier)
         if tier:
-            free &= marks(state.seen)[at] == 0
+            free &= u8_view(state.seen)[at] == 0
         if tier < state.last:
             free &= state.backlog.are_clean(at)
         for other in index.tiers:
             if other != tier:
-                free &= column(index.slot[other])[at] < 0
+                free &= i32_view(index.slot[other])[at] < 0
         if state.pins:
             free &= [node not in state.pins for node in at.tolist()]
         return free

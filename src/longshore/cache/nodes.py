@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import FEW, LISTS, FreeList, KeyTable, column, marks, numbers, zeros
+from longshore.cache.columns import FEW, LISTS, FreeList, KeyTable, as_i32, i32_view, u8_view, zeros
 from longshore.cache.pool import READY, SlotPool
 from longshore.errors import CacheError, IntegrityError
 
@@ -51,9 +51,9 @@ class NodeTree:
 
     def all_children(self, nodes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The nodes right behind any of `nodes`, in their order; of each the youngest first."""
-        child = column(self.child)[nodes]
+        child = i32_view(self.child)[nodes]
         youngest: npt.NDArray[np.int32] = child[child != _NOBODY]
-        if not column(self.older)[youngest].any():  # none has a sibling
+        if not i32_view(self.older)[youngest].any():  # none has a sibling
             return youngest
         found, older = array("i"), self.older
         for first in youngest.tolist():
@@ -63,18 +63,18 @@ class NodeTree:
                 each = older[each]
                 if len(found) > len(older):
                     raise IntegrityError(f"the siblings of node {first} form a cycle: damaged links")
-        return column(found)
+        return i32_view(found)
 
     def check_integrity(self, at: npt.NDArray[np.int32]) -> None:
         """Raise `CacheError` unless each of the nodes `at`, which are all, is once among the children of its parent."""
-        parent, older, younger = column(self.parent), column(self.older), column(self.younger)
+        parent, older, younger = i32_view(self.parent), i32_view(self.older), i32_view(self.younger)
         is_first = younger[at] == _NOBODY
-        above = np.where(is_first, column(self.child)[parent[at]], older[younger[at]])
+        above = np.where(is_first, i32_view(self.child)[parent[at]], older[younger[at]])
         is_cut = (above != at) | (~is_first & (parent[younger[at]] != parent[at]))
         for node in at[is_cut].tolist():
             raise CacheError(f"node {node} is not among the children of its parent {self.parent[node]}")
-        nodes = np.concatenate([numbers((ROOT, ORPHANS)), at])
-        child = column(self.child)[nodes]
+        nodes = np.concatenate([as_i32((ROOT, ORPHANS)), at])
+        child = i32_view(self.child)[nodes]
         is_wrong = (child != _NOBODY) & ((parent[child] != nodes) | (younger[child] != _NOBODY))
         for node in nodes[is_wrong].tolist():
             raise CacheError(f"node {node} is not the parent of its child {self.child[node]}")
@@ -98,17 +98,17 @@ class NodeTree:
 
     def is_line(self, at: npt.NDArray[np.int32]) -> bool:
         """Whether each of the nodes `at` is the only child of the one before it, and the last has none."""
-        child = column(self.child)
+        child = i32_view(self.child)
         following = child[at[:-1]]
-        apart = (following != at[1:]) | (column(self.older)[following] > 0)
+        apart = (following != at[1:]) | (i32_view(self.older)[following] > 0)
         return not child[at[-1]] and not np.count_nonzero(apart)
 
     def append(self, parent: int, at: npt.NDArray[np.int32]) -> None:
         """Add the new nodes `at` as a chain behind `parent`."""
         elder, head, tail = self.child[parent], int(at[0]), int(at[-1])
-        column(self.parent)[at[1:]] = at[:-1]
-        column(self.child)[at[:-1]] = at[1:]
-        column(self.older)[at] = column(self.younger)[at] = _NOBODY
+        i32_view(self.parent)[at[1:]] = at[:-1]
+        i32_view(self.child)[at[:-1]] = at[1:]
+        i32_view(self.older)[at] = i32_view(self.younger)[at] = _NOBODY
         self.parent[head], self.child[tail], self.older[head] = parent, _NOBODY, elder
         if elder:
             self.younger[elder] = head
@@ -120,8 +120,8 @@ class NodeTree:
         at, above = nodes[order], parents[order]
         first = np.concatenate([[True], above[1:] != above[:-1]])
         youngest, eldest = at[first], at[np.concatenate([first[1:], [True]])]
-        child, older, younger = column(self.child), column(self.older), column(self.younger)
-        column(self.parent)[at], child[at] = above, _NOBODY
+        child, older, younger = i32_view(self.child), i32_view(self.older), i32_view(self.younger)
+        i32_view(self.parent)[at], child[at] = above, _NOBODY
         older[at[:-1]], younger[at[1:]] = at[1:], at[:-1]
         elders = child[above[first]]
         older[eldest], younger[youngest] = elders, _NOBODY
@@ -136,7 +136,7 @@ class NodeTree:
         Yields (eldest, youngest, parent, count) of each run. A run may be unlinked before the next is requested.
         """
         last = np.ones(len(at), bool)
-        np.not_equal(column(self.younger)[at[:-1]], at[1:], out=last[:-1])
+        np.not_equal(i32_view(self.younger)[at[:-1]], at[1:], out=last[:-1])
         ends = np.flatnonzero(last)
         begins = np.concatenate([[0], ends[:-1] + 1])
         runs = (at[begins], at[ends], parents[ends], ends - begins + 1)
@@ -259,7 +259,7 @@ class Nodes:
 
     def before(self, nodes: Sequence[int]) -> list[Key | None]:
         """The parent key of each of `nodes`, also if no tier has it; `None` for first chunks."""
-        above = column(self.parent)[numbers(nodes)]
+        above = i32_view(self.parent)[as_i32(nodes)]
         keys: list[Key | None] = self.key[above].tolist()
         for position in np.flatnonzero(~self.key.has(above)).tolist():  # of `ROOT` and `ORPHANS`
             keys[position] = self.orphans.get(nodes[position])
@@ -286,7 +286,7 @@ class Nodes:
 
     def are_ready(self, at: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
         """`is_ready` for the nodes `at`; bool, of the same shape."""
-        slots, state = column(self.slot[tier]).take(at), marks(self.pools[tier].state)
+        slots, state = i32_view(self.slot[tier]).take(at), u8_view(self.pools[tier].state)
         if not len(state):
             return np.zeros(len(at), bool)
         ready: npt.NDArray[np.bool_] = state.take(slots) == READY
@@ -315,7 +315,7 @@ class Nodes:
         at = np.array(nodes, np.int32)
         pools = np.full(len(at), NONE)
         for tier in self.tiers:
-            slots = column(self.slot[tier])[at]
+            slots = i32_view(self.slot[tier])[at]
             here = np.flatnonzero((slots >= 0) & (pools == NONE))
             pools[here] = self.pools[tier].pools_of(slots[here])
         if (pools == NONE).any():
@@ -352,17 +352,17 @@ class Nodes:
     ) -> list[int]:
         """Enter the nodes `at` for `keys`, in `slots` of `tier`; returns the nodes as a list."""
         nodes: list[int] = at.tolist()
-        where = numbers(slots)
+        where = as_i32(slots)
         self.key.insert(at, keys)
-        column(self.slot[tier])[at] = where
-        column(self.pools[tier].node)[where] = at
+        i32_view(self.slot[tier])[at] = where
+        i32_view(self.pools[tier].node)[where] = at
         return nodes
 
     def _numbers(self, count: int) -> npt.NDArray[np.int32]:
         """Allocate `count` nodes; int32, shape `(count,)`."""
         if len(self._free) < count:
             raise CacheError(f"the index is full: it has room for {self.size - LISTS} chunks, one for each slot")
-        return numbers(self._free.take(count))[::-1]
+        return as_i32(self._free.take(count))[::-1]
 
     def wait(self, orphan: int, before: Key) -> None:
         """Record that `orphan`, a child of `ORPHANS`, has the parent key `before`."""

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
-from longshore.cache.columns import column, leading, numbers, runs_of
+from longshore.cache.columns import as_i32, count_leading, i32_view, runs_of
 from longshore.cache.nodes import ROOT
 from longshore.cache.settings import AdmissionFilter, Retention, WriteBudget, WriteRule, priorities
 from longshore.cache.transfers import TierSlots, Transfers
@@ -199,7 +199,7 @@ class Offloader:
         state, kind, size = self._state, *self._transfers.settings.group(group)
         in_window, pool = kind.first_needed(len(keys) * size, size), self._transfers.settings.pool_of(group)
         at = np.zeros(len(keys), np.int32)
-        at[len(keys) - len(nodes) :] = numbers(nodes)
+        at[len(keys) - len(nodes) :] = as_i32(nodes)
         known = np.flatnonzero(at).tolist()
         fresh = (first + np.flatnonzero(at[first:] == ROOT)).tolist()
         window = at[known[bisect_left(known, in_window) :]].tolist()
@@ -217,14 +217,14 @@ class Offloader:
         wanted = wanted[len(wanted) - admitted :]
         job, slots = self._order_alone(keys, wanted, first, blocks, group)
         known = [position for position in known if state.index.key[at[position]] == keys[position]]
-        at[wanted] = column(state.pools[0].node)[numbers(slots)]
+        at[wanted] = i32_view(state.pools[0].node)[as_i32(slots)]
         self._retain(at, wanted, retention)
-        there = numbers([*known, *wanted])
+        there = as_i32([*known, *wanted])
         state.windows.slide(at[there[there < in_window]].tolist())
         had = np.zeros(len(keys), bool)
         had[there] = True
         addresses = Addresses(Slots(state.levels[0].name, pool, tuple(slots)))
-        lead, before = first + leading(had[first:]), tuple(known[bisect_left(known, first) :])
+        lead, before = first + count_leading(had[first:]), tuple(known[bisect_left(known, first) :])
         return StoreOrder(job, tuple(wanted), addresses, lead, before)
 
     def _order_alone(
@@ -244,7 +244,7 @@ class Offloader:
     def _retain(self, at: npt.NDArray[np.int32], positions: Sequence[int], retention: Sequence[Retention]) -> None:
         """Apply `retention` to the chunks at `positions`; `at` are the nodes of the path."""
         if retention and len(positions):
-            self._state.priorities.apply(at[numbers(positions)], positions, retention, self._transfers.now)
+            self._state.priorities.apply(at[as_i32(positions)], positions, retention, self._transfers.now)
 
     def _sections(self, group: int, positions: Sequence[int], first: int, blocks: Sequence[int]) -> tuple[Section, ...]:
         """The device blocks of the chunks at `positions`. `blocks` begin with those of the chunk at `first`."""
@@ -422,7 +422,7 @@ class Offloader:
         """How many leading new chunks of `fresh`, at positions `at`, the write policy stores; counts the others."""
         worth, floor = len(fresh), self._transfers.settings.priority_floor
         if floor:
-            above = leading(priorities(retention, at) >= floor)
+            above = count_leading(priorities(retention, at) >= floor)
             self._transfers.drop(0, worth - above, DropReason.PRIORITY)
             worth = above
         if self._admission_filter is not None:

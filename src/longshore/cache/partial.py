@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import leading, zeros
+from longshore.cache.columns import count_leading, zeros
 from longshore.cache.index import Index
 from longshore.cache.nodes import ROOTED
 from longshore.errors import CacheError
@@ -162,7 +162,7 @@ class PartialPrefixes:
 
 def _common(tokens: Tokens, wanted: Tokens) -> int:
     count = min(len(tokens), len(wanted))
-    return leading(tokens[:count] == wanted[:count]) if count else 0
+    return count_leading(tokens[:count] == wanted[:count]) if count else 0
 
 
 def _better(best: Partial | None, other: Partial) -> Partial | None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key, Status
 from longshore.cache.backlog import Backlog
-from longshore.cache.columns import column, marks, numbers, once
+from longshore.cache.columns import as_i32, i32_view, u8_view, unique
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.hit_rates import ReuseHint, ReuseHints
@@ -229,12 +229,12 @@ class CacheState:
         pool, writer = self.pools[tier], self.pools[tier].writer
         for slot in slots:
             del writer[slot]
-        at = numbers(slots)
-        draining = marks(pool.state)[at] == DRAINING
+        at = as_i32(slots)
+        draining = u8_view(pool.state)[at] == DRAINING
         wanted = at[~draining]
         pool.move_all(wanted, FILLING, READY)
         pool.mark_written(wanted, self.log.now)
-        attached = self.mark_ready(column(pool.node)[wanted].tolist(), tier)
+        attached = self.mark_ready(i32_view(pool.node)[wanted].tolist(), tier)
         for slot in at[draining].tolist():
             self._free_drained(tier, slot)
         return attached
@@ -246,7 +246,7 @@ class CacheState:
         leaf = bool(nodes) and not any(self.index.children(nodes[-1]))
         if not tier:
             self.policies[0].insert(nodes[::-1], leaf=leaf)
-            self._record_uses_elsewhere(numbers(nodes)[::-1], leaf=leaf)
+            self._record_uses_elsewhere(as_i32(nodes)[::-1], leaf=leaf)
         elif tier < self.last or not self.ranks_all:
             self.policies[tier].insert_copies(nodes[::-1], leaf=leaf)
         self.rank(nodes[::-1], tier, leaf=leaf)
@@ -266,7 +266,7 @@ class CacheState:
     def rank(self, nodes: Sequence[int], tier: int, *, leaf: bool = False) -> None:
         """Copies of `nodes`, tail first, are ready in `tier`: the policy that ranks all chunks gets those new to it."""
         if self.ranks_all and nodes:
-            at = numbers(nodes)
+            at = as_i32(nodes)
             new = ~self.index.are_ready_in_any(at, [each for each in self.index.tiers if each != tier])
             if new.any():
                 self.policies[self.last].insert(at[new].tolist(), leaf=leaf and bool(new[0]))
@@ -305,17 +305,17 @@ class CacheState:
     def refuse(self, nodes: Sequence[int]) -> int:
         """The tier below takes no copy of `nodes`, nor of what waits for them, until they are used again; how many."""
         refused = self.backlog.refuse(nodes)
-        self.reconsider(numbers(refused), apart_from=self.last)
+        self.reconsider(as_i32(refused), apart_from=self.last)
         return len(refused)
 
     def end_reads(self, tier: int, slots: Sequence[int]) -> None:
         """Reads of these distinct slots have ended."""
         pool = self.pools[tier]
-        at, readers = numbers(slots), column(pool.readers)
+        at, readers = as_i32(slots), i32_view(pool.readers)
         readers[at] -= 1
         idle = at[readers[at] == 0]
-        state = marks(pool.state)[idle]
-        ready = column(pool.node)[idle[state == READY]]
+        state = u8_view(pool.state)[idle]
+        ready = i32_view(pool.node)[idle[state == READY]]
         for each in {tier, self.last} if self.ranks_all else {tier}:
             self.policies[each].release_held(ready)
         for slot in idle[state == DRAINING].tolist():
@@ -467,12 +467,12 @@ class CacheState:
         """The chunks of a path, tail first, were used by the current request. Heads are evicted last."""
         if not len(nodes):
             return
-        used = numbers(nodes)
+        used = as_i32(nodes)
         for tier, policy in enumerate(self.policies):
             ranked = used[self.are_ranked(used, tier)]
             policy.touch(ranked.tolist())
             if self.several_sizes:
-                self.pools[tier].record_use(column(self.index.slot[tier])[ranked].tolist())
+                self.pools[tier].record_use(i32_view(self.index.slot[tier])[ranked].tolist())
         self._record_uses_elsewhere(used)
         if self.last:
             dirty = sum(self.backlog.counts)
@@ -504,7 +504,7 @@ class CacheState:
         for tier, (level, pool, policy) in enumerate(zip(self.levels, self.pools, self.policies, strict=True)):
             pool.check_integrity()
             policy.check_integrity()
-            live = nodes[column(index.slot[tier])[nodes] >= 0]
+            live = nodes[i32_view(index.slot[tier])[nodes] >= 0]
             if len(live) + pool.state.count(DRAINING) != pool.used:
                 raise CacheError(f"{level.name}: {len(live)} copies use {pool.used} slots")
             ready = nodes[self.are_ranked(nodes, tier)]
@@ -521,7 +521,7 @@ class CacheState:
         for tier in self.index.tiers[1 : self.last + (not self.ranks_all)]:
             there = self.index.are_ready(used, tier)
             if not there.all():
-                self.policies[tier].record_uses(once(used[~there]).tolist(), leaf=leaf and not there[0])
+                self.policies[tier].record_uses(unique(used[~there]).tolist(), leaf=leaf and not there[0])
 
     def reconsider(self, at: npt.NDArray[np.int32], *, apart_from: int = -1) -> None:
         """Nodes may have become evictable, in all tiers except `apart_from`."""

@@ -40,7 +40,7 @@ from longshore.boundary import (
     TransferResult,
     Urgency,
 )
-from longshore.cache.columns import column, numbers
+from longshore.cache.columns import as_i32, i32_view
 from longshore.cache.events import WEIGHTS, EventKind
 from longshore.cache.index import Index
 from longshore.cache.make_room import Evictor
@@ -422,11 +422,11 @@ class Transfers:
         writers: list[dict[int, int]] = [{} for _ in pools]
         for number, job in self.jobs.items():
             if job.source is not None:
-                np.add.at(readers[job.source.tier], numbers(job.source.slots), 1)
+                np.add.at(readers[job.source.tier], as_i32(job.source.slots), 1)
             if job.destination is not None:
                 writers[job.destination.tier].update(dict.fromkeys(job.destination.slots, number))
         for tier, pool in enumerate(pools):
-            for slot in np.flatnonzero(column(pool.readers) != readers[tier]).tolist():
+            for slot in np.flatnonzero(i32_view(pool.readers) != readers[tier]).tolist():
                 count = readers[tier][slot]
                 raise CacheError(f"slot {slot} of {self._name(tier)} has {pool.readers[slot]} readers, not {count}")
             if pool.writer != writers[tier]:
