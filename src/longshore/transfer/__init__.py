@@ -3,7 +3,7 @@
 plan.py        the plan of a transfer: validation of all ids, unaligned and partial chunks, which pages move
 pieces.py      batches of pages, how they are cut, and their arrays of addresses and sizes
 engine.py      the mover: submit, wait, results
-ordering.py       one direction: choice of the next copy, submission to the device, completion in order; dependencies
+ordering.py    one direction: choice of the next copy, submission to the device, completion in order; dependencies
                between jobs; threads that run the lanes
 device/        copies on each kind of device
 
