@@ -29,7 +29,7 @@ def test_all_groups_travel_in_one_transfer_with_a_section_each() -> None:
     hold = cache.lookup(wanted(*PATHS), 0.0).lease
     order = cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]}, by_layer=True)
     (transfer,) = orders(cache)
-    assert (order.chunks, len(order.parts)) == (12, 1)
+    assert (order.chunks, len(order.jobs)) == (12, 1)
     assert transfer.by_layer
     assert transfer.sections == (
         Section(0, 0, tuple(range(8))),
@@ -224,7 +224,7 @@ def test_hits_count_for_the_tier_chunks_came_from(lends: bool) -> None:
     if lends:
         order = cache.load(wanted(*PATHS[:2]), origins=origins)
         assert cache.counters.hits == {HOST: len(PATHS[0]) + len(PATHS[1]) - 4, FILE: 4}
-        for part in order.parts:
+        for part in order.jobs:
             cache.release(part.job)
     else:
         found = cache.lookup(wanted(*PATHS), 0.0)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from longshore.boundary import HOST, REMOTE
-from longshore.cache import GroupKeys, Run, Until
+from longshore.cache import GroupKeys, Protection, Run
 from longshore.config import Config
 from longshore.keys import Scope
 from longshore.layout import from_rows
@@ -114,7 +114,9 @@ def test_what_is_behind_an_orphan_is_fetched(opened: Callable[..., Stack], first
     path = GroupKeys(keys, first)
     ROWS[1][:] = 0
     with reader.runtime.transaction() as cache:
-        assert cache.lookup({0: path}, 0.0, until=Until.NOTHING).chunks == first  # the two, from their own parent on
+        assert (
+            cache.lookup({0: path}, 0.0, protect=Protection.NONE).chunks == first
+        )  # the two, from their own parent on
     names = {}
     for part in [keys[:2]] * (not first) + [keys[4:]]:
         sent = bring(reader.runtime, path, first * TOKENS, TOKENS, TIMEOUT)
@@ -183,7 +185,7 @@ def test_hung_store_does_not_delay_long_prompts(
     os.kill(server.pid, signal.SIGSTOP)
     try:
         stored = stack.store_path(
-            GroupKeys(keys_of(0)), range(CHUNKS), lambda job, blocks: None, evicting=True, timeout=TIMEOUT
+            GroupKeys(keys_of(0)), range(CHUNKS), lambda job, blocks: None, last_chance=True, timeout=TIMEOUT
         )
         under_way = [each.transfer.route.destination for each in stack.runtime._running.values()]
         assert (stored, REMOTE in under_way) == (CHUNKS, True)

@@ -126,7 +126,7 @@ class Loader:
 
     def _begin(self, timeout: float, *, is_whole: bool = False) -> tuple[Load, Wait]:
         load = Load(self._transfers.new_id(), began=self._transfers.now, is_whole=is_whole)
-        wait = Wait(load.wait, self._transfers.now + timeout, load, patient=True)
+        wait = Wait(load.wait, self._transfers.now + timeout, load, blocks_request=True)
         self._transfers.waits.begin(wait)
         return load, wait
 
@@ -265,14 +265,19 @@ class Prefetcher:
 
     def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, longest: float) -> Wait:
         """Prefetch the chunks of `record` that are not in the warmest tier; ends the wait of an earlier prefetch."""
-        patient = policy is not PrefetchPolicy.BEST_EFFORT
-        former, wait = record.prefetch, Wait(self._transfers.new_id(), self._transfers.now + longest, patient=patient)
-        self._order(record, wait, waits_its_turn=patient and any(before.lacks for _, before in self.queue.values()))
+        blocks_request = policy is not PrefetchPolicy.BEST_EFFORT
+        former, wait = (
+            record.prefetch,
+            Wait(self._transfers.new_id(), self._transfers.now + longest, blocks_request=blocks_request),
+        )
+        self._order(
+            record, wait, waits_its_turn=blocks_request and any(before.lacks_room for _, before in self.queue.values())
+        )
         record.prefetch = wait
         if former is not None:
             self.cancel(former)
-        if patient and (wait.lacks or wait.jobs):
-            if not any(before.lacks for _, before in self.queue.values()):
+        if blocks_request and (wait.lacks_room or wait.jobs):
+            if not any(before.lacks_room for _, before in self.queue.values()):
                 self._state.keep_in_host(self._state.kept_in_host.union(self._path(record)))
             self.queue[wait.number] = record, wait
             self._is_new = True
@@ -305,15 +310,15 @@ class Prefetcher:
         self._is_new, self._seen = False, state.changes
         kept, before = set[int]() if is_new else state.kept_in_host, set[str | None]()
         for record, wait in self.queue.values():
-            if is_new or wait.lacks:
+            if is_new or wait.lacks_room:
                 kept = kept.union(self._path(record))
-            if wait.lacks:
+            if wait.lacks_room:
                 state.keep_in_host(kept)
                 self._order(record, wait)
                 others = len(self._transfers.jobs) > len(wait.jobs) or not before <= {record.request}
-                wait.lacks &= others or self._leases.protects
+                wait.lacks_room &= others or self._leases.protects
                 is_new = True  # `kept` changes for those behind it
-            if wait.lacks:
+            if wait.lacks_room:
                 break
             before.add(record.request)
         if kept or state.kept_in_host:
@@ -322,7 +327,11 @@ class Prefetcher:
     def is_waiting(self, record: LeaseRecord) -> bool:
         """Whether the request of `record` has to wait for more chunks in the warmest tier."""
         wait, index = record.prefetch, self._state.index
-        if wait is None or not wait.patient or not (wait.jobs or (wait.lacks and wait.number in self.queue)):
+        if (
+            wait is None
+            or not wait.blocks_request
+            or not (wait.jobs or (wait.lacks_room and wait.number in self.queue))
+        ):
             return False
         return bool(wait.jobs) or not all(index.is_ready(node, 0) for node in record.nodes(index))
 
@@ -339,16 +348,16 @@ class Prefetcher:
         state.serve(record.tick)
         transfers.join(wait, [slot for node in path if (slot := state.index.slot[0][node]) >= 0])
         cold = [i for i, node in enumerate(path) if state.index.slot[0][node] < 0]
-        wait.lacks = waits_its_turn and bool(cold)
-        if wait.lacks or not cold:
+        wait.lacks_room = waits_its_turn and bool(cold)
+        if wait.lacks_room or not cold:
             transfers.waits.begin(wait)
             return
         state.log.by = state.index.key[path[cold[0]]]
         warm = state.kept_in_host
         state.keep_in_host(warm.union(path))
-        room = self._offloader.clean_room([path[i] for i in cold], cleans=wait.patient)
+        room = self._offloader.make_clean_room([path[i] for i in cold], back_up=wait.blocks_request)
         state.keep_in_host(warm & state.kept_in_host)
-        wait.lacks, cold = wait.patient and room < len(cold), cold[:room]
+        wait.lacks_room, cold = wait.blocks_request and room < len(cold), cold[:room]
         for start in range(0, len(cold), LOAD_BATCH):
             chosen = cold[start : start + LOAD_BATCH]
             warmest = {path[i]: state.index.warmest_ready(path[i]) for i in chosen}

@@ -40,7 +40,7 @@ from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheGroup
 from longshore.cache.state import CacheState
 from longshore.cache.transfers import LeasedChunks, LeaseRecord, Transfers
-from longshore.cache.types import UNKNOWN_START, Found, GroupKeys, Lease, Need, Until, check_distinct
+from longshore.cache.types import UNKNOWN_START, Found, GroupKeys, Lease, Need, Protection, check_distinct
 from longshore.errors import CacheError, LeaseError
 
 
@@ -147,7 +147,7 @@ class GroupSearch:
         self.keys, device = wanted.keys, () if wanted.device is None else wanted.device
         if len(device) > len(self.keys):
             raise CacheError(f"device: expected at most {len(self.keys)} values, one for each key, got {len(device)}")
-        self.text = None if wanted.text is None else wanted.text.checked()
+        self.prompt_tokens = None if wanted.prompt_tokens is None else wanted.prompt_tokens.checked()
         self.group = group
         self.chunk_tokens = chunk_tokens
         self.last_window = group.first_needed(len(self.keys) * chunk_tokens, chunk_tokens)
@@ -166,12 +166,12 @@ class GroupSearch:
 
     def beyond(self, tokens: int, most: int) -> int:
         """How many tokens behind a served prefix of `tokens` are served, with a partial chunk; at most `most`."""
-        if self.text is None or self.group.recurrent:
+        if self.prompt_tokens is None or self.group.recurrent:
             return 0
         at, size = tokens // self.chunk_tokens, self.chunk_tokens
         while at * size < tokens + most and self._serves(at):
             at += 1
-        near = self._partials.closest(self.keys, at, self.text, size) if at <= len(self.keys) else None
+        near = self._partials.closest(self.keys, at, self.prompt_tokens, size) if at <= len(self.keys) else None
         return min(most, at * size - tokens + (near.tokens if near else 0))
 
     def need(self, tokens: int) -> Need:
@@ -182,11 +182,11 @@ class GroupSearch:
 
     def _partial(self, at: int, tokens: int) -> Partial | None:
         """Where the first `tokens` tokens of the chunk at `at` come from, if any are needed."""
-        if not tokens or self.text is None:
+        if not tokens or self.prompt_tokens is None:
             return None
         if self._serves(at):
             return Partial(self.keys[at], tokens, bool(self._device[at]))
-        near = self._partials.closest(self.keys, at, self.text, self.chunk_tokens)
+        near = self._partials.closest(self.keys, at, self.prompt_tokens, self.chunk_tokens)
         return near and near._replace(tokens=tokens)
 
     def _serves(self, at: int) -> bool:
@@ -229,7 +229,7 @@ class LookupCall(NamedTuple):
     """Arguments of `TieredCache.lookup`, checked. `probes_remote`: whether a lookup of a path asks remote tiers."""
 
     now: float
-    until: Until
+    protect: Protection
     request: str | None
     tick: int | None
     reuse_hint: ReuseHint | None
@@ -253,14 +253,14 @@ class Lookups:
 
     def path(self, group: int, path: GroupKeys, call: LookupCall) -> Found:
         """`TieredCache.lookup` of one `path` of `group`."""
-        keys, start, text, index = path.keys, path.first, path.text, self._state.index
+        keys, start, text, index = path.keys, path.start, path.prompt_tokens, self._state.index
         settings = self._transfers.settings
         before: Sequence[Key] = ()
         if start == UNKNOWN_START and keys:
             node = index.get(keys[0])
             before = [index.key[each] for each in index.path(node, index.depth[node] + 1)[:0:-1]]
             keys, start = [*before, *keys], len(before)
-        check_first(keys, start)
+        check_start(keys, start)
         settings.pool_of(group)
         if settings.groups:
             settings.group(group)
@@ -287,9 +287,9 @@ class Lookups:
                 self._state.log.record(EventKind.REQUEST, request=call.request, keys=asked, start=start, length=found)
         leased = keys[start:end] if partial is None or partial.device else [*keys[start:end], partial.key]
         lease = None
-        if call.until is Until.STEP:
+        if call.protect is Protection.STEP:
             self._leases.protect(as_i32(index.find(leased)))
-        elif leased and call.until is Until.RELEASE:
+        elif leased and call.protect is Protection.LEASE:
             if self._remote.tiers:
                 self._remote.found(keys[start:end])
             pins = (self._state.pin(index.get(leased[-1])),)
@@ -299,17 +299,17 @@ class Lookups:
 
     def chunks(self, paths: Mapping[int, GroupKeys], call: LookupCall, tiers: Collection[str]) -> Found:
         """`TieredCache.lookup` with `independent`, which asks the remote `tiers`."""
-        if any(path.first or path.device is not None for path in paths.values()):
-            raise CacheError("expected no `first` and no `device` in a lookup with `independent`")
+        if any(path.start or path.device is not None for path in paths.values()):
+            raise CacheError("expected no `start` and no `device` in a lookup with `independent`")
         index, parts = self._state.index, list[tuple[int, Residency, list[int]]]()
         found = {group: Residency.take(index, self._state.pools[0], path.keys) for group, path in paths.items()}
-        if call.until is Until.RELEASE:
+        if call.protect is Protection.LEASE:
             for group, here in found.items():
                 there = np.flatnonzero(index.are_reachable(here.at)).tolist()
                 self._check_chunks(group, here.at[there])
                 parts.append((group, here, there))
         self._advance(call.now)
-        if call.until is Until.NOTHING:
+        if call.protect is Protection.NONE:
             probes = self._remote.ask([key for here in found.values() for key in here.keys], tiers) if tiers else ()
             theirs = found if self._remote.tiers else {}
             sources = {group: self._remote.sources(here.keys) for group, here in theirs.items()}
@@ -320,7 +320,7 @@ class Lookups:
             head = next((here.at for here in found.values()), np.zeros(0, np.int32))
             tick = self._state.begin(asked, count_leading(head != ROOT), call.reuse_hint)
         self._state.serve(tick)
-        if call.until is Until.STEP:
+        if call.protect is Protection.STEP:
             for here in found.values():
                 self._leases.protect(here.at[index.are_reachable(here.at)])
             return Found(tick=tick, residency=found)
@@ -342,8 +342,8 @@ class Lookups:
         """Read chunks behind the ready prefix of `path` from remote tiers that have them, for at most `longest`
         seconds; returns its jobs, and those in flight.
         """
-        keys, start = path.keys, path.first
-        check_first(keys, start)
+        keys, start = path.keys, path.start
+        check_start(keys, start)
         pool, index = self._transfers.settings.pool_of(group), self._state.index
         if self._transfers.settings.stands_alone(group):
             nodes = index.find_alone(keys[start:])
@@ -378,8 +378,8 @@ class Lookups:
         state, settings, groups = self._state, self._transfers.settings, range(len(self._transfers.settings.groups))
         if not groups or set(paths) != set(groups):
             raise CacheError(f"expected the keys of one group, or of all {len(groups)}, got groups {sorted(paths)}")
-        if any(path.first for path in paths.values()):
-            raise CacheError("expected `device` in a lookup of all groups, got `first`")
+        if any(path.start for path in paths.values()):
+            raise CacheError("expected `device` in a lookup of all groups, got `start`")
         searches = [GroupSearch(state.index, state.partials, *settings.group(at), paths[at]) for at in groups]
         tokens = longest_served(searches)
         needs = tuple(search.need(tokens) for search in searches)
@@ -392,10 +392,10 @@ class Lookups:
         leased = [(group, search, *_leased(search, need)) for group, (search, need) in enumerate(both)]
         leased = [each for each in leased if each[2]]
         lease = None
-        if call.until is Until.STEP:
+        if call.protect is Protection.STEP:
             for _, _, keys, _ in leased:
                 self._leases.protect(as_i32(state.index.find(keys)))
-        elif call.until is Until.RELEASE and leased:
+        elif call.protect is Protection.LEASE and leased:
             parts = [self._hold(needs[each[0]], *each) for each in leased]
             lease = self._leases.take(self._transfers.new_id(), parts, call.request, is_multi_group=True)
         return Found(lease, tokens=tokens, needs=needs, tick=tick)
@@ -458,7 +458,7 @@ class Lookups:
     def _serve(self, call: LookupCall, keys: Sequence[Key], known: int | None = None) -> int | None:
         """Set the request that the following uses are counted for: that of the call, or a new one for `keys`."""
         tick = call.tick
-        if call.until is not Until.NOTHING:
+        if call.protect is not Protection.NONE:
             if tick is None:
                 if known is None:
                     known = count_leading(nodes_of(self._state.index, keys)[1] != ROOT)
@@ -486,7 +486,7 @@ def _leased(search: GroupSearch, need: Need) -> tuple[list[Key], list[int]]:
     return keys, positions
 
 
-def check_first(keys: Sequence[Key], first: int) -> None:
-    """Raise `CacheError` unless `first` is a position in `keys`, or their number."""
-    if not 0 <= first <= len(keys):
-        raise CacheError(f"first: expected a position in [0, {len(keys)}], got {first}")
+def check_start(keys: Sequence[Key], start: int) -> None:
+    """Raise `CacheError` unless `start` is a position in `keys`, or their number."""
+    if not 0 <= start <= len(keys):
+        raise CacheError(f"start: expected a position in [0, {len(keys)}], got {start}")

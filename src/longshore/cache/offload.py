@@ -53,9 +53,9 @@ class Offloader:
             AdmissionFilter(rules[0].threshold, ADMISSION_FILTER_SIZE) if rules[0].selective else None
         )
 
-    def wants(self, *, evicting: bool) -> bool:
-        """Whether to store chunks that have become complete on the device, or are about to be evicted (`evicting`)."""
-        return self._rules[0].policy.wants(evicting=evicting)
+    def wants(self, *, last_chance: bool) -> bool:
+        """Whether to store chunks now: those that have become complete on the device, or, `last_chance`, leave it."""
+        return self._rules[0].policy.wants(last_chance=last_chance)
 
     def store(
         self,
@@ -64,8 +64,8 @@ class Offloader:
         blocks: Sequence[int] | None,
         group: int,
         *,
-        evicting: bool,
-        patient: bool = False,
+        last_chance: bool,
+        wait_for_room: bool = False,
         stream: bool = False,
         tick: int | None = None,
     ) -> StoreOrder:
@@ -73,16 +73,16 @@ class Offloader:
 
         `blocks` is `None` if the engine moves the bytes.
         """
-        if not self.wants(evicting=evicting):
+        if not self.wants(last_chance=last_chance):
             return StoreOrder(None)
         state, settings, keys, first, retention = (
             self._state,
             self._transfers.settings,
             path.keys,
-            path.first,
+            path.start,
             path.retention,
         )
-        text, prompt, size = path.text if state.partials.on else None, path.prompt, 0
+        text, prompt, size = path.prompt_tokens if state.partials.on else None, path.prompt_end, 0
         if text is not None:
             size = settings.group(group)[1]
             text = text.checked(len(keys) * size)
@@ -91,22 +91,24 @@ class Offloader:
         end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
         if alone:
             offload = self._offload_alone(
-                keys, first, nodes, blocks, retention, group=group, prompt=end, patient=patient
+                keys, first, nodes, blocks, retention, group=group, prompt=end, wait_for_room=wait_for_room
             )
         else:
             answer = keys[max(end, first + len(nodes)) :]
             self._transfers.drop(0, state.index.find(answer).count(ROOT), DropReason.GENERATED)
             nodes = nodes[: max(0, end - first)]
-            offload = self._offload(keys[:end], first, nodes, blocks, retention, group, patient=patient, stream=stream)
+            offload = self._offload(
+                keys[:end], first, nodes, blocks, retention, group, wait_for_room=wait_for_room, stream=stream
+            )
         if text is not None:
             state.partials.learn(keys, first, text, size)
         return offload
 
     def check(self, path: GroupKeys, group: int) -> list[int]:
         """The nodes of the chunks of `path` in the index. Raises `CacheError` for invalid keys or text."""
-        keys, first, settings = path.keys, path.first, self._transfers.settings
-        if path.text is not None and self._state.partials.on:
-            path.text.checked(len(keys) * settings.group(group)[1])
+        keys, first, settings = path.keys, path.start, self._transfers.settings
+        if path.prompt_tokens is not None and self._state.partials.on:
+            path.prompt_tokens.checked(len(keys) * settings.group(group)[1])
         known = self._known_alone if settings.stands_alone(group) else self._follow
         return known(keys, first, group)
 
@@ -133,7 +135,7 @@ class Offloader:
         retention: Sequence[Retention] = (),
         group: int = 0,
         *,
-        patient: bool = False,
+        wait_for_room: bool = False,
         stream: bool = False,
     ) -> StoreOrder:
         """`store` for chunks that need their ancestors. `path` are the nodes of chunks in the index."""
@@ -153,14 +155,14 @@ class Offloader:
         fresh = fresh[: self._worth(fresh, lacking, retention)]
         state.log.by = keys[lacking[0]] if lacking else None
         pool = self._transfers.settings.pool_of(group)
-        patient, stream = (each and self._admission_filter is None for each in (patient, stream))
+        wait_for_room, stream = (each and self._admission_filter is None for each in (wait_for_room, stream))
         orphan = known > 0 and index.is_orphan(parent)
         needed = [parent, *path[known - first :]]
         count, waiting = self._admit(
-            len(fresh), needed, pool, orphan=orphan, patient=patient, stream=stream, path=fresh
+            len(fresh), needed, pool, orphan=orphan, wait_for_room=wait_for_room, stream=stream, path=fresh
         )
-        if patient and waiting:
-            return StoreOrder(None, again=True)
+        if wait_for_room and waiting:
+            return StoreOrder(None, retry=True)
         kept, accepted = lacking[count] if count < len(lacking) else len(keys), lacking[:count]
         later = lacking[count : count + waiting]
         if not count:
@@ -190,7 +192,7 @@ class Offloader:
         *,
         group: int,
         prompt: int,
-        patient: bool = False,
+        wait_for_room: bool = False,
     ) -> StoreOrder:
         """`store` for chunks that stand alone. Chunks from position `prompt` on are not stored.
 
@@ -209,11 +211,11 @@ class Offloader:
         wanted = self._worth_alone(keys, fresh, prompt, retention)
         state.log.by = keys[wanted[-1]] if wanted else None
         pins = [state.pin(node) for node in window]
-        admitted, waiting = self._admit(len(wanted), (), pool, patient=patient)
+        admitted, waiting = self._admit(len(wanted), (), pool, wait_for_room=wait_for_room)
         for pin in pins:
             state.unpin(pin)
         if waiting:
-            return StoreOrder(None, again=True)
+            return StoreOrder(None, retry=True)
         wanted = wanted[len(wanted) - admitted :]
         job, slots = self._order_alone(keys, wanted, first, blocks, group)
         known = [position for position in known if state.index.key[at[position]] == keys[position]]
@@ -271,30 +273,30 @@ class Offloader:
             self._transfers.drop(0, len(asked) - len(worth), DropReason.BELOW_THRESHOLD)
         return worth
 
-    def clean_room(self, nodes: Sequence[int], *, cleans: bool) -> int:
+    def make_clean_room(self, nodes: Sequence[int], *, back_up: bool) -> int:
         """Make room for `nodes` in the host tier without evicting dirty chunks; returns for how many leading ones.
 
-        With `cleans`, backups of as many chunks as lack room are ordered.
+        With `back_up`, backups of as many chunks as lack room are ordered.
         """
         room = self._transfers.evictor.room_for(0, nodes, spare_dirty=True)
-        if cleans and room < len(nodes) and self._state.last:
-            self._clean(0, len(nodes) - room)
+        if back_up and room < len(nodes) and self._state.last:
+            self._back_up(0, len(nodes) - room)
             room = self._transfers.evictor.room_for(
                 0, nodes, spare_dirty=True
             )  # chunks that may not be copied are not dirty any more
         return room
 
-    def clean(self, *, all_of_host: bool = False) -> None:
+    def back_up(self, *, all_of_host: bool = False) -> None:
         """Order backups until as many chunks are clean as the write rules say, or all of the host tier."""
         dirty = self._state.backlog.counts
         for tier in reversed(range(self._state.last)):
             if dirty[tier]:
-                self._clean(tier, dirty[0] if all_of_host and not tier else 0)
+                self._back_up(tier, dirty[0] if all_of_host and not tier else 0)
         for node in sorted(self._state.index.called):
             chain, tier = self._state.backlog.chain(node)
             self._write(chain[: max(0, self._transfers.settings.max_writes - self._transfers.writing[tier + 1])], tier)
 
-    def _clean(self, tier: int, at_least: int) -> None:
+    def _back_up(self, tier: int, at_least: int) -> None:
         """Order backups from `tier` to the one below, of `at_least` chunks with those in flight, if possible."""
         state, below = self._state, tier + 1
         slots, writing = state.total_room(tier), self._transfers.writing[below]
@@ -351,7 +353,7 @@ class Offloader:
         pool: int,
         *,
         orphan: bool = False,
-        patient: bool = False,
+        wait_for_room: bool = False,
         stream: bool = False,
         path: Sequence[Key] = (),
     ) -> tuple[int, int]:
@@ -359,19 +361,19 @@ class Offloader:
 
         `path` are their keys, unless they stand alone; the nodes `needed` are not evicted. The policy of the only tier,
         or of the coldest, admits chunks. An `orphan` and its descendants take free slots only, because they are evicted
-        first. If the call is `patient` and room is being made for all of them, or for as many as the tier has slots,
+        first. With `wait_for_room`, while room is being made for all of them, or for as many as the tier has slots,
         nothing is counted and there is room for none. For those that a `stream` waits for, nothing is counted.
         """
         state = self._state
         if not wanted:
             return 0, 0
-        patient, stream = (each and not orphan and bool(state.last) for each in (patient, stream))
+        wait_for_room, stream = (each and not orphan and bool(state.last) for each in (wait_for_room, stream))
         nbytes, pins = state.pools[0].slabs.image_bytes[pool], [state.pin(node) for node in needed if node]
         asked = wanted
         if self._asks_all and path and not orphan:
             wanted = self._promising(path, pool)
         once = min(wanted, state.total_room(0))
-        again = patient and self._room(0, once, pool, observes=False) < once and self._may_get_room(0)
+        again = wait_for_room and self._room(0, once, pool, observes=False) < once and self._may_get_room(0)
         granted = 0 if again else self._budgets[0].allows(self._transfers.now, wanted, nbytes)
         allowed = min(granted, max(0, self._transfers.settings.max_writes - self._transfers.writing[0]))
         if orphan:
@@ -383,7 +385,7 @@ class Offloader:
 
             room = state.policies[0].admit(path[:allowed], make_room)
         else:
-            room = self._room(0, allowed, pool, waits=patient or stream) if allowed else 0
+            room = self._room(0, allowed, pool, waits=wait_for_room or stream) if allowed else 0
         for pin in pins:
             state.unpin(pin)
         if again:
@@ -412,7 +414,7 @@ class Offloader:
         def make_room(most: int) -> int:
             found = evictor.make_room(0, most, pool, spare_dirty=True, ahead=False)
             if found < most:
-                self._clean(0, most - found)
+                self._back_up(0, most - found)
                 found = evictor.make_room(0, most, pool, spare_dirty=True, ahead=False)
             return min(most, found + writing[1] + self._state.pools[-1].room(pool))
 
@@ -445,7 +447,7 @@ class Offloader:
         if observes and not self._transfers.settings.stores_wait and tier < state.last and not (waits and room < count):
             self._observe_room(tier, count, room)
         if room < count and tier < state.last:
-            self._clean(tier, count - room)
+            self._back_up(tier, count - room)
             room = self._transfers.evictor.make_room(
                 tier, count, pool, spare_dirty=self._is_copying_down(tier), ahead=ahead
             )

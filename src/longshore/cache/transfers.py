@@ -236,18 +236,18 @@ class Wait:
     """The wait of one request for reads, until `deadline`.
 
     `jobs` are the reads that have not ended, `load` is the load that needs them, if any. The engine does not run the
-    request meanwhile if it is `patient`. It `lacks` room if not all reads could be ordered yet.
+    request meanwhile if it is `blocks_request`. It `lacks_room` room if not all reads could be ordered yet.
     """
 
     number: int
     deadline: float
     load: Load | None = None
-    patient: bool = field(kw_only=True)
-    lacks: bool = False
+    blocks_request: bool = field(kw_only=True)
+    lacks_room: bool = False
     jobs: set[int] = field(init=False, default_factory=set)
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether no job and no load is waited for any more."""
         return not self.jobs and (self.load is None or self.load.outcome is not None)
 
@@ -262,7 +262,7 @@ class Waits:
 
     def begin(self, wait: Wait) -> None:
         """Add `wait`, unless it is over."""
-        if wait.over:
+        if wait.is_over:
             return
         if len(self._due) > 2 * len(self.open) + 64:
             self._due = sorted((each.deadline, each.number) for each in self.open.values())
@@ -284,7 +284,7 @@ class Waits:
     def close(self, number: int) -> None:
         """Remove a wait, if it is over."""
         wait = self.open.get(number)
-        if wait is not None and wait.over:
+        if wait is not None and wait.is_over:
             del self.open[number]
 
     def due(self, now: float) -> list[Wait]:

@@ -255,7 +255,7 @@ class Runtime:
 
         def is_done() -> bool:
             self._idle_until = -math.inf  # `flush` may order backups
-            if self.fault is not None or self._cache.flush():
+            if self.fault is not None or self._cache.back_up_all():
                 return True
             return besides > 0 and self._cache.jobs_in_flight <= besides
 

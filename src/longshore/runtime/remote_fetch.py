@@ -14,7 +14,7 @@ from itertools import groupby, takewhile
 from typing import NamedTuple
 
 from longshore.boundary import Key
-from longshore.cache import GroupKeys, Run, TieredCache, Until
+from longshore.cache import GroupKeys, Protection, Run, TieredCache
 from longshore.runtime.loop import Runtime
 
 
@@ -66,7 +66,7 @@ def bring(
     """Wait until what stores have of `path`, behind what other tiers have, is in host memory.
 
     As far as the gate says that fetching is quicker than computing. Answers come by the cache's `probe_timeout`; what
-    has not arrived after `timeout` seconds is not waited for. `context` are the tokens before `path.first`. Returns the
+    has not arrived after `timeout` seconds is not waited for. `context` are the tokens before `path.start`. Returns the
     store of each chunk that was ordered. `is_agreed`: the gate has said that all of `path` is to be fetched.
     """
     with runtime.transaction() as cache:
@@ -96,7 +96,7 @@ def fetch(
     if not found.chunks:
         return Fetch(found.probes)
     end = found.begin + found.chunks
-    wanted = path._replace(chunks=path.keys[:end], text=None)
+    wanted = path._replace(chunks=path.keys[:end], prompt_tokens=None)
     jobs = cache.prefetch({0: wanted}, runtime.clock(), timeout=found.timeout)
     return Fetch(found.probes, jobs, dict(zip(path.keys[found.begin : end], found.stores, strict=False)))
 
@@ -123,13 +123,13 @@ def _behind(
     is_agreed: bool = False,
 ) -> _Behind:
     now = runtime.clock()
-    ready = cache.lookup({0: path}, now, until=Until.NOTHING, count=False).chunks
-    begin, context = path.first + ready, context + ready * chunk_tokens
+    ready = cache.lookup({0: path}, now, protect=Protection.NONE, count=False).chunks
+    begin, context = path.start + ready, context + ready * chunk_tokens
     rest = path.keys[begin:]
     if not rest:
         return _Behind((), begin)
     asked = worth_asking(runtime, context, len(rest), ahead=ahead) if probe else ()
-    known = cache.lookup({0: GroupKeys(rest)}, now, until=Until.NOTHING, independent=True, remote_tiers=asked)
+    known = cache.lookup({0: GroupKeys(rest)}, now, protect=Protection.NONE, independent=True, remote_tiers=asked)
     stores = list(takewhile(bool, known.remote_sources.get(0, ())))
     runs = [Run(name, len(list(same))) for name, same in groupby(stores)]
     count, longest = sum(run.chunks for run in runs), fetch_timeout(runtime, cache, runs, now)

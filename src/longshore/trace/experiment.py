@@ -519,9 +519,9 @@ class CacheReplay:
         waits = bool(self._part)
         while first < len(keys):
             blocks = {0: range(first, len(keys))}
-            order = self.cache.store({0: GroupKeys(keys, first)}, blocks, tick=tick, patient=waits)[0]
+            order = self.cache.store({0: GroupKeys(keys, first)}, blocks, tick=tick, wait_for_room=waits)[0]
             ordered = self._move()
-            if not waits or not (order.positions or (order.again and ordered)):
+            if not waits or not (order.positions or (order.retry and ordered)):
                 break
             first = order.positions[-1] + 1 if order.positions else first
 

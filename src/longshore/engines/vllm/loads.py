@@ -35,11 +35,11 @@ from longshore.cache import (
     MissReason,
     PrefetchPolicy,
     Presence,
+    Protection,
     RecomputeGate,
     Residency,
     Run,
     TieredCache,
-    Until,
 )
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, JobContext, RequestState, Ticket, residency
@@ -211,7 +211,7 @@ class Loads:
         order = cache.load(
             {group: GroupKeys(keys) for group, keys in paths.items()}, tick=load.tick, origins=load.origins
         )
-        for group, part in zip(paths, order.parts, strict=True):
+        for group, part in zip(paths, order.jobs, strict=True):
             runs[group] = part.slots.of
             load.lent[group] += part.chunks
             ticket.jobs.append((part.job, part.slots.of))
@@ -339,7 +339,7 @@ class RemoteFetches:
                 asks = [name for name in asks if name != PEERS]
             elif self._peers is not None and asks:
                 self._peers.route(asked[0].keys, request.source)
-            known = cache.lookup(asked, now, until=Until.NOTHING, independent=True, remote_tiers=asks)
+            known = cache.lookup(asked, now, protect=Protection.NONE, independent=True, remote_tiers=asks)
             if request.probes is None:
                 request.probes = known.probes
             if not all(cache.progress(probe).is_over for probe in request.probes):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext
 
 from longshore.boundary import FILE, REMOTE, Key, Slots, Status, TransferResult
-from longshore.cache import GroupKeys, Lease, MissReason, Presence, Residency, TieredCache, Until
+from longshore.cache import GroupKeys, Lease, MissReason, Presence, Protection, Residency, TieredCache
 from longshore.errors import HintError
 from longshore.hints import RequestHints
 from longshore.runtime.rank_reports import RankReports
@@ -427,7 +427,7 @@ def has_more(keys: Sequence[OffloadKey], context: ReqContext) -> bool:
 
 def residency(cache: TieredCache, keys: Sequence[Key]) -> Residency:
     """Where chunks are now, without a lease."""
-    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.NOTHING, independent=True).residency[0]
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, protect=Protection.NONE, independent=True).residency[0]
 
 
 def knows(cache: TieredCache, key: Key) -> bool:
