@@ -329,7 +329,7 @@ class Storm:
         for stats in cache.stats():
             if stats.used != stats.ready:
                 raise AssertionError(f"{stats}: a slot is neither free nor ready")
-        waiting, index = store.index.waiting, store.index
+        waiting, index = store.index.orphans_by_parent, store.index
         for key, orphans in waiting.items():
             above = index.get(key)
             if above and any(index.coldest_tier(each) <= index.coldest_tier(above) for each in orphans):

@@ -158,7 +158,7 @@ class Backlog:
         return refused
 
     def arrived(self, nodes: Sequence[int]) -> None:
-        """`nodes`, parents first, have become ready. A chunk behind one that is not copied is not copied, either."""
+        """`nodes`, parents first, have become ready. A chunk after one that is not copied is not copied, either."""
         if not self._last:
             return
         failed, parent, coldest = self._failed, self._index.parent, self._index.coldest_tier

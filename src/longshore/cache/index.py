@@ -6,22 +6,24 @@ the set of chunks with a copy in tier `t` or colder contains the parent of each 
     host   A ── B ── C ── D        {A..D} in host or file is closed: all of it can be read from the first chunk on
     file   A ── B ── C             {A..C} in file is closed: so it is after a restart
 
-`reach[t][node]` counts the children with a copy in `t` or colder, so that one comparison decides whether a copy is
-needed by a descendant. A node is *reachable* if it and all its ancestors have a ready copy. The parent of a reachable
-node is reachable, so bisection finds the longest ready prefix of a path.
+`children_in[t][node]` counts the children with a copy in `t` or colder, so that one comparison decides whether a copy
+is needed by a descendant. The parent of a reachable node is reachable, so bisection finds the longest ready prefix of a
+path.
 
 Chunks that can be used without those before them, as in sliding-window groups, stand *alone*: each is a child of the
 root, no other chunk needs it, and it may outlive the chunks before it.
 
 An *orphan* is a child of `ORPHANS` and has the key of its missing parent. It is attached to that chunk when the chunk
-is readable, and in a tier that is as cold. Descendants of `ORPHANS` are closed under "parent of", too; no lookup from
+is reachable, and in a tier that is as cold. Descendants of `ORPHANS` are closed under "parent of", too; no lookup from
 the first chunk returns them.
 
 Both ends of a path are found by bisection. Chunks after an orphan are checked one by one; only a request that has the
 chunks before the orphan can use these.
 
     known       in a tier, or on its way into one             A ── B ── C ── D ── E
-    readable    ready, like all chunks before it              A ── B ── C
+    ready       all bytes are in a tier                       A ── B ── C ── E
+    reachable   ready, like all chunks before it              A ── B ── C
+                up to the first one, or up to an orphan
 
 `Residency` says in which tiers single keys are. Node numbers are valid until a node is removed: a `Residency` holds the
 number of removals at its creation, and searches by key after the next one.
@@ -54,7 +56,7 @@ class Index(Nodes):
     # ------------------------------------------------------------------ paths of keys
 
     def reachable_prefix(self, keys: Sequence[Key], first: int) -> int:
-        """The number of leading chunks of `keys` that are readable, at least `first`; found by bisection.
+        """The number of leading chunks of `keys` that are reachable, at least `first`; found by bisection.
 
         An orphan at `first` and its descendants count, because the caller has the chunks before it. Raises
         `CacheError` if a chunk found shows that `keys` is no path.
@@ -115,7 +117,7 @@ class Index(Nodes):
         return path
 
     def _follow_orphans(self, keys: Sequence[Key], first: int) -> list[int]:
-        """Nodes of the leading chunks of `keys[first:]`, all of them orphans or behind one.
+        """Nodes of the leading chunks of `keys[first:]`, all of them orphans or after one.
 
         Raises `CacheError` if one of `keys[first:]` is not the child of the key before it.
         """
@@ -125,8 +127,8 @@ class Index(Nodes):
                 self.check_link(keys, position)
         return list(takewhile(bool, nodes))
 
-    def readable(self, keys: Sequence[Key]) -> list[int]:
-        """Nodes of the leading chunks of `keys` that can be reached: they and all their ancestors are ready."""
+    def reachable_nodes(self, keys: Sequence[Key]) -> list[int]:
+        """Nodes of the leading chunks of `keys` that are reachable, from the first chunk or from an orphan."""
         find, reachable = self.get, self.reachable
         path: list[int] = []
         for key in keys:
@@ -136,8 +138,8 @@ class Index(Nodes):
             path.append(node)
         return path
 
-    def is_readable(self, key: Key) -> bool:
-        """Whether `key` and all its ancestors are ready."""
+    def is_reachable(self, key: Key) -> bool:
+        """Whether `key` is reachable from the first chunk."""
         return self.reachable[node] == ROOTED if (node := self.get(key)) else False
 
     def find_alone(self, keys: Sequence[Key]) -> list[int]:
@@ -176,7 +178,7 @@ class Index(Nodes):
     # ------------------------------------------------------------------ changes
 
     def are_reachable(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Whether each of the nodes `at` is reachable, or behind an orphan that is; false for `ROOT`. Shape of `at`.
+        """Whether each of the nodes `at` is reachable, also from an orphan; false for `ROOT`. Shape of `at`.
 
         No view of the column is kept by a caller: the column could not grow while a traceback has it.
         """
@@ -188,7 +190,7 @@ class Index(Nodes):
         return parent <= ORPHANS or self.coldest_tier(parent) >= tier
 
     def link(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
-        """New nodes for `keys`, a path behind `parent`, in `slots` of `tier`, none of them ready.
+        """New nodes for `keys`, a path after `parent`, in `slots` of `tier`, none of them ready.
 
         The caller has checked that they are new (`follow`), and that `parent` accepts them.
         """
@@ -198,8 +200,8 @@ class Index(Nodes):
         self._tree.append(parent, at)
         i32_view(self.depth)[at] = np.arange(depth, depth + len(at))
         for each in range(tier + 1):
-            self.reach[each][parent] += 1
-            i32_view(self.reach[each])[at[:-1]] = 1
+            self.children_in[each][parent] += 1
+            i32_view(self.children_in[each])[at[:-1]] = 1
         return self._enter(keys, at, tier, slots)
 
     def link_alone(self, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
@@ -210,7 +212,7 @@ class Index(Nodes):
         self._tree.link_trees(np.zeros_like(at), at)
         i32_view(self.depth)[at] = 0
         for each in range(tier + 1):
-            self.reach[each][ROOT] += len(keys)
+            self.children_in[each][ROOT] += len(keys)
         return self._enter(keys, at, tier, slots)
 
     def link_trees(
@@ -232,7 +234,7 @@ class Index(Nodes):
         self._enter(keys, at, tier, slots)
         parents = np.where(before >= 0, at[before], above)
         self._tree.link_trees(parents, at)
-        for reach in self.reach[: tier + 1]:
+        for reach in self.children_in[: tier + 1]:
             np.add.at(i32_view(reach), parents, 1)
         # Steps up to the first of its path, and that one's position, by pointer doubling.
         up, steps = np.where(before >= 0, before, np.arange(len(at))), (before >= 0).astype(np.int32)
@@ -269,7 +271,7 @@ class Index(Nodes):
         for each in reversed(self.tiers):
             reaching |= columns[each][at] >= 0
             if each <= tier:
-                np.add.at(i32_view(self.reach[each]), parents[~reaching], 1)
+                np.add.at(i32_view(self.children_in[each]), parents[~reaching], 1)
         columns[tier][at] = slots
         i32_view(self.pools[tier].node)[slots] = at
 
@@ -293,19 +295,19 @@ class Index(Nodes):
         np.not_equal(above[:-1], at[1:], out=tops[:-1])
         if self.orphans:
             for node in at[above == ORPHANS].tolist():
-                self._stop_waiting(node)
+                self._remove_orphan(node)
         parents: dict[int, None] = {}
         for eldest, youngest, parent, count in self._tree.siblings(at[tops], above[tops]):
-            for reach in self.reach[: tier + 1]:
+            for reach in self.children_in[: tier + 1]:
                 reach[parent] -= count
             self._tree.unlink_siblings(eldest, youngest, parent)
             parents[parent] = None
         i32_view(self.slot[tier])[at] = NONE
-        for reach in self.reach[: tier + 1]:
+        for reach in self.children_in[: tier + 1]:
             i32_view(reach)[at] = 0
         u8_view(self.reachable)[at] = 0
         self._free.give(array("i", at.tobytes()))
-        self.gone += len(at)
+        self.removed += len(at)
         return list(parents)
 
     def drop_copy(self, node: int, tier: int) -> bool:
@@ -316,14 +318,14 @@ class Index(Nodes):
         slots[node] = NONE
         parent = self.parent[node]
         for each in range(after + 1, tier + 1):
-            self.reach[each][parent] -= 1
+            self.children_in[each][parent] -= 1
         if after >= 0:
             return False
         self._forget(node, parent)
         return True
 
-    def reveal(self, nodes: Sequence[int]) -> Sequence[int]:
-        """`nodes`, parents first, have a ready copy: mark those with a reachable parent, and ready descendants.
+    def mark_reachable(self, nodes: Sequence[int]) -> Sequence[int]:
+        """`nodes`, parents first, have a ready copy: mark them and ready descendants, if their parent is reachable.
 
         Returns all nodes that may have become reachable.
         """
@@ -349,13 +351,13 @@ class Index(Nodes):
         return queue
 
     def attach_orphans(self, nodes: Sequence[int]) -> list[int]:
-        """Attach orphans to parents among `nodes` that are readable and as cold; returns those no longer orphans."""
+        """Attach orphans to parents among `nodes` that are reachable and as cold; returns those no longer orphans."""
         found: list[int] = []
-        for node in nodes if self.waiting else ():
+        for node in nodes if self.orphans_by_parent else ():
             if self.reachable[node]:
-                for orphan in tuple(self.waiting.get(self.key[node], ())):
+                for orphan in tuple(self.orphans_by_parent.get(self.key[node], ())):
                     if not any(self.is_ready(node, tier) for tier in self.tiers[self.coldest_tier(orphan) :]):
-                        self.called.add(node)
+                        self.wanted_by_orphans.add(node)
                     elif self.top(node) != orphan:  # else the links would form a cycle
                         found += self._attach_orphan(orphan, node)
         return found
@@ -372,9 +374,9 @@ class Index(Nodes):
 
     def _attach_orphan(self, orphan: int, parent: int) -> list[int]:
         """Attach `orphan` and its descendants to `parent`; returns those no longer orphans, parents first."""
-        self._stop_waiting(orphan)
+        self._remove_orphan(orphan)
         self._tree.move(orphan, parent)
-        for reach in self.reach[: self.coldest_tier(orphan) + 1]:
+        for reach in self.children_in[: self.coldest_tier(orphan) + 1]:
             reach[ORPHANS] -= 1
             reach[parent] += 1
         shift, mark, moved = self.depth[parent] + 1 - self.depth[orphan], self.reachable[parent], [orphan]
@@ -408,7 +410,7 @@ class Index(Nodes):
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless parent and child links, reach counts and closure hold everywhere."""
-        at = self.entered()
+        at = self.all_nodes()
         self.key.check_integrity()
         self._tree.check_integrity(at)
         parent, coldest, is_ready = i32_view(self.parent)[at], np.full(self.size, NONE), np.zeros(self.size, bool)
@@ -431,11 +433,11 @@ class Index(Nodes):
         for tier in self.tiers:
             counted = np.bincount(parent[coldest[at] >= tier], minlength=self.size)
             nodes = np.concatenate([at, as_i32((ROOT, ORPHANS))])
-            for node in nodes[counted[nodes] != i32_view(self.reach[tier])[nodes]].tolist():
-                count = self.reach[tier][node]
+            for node in nodes[counted[nodes] != i32_view(self.children_in[tier])[nodes]].tolist():
+                count = self.children_in[tier][node]
                 where = self.pools[tier].where
                 raise CacheError(f"{where}children of node {node}: counted {count}, found {counted[node]}")
-        waiting = {node: key for key, nodes in self.waiting.items() for node in nodes}
+        waiting = {node: key for key, nodes in self.orphans_by_parent.items() for node in nodes}
         if not waiting == self.orphans or set(waiting) != set(self.children(ORPHANS)):
             raise CacheError(f"there are {len(self.orphans)} orphans, but {len(waiting)} are listed by parent")
 
@@ -470,7 +472,7 @@ class Residency:
     at: I32 = field(compare=False, repr=False)
     index: Index = field(compare=False, repr=False)
     pool: SlotPool = field(compare=False, repr=False)
-    gone: int = field(compare=False, repr=False)
+    removed: int = field(compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -478,12 +480,12 @@ class Residency:
     def part(self, begin: int, end: int) -> Residency:
         """The residency of the keys `[begin, end)`."""
         here = slice(begin, end)
-        return Residency(self.keys[here], self.presences[here], self.at[here], self.index, self.pool, self.gone)
+        return Residency(self.keys[here], self.presences[here], self.at[here], self.index, self.pool, self.removed)
 
     def pick(self, positions: Sequence[int]) -> Residency:
         """The residency of the keys at `positions`."""
         keys, presences = [self.keys[at] for at in positions], [self.presences[at] for at in positions]
-        return Residency(keys, presences, self.at[list(positions)], self.index, self.pool, self.gone)
+        return Residency(keys, presences, self.at[list(positions)], self.index, self.pool, self.removed)
 
     def slots(self) -> list[int] | None:
         """The slots of the chunks in the warmest tier; `None` unless index and pool agree that all of them are ready.
@@ -491,7 +493,7 @@ class Residency:
         Used to read chunks that were found before the control plane failed: no slot is written after that.
         """
         index, pool, slots = self.index, self.pool, list[int]()
-        if index.gone < 0:
+        if index.removed < 0:
             return None  # all chunks were removed since
         for key in self.keys:
             node = index.get(key)
@@ -509,14 +511,14 @@ class Residency:
         found = np.where(reachable, np.where(index.are_ready(at, 0), _READY, _COLDER), _IN_FLIGHT)
         found[at == ROOT] = _ABSENT
         if (found == _READY).all():
-            return cls(keys, [Presence.READY] * len(keys), at, index, pool, index.gone)
-        return cls(keys, [_PRESENCES[each] for each in found.tolist()], at, index, pool, index.gone)
+            return cls(keys, [Presence.READY] * len(keys), at, index, pool, index.removed)
+        return cls(keys, [_PRESENCES[each] for each in found.tolist()], at, index, pool, index.removed)
 
 
 def nodes_of(index: Index, keys: Sequence[Key] | Residency) -> tuple[Sequence[Key], I32]:
     """Keys and their nodes, `ROOT` for keys in no tier. Raises `CacheError` for a key that is not bytes."""
     if not isinstance(keys, Residency):
         return keys, index.key.find_all(keys)
-    if keys.index is index and keys.gone == index.gone:
+    if keys.index is index and keys.removed == index.removed:
         return keys.keys, keys.at
     return nodes_of(index, keys.keys)

@@ -8,7 +8,7 @@ timeout           the same, at most `timeout` seconds   the same, or after the t
 Where a prefetch that is waited for lacks clean room, it orders backups. Such prefetches get room in order:
 
     the first that lacks room    gets the room made; its chunks in the warmest tier are kept until it is over
-    those behind it              order nothing yet
+    those after it               order nothing yet
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ class Loader:
         keys, tail, held = part.keys[: -(-(skip + len(blocks)) // per_chunk)], part.pins[0].node, len(part.keys)
         first_block = part.positions[0] * per_chunk + skip
         load, wait = self._begin(timeout)
-        path = state.index.path(tail, held)[held - len(keys) :][::-1] if tail else state.index.readable(keys)
+        path = state.index.path(tail, held)[held - len(keys) :][::-1] if tail else state.index.reachable_nodes(keys)
         tiers, slots, warm = self._claim(load, path, keys)
         path = path[: len(tiers)]
-        load.cut += [state.miss(key) for key in keys[len(path) + len(load.cut) :]]
-        above = state.index.before(path[:1])[0] if path else None
+        load.not_ordered += [state.miss_reason(key) for key in keys[len(path) + len(load.not_ordered) :]]
+        above = state.index.parent_keys(path[:1])[0] if path else None
         for start, end in _batches(warm, len(path)):
             here = slice(start, end)
             parents = [above, *keys[start : end - 1]]
@@ -116,11 +116,11 @@ class Loader:
         state = self._state
         load, wait = self._begin(timeout, is_whole=True)
         if len(nodes) < len(keys):
-            load.cut = [state.miss(key) for key in keys]
+            load.not_ordered = [state.miss_reason(key) for key in keys]
             return load
         tiers, slots, warm = self._claim(load, nodes, keys)
         if tiers:
-            batch = Batch(nodes, keys, state.index.before(nodes), tiers, slots, warm=warm == len(nodes))
+            batch = Batch(nodes, keys, state.index.parent_keys(nodes), tiers, slots, warm=warm == len(nodes))
             self._order_batch(load, wait, batch, tuple(sections), by_layer=by_layer)
         return load
 
@@ -153,7 +153,7 @@ class Loader:
         if count:
             if state.windows.used:
                 state.windows.serve(at.tolist())
-            state.serve(tick)
+            state.set_request(tick)
             state.touch(at[::-1])
             hits = Counter(origins_of(keys, [name] * len(keys), origins)) if origins else {name: len(keys)}
             state.counters.count_hits(hits, hits if is_first else {}, self._transfers.settings.first_tokens)
@@ -196,7 +196,7 @@ class Loader:
 
     def _cut(self, load: Load, tiers: Sequence[int], slots: Sequence[int]) -> None:
         """There is no room for the first of these copies: none of them is loaded."""
-        load.cut = [MissReason.NO_ROOM if tier else MissReason.AFTER_MISS for tier in tiers]
+        load.not_ordered = [MissReason.NO_ROOM if tier else MissReason.AFTER_MISS for tier in tiers]
         for tier in sorted(set(tiers)):
             self._state.end_reads(tier, [slot for slot, other in zip(slots, tiers, strict=True) if other == tier])
 
@@ -317,7 +317,7 @@ class Prefetcher:
                 self._order(record, wait)
                 others = len(self._transfers.jobs) > len(wait.jobs) or not before <= {record.request}
                 wait.lacks_room &= others or self._leases.protects
-                is_new = True  # `kept` changes for those behind it
+                is_new = True  # `kept` changes for those after it
             if wait.lacks_room:
                 break
             before.add(record.request)
@@ -345,7 +345,7 @@ class Prefetcher:
         The wait `lacks` room for the others if more may be made, or, with `waits_its_turn`, for all of them.
         """
         state, transfers, path = self._state, self._transfers, self._path(record)
-        state.serve(record.tick)
+        state.set_request(record.tick)
         transfers.join(wait, [slot for node in path if (slot := state.index.slot[0][node]) >= 0])
         cold = [i for i, node in enumerate(path) if state.index.slot[0][node] < 0]
         wait.lacks_room = waits_its_turn and bool(cold)

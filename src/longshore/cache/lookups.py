@@ -60,7 +60,7 @@ class Leases:
     @property
     def protected(self) -> int:
         """Number of chunks that lookups protect until the end of the step."""
-        return int(np.count_nonzero(u8_view(self._state.seen)[np.unique(i32_view(self._step))]))
+        return int(np.count_nonzero(u8_view(self._state.protected)[np.unique(i32_view(self._step))]))
 
     def __iter__(self) -> Iterator[LeaseRecord]:
         return iter(self._records.values())
@@ -69,7 +69,7 @@ class Leases:
         self, identity: int, parts: Sequence[LeasedChunks], request: str | None, *, is_multi_group: bool = False
     ) -> Lease:
         """A new lease on `parts`, whose nodes are pinned."""
-        self._records[identity] = LeaseRecord(parts, request, self._state.served, is_multi_group=is_multi_group)
+        self._records[identity] = LeaseRecord(parts, request, self._state.current_tick, is_multi_group=is_multi_group)
         return Lease(identity)
 
     def get(self, lease: Lease) -> LeaseRecord:
@@ -91,7 +91,7 @@ class Leases:
     def drop(self, lease: Lease) -> None:
         """Remove `lease`, and record a use of its chunks by its request."""
         record = self._records.pop(lease.id)
-        self._state.serve(record.tick)
+        self._state.set_request(record.tick)
         for part in record.parts:
             nodes = [node for pin in part.pins if (node := pin.node)]
             if part.alone:
@@ -104,7 +104,7 @@ class Leases:
 
     def protect(self, at: npt.NDArray[np.int32]) -> None:
         """Protect the nodes `at` from eviction until `end_step`, those in the warmest tier in that tier."""
-        seen = u8_view(self._state.seen)
+        seen = u8_view(self._state.protected)
         fresh = unique(at[seen[at] == 0])
         seen[fresh] = 1
         self._step.frombytes(fresh.tobytes())
@@ -122,8 +122,8 @@ class Leases:
         """The step has ended: remove all protections."""
         if self._step:
             at, self._step = i32_view(self._step), array("i")
-            u8_view(self._state.seen)[at] = 0
-            self._state.reconsider(at)
+            u8_view(self._state.protected)[at] = 0
+            self._state.recheck_evictable(at)
         self._state.discard_invalid_copies()
 
     def check_integrity(self) -> None:
@@ -133,7 +133,7 @@ class Leases:
         theirs = {pin for pins in self._state.pins.values() for pin in pins}
         if ours != theirs:
             raise CacheError(f"the cache has {len(theirs)} pins, the leases {len(ours)}")
-        seen = set(np.flatnonzero(u8_view(self._state.seen)).tolist())
+        seen = set(np.flatnonzero(u8_view(self._state.protected)).tolist())
         if not seen <= set(self._step):
             raise CacheError(f"{len(seen)} nodes are marked as protected, expected {len(set(self._step))}")
 
@@ -165,7 +165,7 @@ class GroupSearch:
         return tokens if missing is None else missing * self.chunk_tokens
 
     def beyond(self, tokens: int, most: int) -> int:
-        """How many tokens behind a served prefix of `tokens` are served, with a partial chunk; at most `most`."""
+        """How many tokens after a served prefix of `tokens` are served, with a partial chunk; at most `most`."""
         if self.prompt_tokens is None or self.group.recurrent:
             return 0
         at, size = tokens // self.chunk_tokens, self.chunk_tokens
@@ -191,7 +191,7 @@ class GroupSearch:
 
     def _serves(self, at: int) -> bool:
         """Whether the chunk at `at` is on the device, or can be read from a tier."""
-        return at < len(self.keys) and bool(self._device[at] or self._index.is_readable(self.keys[at]))
+        return at < len(self.keys) and bool(self._device[at] or self._index.is_reachable(self.keys[at]))
 
     def _missing(self, first: int, end: int) -> int | None:
         """The last chunk of `[first, end)` that is not served, of those examined; `None` if all are served."""
@@ -272,7 +272,7 @@ class Lookups:
         index.find(keys[start - 1 : start] if start else ())
         for position in {start, max(start, end - 1), end} - {len(keys)}:
             index.check_link(keys, position)
-        # Remote tiers are asked for each key behind these, so their order is checked; else a bisection suffices.
+        # Remote tiers are asked for each key after these, so their order is checked; else a bisection suffices.
         known = end + len(index.follow(keys, end)) if self._remote.tiers else index.known_prefix(keys, end)
         partial = None if text is None else self._state.partials.closest(keys, end, text, size)
         self._advance(call.now)
@@ -318,8 +318,8 @@ class Lookups:
         if tick is None:
             asked = [key for here in found.values() for key in here.keys]
             head = next((here.at for here in found.values()), np.zeros(0, np.int32))
-            tick = self._state.begin(asked, count_leading(head != ROOT), call.reuse_hint)
-        self._state.serve(tick)
+            tick = self._state.begin_request(asked, count_leading(head != ROOT), call.reuse_hint)
+        self._state.set_request(tick)
         if call.protect is Protection.STEP:
             for here in found.values():
                 self._leases.protect(here.at[index.are_reachable(here.at)])
@@ -339,7 +339,7 @@ class Lookups:
         return Found(lease, sum(len(part.keys) for part in held), tick=tick, residency=found)
 
     def fetch(self, group: int, path: GroupKeys, now: float, longest: float) -> tuple[int, ...]:
-        """Read chunks behind the ready prefix of `path` from remote tiers that have them, for at most `longest`
+        """Read chunks after the ready prefix of `path` from remote tiers that have them, for at most `longest`
         seconds; returns its jobs, and those in flight.
         """
         keys, start = path.keys, path.start
@@ -436,7 +436,7 @@ class Lookups:
     def _count(self, request: str | None, search: GroupSearch, need: Need) -> None:
         state, keys = self._state, search.keys
         if search.group.alone:
-            state.counters.misses.update(map(state.miss, keys[max(need.end, search.last_window) :]))
+            state.counters.misses.update(map(state.miss_reason, keys[max(need.end, search.last_window) :]))
         else:
             state.count_misses(keys, need.end, state.index.known_prefix(keys, need.end))
         if state.log.on:
@@ -462,8 +462,8 @@ class Lookups:
             if tick is None:
                 if known is None:
                     known = count_leading(nodes_of(self._state.index, keys)[1] != ROOT)
-                tick = self._state.begin(keys, known, call.reuse_hint)
-            self._state.serve(tick)
+                tick = self._state.begin_request(keys, known, call.reuse_hint)
+            self._state.set_request(tick)
         return tick
 
     def _check_chunks(self, group: int, at: I32) -> None:

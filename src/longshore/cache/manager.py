@@ -143,11 +143,10 @@ class TieredCache:
         """Find how much of a prompt the tiers have, and protect it from eviction as long as `protect` says.
 
         With one path: the longest run of ready chunks from its `start` on. Bisection finds it in microseconds, whatever
-        its length, because a key identifies its whole prefix. Chunks after an orphan, a chunk whose parent is in no
-        tier, are found only if the chunk at `start` is the orphan or comes after it. With the paths of all groups, or
-        with a path that has a `device`: the longest prefix that every group can serve. With `independent`, each key is
-        looked up by itself; they need not form a path, and no misses are counted. A chunk is in flight if it or one
-        before it is.
+        its length, because a key identifies its whole prefix. Chunks from an orphan on, whose parent is in no tier, are
+        found only if `start` is one of them. With the paths of all groups, or with a path that has a `device`: the
+        longest prefix that every group can serve. With `independent`, each key is looked up by itself; they need not
+        form a path, and no misses are counted. A chunk is in flight if it or one before it is.
 
         Remote tiers are asked for chunks that they are not known to have or lack, by lookups of one path and with
         `independent`. A lookup does not wait for them.
@@ -155,12 +154,10 @@ class TieredCache:
         Args:
             paths: Keys by group.
             now: Seconds.
-            protect: How long found chunks are not evicted. `NONE` begins no request, and asks no tier but
-                `remote_tiers`.
+            protect: How long found chunks are not evicted. `NONE` begins no request, and asks only `remote_tiers`.
             independent: Look up each chunk by itself.
             remote_tiers: Those to ask for chunks that they are not known to have or lack: by name, only with
-                `independent` and `Protection.NONE`; `()` for none. `None`: a lookup of paths that protects them asks
-                all.
+                `independent` and `Protection.NONE`; `()` for none. `None`: a lookup of paths that protects asks all.
             request: Name of the request, for events.
             tick: The tick that an earlier lookup of this request returned, so that its uses of a chunk count once.
             reuse_hint: Hint about when its chunks are used again, with the first lookup of a request.
@@ -286,11 +283,11 @@ class TieredCache:
             sections = self._lookups.sections(record, mine)
             for each in mine:
                 self._device.check(each)
-            self._state.serve(record.tick)
+            self._state.set_request(record.tick)
             nodes, keys = record.nodes(self._state.index), record.keys
             record.load = self._loader.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
             name, load = record.request, record.load
-            load.asked = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
+            load.requests = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
             load.of_first = sum(len(part.keys) for part in record.parts if not part.group)
             return self._ordered(load, origins)
         (part,), size = record.parts, self.settings.blocks_per_chunk
@@ -301,9 +298,9 @@ class TieredCache:
         self._device.check(into)
         self._state.check_pool([part.pins[0].node], self.settings.pool_of(group))
         self.settings.check_tokens(tokens, group)
-        self._state.serve(record.tick)
+        self._state.set_request(record.tick)
         record.load = self._loader.load(part, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)
-        record.load.asked, record.load.of_first = [(record.request, part.keys[:chunks])], 0 if group else chunks
+        record.load.requests, record.load.of_first = [(record.request, part.keys[:chunks])], 0 if group else chunks
         return self._ordered(record.load, origins)
 
     def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> LoadOrder:
@@ -315,10 +312,8 @@ class TieredCache:
             self._device.check(into)
             self._device.check(list({source.index for source in sources}))
             self.settings.check_tokens(tokens, group)
-        jobs = [
-            LoadJob(self._transfers.copy_inside(sources, blocks[group], tokens, group), 0)
-            for group, (sources, tokens) in copies.items()
-        ]
+        copy = self._transfers.copy_inside
+        jobs = (LoadJob(copy(read, blocks[group], tokens, group), 0) for group, (read, tokens) in copies.items())
         return LoadOrder(0, tuple(jobs))
 
     def progress(self, of: Lease | int) -> Progress:
@@ -368,8 +363,7 @@ class TieredCache:
             paths: By group; each from the first chunk of the prompt.
             blocks: Device blocks of the chunks from `start` on, by group, not to be changed until the job has ended.
                 `None` if the engine moves the bytes into the returned slots; it then reports or releases the job.
-            last_chance: Whether the blocks are about to be evicted from the device: by the write policy, chunks are
-                stored when they are complete, or then.
+            last_chance: Whether the blocks are about to leave the device. The write policy may wait for that.
             wait_for_room: While room for all chunks of a path is being made, store none yet (`StoreOrder.retry`).
             stream: Do not drop chunks for which room is being made: they can be given again (`StoreOrder.later`).
             tick: Tick of the request; `None` for that of the last request that began.
@@ -520,7 +514,7 @@ class TieredCache:
         if keep:
             self._leases.end_step()
         self._prefetcher.clear()
-        self._transfers.forget(first, weights=weights)
+        self._transfers.reset(first, weights=weights)
         if not keep:
             self._leases.forget_step()
             self._remote.clear()
@@ -564,7 +558,7 @@ class TieredCache:
 
     def _ordered(self, load: Load, origins: Mapping[Key, str] | None) -> LoadOrder:
         """The order of `load`, whose chunks have these `origins`. A load without jobs ends at once."""
-        load.sources = origins_of([key for _, keys in load.asked for key in keys], load.sources, origins)
+        load.sources = origins_of([key for _, keys in load.requests for key in keys], load.sources, origins)
         if not load.parts:
             self._conclude(load, MissReason.CANCELLED)
         jobs = tuple(LoadJob(job.transfer.job, len(job.statuses)) for job in load.parts)
@@ -575,7 +569,7 @@ class TieredCache:
         if self._prefetcher.queue:
             self._prefetcher.proceed()
         changed, self._changes_backed_up = self._changes_backed_up != self._state.changes, self._state.changes
-        if self._state.index.called or (changed and any(self._state.backlog.counts)):
+        if self._state.index.wanted_by_orphans or (changed and any(self._state.backlog.counts)):
             self._offloader.back_up()
         if self._remote.tiers:
             self._remote.proceed()
@@ -589,16 +583,16 @@ class TieredCache:
     def _conclude(self, load: Load, unfinished: MissReason) -> None:
         self._count_misses(load, load.conclude(unfinished))
         hidden = self._state.log.hidden
-        if load.outcome is not None and all(len(keys) != 1 or keys[0] != hidden for _, keys in load.asked):
+        if load.outcome is not None and all(len(keys) != 1 or keys[0] != hidden for _, keys in load.requests):
             sources = load.outcome.sources
             self.counters.count_hits(sources, sources[: load.of_first], self.settings.first_tokens)
-            self.counters.observe_load(sources, self._transfers.now - load.began, load.asked)
+            self.counters.observe_load(sources, self._transfers.now - load.began, load.requests)
         self._transfers.waits.close(load.wait)
 
     def _count_misses(self, load: Load, misses: Sequence[MissReason]) -> None:
         self.counters.misses.update(misses)
         if self._state.log.on and load.outcome is not None:
-            self._state.log.loaded(load.asked, load.outcome.chunks, misses)
+            self._state.log.loaded(load.requests, load.outcome.chunks, misses)
 
     def _tier(self, name: str) -> int:
         if name not in self._state.tier_names:

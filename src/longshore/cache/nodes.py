@@ -50,7 +50,7 @@ class NodeTree:
         raise IntegrityError(f"the children of node {node} form a cycle: damaged links")
 
     def all_children(self, nodes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The nodes right behind any of `nodes`, in their order; of each the youngest first."""
+        """The children of any of `nodes`, in their order; of each the youngest first."""
         child = i32_view(self.child)[nodes]
         youngest: npt.NDArray[np.int32] = child[child != _NOBODY]
         if not i32_view(self.older)[youngest].any():  # none has a sibling
@@ -104,7 +104,7 @@ class NodeTree:
         return not child[at[-1]] and not np.count_nonzero(apart)
 
     def append(self, parent: int, at: npt.NDArray[np.int32]) -> None:
-        """Add the new nodes `at` as a chain behind `parent`."""
+        """Add the new nodes `at` as a chain of descendants of `parent`."""
         elder, head, tail = self.child[parent], int(at[0]), int(at[-1])
         i32_view(self.parent)[at[1:]] = at[:-1]
         i32_view(self.child)[at[:-1]] = at[1:]
@@ -173,7 +173,7 @@ ORPHANS = 1
 """The parent of every orphan, a chunk whose parent is in no tier. No path from the root leads through it."""
 
 ROOTED, ORPHANED = 1, 2
-"""Marks of readable nodes: from the root, or by requests that have the chunks before the orphan otherwise."""
+"""Marks of reachable nodes: from the first chunk, or from an orphan, by requests that have the chunks before it."""
 
 _FAR = -(1 << 30)
 """The depth of `ORPHANS`: orphans and their descendants have negative depths, as their positions are unknown."""
@@ -189,25 +189,25 @@ class Nodes:
         "_free",
         "_others",
         "_tree",
-        "called",
         "child",
         "children",
+        "children_in",
         "depth",
         "find",
         "get",
-        "gone",
         "key",
         "older",
         "orphans",
+        "orphans_by_parent",
         "parent",
         "path",
         "pools",
-        "reach",
         "reachable",
+        "removed",
         "size",
         "slot",
         "tiers",
-        "waiting",
+        "wanted_by_orphans",
     )
 
     def __init__(self, pools: Sequence[SlotPool]) -> None:
@@ -226,18 +226,18 @@ class Nodes:
         """The youngest child of each node, and its next older sibling; `ROOT` for none."""
         self.depth = zeros(self.size)
         self.slot = [array("i", [NONE]) * self.size for _ in pools]
-        self.reach = [zeros(self.size) for _ in pools]
+        self.children_in = [zeros(self.size) for _ in pools]
         self.reachable = bytearray(self.size)
         self.depth[ROOT], self.depth[ORPHANS] = -1, _FAR
         self.reachable[ROOT], self.reachable[ORPHANS] = ROOTED, ORPHANED
         self.orphans: dict[int, Key] = {}
         """The parent key of each child of `ORPHANS`."""
-        self.waiting: dict[Key, dict[int, None]] = {}
+        self.orphans_by_parent: dict[Key, dict[int, None]] = {}
         """Orphans by parent key."""
-        self.called: set[int] = set()
+        self.wanted_by_orphans: set[int] = set()
         """Parents of orphans whose children are in colder tiers than they: they are to be copied down."""
         self._free = FreeList(array("i", range(self.size - 1, LISTS - 1, -1)))
-        self.gone = 0
+        self.removed = 0
         """Number of nodes removed so far: while it is unchanged, all node numbers stand for the same keys."""
 
     def __len__(self) -> int:
@@ -245,19 +245,19 @@ class Nodes:
 
     def __iter__(self) -> Iterator[int]:
         """All nodes, in order of their numbers."""
-        return iter(self.entered().tolist())
+        return iter(self.all_nodes().tolist())
 
-    def entered(self) -> npt.NDArray[np.int32]:
+    def all_nodes(self) -> npt.NDArray[np.int32]:
         """All nodes, ascending; int32."""
         return self.key.nodes()
 
     def ready(self) -> list[tuple[int, Key]]:
         """Tier and key of each copy that is ready."""
-        nodes = self.entered()
+        nodes = self.all_nodes()
         ready = {tier: self.key[nodes[self.are_ready(nodes, tier)]] for tier in self.tiers}
         return [(tier, key) for tier, keys in ready.items() for key in keys.tolist()]
 
-    def before(self, nodes: Sequence[int]) -> list[Key | None]:
+    def parent_keys(self, nodes: Sequence[int]) -> list[Key | None]:
         """The parent key of each of `nodes`, also if no tier has it; `None` for first chunks."""
         above = i32_view(self.parent)[as_i32(nodes)]
         keys: list[Key | None] = self.key[above].tolist()
@@ -335,7 +335,7 @@ class Nodes:
         more = max(0, LISTS + sum(pool.capacity for pool in self.pools) - self.size)
         self.key.grow(self.size + more)
         self._tree.grow(more)
-        for counts in (self.depth, *self.reach):
+        for counts in (self.depth, *self.children_in):
             counts.extend(zeros(more))
         for slots in self.slot:
             slots.extend(array("i", [NONE]) * more)
@@ -364,26 +364,26 @@ class Nodes:
             raise CacheError(f"the index is full: it has room for {self.size - LISTS} chunks, one for each slot")
         return as_i32(self._free.take(count))[::-1]
 
-    def wait(self, orphan: int, before: Key) -> None:
+    def add_orphan(self, orphan: int, before: Key) -> None:
         """Record that `orphan`, a child of `ORPHANS`, has the parent key `before`."""
         self.orphans[orphan] = before
-        self.waiting.setdefault(before, {})[orphan] = None
+        self.orphans_by_parent.setdefault(before, {})[orphan] = None
         if above := self.get(before):
-            self.called.add(above)
+            self.wanted_by_orphans.add(above)
 
-    def _stop_waiting(self, orphan: int) -> None:
+    def _remove_orphan(self, orphan: int) -> None:
         before = self.orphans.pop(orphan)
-        del self.waiting[before][orphan]
-        if not self.waiting[before]:
-            del self.waiting[before]
-            self.called.discard(self.get(before))
+        del self.orphans_by_parent[before][orphan]
+        if not self.orphans_by_parent[before]:
+            del self.orphans_by_parent[before]
+            self.wanted_by_orphans.discard(self.get(before))
 
     def _forget(self, node: int, parent: int) -> None:
         if parent == ORPHANS:
-            self._stop_waiting(node)
-        self.called.discard(node)
+            self._remove_orphan(node)
+        self.wanted_by_orphans.discard(node)
         self._tree.unlink(node, parent)
         self.key.remove((node,))
         self.reachable[node] = 0
         self._free.give(array("i", (node,)))
-        self.gone += 1
+        self.removed += 1

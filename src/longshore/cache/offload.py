@@ -44,9 +44,9 @@ class Offloader:
         self._transfers = transfers
         self._state = transfers.state
         self._rules = rules
-        self._uses_admission = not (is_shared or transfers.state.last or transfers.state.several_sizes)
-        self._asks_all = transfers.state.ranks_all and not is_shared
-        self._reserves = [0.0] * transfers.state.last
+        self._uses_admission = not (is_shared or transfers.state.coldest or transfers.state.several_sizes)
+        self._asks_all = transfers.state.coldest_ranks_all and not is_shared
+        self._reserves = [0.0] * transfers.state.coldest
         """Number of slots of each tier to keep free or backed up, where bursts need more than the write rule says."""
         self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]
         self._admission_filter = (
@@ -87,7 +87,7 @@ class Offloader:
             size = settings.group(group)[1]
             text = text.checked(len(keys) * size)
         alone = settings.stands_alone(group)
-        state.serve(tick)
+        state.set_request(tick)
         end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
         if alone:
             offload = self._offload_alone(
@@ -95,7 +95,7 @@ class Offloader:
             )
         else:
             answer = keys[max(end, first + len(nodes)) :]
-            self._transfers.drop(0, state.index.find(answer).count(ROOT), DropReason.GENERATED)
+            self._transfers.count_drop(0, state.index.find(answer).count(ROOT), DropReason.GENERATED)
             nodes = nodes[: max(0, end - first)]
             offload = self._offload(
                 keys[:end], first, nodes, blocks, retention, group, wait_for_room=wait_for_room, stream=stream
@@ -171,7 +171,7 @@ class Offloader:
         for start, end in runs_of(accepted):
             run = keys[accepted[start] : accepted[end - 1] + 1]
             parents += [keys[accepted[start] - 1] if accepted[start] else None, *run[:-1]]
-            slots += state.place(run, parents[start], job, pool)
+            slots += state.allocate(run, parents[start], job, pool)
         if retention:
             nodes = [state.pools[0].node[slot] for slot in slots]
             state.priorities.apply(nodes, accepted, retention, self._transfers.now)
@@ -236,7 +236,7 @@ class Offloader:
         if not wanted:
             return None, []
         job, mine = self._transfers.new_id(), list(map(keys.__getitem__, wanted))
-        slots = self._state.place_alone(mine, job, self._transfers.settings.pool_of(group))
+        slots = self._state.allocate_alone(mine, job, self._transfers.settings.pool_of(group))
         sections = () if blocks is None else self._sections(group, wanted, first, blocks)
         self._transfers.order(
             job, mine, [None] * len(mine), None, TierSlots(0, slots), sections=sections, command=blocks is not None
@@ -264,13 +264,13 @@ class Offloader:
         """Those of the ascending positions `fresh` that the write policy stores; the others are counted as dropped."""
         floor, seen = self._transfers.settings.priority_floor, self._admission_filter
         worth = list(fresh[: bisect_left(fresh, prompt)])
-        self._transfers.drop(0, len(fresh) - len(worth), DropReason.GENERATED)
+        self._transfers.count_drop(0, len(fresh) - len(worth), DropReason.GENERATED)
         if floor:
             asked, worth = worth, list(compress(worth, priorities(retention, worth) >= floor))
-            self._transfers.drop(0, len(asked) - len(worth), DropReason.PRIORITY)
+            self._transfers.count_drop(0, len(asked) - len(worth), DropReason.PRIORITY)
         if seen is not None:
             asked, worth = worth, [each for each in worth if seen.leading([keys[each]])]
-            self._transfers.drop(0, len(asked) - len(worth), DropReason.BELOW_THRESHOLD)
+            self._transfers.count_drop(0, len(asked) - len(worth), DropReason.BELOW_THRESHOLD)
         return worth
 
     def make_clean_room(self, nodes: Sequence[int], *, back_up: bool) -> int:
@@ -279,7 +279,7 @@ class Offloader:
         With `back_up`, backups of as many chunks as lack room are ordered.
         """
         room = self._transfers.evictor.room_for(0, nodes, spare_dirty=True)
-        if back_up and room < len(nodes) and self._state.last:
+        if back_up and room < len(nodes) and self._state.coldest:
             self._back_up(0, len(nodes) - room)
             room = self._transfers.evictor.room_for(
                 0, nodes, spare_dirty=True
@@ -289,10 +289,10 @@ class Offloader:
     def back_up(self, *, all_of_host: bool = False) -> None:
         """Order backups until as many chunks are clean as the write rules say, or all of the host tier."""
         dirty = self._state.backlog.counts
-        for tier in reversed(range(self._state.last)):
+        for tier in reversed(range(self._state.coldest)):
             if dirty[tier]:
                 self._back_up(tier, dirty[0] if all_of_host and not tier else 0)
-        for node in sorted(self._state.index.called):
+        for node in sorted(self._state.index.wanted_by_orphans):
             chain, tier = self._state.backlog.chain(node)
             self._write(chain[: max(0, self._transfers.settings.max_writes - self._transfers.writing[tier + 1])], tier)
 
@@ -329,14 +329,14 @@ class Offloader:
 
     def _allowed(self, tier: int, nodes: list[int], pool: int) -> list[int]:
         """Those of `nodes`, of one size, that may be written to `tier`; the others are retried after their next use."""
-        if tier in self._transfers.refusing:
+        if tier in self._transfers.refusing_tiers:
             granted, reason = 0, DropReason.TIER_OFF
         else:
             nbytes = self._state.pools[tier].slabs.image_bytes[pool]
             granted, reason = self._budgets[tier].allows(self._transfers.now, len(nodes), nbytes), DropReason.RATE_LIMIT
         if granted == len(nodes):
             return nodes
-        self._transfers.drop(tier, len(nodes) - granted, reason)
+        self._transfers.count_drop(tier, len(nodes) - granted, reason)
         for node in nodes[granted:]:
             self._state.backup_failed(node)
         return nodes[:granted]
@@ -367,7 +367,7 @@ class Offloader:
         state = self._state
         if not wanted:
             return 0, 0
-        wait_for_room, stream = (each and not orphan and bool(state.last) for each in (wait_for_room, stream))
+        wait_for_room, stream = (each and not orphan and bool(state.coldest) for each in (wait_for_room, stream))
         nbytes, pins = state.pools[0].slabs.image_bytes[pool], [state.pin(node) for node in needed if node]
         asked = wanted
         if self._asks_all and path and not orphan:
@@ -391,12 +391,12 @@ class Offloader:
         if again:
             return 0, wanted
         waiting = granted - room if stream and (room or self._may_get_room(0)) else 0
-        self._transfers.drop(0, asked - wanted, DropReason.ADMISSION)
-        self._transfers.drop(0, wanted - granted, DropReason.RATE_LIMIT)
+        self._transfers.count_drop(0, asked - wanted, DropReason.ADMISSION)
+        self._transfers.count_drop(0, wanted - granted, DropReason.RATE_LIMIT)
         if room + waiting < granted:
             busy = allowed < granted or self._is_copying_down(0)
             reason = DropReason.BACKPRESSURE if busy else DropReason.NO_ROOM
-            self._transfers.drop(0, granted - room - waiting, DropReason.NO_PARENT if orphan else reason)
+            self._transfers.count_drop(0, granted - room - waiting, DropReason.NO_PARENT if orphan else reason)
         self._budgets[0].spend(room * nbytes)
         return room, waiting
 
@@ -425,11 +425,11 @@ class Offloader:
         worth, floor = len(fresh), self._transfers.settings.priority_floor
         if floor:
             above = count_leading(priorities(retention, at) >= floor)
-            self._transfers.drop(0, worth - above, DropReason.PRIORITY)
+            self._transfers.count_drop(0, worth - above, DropReason.PRIORITY)
             worth = above
         if self._admission_filter is not None:
             often = self._admission_filter.leading(fresh[:worth])
-            self._transfers.drop(0, worth - often, DropReason.BELOW_THRESHOLD)
+            self._transfers.count_drop(0, worth - often, DropReason.BELOW_THRESHOLD)
             worth = often
         return worth
 
@@ -444,9 +444,14 @@ class Offloader:
         """
         state = self._state
         room = self._transfers.evictor.make_room(tier, count, pool, spare_dirty=True, ahead=ahead)
-        if observes and not self._transfers.settings.stores_wait and tier < state.last and not (waits and room < count):
+        if (
+            observes
+            and not self._transfers.settings.stores_wait
+            and tier < state.coldest
+            and not (waits and room < count)
+        ):
             self._observe_room(tier, count, room)
-        if room < count and tier < state.last:
+        if room < count and tier < state.coldest:
             self._back_up(tier, count - room)
             room = self._transfers.evictor.make_room(
                 tier, count, pool, spare_dirty=self._is_copying_down(tier), ahead=ahead
@@ -474,8 +479,8 @@ class Offloader:
 
     def _may_get_room(self, tier: int) -> bool:
         """Whether backups from `tier` are in flight, or slots are being filled that may be backed up when ready."""
-        return self._is_copying_down(tier) or (tier < self._state.last and bool(self._state.pools[tier].writer))
+        return self._is_copying_down(tier) or (tier < self._state.coldest and bool(self._state.pools[tier].writer))
 
     def _is_copying_down(self, tier: int) -> bool:
         """Whether backups that may clean chunks of `tier` are in flight, to any colder tier."""
-        return any(self._transfers.writing[below] for below in range(tier + 1, self._state.last + 1))
+        return any(self._transfers.writing[below] for below in range(tier + 1, self._state.coldest + 1))

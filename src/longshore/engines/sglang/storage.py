@@ -50,7 +50,7 @@ from longshore.runtime.commands import ControlledEngine, ControlledGroup
 from longshore.runtime.containment import contained
 from longshore.runtime.control import ControlServer
 from longshore.runtime.loop import Runtime
-from longshore.runtime.remote_fetch import bring, offered
+from longshore.runtime.remote_fetch import count_fetchable, fetch_and_wait
 from longshore.runtime.stack import Stack
 
 _log = logging.getLogger(__name__)
@@ -262,7 +262,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         if path is None or count < found.chunks:
             return count
         size = self._kv.pages.page_size
-        return count + offered(runtime, path, path.start * size, size, self.settings.load_timeout)
+        return count + count_fetchable(runtime, path, path.start * size, size, self.settings.load_timeout)
 
     @contained(lambda self, names, indices: 0, expected=(LongshoreError,))
     def _load(self, names: Sequence[str], indices: torch.Tensor) -> int:
@@ -282,7 +282,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
                 first = asked.path.start
                 path = [*asked.path.keys[:first], *keys]  # of another prompt the look-up may be, which begins alike
                 part, size = GroupKeys(path, first + done), self._kv.pages.page_size
-                bring(runtime, part, part.start * size, size, left, is_agreed=True)  # by `offered`
+                fetch_and_wait(runtime, part, part.start * size, size, left, is_agreed=True)  # by `count_fetchable`
             arrived = self._load_part(part, pages[done:], asked.tick)
             done += arrived
             if not arrived or asked.path is None:

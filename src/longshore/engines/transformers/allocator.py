@@ -34,7 +34,7 @@ from longshore.keys import KeyChain, chain
 from longshore.runtime.block_guard import BlockGuard
 from longshore.runtime.containment import contained
 from longshore.runtime.loop import Runtime
-from longshore.runtime.remote_fetch import bring
+from longshore.runtime.remote_fetch import fetch_and_wait
 from longshore.runtime.stack import Stack
 
 _EXPECTED = (TokenError, TierError, DeviceError, QueueFullError)
@@ -363,7 +363,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         lookup.path = self._path(stack, prompt, len(present))
         if stack.remote and REMOTE in lookup.hints.load:
             context, timeout = len(present) * self.tokens_per_page, stack.config.load_timeout
-            sent = bring(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, timeout)
+            sent = fetch_and_wait(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, timeout)
             lookup.fetched_from.update(sent)
         now, name = stack.runtime.clock(), lookup.request
         with stack.runtime.transaction() as cache, stack.runtime.lookup_counters.seconds.timed():

@@ -30,7 +30,7 @@ from longshore.layout import from_rows
 from longshore.metrics import FollowingCollector
 from longshore.runtime.commands import ControlledEngine, ControlledGroup
 from longshore.runtime.control import ControlServer
-from longshore.runtime.remote_fetch import bring
+from longshore.runtime.remote_fetch import fetch_and_wait
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import open_stack
 from longshore.tiers.base import Tier
@@ -315,7 +315,7 @@ class PrefixStore:
         """Append what the tiers have of `path` to `cache`; how many chunks that is, and the tick of the restore."""
         runtime, chunk_tokens, done = self._stack.runtime, self._chunk_tokens, path.start
         if probe_remote:
-            bring(runtime, path, path.start * chunk_tokens, chunk_tokens, self._config.load_timeout)
+            fetch_and_wait(runtime, path, path.start * chunk_tokens, chunk_tokens, self._config.load_timeout)
         runtime.lookup_counters.requests += tick is None
         runtime.lookup_counters.attempts += 1
         with runtime.transaction() as tiered_cache:

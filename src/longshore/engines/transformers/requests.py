@@ -99,7 +99,7 @@ class WaitingPrefetcher:
         is_probing = False
         if self._has_stores and REMOTE in lookup.hints.load:
             chunk_tokens = self._per_chunk * block_size
-            under_way = fetch(self._runtime, cache, path, context, chunk_tokens, ahead=True)
+            under_way = fetch(self._runtime, cache, path, context, chunk_tokens, for_prefetch=True)
             lookup.fetched_from.update(under_way.names)
             is_probing = bool(under_way.probes or under_way.jobs)
         keys, former = path.keys, lookup.kept
@@ -113,7 +113,7 @@ class WaitingPrefetcher:
         try:
             kept = self._keep(cache, lookup, path)
             if kept is not None:
-                worth = self._runtime.worth_loading(kept.lease, context, ahead=True)
+                worth = self._runtime.worth_loading(kept.lease, context, for_prefetch=True)
                 if worth < len(kept.keys):
                     self.end(cache, lookup)
                     less = path._replace(chunks=keys[: path.start + worth], prompt_tokens=None)

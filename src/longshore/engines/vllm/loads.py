@@ -46,7 +46,7 @@ from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, JobContext
 from longshore.engines.vllm.stores import NO_SLOTS
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.runtime.loop import Runtime
-from longshore.runtime.remote_fetch import fetch_timeout, worth_asking
+from longshore.runtime.remote_fetch import fetch_timeout, worth_probing
 
 if TYPE_CHECKING:
     from longshore.tiers.remote.peers import PeerTier
@@ -372,7 +372,7 @@ class RemoteFetches:
         mine = [ends[key] for key in absent if key[-GROUP_BYTES:] == group and ends[key] >= ends[first]]
         tokens = self._groups.tokens[self._groups.of(first)]
         # A chunk may be named before it is full.
-        return worth_asking(self._runtime, (mine[0] - 1) // tokens * tokens, len(mine)) if mine else []
+        return worth_probing(self._runtime, (mine[0] - 1) // tokens * tokens, len(mine)) if mine else []
 
     def _fetch(
         self,

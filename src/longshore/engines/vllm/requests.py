@@ -420,7 +420,7 @@ def position(key: OffloadKey, context: ReqContext) -> int:
 
 
 def has_more(keys: Sequence[OffloadKey], context: ReqContext) -> bool:
-    """Whether vLLM has named chunks behind `keys` in their KV cache group."""
+    """Whether vLLM has named chunks after `keys` in their KV cache group."""
     of_group = (key for key in reversed(known_keys(context)) if key[-GROUP_BYTES:] == keys[0][-GROUP_BYTES:])
     return bool(next(of_group, keys[-1]) != keys[-1])
 
