@@ -399,7 +399,7 @@ class HostSlots(Protocol):
 
     @property
     def slabs(self) -> Slabs:
-        """Numbering and image sizes of the slots, one behind the other from the start of the arena."""
+        """Numbering and image sizes of the slots, one after the other from the start of the arena."""
 
 
 class HostImages(NamedTuple):

@@ -337,7 +337,7 @@ class _Stage:
     """One of the two stages: its memory, the event after its last use, and what is still to be copied from it."""
 
     def __init__(self, host: torch.Tensor, device: torch.Tensor, ids: int) -> None:
-        """Both sides have room for twice `ids` numbers of blocks behind the bytes."""
+        """Both sides have room for twice `ids` numbers of blocks after the bytes."""
         self.host, self._host_ids = _apart(host, ids)
         self.device, self._device_ids = _apart(device, ids)
         self.last_use: StreamEvent | None = None
@@ -365,7 +365,7 @@ class _Stage:
 
 
 def _apart(memory: torch.Tensor, ids: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of a stage, and behind them two rows of `ids` int64."""
+    """The bytes of a stage, and after them two rows of `ids` int64."""
     end = memory.numel() - 16 * ids
     return memory[:end], memory[end:].view(torch.int64).view(2, ids)
 
