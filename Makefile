@@ -162,7 +162,7 @@ bench-file: $(VENV)/ready
 	$(BIN)/longshore bench file --dir $(DIR)
 
 # The figures of docs/eviction.md: eviction policies on traces in TRACES (Mooncake's format, *.jsonl), and on synthetic
-# traffic of every family. An hour on two cores with the four traces of that page; REQUESTS are those of each family.
+# traffic of every family. A quarter of an hour on two cores with the four traces of that page; REQUESTS are those of each family.
 TRACES   ?=
 REQUESTS ?= 2500
 eviction: $(VENV)/ready

@@ -16,12 +16,12 @@ from longshore.boundary import HOST, Items, Route, Section, Slabs, Slots, Status
 from longshore.errors import BenchError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import D2H, H2D, TransferEngine
+from longshore.transfer.copy_plan import plan_copy
 from longshore.transfer.device.cuda.device import CudaDevice
 from longshore.transfer.device.cuda.driver import CudaAccelerator, Driver
 from longshore.transfer.device.cuda.streams import WayChooser
 from longshore.transfer.device.torch_streams import Events, Fallbacks
 from longshore.transfer.pieces import PieceBuilder
-from longshore.transfer.plan import plan_copy
 
 _MOST_PAGES = 16_384  # of those that go one by one: each takes the driver a microsecond or more
 _LARGEST_IMAGE = 16 << 20

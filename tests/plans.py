@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from longshore.boundary import HOST, Section
 from longshore.layout.model import U64, KVLayout
+from longshore.transfer.copy_plan import plan_copy
 from longshore.transfer.pieces import PieceBuilder
-from longshore.transfer.plan import plan_copy
 
 
 class Copies(NamedTuple):

@@ -2,8 +2,8 @@
 
     control plane (longshore.cache)              data plane (longshore.transfer, longshore.tiers)
 
-        take_commands() ── Transfer, Probe, Cancel, Forget, Discard ──►  movers move bytes and report;
-        apply_results() ◄── TransferResult, ProbeResult ───────────────  they decide nothing
+        take_commands() ── Transfer, Probe, Cancel, Forget, Discard ──►   movers move bytes and report;
+        apply_results() ◄──────── TransferResult, ProbeResult ─────────   they decide nothing
 
 The types are plain, frozen, picklable data. Both planes import this module; it imports neither, and no torch.
 """

@@ -63,6 +63,8 @@ class Stage:
         """Chunks that a lookup has found in the host tier, which they do not leave in this step."""
         self.misses: Counter[MissReason] = Counter()
         self.hits: Counter[str] = Counter()
+        self.host_reads: set[int] = set()
+        """Jobs by which the host reads chunks itself: each is a hit or a miss in the end."""
         self.last_job = 0
         self.load_timeout = LOAD
         self.resident: dict[tuple[Key, str], Resident] = {}
@@ -256,6 +258,9 @@ class Stage:
                     self.secret -= {(*at, rank) for rank in range(self.setup.ranks)}
             elif job.told[i] is not Status.OK:
                 self.excuse(item.key)
+        if t.job in self.host_reads:
+            self.hits[HOST] += job.told.count(Status.OK)
+            self.misses.update(MissReason.of(status) for status in job.told if status is not Status.OK)
         self.give_blocks(job.blocks)
 
     def excuse(self, lost: Key) -> None:

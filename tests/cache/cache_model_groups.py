@@ -203,7 +203,7 @@ class Groups(Life):
             self.refused(CacheError, "load", {group: GroupKeys(keys)})
             return
         (loan,) = self.call("load", {group: GroupKeys(keys)}).jobs
-        self.hits[HOST] += len(keys)
+        self.host_reads.add(loan.job)
         assert list(loan.slots) == [self.resident[each, HOST].slot for each in keys]
         items = tuple(Item(each, None, slot, None) for each, slot in zip(keys, loan.slots, strict=True))
         self.note_host_job(

@@ -11,7 +11,7 @@ from depth import deep
 from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
-from longshore.cache.make_room import Evictor
+from longshore.cache.evictor import Evictor
 from longshore.trace.replay import keys_of
 from residents import residents_of
 from traffic import synthesize

@@ -13,8 +13,8 @@ from longshore.boundary import HOST, Key, Status, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Lease, TieredCache, TierSpec
 from longshore.cache.events import EventKind
 from longshore.cache.eviction import LRU, POLICIES, EvictionPolicy
+from longshore.cache.evictor import Evictor
 from longshore.cache.index import Index
-from longshore.cache.make_room import Evictor
 from longshore.cache.nodes import ROOT
 from longshore.cache.pool import SlotPool
 from longshore.errors import CacheError

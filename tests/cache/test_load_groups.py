@@ -223,9 +223,9 @@ def test_hits_count_for_the_tier_chunks_came_from(lends: bool) -> None:
     origins = dict.fromkeys([*PATHS[0][:3], *PATHS[1][:1], b"of another".ljust(32)], FILE)
     if lends:
         order = cache.load(wanted(*PATHS[:2]), origins=origins)
+        assert cache.counters.hits.total() == 0  # nothing was read
+        cache.apply_results([TransferResult(part.job, (Status.OK,) * part.chunks) for part in order.jobs], 0.0)
         assert cache.counters.hits == {HOST: len(PATHS[0]) + len(PATHS[1]) - 4, FILE: 4}
-        for part in order.jobs:
-            cache.release(part.job)
     else:
         found = cache.lookup(wanted(*PATHS), 0.0)
         assert found.lease is not None
@@ -238,6 +238,23 @@ def test_hits_count_for_the_tier_chunks_came_from(lends: bool) -> None:
         assert cache.counters.hits == {HOST: 9, FILE: 3}
     tokens = cache.settings.group(0)[1]
     assert cache.counters.hit_tokens == {HOST: 5 * tokens, FILE: 3 * tokens}  # of the first group alone
+
+
+def test_chunk_that_the_engine_did_not_read_is_a_miss_and_no_hit() -> None:
+    cache = grouped(*NAMES, host=64)
+    store(cache, 0, PATHS[0])
+    (part,) = cache.load({0: GroupKeys(PATHS[0])}).parts
+    count, before = len(PATHS[0]), cache.counters.misses.total()
+    failed = [Status.DEVICE_ERROR, *[Status.OK] * (count - 2), Status.CANCELLED]
+    cache.apply_results([TransferResult(part.job, tuple(failed))], 0.0)
+    assert cache.counters.hits == {HOST: count - 2}
+    assert cache.counters.hit_tokens == {HOST: (count - 2) * cache.settings.group(0)[1]}
+    misses = cache.counters.misses
+    assert (misses[MissReason.DEVICE_ERROR], misses[MissReason.CANCELLED], misses.total() - before) == (1, 1, 2)
+    assert cache.lookup({0: GroupKeys(PATHS[0])}, 0.0, independent=True).chunks == count  # host memory keeps them
+    (part,) = cache.load({0: GroupKeys(PATHS[0])}, count=False).parts
+    cache.apply_results([TransferResult(part.job, (Status.DEVICE_ERROR,) * count)], 0.0)
+    assert (cache.counters.hits.total(), cache.counters.misses.total() - before) == (count - 2, 2)
 
 
 def test_origin_that_is_no_tier_is_refused_unchanged() -> None:

@@ -18,7 +18,7 @@ from depth import deep
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import GroupKeys, TieredCache, TierSpec
 from longshore.cache.eviction import ARC, LRU, Gittins
-from longshore.cache.make_room import Evictor
+from longshore.cache.evictor import Evictor
 
 PATHS = [a + b * n for a in "abcdefghijklmnopqrstuvw" for b in "xy" for n in range(4)]
 

@@ -17,8 +17,8 @@ from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import PlanError
 from longshore.layout import KVLayout, axes_of_backend, from_axes, from_backend, group_from_axes
 from longshore.tiers.arena import Arena
+from longshore.transfer.copy_plan import plan_copy
 from longshore.transfer.device.base import copy_pieces
-from longshore.transfer.plan import plan_copy
 from plans import plan
 
 

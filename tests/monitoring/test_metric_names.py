@@ -17,7 +17,7 @@ from grafana_foundation_sdk.models.prometheus import Dataquery
 from longshore.cache import DropReason, MissReason
 from longshore.cache.types import Answer
 from longshore.monitoring import board, page, rules
-from longshore.monitoring.metric_table import METRICS, VALUES, MetricKind
+from longshore.monitoring.metric_names import METRICS, VALUES, MetricKind
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("golden_metrics.txt")

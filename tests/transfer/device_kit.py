@@ -10,9 +10,9 @@ from transfer_kit import Bytes, Pools
 
 from longshore.boundary import DEVICE, HOST, Item, Section, Slot
 from longshore.layout import KVLayout
+from longshore.transfer.copy_plan import CopyPlan, plan_copy, plan_copy_inside, zero_padding
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
 from longshore.transfer.pieces import CopyBatch
-from longshore.transfer.plan import CopyPlan, plan_copy, plan_copy_inside, zero_padding
 
 
 def between(

@@ -23,12 +23,12 @@ from longshore.boundary import DEVICE, HOST, Section, Status
 from longshore.errors import DeviceError, FreedLayoutError
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.transfer import D2H, H2D, TransferEngine
+from longshore.transfer.copy_plan import plan_copy
 from longshore.transfer.device.cuda.arguments import image_runs, pieces_of, staged, staged_pitch
 from longshore.transfer.device.cuda.calibration import Always, all_registered
 from longshore.transfer.device.cuda.driver import RELAXED
 from longshore.transfer.device.cuda.streams import RING_SLOTS, CopyShape, DescriptorBuffer, Way, take_ring
 from longshore.transfer.device.torch_streams import EVENTS, Fallbacks
-from longshore.transfer.plan import plan_copy
 
 WAYS = list(Way)
 

@@ -18,9 +18,9 @@ from depth import examples
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.errors import FreedLayoutError, PlanError
 from longshore.layout import KVGroup, KVLayout, PageRef, from_axes, from_rows
+from longshore.transfer.copy_plan import plan_copy
 from longshore.transfer.device.base import copy_pieces
 from longshore.transfer.pieces import PieceBuilder, Pieces, merge
-from longshore.transfer.plan import plan_copy
 from plans import Copies, plan
 
 

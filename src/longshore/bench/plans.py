@@ -22,8 +22,8 @@ import numpy.typing as npt
 from longshore.bench.harness import SEED, ArrayTensor, Case, Seconds, chosen, compare, duration, loops_within, timed
 from longshore.boundary import HOST, I64, Section
 from longshore.layout import KVGroup, KVLayout, PageRef
+from longshore.transfer.copy_plan import plan_copy
 from longshore.transfer.pieces import PieceBuilder, Pieces
-from longshore.transfer.plan import plan_copy
 
 REFERENCE = "numpy, reference by reference"
 

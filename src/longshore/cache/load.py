@@ -13,7 +13,6 @@ Where a prefetch that is waited for lacks clean room, it orders backups. Such pr
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -140,10 +139,11 @@ class Loader:
         is_first: bool,
         count: bool = True,
     ) -> tuple[int, int, Addresses]:
-        """Begin a job that reads `keys`, distinct chunks at the nodes `at`, ready in the warmest tier: a use, and hits.
+        """Begin a job that reads `keys`, distinct chunks at the nodes `at`, ready in the warmest tier: a use of each.
 
         The engine carries it out itself. Returns the job, their number, and the slots, which are not written before the
-        job has ended. `is_first`: they are of the first group. Unless `count`, it is neither a use nor hits.
+        job has ended. When it ends, each chunk is a hit or a miss. `is_first`: they are of the first group. Unless
+        `count`, it is neither a use, nor hits or misses.
         """
         state = self._state
         taken = i32_view(state.index.slot[0])[at]
@@ -155,9 +155,9 @@ class Loader:
                 state.windows.serve(at.tolist())
             state.set_request(tick)
             state.touch(at[::-1])
-            hits = Counter(origins_of(keys, [name] * len(keys), origins)) if origins else {name: len(keys)}
-            state.counters.count_hits(hits, hits if is_first else {}, self._transfers.settings.first_tokens)
-        self._transfers.order(job, keys, [None] * len(slots), TierSlots(0, slots), None, command=False)
+        record = self._transfers.order(job, keys, [None] * len(slots), TierSlots(0, slots), None, command=False)
+        if count:
+            record.sources, record.of_first = origins_of(keys, [name] * len(keys), origins), is_first
         return job, len(keys), Addresses(Slots(name, state.pools[0].pool_of(slots[0]), tuple(slots)))
 
     def _pin(self, path: Sequence[int]) -> tuple[list[int], list[int], int]:

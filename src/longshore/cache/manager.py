@@ -2,7 +2,7 @@
 
     lookup ─► Found ─► prefetch, load ─► progress ─► release    a prompt that was computed before
     store                                                       blocks that are complete, or about to be evicted
-    take_commands() ─► commands     apply_results(results) ◄─   the only input and output
+    take_commands() ─►              apply_results() ◄─          the only input and output
 
 Sans I/O: no torch, threads, clock or randomness. The same calls give the same log. Every method validates its arguments
 before it changes anything. `state` holds the state of the tiers, `transfers` the jobs in flight; `lookups`, `load`
@@ -28,12 +28,12 @@ from longshore.boundary import (
     StoredChunks,
     TransferResult,
 )
+from longshore.cache.adoption import Chunk, adopt
 from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import ReuseHint, check_reuse_hint
 from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import Leases, LookupCall, Lookups, check_start
 from longshore.cache.offload import Offloader
-from longshore.cache.recovery import Chunk, adopt
 from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_retention, seconds
 from longshore.cache.state import CacheState, Level

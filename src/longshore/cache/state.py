@@ -7,7 +7,7 @@ The modules above (`transfers`, `manager`) use these methods; each leaves all st
     fail, invalidate  a write failed, or a read found invalid bytes      any      -> FREE or DRAINING, descendants too
     end_reads         readers have ended; the last one frees the slot    DRAINING -> FREE
 
-A chunk is a node of the index, a copy is (node, tier), and jobs name slots. Evictions are in `make_room`.
+A chunk is a node of the index, a copy is (node, tier), and jobs name slots. Evictions are in `evictor`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from longshore.cache.priorities import Priorities, WindowMarks
 from longshore.cache.settings import CacheSettings
 from longshore.cache.types import Counters, MissReason, Run, SizeStats, TierStats
 from longshore.errors import CacheError
-from longshore.monitoring.metric_table import EVICTED_AGE_SECONDS
+from longshore.monitoring.metric_names import EVICTED_AGE_SECONDS
 
 _NOWHERE = 255
 """No tier has this number."""

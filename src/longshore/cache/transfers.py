@@ -42,8 +42,8 @@ from longshore.boundary import (
 )
 from longshore.cache.columns import as_i32, i32_view
 from longshore.cache.events import WEIGHTS, EventKind
+from longshore.cache.evictor import Evictor
 from longshore.cache.index import Index
-from longshore.cache.make_room import Evictor
 from longshore.cache.settings import CacheSettings
 from longshore.cache.state import CacheState, Pin
 from longshore.cache.types import DropReason, MissReason, Outcome
@@ -177,6 +177,7 @@ class Job:
 
     It is `commanded` unless the engine moves the bytes itself. `pending_ranks` are the ranks that have not reported,
     `waits` the waits of requests for its destination, by number; `tick` is the tick of the request that ordered it.
+    Of a read by the engine itself, `sources` are the tiers that its chunks, `of_first` group or not, are hits of.
     """
 
     transfer: Transfer
@@ -185,6 +186,8 @@ class Job:
     load: Load | None = None
     commanded: bool = True
     tick: int = 0
+    sources: Sequence[str] = ()
+    of_first: bool = False
     pending_ranks: set[int] = field(init=False)
     statuses: list[Status] = field(init=False)
     waits: dict[int, Wait] = field(init=False, default_factory=dict)
@@ -546,6 +549,8 @@ class Transfers:
             for slot, status in zip(slots, statuses, strict=True):
                 if status is not Status.OK:
                     self._fail(tier, slot, status, writing=writing)
+        if job.sources:
+            state.counters.count_reads(job.sources, statuses, self.settings.first_tokens if job.of_first else 0)
         if job.source is not None:
             self._end_reads(job.source, statuses, blame=not good and not writing)
         if job.destination is not None:

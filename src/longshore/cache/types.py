@@ -21,7 +21,7 @@ from longshore.cache.index import Residency
 from longshore.cache.partial import Partial, PromptTokens
 from longshore.cache.settings import Retention
 from longshore.errors import CacheError
-from longshore.monitoring.metric_table import (
+from longshore.monitoring.metric_names import (
     EVICTED_AGE_SECONDS,
     LOAD_SECONDS,
     LOOKUP_SECONDS,
@@ -369,6 +369,12 @@ class Counters:
     probes: dict[str, Counter[Answer]] = field(default_factory=dict)
     histograms: dict[str, dict[str, Histogram]] = field(default_factory=dict)
     internal_errors: int = 0
+
+    def count_reads(self, sources: Sequence[str], statuses: Sequence[Status], tokens: int) -> None:
+        """Count chunks that the engine has read itself, of `tokens` tokens each: hits, and misses by how they ended."""
+        hits = [tier for tier, status in zip(sources, statuses, strict=True) if status is Status.OK]
+        self.count_hits(hits, hits, tokens)
+        self.misses.update(MissReason.of(status) for status in statuses if status is not Status.OK)
 
     def count_hits(self, chunks: Sources, of_first: Sources, tokens: int) -> None:
         """Count chunks that were loaded; `of_first` are those of the first group, of `tokens` tokens each."""

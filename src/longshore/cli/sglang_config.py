@@ -32,7 +32,7 @@ def sglang_config(
     ] = None,
     check: Annotated[bool, typer.Option(help="Compare the size with the disk of this machine.")] = True,
 ) -> None:
-    """Print flags for `python -m sglang.launch_server`, quoted for a shell. Paths are made absolute.
+    """Print flags for `sglang serve`, quoted for a shell. Paths are made absolute.
 
     eval "sglang serve --model-path MODEL $(longshore sglang-config --file-path /nvme/longshore --file-size 1TiB)"
     """

@@ -1,7 +1,7 @@
 """`Runtime`: passes commands to movers in the order of `after`, collects the ranks' results, applies them to the cache.
 
-    cache ──take──► waiting ──(all of `after` ended)──► running ──poll──► cache.apply
-                       └── upstream failed, deadline, cancelled ──────────►┘
+    take_commands ──► waiting ──(all of `after` ended)──► running ──poll──► apply_results
+                         └── upstream failed, deadline, cancelled ──────────►┘
 
 Without a thread, calls make progress (`transaction`, `pump`, `wait...`). A `BackgroundLoop` makes progress in a thread
 as well, between an engine's steps. One lock guards the cache in both cases.

@@ -96,7 +96,7 @@ def fetch(
     for_prefetch: bool = False,
     is_agreed: bool = False,
 ) -> Fetch:
-    """`fetch_and_wait` without waiting, within `Runtime.transaction`. `for_prefetch` is as for the gate."""
+    """What `fetch_and_wait` does, without waiting, inside `Runtime.transaction`. `for_prefetch` is as for the gate."""
     found = _known_after(
         runtime, cache, path, context, chunk_tokens, probe=probe, for_prefetch=for_prefetch, is_agreed=is_agreed
     )

@@ -20,6 +20,7 @@ from typing import NamedTuple, cast
 from longshore.boundary import DEVICE, HOST, Route, Status, Transfer, TransferResult, Urgency
 from longshore.errors import LayoutError, PlanError, QueueFullError, TierClosedError
 from longshore.layout.model import KVLayout
+from longshore.transfer.copy_plan import CopyPlan, HostSlots, images_of, memory_of, plan_copy, plan_copy_inside
 from longshore.transfer.device.base import Device, DeviceEvent
 from longshore.transfer.ordering import (
     FAILED,
@@ -33,7 +34,6 @@ from longshore.transfer.ordering import (
     Threads,
     TierPool,
 )
-from longshore.transfer.plan import CopyPlan, HostSlots, images_of, memory_of, plan_copy, plan_copy_inside
 
 D2H = Route(DEVICE, HOST)
 H2D = Route(HOST, DEVICE)

@@ -42,9 +42,9 @@ import numpy.typing as npt
 
 from longshore.boundary import HOST, Status, Transfer, TransferResult, Urgency
 from longshore.errors import FreedLayoutError, log_seldom
+from longshore.transfer.copy_plan import CopyPlan, zero_padding
 from longshore.transfer.device.base import Copy, DeviceEvent, Stream
 from longshore.transfer.pieces import CopyBatch
-from longshore.transfer.plan import CopyPlan, zero_padding
 
 
 class TierPool(NamedTuple):

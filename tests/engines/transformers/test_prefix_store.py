@@ -21,6 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, LlamaConfig
 
 import longshore
+from longshore.boundary import FILE, HOST
+from longshore.cache.explain import Verdict, explain, read_events
 from longshore.config import Config
 from longshore.engines.transformers import PrefixStore
 from longshore.errors import CacheError, CopyTimeoutError, EngineError, TierClosedError, TierError
@@ -70,6 +72,23 @@ def test_what_goes_in_comes_out(model: Any, config: Config) -> None:
         assert store.restore_prefix([1, *tokens])[1] == 0
         _, part = store.restore_prefix(tokens[:100])
         assert part == 96
+
+
+def test_explain_tells_what_a_restore_found(model: Any, tmp_path: Path) -> None:
+    """Under the caller's name or `restore_N`, through a window smaller than the prefix, from both tiers."""
+    tokens, events = [int(t) for t in torch.randint(0, 256, (160,))], tmp_path / "events"
+    config = Config.make(host_size="16KiB", file_path=tmp_path / "kv", file_size="4MiB", events_path=events)
+    with PrefixStore(model, config, block_size=16, staging_blocks=4) as store:
+        store.store_prefix(tokens[:128], prefill(model, tokens))
+        assert store.restore_prefix([1, *tokens])[1] == 0
+        assert store.restore_prefix(tokens)[1] == 128
+        assert store.restore_prefix(tokens[:64], request="mine")[1] == 64
+    told = explain(read_events(events))
+    assert list(told) == ["restore_1", "restore_2", "mine"]
+    assert {chunk.verdict for chunk in told["restore_1"]} == {Verdict.NEVER_SEEN}
+    assert [chunk.verdict for chunk in told["restore_2"]] == 8 * [Verdict.FOUND] + 2 * [Verdict.NEVER_SEEN]
+    assert {chunk.tier for chunk in told["restore_2"][:8]} == {HOST, FILE}
+    assert [chunk.verdict for chunk in told["mine"]] == 4 * [Verdict.FOUND]
 
 
 def test_it_survives_a_restart_but_not_other_weights(model: Any, config: Config) -> None:

@@ -239,6 +239,25 @@ def test_a_request_whose_load_failed_gets_no_other(rigs: Any) -> None:
     assert rig.cache.jobs_in_flight == 0
 
 
+@pytest.mark.parametrize("step", ["_transfer", "submit"])
+def test_internal_error_of_a_worker_fails_its_load_alone(
+    rigs: Any, step: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would stop the engine if it were raised."""
+    rig, keys = rigs(), keys_of(2)
+    rig.store(keys, [1, 2], rig.request("writer", keys))
+    unlucky, worker = rig.request("unlucky", keys), rig.workers[0]
+    assert rig.lookup(keys, unlucky) == [HIT, HIT]
+    worker.reports_failures = True
+    with monkeypatch.context() as broken:
+        broken.setattr(worker if step == "_transfer" else worker.engine, step, lambda _: {}["of the test"])
+        rig.load(keys, [3, 4], unlucky)
+    assert worker.take_failed({0, 1, 2, 3}) == {1}
+    assert "internal error: transfer job" in caplog.text
+    assert rig.lookup(keys, rig.request("another", keys)) == [HIT, HIT]
+    assert rig.cache.jobs_in_flight == 0
+
+
 def test_start_warns_under_the_plain_connector(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(world=2)
     rig.close()

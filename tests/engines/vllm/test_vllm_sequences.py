@@ -15,7 +15,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.kv_offload.base import OffloadKey
 
-from longshore.cache.make_room import Evictor
+from longshore.cache.evictor import Evictor
 
 MOST_ONE_BY_ONE = 64
 """The largest batch that some part of the cache handles one by one: `nodes._MANY`."""

@@ -5,7 +5,9 @@ Red when a part that was ordered before a sleep is copied after it, and when wha
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.request import Request, RequestStatus
 from vllm_kit import Group, file_settings, keys_of
 
+from longshore.cache import MissReason
 from longshore.engines.vllm import tiers as tiers_module
 from longshore.runtime import stack
 
@@ -64,19 +67,70 @@ def wake(engine: Engine) -> None:
         worker.after_device_restore()
 
 
-def load_whole(engine: Engine) -> None:
-    request = engine.request(CHUNKS)
-    before = set(engine.failed)
+def begin(engine: Engine, request: Request) -> int:
+    """How many chunks are promised, once they are in host memory or the load streams."""
     for _ in range(200):
         found = engine.begin(request)
         if found:
             break
         engine.step()
-    assert found == CHUNKS
+    return found
+
+
+def load_whole(engine: Engine) -> None:
+    request = engine.request(CHUNKS)
+    before = set(engine.failed)
+    assert begin(engine, request) == CHUNKS
     finish_load(engine, request)
     assert engine.failed == before
     assert engine.wrong(request, CHUNKS) == 0
     engine.finish(request)
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        ("copy fails", "DEVICE_ERROR"),
+        ("weights change", "CANCELLED"),
+        ("sleep", "CANCELLED"),
+        ("files hang", "DEADLINE"),
+    ],
+)
+def test_chunks_of_a_failed_load_are_misses_by_cause_and_no_hits(
+    rigs: Any, tmp_path: Path, event: str, reason: str
+) -> None:
+    engine = make(rigs, tmp_path)
+    counters, workers = engine.rig.cache.counters, engine.rig.workers
+    chunks = CHUNKS if event == "files hang" else HOST_CHUNKS // 2
+    request, hits = engine.request(chunks), counters.hits.total()
+    assert begin(engine, request) == chunks
+    before = counters.misses.copy()
+    if event == "copy fails":
+        workers[1]._try = lambda part: False
+    elif event == "weights change":
+        engine.step(ranks=())
+        for rank, worker in enumerate(workers):
+            worker.reports.weights_changed(rank)
+    elif event == "sleep":
+        engine.step(ranks=())
+        sleep(engine)
+    child = engine.manager._tiers.file._supervisor.process.pid
+    if event == "files hang":
+        os.kill(child, signal.SIGSTOP)
+    try:
+        finish_load(engine, request)
+    finally:
+        os.kill(child, signal.SIGCONT)
+    wake(engine)
+    for _ in range(6):
+        engine.step()
+    missed = counters.misses - before
+    if event == "files hang":
+        assert counters.hits.total() - hits + missed.total() == chunks
+        assert set(missed) == {MissReason[reason]}
+    else:
+        assert missed == {MissReason[reason]: chunks}
+        assert counters.hits.total() == hits
 
 
 @pytest.mark.parametrize("keep", ["all", "file"])

@@ -89,6 +89,7 @@ class PrefixStore:
         self._lock = threading.RLock()
         """Guards the staging blocks: one call uses them at a time."""
         self._is_asleep = False
+        self._restores = 0
         self.collector = FollowingCollector()
         self._interrupted = False
         """Whether an exception interrupted a call; copies to the staging blocks may still run."""
@@ -223,10 +224,13 @@ class PrefixStore:
         self._wait_idle()
         return kept * self._chunk_tokens
 
-    def restore_prefix(self, tokens: Sequence[int], hints: Hints = None) -> tuple[DynamicCache, int]:
-        """A cache with the longest known prefix of `tokens`, exact to the bit, and its length in tokens (maybe 0).
+    def restore_prefix(
+        self, tokens: Sequence[int], hints: Hints = None, *, request: str | None = None
+    ) -> tuple[DynamicCache, int]:
+        """Returns a cache with the longest known prefix of `tokens`, exact to the bit, and its length in tokens.
 
         Uses `hints.load`, `ends`, `returns_in` and `kind`; without `hints`, those of `Config.request_hints`.
+        `request` is the name of this call in events, for `longshore explain`; `restore_1`, `restore_2`, ... by default.
         `generate()` must compute at least one token: pass all tokens but the last to restore as much as it can use.
         What a file has is read even where computing it would be faster: the setting `gate` is not asked. Raises
         `CopyTimeoutError` if copies do not end within `write_timeout`.
@@ -235,11 +239,13 @@ class PrefixStore:
         with self._exclusive() as awake:
             if not awake or not wanted.load:
                 return cache, 0
+            self._restores += 1
+            name = f"restore_{self._restores}" if request is None else request
             keys, probe_remote = self._keys(tokens), REMOTE in wanted.load and bool(self._stack.remote)
             self._stack.describe(keys, 0, tokens)
             while done < len(keys):
                 arrived, tick = self._restore_path(
-                    cache, GroupKeys(keys, done), tick, wanted, probe_remote=probe_remote
+                    cache, GroupKeys(keys, done), tick, wanted, name, probe_remote=probe_remote
                 )
                 done += arrived
                 if not (arrived and probe_remote):
@@ -310,7 +316,14 @@ class PrefixStore:
         return given if isinstance(given, RequestHints) else RequestHints.parse(given)
 
     def _restore_path(
-        self, cache: DynamicCache, path: GroupKeys, tick: int | None, hints: RequestHints, *, probe_remote: bool
+        self,
+        cache: DynamicCache,
+        path: GroupKeys,
+        tick: int | None,
+        hints: RequestHints,
+        request: str,
+        *,
+        probe_remote: bool,
     ) -> tuple[int, int | None]:
         """Append what the tiers have of `path` to `cache`; how many chunks that is, and the tick of the restore."""
         runtime, chunk_tokens, done = self._stack.runtime, self._chunk_tokens, path.start
@@ -321,7 +334,7 @@ class PrefixStore:
         with runtime.transaction() as tiered_cache:
             with runtime.lookup_counters.seconds.timed():
                 found = tiered_cache.lookup(
-                    {0: path}, runtime.clock(), tick=tick, reuse_hint=hints.reuse_hint, remote_tiers=()
+                    {0: path}, runtime.clock(), request=request, tick=tick, reuse_hint=hints.reuse_hint, remote_tiers=()
                 )
             if found.lease is None:
                 return 0, found.tick
@@ -331,7 +344,7 @@ class PrefixStore:
             states = self._empty_states((end - done) * chunk_tokens)
             while done < end:
                 part = GroupKeys(path.keys[: min(end, done + self._staging_blocks // self._blocks_per_chunk)], done)
-                arrived = self._restore_part(found, part)
+                arrived = self._restore_part(found, part, request)
                 self._unpack(states, (done - path.start) * chunk_tokens, arrived * self._blocks_per_chunk)
                 done += arrived
                 if done < len(part.keys):
@@ -346,19 +359,22 @@ class PrefixStore:
                 states[layer] = states[layer][:0]  # freed: `update` has copied it
         return done - path.start, found.tick
 
-    def _restore_part(self, found: Found, part: GroupKeys) -> int:
+    def _restore_part(self, found: Found, part: GroupKeys, request: str) -> int:
         """Load a `part` of what was found into the staging blocks; how many chunks arrived."""
         self._wait_idle()
         self._stack.transfer_engine.begin_step(None)
         blocks = range((len(part.keys) - part.start) * self._blocks_per_chunk)
         if len(part.keys) - part.start == found.chunks:  # all of it fits into the staging blocks
-            arrived = self._stack.load_path(found, part, blocks, self._add_job)
+            arrived = self._stack.load_path(found, part, blocks, self._add_job, request=request)
         else:
             with self._stack.runtime.transaction() as tiered_cache:
                 now = self._stack.runtime.clock()
-                lease = tiered_cache.lookup({0: part}, now, tick=found.tick, count=False, remote_tiers=()).lease
+                lease = tiered_cache.lookup(
+                    {0: part}, now, request=request, tick=found.tick, count=False, remote_tiers=()
+                ).lease
             try:
-                arrived = self._stack.load_path(found._replace(lease=lease), part, blocks, self._add_job)
+                found_part = found._replace(lease=lease)
+                arrived = self._stack.load_path(found_part, part, blocks, self._add_job, request=request)
             finally:
                 if lease is not None:
                     with self._stack.runtime.transaction() as tiered_cache:

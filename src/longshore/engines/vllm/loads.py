@@ -67,7 +67,7 @@ class StreamedLoad:
         rest: The chunks that were not lent, in order: our number of the group, and the key.
         lease: Keeps `rest` in some tier.
         fetch: On the first of `rest`, as many as are `fetched`: they are being brought up.
-        failed: Why a part has failed, or will not come; `None` for neither.
+        failed: Whether a part has failed, or will not come.
     """
 
     name: str
@@ -80,11 +80,11 @@ class StreamedLoad:
     lease: Lease | None = None
     fetch: Lease | None = None
     fetched: int = 0
-    failed: MissReason | None = None
+    failed: bool = False
 
 
 class Loads:
-    """The loads of one engine, one of each request at most. Whoever calls has the control of the cache."""
+    """The loads of one engine, one of each request at most. Calls are made inside a transaction of the runtime."""
 
     def __init__(self, jobs: JobContext, validity: BlockValidity) -> None:
         self._jobs = jobs
@@ -140,14 +140,13 @@ class Loads:
         streams = [load for load in self._loads.values() if load.rest]
         for load in streams:
             for ticket in [each for each in load.parts if self._reports.has_loaded(each.number)]:
-                if self._reports.has_failed(ticket.number):
-                    load.failed = MissReason.DEVICE_ERROR
+                load.failed |= self._reports.has_failed(ticket.number)
                 load.parts.remove(ticket)
                 self._jobs.end(ticket, cache)
             ahead, is_late = load.rest[:slots], load.fetch is not None and cache.progress(load.fetch).is_over
             ready, rest = _ready(cache, _by_group(ahead))
-            if load.failed is not None or (is_late and not ready):
-                self.stop(cache, load.name)
+            if load.failed or (is_late and not ready):
+                self.stop(cache, load.name, MissReason.AFTER_MISS if load.failed else MissReason.DEADLINE)
                 continue
             if ready:
                 del load.rest[: len(ahead) - len(rest)]
@@ -161,21 +160,23 @@ class Loads:
             elif load.fetch is None:
                 self._bring_up(cache, load, max(1, slots // 2 // len(streams)))
 
-    def stop(self, cache: TieredCache, name: str) -> None:
-        """No more is lent for `name`: the workers report the load as failed when they have read what they were lent."""
+    def stop(self, cache: TieredCache, name: str, reason: MissReason = MissReason.CANCELLED) -> None:
+        """No more is lent for `name`: the chunks that were not are misses, and the load has failed.
+
+        The workers report that when they have read what they were lent.
+        """
         load = self._loads.get(name)
         if load is not None and load.rest:
-            load.failed, load.rest = load.failed or MissReason.IO_ERROR, []
+            cache.counters.misses[reason] += len(load.rest)
+            load.failed, load.rest = True, []
             self._new_parts.append(JobPart(load.number, None))
             _release(cache, load)
 
-    def end(self, cache: TieredCache, name: str) -> tuple[list[Ticket], MissReason | None]:
-        """The workers have reported the load for `name`, or will in vain. Its open parts, and why it failed, if so."""
+    def end(self, cache: TieredCache, name: str) -> tuple[list[Ticket], bool]:
+        """The workers have reported the load for `name`, or will in vain. Its open parts, and whether it has failed."""
         self.stop(cache, name)
         load = self._loads.pop(name)
-        if any(self._reports.has_failed(ticket.number) for ticket in load.parts):
-            return load.parts, MissReason.DEVICE_ERROR
-        return load.parts, load.failed
+        return load.parts, load.failed or any(self._reports.has_failed(ticket.number) for ticket in load.parts)
 
     def end_all(self, cache: TieredCache) -> list[Ticket]:
         """End the loads of all requests; returns the tickets of open parts."""
@@ -200,7 +201,7 @@ class Loads:
             return
         load.fetch, load.fetched = _lease(cache, load, chunks), len(chunks)
         if load.fetch is None:
-            self.stop(cache, load.name)
+            self.stop(cache, load.name, MissReason.ABSENT)
         else:
             now, timeout = self._jobs.clock(), self._jobs.timeout
             cache.prefetch(load.fetch, now, policy=PrefetchPolicy.TIMEOUT, timeout=timeout)

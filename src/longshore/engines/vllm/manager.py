@@ -53,7 +53,7 @@ from longshore.engines.vllm.tiers import SchedulerTiers
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.errors import log_seldom
 from longshore.hints import RequestHints
-from longshore.monitoring.metric_table import LOOKUP_SECONDS
+from longshore.monitoring.metric_names import LOOKUP_SECONDS
 from longshore.runtime.containment import contained
 from longshore.runtime.control import ControlServer
 
@@ -117,7 +117,8 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 tiers.windows,
             )
         images = [size.image_bytes for size in host.sizes]
-        self._jobs = JobContext(self._groups, tiers.reports, self._runtime.clock, timeout, host.slots, images)
+        epoch, clock = lambda: self._validity.epoch, self._runtime.clock
+        self._jobs = JobContext(self._groups, tiers.reports, epoch, clock, timeout, host.slots, images)
         self._fetches = RemoteFetches(self._runtime, self._groups, tiers.peers) if tiers.stores else None
         self._loads = Loads(self._jobs, self._validity)
         self._stores = StoreJobs(self._jobs, self._validity, self._events, tiers.write_timeout)
@@ -177,7 +178,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         if request is not None and name in self._loads:
             with self._runtime.transaction() as cache:
                 parts, failed = self._loads.end(cache, name)
-                request.load_failed = failed or request.load_failed
+                request.load_failed |= failed
                 results = [result for ticket in parts for result in self._jobs.end(ticket, cache)]
                 if not request.streams:  # the seconds of a part include those between two steps
                     self._runtime.observe_loads(LOAD, results)
@@ -356,7 +357,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             return list(self._events.translate(cache))
 
     def is_coming(self, key: Key) -> bool:
-        """Whether a request computes a chunk, or it waits to be stored. In any thread that has control of the cache."""
+        """Whether a request computes a chunk, or it waits to be stored. In a transaction of the runtime."""
         return key in self._computes or key in self._stores.coming
 
     def flush(self, timeout: float) -> bool:
@@ -410,7 +411,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
             self._look_for_new_weights()
             self._tiers.sleeps.restore_host_memory()
         self._validity.used()
-        barred = bool(request.load_failed) or not self._validity.knows(request) or not request.hints.load
+        barred = request.load_failed or not self._validity.knows(request) or not request.hints.load
         barred |= self._tiers.reports.is_asleep() or not self._tiers.sleeps.has_memory
         request.asked_keys, request.streams = list(asked), False
         now = self._runtime.clock()
@@ -431,10 +432,9 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         self._asked.append(request)
         if barred:
             request.answers = dict.fromkeys(asked, MISS)
-            reason = request.load_failed or MissReason.ABSENT
-            if not request.counted and request.hints.load:
+            if not request.counted and not request.load_failed and request.hints.load:
                 with self._runtime.locked() as cache:
-                    cache.counters.misses[reason] += len(asked)
+                    cache.counters.misses[MissReason.ABSENT] += len(asked)
             request.counted = True
             return MISS
         found = request.residency.presences

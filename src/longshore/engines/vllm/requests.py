@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext
 
 from longshore.boundary import FILE, REMOTE, Key, Slots, Status, TransferResult
-from longshore.cache import GroupKeys, Lease, MissReason, Presence, Protection, Residency, TieredCache
+from longshore.cache import GroupKeys, Lease, Presence, Protection, Residency, TieredCache
 from longshore.errors import HintError
 from longshore.hints import RequestHints
 from longshore.runtime.rank_reports import RankReports
@@ -136,7 +136,7 @@ class RequestState:
         stale: The same at the last reset, after which vLLM offers them again: of groups that slide, it may have given
             the blocks of these chunks to others since.
         windows: Of each group that slides, by our number, the chunks of its last window that were offered.
-        load_failed: Why a load for it has failed; it gets no other, because that might fail again and again.
+        load_failed: A load for it has failed; it gets no other, because that might fail again and again.
         is_finishing: Its next offer of chunks is the last one.
         finished: vLLM has finished it.
         counted: Its misses have been counted.
@@ -169,7 +169,7 @@ class RequestState:
     offered: int = 0
     stale: int = -1
     windows: dict[int, list[OffloadKey]] = field(default_factory=dict)
-    load_failed: MissReason | None = None
+    load_failed: bool = False
     is_finishing: bool = False
     finished: bool = False
     counted: bool = False
@@ -249,10 +249,12 @@ class Ticket:
     """Slots that the workers fill, or read: the cache's `jobs`, with the slots of each. Its number is used once.
 
     `lora` and `adapter` are as in `RequestState`. One that is `void` is from before a reset: it publishes nothing.
+    `epoch`: how often weights had changed, and device memory had gone or come back, when it was made.
     """
 
     number: int
     since: float
+    epoch: tuple[int, int]
     lora: Any = None
     adapter: bytes = b""
     jobs: list[tuple[int, Slots]] = field(default_factory=list)
@@ -272,6 +274,7 @@ class JobContext:
     Attributes:
         groups: Its KV cache groups.
         reports: Where ranks report what they have copied.
+        epoch: How often weights had changed when the manager last looked, and device memory has gone or come back.
         clock: In seconds.
         timeout: Seconds for which a request waits for chunks, or offers chunks again.
         slots: Slots of host memory.
@@ -280,6 +283,7 @@ class JobContext:
 
     groups: ChunkGroups
     reports: RankReports
+    epoch: Callable[[], tuple[int, int]]
     clock: Callable[[], float]
     timeout: float
     slots: int
@@ -288,23 +292,24 @@ class JobContext:
 
     def ticket(self) -> Ticket:
         """A new ticket."""
-        return Ticket(next(self._numbers), self.clock())
+        return Ticket(next(self._numbers), self.clock(), self.epoch())
 
     def end(self, ticket: Ticket, cache: TieredCache, good: Sequence[bool] = ()) -> list[TransferResult]:
         """Tell the cache that all jobs of `ticket` have ended, and in which slots well, in order; none stands for all.
 
         In none, if a rank has reported a load as failed: the device has not got its chunks, which stay in host memory.
-        Returns the results.
+        Ranks refuse loads of before a change of weights or of device memory, which cancels these. Returns the results.
         """
         if not good and self.reports.has_failed(ticket.number):
             good = (False,) * len(ticket.slots)
-            cache.counters.misses[MissReason.DEVICE_ERROR] += len(good)
+        is_outdated = ticket.epoch != (self.reports.weight_changes, self.reports.sleep_changes)
+        failure = Status.CANCELLED if is_outdated else Status.DEVICE_ERROR
         now, said, results = self.clock(), iter(good), []
         for job, run in ticket.jobs:
             if all(good):
                 statuses = (OK,) * len(run.indices)
             else:
-                statuses = tuple(OK if next(said) else Status.DEVICE_ERROR for _ in run.indices)
+                statuses = tuple(OK if next(said) else failure for _ in run.indices)
             nbytes = statuses.count(OK) * self.image_bytes[run.pool]
             results.append(TransferResult(job, statuses, nbytes, (now - ticket.since) / len(ticket.jobs)))
         cache.apply_results(results, now)

@@ -39,7 +39,7 @@ from longshore.boundary import (
 )
 from longshore.engines.vllm.changes import AdapterWatch, WeightWatch, report_adapter
 from longshore.engines.vllm.rendezvous import TIMEOUT
-from longshore.errors import EngineError, LongshoreError, TierError
+from longshore.errors import EngineError, LongshoreError, TierError, log_seldom
 from longshore.runtime.rank_reports import RankReports
 from longshore.runtime.stack import take_back
 from longshore.tiers.arena import Arena
@@ -296,11 +296,7 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         if self._asleep or self.arena.is_given_back or self._is_outdated(part) or job.over:
             self._end_badly(part)
             return
-        try:
-            part.transfer = self._transfer(part)
-        except LongshoreError as error:
-            _log.error("transfer job %d could not be planned, its blocks are not copied: %s", part.spec.job, error)
-        if part.transfer is None or not part.transfer.items or not self._try(part):
+        if not self._try(part):
             self._end_badly(part)
 
     def _is_outdated(self, part: _PartUnderWay) -> bool:
@@ -308,16 +304,20 @@ class LongshoreWorker(OffloadingWorker):  # type: ignore[misc]
         return (self.reports.weight_changes, self.reports.sleep_changes) != part.spec.epoch
 
     def _try(self, part: _PartUnderWay) -> bool:
-        """Submit the transfer of `part`; returns whether the engine accepted it."""
+        """Submit the transfer of `part`; returns whether the engine accepted it. An error ends this part alone."""
         if self._asleep:
             return False
         try:
-            self.engine.submit(cast(Transfer, part.transfer))
+            part.transfer = part.transfer or self._transfer(part)
+            if not part.transfer.items:
+                return False
+            self.engine.submit(part.transfer)
         except LongshoreError as error:
-            _log.error(
-                "transfer job %d was refused by the transfer engine, its blocks are not copied: %s",
-                part.spec.job,
-                error,
+            _log.error("transfer job %d was refused, its blocks are not copied: %s", part.spec.job, error)
+            return False
+        except Exception:  # noqa: BLE001 - a bug: vLLM would stop the engine
+            log_seldom(
+                _log, "internal error: transfer job %d failed, its blocks are not copied; report this", part.spec.job
             )
             return False
         self._jobs[part.spec.job] = part

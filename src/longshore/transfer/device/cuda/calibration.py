@@ -24,11 +24,11 @@ import numpy.typing as npt
 
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.layout.model import KVGroup, KVLayout, PageRef
+from longshore.transfer.copy_plan import plan_copy
 from longshore.transfer.device.cuda.driver import RELAXED
 from longshore.transfer.device.cuda.streams import CopyShape, CopyStreams, CudaResources, CudaStream, Way
 from longshore.transfer.device.torch_streams import StreamCopy
 from longshore.transfer.pieces import CopyBatch
-from longshore.transfer.plan import plan_copy
 
 _FORMAT = 3
 _UNKNOWN = "unknown"
