@@ -215,8 +215,8 @@ class References:
             into=route.destination,
             host_address=pages.host.address,
             host_bytes=pages.host.nbytes,
-        ).whole
-        merged = PieceBuilder().describe(batch)
+        ).batch
+        merged = PieceBuilder().build(batch)
         counts = merged.size // np.uint64(pages.page_bytes)
         before = np.repeat(np.cumsum(counts) - counts, counts.astype(np.int64))
         within = (np.arange(int(counts.sum()), dtype=np.uint64) - before) * np.uint64(pages.page_bytes)

@@ -27,6 +27,6 @@ def plan(
     any_order: bool = True,
     **options: Any,
 ) -> Copies:
-    whole = plan_copy(layout, sections, images, into=into, **options).whole
-    device, host, size = (planner or PieceBuilder()).describe(whole, any_order=any_order)
+    whole = plan_copy(layout, sections, images, into=into, **options).batch
+    device, host, size = (planner or PieceBuilder()).build(whole, any_order=any_order)
     return Copies(device, host, size) if into == HOST else Copies(host, device, size)

@@ -21,10 +21,10 @@ class Resident(NamedTuple):
 def residents_of(cache: TieredCache) -> list[Resident]:
     """Every chunk that is ready or being filled, once for each tier that it is in."""
     state, index = cache._state, cache._state.index
-    nodes = index.entered().tolist()
+    nodes = index.all_nodes().tolist()
     return [
         Resident(index.key[node], before, Slot(level.name, pool.pool_of(slot), slot), STATES[pool.state[slot]])
-        for node, before in zip(nodes, index.before(nodes), strict=True)
+        for node, before in zip(nodes, index.parent_keys(nodes), strict=True)
         for level, pool, slots in zip(state.levels, state.pools, index.slot, strict=True)
         if (slot := slots[node]) >= 0
     ]

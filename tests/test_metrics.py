@@ -7,7 +7,7 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
 from longshore.boundary import Route, Slabs, Status
-from longshore.cache import CacheSettings, DropReason, GroupKeys, MissReason, TieredCache, TierSpec, Until
+from longshore.cache import CacheSettings, DropReason, GroupKeys, MissReason, Protection, TieredCache, TierSpec
 from longshore.errors import CacheError
 from longshore.layout import from_rows
 from longshore.metrics import LongshoreCollector
@@ -67,7 +67,7 @@ def test_metrics_are_the_counters_of_the_control_plane() -> None:
     mover.end(Status.OK, Status.IO_ERROR)
     runtime.pump()
     with runtime.transaction() as cache:
-        cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, count=False)
+        cache.lookup({0: GroupKeys(PATH)}, 0.0, protect=Protection.STEP, count=False)
         assert cache.protected == 1
     assert found.get_sample_value("longshore_leases") == 0
     with runtime.transaction() as cache:
@@ -180,7 +180,7 @@ def test_a_repeated_lookup_is_counted_when_requested() -> None:
         for _ in range(5):
             cache.lookup({0: GroupKeys(PATH)}, 0.0, count=False)
         assert found.get_sample_value("longshore_miss_chunks_total", {"reason": "absent"}) == 0
-        cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.NOTHING, request="mine")
+        cache.lookup({0: GroupKeys(PATH)}, 0.0, protect=Protection.NONE, request="mine")
     assert found.get_sample_value("longshore_miss_chunks_total", {"reason": "absent"}) == len(PATH)
 
 

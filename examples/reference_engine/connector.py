@@ -131,23 +131,23 @@ class Tiers(NoTiers):
         filled = [block for each in blocks.values() for block in each]
         with self.stack.runtime.transaction() as cache:
             order = cache.load(lease, blocks, by_layer=self.by_layer)
-            for part in order.parts:
+            for part in order.jobs:
                 self._guard.add(part.job, filled)
-        job = order.parts[0].job if order.parts else 0
+        job = order.jobs[0].job if order.jobs else 0
         return PendingLoad(self, filled, job, lease)
 
     def copy(self, group: int, source: int, block: int, tokens: int) -> PendingCopy | None:
         """A transfer inside the device pool; if `source` is in flight, the copy waits for it."""
         slot = Slot(DEVICE, self.stack.layout.pools[group], source)
         with self.stack.runtime.transaction() as cache:
-            job = cache.load({group: DeviceCopy([slot], tokens)}, {group: [block]}).parts[0].job
+            job = cache.load({group: DeviceCopy([slot], tokens)}, {group: [block]}).jobs[0].job
             self._guard.add(job, (source, block))
         return PendingCopy(self, [block], job)
 
     def store(self, group: int, path: Sequence[Key], blocks: Sequence[int], first: int, text: PromptTokens) -> set[int]:
         """Offload the blocks that no tier has. The guard keeps them until they have been read."""
         with self.stack.runtime.transaction() as cache:
-            offload = cache.store({group: GroupKeys(path, first, text=text)}, {group: blocks})[group]
+            offload = cache.store({group: GroupKeys(path, first, prompt_tokens=text)}, {group: blocks})[group]
             if offload.job is not None:
                 self._guard.add(offload.job, [blocks[position - first] for position in offload.positions])
         return set(range(first, len(path))).difference(offload.known)

@@ -247,7 +247,7 @@ class Engine:
             ]
             beside = {source.parent: [(source.key, source.tokens)] for source in sources}
         text = PromptTokens(request.tokens[:most], self._roots[group], beside)
-        return GroupKeys(keys, device=[key in self.pool.index for key in keys], text=text)
+        return GroupKeys(keys, device=[key in self.pool.index for key in keys], prompt_tokens=text)
 
     def _fill(self, request: Request, found: Found, parts: Sequence[_Part]) -> list[PendingCopy]:
         """Have the tables of `request` filled with what was found: by one load, and copies inside the device."""

@@ -28,7 +28,7 @@ DEVICE = "device"
 HOST = "host"
 FILE = "file"
 PEERS = "peers"
-"""Name of the tier of other replicas that requests name."""
+"""Name of the tier that reads from other replicas, which requests name."""
 REMOTE = "remote"
 """The first store that replicas share; the next are `remote-2` and so on."""
 
@@ -347,9 +347,9 @@ class Status(enum.Enum):
     NO_SPACE = "no_space"  # the medium is full
     DEADLINE = "deadline"  # not begun or not completed in time
     CANCELLED = "cancelled"  # cancelled by the requester
-    TIER_OFF = "tier_off"  # the tier is closed or disabled
-    UNAVAILABLE = "unavailable"  # no tier host runs, its disk stalls, or a breaker is open; the source is still valid
-    EXPIRED = "expired"  # a remote tier does not have the chunk
+    TIER_OFF = "tier_off"  # the tier is closed or disabled: permanent, for this process
+    UNAVAILABLE = "unavailable"  # temporary: no tier host, a stalled disk, an open breaker; the source is still valid
+    EXPIRED = "expired"  # a remote tier does not have the chunk: not found, or not any more
     QUEUE_FULL = "queue_full"  # a bounded queue was full; nothing was started
 
     @property

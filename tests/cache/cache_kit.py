@@ -21,11 +21,11 @@ from longshore.cache import (
     Found,
     GroupKeys,
     PromptTokens,
+    Protection,
     Residency,
     StoreOrder,
     TieredCache,
     TierSpec,
-    Until,
     WritePolicy,
     WriteRule,
 )
@@ -183,13 +183,13 @@ class Setup(NamedTuple):
 
 def lookup(cache: TieredCache, keys: Sequence[Key], now: float, first: int = 0, **how: Any) -> Found:
     """`TieredCache.lookup` of one path."""
-    path = {name: how.pop(name) for name in ("text",) if name in how}
+    path = {name: how.pop(name) for name in ("prompt_tokens",) if name in how}
     return cache.lookup({how.pop("group", 0): GroupKeys(keys, first, **path)}, now, **how)
 
 
-def residency(cache: TieredCache, keys: Sequence[Key], until: Until = Until.NOTHING, **how: Any) -> Residency:
+def residency(cache: TieredCache, keys: Sequence[Key], until: Protection = Protection.NONE, **how: Any) -> Residency:
     """`TieredCache.lookup` of single chunks: where each of them is."""
-    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=until, independent=True, **how).residency[0]
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, protect=until, independent=True, **how).residency[0]
 
 
 def store(
@@ -197,7 +197,7 @@ def store(
 ) -> StoreOrder:
     """`TieredCache.store` of one path; without `blocks` the host moves the bytes."""
     group = how.pop("group", 0)
-    path = {name: how.pop(name) for name in ("text", "prompt", "retention") if name in how}
+    path = {name: how.pop(name) for name in ("prompt_tokens", "prompt_end", "retention") if name in how}
     order = cache.store({group: GroupKeys(keys, first, **path)}, None if blocks is None else {group: blocks}, **how)
     return order[group]
 

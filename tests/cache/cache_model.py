@@ -22,10 +22,10 @@ from residents import residents_of
 class World(Reading, Storing):
     """One cache under test, the movers below it, and the model beside it."""
 
-    def stored(self, *paths: str, evicting: bool = False) -> Self:
+    def stored(self, *paths: str, last_chance: bool = False) -> Self:
         """Store each of `paths`, one after the other, until all copies that follow have ended."""
         for path in paths:
-            self.store(path, 0, evicting)
+            self.store(path, 0, last_chance)
             self.settle_all()
         return self
 
@@ -69,7 +69,7 @@ class World(Reading, Storing):
         self.settle()
 
     def flush(self) -> bool:
-        done = self.call("flush")
+        done = self.call("back_up_all")
         self.settle()
         assert done == (not self.jobs)
         return bool(done)

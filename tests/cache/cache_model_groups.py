@@ -112,9 +112,9 @@ class Groups(Life):
         model.has_load, model.blocks = True, mine
         self.loads.append(model)
         self.carry()
-        if answer.parts:
-            assert [part.chunks for part in answer.parts] == [len(model.keys)]
-            model.parts, model.sources = [self.jobs[answer.parts[0].job]], sources
+        if answer.jobs:
+            assert [part.chunks for part in answer.jobs] == [len(model.keys)]
+            model.parts, model.sources = [self.jobs[answer.jobs[0].job]], sources
             self.check_sections(model.parts[0].transfer, model.keys, mine, by_layer)
         else:
             cold = [each for each in model.keys if (each, HOST) not in before]
@@ -132,16 +132,18 @@ class Groups(Life):
 
     # ------------------------------------------------------------------ chunks that stand alone
 
-    def store_alone(self, path: str, group: int, first: int, evicting: bool) -> None:
+    def store_alone(self, path: str, group: int, first: int, last_chance: bool) -> None:
         """Chunks of a group that stand alone are complete: each is stored for itself, the last window first."""
         keys, per_chunk = chunks(path, group), self.setup.per_chunk
         blocks = self.take_blocks((len(keys) - first) * per_chunk)
         if not blocks:
             return
         self.compute(keys[first:], blocks)
-        wanted = self.setup.offload != "write_back" or evicting
+        wanted = self.setup.offload != "write_back" or last_chance
         fresh, drops, free = self.fresh(keys, first), self.drops(), self.free(HOST)
-        offload = self.call("store", {group: GroupKeys(keys, first)}, {group: tuple(blocks)}, evicting=evicting)[group]
+        offload = self.call("store", {group: GroupKeys(keys, first)}, {group: tuple(blocks)}, last_chance=last_chance)[
+            group
+        ]
         if wanted:
             self.check_alone(keys, first, fresh, offload, self.drops() - drops, free)
         else:
@@ -200,7 +202,7 @@ class Groups(Life):
         if not keys or not warm:
             self.refused(CacheError, "load", {group: GroupKeys(keys)})
             return
-        (loan,) = self.call("load", {group: GroupKeys(keys)}).parts
+        (loan,) = self.call("load", {group: GroupKeys(keys)}).jobs
         self.host_reads.add(loan.job)
         assert list(loan.slots) == [self.resident[each, HOST].slot for each in keys]
         items = tuple(Item(each, None, slot, None) for each, slot in zip(keys, loan.slots, strict=True))

@@ -41,7 +41,7 @@ class Life(World):
             return
         blocks = self.take_blocks(2 * count)
         sources = [Slot(DEVICE, 0, block) for block in blocks[:count]]
-        job = self.call("load", {0: DeviceCopy(sources, 3)}, {0: tuple(blocks[count:])}).parts[0].job
+        job = self.call("load", {0: DeviceCopy(sources, 3)}, {0: tuple(blocks[count:])}).jobs[0].job
         self.carry()
         self.jobs[job].blocks = blocks
         assert self.jobs[job].transfer.sections[0].blocks == tuple(blocks[count:])

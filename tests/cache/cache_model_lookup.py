@@ -10,7 +10,7 @@ from cache_model_leases import ModelHold
 from cache_model_remote import Remote
 
 from longshore.boundary import HOST, Key, Urgency
-from longshore.cache import Found, GroupKeys, Lease, LoadOrder, MissReason, PrefetchPolicy, Progress, Until
+from longshore.cache import Found, GroupKeys, Lease, LoadOrder, MissReason, PrefetchPolicy, Progress, Protection
 
 
 class Reading(Remote):
@@ -34,7 +34,7 @@ class Reading(Remote):
         found: Found = self.call("lookup", path, self.now, request=request, count=False)
         assert self.cache.counters.misses == before
         assert (found.chunks, found.remote) == (end - start, self.miss(keys, end))
-        self.call("lookup", path, self.now, until=Until.NOTHING, request=request)
+        self.call("lookup", path, self.now, protect=Protection.NONE, request=request)
         return self.looked_up(found, ModelHold(keys[start:end], request, start=start))
 
     def lookup_text(self, path: str, start: int, request: str | None) -> Lease | None:
@@ -42,7 +42,7 @@ class Reading(Remote):
         keys, text = chunks(path), text_of(path, self.setup.per_chunk)
         end = self.ready_end(keys, start)
         remote, alike = self.miss(keys, end), self.alike(keys, end)
-        found: Found = self.call("lookup", {0: GroupKeys(keys, start, text=text)}, self.now, request=request)
+        found: Found = self.call("lookup", {0: GroupKeys(keys, start, prompt_tokens=text)}, self.now, request=request)
         assert (found.chunks, found.remote) == (end - start, remote)
         assert (found.partial is None) == (not alike)
         held = keys[start:end]
@@ -92,7 +92,7 @@ class Reading(Remote):
         """Where each of `keys` is, and the answer for the last."""
         answer = ""
         asked = {0: GroupKeys(keys)}
-        found: Found = self.call("lookup", asked, self.now, until=Until.STEP, independent=True)
+        found: Found = self.call("lookup", asked, self.now, protect=Protection.STEP, independent=True)
         for of, presence in zip(keys, found.residency[0].presences, strict=True):
             answer = str(presence.value)
             if self.is_readable(of):
@@ -118,7 +118,7 @@ class Reading(Remote):
         self.load_timeout = timeout or LOAD
         model.deadline = self.now + self.load_timeout
         answer: LoadOrder = self.call("load", hold, {0: tuple(blocks)}, skip=skip, timeout=timeout)
-        assert answer.chunks == sum(part.chunks for part in answer.parts) <= leading
+        assert answer.chunks == sum(part.chunks for part in answer.jobs) <= leading
         for each in keys[answer.chunks : leading]:
             model.cut.append(MissReason.AFTER_MISS if (each, HOST) in before else MissReason.NO_ROOM)
         model.cut += [self.reason(each) for each in keys[leading:]]
@@ -128,8 +128,8 @@ class Reading(Remote):
         model.sources = sources[: answer.chunks]
         self.loads.append(model)
         self.carry()
-        model.parts = [self.jobs[part.job] for part in answer.parts]
-        for part, job in zip(answer.parts, model.parts, strict=True):
+        model.parts = [self.jobs[part.job] for part in answer.jobs]
+        for part, job in zip(answer.jobs, model.parts, strict=True):
             assert len(job.transfer.items) == part.chunks
         assert [i.key for job in model.parts for i in job.transfer.items] == keys[: answer.chunks]
         used = [b for job in model.parts for s in job.transfer.sections for b in s.blocks]

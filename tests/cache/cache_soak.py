@@ -27,12 +27,12 @@ from longshore.cache import (
     Lease,
     PrefetchPolicy,
     Presence,
+    Protection,
     Retention,
     ReuseHint,
     StoreOrder,
     TieredCache,
     TierSpec,
-    Until,
     WritePolicy,
 )
 from longshore.cache.eviction import POLICIES, Gittins
@@ -163,8 +163,8 @@ class Storm:
             keys = self.keys(self.path(), group)
             begin = draw.choice((0, draw.randrange(len(keys))))
         patient = begin > 0 and self.is_known(keys[begin - 1]) and draw.random() < 0.8
-        offload = self.cache.store({group: GroupKeys(keys, begin)}, patient=patient)[group]
-        if offload.again:
+        offload = self.cache.store({group: GroupKeys(keys, begin)}, wait_for_room=patient)[group]
+        if offload.retry:
             self.refused = group, keys, begin
             self.again += 1
         self.note_host_store(offload)
@@ -183,7 +183,7 @@ class Storm:
 
     def is_known(self, key: Key) -> bool:
         """Whether some tier has `key`, or is getting it."""
-        found = self.cache.lookup({0: GroupKeys([key])}, self.now, until=Until.NOTHING, independent=True)
+        found = self.cache.lookup({0: GroupKeys([key])}, self.now, protect=Protection.NONE, independent=True)
         return found.residency[0].presences[0] is not Presence.ABSENT
 
     def note_host_store(self, order: StoreOrder) -> None:
@@ -201,8 +201,8 @@ class Storm:
 
     def store_blocks(self) -> None:
         path = self.path()
-        evicting = self.draw.random() < 0.5
-        self.cache.store({0: GroupKeys(self.keys(path))}, {0: range(len(path))}, evicting=evicting)
+        last_chance = self.draw.random() < 0.5
+        self.cache.store({0: GroupKeys(self.keys(path))}, {0: range(len(path))}, last_chance=last_chance)
 
     def lookup_and_load(self) -> None:
         """A prompt that returns, in the manner of engines that tell paths."""
@@ -220,7 +220,9 @@ class Storm:
     def seen(self, keys: list[Key]) -> Sequence[Presence]:
         """Where each of `keys` is, which stays so until the step ends."""
         return (
-            self.cache.lookup({0: GroupKeys(keys)}, self.now, until=Until.STEP, independent=True).residency[0].presences
+            self.cache.lookup({0: GroupKeys(keys)}, self.now, protect=Protection.STEP, independent=True)
+            .residency[0]
+            .presences
         )
 
     def ready(self, wanted: tuple[Presence, ...]) -> tuple[list[Key], int]:
@@ -243,7 +245,7 @@ class Storm:
     def load_by_host(self) -> None:
         keys, group = self.ready((Presence.READY,))
         if keys:
-            (part,) = self.cache.load({group: GroupKeys(keys)}).parts
+            (part,) = self.cache.load({group: GroupKeys(keys)}).jobs
             self.jobs[part.job] = len(keys)
             self.host_jobs.add(part.job)
 
@@ -282,7 +284,7 @@ class Storm:
             case 0:
                 self.cache.reset(keep=names[self.draw.randint(1, len(names)) :])
             case 1:
-                self.cache.flush()
+                self.cache.back_up_all()
             case 4:
                 self.end()
             case 5:
@@ -311,7 +313,7 @@ class Storm:
             self.jobs.update(
                 {each.job: len(each.items) for each in cache.take_commands() if isinstance(each, Transfer)}
             )
-            if cache.flush() and not self.jobs:
+            if cache.back_up_all() and not self.jobs:
                 break
             self.jobs.update(
                 {each.job: len(each.items) for each in cache.take_commands() if isinstance(each, Transfer)}
@@ -327,7 +329,7 @@ class Storm:
         for stats in cache.stats():
             if stats.used != stats.ready:
                 raise AssertionError(f"{stats}: a slot is neither free nor ready")
-        waiting, index = store.index.waiting, store.index
+        waiting, index = store.index.orphans_by_parent, store.index
         for key, orphans in waiting.items():
             above = index.get(key)
             if above and any(index.coldest_tier(each) <= index.coldest_tier(above) for each in orphans):

@@ -61,7 +61,7 @@ class Tiers:
 
     def flush(self) -> None:
         for _ in range(99):
-            if self.cache.flush():
+            if self.cache.back_up_all():
                 return
             self.move()
         pytest.fail("a flush never ends")

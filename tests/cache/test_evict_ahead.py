@@ -55,7 +55,7 @@ def test_evictions_from_the_last_tier_are_told_from_others() -> None:
     cache = TieredCache([TierSpec(HOST, 4, 64, LRU), TierSpec(FILE, 6, 64, LRU)], CacheSettings())
     for name in range(12):
         store(cache, name, 2)
-        cache.flush()
+        cache.back_up_all()
         settle(cache)
     cache.check_integrity()
     counters = cache.counters

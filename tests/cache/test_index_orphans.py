@@ -15,11 +15,11 @@ from longshore.cache import (
     GroupKeys,
     MissReason,
     Presence,
+    Protection,
     Retention,
     ReuseHint,
     TieredCache,
     TierSpec,
-    Until,
     WritePolicy,
 )
 from longshore.cache.eviction import LRU, POLICIES, Gittins
@@ -44,7 +44,7 @@ def put(cache: TieredCache, path: list[Key], first: int = 0, **how: Any) -> list
 
 
 def found(cache: TieredCache, path: list[Key], first: int = 0) -> int:
-    return cache.lookup({0: GroupKeys(path, first)}, 0.0, until=Until.NOTHING).chunks
+    return cache.lookup({0: GroupKeys(path, first)}, 0.0, protect=Protection.NONE).chunks
 
 
 def host(cache: TieredCache) -> set[Key]:
@@ -76,7 +76,7 @@ def test_an_orphan_is_loaded_with_what_is_behind_it() -> None:
 def test_single_chunk_is_found_and_leased_whatever_precedes_it() -> None:
     cache = made()
     put(cache, PATH, 2)
-    (residency,) = cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, independent=True).residency.values()
+    (residency,) = cache.lookup({0: GroupKeys(PATH)}, 0.0, protect=Protection.STEP, independent=True).residency.values()
     assert residency.presences == [Presence.ABSENT, Presence.ABSENT, Presence.READY, Presence.READY]
     assert cache.load({0: GroupKeys(residency.part(2, 4))}).chunks == 2
 
@@ -96,7 +96,7 @@ def test_a_store_fills_the_gaps_between_orphans_by_one_job() -> None:
     cache = made()
     put(cache, PATH[:2], 1)
     put(cache, PATH, 3)
-    (order,) = cache.store({0: GroupKeys(chunks("abcde"), prompt=5)}, {0: range(10, 15)}).values()
+    (order,) = cache.store({0: GroupKeys(chunks("abcde"), prompt_end=5)}, {0: range(10, 15)}).values()
     assert (list(order.positions), list(order.known), order.kept) == ([0, 2, 4], [1, 3], 5)
     (transfer,) = orders(cache)
     assert [(part.first_block, tuple(part.blocks)) for part in transfer.sections] == [
@@ -201,10 +201,10 @@ def test_chunk_behind_an_orphan_with_arriving_parent_gets_room() -> None:
 def test_it_is_backed_up_behind_its_parent_and_not_before(backup: WritePolicy) -> None:
     cache = made(8, 8, backup=backup)
     put(cache, PATH, 1)
-    assert cache.flush()
+    assert cache.back_up_all()
     assert not cache.take_commands()
     put(cache, PATH[:1])
-    cache.flush()
+    cache.back_up_all()
     settle(cache)
     written = {each.key: each.parent for each in residents_of(cache) if each.slot.tier == FILE}
     assert written == dict(zip(PATH, [None, *PATH], strict=False))
@@ -318,7 +318,7 @@ def test_what_does_not_follow_is_refused_and_changes_nothing() -> None:
             cache.store({0: GroupKeys(path, first)}, {0: range(len(path) - first)})
         if path[1:] != PATH[2:]:  # of which a lookup looks at some keys only
             with pytest.raises(CacheError):
-                cache.lookup({0: GroupKeys(path, first)}, 0.0, until=Until.NOTHING)
+                cache.lookup({0: GroupKeys(path, first)}, 0.0, protect=Protection.NONE)
     assert residents_of(cache) == before
     cache.check_integrity()
 
@@ -353,7 +353,7 @@ def test_lease_of_all_groups_keeps_no_orphan_behind_tier_hits() -> None:
         cache.store({0: GroupKeys(path, first)}, {0: range(len(path) - first)})
         settle(cache)
     served = [
-        cache.lookup({0: GroupKeys(full, device=device)}, 0.0, until=Until.NOTHING).tokens
+        cache.lookup({0: GroupKeys(full, device=device)}, 0.0, protect=Protection.NONE).tokens
         for device in ([False, True], [True, True], [True, True, True])
     ]
     assert served == [8, 16, 16]
@@ -380,8 +380,8 @@ def test_first_orphan_is_used_by_its_own_request() -> None:
     cache = made(policy="gittins")
     for tick in range(5):
         put(cache, chunks("xy")[: tick % 2 + 1])
-        cache.lookup({0: GroupKeys(chunks("xy"))}, 0.0, until=Until.STEP)
-    asked = cache.lookup({0: GroupKeys(PATH)}, 0.0, until=Until.STEP, reuse_hint=ReuseHint(ends=True))
+        cache.lookup({0: GroupKeys(chunks("xy"))}, 0.0, protect=Protection.STEP)
+    asked = cache.lookup({0: GroupKeys(PATH)}, 0.0, protect=Protection.STEP, reuse_hint=ReuseHint(ends=True))
     put(cache, PATH, 2)
     policy, node = cache._state.policies[0], cache._state.index.get(PATH[3])
     assert isinstance(policy, PartitionedByPriority)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from longshore.cache import columns
-from longshore.cache.columns import KeyTable, numbers
+from longshore.cache.columns import KeyTable, as_i32
 from longshore.errors import CacheError
 
 
@@ -27,7 +27,7 @@ def test_keys_are_found_as_in_a_dictionary(lengths: list[int], buckets: int | No
             nodes = [free.pop(dice.randrange(len(free))) for _ in keys]
             if dice.random() < 0.5:
                 assert table.find(keys) == [0] * len(keys)
-            table.insert(numbers(nodes), keys)
+            table.insert(as_i32(nodes), keys)
             model.update(zip(keys, nodes, strict=True))
         elif model:
             gone = dice.sample(sorted(model), min(count, len(model)))
@@ -48,8 +48,8 @@ def test_keys_are_found_as_in_a_dictionary(lengths: list[int], buckets: int | No
 
 def test_keys_of_another_length_are_not_found() -> None:
     table = KeyTable(100)
-    table.insert(numbers([7, 9]), [b"a" * 16, b"b" * 16])
-    table.insert(numbers([]), [])
+    table.insert(as_i32([7, 9]), [b"a" * 16, b"b" * 16])
+    table.insert(as_i32([]), [])
     assert table._rows.dtype == "V16"  # not separate objects
     assert table.find([b"a" * 15, b"a" * 17] * 40) == [0] * 80 and table.get(b"a" * 17) == 0
 
@@ -69,7 +69,7 @@ def test_list_changed_after_a_lookup_is_inserted_as_it_is() -> None:
 @pytest.mark.parametrize("count", [1, columns._FEW_KEYS])
 def test_what_is_no_key_is_refused(key: bytes, count: int) -> None:
     table = KeyTable(100)
-    table.insert(numbers([7]), [b"a" * 16])
+    table.insert(as_i32([7]), [b"a" * 16])
     with pytest.raises(CacheError, match="expected a key"):
         table.find([*[b"a" * 16] * (count - 1), key])
 

@@ -351,7 +351,7 @@ def test_what_was_loaded_leaves_nothing_to_a_garbage_collector() -> None:
     gc.disable()
     try:
         hold = lookup(cache, [key("a"), key("ab")], 0.0).lease
-        (part,) = cache.load(hold, {0: blocks}).parts
+        (part,) = cache.load(hold, {0: blocks}).jobs
         cache.take_commands()
         cache.apply_results([TransferResult(part.job, (Status.OK,) * 2)], 0.0)
         cache.release(hold)

@@ -19,9 +19,9 @@ from longshore.cache import (
     GroupKeys,
     Lease,
     Presence,
+    Protection,
     TieredCache,
     TierSpec,
-    Until,
     WritePolicy,
 )
 from longshore.cache.eviction import LRU
@@ -65,13 +65,13 @@ def kept(cache: TieredCache, keys: Sequence[Key], group: int = 0) -> Lease:
 def test_what_is_lent_stays_until_it_is_reported() -> None:
     cache, (a, b, c, d) = cache_of(2), keys_of("a", "b", "c", "d")
     assert store(cache, [a, b]) == 2
-    loan = cache.load({0: GroupKeys([a, b])}).parts[0]
+    loan = cache.load({0: GroupKeys([a, b])}).jobs[0]
     assert [slot.tier for slot in loan.slots] == ["host", "host"]
     assert store(cache, [c]) == 0
     cache.check_integrity()
     cache.apply_results([TransferResult(loan.job, (Status.OK, Status.OK))], 1.0)
     assert store(cache, [c, d]) == 2
-    assert residency(cache, [a, b, c, d], Until.STEP).presences == [Presence.ABSENT] * 2 + [Presence.READY] * 2
+    assert residency(cache, [a, b, c, d], Protection.STEP).presences == [Presence.ABSENT] * 2 + [Presence.READY] * 2
     cache.end_step()
     cache.check_integrity()
 
@@ -80,18 +80,18 @@ def test_a_loan_is_a_use() -> None:
     cache, (a, b, c) = cache_of(2), keys_of("a", "b", "c")
     store(cache, [a])
     store(cache, [b])
-    cache.apply_results([TransferResult(cache.load({0: GroupKeys([a])}).parts[0].job, (Status.OK,))], 1.0)
+    cache.apply_results([TransferResult(cache.load({0: GroupKeys([a])}).jobs[0].job, (Status.OK,))], 1.0)
     assert store(cache, [c]) == 1
-    assert residency(cache, [a, b], Until.STEP).presences == [Presence.READY, Presence.ABSENT]
+    assert residency(cache, [a, b], Protection.STEP).presences == [Presence.READY, Presence.ABSENT]
     assert cache.counters.hits["host"] == 1
 
 
 def test_a_loan_outlives_a_reset() -> None:
     cache, (a, b) = cache_of(1), keys_of("a", "b")
     store(cache, [a])
-    loan = cache.load({0: GroupKeys([a])}).parts[0]
+    loan = cache.load({0: GroupKeys([a])}).jobs[0]
     cache.reset()
-    assert residency(cache, [a], Until.STEP).presences == [Presence.ABSENT]
+    assert residency(cache, [a], Protection.STEP).presences == [Presence.ABSENT]
     assert store(cache, [b]) == 0  # the slot is still being read
     cache.apply_results([TransferResult(loan.job, (Status.OK,))], 1.0)
     assert store(cache, [b]) == 1
@@ -101,21 +101,21 @@ def test_a_loan_outlives_a_reset() -> None:
 def test_what_is_given_back_unread_is_there_as_before() -> None:
     cache, (a,) = cache_of(1), keys_of("a")
     store(cache, [a])
-    loan = cache.load({0: GroupKeys([a])}).parts[0]
+    loan = cache.load({0: GroupKeys([a])}).jobs[0]
     cache.release(loan.job)
     with pytest.raises(JobError):
         cache.release(loan.job)
-    assert residency(cache, [a], Until.STEP).presences == [Presence.READY]
+    assert residency(cache, [a], Protection.STEP).presences == [Presence.READY]
 
 
 def test_looked_up_chunks_stay_in_host_tier_until_step_ends() -> None:
     """With a copy below, too: a host that was told that a chunk is ready may borrow it in the same step."""
     cache, (a, b, c) = two_tiers(2), keys_of("a", "b", "c")
     store(cache, [a, b])
-    assert residency(cache, [a], Until.STEP).presences == [Presence.READY]
+    assert residency(cache, [a], Protection.STEP).presences == [Presence.READY]
     assert store(cache, [c]) == 1
-    assert residency(cache, [a, b, c], Until.STEP).presences == [Presence.READY, Presence.COLDER, Presence.READY]
-    assert len(cache.load({0: GroupKeys([a])}).parts[0].slots) == 1
+    assert residency(cache, [a, b, c], Protection.STEP).presences == [Presence.READY, Presence.COLDER, Presence.READY]
+    assert len(cache.load({0: GroupKeys([a])}).jobs[0].slots) == 1
     assert (cache.leases, cache.protected) == (0, 3)
     cache.end_step()
     assert cache.leases == cache.protected == 0
@@ -125,15 +125,15 @@ def test_looked_up_chunks_stay_in_host_tier_until_step_ends() -> None:
 def test_part_of_a_lookup_can_be_leased_after_other_evictions() -> None:
     cache, keys = cache_of(4), keys_of(*"abcd")
     store(cache, keys)
-    sight = residency(cache, keys, Until.STEP)
-    loan = cache.load({0: GroupKeys(sight.part(1, 3))}).parts[0]
-    assert list(loan.slots) == list(cache.load({0: GroupKeys(keys[1:3])}).parts[0].slots)
+    sight = residency(cache, keys, Protection.STEP)
+    loan = cache.load({0: GroupKeys(sight.part(1, 3))}).jobs[0]
+    assert list(loan.slots) == list(cache.load({0: GroupKeys(keys[1:3])}).jobs[0].slots)
     cache.end_step()
     new = keys_of("x", "y")
     assert store(cache, new) == 2  # a and d have made way, and their numbers may be taken
     with pytest.raises(CacheError, match="2 of 4 chunks are not ready"):
         cache.load({0: GroupKeys(sight)})
-    assert list(cache.load({0: GroupKeys(sight.part(1, 3))}).parts[0].slots) == list(loan.slots)
+    assert list(cache.load({0: GroupKeys(sight.part(1, 3))}).jobs[0].slots) == list(loan.slots)
     cache.reset()
     with pytest.raises(CacheError, match="not ready"):
         cache.load({0: GroupKeys(sight.part(1, 3))})
@@ -143,11 +143,11 @@ def test_part_of_a_lookup_can_be_leased_after_other_evictions() -> None:
 def test_a_reset_forgets_what_was_looked_at() -> None:
     cache, (a, b, c) = cache_of(1), keys_of("a", "b", "c")
     store(cache, [a])
-    residency(cache, [a], Until.STEP)
+    residency(cache, [a], Protection.STEP)
     cache.reset()
     assert store(cache, [b]) == 1
     assert store(cache, [c]) == 1  # nobody has looked at b
-    residency(cache, [c], Until.STEP)
+    residency(cache, [c], Protection.STEP)
     assert store(cache, [a]) == 0
     cache.end_step()
     assert store(cache, [a]) == 1
@@ -156,10 +156,10 @@ def test_a_reset_forgets_what_was_looked_at() -> None:
 
 def test_what_is_no_key_is_refused() -> None:
     cache = cache_of(1)
-    assert not residency(cache, [], Until.STEP).presences
+    assert not residency(cache, [], Protection.STEP).presences
     for wrong in ([b""], [None], keys_of("a")[0]):
         with pytest.raises(CacheError, match="digest"):
-            residency(cache, wrong, Until.STEP)  # type: ignore[arg-type]
+            residency(cache, wrong, Protection.STEP)  # type: ignore[arg-type]
 
 
 def test_what_is_kept_is_not_evicted() -> None:
@@ -202,7 +202,7 @@ def test_a_loan_that_is_refused_changes_no_order_of_eviction() -> None:
     cache = TieredCache([TierSpec("host", 2, 4096, LRU), TierSpec("file", 1, 4096, LRU)], ALONE)
     a, b = keys_of("a", "b")
     store(cache, [a])
-    cache.flush()
+    cache.back_up_all()
     (down,) = cache.take_commands()
     assert isinstance(down, Transfer)
     cache.apply_results([TransferResult(down.job, (Status.OK,))], 0.0)
@@ -211,7 +211,7 @@ def test_a_loan_that_is_refused_changes_no_order_of_eviction() -> None:
     assert cache.prefetch(hold, 0.0)
     cache.release(hold)  # it is still being read, and so cannot make way for the next
     cache.apply_results([TransferResult(cache.store({0: GroupKeys([b])})[0].job or 0, (Status.OK,))], 0.0)
-    cache.flush()
+    cache.back_up_all()
     before = state_of(cache)
     with pytest.raises(CacheError, match="not all of 1 chunks are ready in the warmest tier"):
         cache.load({0: GroupKeys([a])})
@@ -222,11 +222,11 @@ def test_chunks_of_a_path_are_kept_and_lent_like_others() -> None:
     cache, keys = cache_of(3), keys_of("a", "b", "c")
     job = cache.store({1: GroupKeys(keys)})[1].job or 0
     cache.apply_results([TransferResult(job, (Status.OK,) * 3)], 0.0)
-    hold, loan = kept(cache, keys[1:2], 1), cache.load({1: GroupKeys(keys[:1])}).parts[0]
+    hold, loan = kept(cache, keys[1:2], 1), cache.load({1: GroupKeys(keys[:1])}).jobs[0]
     assert store(cache, keys_of("d", "e", "f")) == 1, "c alone goes: b is kept, a is read"
     cache.apply_results([TransferResult(loan.job, (Status.OK,))], 0.0)
     assert store(cache, keys_of("g")) == store(cache, keys_of("h")) == 1
-    assert residency(cache, keys, Until.STEP).presences[:2] == [Presence.READY] * 2, "a is needed to reach b"
+    assert residency(cache, keys, Protection.STEP).presences[:2] == [Presence.READY] * 2, "a is needed to reach b"
     cache.release(hold)
     cache.end_step()
     cache.check_integrity()
@@ -237,21 +237,21 @@ def test_a_patient_offer_behind_its_head_waits_for_room() -> None:
     cache, keys = two_tiers(4), keys_of(*"abcdef")
     head = cache.store({1: GroupKeys(keys[:3])})[1]
     cache.apply_results([TransferResult(head.job or 0, (Status.OK,) * 3)], 0.0)
-    waits = cache.store({1: GroupKeys(keys, 3)}, patient=True)[1]
-    assert (waits.job, waits.again, waits.positions) == (None, True, ())
+    waits = cache.store({1: GroupKeys(keys, 3)}, wait_for_room=True)[1]
+    assert (waits.job, waits.retry, waits.positions) == (None, True, ())
     assert cache.counters.drops["host"].total() == 0
     settle(cache)
-    tail = cache.store({1: GroupKeys(keys, 3)}, patient=True)[1]
-    assert (tail.again, list(tail.positions)) == (False, [3, 4, 5])
-    assert residency(cache, keys[:3], Until.STEP).presences.count(Presence.COLDER) == 2
+    tail = cache.store({1: GroupKeys(keys, 3)}, wait_for_room=True)[1]
+    assert (tail.retry, list(tail.positions)) == (False, [3, 4, 5])
+    assert residency(cache, keys[:3], Protection.STEP).presences.count(Presence.COLDER) == 2
     cache.end_step()
     cache.check_integrity()
 
 
 def test_offer_whose_head_is_in_no_tier_does_not_wait() -> None:
     cache, keys = cache_of(3), keys_of("a", "b", "c", "d", "e")
-    offload = cache.store({1: GroupKeys(keys, 1)}, patient=True)[1]
-    assert (list(offload.positions), offload.again) == ([1, 2, 3], False)
+    offload = cache.store({1: GroupKeys(keys, 1)}, wait_for_room=True)[1]
+    assert (list(offload.positions), offload.retry) == ([1, 2, 3], False)
     assert cache.counters.drops["host"][DropReason.NO_PARENT] == 1
 
 
@@ -272,12 +272,12 @@ def test_chunk_reported_in_a_step_is_leased_despite_corrupt_parent() -> None:
     settle(cache)
     assert cache.discard(keys[:1], "host") == 1
     (read,) = cache.prefetch(kept(cache, keys[:1], 1), 0.0)
-    assert residency(cache, keys[1:], Until.STEP).presences == [Presence.READY]
+    assert residency(cache, keys[1:], Protection.STEP).presences == [Presence.READY]
     cache.apply_results([TransferResult(read, (Status.CORRUPT,))], 0.0)
-    loan = cache.load({1: GroupKeys(keys[1:])}).parts[0]
+    loan = cache.load({1: GroupKeys(keys[1:])}).jobs[0]
     cache.check_integrity()
     cache.end_step()
-    assert residency(cache, keys, Until.STEP).presences == [Presence.ABSENT] * 2, "nothing leads to it any more"
+    assert residency(cache, keys, Protection.STEP).presences == [Presence.ABSENT] * 2, "nothing leads to it any more"
     cache.apply_results([TransferResult(loan.job, (Status.OK,))], 0.0)
     assert cache.counters.lost == {"host": 2, "file": 2}
     cache.end_step()

@@ -29,7 +29,7 @@ def test_all_groups_travel_in_one_transfer_with_a_section_each() -> None:
     hold = cache.lookup(wanted(*PATHS), 0.0).lease
     order = cache.load(hold, {0: range(8), 1: range(8, 11), 2: [11]}, by_layer=True)
     (transfer,) = orders(cache)
-    assert (order.chunks, len(order.parts)) == (12, 1)
+    assert (order.chunks, len(order.jobs)) == (12, 1)
     assert transfer.by_layer
     assert transfer.sections == (
         Section(0, 0, tuple(range(8))),
@@ -224,7 +224,7 @@ def test_hits_count_for_the_tier_chunks_came_from(lends: bool) -> None:
     if lends:
         order = cache.load(wanted(*PATHS[:2]), origins=origins)
         assert cache.counters.hits.total() == 0  # nothing was read
-        cache.apply_results([TransferResult(part.job, (Status.OK,) * part.chunks) for part in order.parts], 0.0)
+        cache.apply_results([TransferResult(part.job, (Status.OK,) * part.chunks) for part in order.jobs], 0.0)
         assert cache.counters.hits == {HOST: len(PATHS[0]) + len(PATHS[1]) - 4, FILE: 4}
     else:
         found = cache.lookup(wanted(*PATHS), 0.0)
@@ -243,7 +243,7 @@ def test_hits_count_for_the_tier_chunks_came_from(lends: bool) -> None:
 def test_chunk_that_the_engine_did_not_read_is_a_miss_and_no_hit() -> None:
     cache = grouped(*NAMES, host=64)
     store(cache, 0, PATHS[0])
-    (part,) = cache.load({0: GroupKeys(PATHS[0])}).parts
+    (part,) = cache.load({0: GroupKeys(PATHS[0])}).jobs
     count, before = len(PATHS[0]), cache.counters.misses.total()
     failed = [Status.DEVICE_ERROR, *[Status.OK] * (count - 2), Status.CANCELLED]
     cache.apply_results([TransferResult(part.job, tuple(failed))], 0.0)
@@ -252,7 +252,7 @@ def test_chunk_that_the_engine_did_not_read_is_a_miss_and_no_hit() -> None:
     misses = cache.counters.misses
     assert (misses[MissReason.DEVICE_ERROR], misses[MissReason.CANCELLED], misses.total() - before) == (1, 1, 2)
     assert cache.lookup({0: GroupKeys(PATHS[0])}, 0.0, independent=True).chunks == count  # host memory keeps them
-    (part,) = cache.load({0: GroupKeys(PATHS[0])}, count=False).parts
+    (part,) = cache.load({0: GroupKeys(PATHS[0])}, count=False).jobs
     cache.apply_results([TransferResult(part.job, (Status.DEVICE_ERROR,) * count)], 0.0)
     assert (cache.counters.hits.total(), cache.counters.misses.total() - before) == (count - 2, 2)
 

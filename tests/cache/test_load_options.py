@@ -41,7 +41,7 @@ def test_blocks_of_a_group_go_and_return_as_that_group(cache: TieredCache) -> No
 @pytest.mark.parametrize("status", [Status.OK, Status.IO_ERROR])
 def test_copy_inside_the_device_is_an_ordinary_job(cache: TieredCache, status: Status) -> None:
     slot = Slot(DEVICE, 1, 3)
-    job = cache.load({1: DeviceCopy([slot], 5)}, {1: [9]}).parts[0].job
+    job = cache.load({1: DeviceCopy([slot], 5)}, {1: [9]}).jobs[0].job
     transfer = one(cache)
     assert transfer.items == (Item(b"", None, slot, None),)
     assert (transfer.job, transfer.route, transfer.tokens) == (job, Route(DEVICE, DEVICE), 5)

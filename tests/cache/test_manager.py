@@ -18,9 +18,9 @@ from longshore.cache import (
     Lease,
     PrefetchPolicy,
     Presence,
+    Protection,
     TieredCache,
     TierSpec,
-    Until,
 )
 from longshore.cache.eviction import LRU
 from longshore.errors import CacheError, LongshoreError
@@ -109,7 +109,7 @@ WRONG_STORES: dict[str, tuple[Any, Any]] = {
         {0: [0, 1, 2], 1: [3, 4]},
     ),
     "a prompt of a half": (
-        {0: GroupKeys(keys("x")), 1: GroupKeys(keys("y"), prompt=1.5)},
+        {0: GroupKeys(keys("x")), 1: GroupKeys(keys("y"), prompt_end=1.5)},
         {0: [0, 1, 2], 1: [3, 4, 5]},
     ),  # type: ignore[arg-type]
     "blocks of no group": ({0: GroupKeys(keys("x"))}, {0: [0, 1, 2], 1: [3]}),
@@ -181,7 +181,7 @@ WRONG_LOOKUPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a group that is none": ({9: GroupKeys(keys("a"))}, {}),
     "a first for all groups": ({0: GroupKeys(keys("a"), 1), 1: GroupKeys(keys("b"))}, {}),
     "a first of single chunks": ({0: GroupKeys(keys("a"), 1)}, {"independent": True}),
-    "until a word": ({0: GroupKeys(keys("a"))}, {"until": "nothing"}),
+    "protect a word": ({0: GroupKeys(keys("a"))}, {"protect": "none"}),
     "a tick that was not drawn": ({0: GroupKeys(keys("a"))}, {"tick": 99}),
     "a tick that is a word": ({0: GroupKeys(keys("a"))}, {"tick": "x"}),
 }
@@ -208,13 +208,13 @@ def test_lookup_keeps_chunks_until_its_step_ends(paths: dict[int, str], independ
     cache = made(slots=6)
     stored(cache, "a", "b")
     asked = {group: GroupKeys(keys(name)) for group, name in paths.items()}
-    found = cache.lookup(asked, 1.0, until=Until.STEP, independent=independent)
+    found = cache.lookup(asked, 1.0, protect=Protection.STEP, independent=independent)
     assert found.lease is None
     assert (cache.leases, cache.protected) == (0, 3 * len(paths))
-    cache.store({0: GroupKeys(keys("x", 6))}, {0: range(6)}, evicting=True)
+    cache.store({0: GroupKeys(keys("x", 6))}, {0: range(6)}, last_chance=True)
     settle(cache)
     for name in paths.values():
-        where = cache.lookup({0: GroupKeys(keys(name))}, 1.0, until=Until.NOTHING, independent=True).residency[0]
+        where = cache.lookup({0: GroupKeys(keys(name))}, 1.0, protect=Protection.NONE, independent=True).residency[0]
         assert set(where.presences) == {Presence.READY}
     cache.end_step()
     assert cache.protected == 0
@@ -223,7 +223,7 @@ def test_lookup_keeps_chunks_until_its_step_ends(paths: dict[int, str], independ
 def test_slots_of_a_residency_from_before_a_reset_are_nobodys() -> None:
     cache = made()
     stored(cache, "a")
-    where = cache.lookup({0: GroupKeys(keys("a"))}, 1.0, until=Until.NOTHING, independent=True).residency[0]
+    where = cache.lookup({0: GroupKeys(keys("a"))}, 1.0, protect=Protection.NONE, independent=True).residency[0]
     assert where.slots() is not None
     cache.reset()
     stored(cache, "b")
@@ -266,9 +266,9 @@ def test_lookup_of_a_host_that_omits_what_precedes_keys() -> None:
     assert untold.chunks == told.chunks == len(path) - 1
     assert (list(untold.before), list(told.before)) == ([path[0]], [])
     assert cache.lookup({0: GroupKeys(keys("b"), UNKNOWN_START)}, 0.0).chunks == 0
-    with pytest.raises(CacheError, match="first"):
+    with pytest.raises(CacheError, match="start"):
         cache.lookup({0: GroupKeys((), UNKNOWN_START)}, 0.0)
-    with pytest.raises(CacheError, match="first"):
+    with pytest.raises(CacheError, match="start"):
         cache.store({0: GroupKeys(path[1:], UNKNOWN_START)})
     for lease in (told.lease, untold.lease):
         assert lease is not None

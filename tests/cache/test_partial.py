@@ -50,14 +50,14 @@ def commit(cache: TieredCache, group: int, tokens: list[int], root: Key | None =
     root, size = root or ROOTS[group], cache.settings.group(group)[1]
     keys = path(tokens, size, root)
     blocks = range(len(keys) * cache.settings.blocks_per_chunk)
-    store(cache, keys, blocks, group=group, text=PromptTokens(tokens, root))
+    store(cache, keys, blocks, group=group, prompt_tokens=PromptTokens(tokens, root))
     settle(cache)
 
 
 def wanted(tokens: list[int], *sizes: int) -> dict[int, GroupKeys]:
     """A request for these tokens, of groups with chunks of these sizes."""
     return {
-        group: GroupKeys(path(tokens, size, root), text=PromptTokens(tokens, root), device=())
+        group: GroupKeys(path(tokens, size, root), prompt_tokens=PromptTokens(tokens, root), device=())
         for group, (size, root) in enumerate(zip(sizes, ROOTS, strict=False))
     }
 
@@ -70,21 +70,21 @@ def leased(cache: TieredCache, lease: Lease) -> int:
 def test_the_chunk_with_the_longest_beginning_in_common_is_found() -> None:
     cache = stored(ABC, [*ABC[:8], 108, 0, 0, 0], [*ABC[:4], 104, 105, 106, 1])
     tokens = [*ABC[:8], 108, 109, 7, 7]
-    found = lookup(cache, path(tokens), 0.0, text=PromptTokens(tokens, ROOT))
+    found = lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT))
     assert (found.chunks, found.partial) == (2, Partial(path(ABC)[2], 2))
 
 
 def test_partial_match_of_all_tokens_leaves_one_to_compute() -> None:
     cache = stored(ABC)
     keys = [*path(ABC)[:2], b"by another name".ljust(32, b".")]
-    found = lookup(cache, keys, 0.0, text=PromptTokens(ABC, ROOT))
+    found = lookup(cache, keys, 0.0, prompt_tokens=PromptTokens(ABC, ROOT))
     assert (found.chunks, found.partial) == (2, Partial(path(ABC)[2], 3))
 
 
 def test_its_first_tokens_are_loaded_with_the_rest() -> None:
     cache = stored(ABC)
     tokens = [*ABC[:10], 7, 7]
-    found = lookup(cache, path(tokens), 0.0, text=PromptTokens(tokens, ROOT))
+    found = lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT))
     order = cache.load(found.lease, {0: [5, 6, 7]}, tokens=found.partial.tokens)
     (transfer,) = orders(cache)
     assert (transfer.tokens, transfer.sections) == (2, (Section(0, 0, (5, 6, 7)),))
@@ -99,7 +99,7 @@ def test_its_first_tokens_are_loaded_with_the_rest() -> None:
 def test_an_engine_that_does_not_want_it_loads_the_rest() -> None:
     cache = stored(ABC)
     tokens = [*ABC[:10], 7, 7]
-    hold = lookup(cache, path(tokens), 0.0, text=PromptTokens(tokens, ROOT)).lease
+    hold = lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT)).lease
     cache.load(hold, {0: [5, 6]})
     (transfer,) = orders(cache)
     assert (transfer.tokens, len(transfer.items)) == (None, 2)
@@ -109,7 +109,7 @@ def test_only_the_last_of_several_jobs_is_partial() -> None:
     cache = stored(ABC, file=16, backup=WritePolicy.THROUGH)
     assert cache.discard(path(ABC)[1:], HOST) == 2
     tokens = [*ABC[:10], 7, 7]
-    hold = lookup(cache, path(tokens), 0.0, text=PromptTokens(tokens, ROOT)).lease
+    hold = lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT)).lease
     cache.load(hold, {0: [5, 6, 7]}, tokens=2)
     assert [(t.route.source, t.tokens) for t in orders(cache)] == [(HOST, None), (FILE, None), (HOST, 2)]
 
@@ -120,9 +120,9 @@ def test_first_chunk_may_be_partial_under_its_own_root() -> None:
     other = b"other".ljust(32, b".")
     commit(cache, 0, ABC, other)
     tokens = [*ABC[:3], 0]
-    assert lookup(cache, path(tokens), 0.0, text=PromptTokens(tokens, ROOT)).partial is None
+    assert lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT)).partial is None
     commit(cache, 0, ABC)
-    found = lookup(cache, path(tokens), 0.0, text=PromptTokens(tokens, ROOT))
+    found = lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT))
     assert (found.chunks, found.partial) == (0, Partial(path(ABC)[0], 3))
     assert found.lease is not None
 
@@ -136,7 +136,7 @@ def test_what_the_device_has_is_preferred() -> None:
         ([(b"x", ABC[8:9])], Partial(here, 2)),
         ([(b"x", [*ABC[8:10], 7])], Partial(b"x", 3, device=True)),
     ):
-        found = lookup(cache, path(tokens), 0.0, text=PromptTokens(tokens, ROOT, {above: beside}))
+        found = lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT, {above: beside}))
         assert found.partial == expected
         assert found.lease is not None
         assert leased(cache, found.lease) == (2 if expected.device else 3)
@@ -145,24 +145,24 @@ def test_what_the_device_has_is_preferred() -> None:
 def test_what_is_on_its_way_or_gone_is_not_found() -> None:
     cache = stored()
     tokens = [*ABC[:3], 0]
-    store(cache, path(ABC), range(3), text=PromptTokens(ABC, ROOT))
-    assert lookup(cache, path(tokens), 0.0, text=PromptTokens(tokens, ROOT)).partial is None
+    store(cache, path(ABC), range(3), prompt_tokens=PromptTokens(ABC, ROOT))
+    assert lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT)).partial is None
     settle(cache)
-    assert lookup(cache, path(tokens), 0.0, text=PromptTokens(tokens, ROOT)).partial is not None
+    assert lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT)).partial is not None
     cache.reset()
-    assert lookup(cache, path(tokens), 0.0, text=PromptTokens(tokens, ROOT)).partial is None
+    assert lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT)).partial is None
 
 
 def test_what_is_held_partially_does_not_make_way() -> None:
     cache = stored(ABC, host=3)
     tokens = [*ABC[:10], 7, 7]
-    hold = lookup(cache, path(tokens), 0.0, text=PromptTokens(tokens, ROOT)).lease
+    hold = lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT)).lease
     assert hold is not None
     commit(cache, 0, [1, 2, 3, 4])
     assert leased(cache, hold) == 3
     cache.release(hold)
     commit(cache, 0, [1, 2, 3, 4])
-    assert lookup(cache, path(tokens), 0.0, text=PromptTokens(tokens, ROOT)).partial is None
+    assert lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT)).partial is None
     cache.check_integrity()
 
 
@@ -172,9 +172,11 @@ def test_tokens_are_learnt_of_what_was_adopted() -> None:
     after = stored(file=8)
     after.adopt(FILE, found)
     tokens = [*ABC[:10], 7, 7]
-    assert lookup(after, path(tokens), 0.0, text=PromptTokens(tokens, ROOT)).partial is None
+    assert lookup(after, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT)).partial is None
     commit(after, 0, ABC)
-    assert lookup(after, path(tokens), 0.0, text=PromptTokens(tokens, ROOT)).partial == Partial(path(ABC)[2], 2)
+    assert lookup(after, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT)).partial == Partial(
+        path(ABC)[2], 2
+    )
 
 
 def test_a_reset_and_a_resize_keep_the_books_whole() -> None:
@@ -182,15 +184,15 @@ def test_a_reset_and_a_resize_keep_the_books_whole() -> None:
     cache.resize(HOST, 8)
     commit(cache, 0, [*ABC[:8], 1, 2, 3, 4])
     tokens = [*ABC[:8], 1, 2, 0, 0]
-    assert lookup(cache, path(tokens), 0.0, text=PromptTokens(tokens, ROOT)).partial is not None
+    assert lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT)).partial is not None
     cache.reset()
-    assert lookup(cache, path(tokens), 0.0, text=PromptTokens(tokens, ROOT)).partial is None
+    assert lookup(cache, path(tokens), 0.0, prompt_tokens=PromptTokens(tokens, ROOT)).partial is None
     cache.check_integrity()
 
 
 def test_nothing_is_kept_unless_the_settings_ask_for_it() -> None:
     cache = grouped(FULL)
-    store(cache, path(ABC), range(3), text=PromptTokens(ABC, ROOT))
+    store(cache, path(ABC), range(3), prompt_tokens=PromptTokens(ABC, ROOT))
     settle(cache)
     assert not cache._state.partials.on
     with pytest.raises(CacheError, match="expected groups as well"):
@@ -206,12 +208,12 @@ def test_texts_that_cannot_be_are_refused() -> None:
         PromptTokens([1 << 32] * 12, ROOT),
     ):
         with pytest.raises(CacheError, match=r"tokens and a root|token ids"):
-            store(cache, path(ABC), range(3), text=text)
+            store(cache, path(ABC), range(3), prompt_tokens=text)
     assert resident(cache) == []
     with pytest.raises(CacheError, match="a root"):
-        lookup(cache, path(ABC), 0.0, text=PromptTokens(ABC, b""))
+        lookup(cache, path(ABC), 0.0, prompt_tokens=PromptTokens(ABC, b""))
     with pytest.raises(CacheError, match="a root"):
-        cache.lookup({0: GroupKeys(path(ABC), text=PromptTokens(ABC, b""), device=())}, 0.0)
+        cache.lookup({0: GroupKeys(path(ABC), prompt_tokens=PromptTokens(ABC, b""), device=())}, 0.0)
 
 
 # ---------------------------------------------------------------------- several groups
@@ -306,7 +308,7 @@ def test_the_longest_partial_reuse_is_found(said: tuple[list[CacheGroup], list[l
             commit(cache, group, text[: len(text) // kind.block_size * kind.block_size])
     asked = wanted(tokens, *(kind.block_size for kind in groups))
     found = cache.lookup(asked, 0.0)
-    whole = cache.lookup({g: each._replace(text=None) for g, each in asked.items()}, 0.0).tokens
+    whole = cache.lookup({g: each._replace(prompt_tokens=None) for g, each in asked.items()}, 0.0).tokens
     unit = math.lcm(*(kind.block_size for kind in groups))
     ends = [furthest(texts, tokens, kind.block_size, whole) for kind in groups]
     assert found.tokens == min(*ends, whole + unit - 1)
@@ -330,14 +332,14 @@ def test_impossible_text_is_refused_before_a_miss_is_counted() -> None:
     cache.events()
     before = cache.counters.copy()
     with pytest.raises(CacheError, match="token ids"):
-        lookup(cache, path(ABC), 1.0, text=PromptTokens([*ABC, -1, 0, 0, 0], ROOT))
+        lookup(cache, path(ABC), 1.0, prompt_tokens=PromptTokens([*ABC, -1, 0, 0, 0], ROOT))
     assert (cache.counters, cache.events(), cache.leases + cache.protected) == (before, [], 0)
 
 
 def test_chunks_that_stand_alone_have_no_partial_match_by_path() -> None:
     cache = stored(ABC, group=WINDOW)
     with pytest.raises(CacheError, match="stand alone"):
-        lookup(cache, path(ABC, 2)[:1], 0.0, text=PromptTokens(ABC, ROOT), group=0)
+        lookup(cache, path(ABC, 2)[:1], 0.0, prompt_tokens=PromptTokens(ABC, ROOT), group=0)
     assert (cache.leases, cache.protected) == (0, 0)
 
 

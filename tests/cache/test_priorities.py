@@ -23,7 +23,7 @@ def build(host: int, file: int = 0, **settings: object) -> TieredCache:
 
 
 def put(cache: TieredCache, path: str, *retention: Retention, first: int = 0, prompt: int | None = None) -> None:
-    store(cache, chunks(path), range(len(path) - first), first=first, retention=retention, prompt=prompt)
+    store(cache, chunks(path), range(len(path) - first), first=first, retention=retention, prompt_end=prompt)
     settle(cache)
 
 
@@ -137,7 +137,7 @@ def test_a_chunk_that_left_takes_its_priority_along() -> None:
 def test_higher_priority_stays_while_lower_one_is_being_written(backup: WritePolicy) -> None:
     cache = build(3, 9, backup=backup)
     put(cache, "a", Retention(0, None, 90))
-    cache.flush()
+    cache.back_up_all()
     settle(cache)
     assert on(cache, FILE) == ["a"]
     writes = list[Transfer]()
@@ -153,7 +153,7 @@ def test_higher_priority_stays_while_lower_one_is_being_written(backup: WritePol
     end(cache, writes)
     settle(cache)
     for path in "de":
-        cache.flush()
+        cache.back_up_all()
         settle(cache)
         put(cache, path)
         assert {"a", path} <= set(on(cache))
@@ -163,7 +163,7 @@ def test_dirty_lower_priority_makes_room_for_a_load_before_higher() -> None:
     cache = build(3, 9, backup=WritePolicy.BACK)
     for path, retention in (("x", (Retention(0, None, 90),)), ("f", ())):
         put(cache, path, *retention)
-        cache.flush()
+        cache.back_up_all()
         settle(cache)
     cache.discard([key("f")], HOST)
     put(cache, "y")
@@ -230,7 +230,7 @@ def test_of_a_prompt_only_the_prompt_is_offloaded() -> None:
     assert dropped(cache) == {DropReason.GENERATED: 3}
     put(cache, "abcd")  # the answer has become a part of the next prompt
     assert on(cache) == ["a", "ab", "abc", "abcd"]
-    assert store(build(8), chunks("ab"), range(2), prompt=1).kept == 2
+    assert store(build(8), chunks("ab"), range(2), prompt_end=1).kept == 2
 
 
 def test_a_selective_policy_offloads_what_is_offered_again() -> None:

@@ -323,7 +323,7 @@ class SimulatedStore:
         chunks, gate = self._chance.randrange(2, 64), self.gate
         self.held += chunks
         loaded = 0
-        if gate.worth_asking(0, Run("store", chunks), self.now):
+        if gate.worth_probing(0, Run("store", chunks), self.now):
             trip = self.round_trip * self._chance.uniform(0.7, 1.6)
             self.wait(trip)
             gate.observe_probe("store", trip)
@@ -405,12 +405,12 @@ def test_store_is_asked_whether_loads_after_its_answer_pay() -> None:
     run = Run("store", 8)
     assert known.load_seconds([run], 1000.0) < known.prefill_seconds(0, 8 * CHUNK_TOKENS)  # right behind the last one
     assert known.chunks_to_load(0, [run], 1000.1) == 0
-    assert not known.worth_asking(0, run, 1000.0)
+    assert not known.worth_probing(0, run, 1000.0)
 
 
 def test_a_store_of_which_nothing_is_known_is_asked() -> None:
     new = gate("host", "store")
-    assert new.worth_asking(0, Run("store", 1), 0.0)
+    assert new.worth_probing(0, Run("store", 1), 0.0)
     with pytest.raises(CacheError, match="got 'other'"):
         new.observe_probe("other", 1.0)
     with pytest.raises(CacheError, match="seconds"):

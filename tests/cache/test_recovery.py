@@ -129,7 +129,7 @@ def test_recovery_beside_a_warmer_tier_with_same_chunks_or_descendants(
     check(cache, 2, third, first_to_go(taken(third), orphans))
     check(cache, 1, file, first_to_go(taken(file), orphans))
     check_matches(cache, paths - orphans, paths)
-    cache.flush()
+    cache.back_up_all()
     moved = [path_of(item.key) for each in cache.take_commands() for item in getattr(each, "items", ())]
     assert sorted(moved) == sorted(paths - {copy.path for copy in third} - orphans)
 

@@ -18,9 +18,9 @@ from longshore.cache import (
     Found,
     GroupKeys,
     MissReason,
+    Protection,
     TieredCache,
     TierSpec,
-    Until,
     WritePolicy,
     WriteRule,
 )
@@ -125,15 +125,19 @@ def test_unknown_keys_are_probed_and_not_waited_for() -> None:
 def test_single_chunks_are_asked_for_without_a_request() -> None:
     desk = Desk()
     paths = {0: GroupKeys(chunks("abc"))}
-    quiet = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, independent=True)
+    quiet = desk.cache.lookup(paths, 0.0, protect=Protection.NONE, independent=True)
     assert (quiet.probes, quiet.remote_sources) == ((), {0: ["", "", ""]})
-    found = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, independent=True, remote_tiers=[STORE])
+    found = desk.cache.lookup(paths, 0.0, protect=Protection.NONE, independent=True, remote_tiers=[STORE])
     assert (found.tick, found.lease, len(found.probes)) == (None, None, 1)
     desk.look()
     desk.answer("ab")
-    found = desk.cache.lookup(paths, 0.0, until=Until.NOTHING, independent=True, remote_tiers=[STORE])
+    found = desk.cache.lookup(paths, 0.0, protect=Protection.NONE, independent=True, remote_tiers=[STORE])
     assert (found.probes, found.remote_sources) == ((), {0: [STORE, STORE, ""]})
-    for wrong in ({"independent": True}, {"until": Until.NOTHING}, {"independent": True, "until": Until.STEP}):
+    for wrong in (
+        {"independent": True},
+        {"protect": Protection.NONE},
+        {"independent": True, "protect": Protection.STEP},
+    ):
         with pytest.raises(CacheError, match="remote_tiers"):
             desk.cache.lookup(paths, 0.0, remote_tiers=[STORE], **wrong)
 
@@ -554,7 +558,7 @@ def test_chunks_that_stand_alone_are_fetched_each_for_itself() -> None:
 def test_a_chunk_that_is_named_twice_is_asked_for_once() -> None:
     desk = Desk()
     (a,) = chunks("a")
-    desk.cache.lookup({0: GroupKeys([a, a])}, 0.0, until=Until.NOTHING, independent=True, remote_tiers=[STORE])
+    desk.cache.lookup({0: GroupKeys([a, a])}, 0.0, protect=Protection.NONE, independent=True, remote_tiers=[STORE])
     desk.look()
     desk.answer("a")
     assert desk.lookup("a").remote == 1

@@ -13,7 +13,7 @@ from group_kit import settle
 
 from depth import deep
 from longshore.boundary import FILE, HOST, Status, TransferResult
-from longshore.cache import CacheGroup, CacheSettings, TieredCache, TierSpec, Until, WritePolicy
+from longshore.cache import CacheGroup, CacheSettings, Protection, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.errors import CacheError
 from longshore.runtime import containment
@@ -61,8 +61,8 @@ def test_overlapping_lookups_in_a_step_leave_the_order_whole(
     job = store(cache, keys, tick=tick).job
     cache.apply_results([TransferResult(job, (Status.OK,) * size)], 0.0)
     for _ in range(3):
-        residency(cache, keys, Until.STEP, tick=tick)
-        residency(cache, keys[5 : size - 5], Until.STEP, tick=tick)
+        residency(cache, keys, Protection.STEP, tick=tick)
+        residency(cache, keys[5 : size - 5], Protection.STEP, tick=tick)
         assert (cache.leases, cache.protected) == (0, size), "a chunk that two lookups have found is protected once"
         assert store(cache, [b"new".ljust(32)]).job is None  # it needs room, and all is protected
         cache.end_step()

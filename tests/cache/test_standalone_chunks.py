@@ -158,8 +158,8 @@ def test_the_write_policy_asks_of_each_chunk() -> None:
     cache = grouped(WINDOW, offload=WritePolicy.SELECTIVE, prompt_only=True, priority_floor=30)
     path = keys_of(0, 6)
     low = [Retention(1, 2, 10)]
-    assert cache.store({0: GroupKeys(path, prompt=4, retention=low)}, {0: range(6)})[0].job is None
-    offload = cache.store({0: GroupKeys(path, prompt=4, retention=low)}, {0: range(6)})[0]
+    assert cache.store({0: GroupKeys(path, prompt_end=4, retention=low)}, {0: range(6)})[0].job is None
+    offload = cache.store({0: GroupKeys(path, prompt_end=4, retention=low)}, {0: range(6)})[0]
     assert list(offload.positions) == [0, 2, 3]
     drops = cache.counters.drops[HOST]
     assert (drops[DropReason.GENERATED], drops[DropReason.PRIORITY], drops[DropReason.BELOW_THRESHOLD]) == (4, 2, 3)

@@ -165,7 +165,7 @@ class Prompts:
             if dice.random() < 0.3:
                 cache.end_step()
             if dice.random() < 0.1:
-                cache.flush()
+                cache.back_up_all()
             self.move()
         cache.check_integrity()
 

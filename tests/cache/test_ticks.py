@@ -12,7 +12,16 @@ from cache_kit import lookup, residency, store
 from group_kit import settle
 
 from longshore.boundary import Key, Status, TransferResult
-from longshore.cache import CacheGroup, CacheSettings, GroupKeys, ReuseHint, TieredCache, TierSpec, Until, WritePolicy
+from longshore.cache import (
+    CacheGroup,
+    CacheSettings,
+    GroupKeys,
+    Protection,
+    ReuseHint,
+    TieredCache,
+    TierSpec,
+    WritePolicy,
+)
 from longshore.cache.eviction.hit_rates import ENDS, HINT, USES
 from longshore.errors import CacheError
 
@@ -43,7 +52,7 @@ def uses(cache: TieredCache, key: Key, tier: int = 0) -> int:
 
 def look(cache: TieredCache, keys: Sequence[Key], tick: int | None = None) -> int | None:
     """Each of `keys` is looked at by itself; the tick of the request."""
-    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, independent=True, tick=tick).tick
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, protect=Protection.STEP, independent=True, tick=tick).tick
 
 
 def ticks(cache: TieredCache) -> int:
@@ -105,7 +114,7 @@ def test_request_asked_key_by_key_counts_its_uses_once() -> None:
         assert look(cache, keys, second) == second
         cache.end_step()
     cache.release(cache.lookup({0: GroupKeys(keys)}, 0.0, independent=True, tick=second).lease)
-    deliver(cache, cache.load({0: GroupKeys(keys)}, tick=second).parts[0].job)
+    deliver(cache, cache.load({0: GroupKeys(keys)}, tick=second).jobs[0].job)
     store(cache, keys, tick=second)
     store(cache, keys, tick=second)
     assert uses(cache, keys[0]) == 2
@@ -167,7 +176,7 @@ def test_a_tier_counts_uses_of_what_only_host_memory_has() -> None:
         deliver(cache)
     others = keys_of("c", "d")
     cache.lookup({0: GroupKeys(others)}, 9.0)
-    cache.flush()
+    cache.back_up_all()
     deliver(cache)
     below: Any = cache._state.policies[1]
     nodes = [cache._state.index.get(key) for key in keys]

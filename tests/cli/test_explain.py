@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from event_file import write_events
 from longshore.boundary import Route, Status
-from longshore.cache import CacheSettings, Event, EventKind, GroupKeys, TieredCache, TierSpec, Until
+from longshore.cache import CacheSettings, Event, EventKind, GroupKeys, Protection, TieredCache, TierSpec
 from longshore.cli.app import app
 from longshore.runtime import EventRecorder, Runtime
 from scripted import Scripted
@@ -103,7 +103,7 @@ def test_a_running_engine_is_explained(tmp_path: Path) -> None:
     mover.end(Status.OK)
     runtime.pump()
     with runtime.transaction() as cache:
-        cache.lookup({0: GroupKeys([A, B])}, runtime.clock(), request="now", until=Until.NOTHING)
+        cache.lookup({0: GroupKeys([A, B])}, runtime.clock(), request="now", protect=Protection.NONE)
     recorder.pump()  # as its thread does, four times a second; nothing is closed
     plain = CliRunner().invoke(app, ["explain", str(path), "--request", "now", "--json"])
     assert [chunk["verdict"] for chunk in json.loads(plain.stdout)["chunks"]] == ["found", "never seen"]

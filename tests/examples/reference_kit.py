@@ -101,7 +101,7 @@ class _GatedStream(CpuStream):
     def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
         self._link.gates[self._into].pass_through()
         self._link.fault(batch)
-        self._link.inside += batch.inside
+        self._link.inside += batch.is_d2d
         return _GatedCopy(self._link, batch, super().copy(batch, wait_events))
 
 

@@ -35,7 +35,7 @@ def test_plans_are_refused_during_sleep() -> None:
         with pytest.raises(FreedLayoutError):
             made.stack.transfer_engine.submit(_onboard_by_hand())
         with made.stack.runtime.transaction() as cache:
-            job = cache.load({0: DeviceCopy([Slot(DEVICE, 0, 0)])}, {0: [1]}).parts[0].job
+            job = cache.load({0: DeviceCopy([Slot(DEVICE, 0, 0)])}, {0: [1]}).jobs[0].job
         assert made.stack.runtime.wait_jobs([job], TIMEOUT)
         with made.stack.runtime.locked() as cache:
             assert cache.counters.routes["device->device"].failed == 1

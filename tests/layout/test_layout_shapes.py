@@ -255,7 +255,7 @@ def test_groups_of_other_block_sizes_and_backends_over_one_pool() -> None:
 def test_each_layer_covers_all_its_tensors() -> None:
     """Draft layers are layers."""
     made = a_draft_model_after_the_model(1)
-    whole = plan_copy(made.layout, [Section(0, 0, (3,))], [0], into=HOST, host_address=0, host_bytes=1 << 20).whole
+    whole = plan_copy(made.layout, [Section(0, 0, (3,))], [0], into=HOST, host_address=0, host_bytes=1 << 20).batch
     sizes = [whole.of_layer(layer).nbytes for layer in range(made.layout.num_layers)]
     assert sizes == [2 * 16 * 2 * 4 * 2] * 3 + [2 * 16 * 1 * 8 * 2] * 2
     assert whole.nbytes == sum(sizes)

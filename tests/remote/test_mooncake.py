@@ -24,7 +24,7 @@ from longshore.config import Config
 from longshore.errors import TierError
 from longshore.keys import Scope
 from longshore.layout import from_rows
-from longshore.runtime.remote_fetch import bring
+from longshore.runtime.remote_fetch import fetch_and_wait
 from longshore.runtime.stack import open_stack
 from longshore.runtime.tier_host import HostedRemoteTier
 from longshore.testing import TierHarness, TierTests
@@ -512,7 +512,7 @@ def test_two_stacks_share_blocks_and_memory_with_the_client(mooncake: LocalMoonc
         assert writer.runtime.wait_jobs([job], TIMEOUT)
         assert writer.runtime.flush(TIMEOUT)
     with open_stack(config, layout, scope, CpuDevice()) as reader:
-        bring(reader.runtime, path, 0, 16, TIMEOUT)
+        fetch_and_wait(reader.runtime, path, 0, 16, TIMEOUT)
         with reader.runtime.transaction() as cache:
             assert cache.lookup({0: path}, reader.runtime.clock(), remote_tiers=()).chunks == 8
 

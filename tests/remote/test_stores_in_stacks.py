@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from longshore.boundary import HOST, REMOTE
-from longshore.cache import GroupKeys, Run, Until
+from longshore.cache import GroupKeys, Protection, Run
 from longshore.config import Config
 from longshore.keys import Scope
 from longshore.layout import from_rows
-from longshore.runtime.remote_fetch import bring, fetch, fetch_timeout
+from longshore.runtime.remote_fetch import fetch, fetch_and_wait, fetch_timeout
 from longshore.runtime.stack import Stack, open_stack
 from longshore.testing.local_server import LocalServer
 from longshore.tiers.remote import RemoteTier
@@ -65,7 +65,7 @@ def store(stack: Stack, prompt: int) -> None:
 def served(stack: Stack, prompt: int) -> int:
     """Chunks of the prompt in host memory, once it was brought there as far as that pays."""
     path = GroupKeys(keys_of(prompt))
-    bring(stack.runtime, path, 0, TOKENS, TIMEOUT)
+    fetch_and_wait(stack.runtime, path, 0, TOKENS, TIMEOUT)
     with stack.runtime.transaction() as cache:
         found = cache.lookup({0: path}, stack.runtime.clock(), remote_tiers=())
         if found.lease is not None:
@@ -114,10 +114,12 @@ def test_what_is_behind_an_orphan_is_fetched(opened: Callable[..., Stack], first
     path = GroupKeys(keys, first)
     ROWS[1][:] = 0
     with reader.runtime.transaction() as cache:
-        assert cache.lookup({0: path}, 0.0, until=Until.NOTHING).chunks == first  # the two, from their own parent on
+        assert (
+            cache.lookup({0: path}, 0.0, protect=Protection.NONE).chunks == first
+        )  # the two, from their own parent on
     names = {}
     for part in [keys[:2]] * (not first) + [keys[4:]]:
-        sent = bring(reader.runtime, path, first * TOKENS, TOKENS, TIMEOUT)
+        sent = fetch_and_wait(reader.runtime, path, first * TOKENS, TOKENS, TIMEOUT)
         assert set(sent) >= set(part)
         names.update(sent)
     with reader.runtime.transaction() as cache:
@@ -183,7 +185,7 @@ def test_hung_store_does_not_delay_long_prompts(
     os.kill(server.pid, signal.SIGSTOP)
     try:
         stored = stack.store_path(
-            GroupKeys(keys_of(0)), range(CHUNKS), lambda job, blocks: None, evicting=True, timeout=TIMEOUT
+            GroupKeys(keys_of(0)), range(CHUNKS), lambda job, blocks: None, last_chance=True, timeout=TIMEOUT
         )
         under_way = [each.transfer.route.destination for each in stack.runtime._running.values()]
         assert (stored, REMOTE in under_way) == (CHUNKS, True)

@@ -101,7 +101,7 @@ class StubCache:
 
     def tick(self, now: float) -> None: ...
 
-    def flush(self) -> bool:
+    def back_up_all(self) -> bool:
         return False
 
 

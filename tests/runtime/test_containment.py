@@ -19,7 +19,7 @@ from longshore.cache import (
     CacheGroup,
     GroupKeys,
     PromptTokens,
-    Until,
+    Protection,
 )
 from longshore.errors import TraceError
 from longshore.runtime.containment import CallLog
@@ -56,7 +56,7 @@ def test_call_log_keeps_arguments_as_they_were(tmp_path: Path, monkeypatch: pyte
     results = [TransferResult(offload.job or 0, (Status.OK,) * 4)]
     cache.apply_results(results, 0.0)
     results.clear()
-    sight = cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, independent=True).residency[0]
+    sight = cache.lookup({0: GroupKeys(keys)}, 0.0, protect=Protection.STEP, independent=True).residency[0]
     cache.end_step()
     wanted = [GroupKeys([], device=[]), GroupKeys(path(4, first=20), device=np.ones(4, bool))]
     cache.lookup(dict(enumerate(wanted)), 1.0)
@@ -82,14 +82,14 @@ def test_call_log_is_bounded_and_reports_whether_it_is_complete(
     log = CallLog(cache, lambda error: None)
     keys = [bytes([i]) * 32 for i in range(200)]
     for _ in range(500):
-        cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.STEP, independent=True)
+        cache.lookup({0: GroupKeys(keys)}, 0.0, protect=Protection.STEP, independent=True)
     assert len(log.calls) == 500
     for _ in range(20):
-        cache.lookup({0: GroupKeys(keys * 100)}, 0.0, until=Until.STEP, independent=True)
+        cache.lookup({0: GroupKeys(keys * 100)}, 0.0, protect=Protection.STEP, independent=True)
     assert 0 < len(log.calls) < 20
     assert sum(call.bytes for call in log.calls) <= 16 << 20
     for _ in range(600):
-        cache.lookup({0: GroupKeys(keys[:9])}, 0.0, until=Until.STEP, independent=True)
+        cache.lookup({0: GroupKeys(keys[:9])}, 0.0, protect=Protection.STEP, independent=True)
     assert len(log.calls) == 512
     written = log.write()
     assert written is not None
@@ -105,9 +105,9 @@ def test_call_log_has_no_prompt_tokens(tmp_path: Path, monkeypatch: pytest.Monke
     log, tokens = CallLog(cache, lambda error: None), list(range(77_001, 77_033))
     text = PromptTokens(tokens, b"root")
     keys = [bytes([i]) * 32 for i in range(2)]
-    cache.store({0: GroupKeys(keys, text=text)}, {0: [0, 1]})
-    cache.lookup({0: GroupKeys(keys, text=PromptTokens(tokens, b"root"))}, 0.0)
-    cache.lookup({0: GroupKeys(keys, device=(), text=text)}, 0.0)
+    cache.store({0: GroupKeys(keys, prompt_tokens=text)}, {0: [0, 1]})
+    cache.lookup({0: GroupKeys(keys, prompt_tokens=PromptTokens(tokens, b"root"))}, 0.0)
+    cache.lookup({0: GroupKeys(keys, device=(), prompt_tokens=text)}, 0.0)
     written = log.write()
     assert pickle.dumps(tokens)[20:60] not in written.read_bytes()
     assert b"PromptTokens" not in written.read_bytes()

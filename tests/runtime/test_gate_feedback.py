@@ -92,7 +92,7 @@ def test_blocks_slower_to_read_are_computed_and_counted() -> None:
 
 def test_prefetch_is_neither_counted_nor_tried_by_the_gate() -> None:
     rig = learned(1.0)
-    assert [rig.runtime.worth_loading(rig.lookup(), 0, ahead=True) for _ in range(1000)] == [0] * 1000
+    assert [rig.runtime.worth_loading(rig.lookup(), 0, for_prefetch=True) for _ in range(1000)] == [0] * 1000
     assert rig.runtime.gate.refused == 0
     assert 1 in [rig.runtime.worth_loading(rig.lookup(), 0) for _ in range(10_000)], "a try"
 

@@ -463,7 +463,7 @@ def test_events_go_into_the_file_and_to_routers(opened: Open, tmp_path: Path) ->
 
 
 def test_what_was_announced_longest_ago_is_withdrawn_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "ANNOUNCED", 2)
+    monkeypatch.setattr(remote, "MAX_ANNOUNCED", 2)
     cache = TieredCache([TierSpec(IN_HOST, 8, 4096)], CacheSettings(events=100, remote_events=True), remote=[REMOTE])
     for number in range(4):
         cache.store({0: GroupKeys([bytes([number]) * 32])}, {0: [number]})

@@ -186,13 +186,17 @@ def test_exception_of_mover_close_closes_the_others(caplog: pytest.LogCaptureFix
 WAITS: dict[str, Callable[[Rig, Lease], Any]] = {
     "progress of a lease": lambda rig, lease: rig.runtime.wait_load(lease),
     "progress of a job": lambda rig, lease: rig.runtime.wait_jobs([rig.files.submitted[0].job], 0.0),
-    "flush": lambda rig, lease: rig.runtime.flush(1e9),
+    "back_up_all of a flush": lambda rig, lease: rig.runtime.flush(1e9),
 }
 
 
 @pytest.mark.parametrize(
     ("wait", "error"),
-    [*((wait, KeyError) for wait in WAITS), *((wait, StateError) for wait in WAITS), ("flush", CacheError)],
+    [
+        *((wait, KeyError) for wait in WAITS),
+        *((wait, StateError) for wait in WAITS),
+        ("back_up_all of a flush", CacheError),
+    ],
 )
 def test_wait_ends_when_the_control_plane_fails(
     rig: Rig, wait: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -209,7 +213,9 @@ def test_wait_ends_when_the_control_plane_fails(
     said = None
     with contextlib.suppress(TierClosedError):
         said = WAITS[wait](rig, hold)
-    assert said is {"progress of a job": False, "flush": False}.get(wait), "a job that has not ended is in flight"
+    assert said is {"progress of a job": False, "back_up_all of a flush": False}.get(wait), (
+        "a job that has not ended is in flight"
+    )
     assert len(fired) == rig.runtime.faults == 1
     assert rig.runtime.in_flight(rig.files.submitted[0].job)
     rig.files.end()

@@ -18,7 +18,7 @@ import torch
 
 from certificates import self_signed
 from longshore.boundary import HOST, Status
-from longshore.cache import GroupKeys, Until
+from longshore.cache import GroupKeys, Protection
 from longshore.config import Config
 from longshore.errors import ConfigError, HintError
 from longshore.keys import Scope
@@ -151,7 +151,7 @@ def test_another_engine_reads_what_the_tiers_of_one_have(prefiller: Stack, serve
         give_up = soon()
         while found < 3 and time.monotonic() < give_up:
             with decoder.runtime.transaction() as cache:
-                looked = cache.lookup({0: GroupKeys(KEYS[:3])}, decoder.runtime.clock(), until=Until.NOTHING)
+                looked = cache.lookup({0: GroupKeys(KEYS[:3])}, decoder.runtime.clock(), protect=Protection.NONE)
                 cache.prefetch({0: GroupKeys(KEYS[:3])}, decoder.runtime.clock())
                 found = looked.chunks
             time.sleep(0.01)

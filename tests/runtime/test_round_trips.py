@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from longshore.boundary import DEVICE, FILE, HOST
-from longshore.cache import DropReason, GroupKeys, MissReason, TieredCache, Until
+from longshore.cache import DropReason, GroupKeys, MissReason, Protection, TieredCache
 from longshore.config import Config
 from longshore.errors import DeviceError
 from longshore.keys import Scope
@@ -164,7 +164,7 @@ class WithoutParent:
         return {each.key: each.slot.index for each in residents_of(self.cache) if each.slot.tier == FILE}
 
     def found(self, first: int) -> int:
-        return self.cache.lookup({0: GroupKeys(self.path, first)}, 0.0, until=Until.NOTHING).chunks
+        return self.cache.lookup({0: GroupKeys(self.path, first)}, 0.0, protect=Protection.NONE).chunks
 
     def put(self, keys: list[bytes]) -> list[bytes]:
         """Store these, in host memory and files; which were not there."""

@@ -333,7 +333,7 @@ class AnyWay:
         self.random = random.Random(seed)
         self.chosen: set[Way] = set()
 
-    def choose(self, load: CopyShape, ways: Collection[Way]) -> Way:
+    def choose(self, shape: CopyShape, ways: Collection[Way]) -> Way:
         way = self.random.choice(sorted(ways))
         self.chosen.add(way)
         return way

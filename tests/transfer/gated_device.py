@@ -164,7 +164,7 @@ class SlowStream(CpuStream):
         self.pauses = pauses
 
     def copy(self, batch: CopyBatch, wait_events: tuple[DeviceEvent, ...]) -> Copy:
-        destination, source, size = PieceBuilder().describe(batch).directed(batch.into)
+        destination, source, size = PieceBuilder().build(batch).directed(batch.into)
         half = len(size) // 2
         for part in (slice(0, half), slice(half, None)):
             time.sleep(self.pauses.choice([0.0, 0.0002, 0.001]))

@@ -242,7 +242,7 @@ class Tale:
     def state(self) -> int:
         """All that what happens next, or is reported next, may depend on."""
         state, hazards = self.engine._state, self._hazards()
-        jobs = tuple(map(_of_job, {**self.engine._layered._jobs, **state.jobs}.values()))
+        jobs = tuple(map(_of_job, {**self.engine._layer_wise_jobs._jobs, **state.jobs}.values()))
         lanes = tuple(
             (
                 tuple(tuple(job.transfer.job for job in queue) for queue in lane._queues.values()),

@@ -151,7 +151,7 @@ def test_a_first_use_measures_by_itself_and_the_second_reads(tmp_path: Path, mon
         gpu = StandIn(None, calibration=path, staging_bytes=1 << 16)
         lane = gpu.lane(pools.layout, HOST)
         assert bool(gpu.accelerator.kernels) == kernels
-        lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
+        lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).batch])
         lane.finish()
     assert gpu.device.calibration_path == path
 
@@ -198,7 +198,7 @@ def test_without_triton_copies_run_on_streams_of_the_driver(monkeypatch: pytest.
     pools = Pools(flat(8), slots=8)
     lane = gpu.lane(pools.layout, HOST)
     assert len(gpu.world.streams) == 3  # the engine's, and two of this direction
-    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).batch])
     lane.finish()
     assert gpu.device.fallbacks()["no_kernels"] > 0
 

@@ -16,7 +16,7 @@ from transfer_kit import Bytes, Model, Pools, flat
 from depth import deep, examples
 from longshore.boundary import DEVICE, HOST, Section
 from longshore.transfer.device.cuda.calibration import Always, all_registered
-from longshore.transfer.device.cuda.streams import PLACES, Way
+from longshore.transfer.device.cuda.streams import RING_SLOTS, Way
 
 WAYS = list(Way)
 MOODS: list[str | int] = ["lazy", "eager", 1, 2, 3]
@@ -39,10 +39,10 @@ def test_what_follows_another_way_sees_its_bytes(mood: str, seed: int, staging: 
         blocks = chance.sample(range(12), 12)
         if chance.random() < 0.6:
             parts, slots = [Section(0, 0, tuple(blocks[:10]))], chance.sample(range(6), 5)
-            lane.send([between(pools, parts, slots, DEVICE).whole])
+            lane.send([between(pools, parts, slots, DEVICE).batch])
             model.move(parts, pools.images(slots), into=DEVICE)
         else:
-            lane.send([inside(pools.layout, 0, blocks[:6], blocks[6:]).whole])
+            lane.send([inside(pools.layout, 0, blocks[:6], blocks[6:]).batch])
             copied_inside(model.device, pools.layout, 0, blocks[:6], blocks[6:])
     gpu.device.wait_event(gpu.accelerator.compute, lane.under_way[-1].done_event)
     gpu.device.record_event(gpu.accelerator.compute).wait()
@@ -60,7 +60,7 @@ def test_copies_reach_in_the_order_of_their_calls(mood: str | int, seed: int) ->
     model = Model(pools)
     for first in range(0, 16, 4):
         parts, slots = [Section(0, 0, tuple(range(first, first + 4)))], list(range(first, first + 4))
-        lane.send([between(pools, parts, slots, HOST).whole])
+        lane.send([between(pools, parts, slots, HOST).batch])
         model.move(parts, pools.images(slots), into=HOST)
     gpu.device.wait_event(gpu.accelerator.compute, lane.under_way[-1].done_event)
     gpu.on_compute(lambda: pools.tensors[0].fill_(7))
@@ -77,7 +77,7 @@ def test_an_onboard_reads_the_host_only_when_it_may(way: Way, mood: str | int) -
     lane = gpu.lane(pools.layout, DEVICE)
     gpu.on_compute(lambda: pools.arena.array.fill(9))
     mark = gpu.device.record_event(gpu.accelerator.compute)
-    lane.send([between(pools, [Section(0, 0, (3,))], [1], DEVICE).whole], (mark,))
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], DEVICE).batch], (mark,))
     lane.finish()
     assert (pools.tensors[0].view(8, 4096)[3] == 9).all()
 
@@ -86,11 +86,11 @@ def test_an_onboard_reads_the_host_only_when_it_may(way: Way, mood: str | int) -
 @pytest.mark.parametrize("seed", range(deep(4, 8)))
 def test_ring_slot_is_refilled_only_when_empty(into: str, seed: int) -> None:
     pools = Pools(flat(40, 512, refs=1), slots=40)
-    gpu = StandIn(Always(Way.STAGED), staging_bytes=PLACES * 512, mood=seed)
+    gpu = StandIn(Always(Way.STAGED), staging_bytes=RING_SLOTS * 512, mood=seed)
     lane = gpu.lane(pools.layout, into)
     model = Model(pools)
     parts = [Section(0, 0, tuple(range(40)))]
-    lane.send([between(pools, parts, range(40), into).whole])
+    lane.send([between(pools, parts, range(40), into).batch])
     model.move(parts, pools.images(range(40)), into=into)
     lane.finish()
     model.check(pools)
@@ -105,7 +105,7 @@ def test_after_a_drain_nothing_is_in_flight(way: Way | None, into: str) -> None:
     stream = gpu.device.stream(pools.layout, into)
     stream.bind()
     parts = [Section(0, 0, (3,))]
-    stream.copy(between(pools, parts, [1], into).whole, ())
+    stream.copy(between(pools, parts, [1], into).batch, ())
     stream.drain()
     model = Model(pools)
     model.move(parts, pools.images([1]), into=into)
@@ -122,7 +122,7 @@ def test_copies_in_flight_together_each_say_their_end(way: Way, into: str) -> No
     gpu.accelerator.compute.run_to(gpu.accelerator.compute.given)
     stream.bind()
     copies = [
-        stream.copy(between(pools, [Section(0, 0, (block,))], [block], into).whole, ()) for block in range(stream.depth)
+        stream.copy(between(pools, [Section(0, 0, (block,))], [block], into).batch, ()) for block in range(stream.depth)
     ]
     assert not any(copy.query() for copy in copies)
     stream.drain()
@@ -139,7 +139,7 @@ def test_bounced_copies_are_ordered_on_both_streams() -> None:
     )
     lane = gpu.lane(pools.layout, HOST)
     kernels, link = (stream.name for stream in list(gpu.world.streams.values())[1:3])
-    batch = between(pools, [Section(0, 0, (3,))], [1], HOST).whole
+    batch = between(pools, [Section(0, 0, (3,))], [1], HOST).batch
     for before, after in ((None, None), (link, kernels), (kernels, link)):
         gpu.world.log.clear()
         lane.send([batch])
@@ -157,7 +157,7 @@ def test_copies_of_one_way_wait_for_no_other_stream(way: Way, into: str) -> None
     pools = Pools(flat(8, 4096), slots=8)
     gpu = StandIn(Always(way), mood="eager")
     lane = gpu.lane(pools.layout, into)
-    batch = between(pools, [Section(0, 0, (3,))], [1], into).whole
+    batch = between(pools, [Section(0, 0, (3,))], [1], into).batch
     lane.send([batch])
     gpu.world.log.clear()
     lane.send([batch])
@@ -182,7 +182,7 @@ def test_a_copy_waits_for_compute(way: Way, mood: str | int) -> None:
     lane = gpu.lane(pools.layout, HOST)
     gpu.on_compute(lambda: pools.tensors[0].fill_(7))
     mark = gpu.device.record_event(gpu.accelerator.compute)
-    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole], (mark,))
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).batch], (mark,))
     lane.finish()
     offset = pools.host.slabs.offset(0, 1)
     assert (pools.arena.array[offset : offset + 4096] == 7).all()
@@ -198,7 +198,7 @@ def test_an_onboard_waits_for_compute_that_still_reads(way: Way, mood: str | int
     before = pools.tensors[0].numpy().copy()
     gpu.on_compute(lambda: seen.append(pools.tensors[0].numpy().copy()))
     mark = gpu.device.record_event(gpu.accelerator.compute)
-    lane.send([between(pools, [Section(0, 0, (3,))], [1], DEVICE).whole], (mark,))
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], DEVICE).batch], (mark,))
     lane.finish()
     np.testing.assert_array_equal(seen[0], before)
     assert (pools.tensors[0].numpy() != before).any()
@@ -211,7 +211,7 @@ def test_pages_are_reusable_once_an_offload_passed_its_point(way: Way, mood: str
     gpu = StandIn(Always(way), mood=mood, staging_bytes=1 << 16)
     lane = gpu.lane(pools.layout, HOST)
     before = pools.tensors[0].numpy().copy()
-    lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), HOST).whole])
+    lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), HOST).batch])
     gpu.device.wait_event(gpu.accelerator.compute, lane.under_way[0].done_event)
     gpu.on_compute(lambda: pools.tensors[0].fill_(7))
     gpu.device.record_event(gpu.accelerator.compute).wait()
@@ -229,7 +229,7 @@ def test_compute_that_is_held_sees_what_was_onboarded(way: Way, mood: str | int)
     pools = Pools(flat(64, 4096), slots=64)
     gpu = StandIn(Always(way), mood=mood, staging_bytes=1 << 16)
     lane = gpu.lane(pools.layout, DEVICE)
-    lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), DEVICE).whole])
+    lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), DEVICE).batch])
     gpu.device.wait_event(gpu.accelerator.compute, lane.under_way[0].done_event)
     seen: list[Bytes] = []
     gpu.on_compute(lambda: seen.append(pools.tensors[0].numpy().copy()))
@@ -251,7 +251,7 @@ def test_more_copies_than_slips_leave_no_descriptor_behind(way: Way, into: str) 
     copies = []
     for at in range(0, 64, 4):
         parts, slots = [Section(0, 0, tuple(range(at, at + 4)))], list(range(at, at + 4))
-        copies.append(stream.copy(between(pools, parts, slots, into).whole, ()))
+        copies.append(stream.copy(between(pools, parts, slots, into).batch, ()))
         model.move(parts, pools.images(slots), into=into)
     for copy in copies:
         assert copy.finish() >= 0

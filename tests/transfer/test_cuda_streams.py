@@ -27,7 +27,7 @@ from longshore.transfer.copy_plan import plan_copy
 from longshore.transfer.device.cuda.arguments import image_runs, pieces_of, staged, staged_pitch
 from longshore.transfer.device.cuda.calibration import Always, all_registered
 from longshore.transfer.device.cuda.driver import RELAXED
-from longshore.transfer.device.cuda.streams import PLACES, CopyShape, DescriptorBuffer, Way, take_ring
+from longshore.transfer.device.cuda.streams import RING_SLOTS, CopyShape, DescriptorBuffer, Way, take_ring
 from longshore.transfer.device.torch_streams import EVENTS, Fallbacks
 
 WAYS = list(Way)
@@ -48,7 +48,7 @@ def test_offload_then_onboard(way: Way, data: st.DataObject) -> None:
     gpu = StandIn(Always(way), staging_bytes=data.draw(st.sampled_from([0, 4096, 40000])))
     model = Model(pools)
     out = gpu.lane(layout, HOST)
-    out.send(between(pools, parts, slots, HOST, tokens).whole.cut(max_bytes))
+    out.send(between(pools, parts, slots, HOST, tokens).batch.cut(max_bytes))
     out.close()
     model.move(parts, pools.images(slots), into=HOST, tokens=tokens)
     model.check(pools)
@@ -56,7 +56,7 @@ def test_offload_then_onboard(way: Way, data: st.DataObject) -> None:
         tensor.bitwise_not_()
     model.device = pools.device_bytes()
     back = gpu.lane(layout, DEVICE)  # a thread has one stream at a time
-    back.send(between(pools, there, slots, DEVICE, tokens).whole.cut(max_bytes))
+    back.send(between(pools, there, slots, DEVICE, tokens).batch.cut(max_bytes))
     back.close()
     model.move(there, pools.images(slots), into=DEVICE, tokens=tokens)
     model.check(pools)
@@ -77,7 +77,7 @@ def test_copies_inside_the_device(data: st.DataObject) -> None:
     copied_inside(expected, layout, 0, written, read)
     gpu = StandIn(Always(Way.DIRECT))
     lane = gpu.lane(layout, DEVICE)
-    lane.send(inside(layout, 0, written, read).whole.cut(data.draw(st.integers(1, 9000))))
+    lane.send(inside(layout, 0, written, read).batch.cut(data.draw(st.integers(1, 9000))))
     lane.close()
     for got, wanted in zip(pools.device_bytes(), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
@@ -89,9 +89,9 @@ def test_copies_inside_the_device(data: st.DataObject) -> None:
 def test_the_ring_is_gathered_into_while_the_link_empties_it() -> None:
     """A place is gathered into again only after the link has left it, but the next place at once."""
     pools = Pools(flat(64, 4096, refs=1), slots=64)
-    gpu = StandIn(Always(Way.STAGED), staging_bytes=PLACES * 4096)
+    gpu = StandIn(Always(Way.STAGED), staging_bytes=RING_SLOTS * 4096)
     lane = gpu.lane(pools.layout, HOST)
-    lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), HOST).whole])
+    lane.send([between(pools, [Section(0, 0, tuple(range(64)))], range(64), HOST).batch])
     assert len(gpu.accelerator.kernels) == 64
     lane.finish()
     np.testing.assert_array_equal(pools.arena.array[: 64 * 4096], pools.tensors[0].numpy())
@@ -108,9 +108,9 @@ def test_kernels_for_whole_blocks_are_compiled_at_start(way: Way, into: str, pag
     prepared = set(gpu.accelerator.prepared)
     for blocks in ((5, 2, 8, 1), (3, 4), (7,)):
         parts = [Section(0, 0, blocks)]
-        lane.send([between(pools, parts, range((len(blocks) + 1) // 2), into).whole])
+        lane.send([between(pools, parts, range((len(blocks) + 1) // 2), into).batch])
     if into == DEVICE:
-        lane.send([inside(pools.layout, 0, [1, 2, 3], [4, 5, 6]).whole])
+        lane.send([inside(pools.layout, 0, [1, 2, 3], [4, 5, 6]).batch])
     lane.finish()
     assert gpu.accelerator.launched <= prepared
     assert gpu.accelerator.all_aligned
@@ -120,7 +120,7 @@ def test_one_dma_for_each_image() -> None:
     pools = Pools(flat(64, 512, refs=8, blocks_per_chunk=4), slots=16)
     gpu = StandIn(Always(Way.STAGED))
     lane = gpu.lane(pools.layout, HOST)
-    lane.send([between(pools, [Section(0, 0, tuple(range(63, -1, -1)))], range(16), HOST).whole])
+    lane.send([between(pools, [Section(0, 0, tuple(range(63, -1, -1)))], range(16), HOST).batch])
     lane.finish()
     assert [count for _, count in gpu.library.calls] == [1, 16]  # the kernel's orders, and 16 images of 32 pages each
 
@@ -133,7 +133,7 @@ def test_host_memory_that_is_not_registered_goes_through_pinned_stages(into: str
     model = Model(pools)
     for _ in range(2):
         parts, slots = [Section(0, 0, tuple(range(20, 40)))], list(range(10))
-        lane.send(between(pools, parts, slots, into).whole.cut(9000))
+        lane.send(between(pools, parts, slots, into).batch.cut(9000))
         model.move(parts, pools.images(slots), into=into)
     lane.close()
     model.check(pools)
@@ -148,7 +148,7 @@ def test_copies_inside_the_device_do_not_ask_for_host_memory() -> None:
     expected = pools.device_bytes()
     copied_inside(expected, pools.layout, 0, [1, 2], [4, 5])
     lane = gpu.lane(pools.layout, DEVICE)
-    lane.send([inside(pools.layout, 0, [1, 2], [4, 5]).whole])
+    lane.send([inside(pools.layout, 0, [1, 2], [4, 5]).batch])
     lane.close()
     assert gpu.device.fallbacks() == {}
     np.testing.assert_array_equal(pools.device_bytes(), expected)
@@ -158,7 +158,7 @@ def test_stages_for_unregistered_host_memory_are_taken_at_start() -> None:
     pools = Pools(flat(8), slots=8)
     gpu = StandIn(Always(Way.DIRECT), mood="eager", in_one_piece=None)
     lane = gpu.lane(pools.layout, HOST)
-    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).batch])
     lane.close()
     assert gpu.device.fallbacks() == {"host_unregistered": 1}
 
@@ -179,7 +179,7 @@ def test_no_copy_leaves_a_registered_piece() -> None:
 
     gpu = StandIn(DirectIfItMay(), in_one_piece=in_one_piece)
     lane = gpu.lane(layout, HOST)
-    lane.send([between(pools, [Section(0, 0, (0, 1, 2, 3))], [0, 1, 2, 3], HOST).whole])
+    lane.send([between(pools, [Section(0, 0, (0, 1, 2, 3))], [0, 1, 2, 3], HOST).batch])
     assert gpu.device.fallbacks() == {"straddling_piece": 1}
     lane.finish()
     np.testing.assert_array_equal(pools.arena.array[: 4 * 4096], pools.tensors[0].numpy()[: 4 * 4096])
@@ -197,7 +197,7 @@ def test_where_no_way_is_left_copies_go_through_pinned_stages() -> None:
     gpu.accelerator.refuse_above = 1 << 20
     lane = gpu.lane(layout, HOST)
     gpu.accelerator.refuse_above = None
-    lane.send([between(pools, [Section(0, 0, (0, 1))], [0, 1], HOST).whole])
+    lane.send([between(pools, [Section(0, 0, (0, 1))], [0, 1], HOST).batch])
     lane.finish()
     assert gpu.device.fallbacks() == {"smaller_ring": 2, "no_ring": 1, "straddling_piece": 1, "late_bounce": 1}
     np.testing.assert_array_equal(pools.arena.array[: 2 * 4096], pools.tensors[0].numpy()[: 2 * 4096])
@@ -226,7 +226,7 @@ def test_memory_is_freed_before_the_streams_that_used_it(
     monkeypatch.setattr(gpu.accelerator, "pinned_bytes", watched)
     monkeypatch.setattr(gpu.accelerator, "destroy_streams", destroyed)
     lane = gpu.lane(pools.layout, into)
-    lane.send([between(pools, [Section(0, 0, (3,))], [1], into).whole])
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], into).batch])
     assert taken and all(memory() is not None for memory in taken)
     gc.disable()  # a cycle of references would be freed later
     try:
@@ -242,7 +242,7 @@ def test_less_memory_to_stage_in_is_counted() -> None:
     gpu.accelerator.refuse_above = 4 << 20
     lane = gpu.lane(pools.layout, HOST)
     assert gpu.device.fallbacks() == {"smaller_ring": 1}
-    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
+    lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).batch])
     lane.finish()
     start = pools.host.slabs.offset(0, 1)
     np.testing.assert_array_equal(pools.arena.array[start : start + 24], pools.tensors[0].numpy()[72:96])
@@ -256,7 +256,7 @@ def test_without_a_ring_nothing_is_staged() -> None:
     lane = gpu.lane(pools.layout, HOST)
     assert gpu.device.fallbacks() == {"smaller_ring": 2, "no_ring": 1}
     for _ in range(20):
-        lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
+        lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).batch])
     lane.finish()
     assert ways.chosen == {Way.DIRECT, Way.ZERO_COPY}
 
@@ -270,7 +270,7 @@ def test_more_orders_than_was_taken_room_for_are_counted() -> None:
     expected[0][list(blocks[:half])] = expected[0][list(blocks[half:])]
     gpu = StandIn(Always(Way.DIRECT))
     lane = gpu.lane(layout, DEVICE)
-    lane.send([inside(layout, 0, blocks[:half], blocks[half:]).whole])
+    lane.send([inside(layout, 0, blocks[:half], blocks[half:]).batch])
     lane.finish()
     np.testing.assert_array_equal(pools.device_bytes()[0], expected[0])
     assert gpu.device.fallbacks() == {"longer_slip": 1}
@@ -286,7 +286,7 @@ def test_kernels_leave_host_memory_of_useless_addresses_alone() -> None:
     pools = Pools(flat(8), slots=8)
     lane = gpu.lane(pools.layout, HOST)
     for _ in range(20):
-        lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).whole])
+        lane.send([between(pools, [Section(0, 0, (3,))], [1], HOST).batch])
     lane.finish()
     assert ways.chosen == {Way.DIRECT, Way.STAGED}
 
@@ -302,7 +302,7 @@ def test_what_the_driver_refuses_ends_one_copy_only() -> None:
     pools = Pools(flat(8, 4096), slots=8)
     gpu = StandIn(Always(Way.STAGED))
     lane = gpu.lane(pools.layout, HOST)
-    batch = between(pools, [Section(0, 0, (3,))], [1], HOST).whole
+    batch = between(pools, [Section(0, 0, (3,))], [1], HOST).batch
     gpu.library.fail_with = 1
     with pytest.raises(DeviceError, match="CUDA_ERROR_INVALID_VALUE"):
         lane.send([batch])
@@ -323,7 +323,7 @@ def test_events_are_used_again(way: Way, refused: bool) -> None:
     pools = Pools(flat(8, 4096), slots=8)
     gpu = StandIn(Always(way))
     lane = gpu.lane(pools.layout, HOST)
-    batch = between(pools, [Section(0, 0, (3,))], [1], HOST).whole
+    batch = between(pools, [Section(0, 0, (3,))], [1], HOST).batch
     for _ in range(EVENTS + 1):
         if refused:
             gpu.library.fail_with = 1
@@ -344,9 +344,9 @@ def test_a_batch_of_freed_memory_is_refused_before_it_moves(is_inside: bool, is_
     gpu = StandIn(Always(Way.DIRECT))
     lane = gpu.lane(pools.layout, DEVICE)
     batch = (
-        inside(pools.layout, 0, [1], [2]).whole
+        inside(pools.layout, 0, [1], [2]).batch
         if is_inside
-        else between(pools, [Section(0, 0, (3,))], [1], DEVICE).whole
+        else between(pools, [Section(0, 0, (3,))], [1], DEVICE).batch
     )
     pools.layout.free()
     if is_back:
@@ -383,7 +383,7 @@ def test_loads_fit_and_lose_nothing(data: st.DataObject) -> None:
     parts = data.draw(sections(layout))
     items = chunks_of(layout, parts)
     pools = Pools(layout, slots=max(1, items))
-    batch = between(pools, parts, range(items), DEVICE).whole
+    batch = between(pools, parts, range(items), DEVICE).batch
     room = 16 * data.draw(st.integers(41, 600))
     for part in batch.parts:
         pieces = list(pieces_of(part, room))
@@ -436,11 +436,11 @@ def test_thread_bound_to_a_stream_has_its_device_context() -> None:
     assert seen == [0xC0]
 
 
-def test_places_of_a_ring_take_turns() -> None:
+def test_slots_of_a_ring_take_turns() -> None:
     ring = take_ring(StandIn(Always(Way.STAGED)).accelerator, Fallbacks(), 1 << 20, 4096)
-    addresses = [ring.next().address for _ in range(2 * PLACES)]
-    assert len(set(addresses)) == PLACES
-    assert addresses[:PLACES] == addresses[PLACES:]
+    addresses = [ring.next().address for _ in range(2 * RING_SLOTS)]
+    assert len(set(addresses)) == RING_SLOTS
+    assert addresses[:RING_SLOTS] == addresses[RING_SLOTS:]
 
 
 def test_a_slip_keeps_descriptors_until_it_is_used_again() -> None:
@@ -474,11 +474,11 @@ def test_without_a_compiler_pages_go_one_by_one(way: Way, into: str, caplog: pyt
     gpu = StandIn(Always(way))
     gpu.accelerator.compiler_error = RuntimeError("Failed to find C compiler")
     lane = gpu.lane(pools.layout, into)
-    lane.send([between(pools, [Section(0, 0, (3, 5))], [1, 2], into).whole])
+    lane.send([between(pools, [Section(0, 0, (3, 5))], [1, 2], into).batch])
     model.move([Section(0, 0, (3, 5))], pools.images([1, 2]), into=into)
     if into == DEVICE:
         lane.finish()
-        lane.send([inside(pools.layout, 0, [6, 7], [3, 1]).whole])
+        lane.send([inside(pools.layout, 0, [6, 7], [3, 1]).batch])
         copied_inside(model.device, pools.layout, 0, [6, 7], [3, 1])
     lane.close()
     model.check(pools)
@@ -527,8 +527,8 @@ def test_kernels_for_any_tokens_and_layers_are_compiled_at_start(way: Way, into:
             layout, [Section(0, 0, (5, 2, 8))], pools.images([0, 3]), into=into, host_address=pools.arena.address,
             host_bytes=pools.arena.nbytes, tokens=tokens,
         )  # fmt: skip
-        lane.send([chosen.whole])
-        lane.send([chosen.whole.of_layer(layer) for layer in range(len(sizes))])
+        lane.send([chosen.batch])
+        lane.send([chosen.batch.of_layer(layer) for layer in range(len(sizes))])
     lane.finish()
     assert gpu.accelerator.launched <= prepared
 

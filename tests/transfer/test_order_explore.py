@@ -137,7 +137,7 @@ def test_a_lane_that_would_block_is_found() -> None:
         stream = SimulatedDevice(told.world, told.compute, name="more copies").stream(told.memory.layout, "host")
         stream.bind()
         told.offload([0], [0])
-        batch = told.engine._state.jobs[1].plan.whole
+        batch = told.engine._state.jobs[1].plan.batch
         with pytest.raises(BlockedError, match="finish would have blocked"):
             stream.copy(batch, ()).finish()
 

@@ -239,14 +239,14 @@ def a_layer_fails(told: Tale) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_a_layer_that_failed_is_never_reported_as_done(monkeypatch: Patch) -> None:
     explore(tale(a_layer_fails))
-    take_step = Lane._take_step
+    take_step = Lane._submit_step
 
     def all_is_well(self: Lane, job: Any, stopped: Status | None) -> None:
         take_step(self, job, stopped)
         job.layers |= {0: None, 1: None}
         job.early_status = None
 
-    monkeypatch.setattr(Lane, "_take_step", all_is_well)
+    monkeypatch.setattr(Lane, "_submit_step", all_is_well)
     goes_wrong(a_layer_fails, "AssertionError")
 
 
@@ -281,17 +281,17 @@ def two_readers_then_a_writer(told: Tale) -> None:
 
 def test_all_readers_are_waited_for(monkeypatch: Patch) -> None:
     explore(tale(two_readers_then_a_writer))
-    admit = Hazards.admit
+    add = Hazards.add
 
     def keep_the_last(self: Hazards, lane: int, accesses: Sequence[Access]) -> QueuePosition:
-        ticket = admit(self, lane, accesses)
-        for place, slots, is_written in accesses:
+        ticket = add(self, lane, accesses)
+        for pool, slots, is_written in accesses:
             if not is_written:
                 others = [other for other in range(6) if other != lane]
-                self._readers[place][np.ix_(others, slots)] = 0
+                self._readers[pool][np.ix_(others, slots)] = 0
         return ticket
 
-    monkeypatch.setattr(Hazards, "admit", keep_the_last)
+    monkeypatch.setattr(Hazards, "add", keep_the_last)
     goes_wrong(two_readers_then_a_writer, "WAR: copy")
 
 
@@ -303,12 +303,12 @@ def block_2_is_not_slot_2(told: Tale) -> None:
 
 def test_a_slot_is_its_tier_too(monkeypatch: Patch) -> None:
     explore(tale(block_2_is_not_slot_2))
-    admit = Hazards.admit
+    add = Hazards.add
 
     def forget_the_tier(self: Hazards, lane: int, accesses: Sequence[Access]) -> QueuePosition:
-        return admit(self, lane, [access._replace(place=TierPool(DEVICE, 0)) for access in accesses])
+        return add(self, lane, [access._replace(pool=TierPool(DEVICE, 0)) for access in accesses])
 
-    monkeypatch.setattr(Hazards, "admit", forget_the_tier)
+    monkeypatch.setattr(Hazards, "add", forget_the_tier)
     goes_wrong(block_2_is_not_slot_2, "AssertionError")
 
 

@@ -362,7 +362,7 @@ def test_end_step_waits_for_submission_not_for_completion() -> None:
 
 
 def test_only_latest_layer_wise_jobs_are_kept_without_end_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LayerWiseJobs, "MOST", 3)
+    monkeypatch.setattr(LayerWiseJobs, "MAX_ENDED", 3)
     rig = Rig()
     for job in range(6):
         rig.onboard(job, (job,), [job], by_layer=True)

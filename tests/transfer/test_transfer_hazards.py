@@ -46,16 +46,16 @@ def test_it_agrees_with_comparing_every_pair_of_jobs(jobs: list[tuple[int, list[
                 if any((place, slot) == (p, s) and (write or w) for p, s, w in others):
                     expected[other_lane] = max(expected[other_lane], ticket)
         tickets[lane] += 1
-        assert records.admit(lane, accesses) == QueuePosition(lane, tickets[lane], tuple(expected))
+        assert records.add(lane, accesses) == QueuePosition(lane, tickets[lane], tuple(expected))
         earlier.append((lane, tickets[lane], touched))
 
 
 def test_job_begins_only_after_its_dependencies_have_ended() -> None:
     records = hazards(lanes=3)
-    first = records.admit(0, [reads(HOST, 3)])
-    second = records.admit(0, [reads(HOST, 3)])
-    other = records.admit(1, [reads(HOST, 3)])
-    last = records.admit(2, [writes(HOST, 3)])
+    first = records.add(0, [reads(HOST, 3)])
+    second = records.add(0, [reads(HOST, 3)])
+    other = records.add(1, [reads(HOST, 3)])
+    last = records.add(2, [writes(HOST, 3)])
     for ended in (first, other, second):
         assert not records.is_clear(last)
         records.end(ended)

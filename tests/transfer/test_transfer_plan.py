@@ -171,11 +171,11 @@ def test_cut_batches_move_the_same_bytes(data: st.DataObject) -> None:
     images = [layout.image_bytes * at for at in range(items)]
     whole = plan_copy(
         layout, parts, images, into=HOST, host_address=0, host_bytes=layout.image_bytes * (items + 1)
-    ).whole
+    ).batch
     max_bytes = data.draw(st.integers(1, 9000))
     cut = list(whole.cut(max_bytes))
-    moved = [byte for batch in cut for byte in every_byte(PieceBuilder().describe(batch))]
-    assert sorted(moved) == sorted(every_byte(PieceBuilder().describe(whole)))
+    moved = [byte for batch in cut for byte in every_byte(PieceBuilder().build(batch))]
+    assert sorted(moved) == sorted(every_byte(PieceBuilder().build(whole)))
     longest = max(ref.page_bytes * group.blocks_per_chunk for group in layout.groups for ref in group.refs)
     assert all(batch.nbytes <= max(max_bytes, longest) for batch in cut)
 
@@ -193,9 +193,9 @@ def test_both_piece_orders_move_the_same_bytes(data: st.DataObject) -> None:
     items = chunks_of(layout, parts)
     images = [layout.image_bytes * (at + 1) for at in data.draw(st.permutations(range(items)))]
     host_bytes = layout.image_bytes * (items + 2)
-    batch = plan_copy(layout, parts, images, into=HOST, host_address=0, host_bytes=host_bytes).whole
-    by_image = PieceBuilder().describe(batch)
-    quickest = PieceBuilder().describe(batch, any_order=True)
+    batch = plan_copy(layout, parts, images, into=HOST, host_address=0, host_bytes=host_bytes).batch
+    by_image = PieceBuilder().build(batch)
+    quickest = PieceBuilder().build(batch, any_order=True)
     assert sorted(every_byte(by_image)) == sorted(every_byte(quickest))
     # The host's bytes come image after image, and in an image from front to back.
     position = {image: at for at, image in enumerate(images)}
@@ -390,7 +390,7 @@ def test_equal_block_ids_in_separate_groups_are_distinct() -> None:
 def test_these_token_counts_mean_the_whole_block(tokens: int | None) -> None:
     layout = from_rows(torch.zeros(8, 4 * 64, dtype=torch.uint8), pages_per_block=4, block_size=16)
     plan = plan_copy(layout, [Section(0, 0, (1,))], [0], into=HOST, host_address=0, host_bytes=4096, tokens=tokens)
-    assert plan.whole.nbytes == 256
+    assert plan.batch.nbytes == 256
 
 
 def test_only_the_last_block_is_partial() -> None:
@@ -424,7 +424,7 @@ def test_item_bytes_are_what_moves_of_each() -> None:
 def test_plans_against_freed_memory_are_refused() -> None:
     layout = flat(16)
     parts = [Section(0, 0, (1,))]
-    batch = plan_copy(layout, parts, [0], into=HOST, host_address=0, host_bytes=4096).whole
+    batch = plan_copy(layout, parts, [0], into=HOST, host_address=0, host_bytes=4096).batch
     layout.free()
     with pytest.raises(FreedLayoutError):
         plan(layout, parts, [0], into=HOST, host_address=0, host_bytes=4096)
@@ -433,7 +433,7 @@ def test_plans_against_freed_memory_are_refused() -> None:
     layout.take_back([torch.zeros(16 * 24, dtype=torch.uint8) for _ in range(2)])
     plan(layout, parts, [0], into=HOST, host_address=0, host_bytes=4096)
     with pytest.raises(FreedLayoutError, match="generation 0"):
-        PieceBuilder().describe(batch)
+        PieceBuilder().build(batch)
 
 
 def test_nothing_here_imports_torch() -> None:

@@ -105,14 +105,14 @@ def test_offload_then_onboard_through_the_stages(data: st.DataObject) -> None:
     model = Model(pools)
     device = TorchDevice("cpu", staging_bytes=data.draw(st.integers(0, 6000)), accelerator=FakeAccelerator())
     out, back = Lane(device.stream(layout, HOST)), Lane(device.stream(layout, DEVICE))
-    out.send(between(pools, parts, slots, HOST, tokens).whole.cut(max_bytes))
+    out.send(between(pools, parts, slots, HOST, tokens).batch.cut(max_bytes))
     out.close()
     model.move(parts, pools.images(slots), into=HOST, tokens=tokens)
     model.check(pools)
     for tensor in pools.tensors:
         tensor.bitwise_not_()
     model.device = pools.device_bytes()
-    back.send(between(pools, there, slots, DEVICE, tokens).whole.cut(max_bytes))
+    back.send(between(pools, there, slots, DEVICE, tokens).batch.cut(max_bytes))
     back.close()
     model.move(there, pools.images(slots), into=DEVICE, tokens=tokens)
     model.check(pools)
@@ -132,7 +132,7 @@ def test_copies_inside_the_device(data: st.DataObject) -> None:
     copied_inside(expected, layout, group, written, read)
     device = TorchDevice("cpu", staging_bytes=data.draw(st.integers(0, 6000)), accelerator=FakeAccelerator())
     lane = Lane(device.stream(layout, DEVICE))
-    lane.send(inside(layout, group, written, read).whole.cut(data.draw(st.integers(1, 9000))))
+    lane.send(inside(layout, group, written, read).batch.cut(data.draw(st.integers(1, 9000))))
     lane.close()
     for got, wanted in zip(pools.device_bytes(), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
@@ -147,7 +147,7 @@ def pieces_through(into: str, blocks: int) -> tuple[FakeAccelerator, list[tuple[
     selection = between(pools, [Section(0, 0, tuple(range(blocks)))], range(blocks), into)
     stream.bind()
     accelerator.notes.lines.clear()
-    copy = stream.copy(selection.whole, ())
+    copy = stream.copy(selection.batch, ())
     copied = list(accelerator.notes.lines)
     assert copy.finish() == 1.5
     stream.close()
@@ -176,7 +176,7 @@ def test_stage_is_filled_only_after_the_link_has_read_it(monkeypatch: pytest.Mon
     pools = Pools(flat(16, 4096, refs=1), slots=16)
     stream = TorchDevice("cpu", staging_bytes=0, accelerator=accelerator).stream(pools.layout, DEVICE)
     stream.bind()
-    stream.copy(between(pools, [Section(0, 0, (0, 1, 2, 3, 4))], range(5), DEVICE).whole, ())
+    stream.copy(between(pools, [Section(0, 0, (0, 1, 2, 3, 4))], range(5), DEVICE).batch, ())
     lines = accelerator.notes.lines
     used = [line[1] for line in lines if line[0] == "record" and line[2] == "stream 1"][1:-1]
     fills = [at for at, line in enumerate(lines) if line == ("fill",)]
@@ -213,7 +213,7 @@ def test_copies_and_compute_wait_for_each_other_on_device() -> None:
     stream = device.stream(pools.layout, DEVICE)
     stream.bind()
     accelerator.notes.lines.clear()
-    copy = stream.copy(between(pools, [Section(0, 0, (3,))], [1], DEVICE).whole, (device.record_event(compute),))
+    copy = stream.copy(between(pools, [Section(0, 0, (3,))], [1], DEVICE).batch, (device.record_event(compute),))
     device.wait_event(compute, copy.done_event)
     lines = list(accelerator.notes.lines)
     (mark,) = [line for line in lines if line[0] == "record" and line[2] == "engine's stream"]
@@ -232,7 +232,7 @@ def test_finishing_one_copy_does_not_wait_for_the_next() -> None:
     stream = TorchDevice("cpu", staging_bytes=0, accelerator=accelerator).stream(pools.layout, HOST)
     stream.bind()
     first, second = (
-        stream.copy(between(pools, [Section(0, 0, (at,))], [at], HOST).whole, ()) for at in range(stream.depth)
+        stream.copy(between(pools, [Section(0, 0, (at,))], [at], HOST).batch, ()) for at in range(stream.depth)
     )
     image = pools.arena.array[4096:8192]
     before = image.copy()
@@ -252,7 +252,7 @@ def test_a_batch_of_freed_memory_is_refused_before_it_moves() -> None:
     pools.layout.free()
     accelerator.notes.lines.clear()
     with pytest.raises(FreedLayoutError):
-        stream.copy(selection.whole, ())
+        stream.copy(selection.batch, ())
     assert not accelerator.notes.lines
 
 
@@ -283,9 +283,9 @@ def test_what_could_not_be_carried_is_carried_later(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch_streams, "copy_pieces", fail_once)
     parts = [[Section(0, 0, (block,))] for block in range(3)]
-    first, second = (stream.copy(between(pools, parts[at], [at], HOST).whole, ()) for at in range(2))
+    first, second = (stream.copy(between(pools, parts[at], [at], HOST).batch, ()) for at in range(2))
     with pytest.raises(MemoryError):
-        stream.copy(between(pools, parts[2], [2], HOST).whole, ())
+        stream.copy(between(pools, parts[2], [2], HOST).batch, ())
     stream.drain()
     for at, copy in enumerate((first, second)):
         copy.finish()
@@ -335,7 +335,7 @@ def test_what_was_taken_is_used_again_and_given_back(monkeypatch: pytest.MonkeyP
     stream = cast(torch_streams.StagedStream, device.stream(pools.layout, HOST))
     stream.bind()
     for _ in range(300):
-        stream.copy(between(pools, [Section(0, 0, (1,))], [1], HOST).whole, ()).finish()
+        stream.copy(between(pools, [Section(0, 0, (1,))], [1], HOST).batch, ()).finish()
     assert device.fallbacks() == {}, "events were not released"
     stream.close()
     device.close()
@@ -370,16 +370,16 @@ def test_failed_copy_leaves_no_bytes_in_another_image(
 
     monkeypatch.setattr(torch_streams, "_gather", fail_at_the_second_part)
     with pytest.raises(RuntimeError):
-        stream.copy(between(pools, [Section(0, 0, (0, 5))], [0, 1], HOST).whole, ())
+        stream.copy(between(pools, [Section(0, 0, (0, 5))], [0, 1], HOST).batch, ())
     stream.drain()
     pools.arena.array[pools.host.slabs.offset(0, 0) :][:4096] = 77  # its next owner's
     for block in (2, 3, 4):
-        stream.copy(between(pools, [Section(0, 0, (block,))], [block], HOST).whole, ()).finish()
+        stream.copy(between(pools, [Section(0, 0, (block,))], [block], HOST).batch, ()).finish()
     assert (pools.arena.array[pools.host.slabs.offset(0, 0) :][:4096] == 77).all()
     monkeypatch.setattr(torch_streams, "_gather", lambda *given: 1 / 0)
     for _ in range(200):
         with pytest.raises(ZeroDivisionError):
-            stream.copy(between(pools, [Section(0, 0, (0,))], [0], HOST).whole, ())
+            stream.copy(between(pools, [Section(0, 0, (0,))], [0], HOST).batch, ())
     assert device.fallbacks() == {}, "events of copies that failed were not released"
 
 
@@ -390,10 +390,10 @@ def test_no_call_waits_for_the_stream_to_bring_ids(into: str, monkeypatch: pytes
     model = Model(pools)
     lane = Lane(TorchDevice("cpu", accelerator=FakeAccelerator()).stream(pools.layout, into))
     monkeypatch.setattr(torch.Tensor, "to", _refused)
-    lane.send([between(pools, [Section(0, 0, (3, 9))], [1, 5], into).whole])
+    lane.send([between(pools, [Section(0, 0, (3, 9))], [1, 5], into).batch])
     model.move([Section(0, 0, (3, 9))], pools.images([1, 5]), into=into)
     if into == DEVICE:
-        lane.send([inside(pools.layout, 0, [4, 2], [3, 9]).whole])
+        lane.send([inside(pools.layout, 0, [4, 2], [3, 9]).batch])
         copied_inside(model.device, pools.layout, 0, [4, 2], [3, 9])
     lane.close()
     model.check(pools)
@@ -405,7 +405,7 @@ def test_staged_ids_are_overwritten_only_after_use() -> None:
     stream = TorchDevice("cpu", staging_bytes=0, accelerator=accelerator).stream(pools.layout, DEVICE)
     stream.bind()
     accelerator.notes.lines.clear()
-    stream.copy(inside(pools.layout, 0, [0, 1, 2], [3, 4, 5]).whole, ())
+    stream.copy(inside(pools.layout, 0, [0, 1, 2], [3, 4, 5]).batch, ())
     lines = accelerator.notes.lines
     first, _, third = [line[1] for line in lines if line[0] == "record"][1:4]
     assert lines.index(("synchronize", first)) < lines.index(("record", third, "stream 1"))

@@ -188,11 +188,11 @@ class Ours:
     def known(self, keys: Sequence[Key]) -> None:
         self._call(lambda: self.cache.store({0: GroupKeys(keys)}, {0: range(len(keys))}))
 
-    def store(self, keys: Sequence[Key], first: int = 0, *, evicting: bool = False) -> None:
+    def store(self, keys: Sequence[Key], first: int = 0, *, last_chance: bool = False) -> None:
         for start in range(first, len(keys), PIECE):
             path, blocks = keys[: start + PIECE], range(min(PIECE, len(keys) - start))
             store = partial(self.cache.store, {0: GroupKeys(path, start)}, {0: blocks})
-            offload = (store() if evicting else self._call(store))[0]
+            offload = (store() if last_chance else self._call(store))[0]
             if offload.job is None or len(offload.slots) != len(blocks):
                 raise BenchError(
                     f"{len(offload.slots)} of {len(blocks)} blocks were stored; the benchmark needs all of them"
@@ -207,7 +207,7 @@ class Ours:
         if lease is None:
             raise BenchError("the lookup of a resident prompt missed")
         begun = time.thread_time()
-        parts = self._call(partial(self.cache.load, lease, {0: range(len(keys))})).parts
+        parts = self._call(partial(self.cache.load, lease, {0: range(len(keys))})).jobs
         self.cache.take_commands()
         taken = time.thread_time() - begun
         results = [TransferResult(part.job, (Status.OK,) * part.chunks) for part in parts]
@@ -228,7 +228,7 @@ class Ours:
     def lend(self, keys: Sequence[Key]) -> float:
         """A load without a lease, whose bytes the engine moves; returns the seconds of the order and its result."""
         begun = time.thread_time()
-        (part,) = self.cache.load({0: GroupKeys(keys)}).parts
+        (part,) = self.cache.load({0: GroupKeys(keys)}).jobs
         self.cache.apply_results([TransferResult(part.job, (Status.OK,) * part.chunks)], 0.0)
         return time.thread_time() - begun
 
@@ -252,7 +252,7 @@ class TwoTiers(Ours):
         tiers = [TierSpec(name, slots, 1) for name in (HOST, FILE)]
         self.cache = TieredCache(tiers, CacheSettings(max_writes=PIECE, backup=WritePolicy.THROUGH))
 
-    def store(self, keys: Sequence[Key], first: int = 0, *, evicting: bool = False) -> None:
+    def store(self, keys: Sequence[Key], first: int = 0, *, last_chance: bool = False) -> None:
         for start in range(first, len(keys), PIECE):
             path = keys[: start + PIECE]
             self.cache.store({0: GroupKeys(path, start)}, {0: range(len(path) - start)})

@@ -118,7 +118,7 @@ def ours(work: Work, planner: PieceBuilder) -> Pieces:
         host_address=work.host_address,
         host_bytes=work.host.nbytes,
     )
-    return planner.describe(plan.whole, any_order=True)
+    return planner.build(plan.batch, any_order=True)
 
 
 class PlannedCopies(NamedTuple):

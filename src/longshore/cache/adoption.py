@@ -143,7 +143,7 @@ def _check(state: CacheState, tier: int, known: Sequence[StoredChunk]) -> None:
     for _, key, parent, pool in known:
         node = index.get(key)
         state.check_pool([node], pool)
-        if index.slot[tier][node] >= 0 or index.before((node,))[0] != parent:
+        if index.slot[tier][node] >= 0 or index.parent_keys((node,))[0] != parent:
             raise CacheError(f"chunk {key.hex()[:12]} is in the index already, in tier {tier} or with another parent")
 
 
@@ -160,14 +160,14 @@ def _enter(
     index, new, slots = state.index, rows[known[rows] == 0], found.slots.astype(np.int32)
     shared = rows[known[rows] > 0]
     index.add_copies(known[shared].tolist(), tier, slots[shared].tolist())
-    index.reveal(known[shared].tolist())
+    index.mark_reachable(known[shared].tolist())
     place, parent = np.full(len(found) + 2, -1), before[new]  # position among the new chunks
     place[new] = np.arange(len(new))
     outside = np.where(parent >= 0, np.append(known, [ROOT, ROOT])[parent], above[new]).astype(np.int32)
     nodes = known.copy()
     nodes[new] = index.link_trees(found.keys[new], place[parent], outside, tier, slots[new])
     for row in new[above[new] == ORPHANS].tolist():
-        index.wait(int(nodes[row]), bytes(found.parents[row]))
+        index.add_orphan(int(nodes[row]), bytes(found.parents[row]))
     adopted: list[int] = nodes[rows].tolist()
     if index.orphans and (adrift := [node for node in adopted if index.depth[node] < 0]):
         state.priorities.mark_orphans(adrift)
@@ -176,16 +176,16 @@ def _enter(
 
 def _insert(state: CacheState, tier: int, nodes: list[int], known: Sequence[int]) -> None:
     """Enter the copies of `nodes`, the newest first, in policies and backlog; other tiers have `known`."""
-    if tier < state.last or not state.ranks_all:
+    if tier < state.coldest or not state.coldest_ranks_all:
         state.policies[tier].insert(nodes[::-1])
     state.rank(nodes[::-1], tier)
     state.windows.mark_ready(nodes, tier)
     state.changes += 1
-    if state.last:
+    if state.coldest:
         # A chunk that only the coldest tier has is not dirty, and no other chunk waits for it.
-        news = known if tier == state.last else nodes[::-1]
+        news = known if tier == state.coldest else nodes[::-1]
         state.backlog.arrived(news)
         if tier and news:
             state.backlog.backed_up(news, tier)
-        state.reconsider(np.array(known, np.int32), apart_from=tier)
+        state.recheck_evictable(np.array(known, np.int32), apart_from=tier)
     state.attach_orphans(nodes)

@@ -21,7 +21,7 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.columns import LISTS, LinkedLists, column, leading, marks, numbers, once
+from longshore.cache.columns import LISTS, LinkedLists, as_i32, count_leading, i32_view, u8_view, unique
 from longshore.cache.index import Index
 from longshore.cache.nodes import ORPHANS, ROOT
 from longshore.cache.pool import READY
@@ -61,18 +61,18 @@ class Backlog:
 
     def are_clean(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Whether the nodes `at` are not to be copied down: some tier below has them, or refused them; bool."""
-        return marks(self._mark)[at] == _CLEAN if self._last else np.ones(len(at), bool)
+        return u8_view(self._mark)[at] == _CLEAN if self._last else np.ones(len(at), bool)
 
     def leading_sole(self, nodes: Sequence[int], tier: int) -> int:
         """The number of leading `nodes` that are dirty in `tier`, and in no other tier."""
         if not self.is_dirty(nodes[0], tier):
             return 0
         at = np.array(nodes, np.int32)
-        mark = marks(self._mark)[at]
+        mark = u8_view(self._mark)[at]
         sole = (mark == _waiting(tier)) | (mark == _waiting(tier) + 1)
         for warmer in range(tier):
-            sole &= column(self._index.slot[warmer])[at] < 0
-        return leading(sole)
+            sole &= i32_view(self._index.slot[warmer])[at] < 0
+        return count_leading(sole)
 
     def update(self, node: int) -> bool:
         """Update the mark of `node` after a change of its copies; returns whether it has become clean."""
@@ -98,8 +98,8 @@ class Backlog:
         """`update` for many; returns those that have become clean."""
         if not self._last or not nodes:
             return []
-        at = numbers(nodes)
-        mark, due = marks(self._mark)[at], self._all_due(at)
+        at = as_i32(nodes)
+        mark, due = u8_view(self._mark)[at], self._all_due(at)
         was = np.frombuffer(mark.tobytes().translate(_WAITING), np.uint8)
         changed = was != due
         if (count := np.count_nonzero(changed)) < len(at):
@@ -112,17 +112,17 @@ class Backlog:
             becomes = (due == _waiting(tier)).nonzero()[0]
             self.counts[tier] += len(becomes) - int(np.count_nonzero(was == _waiting(tier)))
             if len(becomes):
-                above = column(self._index.parent)[at[becomes]]
+                above = i32_view(self._index.parent)[at[becomes]]
                 queued = becomes[self._are_safe_below(above, tier)]
                 due[queued] += 1
                 self._linked.extend(_list(tier), at[queued])
-        marks(self._mark)[at] = due
+        u8_view(self._mark)[at] = due
         clean: list[int] = at[mark != _CLEAN].tolist()
         return clean
 
     def backed_up(self, nodes: Sequence[int], tier: int) -> None:
         """`nodes` have become ready in `tier`: queue their dirty children in warmer tiers."""
-        behind, mark = self._index.all_children(nodes), marks(self._mark)
+        behind, mark = self._index.all_children(nodes), u8_view(self._mark)
         for warmer in range(tier):
             may_follow = behind[mark[behind] == _waiting(warmer)]
             mark[may_follow] += 1
@@ -158,11 +158,11 @@ class Backlog:
         return refused
 
     def arrived(self, nodes: Sequence[int]) -> None:
-        """`nodes`, parents first, have become ready. A chunk behind one that is not copied is not copied, either."""
+        """`nodes`, parents first, have become ready. A chunk after one that is not copied is not copied, either."""
         if not self._last:
             return
         failed, parent, coldest = self._failed, self._index.parent, self._index.coldest_tier
-        if marks(failed)[column(parent)[numbers(nodes)]].any():
+        if u8_view(failed)[i32_view(parent)[as_i32(nodes)]].any():
             for node in nodes:
                 if failed[parent[node]] and not self._is_safe_below(parent[node], coldest(node)):
                     failed[node] = 1
@@ -170,9 +170,9 @@ class Backlog:
 
     def use(self, at: npt.NDArray[np.int32]) -> None:
         """The nodes `at` were used: retry failed copies, and copy chunks that have reached the threshold."""
-        if len(again := at[marks(self._failed)[at] != 0]):
-            marks(self._failed)[again] = 0
-            self.update_all(once(again).tolist())
+        if len(again := at[u8_view(self._failed)[at] != 0]):
+            u8_view(self._failed)[again] = 0
+            self.update_all(unique(again).tolist())
         if self._most:
             for node in at.tolist():
                 self._count_use(node)
@@ -204,20 +204,20 @@ class Backlog:
     def _all_due(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
         """The mark of each of the nodes `at` by its copies, not queued."""
         index, due = self._index, np.zeros(len(at), np.uint8)
-        lost = column(index.slot[self._last])[at] < 0  # copies that are not in the last tier
+        lost = i32_view(index.slot[self._last])[at] < 0  # copies that are not in the last tier
         if not np.count_nonzero(lost):
             return due
         for tier in range(self._last):
             dirty = index.are_ready(at, tier)
             if self._thresholds[tier]:
-                dirty &= marks(self._uses)[at] >= self._thresholds[tier]
+                dirty &= u8_view(self._uses)[at] >= self._thresholds[tier]
             if tier:
-                due[column(index.slot[tier])[at] >= 0] = _CLEAN
+                due[i32_view(index.slot[tier])[at] >= 0] = _CLEAN
             due[dirty] = _waiting(tier)
         due *= lost
         if index.orphans:
-            due[column(index.depth)[at] < 0] = _CLEAN
-        due[marks(self._failed)[at] != 0] = _CLEAN
+            due[i32_view(index.depth)[at] < 0] = _CLEAN
+        due[u8_view(self._failed)[at] != 0] = _CLEAN
         return due
 
     def _is_safe_below(self, node: int, tier: int) -> bool:
@@ -242,8 +242,8 @@ class Backlog:
     def forget_all(self, nodes: Sequence[int]) -> None:
         """`forget` for clean `nodes`."""
         if self._last:
-            at = numbers(nodes)
-            marks(self._uses)[at] = marks(self._failed)[at] = 0
+            at = as_i32(nodes)
+            u8_view(self._uses)[at] = u8_view(self._failed)[at] = 0
 
     def choose(self, tier: int, wanted: int) -> list[int]:
         """At most `wanted` chunks to copy down from `tier` in one job: the oldest heads, each with its descendants."""

@@ -23,11 +23,11 @@ from longshore.errors import CacheError, IntegrityError
 _INT32, _UINT32, _UINT8 = map(
     np.dtype, (np.int32, np.uint32, np.uint8)
 )  # constants, because `np.dtype` costs as much as the view itself
-_seen_as = np.frombuffer
 
 Column: TypeAlias = "array[int] | memoryview[int]"
 
-At = npt.NDArray[np.int32]
+I32 = npt.NDArray[np.int32]
+"""Nodes or slots, shape `(n,)`."""
 
 FEW, _FEW_KEYS = 48, 24
 """Below this number of nodes, or of keys, a loop is faster than array operations."""
@@ -41,44 +41,44 @@ def zeros(count: int) -> array[int]:
 def sparse(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Zeros of `dtype`, shape `(count,)`, whose memory is allocated by small pages when first written.
 
-    numpy's zeros are allocated by huge pages: the first writes at random places took 67 ms for a million chunks.
+    numpy's zeros are allocated by huge pages: the first writes at random positions took 67 ms for a million chunks.
     """
-    places = mmap(-1, max(1, count * np.dtype(dtype).itemsize), MAP_PRIVATE | MAP_ANONYMOUS)
+    memory = mmap(-1, max(1, count * np.dtype(dtype).itemsize), MAP_PRIVATE | MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
-        places.madvise(MADV_NOHUGEPAGE)
-    return np.frombuffer(places, dtype, count)
+        memory.madvise(MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype, count)
 
 
 def grown(numbers: Column, size: int, dtype: npt.DTypeLike = _INT32) -> Column:
     """The column of `dtype` extended with zeros to `size` elements, allocated when first written."""
     if size <= len(numbers):
         return numbers
-    places = sparse(size, dtype).data
+    larger = sparse(size, dtype).data
     if np.asarray(memoryview(numbers)).any():
-        places[: len(numbers)] = memoryview(numbers)
-    return places
+        larger[: len(numbers)] = memoryview(numbers)
+    return larger
 
 
-def column(numbers: Column) -> npt.NDArray[np.int32]:
+def i32_view(numbers: Column) -> npt.NDArray[np.int32]:
     """A numpy view of a column of signed 32-bit numbers."""
-    return _seen_as(numbers, _INT32)
+    return np.frombuffer(numbers, _INT32)
 
 
-def marks(each: bytearray | memoryview[int]) -> npt.NDArray[np.uint8]:
+def u8_view(numbers: bytearray | memoryview[int]) -> npt.NDArray[np.uint8]:
     """A numpy view of a column of bytes."""
-    return _seen_as(each, _UINT8)
+    return np.frombuffer(numbers, _UINT8)
 
 
-def words(each: Column) -> npt.NDArray[np.uint32]:
+def u32_view(numbers: Column) -> npt.NDArray[np.uint32]:
     """A numpy view of a column of unsigned 32-bit numbers."""
-    return _seen_as(each, _UINT32)
+    return np.frombuffer(numbers, _UINT32)
 
 
-def numbers(each: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+def as_i32(numbers: Sequence[int] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """32-bit numbers as a numpy array; faster than `np.array`."""
-    if isinstance(each, np.ndarray):
-        return each
-    return column(array("i", each)) if len(each) else np.empty(0, np.int32)
+    if isinstance(numbers, np.ndarray):
+        return numbers
+    return i32_view(array("i", numbers)) if len(numbers) else np.empty(0, np.int32)
 
 
 def has_duplicates(at: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bool:
@@ -89,24 +89,24 @@ def has_duplicates(at: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bool:
     return bool(np.count_nonzero(ordered[1:] == ordered[:-1]))
 
 
-def once(at: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+def unique(at: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """`at` without duplicates; the first of equal numbers stays."""
     if len(at) < 2 or not has_duplicates(at):
         return at
     return at[np.sort(np.unique(at, return_index=True)[1])]
 
 
-def leading(true: npt.NDArray[np.bool_]) -> int:
+def count_leading(true: npt.NDArray[np.bool_]) -> int:
     """The number of leading true elements."""
     first = int(true.argmin()) if len(true) else 0
     return len(true) if not len(true) or true[first] else first
 
 
-def runs(each: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Where runs of equal numbers begin in `each`, which has some, and how long they are."""
-    begins = np.empty(len(each) + 1, bool)
+def runs(numbers: npt.NDArray[Any]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+    """Where runs of equal numbers begin in `numbers`, of which there are some, and how long they are."""
+    begins = np.empty(len(numbers) + 1, bool)
     begins[0] = begins[-1] = True
-    np.not_equal(each[1:], each[:-1], out=begins[1:-1])
+    np.not_equal(numbers[1:], numbers[:-1], out=begins[1:-1])
     edges = begins.nonzero()[0]
     return edges[:-1], edges[1:] - edges[:-1]
 
@@ -127,24 +127,24 @@ class FreeList:
     """A stack of free numbers. The array never shrinks, because moving a million elements takes 2 ms."""
 
     def __init__(self, numbers: array[int]) -> None:
-        self._places = numbers
+        self._numbers = numbers
         self._count = len(numbers)
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._places[: self._count])
+        return iter(self._numbers[: self._count])
 
     def take(self, count: int) -> array[int]:
         """Pop `count` numbers, in stack order. There must be as many."""
         before, self._count = self._count, self._count - count
-        return self._places[self._count : before]
+        return self._numbers[self._count : before]
 
     def give(self, numbers: array[int]) -> None:
         """Push `numbers`."""
         end = self._count + len(numbers)
-        self._places[self._count : end] = numbers
+        self._numbers[self._count : end] = numbers
         self._count = end
 
 
@@ -187,7 +187,7 @@ class LinkedLists:
         """Put `elements`, which are distinct and in no list, at the hot end of list `which`, the last the hottest."""
         if not len(elements):
             return
-        at, after, before = np.asarray(elements, np.int32), column(self.after), column(self.before)
+        at, after, before = np.asarray(elements, np.int32), i32_view(self.after), i32_view(self.before)
         last = before[which]
         after[at[:-1]], before[at[1:]] = at[1:], at[:-1]
         after[last], before[at[0]] = at[0], last
@@ -219,7 +219,7 @@ class LinkedLists:
         """Put `elements`, which are distinct and in no list, at the cold end of list `which`, the last the coldest."""
         if not len(elements):
             return
-        at, after, before = np.asarray(elements, np.int32), column(self.after), column(self.before)
+        at, after, before = np.asarray(elements, np.int32), i32_view(self.after), i32_view(self.before)
         first = after[which]
         before[at[:-1]], after[at[1:]] = at[1:], at[:-1]
         before[first], after[at[0]] = at[0], first
@@ -247,7 +247,7 @@ class LinkedLists:
             return
         after, before, numbers = self.after, self.before, at.tolist()
         first = 0
-        for last in [*np.flatnonzero(column(after)[at[:-1]] != at[1:]).tolist(), len(numbers) - 1]:
+        for last in [*np.flatnonzero(i32_view(after)[at[:-1]] != at[1:]).tolist(), len(numbers) - 1]:
             behind, ahead = before[numbers[first]], after[numbers[last]]
             after[behind], before[ahead] = ahead, behind
             first = last + 1
@@ -291,7 +291,7 @@ class KeyTable:
                                        rows[17], the key                    before[17] is ~bucket
 
     A hash table. A key of 32 bytes takes 44 to 48 bytes, about a third of what an entry of a dictionary takes with its
-    key and number. Nothing grows: there are as many places as nodes. Digests have one length; keys of several lengths
+    key and number. Nothing grows: there are as many rows as nodes. Digests have one length; keys of several lengths
     are separate objects.
     """
 
@@ -324,26 +324,26 @@ class KeyTable:
             return self._rows.item(which) if self._before[which] else None
         return self._rows.take(np.asarray(which, np.intp))
 
-    def has(self, at: At) -> npt.NDArray[np.bool_]:
+    def has(self, at: I32) -> npt.NDArray[np.bool_]:
         """Whether each of the nodes `at` has a key."""
-        found: npt.NDArray[np.bool_] = column(self._before)[at] != 0
+        found: npt.NDArray[np.bool_] = i32_view(self._before)[at] != 0
         return found
 
-    def nodes(self) -> At:
+    def nodes(self) -> I32:
         """All nodes with a key, ascending."""
-        return np.flatnonzero(column(self._before)).astype(np.int32)
+        return np.flatnonzero(i32_view(self._before)).astype(np.int32)
 
     def get(self, key: Key) -> int:
         """The node of `key`; 0 for none. Raises `CacheError` if it is not bytes."""
         try:
             node = self._first[hash(key) & self._mask]
         except TypeError:
-            raise no_key(key) from None
+            raise not_a_key(key) from None
         item = self._rows.item
         while node and item(node) != key:
             node = self._following[node]
         if not node and (not key or not isinstance(key, bytes)):
-            raise no_key(key)
+            raise not_a_key(key)
         return node
 
     def find(self, keys: Sequence[Key]) -> list[int]:
@@ -353,43 +353,43 @@ class KeyTable:
         found: list[int] = self.find_all(keys).tolist()
         return found
 
-    def find_all(self, keys: Sequence[Key]) -> At:
+    def find_all(self, keys: Sequence[Key]) -> I32:
         """`get` for many, as an array."""
         length = 0 if len(keys) < _FEW_KEYS else _length(keys)
         if not length:
             return np.array(list(map(self.get, keys)), np.int32)
         wanted, buckets = self._column(keys, length), self._buckets(keys)
-        found = column(self._first).take(buckets)
+        found = i32_view(self._first).take(buckets)
         left = found.nonzero()[0]  # positions whose node is not known to be the right one
         if wanted.dtype != self._rows.dtype:
             found, left = np.zeros(len(keys), np.int32), left[:0]
         while len(left) >= _FEW_KEYS:
             at = found.take(left)
             left = left[self._rows.take(at) != wanted.take(left)]
-            at = found[left] = column(self._following).take(found.take(left))
+            at = found[left] = i32_view(self._following).take(found.take(left))
             left = left[at > 0]
         for position in left.tolist():
             found[position] = self.get(keys[position])
         self._missing = None if np.count_nonzero(found) else (list(keys), wanted, buckets)
         return found
 
-    def insert(self, at: At, keys: Sequence[Key] | npt.NDArray[Any]) -> None:
+    def insert(self, at: I32, keys: Sequence[Key] | npt.NDArray[Any]) -> None:
         """Give each of the nodes `at`, which have none, its key. They are distinct, and in no table."""
-        names = keys.tolist() if isinstance(keys, np.ndarray) else keys
+        listed = keys.tolist() if isinstance(keys, np.ndarray) else keys
         missing, self._missing = self._missing, None
         new = keys if isinstance(keys, np.ndarray) else None
-        if missing is not None and missing[0] == names:
+        if missing is not None and missing[0] == listed:
             new, buckets = missing[1:]
         else:
-            buckets = self._buckets(names)
-        length = _length(names) if new is None or new.dtype == object else new.itemsize
+            buckets = self._buckets(listed)
+        length = _length(listed) if new is None or new.dtype == object else new.itemsize
         if not self._count and length:
             if length != self._rows.itemsize or self._rows.dtype == object:
                 self._rows = np.empty(len(self._rows), f"V{length}")
         elif self._rows.dtype != object and len(at) and length != self._rows.itemsize:
             self._rows = self._rows.astype(object)
         same = new is not None and new.dtype == self._rows.dtype
-        self._rows[at] = new if same else self._column(names, self._rows.itemsize)
+        self._rows[at] = new if same else self._column(listed, self._rows.itemsize)
         self._count += len(at)
         self._link(at, buckets)
 
@@ -400,7 +400,7 @@ class KeyTable:
                 same = self._rows.itemsize == length
                 return np.frombuffer(b"".join(keys), self._rows.dtype if same else f"V{length}")
         if wrong := [key for key in keys if not isinstance(key, bytes)]:
-            raise no_key(wrong[0])
+            raise not_a_key(wrong[0])
         of = np.empty(len(keys), object)
         of[:] = keys
         return of
@@ -409,17 +409,17 @@ class KeyTable:
         try:
             return np.fromiter(map(hash, keys), np.int64, len(keys)) & self._mask
         except TypeError:
-            raise no_key(next(key for key in keys if not isinstance(key, bytes))) from None
+            raise not_a_key(next(key for key in keys if not isinstance(key, bytes))) from None
 
-    def _link(self, at: At, buckets: npt.NDArray[np.int64]) -> None:
+    def _link(self, at: I32, buckets: npt.NDArray[np.int64]) -> None:
         if len(at) >= _FEW_KEYS:
             # One of each bucket together, the others one by one.
-            after = column(self._first).take(buckets)
-            column(self._first)[buckets] = at
-            last = column(self._first).take(buckets) == at
-            column(self._following)[at], column(self._before)[at] = after, ~buckets
+            after = i32_view(self._first).take(buckets)
+            i32_view(self._first)[buckets] = at
+            last = i32_view(self._first).take(buckets) == at
+            i32_view(self._following)[at], i32_view(self._before)[at] = after, ~buckets
             linked = (last & (after > 0)).nonzero()[0]
-            column(self._before)[after.take(linked)] = at.take(linked)
+            i32_view(self._before)[after.take(linked)] = at.take(linked)
             other = (~last).nonzero()[0]
             at, buckets = at.take(other), buckets.take(other)
         first, following, before = self._first, self._following, self._before
@@ -460,11 +460,13 @@ class KeyTable:
     def check_integrity(self) -> None:
         """Raise `CacheError` unless each node with a key is found in its bucket, and only there."""
         at = self.nodes()
-        following, before = column(self._following)[at], column(self._before)[at]
+        following, before = i32_view(self._following)[at], i32_view(self._before)[at]
         is_first = before < 0
-        above = np.where(is_first, column(self._first)[~before * is_first], column(self._following)[before * ~is_first])
+        above = np.where(
+            is_first, i32_view(self._first)[~before * is_first], i32_view(self._following)[before * ~is_first]
+        )
         linked = following > 0
-        behind = column(self._before)[following[linked]]
+        behind = i32_view(self._before)[following[linked]]
         if len(at) != self._count or (above != at).any() or (behind != at[linked]).any():
             raise CacheError(f"the table of keys has {len(at)} nodes, counts {self._count}, or has damaged links")
         if (found := self.find_all(self._rows.take(at).tolist())).tolist() != at.tolist():
@@ -477,47 +479,47 @@ def _length(keys: Sequence[Key]) -> int:
     try:
         lengths = list(map(len, keys))
     except TypeError:
-        raise no_key(next(key for key in keys if not isinstance(key, bytes))) from None
+        raise not_a_key(next(key for key in keys if not isinstance(key, bytes))) from None
     return lengths[0] if lengths and lengths.count(lengths[0]) == len(lengths) else 0
 
 
-def no_key(key: object) -> CacheError:
-    """The error for what is no key."""
+def not_a_key(key: object) -> CacheError:
+    """The error for a value that is not a key."""
     return CacheError(f"expected a key as a digest (non-empty bytes), got {key!r}")
 
 
-def unknown(node: int) -> IntegrityError:
+def not_in_policy(node: int) -> IntegrityError:
     """The error for a node that is not in the policy."""
     return IntegrityError(f"node {node} is not in the policy")
 
 
-def known(node: int) -> IntegrityError:
-    """The error for a node that is already in the policy."""
+def in_policy_already(node: int) -> IntegrityError:
+    """The error for a node that is in the policy already."""
     return IntegrityError(f"node {node} is already in the policy, or is below {LISTS}, the first number of a node")
 
 
-def check_new(place: bytearray | Column, nodes: Sequence[int], out: int = 0) -> None:
+def check_new(states: bytearray | Column, nodes: Sequence[int], out: int = 0) -> None:
     """Raise `IntegrityError` if one of `nodes` is in the policy already, given twice, or no number of a node.
 
-    `place` is the policy's column: a node that is not in it is marked `out`.
+    `states` is the policy's column: that of a node that is not in the policy is `out`.
     """
     if not nodes:
         return
     if len(nodes) < FEW:
-        there = map(place.__getitem__, nodes)
+        there = map(states.__getitem__, nodes)
         good = len(set(nodes)) == len(nodes) and min(nodes) >= LISTS and (list(there).count(out) == len(nodes))
     else:
-        at = numbers(nodes)
-        good = at.min() >= LISTS and (np.asarray(memoryview(place))[at] == out).all() and not has_duplicates(at)
+        at = as_i32(nodes)
+        good = at.min() >= LISTS and (np.asarray(memoryview(states))[at] == out).all() and not has_duplicates(at)
     if not good:
-        raise known(
-            next(node for i, node in enumerate(nodes) if node < LISTS or place[node] != out or node in nodes[:i])
+        raise in_policy_already(
+            next(node for i, node in enumerate(nodes) if node < LISTS or states[node] != out or node in nodes[:i])
         )
 
 
-def check_in(place: bytearray | Column, nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
-    """Raise `IntegrityError` if one of `nodes` is not in the policy, by its mark in `place`."""
+def check_in(states: bytearray | Column, nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
+    """Raise `IntegrityError` if one of `nodes` is not in the policy, by its element of `states`."""
     if not all(
-        map(place.__getitem__, nodes) if len(nodes) < FEW else (np.asarray(memoryview(place))[numbers(nodes)].all(),)
+        map(states.__getitem__, nodes) if len(nodes) < FEW else (np.asarray(memoryview(states))[as_i32(nodes)].all(),)
     ):
-        raise unknown(next(node for node in nodes if not place[node]))
+        raise not_in_policy(next(node for node in nodes if not states[node]))

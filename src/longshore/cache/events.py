@@ -162,7 +162,7 @@ class EventLog:
 
     def arrived(self, index: Nodes, names: Sequence[str], nodes: Sequence[int], tier: int) -> None:
         """Copies of `nodes` have become ready in `tier`; `names` are those of all tiers."""
-        for node, parent in zip(nodes, index.before(nodes), strict=True):
+        for node, parent in zip(nodes, index.parent_keys(nodes), strict=True):
             others = [each for each in index.tiers if each != tier and index.is_ready(node, each)]
             kind = EventKind.MOVED if others else EventKind.STORED
             # A copy goes down from the tier above, and comes up from the warmest that had it.

@@ -3,8 +3,8 @@
     policy.next_victims(n)  ──► victims, coldest first ──► may_go? ──► yes: removed; its parent may be the next victim
                                                      └──────► no: held by the policy until its state changes
 
-A held copy is not examined again until its state may have changed (`CacheState.reconsider`), so the cost of an eviction
-does not grow with the number of copies that cannot be evicted.
+A held copy is not examined again until its state may have changed (`CacheState.recheck_evictable`), so the cost of an
+eviction does not grow with the number of copies that cannot be evicted.
 
 Victims are examined in batches, as arrays, with the same result and order as one by one:
 
@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import column, leading, marks, numbers
+from longshore.cache.columns import as_i32, count_leading, i32_view, u8_view
 from longshore.cache.events import EVICTED
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.nodes import ORPHANS
@@ -110,7 +110,7 @@ class Evictor:
         count, nodes = 0, [self._state.index.get(key) for key in keys]
         for node in reversed(nodes):
             if node and self._state.index.is_ready(node, tier) and self.may_go(node, tier):
-                self._state.detach(node, tier, cause="discarded")
+                self._state.remove_copy(node, tier, cause="discarded")
                 count += 1
         return count
 
@@ -129,10 +129,10 @@ class Evictor:
         if slots < 0 or DRAINING in pool.state[first:]:
             pool.resize(slots)  # raises the error
         for node in sorted(above, key=lambda node: -index.depth[node]):
-            self._state.detach(node, tier, cause="discarded")
+            self._state.remove_copy(node, tier, cause="discarded")
         pool.resize(slots)
         index.resize()
-        self._state.fit()
+        self._state.grow()
         self._state.changes += 1
         for each, policy in enumerate(self._state.policies):
             policy.resize(self._state.ranked_slots(each), index.key)
@@ -145,7 +145,7 @@ class Evictor:
         With `spare_dirty`, copies without a backup are not evicted. Chunks that the policy ranks and only warmer tiers
         have are refused then, and count: no copy of them needs room.
         """
-        policy, gone, several = self._state.order(tier, pool), 0, min(count, _AT_FIRST)
+        policy, gone, several = self._state.policy_of(tier, pool), 0, min(count, _AT_FIRST)
         rounds = _ROUNDS * len(policy) + _AT_LEAST
         ahead: list[int] = []  # victims named and not yet processed
         while gone < count:
@@ -169,7 +169,9 @@ class Evictor:
                 several, ahead = max(2 * passed, _AT_LEAST), ahead[passed:]
                 continue
             if self._is_only_warmer(nodes[0], tier):
-                warm = nodes[: min(count - gone, leading(column(self._state.index.slot[tier])[numbers(nodes)] < 0))]
+                warm = nodes[
+                    : min(count - gone, count_leading(i32_view(self._state.index.slot[tier])[as_i32(nodes)] < 0))
+                ]
                 policy.hold_victims(warm)
                 refused = self._refuse(warm) if spare_dirty else 0
                 gone, ahead = gone + refused, [] if refused else ahead[len(warm) :]
@@ -199,7 +201,7 @@ class Evictor:
         last = above < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
         if last and (above >= 0 or state.is_kept(node)):
             return False
-        if above >= tier or not index.reach[above + 1][node]:
+        if above >= tier or not index.children_in[above + 1][node]:
             return True
         return bool(going) and all(
             index.other_coldest_tier(child, tier) <= above and (child in going or index.slot[tier][child] < 0)
@@ -207,11 +209,11 @@ class Evictor:
         )
 
     def _stays_warm(self, node: int, tier: int) -> bool:
-        return tier == 0 and (bool(self._state.seen[node]) or node in self._state.kept_in_host)
+        return tier == 0 and (bool(self._state.protected[node]) or node in self._state.kept_in_host)
 
     def _evict_few(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
         """Evict at most `count` of the next victims, one by one; returns how many."""
-        policy, gone = self._state.order(tier, pool), 0
+        policy, gone = self._state.policy_of(tier, pool), 0
         for _ in range(count):
             node = policy.victim()
             if not node:
@@ -226,24 +228,24 @@ class Evictor:
         return gone
 
     def _drop(self, node: int, tier: int) -> None:
-        self._state.detach(node, tier, cause=EVICTED)
+        self._state.remove_copy(node, tier, cause=EVICTED)
         self._state.counters.evictions[self._state.levels[tier].name] += 1
 
     # ------------------------------------------------------------------ what the coldest tier ranks, and does not have
 
     def _is_only_warmer(self, node: int, tier: int) -> bool:
         """Whether `node`, which the policy of `tier` ranks, is in warmer tiers only."""
-        return self._state.ranks_all and tier == self._state.last and self._state.index.slot[tier][node] < 0
+        return self._state.coldest_ranks_all and tier == self._state.coldest and self._state.index.slot[tier][node] < 0
 
     def _refuse(self, nodes: Sequence[int]) -> int:
         """Refuse copies of those of the held `nodes`, the next victims of all tiers, that only warmer tiers have.
 
         They need no copy, and are evicted where they are. Returns how many.
         """
-        state, policy = self._state, self._state.policies[self._state.last]
+        state, policy = self._state, self._state.policies[self._state.coldest]
         refused = [node for node in nodes if self._may_be_refused(node) and state.refuse((node,))]
         if refused:
-            state.counters.drops[state.levels[state.last].name][DropReason.ADMISSION] += len(refused)
+            state.counters.drops[state.levels[state.coldest].name][DropReason.ADMISSION] += len(refused)
             parents = dict.fromkeys(state.index.parent[node] for node in refused)
             policy.release([parent for parent in parents if parent in policy])
         return len(refused)
@@ -289,7 +291,7 @@ class Evictor:
             return False
         if self._is_passed_over(node, tier, pool):
             return True
-        return self._is_being_copied_down(node, tier) and self._state.order(tier, pool).is_held(node)
+        return self._is_being_copied_down(node, tier) and self._state.policy_of(tier, pool).is_held(node)
 
     def _is_being_copied_down(self, node: int, tier: int) -> bool:
         index = self._state.index
@@ -333,7 +335,7 @@ class Evictor:
         return True
 
     def _is_passed_over(self, node: int, tier: int, pool: int) -> bool:
-        return self._state.backlog.is_dirty(node, tier) and self._state.order(tier, pool).is_held(node)
+        return self._state.backlog.is_dirty(node, tier) and self._state.policy_of(tier, pool).is_held(node)
 
     # ------------------------------------------------------------------ in batches
 
@@ -345,20 +347,20 @@ class Evictor:
         """
         at = np.array(nodes, np.int32)
         safe, sole = self._kinds(at, tier)
-        if run := min(leading(safe), most):
+        if run := min(count_leading(safe), most):
             self._drop_copies(nodes[:run], at[:run], tier)
             return run, run, 0
         kept = 0
         if not sole[0]:
-            kept = leading(~safe & ~sole)
-        elif alone := leading(sole & self._state.backlog.are_clean(at)):
+            kept = count_leading(~safe & ~sole)
+        elif alone := count_leading(sole & self._state.backlog.are_clean(at)):
             going, kept = self._leaves(nodes[:alone], at[:alone], tier, policy, most)
             if going:
                 self._drop_leaves(going, tier)
                 return len(going), 0, 0
         if kept:
             policy.hold_victims(nodes[:kept])
-        return 0, kept, 0 if kept else leading(~safe)
+        return 0, kept, 0 if kept else count_leading(~safe)
 
     def _kinds(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
         """Which of the nodes `at` are safe, and which have their only copy in `tier`; bool, of the same shape."""
@@ -366,10 +368,10 @@ class Evictor:
         ready, colder, others = (np.zeros(len(at), bool) for _ in range(3))
         for other in index.tiers:
             if other != tier:
-                slots = column(index.slot[other])[at]
+                slots = i32_view(index.slot[other])[at]
                 there = slots >= 0
                 others |= there
-                ready[there] |= marks(state.pools[other].state)[slots[there]] == READY
+                ready[there] |= u8_view(state.pools[other].state)[slots[there]] == READY
                 if other > tier:
                     colder |= there
         if not np.count_nonzero(others):
@@ -379,9 +381,9 @@ class Evictor:
     def _idle(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
         """Which copies are not being read, nor kept in the warmest tier by a prefetch or a lookup of this step."""
         state = self._state
-        idle: Mask = column(state.pools[tier].readers)[column(state.index.slot[tier])[at]] == 0
+        idle: Mask = i32_view(state.pools[tier].readers)[i32_view(state.index.slot[tier])[at]] == 0
         if not tier:
-            idle &= marks(state.seen)[at] == 0
+            idle &= u8_view(state.protected)[at] == 0
             if state.kept_in_host:
                 idle &= [node not in state.kept_in_host for node in at.tolist()]
         return idle
@@ -395,13 +397,13 @@ class Evictor:
         A node can be evicted if it has no child, or only the victim before it.
         """
         index = self._state.index
-        parents, below = column(index.parent)[at], column(index.reach[0])[at]
+        parents, below = i32_view(index.parent)[at], i32_view(index.children_in[0])[at]
         behind = np.zeros(len(at), bool)
         np.equal(parents[:-1], at[1:], out=behind[1:])
         idle = self._free(at, tier)
-        free = leading(idle & (below <= behind))
+        free = count_leading(idle & (below <= behind))
         if not free:
-            return [], leading(~idle | (below > 0))
+            return [], count_leading(~idle | (below > 0))
         tops = parents[:free] > ORPHANS
         tops[:-1] &= ~behind[1:free]
         return self._with_freed(nodes[:free], tops.nonzero()[0].tolist(), tier, policy, most), 0
@@ -413,7 +415,7 @@ class Evictor:
 
         Ends where a node becomes evictable whose place in the order is unknown; one that is dirty may go next.
         """
-        parent, reach, is_held = self._state.index.parent, self._state.index.reach[0], policy.is_held
+        parent, reach, is_held = self._state.index.parent, self._state.index.children_in[0], policy.is_held
         going: list[int] = []
         left: dict[int, int] = {}
         """The number of children left, of nodes that lose some."""
@@ -428,14 +430,14 @@ class Evictor:
             chain = self._held_chain(above, tier, policy, left, most - len(going))
             follow = policy.victims_after(nodes[top], chain)
             going += chain[:follow]
-            if len(going) >= most or follow < len(chain) or tier < self._state.last:
+            if len(going) >= most or follow < len(chain) or tier < self._state.coldest:
                 return going[:most]
         return [*going, *nodes[begin:]][:most]
 
     def _drop_copies(self, nodes: Sequence[int], at: npt.NDArray[np.int32], tier: int) -> None:
         """Evict safe copies, of which a colder tier keeps another."""
         state, index = self._state, self._state.index
-        slots = column(index.slot[tier])[at]
+        slots = i32_view(index.slot[tier])[at]
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
         state.counters.demotions[state.levels[tier].name] += len(nodes)
@@ -443,30 +445,30 @@ class Evictor:
         state.policies[tier].remove_victims(nodes, index.key[at].tolist())
         index.drop_copies(at, tier)
         state.pools[tier].free_all(slots)
-        state.reconsider(at[::-1], apart_from=tier)
+        state.recheck_evictable(at[::-1], apart_from=tier)
 
     def _drop_leaves(self, nodes: Sequence[int], tier: int) -> None:
         """Evict sole copies, which are clean."""
         state, index, policy = self._state, self._state.index, self._state.policies[tier]
         at = np.array(nodes, np.int32)
-        keys, slots = index.key[at].tolist(), column(index.slot[tier])[at]
+        keys, slots = index.key[at].tolist(), i32_view(index.slot[tier])[at]
         self._log(nodes, tier)
         state.observe_ages(tier, slots)
         state.counters.evictions[state.levels[tier].name] += len(nodes)
         policy.remove_victims(nodes, keys)
-        if state.ranks_all and tier < state.last:
-            state.policies[state.last].hold_all(nodes)
-            state.policies[state.last].remove_victims(nodes, keys)
+        if state.coldest_ranks_all and tier < state.coldest:
+            state.policies[state.coldest].hold_all(nodes)
+            state.policies[state.coldest].remove_victims(nodes, keys)
         parents = index.drop_leaves(at, tier)
         state.pools[tier].free_all(slots)
         state.backlog.forget_all(nodes)
         state.forget(nodes)
-        freed = [parent for parent in parents if parent > ORPHANS and not index.reach[0][parent]]
+        freed = [parent for parent in parents if parent > ORPHANS and not index.children_in[0][parent]]
         for parent in freed:
             if index.is_ready(parent, tier) and policy.is_held(parent):
                 policy.release(self._held_chain(parent, tier, policy, {}, len(policy))[::-1])
-        if state.last and freed:
-            state.reconsider(np.array(freed, np.int32), apart_from=tier if tier == state.last else -1)
+        if state.coldest and freed:
+            state.recheck_evictable(np.array(freed, np.int32), apart_from=tier if tier == state.coldest else -1)
 
     def _held_chain(self, node: int, tier: int, policy: EvictionPolicy, left: dict[int, int], most: int) -> list[int]:
         """The held `node`, which has no children left, and the ancestors that can be evicted right after it; at most
@@ -474,7 +476,7 @@ class Evictor:
 
         `left` is the number of children that nodes will have left, of those that lose some; it is updated.
         """
-        parent, reach, is_held = self._state.index.parent, self._state.index.reach[0], policy.is_held
+        parent, reach, is_held = self._state.index.parent, self._state.index.children_in[0], policy.is_held
         if most < 1 or not self._free(np.array((node,), np.int32), tier)[0]:  # as when a warmer tier has the whole path
             return []
         chain: list[int] = []
@@ -483,7 +485,7 @@ class Evictor:
             node = parent[node]
             if left.get(node, reach[node]) > 1:
                 break
-        del chain[leading(self._free(np.array(chain, np.int32), tier)) :]
+        del chain[count_leading(self._free(np.array(chain, np.int32), tier)) :]
         above = parent[chain[-1]]
         left[above] = left.get(above, reach[above]) - 1
         return chain
@@ -494,12 +496,12 @@ class Evictor:
         state, index = self._state, self._state.index
         free = self._idle(at, tier)
         if tier:
-            free &= marks(state.seen)[at] == 0
-        if tier < state.last:
+            free &= u8_view(state.protected)[at] == 0
+        if tier < state.coldest:
             free &= state.backlog.are_clean(at)
         for other in index.tiers:
             if other != tier:
-                free &= column(index.slot[other])[at] < 0
+                free &= i32_view(index.slot[other])[at] < 0
         if state.pins:
             free &= [node not in state.pins for node in at.tolist()]
         return free
@@ -533,7 +535,7 @@ class Evictor:
             if used >= before or (going := self._goes_with(tier, slots, slab, spare_dirty=spare_dirty)):
                 break
         for node in sorted(going, key=lambda node: -state.index.depth[node]):
-            state.detach(node, tier, cause=EVICTED)
+            state.remove_copy(node, tier, cause=EVICTED)
         state.counters.evictions[state.levels[tier].name] += len(going)
         return bool(going)
 

@@ -6,22 +6,24 @@ the set of chunks with a copy in tier `t` or colder contains the parent of each 
     host   A ── B ── C ── D        {A..D} in host or file is closed: all of it can be read from the first chunk on
     file   A ── B ── C             {A..C} in file is closed: so it is after a restart
 
-`reach[t][node]` counts the children with a copy in `t` or colder, so that one comparison decides whether a copy is
-needed by a descendant. A node is *reachable* if it and all its ancestors have a ready copy. The parent of a reachable
-node is reachable, so bisection finds the longest ready prefix of a path.
+`children_in[t][node]` counts the children with a copy in `t` or colder, so that one comparison decides whether a copy
+is needed by a descendant. The parent of a reachable node is reachable, so bisection finds the longest ready prefix of a
+path.
 
 Chunks that can be used without those before them, as in sliding-window groups, stand *alone*: each is a child of the
 root, no other chunk needs it, and it may outlive the chunks before it.
 
 An *orphan* is a child of `ORPHANS` and has the key of its missing parent. It is attached to that chunk when the chunk
-is readable, and in a tier that is as cold. Descendants of `ORPHANS` are closed under "parent of", too; no lookup from
+is reachable, and in a tier that is as cold. Descendants of `ORPHANS` are closed under "parent of", too; no lookup from
 the first chunk returns them.
 
 Both ends of a path are found by bisection. Chunks after an orphan are checked one by one; only a request that has the
 chunks before the orphan can use these.
 
     known       in a tier, or on its way into one             A ── B ── C ── D ── E
-    readable    ready, like all chunks before it              A ── B ── C
+    ready       all bytes are in a tier                       A ── B ── C ── E
+    reachable   ready, like all chunks before it              A ── B ── C
+                up to the first one, or up to an orphan
 
 `Residency` says in which tiers single keys are. Node numbers are valid until a node is removed: a `Residency` holds the
 number of removals at its creation, and searches by key after the next one.
@@ -40,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import At, column, marks, numbers
+from longshore.cache.columns import I32, as_i32, i32_view, u8_view
 from longshore.cache.nodes import NONE, ORPHANED, ORPHANS, ROOT, ROOTED, Nodes
 from longshore.cache.pool import READY, SlotPool
 from longshore.errors import CacheError, IntegrityError
@@ -54,7 +56,7 @@ class Index(Nodes):
     # ------------------------------------------------------------------ paths of keys
 
     def reachable_prefix(self, keys: Sequence[Key], first: int) -> int:
-        """The number of leading chunks of `keys` that are readable, at least `first`; found by bisection.
+        """The number of leading chunks of `keys` that are reachable, at least `first`; found by bisection.
 
         An orphan at `first` and its descendants count, because the caller has the chunks before it. Raises
         `CacheError` if a chunk found shows that `keys` is no path.
@@ -115,7 +117,7 @@ class Index(Nodes):
         return path
 
     def _follow_orphans(self, keys: Sequence[Key], first: int) -> list[int]:
-        """Nodes of the leading chunks of `keys[first:]`, all of them orphans or behind one.
+        """Nodes of the leading chunks of `keys[first:]`, all of them orphans or after one.
 
         Raises `CacheError` if one of `keys[first:]` is not the child of the key before it.
         """
@@ -125,8 +127,8 @@ class Index(Nodes):
                 self.check_link(keys, position)
         return list(takewhile(bool, nodes))
 
-    def readable(self, keys: Sequence[Key]) -> list[int]:
-        """Nodes of the leading chunks of `keys` that can be reached: they and all their ancestors are ready."""
+    def reachable_nodes(self, keys: Sequence[Key]) -> list[int]:
+        """Nodes of the leading chunks of `keys` that are reachable, from the first chunk or from an orphan."""
         find, reachable = self.get, self.reachable
         path: list[int] = []
         for key in keys:
@@ -136,8 +138,8 @@ class Index(Nodes):
             path.append(node)
         return path
 
-    def is_readable(self, key: Key) -> bool:
-        """Whether `key` and all its ancestors are ready."""
+    def is_reachable(self, key: Key) -> bool:
+        """Whether `key` is reachable from the first chunk."""
         return self.reachable[node] == ROOTED if (node := self.get(key)) else False
 
     def find_alone(self, keys: Sequence[Key]) -> list[int]:
@@ -148,12 +150,12 @@ class Index(Nodes):
         nodes = self.find(keys)
         if len(set(keys)) != len(keys):
             raise CacheError(f"expected {len(keys)} distinct keys of a path, got {len(set(keys))}")
-        self.check_alone(numbers(nodes))
+        self.check_alone(as_i32(nodes))
         return nodes
 
     def check_alone(self, at: npt.NDArray[np.int32]) -> None:
         """Raise `CacheError` if one of the nodes `at` is the child of another."""
-        behind = at[column(self.parent)[at] != ROOT].tolist()
+        behind = at[i32_view(self.parent)[at] != ROOT].tolist()
         if behind:
             name = self.key[behind[0]].hex()[:12]
             raise CacheError(f"expected chunks that stand alone, got {name}, which is the child of another chunk")
@@ -176,11 +178,11 @@ class Index(Nodes):
     # ------------------------------------------------------------------ changes
 
     def are_reachable(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Whether each of the nodes `at` is reachable, or behind an orphan that is; false for `ROOT`. Shape of `at`.
+        """Whether each of the nodes `at` is reachable, also from an orphan; false for `ROOT`. Shape of `at`.
 
         No view of the column is kept by a caller: the column could not grow while a traceback has it.
         """
-        found: npt.NDArray[np.bool_] = (at != ROOT) & (marks(self.reachable)[at] != 0)
+        found: npt.NDArray[np.bool_] = (at != ROOT) & (u8_view(self.reachable)[at] != 0)
         return found
 
     def accepts(self, parent: int, tier: int) -> bool:
@@ -188,7 +190,7 @@ class Index(Nodes):
         return parent <= ORPHANS or self.coldest_tier(parent) >= tier
 
     def link(self, parent: int, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
-        """New nodes for `keys`, a path behind `parent`, in `slots` of `tier`, none of them ready.
+        """New nodes for `keys`, a path after `parent`, in `slots` of `tier`, none of them ready.
 
         The caller has checked that they are new (`follow`), and that `parent` accepts them.
         """
@@ -196,10 +198,10 @@ class Index(Nodes):
             return []
         at, depth = self._numbers(len(keys)), self.depth[parent] + 1
         self._tree.append(parent, at)
-        column(self.depth)[at] = np.arange(depth, depth + len(at))
+        i32_view(self.depth)[at] = np.arange(depth, depth + len(at))
         for each in range(tier + 1):
-            self.reach[each][parent] += 1
-            column(self.reach[each])[at[:-1]] = 1
+            self.children_in[each][parent] += 1
+            i32_view(self.children_in[each])[at[:-1]] = 1
         return self._enter(keys, at, tier, slots)
 
     def link_alone(self, keys: Sequence[Key], tier: int, slots: Sequence[int]) -> list[int]:
@@ -208,9 +210,9 @@ class Index(Nodes):
             return []
         at = self._numbers(len(keys))
         self._tree.link_trees(np.zeros_like(at), at)
-        column(self.depth)[at] = 0
+        i32_view(self.depth)[at] = 0
         for each in range(tier + 1):
-            self.reach[each][ROOT] += len(keys)
+            self.children_in[each][ROOT] += len(keys)
         return self._enter(keys, at, tier, slots)
 
     def link_trees(
@@ -232,16 +234,16 @@ class Index(Nodes):
         self._enter(keys, at, tier, slots)
         parents = np.where(before >= 0, at[before], above)
         self._tree.link_trees(parents, at)
-        for reach in self.reach[: tier + 1]:
-            np.add.at(column(reach), parents, 1)
+        for reach in self.children_in[: tier + 1]:
+            np.add.at(i32_view(reach), parents, 1)
         # Steps up to the first of its path, and that one's position, by pointer doubling.
         up, steps = np.where(before >= 0, before, np.arange(len(at))), (before >= 0).astype(np.int32)
         while steps.any() and not np.array_equal(above_up := up[up], up):
             steps += steps[up]
             up = above_up
         tops = parents[up]
-        column(self.depth)[at] = column(self.depth)[tops] + 1 + steps
-        marks(self.reachable)[at] = marks(self.reachable)[tops]
+        i32_view(self.depth)[at] = i32_view(self.depth)[tops] + 1 + steps
+        u8_view(self.reachable)[at] = u8_view(self.reachable)[tops]
         return at
 
     def add_copies(self, nodes: Sequence[int], tier: int, slots: Sequence[int]) -> None:
@@ -249,9 +251,9 @@ class Index(Nodes):
 
         Raises `IntegrityError`, with nothing changed, if one has a copy there, or its parent has none there or colder.
         """
-        at, columns = np.array(nodes, np.int32), [column(slot) for slot in self.slot]
+        at, columns = np.array(nodes, np.int32), [i32_view(slot) for slot in self.slot]
         second = columns[tier][at] >= 0
-        parents = column(self.parent)[at]
+        parents = i32_view(self.parent)[at]
         orphans = parents > ORPHANS
         orphans[1:] &= parents[1:] != at[:-1]
         for colder in columns[tier:]:
@@ -269,9 +271,9 @@ class Index(Nodes):
         for each in reversed(self.tiers):
             reaching |= columns[each][at] >= 0
             if each <= tier:
-                np.add.at(column(self.reach[each]), parents[~reaching], 1)
+                np.add.at(i32_view(self.children_in[each]), parents[~reaching], 1)
         columns[tier][at] = slots
-        column(self.pools[tier].node)[slots] = at
+        i32_view(self.pools[tier].node)[slots] = at
 
     def all_children(self, nodes: Sequence[int]) -> npt.NDArray[np.int32]:
         """The children of all `nodes`, in order of parent, the youngest first."""
@@ -279,7 +281,7 @@ class Index(Nodes):
 
     def drop_copies(self, at: npt.NDArray[np.int32], tier: int) -> None:
         """`drop_copy` for nodes that a colder tier has; keeps the nodes of their slots."""
-        column(self.slot[tier])[at] = NONE
+        i32_view(self.slot[tier])[at] = NONE
 
     def drop_leaves(self, at: npt.NDArray[np.int32], tier: int = 0) -> list[int]:
         """`drop_copy` for the nodes `at`, of which only `tier` has a copy.
@@ -288,24 +290,24 @@ class Index(Nodes):
         parents that have lost a child, each once.
         """
         self.key.remove(at.tolist())
-        above = column(self.parent)[at]
+        above = i32_view(self.parent)[at]
         tops = np.ones(len(at), bool)
         np.not_equal(above[:-1], at[1:], out=tops[:-1])
         if self.orphans:
             for node in at[above == ORPHANS].tolist():
-                self._stop_waiting(node)
+                self._remove_orphan(node)
         parents: dict[int, None] = {}
         for eldest, youngest, parent, count in self._tree.siblings(at[tops], above[tops]):
-            for reach in self.reach[: tier + 1]:
+            for reach in self.children_in[: tier + 1]:
                 reach[parent] -= count
             self._tree.unlink_siblings(eldest, youngest, parent)
             parents[parent] = None
-        column(self.slot[tier])[at] = NONE
-        for reach in self.reach[: tier + 1]:
-            column(reach)[at] = 0
-        marks(self.reachable)[at] = 0
+        i32_view(self.slot[tier])[at] = NONE
+        for reach in self.children_in[: tier + 1]:
+            i32_view(reach)[at] = 0
+        u8_view(self.reachable)[at] = 0
         self._free.give(array("i", at.tobytes()))
-        self.gone += len(at)
+        self.removed += len(at)
         return list(parents)
 
     def drop_copy(self, node: int, tier: int) -> bool:
@@ -316,27 +318,27 @@ class Index(Nodes):
         slots[node] = NONE
         parent = self.parent[node]
         for each in range(after + 1, tier + 1):
-            self.reach[each][parent] -= 1
+            self.children_in[each][parent] -= 1
         if after >= 0:
             return False
         self._forget(node, parent)
         return True
 
-    def reveal(self, nodes: Sequence[int]) -> Sequence[int]:
-        """`nodes`, parents first, have a ready copy: mark those with a reachable parent, and ready descendants.
+    def mark_reachable(self, nodes: Sequence[int]) -> Sequence[int]:
+        """`nodes`, parents first, have a ready copy: mark them and ready descendants, if their parent is reachable.
 
         Returns all nodes that may have become reachable.
         """
         if not nodes:
             return nodes
         reachable, parent, child, older = self.reachable, self.parent, self._tree.child, self._tree.older
-        at = numbers(nodes)
+        at = as_i32(nodes)
         mark = reachable[parent[nodes[0]]]
         if mark and self._tree.is_line(at):
-            marks(reachable)[at] = mark
+            u8_view(reachable)[at] = mark
             return nodes
         if mark and self._are_last(at):
-            marks(reachable)[at] = marks(reachable)[column(parent)[at]]
+            u8_view(reachable)[at] = u8_view(reachable)[i32_view(parent)[at]]
             return nodes
         queue = list(nodes)
         for i, node in enumerate(queue, 1):  # grows by ready descendants
@@ -349,13 +351,13 @@ class Index(Nodes):
         return queue
 
     def attach_orphans(self, nodes: Sequence[int]) -> list[int]:
-        """Attach orphans to parents among `nodes` that are readable and as cold; returns those no longer orphans."""
+        """Attach orphans to parents among `nodes` that are reachable and as cold; returns those no longer orphans."""
         found: list[int] = []
-        for node in nodes if self.waiting else ():
+        for node in nodes if self.orphans_by_parent else ():
             if self.reachable[node]:
-                for orphan in tuple(self.waiting.get(self.key[node], ())):
+                for orphan in tuple(self.orphans_by_parent.get(self.key[node], ())):
                     if not any(self.is_ready(node, tier) for tier in self.tiers[self.coldest_tier(orphan) :]):
-                        self.called.add(node)
+                        self.wanted_by_orphans.add(node)
                     elif self.top(node) != orphan:  # else the links would form a cycle
                         found += self._attach_orphan(orphan, node)
         return found
@@ -372,9 +374,9 @@ class Index(Nodes):
 
     def _attach_orphan(self, orphan: int, parent: int) -> list[int]:
         """Attach `orphan` and its descendants to `parent`; returns those no longer orphans, parents first."""
-        self._stop_waiting(orphan)
+        self._remove_orphan(orphan)
         self._tree.move(orphan, parent)
-        for reach in self.reach[: self.coldest_tier(orphan) + 1]:
+        for reach in self.children_in[: self.coldest_tier(orphan) + 1]:
             reach[ORPHANS] -= 1
             reach[parent] += 1
         shift, mark, moved = self.depth[parent] + 1 - self.depth[orphan], self.reachable[parent], [orphan]
@@ -387,8 +389,8 @@ class Index(Nodes):
 
     def _are_last(self, at: npt.NDArray[np.int32]) -> bool:
         """Whether the nodes `at` have no children, and all their parents are reachable."""
-        above = column(self.parent)[at]
-        return bool(marks(self.reachable)[above].all() and not column(self._tree.child)[at].any())
+        above = i32_view(self.parent)[at]
+        return bool(u8_view(self.reachable)[above].all() and not i32_view(self._tree.child)[at].any())
 
     def orphaned_by(self, node: int, left: int) -> list[tuple[int, int]]:
         """Copies (node, tier) of descendants that become unreachable when `left` is the coldest tier of `node`.
@@ -408,34 +410,34 @@ class Index(Nodes):
 
     def check_integrity(self) -> None:
         """Raise `CacheError` unless parent and child links, reach counts and closure hold everywhere."""
-        at = self.entered()
+        at = self.all_nodes()
         self.key.check_integrity()
         self._tree.check_integrity(at)
-        parent, coldest, is_ready = column(self.parent)[at], np.full(self.size, NONE), np.zeros(self.size, bool)
+        parent, coldest, is_ready = i32_view(self.parent)[at], np.full(self.size, NONE), np.zeros(self.size, bool)
         for tier in self.tiers:
-            slots = column(self.slot[tier])
+            slots = i32_view(self.slot[tier])
             coldest[slots >= 0] = tier
             is_ready[at] |= self.are_ready(at, tier)
             has = at[slots[at] >= 0]
-            self._refuse(has[column(self.pools[tier].node)[slots[has]] != has], f"has another's slot in tier {tier}")
+            self._refuse(has[i32_view(self.pools[tier].node)[slots[has]] != has], f"has another's slot in tier {tier}")
         self._refuse(at[coldest[at] < 0], "has no copy")
         has_parent = parent > ORPHANS
         self._refuse(at[has_parent & ~self.key.has(parent)], "has outlived its parent")
         is_apart = (has_parent & (coldest[parent] < coldest[at])) | (
-            column(self.depth)[at] != column(self.depth)[parent] + 1
+            i32_view(self.depth)[at] != i32_view(self.depth)[parent] + 1
         )
         self._refuse(at[is_apart], "is in a colder tier than its parent, or has a wrong depth")
-        reachable = marks(self.reachable)
+        reachable = u8_view(self.reachable)
         is_wrong = reachable[at] != np.where(is_ready[at], reachable[parent], 0)
         self._refuse(at[is_wrong], "is wrongly marked as reachable or not")
         for tier in self.tiers:
             counted = np.bincount(parent[coldest[at] >= tier], minlength=self.size)
-            nodes = np.concatenate([at, numbers((ROOT, ORPHANS))])
-            for node in nodes[counted[nodes] != column(self.reach[tier])[nodes]].tolist():
-                count = self.reach[tier][node]
+            nodes = np.concatenate([at, as_i32((ROOT, ORPHANS))])
+            for node in nodes[counted[nodes] != i32_view(self.children_in[tier])[nodes]].tolist():
+                count = self.children_in[tier][node]
                 where = self.pools[tier].where
                 raise CacheError(f"{where}children of node {node}: counted {count}, found {counted[node]}")
-        waiting = {node: key for key, nodes in self.waiting.items() for node in nodes}
+        waiting = {node: key for key, nodes in self.orphans_by_parent.items() for node in nodes}
         if not waiting == self.orphans or set(waiting) != set(self.children(ORPHANS)):
             raise CacheError(f"there are {len(self.orphans)} orphans, but {len(waiting)} are listed by parent")
 
@@ -467,10 +469,10 @@ class Residency:
 
     keys: Sequence[Key]
     presences: Sequence[Presence]
-    at: At = field(compare=False, repr=False)
+    at: I32 = field(compare=False, repr=False)
     index: Index = field(compare=False, repr=False)
     pool: SlotPool = field(compare=False, repr=False)
-    gone: int = field(compare=False, repr=False)
+    removed: int = field(compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -478,12 +480,12 @@ class Residency:
     def part(self, begin: int, end: int) -> Residency:
         """The residency of the keys `[begin, end)`."""
         here = slice(begin, end)
-        return Residency(self.keys[here], self.presences[here], self.at[here], self.index, self.pool, self.gone)
+        return Residency(self.keys[here], self.presences[here], self.at[here], self.index, self.pool, self.removed)
 
     def pick(self, positions: Sequence[int]) -> Residency:
         """The residency of the keys at `positions`."""
         keys, presences = [self.keys[at] for at in positions], [self.presences[at] for at in positions]
-        return Residency(keys, presences, self.at[list(positions)], self.index, self.pool, self.gone)
+        return Residency(keys, presences, self.at[list(positions)], self.index, self.pool, self.removed)
 
     def slots(self) -> list[int] | None:
         """The slots of the chunks in the warmest tier; `None` unless index and pool agree that all of them are ready.
@@ -491,7 +493,7 @@ class Residency:
         Used to read chunks that were found before the control plane failed: no slot is written after that.
         """
         index, pool, slots = self.index, self.pool, list[int]()
-        if index.gone < 0:
+        if index.removed < 0:
             return None  # all chunks were removed since
         for key in self.keys:
             node = index.get(key)
@@ -505,18 +507,18 @@ class Residency:
     def take(cls, index: Index, pool: SlotPool, keys: Sequence[Key]) -> Residency:
         """Look up `keys`; `pool` is that of the warmest tier. Raises `CacheError` for a key that is not bytes."""
         at = index.key.find_all(keys)
-        reachable = marks(index.reachable)[at] != 0
+        reachable = u8_view(index.reachable)[at] != 0
         found = np.where(reachable, np.where(index.are_ready(at, 0), _READY, _COLDER), _IN_FLIGHT)
         found[at == ROOT] = _ABSENT
         if (found == _READY).all():
-            return cls(keys, [Presence.READY] * len(keys), at, index, pool, index.gone)
-        return cls(keys, [_PRESENCES[each] for each in found.tolist()], at, index, pool, index.gone)
+            return cls(keys, [Presence.READY] * len(keys), at, index, pool, index.removed)
+        return cls(keys, [_PRESENCES[each] for each in found.tolist()], at, index, pool, index.removed)
 
 
-def nodes_of(index: Index, keys: Sequence[Key] | Residency) -> tuple[Sequence[Key], At]:
+def nodes_of(index: Index, keys: Sequence[Key] | Residency) -> tuple[Sequence[Key], I32]:
     """Keys and their nodes, `ROOT` for keys in no tier. Raises `CacheError` for a key that is not bytes."""
     if not isinstance(keys, Residency):
         return keys, index.key.find_all(keys)
-    if keys.index is index and keys.gone == index.gone:
+    if keys.index is index and keys.removed == index.removed:
         return keys.keys, keys.at
     return nodes_of(index, keys.keys)

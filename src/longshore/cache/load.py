@@ -8,7 +8,7 @@ timeout           the same, at most `timeout` seconds   the same, or after the t
 Where a prefetch that is waited for lacks clean room, it orders backups. Such prefetches get room in order:
 
     the first that lacks room    gets the room made; its chunks in the warmest tier are kept until it is over
-    those behind it              order nothing yet
+    those after it               order nothing yet
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
-from longshore.cache.columns import column, leading, marks
+from longshore.cache.columns import count_leading, i32_view, u8_view
 from longshore.cache.lookups import Leases
 from longshore.cache.offload import Offloader
 from longshore.cache.pool import READY
@@ -81,11 +81,11 @@ class Loader:
         keys, tail, held = part.keys[: -(-(skip + len(blocks)) // per_chunk)], part.pins[0].node, len(part.keys)
         first_block = part.positions[0] * per_chunk + skip
         load, wait = self._begin(timeout)
-        path = state.index.path(tail, held)[held - len(keys) :][::-1] if tail else state.index.readable(keys)
+        path = state.index.path(tail, held)[held - len(keys) :][::-1] if tail else state.index.reachable_nodes(keys)
         tiers, slots, warm = self._claim(load, path, keys)
         path = path[: len(tiers)]
-        load.cut += [state.miss(key) for key in keys[len(path) + len(load.cut) :]]
-        above = state.index.before(path[:1])[0] if path else None
+        load.not_ordered += [state.miss_reason(key) for key in keys[len(path) + len(load.not_ordered) :]]
+        above = state.index.parent_keys(path[:1])[0] if path else None
         for start, end in _batches(warm, len(path)):
             here = slice(start, end)
             parents = [above, *keys[start : end - 1]]
@@ -115,17 +115,17 @@ class Loader:
         state = self._state
         load, wait = self._begin(timeout, is_whole=True)
         if len(nodes) < len(keys):
-            load.cut = [state.miss(key) for key in keys]
+            load.not_ordered = [state.miss_reason(key) for key in keys]
             return load
         tiers, slots, warm = self._claim(load, nodes, keys)
         if tiers:
-            batch = Batch(nodes, keys, state.index.before(nodes), tiers, slots, warm=warm == len(nodes))
+            batch = Batch(nodes, keys, state.index.parent_keys(nodes), tiers, slots, warm=warm == len(nodes))
             self._order_batch(load, wait, batch, tuple(sections), by_layer=by_layer)
         return load
 
     def _begin(self, timeout: float, *, is_whole: bool = False) -> tuple[Load, Wait]:
         load = Load(self._transfers.new_id(), began=self._transfers.now, is_whole=is_whole)
-        wait = Wait(load.wait, self._transfers.now + timeout, load, patient=True)
+        wait = Wait(load.wait, self._transfers.now + timeout, load, blocks_request=True)
         self._transfers.waits.begin(wait)
         return load, wait
 
@@ -146,14 +146,14 @@ class Loader:
         `count`, it is neither a use, nor hits or misses.
         """
         state = self._state
-        taken = column(state.index.slot[0])[at]
-        column(state.pools[0].readers)[taken] += 1
+        taken = i32_view(state.index.slot[0])[at]
+        i32_view(state.pools[0].readers)[taken] += 1
         slots, name = taken.tolist(), state.levels[0].name
         job = self._transfers.new_id()
         if count:
             if state.windows.used:
                 state.windows.serve(at.tolist())
-            state.serve(tick)
+            state.set_request(tick)
             state.touch(at[::-1])
         record = self._transfers.order(job, keys, [None] * len(slots), TierSlots(0, slots), None, command=False)
         if count:
@@ -166,10 +166,10 @@ class Loader:
         Returns tiers and slots, and the number of leading chunks that are ready in the host tier.
         """
         index, pools = self._state.index, self._state.pools
-        at = column(index.slot[0])[np.array(path, np.int32)]
+        at = i32_view(index.slot[0])[np.array(path, np.int32)]
         absent = (at < 0).nonzero()[0].tolist()
-        column(pools[0].readers)[at[at >= 0]] += 1
-        warm = leading(marks(pools[0].state)[at[: absent[0] if absent else len(path)]] == READY)
+        i32_view(pools[0].readers)[at[at >= 0]] += 1
+        warm = count_leading(u8_view(pools[0].state)[at[: absent[0] if absent else len(path)]] == READY)
         slots, tiers = at.tolist(), [0] * len(path)
         for i in absent:
             tier = tiers[i] = index.warmest_ready(path[i])
@@ -196,7 +196,7 @@ class Loader:
 
     def _cut(self, load: Load, tiers: Sequence[int], slots: Sequence[int]) -> None:
         """There is no room for the first of these copies: none of them is loaded."""
-        load.cut = [MissReason.NO_ROOM if tier else MissReason.AFTER_MISS for tier in tiers]
+        load.not_ordered = [MissReason.NO_ROOM if tier else MissReason.AFTER_MISS for tier in tiers]
         for tier in sorted(set(tiers)):
             self._state.end_reads(tier, [slot for slot, other in zip(slots, tiers, strict=True) if other == tier])
 
@@ -265,14 +265,19 @@ class Prefetcher:
 
     def prefetch(self, record: LeaseRecord, policy: PrefetchPolicy, longest: float) -> Wait:
         """Prefetch the chunks of `record` that are not in the warmest tier; ends the wait of an earlier prefetch."""
-        patient = policy is not PrefetchPolicy.BEST_EFFORT
-        former, wait = record.prefetch, Wait(self._transfers.new_id(), self._transfers.now + longest, patient=patient)
-        self._order(record, wait, waits_its_turn=patient and any(before.lacks for _, before in self.queue.values()))
+        blocks_request = policy is not PrefetchPolicy.BEST_EFFORT
+        former, wait = (
+            record.prefetch,
+            Wait(self._transfers.new_id(), self._transfers.now + longest, blocks_request=blocks_request),
+        )
+        self._order(
+            record, wait, waits_its_turn=blocks_request and any(before.lacks_room for _, before in self.queue.values())
+        )
         record.prefetch = wait
         if former is not None:
             self.cancel(former)
-        if patient and (wait.lacks or wait.jobs):
-            if not any(before.lacks for _, before in self.queue.values()):
+        if blocks_request and (wait.lacks_room or wait.jobs):
+            if not any(before.lacks_room for _, before in self.queue.values()):
                 self._state.keep_in_host(self._state.kept_in_host.union(self._path(record)))
             self.queue[wait.number] = record, wait
             self._is_new = True
@@ -305,15 +310,15 @@ class Prefetcher:
         self._is_new, self._seen = False, state.changes
         kept, before = set[int]() if is_new else state.kept_in_host, set[str | None]()
         for record, wait in self.queue.values():
-            if is_new or wait.lacks:
+            if is_new or wait.lacks_room:
                 kept = kept.union(self._path(record))
-            if wait.lacks:
+            if wait.lacks_room:
                 state.keep_in_host(kept)
                 self._order(record, wait)
                 others = len(self._transfers.jobs) > len(wait.jobs) or not before <= {record.request}
-                wait.lacks &= others or self._leases.protects
-                is_new = True  # `kept` changes for those behind it
-            if wait.lacks:
+                wait.lacks_room &= others or self._leases.protects
+                is_new = True  # `kept` changes for those after it
+            if wait.lacks_room:
                 break
             before.add(record.request)
         if kept or state.kept_in_host:
@@ -322,7 +327,11 @@ class Prefetcher:
     def is_waiting(self, record: LeaseRecord) -> bool:
         """Whether the request of `record` has to wait for more chunks in the warmest tier."""
         wait, index = record.prefetch, self._state.index
-        if wait is None or not wait.patient or not (wait.jobs or (wait.lacks and wait.number in self.queue)):
+        if (
+            wait is None
+            or not wait.blocks_request
+            or not (wait.jobs or (wait.lacks_room and wait.number in self.queue))
+        ):
             return False
         return bool(wait.jobs) or not all(index.is_ready(node, 0) for node in record.nodes(index))
 
@@ -336,19 +345,19 @@ class Prefetcher:
         The wait `lacks` room for the others if more may be made, or, with `waits_its_turn`, for all of them.
         """
         state, transfers, path = self._state, self._transfers, self._path(record)
-        state.serve(record.tick)
+        state.set_request(record.tick)
         transfers.join(wait, [slot for node in path if (slot := state.index.slot[0][node]) >= 0])
         cold = [i for i, node in enumerate(path) if state.index.slot[0][node] < 0]
-        wait.lacks = waits_its_turn and bool(cold)
-        if wait.lacks or not cold:
+        wait.lacks_room = waits_its_turn and bool(cold)
+        if wait.lacks_room or not cold:
             transfers.waits.begin(wait)
             return
         state.log.by = state.index.key[path[cold[0]]]
         warm = state.kept_in_host
         state.keep_in_host(warm.union(path))
-        room = self._offloader.clean_room([path[i] for i in cold], cleans=wait.patient)
+        room = self._offloader.make_clean_room([path[i] for i in cold], back_up=wait.blocks_request)
         state.keep_in_host(warm & state.kept_in_host)
-        wait.lacks, cold = wait.patient and room < len(cold), cold[:room]
+        wait.lacks_room, cold = wait.blocks_request and room < len(cold), cold[:room]
         for start in range(0, len(cold), LOAD_BATCH):
             chosen = cold[start : start + LOAD_BATCH]
             warmest = {path[i]: state.index.warmest_ready(path[i]) for i in chosen}

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key, Section
-from longshore.cache.columns import At, column, has_duplicates, leading, marks, numbers, once, runs_of
+from longshore.cache.columns import I32, as_i32, count_leading, has_duplicates, i32_view, runs_of, u8_view, unique
 from longshore.cache.events import EventKind
 from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.cache.index import Index, Residency, nodes_of
@@ -40,7 +40,7 @@ from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheGroup
 from longshore.cache.state import CacheState
 from longshore.cache.transfers import LeasedChunks, LeaseRecord, Transfers
-from longshore.cache.types import UNKNOWN_START, Found, GroupKeys, Lease, Need, Until, check_distinct
+from longshore.cache.types import UNKNOWN_START, Found, GroupKeys, Lease, Need, Protection, check_distinct
 from longshore.errors import CacheError, LeaseError
 
 
@@ -60,7 +60,7 @@ class Leases:
     @property
     def protected(self) -> int:
         """Number of chunks that lookups protect until the end of the step."""
-        return int(np.count_nonzero(marks(self._state.seen)[np.unique(column(self._step))]))
+        return int(np.count_nonzero(u8_view(self._state.protected)[np.unique(i32_view(self._step))]))
 
     def __iter__(self) -> Iterator[LeaseRecord]:
         return iter(self._records.values())
@@ -69,7 +69,7 @@ class Leases:
         self, identity: int, parts: Sequence[LeasedChunks], request: str | None, *, is_multi_group: bool = False
     ) -> Lease:
         """A new lease on `parts`, whose nodes are pinned."""
-        self._records[identity] = LeaseRecord(parts, request, self._state.served, is_multi_group=is_multi_group)
+        self._records[identity] = LeaseRecord(parts, request, self._state.current_tick, is_multi_group=is_multi_group)
         return Lease(identity)
 
     def get(self, lease: Lease) -> LeaseRecord:
@@ -91,7 +91,7 @@ class Leases:
     def drop(self, lease: Lease) -> None:
         """Remove `lease`, and record a use of its chunks by its request."""
         record = self._records.pop(lease.id)
-        self._state.serve(record.tick)
+        self._state.set_request(record.tick)
         for part in record.parts:
             nodes = [node for pin in part.pins if (node := pin.node)]
             if part.alone:
@@ -104,8 +104,8 @@ class Leases:
 
     def protect(self, at: npt.NDArray[np.int32]) -> None:
         """Protect the nodes `at` from eviction until `end_step`, those in the warmest tier in that tier."""
-        seen = marks(self._state.seen)
-        fresh = once(at[seen[at] == 0])
+        seen = u8_view(self._state.protected)
+        fresh = unique(at[seen[at] == 0])
         seen[fresh] = 1
         self._step.frombytes(fresh.tobytes())
 
@@ -121,9 +121,9 @@ class Leases:
     def end_step(self) -> None:
         """The step has ended: remove all protections."""
         if self._step:
-            at, self._step = column(self._step), array("i")
-            marks(self._state.seen)[at] = 0
-            self._state.reconsider(at)
+            at, self._step = i32_view(self._step), array("i")
+            u8_view(self._state.protected)[at] = 0
+            self._state.recheck_evictable(at)
         self._state.discard_invalid_copies()
 
     def check_integrity(self) -> None:
@@ -133,7 +133,7 @@ class Leases:
         theirs = {pin for pins in self._state.pins.values() for pin in pins}
         if ours != theirs:
             raise CacheError(f"the cache has {len(theirs)} pins, the leases {len(ours)}")
-        seen = set(np.flatnonzero(marks(self._state.seen)).tolist())
+        seen = set(np.flatnonzero(u8_view(self._state.protected)).tolist())
         if not seen <= set(self._step):
             raise CacheError(f"{len(seen)} nodes are marked as protected, expected {len(set(self._step))}")
 
@@ -147,7 +147,7 @@ class GroupSearch:
         self.keys, device = wanted.keys, () if wanted.device is None else wanted.device
         if len(device) > len(self.keys):
             raise CacheError(f"device: expected at most {len(self.keys)} values, one for each key, got {len(device)}")
-        self.text = None if wanted.text is None else wanted.text.checked()
+        self.prompt_tokens = None if wanted.prompt_tokens is None else wanted.prompt_tokens.checked()
         self.group = group
         self.chunk_tokens = chunk_tokens
         self.last_window = group.first_needed(len(self.keys) * chunk_tokens, chunk_tokens)
@@ -165,13 +165,13 @@ class GroupSearch:
         return tokens if missing is None else missing * self.chunk_tokens
 
     def beyond(self, tokens: int, most: int) -> int:
-        """How many tokens behind a served prefix of `tokens` are served, with a partial chunk; at most `most`."""
-        if self.text is None or self.group.recurrent:
+        """How many tokens after a served prefix of `tokens` are served, with a partial chunk; at most `most`."""
+        if self.prompt_tokens is None or self.group.recurrent:
             return 0
         at, size = tokens // self.chunk_tokens, self.chunk_tokens
         while at * size < tokens + most and self._serves(at):
             at += 1
-        near = self._partials.closest(self.keys, at, self.text, size) if at <= len(self.keys) else None
+        near = self._partials.closest(self.keys, at, self.prompt_tokens, size) if at <= len(self.keys) else None
         return min(most, at * size - tokens + (near.tokens if near else 0))
 
     def need(self, tokens: int) -> Need:
@@ -182,25 +182,25 @@ class GroupSearch:
 
     def _partial(self, at: int, tokens: int) -> Partial | None:
         """Where the first `tokens` tokens of the chunk at `at` come from, if any are needed."""
-        if not tokens or self.text is None:
+        if not tokens or self.prompt_tokens is None:
             return None
         if self._serves(at):
             return Partial(self.keys[at], tokens, bool(self._device[at]))
-        near = self._partials.closest(self.keys, at, self.text, self.chunk_tokens)
+        near = self._partials.closest(self.keys, at, self.prompt_tokens, self.chunk_tokens)
         return near and near._replace(tokens=tokens)
 
     def _serves(self, at: int) -> bool:
         """Whether the chunk at `at` is on the device, or can be read from a tier."""
-        return at < len(self.keys) and bool(self._device[at] or self._index.is_readable(self.keys[at]))
+        return at < len(self.keys) and bool(self._device[at] or self._index.is_reachable(self.keys[at]))
 
     def _missing(self, first: int, end: int) -> int | None:
         """The last chunk of `[first, end)` that is not served, of those examined; `None` if all are served."""
         if not self.group.alone:
             ready = self._index.reachable_prefix(self.keys[:end], 0)
-            ready += leading(self._device[ready:end])
+            ready += count_leading(self._device[ready:end])
             if self._index.orphans and 0 < ready < end and self._device[:ready].all():
                 ready = self._index.reachable_prefix(self.keys[:end], ready)
-                ready += leading(self._device[ready:end])
+                ready += count_leading(self._device[ready:end])
             return None if ready >= end else ready
         at = min(self._clear, end)
         while at > first and self._serves(at - 1):
@@ -229,7 +229,7 @@ class LookupCall(NamedTuple):
     """Arguments of `TieredCache.lookup`, checked. `probes_remote`: whether a lookup of a path asks remote tiers."""
 
     now: float
-    until: Until
+    protect: Protection
     request: str | None
     tick: int | None
     reuse_hint: ReuseHint | None
@@ -253,14 +253,14 @@ class Lookups:
 
     def path(self, group: int, path: GroupKeys, call: LookupCall) -> Found:
         """`TieredCache.lookup` of one `path` of `group`."""
-        keys, start, text, index = path.keys, path.first, path.text, self._state.index
+        keys, start, text, index = path.keys, path.start, path.prompt_tokens, self._state.index
         settings = self._transfers.settings
         before: Sequence[Key] = ()
         if start == UNKNOWN_START and keys:
             node = index.get(keys[0])
             before = [index.key[each] for each in index.path(node, index.depth[node] + 1)[:0:-1]]
             keys, start = [*before, *keys], len(before)
-        check_first(keys, start)
+        check_start(keys, start)
         settings.pool_of(group)
         if settings.groups:
             settings.group(group)
@@ -272,7 +272,7 @@ class Lookups:
         index.find(keys[start - 1 : start] if start else ())
         for position in {start, max(start, end - 1), end} - {len(keys)}:
             index.check_link(keys, position)
-        # Remote tiers are asked for each key behind these, so their order is checked; else a bisection suffices.
+        # Remote tiers are asked for each key after these, so their order is checked; else a bisection suffices.
         known = end + len(index.follow(keys, end)) if self._remote.tiers else index.known_prefix(keys, end)
         partial = None if text is None else self._state.partials.closest(keys, end, text, size)
         self._advance(call.now)
@@ -287,9 +287,9 @@ class Lookups:
                 self._state.log.record(EventKind.REQUEST, request=call.request, keys=asked, start=start, length=found)
         leased = keys[start:end] if partial is None or partial.device else [*keys[start:end], partial.key]
         lease = None
-        if call.until is Until.STEP:
-            self._leases.protect(numbers(index.find(leased)))
-        elif leased and call.until is Until.RELEASE:
+        if call.protect is Protection.STEP:
+            self._leases.protect(as_i32(index.find(leased)))
+        elif leased and call.protect is Protection.LEASE:
             if self._remote.tiers:
                 self._remote.found(keys[start:end])
             pins = (self._state.pin(index.get(leased[-1])),)
@@ -299,17 +299,17 @@ class Lookups:
 
     def chunks(self, paths: Mapping[int, GroupKeys], call: LookupCall, tiers: Collection[str]) -> Found:
         """`TieredCache.lookup` with `independent`, which asks the remote `tiers`."""
-        if any(path.first or path.device is not None for path in paths.values()):
-            raise CacheError("expected no `first` and no `device` in a lookup with `independent`")
+        if any(path.start or path.device is not None for path in paths.values()):
+            raise CacheError("expected no `start` and no `device` in a lookup with `independent`")
         index, parts = self._state.index, list[tuple[int, Residency, list[int]]]()
         found = {group: Residency.take(index, self._state.pools[0], path.keys) for group, path in paths.items()}
-        if call.until is Until.RELEASE:
+        if call.protect is Protection.LEASE:
             for group, here in found.items():
                 there = np.flatnonzero(index.are_reachable(here.at)).tolist()
                 self._check_chunks(group, here.at[there])
                 parts.append((group, here, there))
         self._advance(call.now)
-        if call.until is Until.NOTHING:
+        if call.protect is Protection.NONE:
             probes = self._remote.ask([key for here in found.values() for key in here.keys], tiers) if tiers else ()
             theirs = found if self._remote.tiers else {}
             sources = {group: self._remote.sources(here.keys) for group, here in theirs.items()}
@@ -318,9 +318,9 @@ class Lookups:
         if tick is None:
             asked = [key for here in found.values() for key in here.keys]
             head = next((here.at for here in found.values()), np.zeros(0, np.int32))
-            tick = self._state.begin(asked, leading(head != ROOT), call.reuse_hint)
-        self._state.serve(tick)
-        if call.until is Until.STEP:
+            tick = self._state.begin_request(asked, count_leading(head != ROOT), call.reuse_hint)
+        self._state.set_request(tick)
+        if call.protect is Protection.STEP:
             for here in found.values():
                 self._leases.protect(here.at[index.are_reachable(here.at)])
             return Found(tick=tick, residency=found)
@@ -339,11 +339,11 @@ class Lookups:
         return Found(lease, sum(len(part.keys) for part in held), tick=tick, residency=found)
 
     def fetch(self, group: int, path: GroupKeys, now: float, longest: float) -> tuple[int, ...]:
-        """Read chunks behind the ready prefix of `path` from remote tiers that have them, for at most `longest`
+        """Read chunks after the ready prefix of `path` from remote tiers that have them, for at most `longest`
         seconds; returns its jobs, and those in flight.
         """
-        keys, start = path.keys, path.first
-        check_first(keys, start)
+        keys, start = path.keys, path.start
+        check_start(keys, start)
         pool, index = self._transfers.settings.pool_of(group), self._state.index
         if self._transfers.settings.stands_alone(group):
             nodes = index.find_alone(keys[start:])
@@ -356,13 +356,13 @@ class Lookups:
         self._advance(now)
         return self._remote.fetch(keys, end, nodes, pool, self._transfers.now + longest)
 
-    def warm(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], At]:
+    def warm(self, keys: Sequence[Key] | Residency, group: int) -> tuple[Sequence[Key], I32]:
         """Keys and nodes of chunks of `group`. Raises `CacheError` unless all are ready in the warmest tier."""
         index = self._state.index
         mine, at = nodes_of(index, keys)
         if not len(at):
             raise CacheError(f"expected chunks of group {group}, got none")
-        lacking = np.flatnonzero((at == ROOT) | (marks(index.reachable)[at] == 0)).tolist()
+        lacking = np.flatnonzero((at == ROOT) | (u8_view(index.reachable)[at] == 0)).tolist()
         if lacking:
             name = mine[lacking[0]].hex()[:12]
             raise CacheError(f"{len(lacking)} of {len(at)} chunks are not ready in any tier, the first is {name}")
@@ -378,8 +378,8 @@ class Lookups:
         state, settings, groups = self._state, self._transfers.settings, range(len(self._transfers.settings.groups))
         if not groups or set(paths) != set(groups):
             raise CacheError(f"expected the keys of one group, or of all {len(groups)}, got groups {sorted(paths)}")
-        if any(path.first for path in paths.values()):
-            raise CacheError("expected `device` in a lookup of all groups, got `first`")
+        if any(path.start for path in paths.values()):
+            raise CacheError("expected `device` in a lookup of all groups, got `start`")
         searches = [GroupSearch(state.index, state.partials, *settings.group(at), paths[at]) for at in groups]
         tokens = longest_served(searches)
         needs = tuple(search.need(tokens) for search in searches)
@@ -392,10 +392,10 @@ class Lookups:
         leased = [(group, search, *_leased(search, need)) for group, (search, need) in enumerate(both)]
         leased = [each for each in leased if each[2]]
         lease = None
-        if call.until is Until.STEP:
+        if call.protect is Protection.STEP:
             for _, _, keys, _ in leased:
-                self._leases.protect(numbers(state.index.find(keys)))
-        elif call.until is Until.RELEASE and leased:
+                self._leases.protect(as_i32(state.index.find(keys)))
+        elif call.protect is Protection.LEASE and leased:
             parts = [self._hold(needs[each[0]], *each) for each in leased]
             lease = self._leases.take(self._transfers.new_id(), parts, call.request, is_multi_group=True)
         return Found(lease, tokens=tokens, needs=needs, tick=tick)
@@ -436,7 +436,7 @@ class Lookups:
     def _count(self, request: str | None, search: GroupSearch, need: Need) -> None:
         state, keys = self._state, search.keys
         if search.group.alone:
-            state.counters.misses.update(map(state.miss, keys[max(need.end, search.last_window) :]))
+            state.counters.misses.update(map(state.miss_reason, keys[max(need.end, search.last_window) :]))
         else:
             state.count_misses(keys, need.end, state.index.known_prefix(keys, need.end))
         if state.log.on:
@@ -458,15 +458,15 @@ class Lookups:
     def _serve(self, call: LookupCall, keys: Sequence[Key], known: int | None = None) -> int | None:
         """Set the request that the following uses are counted for: that of the call, or a new one for `keys`."""
         tick = call.tick
-        if call.until is not Until.NOTHING:
+        if call.protect is not Protection.NONE:
             if tick is None:
                 if known is None:
-                    known = leading(nodes_of(self._state.index, keys)[1] != ROOT)
-                tick = self._state.begin(keys, known, call.reuse_hint)
-            self._state.serve(tick)
+                    known = count_leading(nodes_of(self._state.index, keys)[1] != ROOT)
+                tick = self._state.begin_request(keys, known, call.reuse_hint)
+            self._state.set_request(tick)
         return tick
 
-    def _check_chunks(self, group: int, at: At) -> None:
+    def _check_chunks(self, group: int, at: I32) -> None:
         """Raise `CacheError` unless the nodes `at` are distinct, and of `group`."""
         if has_duplicates(at):
             raise CacheError(f"expected {len(at)} distinct chunks, got {len(np.unique(at))}")
@@ -486,7 +486,7 @@ def _leased(search: GroupSearch, need: Need) -> tuple[list[Key], list[int]]:
     return keys, positions
 
 
-def check_first(keys: Sequence[Key], first: int) -> None:
-    """Raise `CacheError` unless `first` is a position in `keys`, or their number."""
-    if not 0 <= first <= len(keys):
-        raise CacheError(f"first: expected a position in [0, {len(keys)}], got {first}")
+def check_start(keys: Sequence[Key], start: int) -> None:
+    """Raise `CacheError` unless `start` is a position in `keys`, or their number."""
+    if not 0 <= start <= len(keys):
+        raise CacheError(f"start: expected a position in [0, {len(keys)}], got {start}")

@@ -32,7 +32,7 @@ from longshore.cache.adoption import Chunk, adopt
 from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import ReuseHint, check_reuse_hint
 from longshore.cache.load import Loader, Prefetcher
-from longshore.cache.lookups import Leases, LookupCall, Lookups, check_first
+from longshore.cache.lookups import Leases, LookupCall, Lookups, check_start
 from longshore.cache.offload import Offloader
 from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_retention, seconds
@@ -44,13 +44,13 @@ from longshore.cache.types import (
     Found,
     GroupKeys,
     Lease,
+    LoadJob,
     LoadOrder,
     MissReason,
-    Part,
     Progress,
+    Protection,
     StoreOrder,
     TierStats,
-    Until,
     check_blocks,
     check_distinct,
     check_paths,
@@ -102,7 +102,7 @@ class TieredCache:
         self._prefetcher = Prefetcher(self._transfers, self._offloader, self._leases)
         self._lookups = Lookups(self._transfers, self._leases, self._remote, self._advance)
         self._device = DeviceBlocks(self.settings.device_blocks)
-        self._cleaned = -1
+        self._changes_backed_up = -1
         """`CacheState.changes` when backups were ordered last, so that their own changes cause another look."""
 
     @property
@@ -132,7 +132,7 @@ class TieredCache:
         paths: Mapping[int, GroupKeys],
         now: float,
         *,
-        until: Until = Until.RELEASE,
+        protect: Protection = Protection.LEASE,
         independent: bool = False,
         remote_tiers: Collection[str] | None = None,
         request: str | None = None,
@@ -140,13 +140,13 @@ class TieredCache:
         reuse_hint: ReuseHint | None = None,
         count: bool = True,
     ) -> Found:
-        """Find how much of a prompt the tiers have, and keep it from eviction as long as `until` says.
+        """Find how much of a prompt the tiers have, and protect it from eviction as long as `protect` says.
 
-        With one path: the longest run of ready chunks from its `first` on. Bisection finds it in microseconds, whatever
-        its length, because a key identifies its whole prefix. Chunks behind an orphan, a chunk whose parent is in no
-        tier, are found only if `first` is there, one after the other. With the paths of all groups, or with a path that
-        has a `device`: the longest prefix that every group can serve. With `independent`, each key is looked up by
-        itself; they need not form a path, and no misses are counted. A chunk is in flight if it or one before it is.
+        With one path: the longest run of ready chunks from its `start` on. Bisection finds it in microseconds, whatever
+        its length, because a key identifies its whole prefix. Chunks from an orphan on, whose parent is in no tier, are
+        found only if `start` is one of them. With the paths of all groups, or with a path that has a `device`: the
+        longest prefix that every group can serve. With `independent`, each key is looked up by itself; they need not
+        form a path, and no misses are counted. A chunk is in flight if it or one before it is.
 
         Remote tiers are asked for chunks that they are not known to have or lack, by lookups of one path and with
         `independent`. A lookup does not wait for them.
@@ -154,10 +154,10 @@ class TieredCache:
         Args:
             paths: Keys by group.
             now: Seconds.
-            until: How long found chunks are kept. `NOTHING` begins no request, and asks no tier but `remote_tiers`.
+            protect: How long found chunks are not evicted. `NONE` begins no request, and asks only `remote_tiers`.
             independent: Look up each chunk by itself.
             remote_tiers: Those to ask for chunks that they are not known to have or lack: by name, only with
-                `independent` and until nothing; `()` for none. `None`: a lookup of paths that keeps something asks all.
+                `independent` and `Protection.NONE`; `()` for none. `None`: a lookup of paths that protects asks all.
             request: Name of the request, for events.
             tick: The tick that an earlier lookup of this request returned, so that its uses of a chunk count once.
             reuse_hint: Hint about when its chunks are used again, with the first lookup of a request.
@@ -168,12 +168,12 @@ class TieredCache:
         self._state.check_tick(tick)
         check_paths(paths)
         check_reuse_hint(reuse_hint)
-        if not isinstance(until, Until):
-            raise CacheError(f"until: expected one of {list(Until)}, got {until!r}")
-        if remote_tiers and (not independent or until is not Until.NOTHING):
-            raise CacheError("remote_tiers requires independent=True and until=NOTHING: other lookups ask all or none")
-        probes_remote = remote_tiers is None and until is not Until.NOTHING
-        call = LookupCall(now, until, request, tick, reuse_hint, count, probes_remote)
+        if not isinstance(protect, Protection):
+            raise CacheError(f"protect: expected one of {list(Protection)}, got {protect!r}")
+        if remote_tiers and (not independent or protect is not Protection.NONE):
+            raise CacheError("remote_tiers requires independent=True and protect=NONE: other lookups ask all or none")
+        probes_remote = remote_tiers is None and protect is not Protection.NONE
+        call = LookupCall(now, protect, request, tick, reuse_hint, count, probes_remote)
         if independent:
             return self._lookups.chunks(paths, call, remote_tiers or ())
         if len(paths) == 1 and next(iter(paths.values())).device is None:
@@ -196,7 +196,7 @@ class TieredCache:
         one after the other. Reads that are in flight for other requests are joined. Reads that no request waits for any
         more are cancelled at the deadline, or when the lease is released. Another call replaces the first.
 
-        Of a path of one group: chunks behind the ready prefix that remote tiers are known to have, from `first` on. The
+        Of a path of one group: chunks after the ready prefix that remote tiers are known to have, from `start` on. The
         next lookup finds what has arrived. Remote tiers are asked for chunks of which they have not answered. These
         reads are not cancelled with the request; they end within `timeout` seconds, `settings.load_timeout` if `None`.
         """
@@ -249,7 +249,7 @@ class TieredCache:
                 tiers; others are hits of the tier that they are read from.
             count: Whether a read of chunks without a lease is a use by a request, and hits: that of a peer is neither.
 
-        Chunks of one path for which the host tier has no room, and those behind them, are not loaded, and counted as
+        Chunks of one path for which the host tier has no room, and those after them, are not loaded, and counted as
         misses. A load of all groups loads all chunks or none.
         """
         self.counters.check_origins(origins)
@@ -263,15 +263,17 @@ class TieredCache:
                 return self._copy_inside(copies, check_blocks({} if blocks is None else blocks, copies))
             paths = cast("Mapping[int, GroupKeys]", what)
             check_paths(paths)
-            if blocks is not None or any(path.first for path in paths.values()):
-                raise CacheError("expected no `blocks` and no `first` with chunks that the engine reads itself")
+            if blocks is not None or any(path.start for path in paths.values()):
+                raise CacheError("expected no `blocks` and no `start` with chunks that the engine reads itself")
             self._device.check(())
             self._state.check_tick(tick)
             warm = [self._lookups.warm(path.chunks, group) for group, path in paths.items()]
             self._remote.found([key for keys, _ in warm for key in keys])
-            lend, pairs = self._loader.lease_slots, zip(paths, warm, strict=True)
-            parts = tuple(Part(*lend(*found, tick, origins, is_first=not group, count=count)) for group, found in pairs)
-            return LoadOrder(sum(part.chunks for part in parts), parts)
+            lease_slots, pairs = self._loader.lease_slots, zip(paths, warm, strict=True)
+            jobs = tuple(
+                LoadJob(*lease_slots(*found, tick, origins, is_first=not group, count=count)) for group, found in pairs
+            )
+            return LoadOrder(sum(job.chunks for job in jobs), jobs)
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
         if record.is_multi_group:
@@ -281,11 +283,11 @@ class TieredCache:
             sections = self._lookups.sections(record, mine)
             for each in mine:
                 self._device.check(each)
-            self._state.serve(record.tick)
+            self._state.set_request(record.tick)
             nodes, keys = record.nodes(self._state.index), record.keys
             record.load = self._loader.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
             name, load = record.request, record.load
-            load.asked = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
+            load.requests = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
             load.of_first = sum(len(part.keys) for part in record.parts if not part.group)
             return self._ordered(load, origins)
         (part,), size = record.parts, self.settings.blocks_per_chunk
@@ -296,9 +298,9 @@ class TieredCache:
         self._device.check(into)
         self._state.check_pool([part.pins[0].node], self.settings.pool_of(group))
         self.settings.check_tokens(tokens, group)
-        self._state.serve(record.tick)
+        self._state.set_request(record.tick)
         record.load = self._loader.load(part, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)
-        record.load.asked, record.load.of_first = [(record.request, part.keys[:chunks])], 0 if group else chunks
+        record.load.requests, record.load.of_first = [(record.request, part.keys[:chunks])], 0 if group else chunks
         return self._ordered(record.load, origins)
 
     def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> LoadOrder:
@@ -310,11 +312,9 @@ class TieredCache:
             self._device.check(into)
             self._device.check(list({source.index for source in sources}))
             self.settings.check_tokens(tokens, group)
-        parts = [
-            Part(self._transfers.copy_inside(sources, blocks[group], tokens, group), 0)
-            for group, (sources, tokens) in copies.items()
-        ]
-        return LoadOrder(0, tuple(parts))
+        copy = self._transfers.copy_inside
+        jobs = (LoadJob(copy(read, blocks[group], tokens, group), 0) for group, (read, tokens) in copies.items())
+        return LoadOrder(0, tuple(jobs))
 
     def progress(self, of: Lease | int) -> Progress:
         """The progress of a lease, job or probe. A job that is over does not use its device blocks any more."""
@@ -349,22 +349,22 @@ class TieredCache:
         paths: Mapping[int, GroupKeys],
         blocks: Mapping[int, Sequence[int]] | None = None,
         *,
-        evicting: bool = False,
-        patient: bool = False,
+        last_chance: bool = False,
+        wait_for_room: bool = False,
         stream: bool = False,
         tick: int | None = None,
     ) -> dict[int, StoreOrder]:
-        """Store chunks from `first` on of each path that are complete on the device, or about to be evicted.
+        """Store chunks from `start` on of each path that are complete on the device, or about to be evicted.
 
-        Chunks that a tier has are not written again. Where room is short, heads are stored before tails. Chunks behind
+        Chunks that a tier has are not written again. Where room is short, heads are stored before tails. Chunks after
         one that is in no tier are orphans: they take free slots only, and are evicted first.
 
         Args:
             paths: By group; each from the first chunk of the prompt.
-            blocks: Device blocks of the chunks from `first` on, by group, not to be changed until the job has ended.
+            blocks: Device blocks of the chunks from `start` on, by group, not to be changed until the job has ended.
                 `None` if the engine moves the bytes into the returned slots; it then reports or releases the job.
-            evicting: Whether the blocks are about to be evicted: the write policy decides which chunks are stored when.
-            patient: While room for all chunks of a path is being made, store none yet (`StoreOrder.again`).
+            last_chance: Whether the blocks are about to leave the device. The write policy may wait for that.
+            wait_for_room: While room for all chunks of a path is being made, store none yet (`StoreOrder.retry`).
             stream: Do not drop chunks for which room is being made: they can be given again (`StoreOrder.later`).
             tick: Tick of the request; `None` for that of the last request that began.
         """
@@ -373,12 +373,12 @@ class TieredCache:
         blocks = None if blocks is None else check_blocks(blocks, paths)
         for group, path in paths.items():
             check_retention(path.retention)
-            check_first(path.keys, path.first)
+            check_start(path.keys, path.start)
             if path.past_window and not self.settings.stands_alone(group):
                 raise CacheError(f"expected `past_window` only for groups with a window, got it for group {group}")
             self._state.index.find_alone(path.past_window)
             mine = () if blocks is None else blocks.get(group, ())
-            chunks = len(path.keys) - path.first
+            chunks = len(path.keys) - path.start
             expected = 0 if blocks is None else chunks * self.settings.blocks_per_chunk
             if len(mine) != expected:
                 raise CacheError(f"expected {expected} blocks of {chunks} chunks, got {len(mine)}")
@@ -396,12 +396,12 @@ class TieredCache:
                 nodes[group],
                 into,
                 group,
-                evicting=evicting or blocks is None,
-                patient=patient,
+                last_chance=last_chance or blocks is None,
+                wait_for_room=wait_for_room,
                 stream=stream,
                 tick=tick,
             )
-            if path.past_window and not orders[group].again:
+            if path.past_window and not orders[group].retry:
                 self._state.windows.slide([node for node in self._state.index.find_alone(path.past_window) if node])
         return orders
 
@@ -416,9 +416,9 @@ class TieredCache:
             left -= evictor.evict(at, left, pool, spare_dirty=False)
         return max(0, most) - left
 
-    def flush(self) -> bool:
+    def back_up_all(self) -> bool:
         """Order backups of all chunks that only the host tier has; returns whether no mover has a job in flight."""
-        self._offloader.clean(all_of_host=True)
+        self._offloader.back_up(all_of_host=True)
         return not any(job.commanded for job in self._transfers.jobs.values())
 
     # ------------------------------------------------------------------ commands and results
@@ -514,7 +514,7 @@ class TieredCache:
         if keep:
             self._leases.end_step()
         self._prefetcher.clear()
-        self._transfers.forget(first, weights=weights)
+        self._transfers.reset(first, weights=weights)
         if not keep:
             self._leases.forget_step()
             self._remote.clear()
@@ -558,19 +558,19 @@ class TieredCache:
 
     def _ordered(self, load: Load, origins: Mapping[Key, str] | None) -> LoadOrder:
         """The order of `load`, whose chunks have these `origins`. A load without jobs ends at once."""
-        load.sources = origins_of([key for _, keys in load.asked for key in keys], load.sources, origins)
+        load.sources = origins_of([key for _, keys in load.requests for key in keys], load.sources, origins)
         if not load.parts:
             self._conclude(load, MissReason.CANCELLED)
-        parts = tuple(Part(job.transfer.job, len(job.statuses)) for job in load.parts)
-        return LoadOrder(sum(part.chunks for part in parts), parts)
+        jobs = tuple(LoadJob(job.transfer.job, len(job.statuses)) for job in load.parts)
+        return LoadOrder(sum(job.chunks for job in jobs), jobs)
 
     def _proceed(self) -> None:
         """Order prefetches that have waited for room, then backups."""
         if self._prefetcher.queue:
             self._prefetcher.proceed()
-        changed, self._cleaned = self._cleaned != self._state.changes, self._state.changes
-        if self._state.index.called or (changed and any(self._state.backlog.counts)):
-            self._offloader.clean()
+        changed, self._changes_backed_up = self._changes_backed_up != self._state.changes, self._state.changes
+        if self._state.index.wanted_by_orphans or (changed and any(self._state.backlog.counts)):
+            self._offloader.back_up()
         if self._remote.tiers:
             self._remote.proceed()
 
@@ -583,16 +583,16 @@ class TieredCache:
     def _conclude(self, load: Load, unfinished: MissReason) -> None:
         self._count_misses(load, load.conclude(unfinished))
         hidden = self._state.log.hidden
-        if load.outcome is not None and all(len(keys) != 1 or keys[0] != hidden for _, keys in load.asked):
+        if load.outcome is not None and all(len(keys) != 1 or keys[0] != hidden for _, keys in load.requests):
             sources = load.outcome.sources
             self.counters.count_hits(sources, sources[: load.of_first], self.settings.first_tokens)
-            self.counters.observe_load(sources, self._transfers.now - load.began, load.asked)
+            self.counters.observe_load(sources, self._transfers.now - load.began, load.requests)
         self._transfers.waits.close(load.wait)
 
     def _count_misses(self, load: Load, misses: Sequence[MissReason]) -> None:
         self.counters.misses.update(misses)
         if self._state.log.on and load.outcome is not None:
-            self._state.log.loaded(load.asked, load.outcome.chunks, misses)
+            self._state.log.loaded(load.requests, load.outcome.chunks, misses)
 
     def _tier(self, name: str) -> int:
         if name not in self._state.tier_names:

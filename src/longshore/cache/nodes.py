@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import FEW, LISTS, FreeList, KeyTable, column, marks, numbers, zeros
+from longshore.cache.columns import FEW, LISTS, FreeList, KeyTable, as_i32, i32_view, u8_view, zeros
 from longshore.cache.pool import READY, SlotPool
 from longshore.errors import CacheError, IntegrityError
 
@@ -50,10 +50,10 @@ class NodeTree:
         raise IntegrityError(f"the children of node {node} form a cycle: damaged links")
 
     def all_children(self, nodes: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The nodes right behind any of `nodes`, in their order; of each the youngest first."""
-        child = column(self.child)[nodes]
+        """The children of any of `nodes`, in their order; of each the youngest first."""
+        child = i32_view(self.child)[nodes]
         youngest: npt.NDArray[np.int32] = child[child != _NOBODY]
-        if not column(self.older)[youngest].any():  # none has a sibling
+        if not i32_view(self.older)[youngest].any():  # none has a sibling
             return youngest
         found, older = array("i"), self.older
         for first in youngest.tolist():
@@ -63,18 +63,18 @@ class NodeTree:
                 each = older[each]
                 if len(found) > len(older):
                     raise IntegrityError(f"the siblings of node {first} form a cycle: damaged links")
-        return column(found)
+        return i32_view(found)
 
     def check_integrity(self, at: npt.NDArray[np.int32]) -> None:
         """Raise `CacheError` unless each of the nodes `at`, which are all, is once among the children of its parent."""
-        parent, older, younger = column(self.parent), column(self.older), column(self.younger)
+        parent, older, younger = i32_view(self.parent), i32_view(self.older), i32_view(self.younger)
         is_first = younger[at] == _NOBODY
-        above = np.where(is_first, column(self.child)[parent[at]], older[younger[at]])
+        above = np.where(is_first, i32_view(self.child)[parent[at]], older[younger[at]])
         is_cut = (above != at) | (~is_first & (parent[younger[at]] != parent[at]))
         for node in at[is_cut].tolist():
             raise CacheError(f"node {node} is not among the children of its parent {self.parent[node]}")
-        nodes = np.concatenate([numbers((ROOT, ORPHANS)), at])
-        child = column(self.child)[nodes]
+        nodes = np.concatenate([as_i32((ROOT, ORPHANS)), at])
+        child = i32_view(self.child)[nodes]
         is_wrong = (child != _NOBODY) & ((parent[child] != nodes) | (younger[child] != _NOBODY))
         for node in nodes[is_wrong].tolist():
             raise CacheError(f"node {node} is not the parent of its child {self.child[node]}")
@@ -98,17 +98,17 @@ class NodeTree:
 
     def is_line(self, at: npt.NDArray[np.int32]) -> bool:
         """Whether each of the nodes `at` is the only child of the one before it, and the last has none."""
-        child = column(self.child)
+        child = i32_view(self.child)
         following = child[at[:-1]]
-        apart = (following != at[1:]) | (column(self.older)[following] > 0)
+        apart = (following != at[1:]) | (i32_view(self.older)[following] > 0)
         return not child[at[-1]] and not np.count_nonzero(apart)
 
     def append(self, parent: int, at: npt.NDArray[np.int32]) -> None:
-        """Add the new nodes `at` as a chain behind `parent`."""
+        """Add the new nodes `at` as a chain of descendants of `parent`."""
         elder, head, tail = self.child[parent], int(at[0]), int(at[-1])
-        column(self.parent)[at[1:]] = at[:-1]
-        column(self.child)[at[:-1]] = at[1:]
-        column(self.older)[at] = column(self.younger)[at] = _NOBODY
+        i32_view(self.parent)[at[1:]] = at[:-1]
+        i32_view(self.child)[at[:-1]] = at[1:]
+        i32_view(self.older)[at] = i32_view(self.younger)[at] = _NOBODY
         self.parent[head], self.child[tail], self.older[head] = parent, _NOBODY, elder
         if elder:
             self.younger[elder] = head
@@ -120,8 +120,8 @@ class NodeTree:
         at, above = nodes[order], parents[order]
         first = np.concatenate([[True], above[1:] != above[:-1]])
         youngest, eldest = at[first], at[np.concatenate([first[1:], [True]])]
-        child, older, younger = column(self.child), column(self.older), column(self.younger)
-        column(self.parent)[at], child[at] = above, _NOBODY
+        child, older, younger = i32_view(self.child), i32_view(self.older), i32_view(self.younger)
+        i32_view(self.parent)[at], child[at] = above, _NOBODY
         older[at[:-1]], younger[at[1:]] = at[1:], at[:-1]
         elders = child[above[first]]
         older[eldest], younger[youngest] = elders, _NOBODY
@@ -136,7 +136,7 @@ class NodeTree:
         Yields (eldest, youngest, parent, count) of each run. A run may be unlinked before the next is requested.
         """
         last = np.ones(len(at), bool)
-        np.not_equal(column(self.younger)[at[:-1]], at[1:], out=last[:-1])
+        np.not_equal(i32_view(self.younger)[at[:-1]], at[1:], out=last[:-1])
         ends = np.flatnonzero(last)
         begins = np.concatenate([[0], ends[:-1] + 1])
         runs = (at[begins], at[ends], parents[ends], ends - begins + 1)
@@ -173,7 +173,7 @@ ORPHANS = 1
 """The parent of every orphan, a chunk whose parent is in no tier. No path from the root leads through it."""
 
 ROOTED, ORPHANED = 1, 2
-"""Marks of readable nodes: from the root, or by requests that have the chunks before the orphan otherwise."""
+"""Marks of reachable nodes: from the first chunk, or from an orphan, by requests that have the chunks before it."""
 
 _FAR = -(1 << 30)
 """The depth of `ORPHANS`: orphans and their descendants have negative depths, as their positions are unknown."""
@@ -189,25 +189,25 @@ class Nodes:
         "_free",
         "_others",
         "_tree",
-        "called",
         "child",
         "children",
+        "children_in",
         "depth",
         "find",
         "get",
-        "gone",
         "key",
         "older",
         "orphans",
+        "orphans_by_parent",
         "parent",
         "path",
         "pools",
-        "reach",
         "reachable",
+        "removed",
         "size",
         "slot",
         "tiers",
-        "waiting",
+        "wanted_by_orphans",
     )
 
     def __init__(self, pools: Sequence[SlotPool]) -> None:
@@ -226,18 +226,18 @@ class Nodes:
         """The youngest child of each node, and its next older sibling; `ROOT` for none."""
         self.depth = zeros(self.size)
         self.slot = [array("i", [NONE]) * self.size for _ in pools]
-        self.reach = [zeros(self.size) for _ in pools]
+        self.children_in = [zeros(self.size) for _ in pools]
         self.reachable = bytearray(self.size)
         self.depth[ROOT], self.depth[ORPHANS] = -1, _FAR
         self.reachable[ROOT], self.reachable[ORPHANS] = ROOTED, ORPHANED
         self.orphans: dict[int, Key] = {}
         """The parent key of each child of `ORPHANS`."""
-        self.waiting: dict[Key, dict[int, None]] = {}
+        self.orphans_by_parent: dict[Key, dict[int, None]] = {}
         """Orphans by parent key."""
-        self.called: set[int] = set()
+        self.wanted_by_orphans: set[int] = set()
         """Parents of orphans whose children are in colder tiers than they: they are to be copied down."""
         self._free = FreeList(array("i", range(self.size - 1, LISTS - 1, -1)))
-        self.gone = 0
+        self.removed = 0
         """Number of nodes removed so far: while it is unchanged, all node numbers stand for the same keys."""
 
     def __len__(self) -> int:
@@ -245,21 +245,21 @@ class Nodes:
 
     def __iter__(self) -> Iterator[int]:
         """All nodes, in order of their numbers."""
-        return iter(self.entered().tolist())
+        return iter(self.all_nodes().tolist())
 
-    def entered(self) -> npt.NDArray[np.int32]:
+    def all_nodes(self) -> npt.NDArray[np.int32]:
         """All nodes, ascending; int32."""
         return self.key.nodes()
 
     def ready(self) -> list[tuple[int, Key]]:
         """Tier and key of each copy that is ready."""
-        nodes = self.entered()
+        nodes = self.all_nodes()
         ready = {tier: self.key[nodes[self.are_ready(nodes, tier)]] for tier in self.tiers}
         return [(tier, key) for tier, keys in ready.items() for key in keys.tolist()]
 
-    def before(self, nodes: Sequence[int]) -> list[Key | None]:
+    def parent_keys(self, nodes: Sequence[int]) -> list[Key | None]:
         """The parent key of each of `nodes`, also if no tier has it; `None` for first chunks."""
-        above = column(self.parent)[numbers(nodes)]
+        above = i32_view(self.parent)[as_i32(nodes)]
         keys: list[Key | None] = self.key[above].tolist()
         for position in np.flatnonzero(~self.key.has(above)).tolist():  # of `ROOT` and `ORPHANS`
             keys[position] = self.orphans.get(nodes[position])
@@ -286,7 +286,7 @@ class Nodes:
 
     def are_ready(self, at: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
         """`is_ready` for the nodes `at`; bool, of the same shape."""
-        slots, state = column(self.slot[tier]).take(at), marks(self.pools[tier].state)
+        slots, state = i32_view(self.slot[tier]).take(at), u8_view(self.pools[tier].state)
         if not len(state):
             return np.zeros(len(at), bool)
         ready: npt.NDArray[np.bool_] = state.take(slots) == READY
@@ -315,7 +315,7 @@ class Nodes:
         at = np.array(nodes, np.int32)
         pools = np.full(len(at), NONE)
         for tier in self.tiers:
-            slots = column(self.slot[tier])[at]
+            slots = i32_view(self.slot[tier])[at]
             here = np.flatnonzero((slots >= 0) & (pools == NONE))
             pools[here] = self.pools[tier].pools_of(slots[here])
         if (pools == NONE).any():
@@ -335,7 +335,7 @@ class Nodes:
         more = max(0, LISTS + sum(pool.capacity for pool in self.pools) - self.size)
         self.key.grow(self.size + more)
         self._tree.grow(more)
-        for counts in (self.depth, *self.reach):
+        for counts in (self.depth, *self.children_in):
             counts.extend(zeros(more))
         for slots in self.slot:
             slots.extend(array("i", [NONE]) * more)
@@ -352,38 +352,38 @@ class Nodes:
     ) -> list[int]:
         """Enter the nodes `at` for `keys`, in `slots` of `tier`; returns the nodes as a list."""
         nodes: list[int] = at.tolist()
-        where = numbers(slots)
+        where = as_i32(slots)
         self.key.insert(at, keys)
-        column(self.slot[tier])[at] = where
-        column(self.pools[tier].node)[where] = at
+        i32_view(self.slot[tier])[at] = where
+        i32_view(self.pools[tier].node)[where] = at
         return nodes
 
     def _numbers(self, count: int) -> npt.NDArray[np.int32]:
         """Allocate `count` nodes; int32, shape `(count,)`."""
         if len(self._free) < count:
             raise CacheError(f"the index is full: it has room for {self.size - LISTS} chunks, one for each slot")
-        return numbers(self._free.take(count))[::-1]
+        return as_i32(self._free.take(count))[::-1]
 
-    def wait(self, orphan: int, before: Key) -> None:
+    def add_orphan(self, orphan: int, before: Key) -> None:
         """Record that `orphan`, a child of `ORPHANS`, has the parent key `before`."""
         self.orphans[orphan] = before
-        self.waiting.setdefault(before, {})[orphan] = None
+        self.orphans_by_parent.setdefault(before, {})[orphan] = None
         if above := self.get(before):
-            self.called.add(above)
+            self.wanted_by_orphans.add(above)
 
-    def _stop_waiting(self, orphan: int) -> None:
+    def _remove_orphan(self, orphan: int) -> None:
         before = self.orphans.pop(orphan)
-        del self.waiting[before][orphan]
-        if not self.waiting[before]:
-            del self.waiting[before]
-            self.called.discard(self.get(before))
+        del self.orphans_by_parent[before][orphan]
+        if not self.orphans_by_parent[before]:
+            del self.orphans_by_parent[before]
+            self.wanted_by_orphans.discard(self.get(before))
 
     def _forget(self, node: int, parent: int) -> None:
         if parent == ORPHANS:
-            self._stop_waiting(node)
-        self.called.discard(node)
+            self._remove_orphan(node)
+        self.wanted_by_orphans.discard(node)
         self._tree.unlink(node, parent)
         self.key.remove((node,))
         self.reachable[node] = 0
         self._free.give(array("i", (node,)))
-        self.gone += 1
+        self.removed += 1

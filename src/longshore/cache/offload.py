@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
-from longshore.cache.columns import column, leading, numbers, runs_of
+from longshore.cache.columns import as_i32, count_leading, i32_view, runs_of
 from longshore.cache.nodes import ROOT
 from longshore.cache.settings import AdmissionFilter, Retention, WriteBudget, WriteRule, priorities
 from longshore.cache.transfers import TierSlots, Transfers
@@ -44,18 +44,18 @@ class Offloader:
         self._transfers = transfers
         self._state = transfers.state
         self._rules = rules
-        self._uses_admission = not (is_shared or transfers.state.last or transfers.state.several_sizes)
-        self._asks_all = transfers.state.ranks_all and not is_shared
-        self._reserves = [0.0] * transfers.state.last
+        self._uses_admission = not (is_shared or transfers.state.coldest or transfers.state.several_sizes)
+        self._asks_all = transfers.state.coldest_ranks_all and not is_shared
+        self._reserves = [0.0] * transfers.state.coldest
         """Number of slots of each tier to keep free or backed up, where bursts need more than the write rule says."""
         self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]
         self._admission_filter = (
             AdmissionFilter(rules[0].threshold, ADMISSION_FILTER_SIZE) if rules[0].selective else None
         )
 
-    def wants(self, *, evicting: bool) -> bool:
-        """Whether to store chunks that have become complete on the device, or are about to be evicted (`evicting`)."""
-        return self._rules[0].policy.wants(evicting=evicting)
+    def wants(self, *, last_chance: bool) -> bool:
+        """Whether to store chunks now: those that have become complete on the device, or, `last_chance`, leave it."""
+        return self._rules[0].policy.wants(last_chance=last_chance)
 
     def store(
         self,
@@ -64,8 +64,8 @@ class Offloader:
         blocks: Sequence[int] | None,
         group: int,
         *,
-        evicting: bool,
-        patient: bool = False,
+        last_chance: bool,
+        wait_for_room: bool = False,
         stream: bool = False,
         tick: int | None = None,
     ) -> StoreOrder:
@@ -73,40 +73,42 @@ class Offloader:
 
         `blocks` is `None` if the engine moves the bytes.
         """
-        if not self.wants(evicting=evicting):
+        if not self.wants(last_chance=last_chance):
             return StoreOrder(None)
         state, settings, keys, first, retention = (
             self._state,
             self._transfers.settings,
             path.keys,
-            path.first,
+            path.start,
             path.retention,
         )
-        text, prompt, size = path.text if state.partials.on else None, path.prompt, 0
+        text, prompt, size = path.prompt_tokens if state.partials.on else None, path.prompt_end, 0
         if text is not None:
             size = settings.group(group)[1]
             text = text.checked(len(keys) * size)
         alone = settings.stands_alone(group)
-        state.serve(tick)
+        state.set_request(tick)
         end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
         if alone:
             offload = self._offload_alone(
-                keys, first, nodes, blocks, retention, group=group, prompt=end, patient=patient
+                keys, first, nodes, blocks, retention, group=group, prompt=end, wait_for_room=wait_for_room
             )
         else:
             answer = keys[max(end, first + len(nodes)) :]
-            self._transfers.drop(0, state.index.find(answer).count(ROOT), DropReason.GENERATED)
+            self._transfers.count_drop(0, state.index.find(answer).count(ROOT), DropReason.GENERATED)
             nodes = nodes[: max(0, end - first)]
-            offload = self._offload(keys[:end], first, nodes, blocks, retention, group, patient=patient, stream=stream)
+            offload = self._offload(
+                keys[:end], first, nodes, blocks, retention, group, wait_for_room=wait_for_room, stream=stream
+            )
         if text is not None:
             state.partials.learn(keys, first, text, size)
         return offload
 
     def check(self, path: GroupKeys, group: int) -> list[int]:
         """The nodes of the chunks of `path` in the index. Raises `CacheError` for invalid keys or text."""
-        keys, first, settings = path.keys, path.first, self._transfers.settings
-        if path.text is not None and self._state.partials.on:
-            path.text.checked(len(keys) * settings.group(group)[1])
+        keys, first, settings = path.keys, path.start, self._transfers.settings
+        if path.prompt_tokens is not None and self._state.partials.on:
+            path.prompt_tokens.checked(len(keys) * settings.group(group)[1])
         known = self._known_alone if settings.stands_alone(group) else self._follow
         return known(keys, first, group)
 
@@ -133,7 +135,7 @@ class Offloader:
         retention: Sequence[Retention] = (),
         group: int = 0,
         *,
-        patient: bool = False,
+        wait_for_room: bool = False,
         stream: bool = False,
     ) -> StoreOrder:
         """`store` for chunks that need their ancestors. `path` are the nodes of chunks in the index."""
@@ -153,14 +155,14 @@ class Offloader:
         fresh = fresh[: self._worth(fresh, lacking, retention)]
         state.log.by = keys[lacking[0]] if lacking else None
         pool = self._transfers.settings.pool_of(group)
-        patient, stream = (each and self._admission_filter is None for each in (patient, stream))
+        wait_for_room, stream = (each and self._admission_filter is None for each in (wait_for_room, stream))
         orphan = known > 0 and index.is_orphan(parent)
         needed = [parent, *path[known - first :]]
         count, waiting = self._admit(
-            len(fresh), needed, pool, orphan=orphan, patient=patient, stream=stream, path=fresh
+            len(fresh), needed, pool, orphan=orphan, wait_for_room=wait_for_room, stream=stream, path=fresh
         )
-        if patient and waiting:
-            return StoreOrder(None, again=True)
+        if wait_for_room and waiting:
+            return StoreOrder(None, retry=True)
         kept, accepted = lacking[count] if count < len(lacking) else len(keys), lacking[:count]
         later = lacking[count : count + waiting]
         if not count:
@@ -169,7 +171,7 @@ class Offloader:
         for start, end in runs_of(accepted):
             run = keys[accepted[start] : accepted[end - 1] + 1]
             parents += [keys[accepted[start] - 1] if accepted[start] else None, *run[:-1]]
-            slots += state.place(run, parents[start], job, pool)
+            slots += state.allocate(run, parents[start], job, pool)
         if retention:
             nodes = [state.pools[0].node[slot] for slot in slots]
             state.priorities.apply(nodes, accepted, retention, self._transfers.now)
@@ -190,7 +192,7 @@ class Offloader:
         *,
         group: int,
         prompt: int,
-        patient: bool = False,
+        wait_for_room: bool = False,
     ) -> StoreOrder:
         """`store` for chunks that stand alone. Chunks from position `prompt` on are not stored.
 
@@ -199,7 +201,7 @@ class Offloader:
         state, kind, size = self._state, *self._transfers.settings.group(group)
         in_window, pool = kind.first_needed(len(keys) * size, size), self._transfers.settings.pool_of(group)
         at = np.zeros(len(keys), np.int32)
-        at[len(keys) - len(nodes) :] = numbers(nodes)
+        at[len(keys) - len(nodes) :] = as_i32(nodes)
         known = np.flatnonzero(at).tolist()
         fresh = (first + np.flatnonzero(at[first:] == ROOT)).tolist()
         window = at[known[bisect_left(known, in_window) :]].tolist()
@@ -209,22 +211,22 @@ class Offloader:
         wanted = self._worth_alone(keys, fresh, prompt, retention)
         state.log.by = keys[wanted[-1]] if wanted else None
         pins = [state.pin(node) for node in window]
-        admitted, waiting = self._admit(len(wanted), (), pool, patient=patient)
+        admitted, waiting = self._admit(len(wanted), (), pool, wait_for_room=wait_for_room)
         for pin in pins:
             state.unpin(pin)
         if waiting:
-            return StoreOrder(None, again=True)
+            return StoreOrder(None, retry=True)
         wanted = wanted[len(wanted) - admitted :]
         job, slots = self._order_alone(keys, wanted, first, blocks, group)
         known = [position for position in known if state.index.key[at[position]] == keys[position]]
-        at[wanted] = column(state.pools[0].node)[numbers(slots)]
+        at[wanted] = i32_view(state.pools[0].node)[as_i32(slots)]
         self._retain(at, wanted, retention)
-        there = numbers([*known, *wanted])
+        there = as_i32([*known, *wanted])
         state.windows.slide(at[there[there < in_window]].tolist())
         had = np.zeros(len(keys), bool)
         had[there] = True
         addresses = Addresses(Slots(state.levels[0].name, pool, tuple(slots)))
-        lead, before = first + leading(had[first:]), tuple(known[bisect_left(known, first) :])
+        lead, before = first + count_leading(had[first:]), tuple(known[bisect_left(known, first) :])
         return StoreOrder(job, tuple(wanted), addresses, lead, before)
 
     def _order_alone(
@@ -234,7 +236,7 @@ class Offloader:
         if not wanted:
             return None, []
         job, mine = self._transfers.new_id(), list(map(keys.__getitem__, wanted))
-        slots = self._state.place_alone(mine, job, self._transfers.settings.pool_of(group))
+        slots = self._state.allocate_alone(mine, job, self._transfers.settings.pool_of(group))
         sections = () if blocks is None else self._sections(group, wanted, first, blocks)
         self._transfers.order(
             job, mine, [None] * len(mine), None, TierSlots(0, slots), sections=sections, command=blocks is not None
@@ -244,7 +246,7 @@ class Offloader:
     def _retain(self, at: npt.NDArray[np.int32], positions: Sequence[int], retention: Sequence[Retention]) -> None:
         """Apply `retention` to the chunks at `positions`; `at` are the nodes of the path."""
         if retention and len(positions):
-            self._state.priorities.apply(at[numbers(positions)], positions, retention, self._transfers.now)
+            self._state.priorities.apply(at[as_i32(positions)], positions, retention, self._transfers.now)
 
     def _sections(self, group: int, positions: Sequence[int], first: int, blocks: Sequence[int]) -> tuple[Section, ...]:
         """The device blocks of the chunks at `positions`. `blocks` begin with those of the chunk at `first`."""
@@ -262,39 +264,39 @@ class Offloader:
         """Those of the ascending positions `fresh` that the write policy stores; the others are counted as dropped."""
         floor, seen = self._transfers.settings.priority_floor, self._admission_filter
         worth = list(fresh[: bisect_left(fresh, prompt)])
-        self._transfers.drop(0, len(fresh) - len(worth), DropReason.GENERATED)
+        self._transfers.count_drop(0, len(fresh) - len(worth), DropReason.GENERATED)
         if floor:
             asked, worth = worth, list(compress(worth, priorities(retention, worth) >= floor))
-            self._transfers.drop(0, len(asked) - len(worth), DropReason.PRIORITY)
+            self._transfers.count_drop(0, len(asked) - len(worth), DropReason.PRIORITY)
         if seen is not None:
             asked, worth = worth, [each for each in worth if seen.leading([keys[each]])]
-            self._transfers.drop(0, len(asked) - len(worth), DropReason.BELOW_THRESHOLD)
+            self._transfers.count_drop(0, len(asked) - len(worth), DropReason.BELOW_THRESHOLD)
         return worth
 
-    def clean_room(self, nodes: Sequence[int], *, cleans: bool) -> int:
+    def make_clean_room(self, nodes: Sequence[int], *, back_up: bool) -> int:
         """Make room for `nodes` in the host tier without evicting dirty chunks; returns for how many leading ones.
 
-        With `cleans`, backups of as many chunks as lack room are ordered.
+        With `back_up`, backups of as many chunks as lack room are ordered.
         """
         room = self._transfers.evictor.room_for(0, nodes, spare_dirty=True)
-        if cleans and room < len(nodes) and self._state.last:
-            self._clean(0, len(nodes) - room)
+        if back_up and room < len(nodes) and self._state.coldest:
+            self._back_up(0, len(nodes) - room)
             room = self._transfers.evictor.room_for(
                 0, nodes, spare_dirty=True
             )  # chunks that may not be copied are not dirty any more
         return room
 
-    def clean(self, *, all_of_host: bool = False) -> None:
+    def back_up(self, *, all_of_host: bool = False) -> None:
         """Order backups until as many chunks are clean as the write rules say, or all of the host tier."""
         dirty = self._state.backlog.counts
-        for tier in reversed(range(self._state.last)):
+        for tier in reversed(range(self._state.coldest)):
             if dirty[tier]:
-                self._clean(tier, dirty[0] if all_of_host and not tier else 0)
-        for node in sorted(self._state.index.called):
+                self._back_up(tier, dirty[0] if all_of_host and not tier else 0)
+        for node in sorted(self._state.index.wanted_by_orphans):
             chain, tier = self._state.backlog.chain(node)
             self._write(chain[: max(0, self._transfers.settings.max_writes - self._transfers.writing[tier + 1])], tier)
 
-    def _clean(self, tier: int, at_least: int) -> None:
+    def _back_up(self, tier: int, at_least: int) -> None:
         """Order backups from `tier` to the one below, of `at_least` chunks with those in flight, if possible."""
         state, below = self._state, tier + 1
         slots, writing = state.total_room(tier), self._transfers.writing[below]
@@ -327,14 +329,14 @@ class Offloader:
 
     def _allowed(self, tier: int, nodes: list[int], pool: int) -> list[int]:
         """Those of `nodes`, of one size, that may be written to `tier`; the others are retried after their next use."""
-        if tier in self._transfers.refusing:
+        if tier in self._transfers.refusing_tiers:
             granted, reason = 0, DropReason.TIER_OFF
         else:
             nbytes = self._state.pools[tier].slabs.image_bytes[pool]
             granted, reason = self._budgets[tier].allows(self._transfers.now, len(nodes), nbytes), DropReason.RATE_LIMIT
         if granted == len(nodes):
             return nodes
-        self._transfers.drop(tier, len(nodes) - granted, reason)
+        self._transfers.count_drop(tier, len(nodes) - granted, reason)
         for node in nodes[granted:]:
             self._state.backup_failed(node)
         return nodes[:granted]
@@ -351,7 +353,7 @@ class Offloader:
         pool: int,
         *,
         orphan: bool = False,
-        patient: bool = False,
+        wait_for_room: bool = False,
         stream: bool = False,
         path: Sequence[Key] = (),
     ) -> tuple[int, int]:
@@ -359,19 +361,19 @@ class Offloader:
 
         `path` are their keys, unless they stand alone; the nodes `needed` are not evicted. The policy of the only tier,
         or of the coldest, admits chunks. An `orphan` and its descendants take free slots only, because they are evicted
-        first. If the call is `patient` and room is being made for all of them, or for as many as the tier has slots,
+        first. With `wait_for_room`, while room is being made for all of them, or for as many as the tier has slots,
         nothing is counted and there is room for none. For those that a `stream` waits for, nothing is counted.
         """
         state = self._state
         if not wanted:
             return 0, 0
-        patient, stream = (each and not orphan and bool(state.last) for each in (patient, stream))
+        wait_for_room, stream = (each and not orphan and bool(state.coldest) for each in (wait_for_room, stream))
         nbytes, pins = state.pools[0].slabs.image_bytes[pool], [state.pin(node) for node in needed if node]
         asked = wanted
         if self._asks_all and path and not orphan:
             wanted = self._promising(path, pool)
         once = min(wanted, state.total_room(0))
-        again = patient and self._room(0, once, pool, observes=False) < once and self._may_get_room(0)
+        again = wait_for_room and self._room(0, once, pool, observes=False) < once and self._may_get_room(0)
         granted = 0 if again else self._budgets[0].allows(self._transfers.now, wanted, nbytes)
         allowed = min(granted, max(0, self._transfers.settings.max_writes - self._transfers.writing[0]))
         if orphan:
@@ -383,18 +385,18 @@ class Offloader:
 
             room = state.policies[0].admit(path[:allowed], make_room)
         else:
-            room = self._room(0, allowed, pool, waits=patient or stream) if allowed else 0
+            room = self._room(0, allowed, pool, waits=wait_for_room or stream) if allowed else 0
         for pin in pins:
             state.unpin(pin)
         if again:
             return 0, wanted
         waiting = granted - room if stream and (room or self._may_get_room(0)) else 0
-        self._transfers.drop(0, asked - wanted, DropReason.ADMISSION)
-        self._transfers.drop(0, wanted - granted, DropReason.RATE_LIMIT)
+        self._transfers.count_drop(0, asked - wanted, DropReason.ADMISSION)
+        self._transfers.count_drop(0, wanted - granted, DropReason.RATE_LIMIT)
         if room + waiting < granted:
             busy = allowed < granted or self._is_copying_down(0)
             reason = DropReason.BACKPRESSURE if busy else DropReason.NO_ROOM
-            self._transfers.drop(0, granted - room - waiting, DropReason.NO_PARENT if orphan else reason)
+            self._transfers.count_drop(0, granted - room - waiting, DropReason.NO_PARENT if orphan else reason)
         self._budgets[0].spend(room * nbytes)
         return room, waiting
 
@@ -412,7 +414,7 @@ class Offloader:
         def make_room(most: int) -> int:
             found = evictor.make_room(0, most, pool, spare_dirty=True, ahead=False)
             if found < most:
-                self._clean(0, most - found)
+                self._back_up(0, most - found)
                 found = evictor.make_room(0, most, pool, spare_dirty=True, ahead=False)
             return min(most, found + writing[1] + self._state.pools[-1].room(pool))
 
@@ -422,12 +424,12 @@ class Offloader:
         """How many leading new chunks of `fresh`, at positions `at`, the write policy stores; counts the others."""
         worth, floor = len(fresh), self._transfers.settings.priority_floor
         if floor:
-            above = leading(priorities(retention, at) >= floor)
-            self._transfers.drop(0, worth - above, DropReason.PRIORITY)
+            above = count_leading(priorities(retention, at) >= floor)
+            self._transfers.count_drop(0, worth - above, DropReason.PRIORITY)
             worth = above
         if self._admission_filter is not None:
             often = self._admission_filter.leading(fresh[:worth])
-            self._transfers.drop(0, worth - often, DropReason.BELOW_THRESHOLD)
+            self._transfers.count_drop(0, worth - often, DropReason.BELOW_THRESHOLD)
             worth = often
         return worth
 
@@ -442,10 +444,15 @@ class Offloader:
         """
         state = self._state
         room = self._transfers.evictor.make_room(tier, count, pool, spare_dirty=True, ahead=ahead)
-        if observes and not self._transfers.settings.stores_wait and tier < state.last and not (waits and room < count):
+        if (
+            observes
+            and not self._transfers.settings.stores_wait
+            and tier < state.coldest
+            and not (waits and room < count)
+        ):
             self._observe_room(tier, count, room)
-        if room < count and tier < state.last:
-            self._clean(tier, count - room)
+        if room < count and tier < state.coldest:
+            self._back_up(tier, count - room)
             room = self._transfers.evictor.make_room(
                 tier, count, pool, spare_dirty=self._is_copying_down(tier), ahead=ahead
             )
@@ -472,8 +479,8 @@ class Offloader:
 
     def _may_get_room(self, tier: int) -> bool:
         """Whether backups from `tier` are in flight, or slots are being filled that may be backed up when ready."""
-        return self._is_copying_down(tier) or (tier < self._state.last and bool(self._state.pools[tier].writer))
+        return self._is_copying_down(tier) or (tier < self._state.coldest and bool(self._state.pools[tier].writer))
 
     def _is_copying_down(self, tier: int) -> bool:
         """Whether backups that may clean chunks of `tier` are in flight, to any colder tier."""
-        return any(self._transfers.writing[below] for below in range(tier + 1, self._state.last + 1))
+        return any(self._transfers.writing[below] for below in range(tier + 1, self._state.coldest + 1))

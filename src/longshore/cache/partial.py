@@ -6,7 +6,7 @@
 
 Keys do not contain tokens, so with the setting `partial` the tokens of each chunk are kept in one array (4 bytes per
 token of the longest chunk, and about 130 bytes per chunk for the lists of children). The children of a key are a linked
-list in columns, youngest first, of which the first `LOOK` are compared.
+list in columns, youngest first, of which the first `MAX_COMPARED` are compared.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import leading, zeros
+from longshore.cache.columns import count_leading, zeros
 from longshore.cache.index import Index
 from longshore.cache.nodes import ROOTED
 from longshore.errors import CacheError
 
-LOOK = 256
+MAX_COMPARED = 256
 """The number of youngest children of a key that are compared."""
 
 Tokens = npt.NDArray[np.uint32]
@@ -100,7 +100,7 @@ class PartialPrefixes:
             self._younger.extend(zeros(more))
 
     def learn(self, keys: Sequence[Key], first: int, text: PromptTokens, chunk_tokens: int) -> None:
-        """Store the tokens of `keys[first:]` from `text`, of those that are in a tier."""
+        """Store the tokens of those of `keys[first:]` that are in a tier; `text` has them."""
         get, above = self._index.get, self._above
         fresh = [(at, node) for at in range(first, len(keys)) if (node := get(keys[at])) and above[node] is None]
         for at, node in fresh:
@@ -131,7 +131,7 @@ class PartialPrefixes:
         for key, tokens in text.beside.get(before, ()):
             best = _better(best, Partial(key, _common(as_ids(tokens), wanted), device=True))
         reachable = self._index.reachable
-        nodes = [node for node in islice(self._behind(before), LOOK) if reachable[node] == ROOTED]
+        nodes = [node for node in islice(self._children(before), MAX_COMPARED) if reachable[node] == ROOTED]
         if nodes and len(wanted):
             equal = self._tokens[nodes, : len(wanted)] == wanted
             common = np.where(equal.all(axis=1), len(wanted), equal.argmin(axis=1))
@@ -142,11 +142,11 @@ class PartialPrefixes:
     def check_integrity(self) -> None:
         """Raise `CacheError` unless all listed chunks are in the index, as children of the right key."""
         linked = [int(node) for node in np.flatnonzero(self._above != None)]  # noqa: E711
-        listed = [node for before in self._youngest for node in self._behind(before)]
+        listed = [node for before in self._youngest for node in self._children(before)]
         if sorted(listed) != linked or any(self._index.key[node] is None for node in linked):
             raise CacheError(f"{len(listed)} chunks are listed by parent, but {len(linked)} have tokens")
 
-    def _behind(self, before: Key) -> Iterable[int]:
+    def _children(self, before: Key) -> Iterable[int]:
         node = self._youngest.get(before, 0)
         while node:
             yield node
@@ -162,7 +162,7 @@ class PartialPrefixes:
 
 def _common(tokens: Tokens, wanted: Tokens) -> int:
     count = min(len(tokens), len(wanted))
-    return leading(tokens[:count] == wanted[:count]) if count else 0
+    return count_leading(tokens[:count] == wanted[:count]) if count else 0
 
 
 def _better(best: Partial | None, other: Partial) -> Partial | None:

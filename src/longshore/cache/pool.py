@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Slabs, Status
-from longshore.cache.columns import FreeList, column, has_duplicates, marks, numbers, zeros
+from longshore.cache.columns import FreeList, as_i32, has_duplicates, i32_view, u8_view, zeros
 from longshore.errors import CacheError, CapacityError, IntegrityError, StateError
 
 
@@ -159,7 +159,7 @@ class SlotPool:
 
     def move_all(self, indices: Sequence[int] | npt.NDArray[np.int32], before: int, to: int) -> None:
         """Change the state of slots that are all in state `before`."""
-        state, after, at = marks(self.state), step(before, to, self.where), numbers(indices)
+        state, after, at = u8_view(self.state), step(before, to, self.where), as_i32(indices)
         if state[at].tobytes().count(before) < len(at):
             index = next(index for index in at.tolist() if state[index] != before)
             found = STATES[state[index]].value
@@ -172,13 +172,13 @@ class SlotPool:
         """Allocate recovered slots of `pools`, the most recently used one last; all or none."""
         at = np.asarray(indices, np.int64)
         bad = (at < 0) | (at >= self.capacity)
-        bad[~bad] = marks(self.state)[at[~bad]] != FREE
+        bad[~bad] = u8_view(self.state)[at[~bad]] != FREE
         if bad.any() or has_duplicates(at):
             wrong = (at[bad] if bad.any() else at).tolist()
             raise CacheError(f"{self.where}expected free, distinct slots below {self.capacity}, got {wrong[:9]}")
         self._claim(at, np.asarray(pools, np.int64))
         self.move_all(at.astype(np.int32), FREE, READY)
-        column(self.written)[at] = 0
+        i32_view(self.written)[at] = 0
 
     def check_slots(self, indices: Sequence[int]) -> None:
         """Raise `CacheError` unless these are indices of slots."""
@@ -212,7 +212,7 @@ class SlotPool:
 
     def mark_written(self, at: npt.NDArray[np.int32], now: float) -> None:
         """The slots `at` were filled at `now`, in seconds."""
-        column(self.written)[at] = min(int(now * _TICKS), _LAST_TICK)
+        i32_view(self.written)[at] = min(int(now * _TICKS), _LAST_TICK)
 
     def age(self, index: int, now: float) -> float | None:
         """Seconds since a slot was filled; `None` if this process has not filled it."""
@@ -221,7 +221,7 @@ class SlotPool:
 
     def ages(self, at: npt.NDArray[np.int32], now: float) -> npt.NDArray[np.float64]:
         """Seconds since the slots `at` were filled, without those that this process has not filled."""
-        written = column(self.written)[at]
+        written = i32_view(self.written)[at]
         ages: npt.NDArray[np.float64] = np.maximum(now - written[written > 0] / _TICKS, 0.0)
         return ages
 
@@ -238,9 +238,9 @@ class SlotPool:
 
     def free_all(self, indices: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Free slots that were ready, and that no job uses."""
-        at = numbers(indices)
+        at = as_i32(indices)
         self.move_all(at, READY, FREE)
-        column(self.node)[at] = 0
+        i32_view(self.node)[at] = 0
         if self.fault:
             for index in at.tolist():
                 self.fault.pop(index, None)
@@ -282,11 +282,11 @@ class SlotPool:
 
     def check_integrity(self) -> None:
         """Raise `CacheError` if free list, states and counts are inconsistent."""
-        state, busy = marks(self.state), column(self.readers) > 0
-        written = numbers([*self.writer])
+        state, busy = u8_view(self.state), i32_view(self.readers) > 0
+        written = as_i32([*self.writer])
         busy[written] = True
-        is_free, blamed = state == FREE, column(self.node) != 0
-        blamed[numbers([*self.fault])] = True
+        is_free, blamed = state == FREE, i32_view(self.node) != 0
+        blamed[as_i32([*self.fault])] = True
         self._check_free(np.flatnonzero(is_free).tolist())
         wrong = np.flatnonzero((is_free & (busy | blamed)) | ((state == DRAINING) & ~busy)).tolist()
         wrong += written[(state[written] != FILLING) & (state[written] != DRAINING)].tolist()
@@ -313,7 +313,7 @@ class SlotPool:
         """Remove the free slots `at` from the free list. Raises `CacheError` for another pool."""
         if pools.any():
             raise CacheError(f"expected pool 0, as there is one image size; got pools {np.unique(pools).tolist()}")
-        wanted, free = np.zeros(self.capacity, bool), column(array("i", self._free))
+        wanted, free = np.zeros(self.capacity, bool), i32_view(array("i", self._free))
         wanted[at] = True
         self._free = FreeList(array("i", free[~wanted[free]].tobytes()))
 

@@ -25,7 +25,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from longshore.cache.columns import marks, numbers, sparse
+from longshore.cache.columns import as_i32, sparse, u8_view
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.partitioned import PartitionedByPriority, PartitionedBySize
 from longshore.cache.index import Index
@@ -79,7 +79,7 @@ class Priorities:
 
     def apply(self, nodes: Nodes, positions: npt.ArrayLike, retention: Sequence[Retention], now: float) -> None:
         """Set the priorities of `nodes`, the chunks at `positions` of a request, parents first, from `retention`."""
-        which, at = said(retention, positions), numbers(nodes)
+        which, at = said(retention, positions), as_i32(nodes)
         for number, each in enumerate(retention):
             mine = at[which == number]
             if len(mine):
@@ -93,30 +93,30 @@ class Priorities:
         while self._due and self._due[0][0] <= now:
             until, nodes = heapq.heappop(self._due)
             self._listed -= len(nodes)
-            over = numbers([node for node in nodes if self._until.get(node) == until])
+            over = as_i32([node for node in nodes if self._until.get(node) == until])
             self._set(over, DEFAULT_PRIORITY, None)
             self._move(over)
 
     def forget(self, nodes: Sequence[int]) -> None:
         """`nodes` were removed from all tiers."""
-        self._set(numbers(nodes), DEFAULT_PRIORITY, None)
-        marks(self._priority)[numbers(nodes)] = 0
+        self._set(as_i32(nodes), DEFAULT_PRIORITY, None)
+        u8_view(self._priority)[as_i32(nodes)] = 0
 
     def mark_orphans(self, nodes: Sequence[int]) -> None:
         """Mark new `nodes` as orphans, or as descendants of one."""
         if not self.used:
             self._begin()
-        marks(self._priority)[numbers(nodes)] |= 1
+        u8_view(self._priority)[as_i32(nodes)] |= 1
 
     def unmark_orphans(self, nodes: Sequence[int]) -> None:
         """`nodes`, a part of a path, parents first, were attached to their parents."""
-        marks(self._priority)[numbers(nodes)] &= 0xFE
-        self._move(numbers(nodes))
+        u8_view(self._priority)[as_i32(nodes)] &= 0xFE
+        self._move(as_i32(nodes))
 
     def _set(self, at: npt.NDArray[np.int32], priority: int, until: float | None) -> None:
         if not self.used:
             self._begin()
-        bands = marks(self._priority)
+        bands = u8_view(self._priority)
         bands[at] = (bands[at] & 1) | 2 * (priority ^ DEFAULT_PRIORITY)
         if until is not None:
             nodes: tuple[int, ...] = tuple(at.tolist())

@@ -81,15 +81,15 @@ class RecomputeGate:
                 f"expected distinct tier names, chunk_tokens >= 1, chunk_bytes >= 1 and 0 <= explore < 1; "
                 f"got {list(tiers)}, {chunk_tokens}, {chunk_bytes} and {explore}"
             )
-        self._routes = {tier: _Line() for tier in tiers}
-        self._ways = {tier: tuple(dict.fromkeys((tiers[0], tier))) for tier in tiers}
+        self._routes = {tier: _RouteModel() for tier in tiers}
+        self._route_tiers = {tier: tuple(dict.fromkeys((tiers[0], tier))) for tier in tiers}
         """The tiers whose routes lead from a tier to the device."""
         self._chunk_tokens, self._chunk_bytes, self._explore = chunk_tokens, chunk_bytes, explore
-        self._prefill = _Fit(3)
-        self._spare = 0.0
+        self._prefill = _LeastSquares(3)
+        self._try_budget = 0.0
         self.refused = 0
-        self._is_told = prefill_speed > 0
-        if self._is_told:
+        self._prefill_is_given = prefill_speed > 0
+        if self._prefill_is_given:
             self._prefill.fix((0.0, 1 / prefill_speed, 0.0))
 
     @property
@@ -110,11 +110,13 @@ class RecomputeGate:
     def observe_transfer(self, route: Route, result: TransferResult, now: float) -> None:
         """Record the end of a transfer on `route`; only loads from a known tier are evaluated."""
         if route.source in self._routes and route.destination in (HOST, DEVICE):
-            line = self._routes[route.source]
+            route_model = self._routes[route.source]
             if Status.DEADLINE in result.statuses:
-                line.is_late = True
+                route_model.is_late = True
             elif result.bytes:
-                line.is_late = line.known and result.seconds > 2 * line.seconds(result.bytes, now, 0.0)
+                route_model.is_late = route_model.is_measured and result.seconds > 2 * route_model.seconds(
+                    result.bytes, now, 0.0
+                )
             if result.bytes:
                 self.observe_load(route.source, result.bytes, result.seconds, result.queued_seconds, now)
 
@@ -125,7 +127,7 @@ class RecomputeGate:
     def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
         """Record a step that computed `tokens` prompt tokens after `context` in `seconds`; not with `prefill_speed`."""
         _check(context=context, tokens=tokens, seconds=seconds)
-        if tokens and seconds and not self._is_told:
+        if tokens and seconds and not self._prefill_is_given:
             self._prefill.observe(_prefill_terms(context, tokens), seconds)
 
     def observe_probe(self, tier: str, seconds: float) -> None:
@@ -146,47 +148,47 @@ class RecomputeGate:
         """Seconds until all `runs` are on the device; `None` if one of their routes was never observed."""
         _check(now=now)
         _check(**(queued or {}))
-        return self._cost(self._tally(runs), now, queued or {})
+        return self._load_seconds(self._chunks_by_route(runs), now, queued or {})
 
-    def worth_asking(self, context: int, run: Run, now: float, *, ahead: bool = False) -> bool:
+    def worth_probing(self, context: int, run: Run, now: float, *, for_prefetch: bool = False) -> bool:
         """Whether to wait for the answer to a probe: which chunks of `run`, after `context` tokens, its tier has.
 
         True if loading all of them after the answer is faster than computing, if that is unknown, and if the saved time
-        covers a try. `ahead` is as for `worth_loading`.
+        covers a try. `for_prefetch` is as for `worth_loading`.
         """
-        asking = self._route(run.tier).round_trip
-        answered = now + asking  # the queue is that of loads ordered then
+        round_trip = self._route(run.tier).round_trip
+        answered = now + round_trip  # the queue is that of loads ordered then
         saved = self.prefill_seconds(context, run.chunks * self._chunk_tokens)
-        cost = self._cost(self._tally([run]), answered, {})
+        cost = self._load_seconds(self._chunks_by_route([run]), answered, {})
         if saved is None or cost is None:
             return True
-        if cost + asking <= saved:
+        if cost + round_trip <= saved:
             return True
         attempt = Run(run.tier, -(-run.chunks // _TRY_SHARE))
-        loss = asking - self._gain(context, [attempt], attempt.chunks, answered, {}, 0.0)
-        spare = min(self._spare + self._explore * saved, max(saved, loss))
-        if ahead:
+        loss = round_trip - self._gain(context, [attempt], attempt.chunks, answered, {}, 0.0)
+        budget = min(self._try_budget + self._explore * saved, max(saved, loss))
+        if for_prefetch:
             return False
-        if loss > spare:
-            self._spare = spare
+        if loss > budget:
+            self._try_budget = budget
             return False
-        self._spare = max(0.0, self._spare - asking)
+        self._try_budget = max(0.0, self._try_budget - round_trip)
         return True
 
     def worth_loading(
-        self, context: int, runs: Sequence[Run], now: float, *, least: int = 0, ahead: bool = False
+        self, context: int, runs: Sequence[Run], now: float, *, least: int = 0, for_prefetch: bool = False
     ) -> int:
         """`chunks_to_load` for a request: leading chunks in host memory are always loaded, and refusals are counted.
 
-        `least`: chunks that are loaded in any case. `ahead`: for a prefetch, whose request is looked up again: refused
-        chunks are not counted, and no load is tried.
+        `least`: chunks that are loaded in any case. `for_prefetch`: the request is looked up again: refused chunks are
+        not counted, and no load is tried.
         """
         total = sum(run.chunks for run in runs)
         at_hand = max(least, runs[0].chunks if runs and runs[0].tier == HOST else 0)
         if at_hand >= total:
             return total
-        count = max(at_hand, self.chunks_to_load(context, runs, now, tries=not ahead))
-        self.refused += 0 if ahead else total - count
+        count = max(at_hand, self.chunks_to_load(context, runs, now, tries=not for_prefetch))
+        self.refused += 0 if for_prefetch else total - count
         return count
 
     def chunks_to_load(
@@ -216,33 +218,33 @@ class RecomputeGate:
         _check(**queued)
         total = sum(run.chunks for run in runs)
         saved = self.prefill_seconds(context, total * self._chunk_tokens)
-        cost = self._cost(self._tally(runs), now, queued)
+        cost = self._load_seconds(self._chunks_by_route(runs), now, queued)
         if not total or saved is None or cost is None:
-            return self._order(runs, total, now)
+            return self._record_order(runs, total, now)
         gains = {0: 0.0, total: saved - max(0.0, cost - spare)}
         for count in self._candidates(runs, now, queued, spare) - set(gains):
             gains[count] = self._gain(context, runs, count, now, queued, spare)
         best = max(gains, key=lambda count: (gains[count], count))
         if best == total or not tries:
-            return self._order(runs, best, now)
+            return self._record_order(runs, best, now)
         attempt = max(best, -(-total // _TRY_SHARE))
         loss = gains[best] - self._gain(context, runs, attempt, now, queued, spare)
-        self._spare = min(self._spare + self._explore * saved, max(saved, loss))
-        if attempt == best or loss > self._spare:
-            return self._order(runs, best, now)
-        self._spare -= loss
-        return self._order(runs, attempt, now)
+        self._try_budget = min(self._try_budget + self._explore * saved, max(saved, loss))
+        if attempt == best or loss > self._try_budget:
+            return self._record_order(runs, best, now)
+        self._try_budget -= loss
+        return self._record_order(runs, attempt, now)
 
     # ------------------------------------------------------------------ inside
 
-    def _order(self, runs: Sequence[Run], count: int, now: float) -> int:
+    def _record_order(self, runs: Sequence[Run], count: int, now: float) -> int:
         """Record that `count` chunks are ordered now, so that later loads queue behind them; returns `count`."""
-        for tier, chunks in self._tally(_first(runs, count)).items():
+        for tier, chunks in self._chunks_by_route(_leading(runs, count)).items():
             if chunks:
-                self._routes[tier].order(chunks * self._chunk_bytes, now)
+                self._routes[tier].begin_load(chunks * self._chunk_bytes, now)
         return count
 
-    def _route(self, tier: str) -> _Line:
+    def _route(self, tier: str) -> _RouteModel:
         if tier not in self._routes:
             raise CacheError(f"the gate knows the tiers {', '.join(self._routes)}, got {tier!r}")
         return self._routes[tier]
@@ -251,7 +253,7 @@ class RecomputeGate:
         self, context: int, runs: Sequence[Run], count: int, now: float, queued: Mapping[str, float], spare: float
     ) -> float:
         saved = self.prefill_seconds(context, count * self._chunk_tokens)
-        cost = self._cost(self._tally(_first(runs, count)), now, queued)
+        cost = self._load_seconds(self._chunks_by_route(_leading(runs, count)), now, queued)
         return (saved or 0.0) - max(0.0, (cost or 0.0) - spare)
 
     def _candidates(self, runs: Sequence[Run], now: float, queued: Mapping[str, float], spare: float) -> set[int]:
@@ -259,43 +261,46 @@ class RecomputeGate:
         within the `spare` time.
         """
         if len(runs) == 1:  # the prefill time saved grows faster than the load time
-            ways = [self._routes[tier].bytes_within(spare, now, queued.get(tier)) for tier in self._ways[runs[0].tier]]
-            within = int(min(max(min(ways) // self._chunk_bytes, 0), runs[0].chunks)) if spare else 0
+            bytes_by_route = [
+                self._routes[tier].bytes_within(spare, now, queued.get(tier))
+                for tier in self._route_tiers[runs[0].tier]
+            ]
+            within = int(min(max(min(bytes_by_route) // self._chunk_bytes, 0), runs[0].chunks)) if spare else 0
             return {0, within, runs[0].chunks}
         ends, count = {0}, 0
-        tally = self._tally(())
+        tally = self._chunks_by_route(())
         for run in runs:
             before = dict(tally)
-            for tier in self._ways[run.tier]:
+            for tier in self._route_tiers[run.tier]:
                 tally[tier] += run.chunks
-            slowest = max(spare, self._cost(before, now, queued) or 0.0)
-            for tier in self._ways[run.tier]:
+            slowest = max(spare, self._load_seconds(before, now, queued) or 0.0)
+            for tier in self._route_tiers[run.tier]:
                 free = self._routes[tier].bytes_within(slowest, now, queued.get(tier)) // self._chunk_bytes
                 ends.add(count + int(min(max(free - before[tier], 0), run.chunks)))
             count += run.chunks
             ends.add(count)
         return ends
 
-    def _tally(self, runs: Sequence[Run]) -> dict[str, int]:
+    def _chunks_by_route(self, runs: Sequence[Run]) -> dict[str, int]:
         tally = dict.fromkeys(self._routes, 0)
         for run in runs:
             self._route(run.tier)
-            for tier in self._ways[run.tier]:
+            for tier in self._route_tiers[run.tier]:
                 tally[tier] += run.chunks
         return tally
 
-    def _cost(self, tally: Mapping[str, int], now: float, queued: Mapping[str, float]) -> float | None:
+    def _load_seconds(self, tally: Mapping[str, int], now: float, queued: Mapping[str, float]) -> float | None:
         slowest = 0.0
         for tier, chunks in tally.items():
             if chunks:
                 route = self._routes[tier]
-                if not route.known:
+                if not route.is_measured:
                     return None
                 slowest = max(slowest, route.seconds(chunks * self._chunk_bytes, now, queued.get(tier)))
         return slowest
 
 
-class _Fit:
+class _LeastSquares:
     """Non-negative least squares over recent observations, in relative errors: terms * coefficients ~ seconds.
 
     Only the moments of the observations are kept. If the best fit has a negative coefficient, all subsets of the terms
@@ -308,7 +313,7 @@ class _Fit:
         self._pairs = [(i, j) for i in range(terms) for j in range(i, terms + 1)]
         """The two factors of each moment; the last is the constant that the terms add up to."""
         self._moments = [0.0] * len(self._pairs)
-        self._found: list[float] | None = [0.0] * terms
+        self._fitted_coefficients: list[float] | None = [0.0] * terms
 
     def observe(self, terms: Sequence[float], seconds: float) -> None:
         """Record an observation: `terms` took `seconds`, above zero."""
@@ -318,20 +323,20 @@ class _Fit:
         ]
         self.count += 1
         if self.count <= _REFIT or self.count % _REFIT == 0:
-            self._found = None
+            self._fitted_coefficients = None
 
     def fix(self, coefficients: Sequence[float]) -> None:
         """Use `coefficients` instead of observations."""
-        self._found, self.count = list(coefficients), 1
+        self._fitted_coefficients, self.count = list(coefficients), 1
 
     @property
     def coefficients(self) -> list[float]:
         """One coefficient per term, none negative."""
-        if self._found is None:
-            self._found = self._fitted()
-        return self._found
+        if self._fitted_coefficients is None:
+            self._fitted_coefficients = self._solve()
+        return self._fitted_coefficients
 
-    def _fitted(self) -> list[float]:
+    def _solve(self) -> list[float]:
         size = self._terms
         moment = dict(zip(self._pairs, self._moments, strict=True))
         scale = [math.sqrt(max(moment[i, i], 1e-300)) for i in range(size)]
@@ -389,7 +394,7 @@ class _QueueTime:
         return self._mean * 0.5 ** (max(0.0, now - self._seen_at) / _QUEUE_HALF_LIFE) if self._mean else 0.0
 
 
-class _Line:
+class _RouteModel:
     """One route: fixed + bytes / bandwidth, behind a queue.
 
         own loads in flight ──► other transfers, after a pause or directly behind own loads ──► this load
@@ -399,7 +404,7 @@ class _Line:
     """
 
     def __init__(self) -> None:
-        self._fit = _Fit(2)
+        self._fit = _LeastSquares(2)
         self._after_a_pause, self._right_behind = _QueueTime(), _QueueTime()
         self._busy_until = -math.inf
         """When the load ordered last is expected to end."""
@@ -411,10 +416,10 @@ class _Line:
         self.is_late = False
 
     @property
-    def known(self) -> bool:
+    def is_measured(self) -> bool:
         return self._fit.count > 0
 
-    def order(self, nbytes: int, now: float) -> None:
+    def begin_load(self, nbytes: int, now: float) -> None:
         """Record that an own load is ordered now."""
         self._busy_until = now + self.seconds(nbytes, now, None)
 
@@ -454,7 +459,7 @@ def _prefill_terms(context: int, tokens: int) -> tuple[float, float, float]:
     return 1.0, float(tokens), tokens * (2 * context + tokens) / 2
 
 
-def _first(runs: Sequence[Run], count: int) -> list[Run]:
+def _leading(runs: Sequence[Run], count: int) -> list[Run]:
     taken = []
     for run in runs:
         if count <= 0:

@@ -25,10 +25,10 @@ from longshore.cache.transfers import Job, TierSlots, Transfers
 from longshore.cache.types import Answer, DropReason, MissReason
 from longshore.errors import JobError
 
-KNOWN = 1 << 16
+MAX_ANSWERS = 1 << 16
 """Answers kept of one remote tier; the oldest are removed first."""
 
-ANNOUNCED = 1 << 20
+MAX_ANNOUNCED = 1 << 20
 """Copies in one remote tier that events tell of; beyond it, the one stored or read longest ago is withdrawn."""
 
 _GONE = frozenset({Status.EXPIRED, Status.CORRUPT, Status.MISMATCH, Status.SHORT})
@@ -105,7 +105,7 @@ class RemoteKeys:
         self._known[key] = present, self._transfers.now + self._transfers.settings.probe_life
         if not present:
             self._sent.pop(key, None)
-        if len(self._known) > KNOWN:
+        if len(self._known) > MAX_ANSWERS:
             del self._known[next(iter(self._known))]
 
     def arrived(self, key: Key) -> None:
@@ -124,7 +124,7 @@ class RemoteKeys:
             return
         self._announced[key] = None
         self._transfers.state.log.record(EventKind.SHARED, [key], tier=self.name)
-        if len(self._announced) > ANNOUNCED:
+        if len(self._announced) > MAX_ANNOUNCED:
             self.withdraw(next(iter(self._announced)), "limit")
 
     def withdraw(self, key: Key, cause: str) -> None:
@@ -140,7 +140,7 @@ class RemoteKeys:
     def mark_sent(self, keys: Sequence[Key]) -> None:
         """Stores of `keys` were queued."""
         self._sent.update(dict.fromkeys(keys, 0))
-        while len(self._sent) > KNOWN:
+        while len(self._sent) > MAX_ANSWERS:
             del self._sent[next(iter(self._sent))]
 
     def unmark_sent(self, keys: Sequence[Key]) -> None:
@@ -239,15 +239,15 @@ class RemoteTiers:
         """Chunks to store in each tier, heads first."""
         self._in_flight: dict[int, tuple[RemoteKeys, Job]] = {}
         transfers.writing.update(dict.fromkeys(tiers, 0))
-        transfers.offloaded = [] if tiers else None
+        transfers.arrived_from_device = [] if tiers else None
 
     # ------------------------------------------------------------------ probes
 
     def look(self, keys: Sequence[Key], end: int, *, probe: bool = True) -> tuple[int, tuple[int, ...]]:
-        """How many chunks right behind `keys[:end]`, which are in own tiers, remote tiers are known to have; and
+        """How many chunks directly after `keys[:end]`, which are in own tiers, remote tiers are known to have; and
         probes.
 
-        With `probe`, keys behind these without a valid answer are probed.
+        With `probe`, keys after these without a valid answer are probed.
         """
         if end and not self._state.index.get(keys[end - 1]):
             return 0, ()  # the chunk before is in no own tier, so these would not be reachable
@@ -257,7 +257,7 @@ class RemoteTiers:
         return known, self.ask(keys[end + known :]) if probe else ()
 
     def ask(self, keys: Sequence[Key], tiers: Collection[str] | None = None) -> tuple[int, ...]:
-        """Have what is not known of `keys` asked for, of those `tiers` or of all; the probes under way about it."""
+        """Probe those of `keys` without a valid answer, in `tiers` or in all; returns the probes in flight."""
         asked = [tier for tier in self.tiers if tiers is None or tier.name in tiers] if keys else []
         return tuple(probe for tier in asked for probe in tier.ask(keys))
 
@@ -294,9 +294,9 @@ class RemoteTiers:
     # ------------------------------------------------------------------ fetching
 
     def fetch(self, keys: Sequence[Key], end: int, path: Sequence[int], pool: int, deadline: float) -> tuple[int, ...]:
-        """Read chunks behind `keys[:end]` that remote tiers are known to have into `pool` of the warmest tier.
+        """Read chunks after `keys[:end]` that remote tiers are known to have into `pool` of the warmest tier.
 
-        `path` are the nodes of chunks behind these that are in flight already. Returns all jobs, also of these. No
+        `path` are the nodes of chunks after these that are in flight already. Returns all jobs, also of these. No
         dirty chunk is evicted for it.
         """
         begin = end + len(path)
@@ -322,7 +322,7 @@ class RemoteTiers:
         before: Key | None = None,
         alone: bool = False,
     ) -> tuple[int, ...]:
-        """Read `wanted`, behind the key `before`, as far as there is room while the nodes `kept` are not evicted."""
+        """Read `wanted`, after the key `before`, as far as there is room while the nodes `kept` are not evicted."""
         state, writer, transfers = self._state, self._state.pools[0].writer, self._transfers
         jobs = dict.fromkeys(writer[slot] for node in path if node and (slot := state.index.slot[0][node]) in writer)
         state.log.by = wanted[-1 if alone else 0] if wanted else None
@@ -334,9 +334,9 @@ class RemoteTiers:
             job = transfers.new_id()
             above: list[Key | None] = [None] * len(batch)
             if alone:
-                slots = state.place_alone(batch, job, pool)
+                slots = state.allocate_alone(batch, job, pool)
             else:
-                above, slots = [before, *batch[:-1]], state.place(batch, before, job, pool)
+                above, slots = [before, *batch[:-1]], state.allocate(batch, before, job, pool)
                 before = batch[-1]
             record = transfers.order(
                 job, batch, above, None, TierSlots(0, slots), remote=tier.name, deadline=deadline, prefetch=True
@@ -375,7 +375,7 @@ class RemoteTiers:
     def _admitted(self, at: int, keys: list[Key]) -> list[Key]:
         """Those of `keys`, heads first, that promise no less than what the tier removes for them; counts the others.
 
-        Behind a chunk that is left out, or is not in the warmest tier, none is admitted.
+        After a chunk that is left out, or is not in the warmest tier, none is admitted.
         """
         tier, index, policy = self.tiers[at], self._state.index, self._state.policies[0]
         if not keys or tier.keeps is None or not self._refuses(at):
@@ -412,7 +412,7 @@ class RemoteTiers:
     def proceed(self) -> None:
         """Process ended jobs, queue chunks that have arrived, and order stores within the limits."""
         self._conclude()
-        if arrived := self._transfers.offloaded:
+        if arrived := self._transfers.arrived_from_device:
             self.offer(arrived)
             for at in [at for at, late in enumerate(self._late) if late]:
                 self._send(at, self._leaving(len(arrived)))
@@ -439,7 +439,7 @@ class RemoteTiers:
         slots = [index.slot[0][node] for node in nodes]
         for slot in slots:
             pool.readers[slot] += 1
-        job, above = self._transfers.new_id(), index.before(nodes)
+        job, above = self._transfers.new_id(), index.parent_keys(nodes)
         record = self._transfers.order(
             job, [index.key[node] for node in nodes], above, TierSlots(0, slots), None, remote=tier.name
         )

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Slabs
-from longshore.cache.columns import LISTS, LinkedLists, column, marks, zeros
+from longshore.cache.columns import LISTS, LinkedLists, i32_view, u8_view, zeros
 from longshore.cache.pool import FREE, SlotPool
 from longshore.errors import CacheError
 
@@ -102,7 +102,7 @@ class SlabPool(SlotPool):
 
     def pools_of(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
         """The same for slots `at`."""
-        return marks(self.owner)[at // self.slabs.stride]
+        return u8_view(self.owner)[at // self.slabs.stride]
 
     def record_use(self, indices: Sequence[int]) -> None:
         """Slots and their slabs were used, the last of them most recently."""
@@ -221,7 +221,7 @@ class SlabPool(SlotPool):
             raise CacheError(f"{self.where}pool {of[bad.argmax()]} has no slot {at[bad.argmax()]}")
         slabs, last, slab_of = np.unique(slab[::-1], return_index=True, return_inverse=True)
         last, slab_of = len(at) - 1 - last, slab_of[::-1]
-        owner = marks(self.owner)[slab]
+        owner = u8_view(self.owner)[slab]
         bad = (of != of[last][slab_of]) | ((owner != NOBODY) & (owner != of))
         if bad.any():
             raise CacheError(f"slot {at[bad.argmax()]} has another image size than its slab {slab[bad.argmax()]}")
@@ -244,9 +244,9 @@ class SlabPool(SlotPool):
         if not len(slabs):
             return
         stride, images = self.slabs.stride, np.array(self.slabs.images)
-        marks(self.owner)[slabs] = pools
-        spare = column(self._spare)
-        self._spare = array("i", spare[marks(self.owner)[spare] == NOBODY].tobytes())
+        u8_view(self.owner)[slabs] = pools
+        spare = i32_view(self._spare)
+        self._spare = array("i", spare[u8_view(self.owner)[spare] == NOBODY].tobytes())
         times = np.frombuffer(self._used_at, np.int64)
         times[slabs] = self._clock + 1 + np.arange(len(slabs))
         self._clock += len(slabs)
@@ -260,13 +260,13 @@ class SlabPool(SlotPool):
         left = rising[row] * stride + position
         following = np.append(left[1:], _NONE)
         following[:-1][row[1:] != row[:-1]] = _NONE
-        column(self._next)[left] = following
+        i32_view(self._next)[left] = following
         count = is_free.sum(axis=1)
-        column(self._fresh)[rising], column(self._taken)[rising] = room, room - count
+        i32_view(self._fresh)[rising], i32_view(self._taken)[rising] = room, room - count
         first = np.full(len(rising), _NONE)
         rows, heads = np.unique(row, return_index=True)
         first[rows] = left[heads]
-        column(self._returned)[rising] = first
+        i32_view(self._returned)[rising] = first
         for pool in range(len(images)):
             own = pools[order] == pool
             self._open[pool] += int(count[own].sum())

@@ -2,8 +2,8 @@
 
 The modules above (`transfers`, `manager`) use these methods; each leaves all structures consistent:
 
-    place             slots for chunks that a job will fill              FREE     -> FILLING
-    writes_ended      the job has filled them                            FILLING  -> READY
+    allocate          slots for chunks that a job will fill              FREE     -> FILLING
+    end_writes        the job has filled them                            FILLING  -> READY
     fail, invalidate  a write failed, or a read found invalid bytes      any      -> FREE or DRAINING, descendants too
     end_reads         readers have ended; the last one frees the slot    DRAINING -> FREE
 
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from longshore.boundary import Key, Status
 from longshore.cache.backlog import Backlog
-from longshore.cache.columns import column, marks, numbers, once
+from longshore.cache.columns import as_i32, i32_view, u8_view, unique
 from longshore.cache.events import EVICTED, RESET, EventKind, EventLog
 from longshore.cache.eviction import EvictionPolicy
 from longshore.cache.eviction.hit_rates import ReuseHint, ReuseHints
@@ -78,17 +78,17 @@ class CacheState:
         self.several_sizes = len(self.pools[0].slabs.image_bytes) > 1
         self.pins: dict[int, set[Pin]] = {}
         self.thresholds = thresholds
-        self.last = len(levels) - 1
+        self.coldest = len(levels) - 1
         """The coldest tier."""
-        alike = self.last > 0 and not self.several_sizes
-        self.ranks_all = alike and settings.admission and levels[-1].make_policy.refuses
+        alike = self.coldest > 0 and not self.several_sizes
+        self.coldest_ranks_all = alike and settings.admission and levels[-1].make_policy.refuses
         """Whether the policy of the coldest tier ranks the chunks of all tiers, as one tier of their size would."""
         self.log = EventLog(settings.events)
         self.log.hidden = settings.self_test_key
         self._token_width = settings.token_width
         self.reuse_hints = ReuseHints()
-        self.tick = self.served = 0
-        """The last tick that was drawn, and that of the request that is served."""
+        self.tick = self.current_tick = 0
+        """The last tick that was drawn, and that of the request that uses are counted for."""
         self.changes = 0
         """Increases with each change that may make a copy evictable, allow a copy down, or free slots."""
         self._begin()
@@ -98,29 +98,26 @@ class CacheState:
         self.policies = [self._make_policy(tier) for tier in self.index.tiers]
         self.backlog = Backlog(self.index, self.thresholds)
         self.priorities = Priorities(
-            self.index,
-            self.policies,
-            [level.make_policy for level in self.levels],
-            self._serving,
+            self.index, self.policies, [level.make_policy for level in self.levels], self._current_request
         )
         self.windows = WindowMarks(self.index, self.policies)
         self.partials = PartialPrefixes(self.index, self._token_width)
-        self.seen = bytearray()
+        self.protected = bytearray()
         """1 for nodes that a lookup protects until the end of the step."""
         self._invalid_copies: list[tuple[int, int]] = []
         """Tiers and slots of invalid copies, to be removed when the step ends."""
         self.kept_in_host: set[int] = set()
         """Nodes whose copies stay in the warmest tier, for a prefetch that lacks room."""
-        self.fit()
+        self.grow()
         for policy in self.policies:
             policy.begin(self.tick)
 
-    def _serving(self) -> tuple[int, int]:
-        return self.served, self.reuse_hints.of(self.served)
+    def _current_request(self) -> tuple[int, int]:
+        return self.current_tick, self.reuse_hints.of(self.current_tick)
 
     def ranked_slots(self, tier: int) -> int:
         """The slots of all chunks that the policy of `tier` ranks."""
-        ranked = self.pools if self.ranks_all and tier == self.last else [self.pools[tier]]
+        ranked = self.pools if self.coldest_ranks_all and tier == self.coldest else [self.pools[tier]]
         return sum(pool.capacity for pool in ranked)
 
     def _make_policy(self, tier: int) -> EvictionPolicy:
@@ -131,12 +128,12 @@ class CacheState:
         parts = [level.make_policy(slabs.slabs * images, names) for images in slabs.images]
         return PartitionedBySize(level.pool.capacity, names, parts, self.index.pools_of)
 
-    def order(self, tier: int, pool: int) -> EvictionPolicy:
+    def policy_of(self, tier: int, pool: int) -> EvictionPolicy:
         """The eviction policy of one image size of a tier."""
         policy = self.policies[tier]
         return policy.part(pool) if isinstance(policy, PartitionedBySize) else policy
 
-    def fit(self) -> None:
+    def grow(self) -> None:
         """Grow all structures to the present size of the index."""
         for policy in self.policies:
             policy.grow(self.index.size)
@@ -144,7 +141,7 @@ class CacheState:
         self.windows.grow(self.index.size)
         self.partials.grow(self.index.size)
         self.priorities.grow(self.index.size)
-        self.seen.extend(bytes(self.index.size - len(self.seen)))
+        self.protected.extend(bytes(self.index.size - len(self.protected)))
 
     def runs(self, nodes: Sequence[int]) -> tuple[Run, ...]:
         """Where `nodes` are, as runs by the warmest tier that has them ready."""
@@ -157,7 +154,7 @@ class CacheState:
         runs = ((tier, len(list(run))) for tier, run in groupby(warmest.tobytes()))
         return tuple(Run(self.levels[tier].name, chunks) for tier, chunks in runs if tier != _NOWHERE)
 
-    def miss(self, key: Key) -> MissReason:
+    def miss_reason(self, key: Key) -> MissReason:
         """Why `key` is a miss for a request whose hit ended before it."""
         index = self.index
         node = index.get(key)
@@ -175,14 +172,14 @@ class CacheState:
         if self.index.orphans:
             known = len(keys)
         for key in keys[end:known]:
-            misses[self.miss(key)] += 1
+            misses[self.miss_reason(key)] += 1
         for reason, count in ((MissReason.ABSENT, len(keys) - known - remote), (MissReason.REMOTE, remote)):
             if count:
                 misses[reason] += count
 
     # ------------------------------------------------------------------ arrivals
 
-    def place(self, keys: Sequence[Key], before: Key | None, job: int, pool: int) -> list[int]:
+    def allocate(self, keys: Sequence[Key], before: Key | None, job: int, pool: int) -> list[int]:
         """Slots of the warmest tier for `keys`, which follow the key `before` and are in no tier, for `job` to fill.
 
         The caller has made room in `pool`, and asked `Index.follow` about the keys.
@@ -191,7 +188,7 @@ class CacheState:
         parent = ROOT if before is None else index.get(before) or ORPHANS
         nodes = index.link(parent, keys, 0, slots)
         if before is not None and parent == ORPHANS:
-            index.wait(nodes[0], before)
+            index.add_orphan(nodes[0], before)
         if index.depth[nodes[0]] < 0:
             self.priorities.mark_orphans(nodes)
         if self.windows.used:
@@ -199,14 +196,14 @@ class CacheState:
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 
-    def place_alone(self, keys: Sequence[Key], job: int, pool: int) -> list[int]:
+    def allocate_alone(self, keys: Sequence[Key], job: int, pool: int) -> list[int]:
         """The same for `keys` that stand alone, of which the caller has asked `Index.find_alone`."""
         slots = self.pools[0].allocate(len(keys), pool)
         self.windows.enter(self.index.link_alone(keys, 0, slots))
         self.pools[0].writer.update(zip(slots, repeat(job), strict=False))
         return slots
 
-    def place_copies(self, nodes: Sequence[int], tier: int, job: int) -> list[int]:
+    def allocate_copies(self, nodes: Sequence[int], tier: int, job: int) -> list[int]:
         """Slots in `tier` for other copies of `nodes`, parents first, for `job` to fill. The caller has made room."""
         pool = self.pools[tier]
         if self.several_sizes:
@@ -221,20 +218,20 @@ class CacheState:
             raise
         pool.writer.update(zip(slots, repeat(job), strict=False))
         if clean := self.backlog.update_all(nodes):
-            self.reconsider(np.array(clean, np.int32))
+            self.recheck_evictable(np.array(clean, np.int32))
         return slots
 
-    def writes_ended(self, tier: int, slots: Sequence[int]) -> list[int]:
+    def end_writes(self, tier: int, slots: Sequence[int]) -> list[int]:
         """A job has filled these slots; the last is to be evicted first. Returns orphans that now have parents."""
         pool, writer = self.pools[tier], self.pools[tier].writer
         for slot in slots:
             del writer[slot]
-        at = numbers(slots)
-        draining = marks(pool.state)[at] == DRAINING
+        at = as_i32(slots)
+        draining = u8_view(pool.state)[at] == DRAINING
         wanted = at[~draining]
         pool.move_all(wanted, FILLING, READY)
         pool.mark_written(wanted, self.log.now)
-        attached = self.mark_ready(column(pool.node)[wanted].tolist(), tier)
+        attached = self.mark_ready(i32_view(pool.node)[wanted].tolist(), tier)
         for slot in at[draining].tolist():
             self._free_drained(tier, slot)
         return attached
@@ -246,34 +243,34 @@ class CacheState:
         leaf = bool(nodes) and not any(self.index.children(nodes[-1]))
         if not tier:
             self.policies[0].insert(nodes[::-1], leaf=leaf)
-            self._record_uses_elsewhere(numbers(nodes)[::-1], leaf=leaf)
-        elif tier < self.last or not self.ranks_all:
+            self._record_uses_elsewhere(as_i32(nodes)[::-1], leaf=leaf)
+        elif tier < self.coldest or not self.coldest_ranks_all:
             self.policies[tier].insert_copies(nodes[::-1], leaf=leaf)
         self.rank(nodes[::-1], tier, leaf=leaf)
         if self.several_sizes:
             slots = self.index.slot[tier]
             self.pools[tier].record_use([slots[node] for node in reversed(nodes)])
-        news = self.index.reveal(nodes)
+        news = self.index.mark_reachable(nodes)
         if self.windows.used:
             self.windows.mark_ready(nodes, tier)
-        if self.last:
+        if self.coldest:
             self.backlog.arrived(nodes)
             if tier and nodes:
                 self.backlog.backed_up(nodes, tier)
-            self.reconsider(np.array(nodes, np.int32), apart_from=tier)
+            self.recheck_evictable(np.array(nodes, np.int32), apart_from=tier)
         return self.attach_orphans(news)
 
     def rank(self, nodes: Sequence[int], tier: int, *, leaf: bool = False) -> None:
         """Copies of `nodes`, tail first, are ready in `tier`: the policy that ranks all chunks gets those new to it."""
-        if self.ranks_all and nodes:
-            at = numbers(nodes)
+        if self.coldest_ranks_all and nodes:
+            at = as_i32(nodes)
             new = ~self.index.are_ready_in_any(at, [each for each in self.index.tiers if each != tier])
             if new.any():
-                self.policies[self.last].insert(at[new].tolist(), leaf=leaf and bool(new[0]))
+                self.policies[self.coldest].insert(at[new].tolist(), leaf=leaf and bool(new[0]))
 
     def are_ranked(self, at: npt.NDArray[np.int32], tier: int) -> npt.NDArray[np.bool_]:
         """Which of the nodes `at` the policy of `tier` ranks: those that are ready there, or in any tier."""
-        if self.ranks_all and tier == self.last:
+        if self.coldest_ranks_all and tier == self.coldest:
             return self.index.are_ready_in_any(at, self.index.tiers)
         return self.index.are_ready(at, tier)
 
@@ -300,23 +297,23 @@ class CacheState:
     def backup_failed(self, node: int) -> None:
         """A copy of `node` to a colder tier has ended without success: it is not tried again until `node` is used."""
         if self.backlog.fail(node):
-            self._reconsider(node)
+            self._recheck_evictable(node)
 
     def refuse(self, nodes: Sequence[int]) -> int:
         """The tier below takes no copy of `nodes`, nor of what waits for them, until they are used again; how many."""
         refused = self.backlog.refuse(nodes)
-        self.reconsider(numbers(refused), apart_from=self.last)
+        self.recheck_evictable(as_i32(refused), apart_from=self.coldest)
         return len(refused)
 
     def end_reads(self, tier: int, slots: Sequence[int]) -> None:
         """Reads of these distinct slots have ended."""
         pool = self.pools[tier]
-        at, readers = numbers(slots), column(pool.readers)
+        at, readers = as_i32(slots), i32_view(pool.readers)
         readers[at] -= 1
         idle = at[readers[at] == 0]
-        state = marks(pool.state)[idle]
-        ready = column(pool.node)[idle[state == READY]]
-        for each in {tier, self.last} if self.ranks_all else {tier}:
+        state = u8_view(pool.state)[idle]
+        ready = i32_view(pool.node)[idle[state == READY]]
+        for each in {tier, self.coldest} if self.coldest_ranks_all else {tier}:
             self.policies[each].release_held(ready)
         for slot in idle[state == DRAINING].tolist():
             self._free_drained(tier, slot)
@@ -324,7 +321,7 @@ class CacheState:
     def discard_invalid(self, tier: int, slot: int, fault: Status) -> None:
         """A read has ended that found the bytes of the slot invalid.
 
-        A copy in a colder tier is removed at the end of the step if host memory has chunks behind it that a lookup
+        A copy in a colder tier is removed at the end of the step if host memory has chunks after it that a lookup
         protects in this step: what the lookup returned can still be read.
         """
         pool = self.pools[tier]
@@ -332,13 +329,15 @@ class CacheState:
         pool.fault.setdefault(slot, fault)
         if pool.state[slot] == DRAINING:
             self._free_drained(tier, slot)
-        elif tier and any(not where and self.seen[each] for each, where in self.index.orphaned_by(pool.node[slot], -1)):
+        elif tier and any(
+            not where and self.protected[each] for each, where in self.index.orphaned_by(pool.node[slot], -1)
+        ):
             self._invalid_copies.append((tier, slot))
         else:
             self.invalidate(pool.node[slot], tier, fault.value)
 
     def discard_invalid_copies(self) -> None:
-        """The step has ended: remove the invalid copies that were kept for the chunks behind them."""
+        """The step has ended: remove the invalid copies that were kept for the chunks after them."""
         invalid, self._invalid_copies = self._invalid_copies, []
         for tier, slot in invalid:
             pool = self.pools[tier]
@@ -363,7 +362,7 @@ class CacheState:
             doomed, left = [tier], others[-1]
         copies = [*reversed(index.orphaned_by(node, left)), *((node, t) for t in doomed)]
         for each, where in copies:
-            self.detach(each, where, cause=cause)
+            self.remove_copy(each, where, cause=cause)
         return [where for _, where in copies]
 
     def clear(self, cause: str = "") -> None:
@@ -376,7 +375,7 @@ class CacheState:
             for pin in pins:
                 pin.node = ROOT
         self.pins.clear()
-        self.index.gone = -1  # no result of an earlier lookup is valid any more
+        self.index.removed = -1  # no result of an earlier lookup is valid any more
         self._begin()
 
     def reset_warmer(self, first: int) -> None:
@@ -388,7 +387,7 @@ class CacheState:
                     self._remove_copies(pool.node[slot], tier, RESET)
         for tier, pool in enumerate(self.pools[:first]):
             for node in sorted(filter(None, pool.node), key=lambda node: -self.index.depth[node]):
-                self.detach(node, tier, cause=RESET)
+                self.remove_copy(node, tier, cause=RESET)
 
     # ------------------------------------------------------------------ use
 
@@ -400,7 +399,7 @@ class CacheState:
 
     def is_kept(self, node: int) -> bool:
         """Whether a lease, or a lookup in this step, keeps the last copy of `node`."""
-        return node in self.pins or bool(self.seen[node])
+        return node in self.pins or bool(self.protected[node])
 
     def unpin(self, pin: Pin) -> None:
         """Remove a pin. A pin whose node was invalidated has no effect any more."""
@@ -412,12 +411,12 @@ class CacheState:
         pins.discard(pin)
         if not pins:
             del self.pins[node]
-            self._reconsider(node)
+            self._recheck_evictable(node)
 
     def keep_in_host(self, nodes: Iterable[int]) -> None:
         """Keep exactly the copies of `nodes` in the warmest tier from eviction."""
         before, self.kept_in_host = self.kept_in_host, set(nodes)
-        self.reconsider(np.array(sorted(before - self.kept_in_host), np.int32))
+        self.recheck_evictable(np.array(sorted(before - self.kept_in_host), np.int32))
 
     def check_pool(self, nodes: Sequence[int], pool: int) -> None:
         """Raise `CacheError` if one of `nodes` (0 is no node) is of another pool."""
@@ -438,14 +437,14 @@ class CacheState:
         largest = pool.slabs.images.index(min(pool.slabs.images))
         return len(self.policies[tier]) + len(pool.writer) + pool.room(largest)
 
-    def begin(self, keys: Sequence[Key], known: int, said: ReuseHint | None = None) -> int:
+    def begin_request(self, keys: Sequence[Key], known: int, reuse_hint: ReuseHint | None = None) -> int:
         """A request for the path `keys` begins, of which the first `known` are in some tier; returns its tick.
 
-        `said` is the hint about when its chunks are used again.
+        `reuse_hint` is the hint about when its chunks are used again.
         """
-        self.tick = self.served = self.tick + 1
+        self.tick = self.current_tick = self.tick + 1
         last = self.index.get(keys[known - 1]) if known else ROOT
-        hint = self.reuse_hints.begin(self.tick, self.log.now, said)
+        hint = self.reuse_hints.begin(self.tick, self.log.now, reuse_hint)
         for policy in self.policies:
             policy.begin(self.tick, len(keys), last, keys[known:], hint)
         return self.tick
@@ -455,11 +454,11 @@ class CacheState:
         if tick is not None and not (isinstance(tick, int) and 0 < tick <= self.tick):
             raise CacheError(f"expected a tick from 1 to {self.tick}, as lookups return them, got {tick!r}")
 
-    def serve(self, tick: int | None) -> None:
+    def set_request(self, tick: int | None) -> None:
         """Count the following uses for the request of this tick; for `None`, for the last one that began."""
         tick = self.tick if tick is None else tick
-        if tick != self.served:
-            self.served = tick
+        if tick != self.current_tick:
+            self.current_tick = tick
             for policy in self.policies:
                 policy.begin(tick, hint=self.reuse_hints.of(tick))
 
@@ -467,14 +466,14 @@ class CacheState:
         """The chunks of a path, tail first, were used by the current request. Heads are evicted last."""
         if not len(nodes):
             return
-        used = numbers(nodes)
+        used = as_i32(nodes)
         for tier, policy in enumerate(self.policies):
             ranked = used[self.are_ranked(used, tier)]
             policy.touch(ranked.tolist())
             if self.several_sizes:
-                self.pools[tier].record_use(column(self.index.slot[tier])[ranked].tolist())
+                self.pools[tier].record_use(i32_view(self.index.slot[tier])[ranked].tolist())
         self._record_uses_elsewhere(used)
-        if self.last:
+        if self.coldest:
             dirty = sum(self.backlog.counts)
             self.backlog.use(used)
             self.changes += self.several_sizes or sum(self.backlog.counts) != dirty
@@ -498,13 +497,13 @@ class CacheState:
 
     def check_integrity(self) -> None:
         """Check all data structures; raises `CacheError` where two of them are inconsistent."""
-        index, nodes = self.index, self.index.entered()
+        index, nodes = self.index, self.index.all_nodes()
         for part in (index, self.backlog, self.partials):
             part.check_integrity()
         for tier, (level, pool, policy) in enumerate(zip(self.levels, self.pools, self.policies, strict=True)):
             pool.check_integrity()
             policy.check_integrity()
-            live = nodes[column(index.slot[tier])[nodes] >= 0]
+            live = nodes[i32_view(index.slot[tier])[nodes] >= 0]
             if len(live) + pool.state.count(DRAINING) != pool.used:
                 raise CacheError(f"{level.name}: {len(live)} copies use {pool.used} slots")
             ready = nodes[self.are_ranked(nodes, tier)]
@@ -518,23 +517,23 @@ class CacheState:
 
     def _record_uses_elsewhere(self, used: npt.NDArray[np.int32], *, leaf: bool = False) -> None:
         """Record uses, tail first, in the policies of colder tiers that lack the chunks. A `leaf` ends a prompt."""
-        for tier in self.index.tiers[1 : self.last + (not self.ranks_all)]:
+        for tier in self.index.tiers[1 : self.coldest + (not self.coldest_ranks_all)]:
             there = self.index.are_ready(used, tier)
             if not there.all():
-                self.policies[tier].record_uses(once(used[~there]).tolist(), leaf=leaf and not there[0])
+                self.policies[tier].record_uses(unique(used[~there]).tolist(), leaf=leaf and not there[0])
 
-    def reconsider(self, at: npt.NDArray[np.int32], *, apart_from: int = -1) -> None:
+    def recheck_evictable(self, at: npt.NDArray[np.int32], *, apart_from: int = -1) -> None:
         """Nodes may have become evictable, in all tiers except `apart_from`."""
         self.changes += bool(len(at))
         for tier, policy in enumerate(self.policies):
             if tier != apart_from:
                 policy.release_held(at)
 
-    def _reconsider(self, node: int) -> None:
+    def _recheck_evictable(self, node: int) -> None:
         """The same for one node."""
         self.changes += 1
         for tier, policy in enumerate(self.policies):
-            ranked = self.index.is_ready(node, tier) or (self.ranks_all and tier == self.last)
+            ranked = self.index.is_ready(node, tier) or (self.coldest_ranks_all and tier == self.coldest)
             if ranked and policy.is_held(node):
                 policy.release((node,))
 
@@ -548,7 +547,7 @@ class CacheState:
             if (age := self.pools[tier].age(slot, self.log.now)) is not None:
                 histogram.observe(age)
 
-    def detach(self, node: int, tier: int, *, cause: str) -> None:
+    def remove_copy(self, node: int, tier: int, *, cause: str) -> None:
         """Remove a copy from all structures, and free its slot."""
         index, pool = self.index, self.pools[tier]
         slot, parent = index.slot[tier][node], index.parent[node]
@@ -564,7 +563,7 @@ class CacheState:
             self.forget((node,))
             for pin in self.pins.pop(node, ()):
                 pin.node = ROOT
-            self.seen[node] = 0
+            self.protected[node] = 0
             self.kept_in_host.discard(node)
             self.backlog.forget(node)
         else:
@@ -572,19 +571,19 @@ class CacheState:
                 self.counters.demotions[self.levels[tier].name] += 1
             self.backlog.exposed(node)
             self.backlog.update(node)
-            self._reconsider(node)
+            self._recheck_evictable(node)
             if before := index.orphans.get(node):  # its copies may be in warmer tiers now
                 self.attach_orphans((index.get(before),))
-        if parent > ORPHANS and not index.reach[tier][parent]:
-            self._reconsider(parent)
+        if parent > ORPHANS and not index.children_in[tier][parent]:
+            self._recheck_evictable(parent)
 
     def _remove_from_policies(self, node: int, tier: int, evicted: Key | None) -> None:
         """The ready copy of `node` in `tier` is being removed: remove it from policies that do not rank it any more."""
         index = self.index
-        if tier < self.last or not self.ranks_all:
+        if tier < self.coldest or not self.coldest_ranks_all:
             self.policies[tier].remove(node, evicted=evicted)
-        if self.ranks_all and not any(index.is_ready(node, each) for each in index.tiers if each != tier):
-            self.policies[self.last].remove(node, evicted=evicted)
+        if self.coldest_ranks_all and not any(index.is_ready(node, each) for each in index.tiers if each != tier):
+            self.policies[self.coldest].remove(node, evicted=evicted)
 
     def forget(self, nodes: Sequence[int]) -> None:
         """`nodes` are in no tier any more: remove them from priorities and partial prefixes."""

@@ -40,7 +40,7 @@ from longshore.boundary import (
     TransferResult,
     Urgency,
 )
-from longshore.cache.columns import column, numbers
+from longshore.cache.columns import as_i32, i32_view
 from longshore.cache.events import WEIGHTS, EventKind
 from longshore.cache.evictor import Evictor
 from longshore.cache.index import Index
@@ -58,10 +58,10 @@ class Load:
         wait: Number of the wait for the load.
         began: Time at which the load was ordered, in seconds.
         is_whole: Whether the load counts only if all its chunks arrive. Any other counts up to the first missing one.
-        asked: The requested keys, by name of the request.
+        requests: The requested keys, by name of the request.
         of_first: How many of these keys are of the first group.
         sources: For each ordered chunk, the tier that it is read from, or was read from into the warmest tier before.
-        cut: For each chunk that was not ordered, which are the last ones, why.
+        not_ordered: For each chunk that was not ordered, which are the last ones, why.
         parts: The jobs that copy it.
         outcome: What has arrived, once the load has ended.
     """
@@ -69,10 +69,10 @@ class Load:
     wait: int = 0
     began: float = 0.0
     is_whole: bool = False
-    asked: Sequence[tuple[str | None, Sequence[Key]]] = ()
+    requests: Sequence[tuple[str | None, Sequence[Key]]] = ()
     of_first: int = 0
     sources: list[str] = field(default_factory=list)
-    cut: list[MissReason] = field(default_factory=list)
+    not_ordered: list[MissReason] = field(default_factory=list)
     parts: list[Job] = field(default_factory=list)
     outcome: Outcome | None = None
 
@@ -98,11 +98,11 @@ class Load:
                 has_failed = True
                 misses.append(reason)
         self.outcome = Outcome(arrived, tuple(self.sources[:arrived]))
-        return misses + self.cut
+        return misses + self.not_ordered
 
     def revoke(self) -> list[MissReason]:
         """A reset has invalidated the load: set an empty outcome. Returns the misses that were not counted yet."""
-        misses = [] if self.outcome is not None else [MissReason.CANCELLED] * len(self.sources) + self.cut
+        misses = [] if self.outcome is not None else [MissReason.CANCELLED] * len(self.sources) + self.not_ordered
         self.outcome = Outcome(0, ())
         return misses
 
@@ -137,7 +137,7 @@ class LeasedChunks:
             return list(takewhile(bool, (pin.node for pin in self.pins)))
         tail = self.pins[0].node
         if not tail:
-            return index.readable(self.keys)
+            return index.reachable_nodes(self.keys)
         last = self.positions[-1]
         path = index.path(tail, last - self.positions[0] + 1)
         return path[::-1] if len(path) == len(self.keys) else [path[last - at] for at in self.positions]
@@ -223,7 +223,7 @@ class Job:
                 self.statuses[i] = status
         return not self.pending_ranks
 
-    def blame_sources(self, faults: Mapping[int, Status], writers: Mapping[int, int]) -> None:
+    def fail_invalid_sources(self, faults: Mapping[int, Status], writers: Mapping[int, int]) -> None:
         """Items read from slots whose bytes were found invalid meanwhile have failed, whatever the mover reported.
 
         So have items read from slots whose writer has not reported yet.
@@ -239,18 +239,18 @@ class Wait:
     """The wait of one request for reads, until `deadline`.
 
     `jobs` are the reads that have not ended, `load` is the load that needs them, if any. The engine does not run the
-    request meanwhile if it is `patient`. It `lacks` room if not all reads could be ordered yet.
+    request meanwhile if it is `blocks_request`. It `lacks_room` room if not all reads could be ordered yet.
     """
 
     number: int
     deadline: float
     load: Load | None = None
-    patient: bool = field(kw_only=True)
-    lacks: bool = False
+    blocks_request: bool = field(kw_only=True)
+    lacks_room: bool = False
     jobs: set[int] = field(init=False, default_factory=set)
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether no job and no load is waited for any more."""
         return not self.jobs and (self.load is None or self.load.outcome is not None)
 
@@ -265,7 +265,7 @@ class Waits:
 
     def begin(self, wait: Wait) -> None:
         """Add `wait`, unless it is over."""
-        if wait.over:
+        if wait.is_over:
             return
         if len(self._due) > 2 * len(self.open) + 64:
             self._due = sorted((each.deadline, each.number) for each in self.open.values())
@@ -287,7 +287,7 @@ class Waits:
     def close(self, number: int) -> None:
         """Remove a wait, if it is over."""
         wait = self.open.get(number)
-        if wait is not None and wait.over:
+        if wait is not None and wait.is_over:
             del self.open[number]
 
     def due(self, now: float) -> list[Wait]:
@@ -322,9 +322,9 @@ class Transfers:
         self._last_id = 0
         self.writing: dict[int | str, int] = dict.fromkeys(range(len(state.levels)), 0)
         """Chunks being written to each tier from a warmer one; remote tiers by name."""
-        self.offloaded: list[Key] | None = None
+        self.arrived_from_device: list[Key] | None = None
         """Chunks that have arrived from the device, to be stored in remote tiers; `None` if there are none."""
-        self.refusing: set[int] = set()
+        self.refusing_tiers: set[int] = set()
         """Tiers that have reported `TIER_OFF` for a write: they get no writes any more."""
 
     def new_id(self) -> int:
@@ -349,11 +349,11 @@ class Transfers:
         wait.jobs.clear()
         self.waits.close(wait.number)
 
-    def drop(self, tier: int, count: int, reason: DropReason) -> None:
+    def count_drop(self, tier: int, count: int, reason: DropReason) -> None:
         """Count chunks that `tier` did not store."""
         self.state.counters.drops[self.state.levels[tier].name][reason] += count
 
-    def forget(self, first: int, *, weights: bool) -> None:
+    def reset(self, first: int, *, weights: bool) -> None:
         """Remove all chunks that are not ready in tier `first` or a colder one. Jobs in flight have no effect any more.
 
         If there is no such tier, a new generation begins.
@@ -425,11 +425,11 @@ class Transfers:
         writers: list[dict[int, int]] = [{} for _ in pools]
         for number, job in self.jobs.items():
             if job.source is not None:
-                np.add.at(readers[job.source.tier], numbers(job.source.slots), 1)
+                np.add.at(readers[job.source.tier], as_i32(job.source.slots), 1)
             if job.destination is not None:
                 writers[job.destination.tier].update(dict.fromkeys(job.destination.slots, number))
         for tier, pool in enumerate(pools):
-            for slot in np.flatnonzero(column(pool.readers) != readers[tier]).tolist():
+            for slot in np.flatnonzero(i32_view(pool.readers) != readers[tier]).tolist():
                 count = readers[tier][slot]
                 raise CacheError(f"slot {slot} of {self._name(tier)} has {pool.readers[slot]} readers, not {count}")
             if pool.writer != writers[tier]:
@@ -479,7 +479,9 @@ class Transfers:
         )
         if writing:
             self.writing[remote if destination is None else destination.tier] += len(keys)
-        record = self.jobs[job] = Job(transfer, source, destination, load, commanded=command, tick=self.state.served)
+        record = self.jobs[job] = Job(
+            transfer, source, destination, load, commanded=command, tick=self.state.current_tick
+        )
         if destination is not None and self.state.log.on:
             self.state.log.record(EventKind.ORDERED, keys, tier=self._name(destination.tier))
         if command:
@@ -497,8 +499,8 @@ class Transfers:
         sources = [index.slot[tier][node] for node in nodes]
         for slot in () if has_readers else sources:
             self.state.pools[tier].readers[slot] += 1
-        sides = TierSlots(tier, sources), TierSlots(to, self.state.place_copies(nodes, to, job))
-        return self.order(job, index.key[nodes].tolist(), index.before(nodes), *sides, prefetch=prefetch)
+        sides = TierSlots(tier, sources), TierSlots(to, self.state.allocate_copies(nodes, to, job))
+        return self.order(job, index.key[nodes].tolist(), index.parent_keys(nodes), *sides, prefetch=prefetch)
 
     def _items(
         self,
@@ -537,7 +539,7 @@ class Transfers:
         writing = job.transfer.urgency is Urgency.WRITE
         if job.source is not None:
             pool = state.pools[job.source.tier]
-            job.blame_sources(pool.fault, pool.writer)
+            job.fail_invalid_sources(pool.fault, pool.writer)
         good = statuses.count(Status.OK) == len(statuses)
         if writing:
             at = job.transfer.route.destination if job.destination is None else job.destination.tier
@@ -556,13 +558,13 @@ class Transfers:
             if not good:
                 slots = [slot for slot, status in zip(slots, statuses, strict=True) if status is Status.OK]
             ours = job.transfer.generation == self.generation
-            if self.offloaded is not None and ours and job.transfer.route.source == DEVICE:
+            if self.arrived_from_device is not None and ours and job.transfer.route.source == DEVICE:
                 items = zip(job.transfer.items, statuses, strict=True)
-                self.offloaded += [item.key for item, status in items if status is Status.OK]
-            state.serve(job.tick)
-            attached = state.writes_ended(tier, slots)
-            if self.offloaded is not None:
-                self.offloaded += state.index.key[attached].tolist()
+                self.arrived_from_device += [item.key for item, status in items if status is Status.OK]
+            state.set_request(job.tick)
+            attached = state.end_writes(tier, slots)
+            if self.arrived_from_device is not None:
+                self.arrived_from_device += state.index.key[attached].tolist()
 
     def _end_reads(self, source: TierSlots, statuses: Sequence[Status], *, blame: bool) -> None:
         """A job has read its sources; with `blame`, some of them may have invalid bytes."""
@@ -580,8 +582,8 @@ class Transfers:
         state = self.state
         if writing:
             if status is Status.TIER_OFF:
-                self.refusing.add(tier)
-            self.drop(tier, 1, DropReason.WRITE_FAILED)
+                self.refusing_tiers.add(tier)
+            self.count_drop(tier, 1, DropReason.WRITE_FAILED)
             node = state.pools[tier].node[slot]
             if tier and node:  # a warmer tier has it as well
                 state.backup_failed(node)

@@ -38,7 +38,7 @@ class MissReason(enum.Enum):
     REMOTE = "remote"  # only a remote tier is known to have it; it was not prefetched
     IN_FLIGHT = "in_flight"  # being written to its first tier
     NO_ROOM = "no_room"  # the host tier had no room to read it into
-    AFTER_MISS = "after_miss"  # in a tier, but behind a chunk that missed
+    AFTER_MISS = "after_miss"  # in a tier, but after a chunk that missed
     CORRUPT = "corrupt"  # its checksum did not match
     MISMATCH = "mismatch"  # the slot had a valid record of another key, scope or generation
     SHORT = "short"  # its record was shorter than the image
@@ -84,7 +84,7 @@ class Answer(enum.Enum):
 
 
 UNKNOWN_START = -(1 << 30)
-"""`GroupKeys.first` of a lookup whose caller does not say what is before its keys."""
+"""`GroupKeys.start` of a lookup whose caller does not say what is before its keys."""
 
 
 class GroupKeys(NamedTuple):
@@ -93,22 +93,22 @@ class GroupKeys(NamedTuple):
     Attributes:
         chunks: Keys of the path from the first chunk of the prompt on; or single ones, for an `independent` lookup and
             a load without a lease. The `Residency` of a lookup saves that load another search.
-        first: Position of the first chunk to look up or store. The engine has the chunks before it. `UNKNOWN_START` in
+        start: Position of the first chunk to look up or store. The engine has the chunks before it. `UNKNOWN_START` in
             a lookup of one path: the index knows what is before the first key.
         device: For a lookup of all groups: whether the device has each chunk, from the first on (a numpy array is
             fastest). False for chunks beyond its end.
-        text: The tokens, for partial matches (`CacheSettings.partial`).
-        prompt: For a store: position of the first chunk of the answer; `None` if all are of the prompt.
+        prompt_tokens: The tokens, for partial matches (`CacheSettings.partial`).
+        prompt_end: For a store: position of the first chunk of the answer; `None` if all are of the prompt.
         retention: For a store: priorities and times to live.
         past_window: For a store: chunks that the sliding window has moved past, from an engine that does not store
             whole paths. They are evicted first, unless a lookup was served from them. Keys in no tier are ignored.
     """
 
     chunks: Sequence[Key] | Residency
-    first: int = 0
+    start: int = 0
     device: Sequence[bool] | None = None
-    text: PromptTokens | None = None
-    prompt: int | None = None
+    prompt_tokens: PromptTokens | None = None
+    prompt_end: int | None = None
     retention: Sequence[Retention] = ()
     past_window: Sequence[Key] = ()
 
@@ -143,20 +143,20 @@ class Lease(NamedTuple):
     id: int
 
 
-class Until(enum.Enum):
-    """How long a lookup keeps the chunks found from eviction."""
+class Protection(enum.Enum):
+    """How long the chunks that a lookup has found are not evicted."""
 
-    NOTHING = "nothing"  # not at all
+    NONE = "none"  # they may be evicted at once
     STEP = "step"  # until the next `end_step`
-    RELEASE = "release"  # until `release`
+    LEASE = "lease"  # until the lease of the lookup is released
 
 
 class Found(NamedTuple):
     """Result of a lookup.
 
     Attributes:
-        lease: A lease on the chunks to load, if there are any and the lookup was `Until.RELEASE`.
-        chunks: For a lookup of one group: the number of chunks from `GroupKeys.first` on that are ready in a tier.
+        lease: A lease on the chunks to load, if there are any and the lookup was `Protection.LEASE`.
+        chunks: For a lookup of one group: the number of chunks from `GroupKeys.start` on that are ready in a tier.
         tokens: For a lookup of all groups: the longest prefix that device and tiers serve, in tokens. A multiple of the
             chunk sizes of all groups, plus, with texts, fewer tokens than another multiple.
         needs: What each group needs for that prefix, in order of group.
@@ -165,7 +165,7 @@ class Found(NamedTuple):
             `prefetch`.
         probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `remote`.
         before: For a lookup of one group from `UNKNOWN_START`: the keys before the first one, as the tiers know them.
-        tick: The tick of the request, for its other calls; `None` for `Until.NOTHING`.
+        tick: The tick of the request, for its other calls; `None` for `Protection.NONE`.
         residency: For a lookup with `independent`: where each chunk is, by group.
         remote_sources: For a lookup with `independent` that keeps nothing, if there are remote tiers: the name of the
             first that is known to have each chunk, by group; empty for none.
@@ -191,7 +191,7 @@ class DeviceCopy(NamedTuple):
     tokens: int | None = None
 
 
-class Part(NamedTuple):
+class LoadJob(NamedTuple):
     """One job of a load, of `chunks` consecutive chunks. `slots`: where to read them if the engine moves the bytes."""
 
     job: int
@@ -200,10 +200,10 @@ class Part(NamedTuple):
 
 
 class LoadOrder(NamedTuple):
-    """Result of `load`: `chunks` leading chunks, fewer than requested if room was short, are loaded by `parts`."""
+    """Result of `load`: `chunks` leading chunks, fewer than requested if room was short, are loaded by `jobs`."""
 
     chunks: int
-    parts: tuple[Part, ...]
+    jobs: tuple[LoadJob, ...]
 
 
 class Progress(NamedTuple):
@@ -236,8 +236,8 @@ class StoreOrder(NamedTuple):
     """Result of `store` for one group: the chunks at `positions` of the keys, in order, are written to `slots`.
 
     `job` is `None` if no chunk was accepted. `kept` is the number of leading chunks of the path that are in a tier or
-    on their way into one, including those before `first`; `known` are the positions of given chunks that a tier had
-    before. With `again`, there is no room yet, and backups that make room are in flight: nothing was accepted, and the
+    on their way into one, including those before `start`; `known` are the positions of given chunks that a tier had
+    before. With `retry`, there is no room yet, and backups that make room are in flight: nothing was accepted, and the
     call can be repeated. `later` are the positions that follow the accepted ones of a `stream`, for which room is being
     made: the call can be repeated for them.
     """
@@ -247,7 +247,7 @@ class StoreOrder(NamedTuple):
     slots: Addresses = Addresses(Slots("", 0, ()))
     kept: int = 0
     known: Sequence[int] = ()
-    again: bool = False
+    retry: bool = False
     later: Sequence[int] = ()
 
 
@@ -476,8 +476,10 @@ def check_paths(paths: Mapping[int, GroupKeys]) -> None:
             raise CacheError(f"expected keys by number of KV cache group, got {_brief(paths)}")
         if not isinstance(path, GroupKeys) or not isinstance(path.chunks, _KEYS):
             raise CacheError(f"group {group}: expected GroupKeys with a sequence of keys, got {_brief(path)}")
-        if type(path.first) is not int or not (path.prompt is None or type(path.prompt) is int):
-            raise CacheError(f"group {group}: expected integers, got first={path.first!r}, prompt={path.prompt!r}")
+        if type(path.start) is not int or not (path.prompt_end is None or type(path.prompt_end) is int):
+            raise CacheError(
+                f"group {group}: expected integers, got start={path.start!r}, prompt_end={path.prompt_end!r}"
+            )
 
 
 def check_blocks(blocks: Mapping[int, Sequence[int]], groups: Iterable[int]) -> Mapping[int, Sequence[int]]:

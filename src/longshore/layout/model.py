@@ -262,9 +262,9 @@ class RefTable(NamedTuple):
         image: uint64, bytes from the start of the image to the reference's first page, in this rank's part.
         token: uint64, bytes per token; 0 if pages cannot be split.
         layer: int64, model layer, never decreasing.
-        places: uint64, shape `(references, blocks_per_chunk)`: bytes from the start of the image to each page.
-        starts: uint64, shape `(2, references, blocks_per_chunk)`: `base`, repeated, and `places`, to compute both sides
-            of a copy at once.
+        image_offsets: uint64, shape `(references, blocks_per_chunk)`: bytes from the start of the image to each page.
+        starts: uint64, shape `(2, references, blocks_per_chunk)`: `base`, repeated, and `image_offsets`, to compute
+            both sides of a copy at once.
         pitch: The stride of all references; `None` if they differ.
         seams: Every `a - b` for which block a's page in one reference may end where block b's page in the next begins.
             `None` if unknown.
@@ -279,7 +279,7 @@ class RefTable(NamedTuple):
     image: U64
     token: U64
     layer: npt.NDArray[np.int64]
-    places: U64
+    image_offsets: U64
     starts: U64
     pitch: np.uint64 | None
     seams: frozenset[int] | None
@@ -516,7 +516,7 @@ def _table(group: KVGroup, base: U64, part: int, num_blocks: int) -> RefTable:
         image=image,
         token=token,
         layer=np.array(group.layers, dtype=np.int64),
-        places=starts[1],
+        image_offsets=starts[1],
         starts=starts,
         pitch=pitch,
         seams=_seams(base, page, int(pitch), num_blocks) if pitch else None,
@@ -534,7 +534,7 @@ def _seams(base: U64, page: U64, pitch: int, num_blocks: int) -> frozenset[int]:
 
 
 def _split(group: KVGroup, table: RefTable) -> tuple[tuple[PageRef, ...], RefTable]:
-    """The pieces of all pages as references, and their table: places in an image are those within the pages."""
+    """The pieces of all pages as references, and their table: offsets in an image are those within the pages."""
     counts = np.array([ref.pieces if ref.token_bytes else 1 for ref in group.refs])
     if (counts == 1).all():
         return group.refs, table
@@ -557,7 +557,7 @@ def _split(group: KVGroup, table: RefTable) -> tuple[tuple[PageRef, ...], RefTab
         image=starts[1, :, 0],
         token=table.token[which],
         layer=table.layer[which],
-        places=starts[1],
+        image_offsets=starts[1],
         starts=starts,
         seams=None,
         alignment=bits & -bits,

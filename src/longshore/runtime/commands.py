@@ -23,7 +23,7 @@ from itertools import accumulate, groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
 from longshore.boundary import Key
-from longshore.cache import Found, GroupKeys, Lease, Presence, TieredCache, Until
+from longshore.cache import Found, GroupKeys, Lease, Presence, Protection, TieredCache
 from longshore.errors import CommandError, LongshoreError, PinLimitError
 from longshore.runtime.loop import Runtime
 
@@ -312,4 +312,4 @@ class Commands:
 def _residency(cache: TieredCache, group: ControlledGroup, keys: Sequence[Key]) -> Found:
     """Where each chunk of `group` is. Keeps nothing, and counts for nothing."""
     now = group.runtime.clock()
-    return cache.lookup({group.number: GroupKeys(keys)}, now, until=Until.NOTHING, independent=True)
+    return cache.lookup({group.number: GroupKeys(keys)}, now, protect=Protection.NONE, independent=True)

@@ -26,7 +26,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 import numpy as np
 
 from longshore.boundary import Status
-from longshore.cache import DeviceCopy, GroupKeys, Residency, TieredCache, Until
+from longshore.cache import DeviceCopy, GroupKeys, Protection, Residency, TieredCache
 from longshore.errors import (
     DeviceError,
     FreedLayoutError,
@@ -40,10 +40,10 @@ _log = logging.getLogger(__name__)
 _KEPT = 512
 _KEPT_BYTES = 16 << 20
 _READ_ONLY = frozenset({"stats", "ready", "check_integrity", "progress"})
-LOOPS_OWN = frozenset({"apply_results", "take_commands", "end_step", "flush", "reset", "check_integrity"})
+LOOPS_OWN = frozenset({"apply_results", "take_commands", "end_step", "back_up_all", "reset", "check_integrity"})
 """Methods whose every exception is a fault."""
 
-_IDLE = frozenset({"apply_results", "take_commands", "end_step", "flush", "events"})
+_IDLE = frozenset({"apply_results", "take_commands", "end_step", "back_up_all", "events"})
 """Methods that are also called when there is nothing to do, such as `apply_results` without results."""
 
 _IDLE_BYTES = 64
@@ -104,7 +104,7 @@ class CallLog:
             if self._inside:  # a method that calls another
                 return method(*args, **kwargs)
             if is_kept and not (
-                name == "lookup" and kwargs.get("independent") and kwargs.get("until") is Until.NOTHING
+                name == "lookup" and kwargs.get("independent") and kwargs.get("protect") is Protection.NONE
             ):
                 if reads_once:  # an iterator cannot be logged and read
                     args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
@@ -171,7 +171,7 @@ def _copied(value: Any) -> Any:
     if kind is Residency:
         return list(value.keys)
     if kind is GroupKeys:
-        return GroupKeys(*map(_copied, value._replace(text=None)))  # no tokens of prompts are kept
+        return GroupKeys(*map(_copied, value._replace(prompt_tokens=None)))  # no tokens of prompts are kept
     if kind is DeviceCopy:
         return DeviceCopy(_copied(value.sources), value.tokens)
     return value.copy() if kind is np.ndarray else value

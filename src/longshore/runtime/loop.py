@@ -60,7 +60,7 @@ class _WaitingTransfer:
 
 @dataclass(slots=True)
 class _RunningTransfer:
-    """A transfer that its mover has; `tail` are the statuses of the items behind those that were submitted."""
+    """A transfer that its mover has; `tail` are the statuses of the items after those that were submitted."""
 
     transfer: Transfer
     mover: Mover
@@ -199,17 +199,17 @@ class Runtime:
         with self._lock, self._typed_faults():
             return self._cache.progress(lease)
 
-    def worth_loading(self, lease: Lease, context: int, *, least: int = 0, ahead: bool = False) -> int:
+    def worth_loading(self, lease: Lease, context: int, *, least: int = 0, for_prefetch: bool = False) -> int:
         """Number of leading chunks of `lease` to load; computing the rest is faster.
 
         `context`: number of tokens before them, which are on the device. A prefetch of `lease` must be over.
-        `least` and `ahead` are those of `RecomputeGate.worth_loading`.
+        `least` and `for_prefetch` are those of `RecomputeGate.worth_loading`.
         """
         with self._lock, self._typed_faults():
             runs = self._cache.progress(lease).runs
             if self.gate is None:
                 return sum(run.chunks for run in runs)
-            return self.gate.worth_loading(context, runs, self.clock(), least=least, ahead=ahead)
+            return self.gate.worth_loading(context, runs, self.clock(), least=least, for_prefetch=for_prefetch)
 
     def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:
         """Report that the engine computed `tokens` of a prompt, after `context` others, in a step of `seconds`."""
@@ -255,7 +255,7 @@ class Runtime:
 
         def is_done() -> bool:
             self._idle_until = -math.inf  # `flush` may order backups
-            return self.fault is not None or self._cache.flush()
+            return self.fault is not None or self._cache.back_up_all()
 
         with contextlib.suppress(TierClosedError), self._typed_faults():
             return self._wait(is_done, timeout) and self.fault is None

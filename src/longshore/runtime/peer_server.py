@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 
 from longshore.boundary import Key
-from longshore.cache import GroupKeys, Lease, PrefetchPolicy, Presence, Residency, TieredCache, Until
+from longshore.cache import GroupKeys, Lease, PrefetchPolicy, Presence, Protection, Residency, TieredCache
 from longshore.errors import ConfigError, LongshoreError, TierError, log_seldom
 from longshore.runtime.loop import Runtime
 from longshore.tiers.host import HostSlabs
@@ -132,7 +132,7 @@ class TierSource:
                         ready = list(compress(names, is_ready))
                         if not ready:
                             return {}
-                        (part,) = cache.load({0: GroupKeys(seen if all(is_ready) else ready)}, count=False).parts
+                        (part,) = cache.load({0: GroupKeys(seen if all(is_ready) else ready)}, count=False).jobs
                         undo.callback(self._release, part.job)
                         slots = zip(ready, part.slots.of.indices, strict=True)
                         return {names[key]: (at, Identity(namespace, key, self._bytes)) for key, at in slots}
@@ -154,7 +154,7 @@ class TierSource:
 
     def _seen(self, cache: TieredCache, keys: Sequence[Key]) -> Residency:
         path = {0: GroupKeys(keys)}
-        found = cache.lookup(path, self._runtime.clock(), until=Until.NOTHING, independent=True, count=False)
+        found = cache.lookup(path, self._runtime.clock(), protect=Protection.NONE, independent=True, count=False)
         return found.residency[0]
 
     def _length(self, key: Key, presence: Presence) -> int:

@@ -1,10 +1,10 @@
 """Probe remote stores if that may be faster than computing; fetch what is faster to fetch.
 
-    ready prefix ─┬─ what no tier has: worth asking? ─► probe ─► worth loading? ─► fetch into host memory
+    ready prefix ─┬─ what no tier has: worth probing? ─► probe ─► worth loading? ─► fetch into host memory
                   └─ all of the prompt: nothing is asked
 
-`fetch` never waits, for engines that ask again in each step; `bring` waits, for those that have nothing else to do.
-A lookup after either passes `remote_tiers=()`: else it would ask the stores that are not worth asking.
+`fetch` never waits, for engines that ask again in each step; `fetch_and_wait` waits, for those that have nothing else
+to do. A lookup after either passes `remote_tiers=()`: else it would probe the stores that are not worth it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import groupby, takewhile
 from typing import NamedTuple
 
 from longshore.boundary import Key
-from longshore.cache import GroupKeys, Run, TieredCache, Until
+from longshore.cache import GroupKeys, Protection, Run, TieredCache
 from longshore.runtime.loop import Runtime
 
 
@@ -26,13 +26,15 @@ class Fetch(NamedTuple):
     names: Mapping[Key, str] = {}
 
 
-def worth_asking(runtime: Runtime, context: int, chunks: int, *, ahead: bool = False) -> list[str]:
-    """The stores that may be quicker than computing `chunks` behind `context` tokens, if they have them."""
+def worth_probing(runtime: Runtime, context: int, chunks: int, *, for_prefetch: bool = False) -> list[str]:
+    """The stores that may be quicker than computing `chunks` after `context` tokens, if they have them."""
     if runtime.gate is None:
         return list(runtime.remote_tiers)
     now = runtime.clock()
     return [
-        name for name in runtime.remote_tiers if runtime.gate.worth_asking(context, Run(name, chunks), now, ahead=ahead)
+        name
+        for name in runtime.remote_tiers
+        if runtime.gate.worth_probing(context, Run(name, chunks), now, for_prefetch=for_prefetch)
     ]
 
 
@@ -48,26 +50,29 @@ def fetch_timeout(runtime: Runtime, cache: TieredCache, runs: Sequence[Run], now
     return min(max(2 * expected, cache.settings.probe_timeout), cache.settings.load_timeout)
 
 
-def offered(runtime: Runtime, path: GroupKeys, context: int, chunk_tokens: int, timeout: float) -> int:
-    """How many chunks to order by `bring`, which `is_agreed` then: questions and answers as there, nothing is fetched.
+def count_fetchable(runtime: Runtime, path: GroupKeys, context: int, chunk_tokens: int, timeout: float) -> int:
+    """How many chunks `fetch_and_wait`, with `is_agreed`, would order: it probes in the same way, and fetches nothing.
 
-    The gate counts them as ordered now, so it must not be asked again: they would wait behind themselves.
+    The gate counts them as ordered now, so it must not be asked again: it would queue them behind themselves.
     """
     with runtime.transaction() as cache:
-        found = _behind(runtime, cache, path, context, chunk_tokens, probe=True, ahead=False, is_agreed=True)
+        found = _known_after(
+            runtime, cache, path, context, chunk_tokens, probe=True, for_prefetch=False, is_agreed=True
+        )
     runtime.wait_jobs(found.probes, timeout)
     with runtime.transaction() as cache:
-        return _behind(runtime, cache, path, context, chunk_tokens, probe=False, ahead=False).chunks
+        return _known_after(runtime, cache, path, context, chunk_tokens, probe=False, for_prefetch=False).chunks
 
 
-def bring(
+def fetch_and_wait(
     runtime: Runtime, path: GroupKeys, context: int, chunk_tokens: int, timeout: float, *, is_agreed: bool = False
 ) -> Mapping[Key, str]:
-    """Wait until what stores have of `path`, behind what other tiers have, is in host memory.
+    """Fetch what stores have of `path`, after what other tiers have, into host memory, and wait for it.
 
-    As far as the gate says that fetching is quicker than computing. Answers come by the cache's `probe_timeout`; what
-    has not arrived after `timeout` seconds is not waited for. `context` are the tokens before `path.first`. Returns the
-    store of each chunk that was ordered. `is_agreed`: the gate has said that all of `path` is to be fetched.
+    Only chunks that the gate says are quicker to fetch than to compute. Answers come by the cache's `probe_timeout`;
+    what has not arrived after `timeout` seconds is not waited for. `context` are the tokens before `path.start`.
+    Returns the store of each chunk that was ordered. `is_agreed`: the gate has said that all of `path` is to be
+    fetched.
     """
     with runtime.transaction() as cache:
         under_way = fetch(runtime, cache, path, context, chunk_tokens, is_agreed=is_agreed)
@@ -88,21 +93,23 @@ def fetch(
     chunk_tokens: int,
     *,
     probe: bool = True,
-    ahead: bool = False,
+    for_prefetch: bool = False,
     is_agreed: bool = False,
 ) -> Fetch:
-    """What `bring` does, without waiting, inside a `Runtime.transaction`. `ahead` is as for the gate."""
-    found = _behind(runtime, cache, path, context, chunk_tokens, probe=probe, ahead=ahead, is_agreed=is_agreed)
+    """What `fetch_and_wait` does, without waiting, inside `Runtime.transaction`. `for_prefetch` is as for the gate."""
+    found = _known_after(
+        runtime, cache, path, context, chunk_tokens, probe=probe, for_prefetch=for_prefetch, is_agreed=is_agreed
+    )
     if not found.chunks:
         return Fetch(found.probes)
     end = found.begin + found.chunks
-    wanted = path._replace(chunks=path.keys[:end], text=None)
+    wanted = path._replace(chunks=path.keys[:end], prompt_tokens=None)
     jobs = cache.prefetch({0: wanted}, runtime.clock(), timeout=found.timeout)
     return Fetch(found.probes, jobs, dict(zip(path.keys[found.begin : end], found.stores, strict=False)))
 
 
-class _Behind(NamedTuple):
-    """What stores have of a path behind its ready chunks, up to `begin`: the first `chunks` are worth fetching."""
+class _Fetchable(NamedTuple):
+    """What stores have of a path after its ready chunks, from `begin` on: the first `chunks` are worth fetching."""
 
     probes: tuple[int, ...]
     begin: int
@@ -111,7 +118,7 @@ class _Behind(NamedTuple):
     timeout: float | None = None
 
 
-def _behind(
+def _known_after(
     runtime: Runtime,
     cache: TieredCache,
     path: GroupKeys,
@@ -119,20 +126,20 @@ def _behind(
     chunk_tokens: int,
     *,
     probe: bool,
-    ahead: bool,
+    for_prefetch: bool,
     is_agreed: bool = False,
-) -> _Behind:
+) -> _Fetchable:
     now = runtime.clock()
-    ready = cache.lookup({0: path}, now, until=Until.NOTHING, count=False).chunks
-    begin, context = path.first + ready, context + ready * chunk_tokens
+    ready = cache.lookup({0: path}, now, protect=Protection.NONE, count=False).chunks
+    begin, context = path.start + ready, context + ready * chunk_tokens
     rest = path.keys[begin:]
     if not rest:
-        return _Behind((), begin)
-    asked = worth_asking(runtime, context, len(rest), ahead=ahead) if probe else ()
-    known = cache.lookup({0: GroupKeys(rest)}, now, until=Until.NOTHING, independent=True, remote_tiers=asked)
+        return _Fetchable((), begin)
+    asked = worth_probing(runtime, context, len(rest), for_prefetch=for_prefetch) if probe else ()
+    known = cache.lookup({0: GroupKeys(rest)}, now, protect=Protection.NONE, independent=True, remote_tiers=asked)
     stores = list(takewhile(bool, known.remote_sources.get(0, ())))
     runs = [Run(name, len(list(same))) for name, same in groupby(stores)]
     count, longest = sum(run.chunks for run in runs), fetch_timeout(runtime, cache, runs, now)
     if count and runtime.gate is not None and not is_agreed:
-        count = runtime.gate.worth_loading(context, runs, now, ahead=ahead)
-    return _Behind(known.probes, begin, stores, count, longest)
+        count = runtime.gate.worth_loading(context, runs, now, for_prefetch=for_prefetch)
+    return _Fetchable(known.probes, begin, stores, count, longest)

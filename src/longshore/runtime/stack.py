@@ -160,11 +160,11 @@ class Stack:
         size = self._part
         if len(tiers) - tiers.count(FILE if self.host is None else HOST) <= size:
             return self._load(found.lease, blocks, skip, on_job, origins, self.config.load_timeout)
-        origins = {**dict(zip(path.keys[path.first :], tiers, strict=False)), **(origins or {})}
+        origins = {**dict(zip(path.keys[path.start :], tiers, strict=False)), **(origins or {})}
         done, wanted, sources = 0, min(len(tiers), found.chunks), list[str]()
         while done < wanted and (left := deadline - runtime.clock()) > 0:
             end, now = min(wanted, done + size), runtime.clock()
-            part = GroupKeys(path.keys[: path.first + end], path.first + done)
+            part = GroupKeys(path.keys[: path.start + end], path.start + done)
             with runtime.transaction() as cache:
                 here = cache.lookup({0: part}, now, request=request, tick=found.tick, count=False, remote_tiers=())
                 if here.lease is None:
@@ -189,7 +189,7 @@ class Stack:
         blocks: Sequence[int],
         on_job: JobCallback,
         *,
-        evicting: bool = False,
+        last_chance: bool = False,
         tick: int | None = None,
         timeout: float = 0.0,
     ) -> int:
@@ -201,17 +201,17 @@ class Stack:
         for a part is waited for. `on_job` is told which of the `blocks` each job reads.
         """
         runtime, per_chunk, names = self.runtime, self.config.blocks_per_chunk, path.keys
-        deadline, first, most = runtime.clock() + timeout, path.first, self._part if timeout else len(names)
+        deadline, first, most = runtime.clock() + timeout, path.start, self._part if timeout else len(names)
         while True:
             end, left = min(len(names), first + most), deadline - runtime.clock()
-            part, skipped = path._replace(chunks=names[:end], first=first), (first - path.first) * per_chunk
-            mine = blocks[skipped : (end - path.first) * per_chunk]
+            part, skipped = path._replace(chunks=names[:end], start=first), (first - path.start) * per_chunk
+            mine = blocks[skipped : (end - path.start) * per_chunk]
             with runtime.transaction() as cache:
-                order = cache.store({0: part}, {0: mine}, evicting=evicting, patient=left > 0, tick=tick)[0]
+                order = cache.store({0: part}, {0: mine}, last_chance=last_chance, wait_for_room=left > 0, tick=tick)[0]
                 if order.job is not None:
                     at = [position - first for position in order.positions]
                     on_job(order.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])
-            if order.again:
+            if order.retry:
                 runtime.wait_idle(left, except_to=runtime.remote_tiers)  # a store that hangs makes no room
             elif order.kept < end or end == len(names):
                 return order.kept
@@ -231,7 +231,7 @@ class Stack:
         if timeout <= 0:
             return []
         with self.runtime.transaction() as cache:
-            for job in cache.load(lease, {0: blocks}, skip=skip, timeout=timeout, origins=origins).parts:
+            for job in cache.load(lease, {0: blocks}, skip=skip, timeout=timeout, origins=origins).jobs:
                 end = at + job.chunks * per_chunk
                 on_job(job.job, blocks[max(0, at) : end])
                 at = end

@@ -340,10 +340,10 @@ class StagingMover:
             slots = list(range(min(most, len(transfer.items) - first)))
             self._engine.check(self._inner(_StagedPiece(job, -1, first, slots), len(slots), route))
 
-    def _operations(self, transfer: Transfer, op: Op, places: Sequence[tuple[int, int]]) -> list[TierOp]:
+    def _operations(self, transfer: Transfer, op: Op, slots: Sequence[tuple[int, int]]) -> list[TierOp]:
         """Operations of the tier for items, by position and slot of the staging area."""
         batch = []
-        for position, slot in places:
+        for position, slot in slots:
             item = transfer.items[position]
             ours, other = (item.destination, item.source) if op is Op.WRITE else (item.source, item.destination)
             if ours is None or other is not None:

@@ -131,7 +131,7 @@ class SimulatedStream(Stream):
         label = f"copy {self._copies} {self._queue.name}"
         self._copies += 1
         self._world.touch(f"descriptors of {label}", writes=[buffer])
-        destination, source, size = planner.describe(batch).directed(batch.into)
+        destination, source, size = planner.build(batch).directed(batch.into)
         mark = self._world.give(
             self._queue,
             label,

@@ -335,9 +335,9 @@ class WatchedHazards(Hazards):
         self._told: dict[QueuePosition, Clock] = {}
         self._ends: dict[tuple[int, int], Clock] = {}
 
-    def admit(self, queue: int, accesses: Sequence[Access]) -> QueuePosition:
-        """As `Hazards.admit`; the actor that runs the job learns what the submitting actor knows."""
-        self.newest = self._inner.admit(queue, accesses)
+    def add(self, queue: int, accesses: Sequence[Access]) -> QueuePosition:
+        """As `Hazards.add`; the actor that runs the job learns what the submitting actor knows."""
+        self.newest = self._inner.add(queue, accesses)
         self._told[self.newest] = dict(self._world.clock)
         self.waits += not self._inner.is_clear(self.newest)
         return self.newest

@@ -30,7 +30,7 @@ from longshore.tiers.base import BY_KEY, KeyedTier, Op, Tier, TierOp
 
 
 class HostSlabs:
-    """`slabs` of images in `arena`, one behind the other from its start.
+    """`slabs` of images in `arena`, one after the other from its start.
 
     Attributes:
         slabs: Numbering and sizes of its slots, and their offsets in the arena.

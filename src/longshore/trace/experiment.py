@@ -36,7 +36,7 @@ from xxhash import xxh3_64_digest
 
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, GroupKeys, Lease, ReuseHint, TieredCache, TierSpec
-from longshore.cache.columns import LISTS, LinkedLists, check_in, check_new, known, unknown
+from longshore.cache.columns import LISTS, LinkedLists, check_in, check_new, in_policy_already, not_in_policy
 from longshore.cache.eviction import DEFAULT_POLICY, LRU, POLICIES, EvictionPolicy
 from longshore.cache.eviction.base import NodeKeys
 from longshore.cache.eviction.hit_rates import ReuseHints
@@ -96,7 +96,7 @@ class LRU2(OneByOne):
         """`nodes` became resident, the last was used last."""
         for i, node in enumerate(nodes):
             if node < LISTS or node in self._rank or node in nodes[:i]:
-                raise known(node)
+                raise in_policy_already(node)
         for node in nodes:
             self._use(node)
 
@@ -167,7 +167,7 @@ class LRU2(OneByOne):
 
     def _known(self, node: int) -> None:
         if node not in self._rank:
-            raise unknown(node)
+            raise not_in_policy(node)
 
 
 class S3FIFO(OneByOne):
@@ -308,7 +308,7 @@ class S3FIFO(OneByOne):
 
     def _known(self, node: int) -> None:
         if node not in self:
-            raise unknown(node)
+            raise not_in_policy(node)
 
 
 REFERENCES: dict[str, type[EvictionPolicy]] = {"fifo": FIFO, "lru-2": LRU2, "s3-fifo": S3FIFO}
@@ -519,9 +519,9 @@ class CacheReplay:
         waits = bool(self._part)
         while first < len(keys):
             blocks = {0: range(first, len(keys))}
-            order = self.cache.store({0: GroupKeys(keys, first)}, blocks, tick=tick, patient=waits)[0]
+            order = self.cache.store({0: GroupKeys(keys, first)}, blocks, tick=tick, wait_for_room=waits)[0]
             ordered = self._move()
-            if not waits or not (order.positions or (order.again and ordered)):
+            if not waits or not (order.positions or (order.retry and ordered)):
                 break
             first = order.positions[-1] + 1 if order.positions else first
 

@@ -47,11 +47,11 @@ from longshore.cache import (
     GroupKeys,
     Lease,
     Presence,
+    Protection,
     RecomputeGate,
     Run,
     TieredCache,
     TierSpec,
-    Until,
 )
 from longshore.cache.eviction import EvictionPolicy
 from longshore.config import format_bytes
@@ -399,7 +399,7 @@ class Replica:
         if self.remote is None:
             return 0
         rest = {0: GroupKeys(visit.keys[visit.matched : visit.usable])}
-        where = self.cache.lookup(rest, self._now, until=Until.NOTHING, independent=True).residency[0].presences
+        where = self.cache.lookup(rest, self._now, protect=Protection.NONE, independent=True).residency[0].presences
         return found.remote + sum(1 for _ in takewhile(lambda each: each is not Presence.ABSENT, where))
 
     def _load(self, visit: _Visit, coming: int) -> None:

@@ -32,12 +32,12 @@ class CopyPlan(NamedTuple):
     """The pages that one transfer moves.
 
     Attributes:
-        whole: All pages, as one batch. Bytes arrive item by item, in order.
+        batch: All pages, as one batch. Bytes arrive item by item, in order.
         images: int64, shape `(items,)`: byte offset of each item's image in host memory.
         sections: Group and number of items of each section, in order.
     """
 
-    whole: CopyBatch
+    batch: CopyBatch
     images: I64
     sections: tuple[tuple[int, int], ...]
 
@@ -45,22 +45,22 @@ class CopyPlan(NamedTuple):
     def item_bytes(self) -> I64:
         """int64, shape `(items,)`: bytes that move of each item."""
         item_bytes = np.zeros(len(self.images), dtype=np.int64)
-        for part in self.whole.parts:
+        for part in self.batch.parts:
             item_bytes[part.item : part.item + len(part.images)] += part.chunk_bytes
         return item_bytes
 
     def blocks(self) -> dict[int, I64]:
         """The device blocks that move, by pool; of copies inside the device, those that are written."""
-        return self._by_pool((part.group, part.blocks) for part in self.whole.parts)
+        return self._by_pool((part.group, part.blocks) for part in self.batch.parts)
 
     def sources(self) -> dict[int, I64]:
         """For copies inside the device, the source blocks, by pool."""
-        return self._by_pool((part.group, part.sources) for part in self.whole.parts if part.sources is not None)
+        return self._by_pool((part.group, part.sources) for part in self.batch.parts if part.sources is not None)
 
     def _by_pool(self, blocks: Iterable[tuple[int, I64]]) -> dict[int, I64]:
         pools: dict[int, list[I64]] = {}
         for group, some in blocks:
-            pools.setdefault(self.whole.layout.pools[group], []).append(some.ravel())
+            pools.setdefault(self.batch.layout.pools[group], []).append(some.ravel())
         return {pool: np.concatenate(found) for pool, found in pools.items()}
 
 
@@ -107,9 +107,9 @@ def plan_copy(
         _check_images(offsets, taken, layout.image_bytes_of(section.group), host_bytes, room)
         per_chunk = layout.groups[section.group].blocks_per_chunk
         parts += _parts(layout, section, widths, per_chunk, offsets[taken], taken.start)
-    whole = CopyBatch(layout, layout.generation, into, host_address, tuple(parts))
+    batch = CopyBatch(layout, layout.generation, into, host_address, tuple(parts))
     groups = [section.group for section in sections]
-    plan = CopyPlan(whole, offsets, tuple(zip(groups, items, strict=True)))
+    plan = CopyPlan(batch, offsets, tuple(zip(groups, items, strict=True)))
     if into == DEVICE:
         _check_blocks_differ(plan)
     else:
@@ -221,7 +221,7 @@ def block_ids(section: Section, num_blocks: int) -> I64:
 
 
 def _integers(values: Sequence[int] | I64, what: str) -> I64:
-    """`values` as int64, shape `(len(values),)`; `PlanError` for what is no integer of 64 bits."""
+    """`values` as int64, shape `(len(values),)`; `PlanError` for what is not an integer of 64 bits."""
     if isinstance(values, np.ndarray):
         if values.dtype.kind not in "iu" or values.ndim != 1:
             raise PlanError(f"expected {what} as a vector of integers, got {values.dtype} of shape {values.shape}")
@@ -261,17 +261,17 @@ def _check_images(offsets: I64, items: slice, image_bytes: int, host_bytes: int,
 def _check_blocks_differ(plan: CopyPlan) -> None:
     """That no device block is written twice."""
     for pool, blocks in plan.blocks().items():
-        twice = repeated(blocks, plan.whole.layout.num_blocks)
+        twice = repeated(blocks, plan.batch.layout.num_blocks)
         if twice is not None:
             raise PlanError(f"block {twice} of device pool {pool} would be written twice")
 
 
 def repeated(values: I64, limit: int) -> int | None:
     """One of `values`, within `[0, limit)`, that occurs more than once."""
-    if limit <= 64 * len(values):  # a mark for each place is ten times as fast as sorting, unless most stay empty
-        marks = np.zeros(limit, dtype=np.bool_)
-        marks[values] = True
-        if np.count_nonzero(marks) == len(values):
+    if limit <= 64 * len(values):  # flags are ten times as fast as sorting, unless most values are absent
+        found = np.zeros(limit, dtype=np.bool_)
+        found[values] = True
+        if np.count_nonzero(found) == len(values):
             return None
     ordered = np.sort(values)
     same = ordered[1:] == ordered[:-1]
@@ -309,9 +309,9 @@ def plan_copy_inside(
         own = enumerate(items[taken], taken.start)
         sources = np.array([_source(layout, section.group, item, index) for index, item in own])
         parts += _parts(layout, section._replace(first_block=0), widths, 1, images[taken], taken.start, sources)
-    whole = CopyBatch(layout, layout.generation, DEVICE, 0, tuple(parts))
+    batch = CopyBatch(layout, layout.generation, DEVICE, 0, tuple(parts))
     groups = [section.group for section in sections]
-    plan = CopyPlan(whole, images, tuple(zip(groups, counts, strict=True)))
+    plan = CopyPlan(batch, images, tuple(zip(groups, counts, strict=True)))
     _check_blocks_differ(plan)
     read = plan.sources()
     for pool, blocks in plan.blocks().items():
@@ -363,18 +363,18 @@ def chunk_rectangles(count: int, skip: int, per_chunk: int) -> list[Rectangle]:
     return rectangles
 
 
-def split_off_last(rectangles: Sequence[Rectangle], chunk: int, place: int) -> list[Rectangle]:
+def split_off_last(rectangles: Sequence[Rectangle], chunk: int, position: int) -> list[Rectangle]:
     """`rectangles` with the last position of the last chunk split off."""
     apart: list[Rectangle] = []
     for box in rectangles:
-        if (box.stop - 1, box.high - 1) != (chunk, place):
+        if (box.stop - 1, box.high - 1) != (chunk, position):
             apart.append(box)
             continue
         if box.stop - box.first > 1:
             apart.append(box._replace(stop=chunk))
         if box.high - box.low > 1:
-            apart.append(Rectangle(chunk, chunk + 1, box.low, place))
-        apart.append(Rectangle(chunk, chunk + 1, place, place + 1))
+            apart.append(Rectangle(chunk, chunk + 1, box.low, position))
+        apart.append(Rectangle(chunk, chunk + 1, position, position + 1))
     return apart
 
 
@@ -399,7 +399,7 @@ class HostSlots(Protocol):
 
     @property
     def slabs(self) -> Slabs:
-        """Numbering and image sizes of the slots, one behind the other from the start of the arena."""
+        """Numbering and image sizes of the slots, one after the other from the start of the arena."""
 
 
 class HostImages(NamedTuple):
@@ -416,7 +416,7 @@ class HostImages(NamedTuple):
     overlap_units: I64
 
 
-def kept(host: HostSlots) -> object:
+def memory_of(host: HostSlots) -> object:
     """An object that keeps the memory of `host` mapped while it is referenced, even if the arena is closed.
 
     Raises `TierClosedError` if the arena is closed already.
@@ -430,9 +430,9 @@ def images_of(transfer: Transfer, host: HostSlots) -> HostImages:
     items = transfer.items
     offsets, room = np.empty(len(items), np.int64), np.empty(len(items), np.int64)
     overlap_units = [np.empty(0, np.int64)]
-    for pool, (places, indices) in pools.items():
-        offsets[places] = host.slabs.offsets(pool, indices)
-        room[places] = host.slabs.image_bytes[pool]
+    for pool, (positions, indices) in pools.items():
+        offsets[positions] = host.slabs.offsets(pool, indices)
+        room[positions] = host.slabs.image_bytes[pool]
         overlap_units.append(host.slabs.overlap_units(pool, indices))
     together = np.concatenate(overlap_units)
     twice = repeated(together, host.slabs.indices) if len(pools) > 1 else None
@@ -466,13 +466,13 @@ def _slots_by_pool(transfer: Transfer) -> dict[int, tuple[slice | list[int], Seq
 
 def zero_padding(plan: CopyPlan, zero: Callable[[int, int], None]) -> None:
     """Call `zero` (address, bytes) for the padding of the images that are written, which may have old bytes."""
-    layout = plan.whole.layout
+    layout = plan.batch.layout
     begin = 0
     for index, items in plan.sections:
         group = layout.groups[index]
         padding = group.part_bytes - group.used_bytes
         if padding:
-            first = plan.whole.host_address + layout.rank * group.part_bytes + group.used_bytes
+            first = plan.batch.host_address + layout.rank * group.part_bytes + group.used_bytes
             for image in plan.images[begin : begin + items].tolist():
                 zero(first + image, padding)
         begin += items

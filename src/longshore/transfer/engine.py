@@ -3,9 +3,9 @@
 submit()   validate, record dependencies, queue                        caller's thread
 ─────────────────────────────────────────────────────────────────────────────────────
 wait for the jobs that touch the same slots                            direction's thread (ordering.py)
-copy       batch by batch, on the device after the compute that was
-           marked; between two, cancel, deadline and more urgent jobs
-           are heard
+copy       batch by batch, on the device after the recorded events
+           of compute; between two batches come cancellation, the
+           deadline, and batches of more urgent jobs
 finish     block until the last byte is in place
 result     only now: the job has ended, others may touch its slots
 """
@@ -20,7 +20,7 @@ from typing import NamedTuple, cast
 from longshore.boundary import DEVICE, HOST, Route, Status, Transfer, TransferResult, Urgency
 from longshore.errors import LayoutError, PlanError, QueueFullError, TierClosedError
 from longshore.layout.model import KVLayout
-from longshore.transfer.copy_plan import CopyPlan, HostSlots, images_of, kept, plan_copy, plan_copy_inside
+from longshore.transfer.copy_plan import CopyPlan, HostSlots, images_of, memory_of, plan_copy, plan_copy_inside
 from longshore.transfer.device.base import Device, DeviceEvent
 from longshore.transfer.ordering import (
     FAILED,
@@ -71,8 +71,8 @@ class TransferEngine:
     has ended, even if the engine, the layout or the arena is dropped, freed or closed.
 
     Order among copies: copies of one direction and class begin and end in the order of submission. A more urgent class
-    overtakes, unless it touches slots of earlier jobs. Onboards and copies inside the device share the direction into
-    the device.
+    overtakes, unless it touches slots of earlier jobs. Loads and copies inside the device share the direction into the
+    device.
 
     Order against compute: copies submitted between `begin_step` and `end_step` wait for work submitted to compute
     before `begin_step`; copies submitted at any other time wait for work submitted before `submit`. `end_step` makes
@@ -118,10 +118,12 @@ class TransferEngine:
         self._lock = self._driver.lock
         self._compute: object = None
         self._step: tuple[DeviceEvent, ...] = ()
-        self._layered = LayerWiseJobs()
+        self._layer_wise_jobs = LayerWiseJobs()
         self._refused = 0
-        places = {TierPool(DEVICE, pool): layout.num_blocks for pool in layout.pools}
-        hazards = Hazards({**places, TierPool(HOST, 0): host.slabs.indices}, queues=len(_DIRECTIONS) * len(Urgency))
+        device_pools = {TierPool(DEVICE, pool): layout.num_blocks for pool in layout.pools}
+        hazards = Hazards(
+            {**device_pools, TierPool(HOST, 0): host.slabs.indices}, queues=len(_DIRECTIONS) * len(Urgency)
+        )
         self._state = EngineState(self._driver, self._driver.watch(hazards), clock, max_batch_bytes)
         self._lanes = {into: Lane(f"into {into}", device.stream(layout, into), self._state) for into in _DIRECTIONS}
         for lane in self._lanes.values():
@@ -156,7 +158,7 @@ class TransferEngine:
         with self._lock:
             self._compute = compute
             self._step = ()
-            self._layered.age()
+            self._layer_wise_jobs.age()
             waited = [job for number, job in self._state.jobs.items() if jobs is None or number in jobs]
             self._driver.wait_for(lambda: all(job.fully_submitted for job in waited))
         for job in waited:
@@ -175,7 +177,7 @@ class TransferEngine:
         if not isinstance(transfer.deadline, int | float):
             raise PlanError(f"expected a deadline in clock seconds, got {transfer.deadline!r}")
         plan, accesses = self._plan(transfer)
-        memory_refs = (self._layout.tensors, kept(self._host))
+        keep_alive = (self._layout.tensors, memory_of(self._host))
         direction = _DIRECTIONS[transfer.route.destination]
         lane = self._lanes[transfer.route.destination]
         with self._lock:
@@ -188,10 +190,10 @@ class TransferEngine:
                     f"{self._max_queued} {transfer.urgency.name} jobs are already queued to go {lane.name}"
                 )
             wait_events = self._step or (self._device.record_event(self._compute),)
-            position = self._state.hazards.admit(direction * len(Urgency) + transfer.urgency, accesses)
-            job = CopyJob(transfer, plan, wait_events, position, self._state.clock(), memory_refs)
+            position = self._state.hazards.add(direction * len(Urgency) + transfer.urgency, accesses)
+            job = CopyJob(transfer, plan, wait_events, position, self._state.clock(), keep_alive)
             self._state.jobs[transfer.job] = job
-            self._layered.add(job)
+            self._layer_wise_jobs.add(job)
             lane.put(job)
 
     def check(self, transfer: Transfer) -> None:
@@ -227,7 +229,7 @@ class TransferEngine:
             PlanError: The job is not layer-wise, or does not copy that layer.
         """
         with self._lock:
-            found = self._layered.get(job)
+            found = self._layer_wise_jobs.get(job)
             if found is None:
                 raise PlanError(
                     f"job {job} is not copied layer by layer, or ended before the last two calls of end_step"

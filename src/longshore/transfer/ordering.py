@@ -1,15 +1,15 @@
 """The order of copies: against compute, against each other, and the order in which jobs end. One lane per direction.
 
-    compute, then copy      a copy waits for the events of compute in `CopyJob.wait_events`, marked by `begin_step` or
-                            `submit` of the engine on the compute stream
+    compute, then copy      a copy waits for the events of compute in `CopyJob.wait_events`, which `begin_step` or
+                            `submit` of the engine has recorded on the compute stream
     copy, then compute      `end_step` and `wait_layer` of the engine make compute wait for the copies of a job
     copy, then copy         `Hazards`: a slot is written after its readers and its writer have ended, and read after
                             its writer
 
 A lane chooses the next copy, submits it to the device, and ends jobs in order:
 
-    queues     demand    ■ ■            the most urgent class goes first whose job's turn has come: so an
-               prefetch                 urgent job overtakes others, between two batches of a large one
+    queues     demand    ■ ■            the first job of the most urgent class that may begin: so an urgent
+               prefetch                 job overtakes others, between two batches of a large one
                write     ■▨ ■ ■ ■
                            │ batch by batch
     in flight              ▼
@@ -55,9 +55,9 @@ class TierPool(NamedTuple):
 
 
 class Access(NamedTuple):
-    """The slots of one place that a job touches. `slots`: int64, shape `(slots,)`."""
+    """The slots of one pool that a job reads or writes. `slots`: int64, shape `(slots,)`."""
 
-    place: TierPool
+    pool: TierPool
     slots: npt.NDArray[np.int64]
     writes: bool
 
@@ -79,9 +79,9 @@ class QueuePosition(NamedTuple):
 class Hazards:
     """The last reader and writer of every slot, per queue. Not thread-safe: the engine's lock guards it.
 
-    A slot is (tier, pool, index): slot 5 of the host is not block 5 of the device. A lane has a
-    queue per class, and ends the jobs of a queue in order. Per slot and queue, the number of the last reader therefore
-    covers all readers of that queue, and that of the last writer all writers:
+    A slot is (tier, pool, index): slot 5 of the host is not block 5 of the device. A lane has a queue per class, and
+    ends the jobs of a queue in order. Per slot and queue, the number of the last reader therefore covers all readers of
+    that queue, and that of the last writer all writers:
 
                            slot 0   slot 1   slot 2  ...
         writers   queue 0     4        0        4          slot 0 was last written in queue 0 by its job 4
@@ -92,26 +92,26 @@ class Hazards:
     """
 
     def __init__(self, sizes: Mapping[TierPool, int], queues: int) -> None:
-        """`sizes`: slots in each place."""
-        self._given = [0] * queues
+        """`sizes`: slots of each pool."""
+        self._last_number = [0] * queues
         self._ended = [0] * queues
-        self._readers = {place: np.zeros((queues, size), dtype=np.int64) for place, size in sizes.items()}
-        self._writers = {place: np.zeros((queues, size), dtype=np.int64) for place, size in sizes.items()}
+        self._readers = {pool: np.zeros((queues, size), dtype=np.int64) for pool, size in sizes.items()}
+        self._writers = {pool: np.zeros((queues, size), dtype=np.int64) for pool, size in sizes.items()}
 
-    def admit(self, queue: int, accesses: Sequence[Access]) -> QueuePosition:
-        """Record the slots of the next job of `queue`; returns its position, which names the jobs to wait for."""
-        needs = np.zeros(len(self._given), dtype=np.int64)
-        for place, slots, writes in accesses:
+    def add(self, queue: int, accesses: Sequence[Access]) -> QueuePosition:
+        """Record the slots of the next job of `queue`; returns its position, with the jobs to wait for."""
+        needs = np.zeros(len(self._last_number), dtype=np.int64)
+        for pool, slots, writes in accesses:
             if not len(slots):
                 continue
-            np.maximum(needs, self._writers[place][:, slots].max(axis=1), out=needs)
+            np.maximum(needs, self._writers[pool][:, slots].max(axis=1), out=needs)
             if writes:
-                np.maximum(needs, self._readers[place][:, slots].max(axis=1), out=needs)
-        self._given[queue] += 1
-        for place, slots, writes in accesses:
+                np.maximum(needs, self._readers[pool][:, slots].max(axis=1), out=needs)
+        self._last_number[queue] += 1
+        for pool, slots, writes in accesses:
             newest = self._writers if writes else self._readers
-            newest[place][queue, slots] = self._given[queue]
-        return QueuePosition(queue, self._given[queue], tuple(needs.tolist()))
+            newest[pool][queue, slots] = self._last_number[queue]
+        return QueuePosition(queue, self._last_number[queue], tuple(needs.tolist()))
 
     def is_clear(self, position: QueuePosition) -> bool:
         """Whether all jobs that the job at `position` depends on have ended."""
@@ -233,11 +233,11 @@ class CopyJob:
     """A transfer in flight.
 
     Attributes:
-        wait_events: Points of compute that its copies wait for; empty once the first of them has been submitted.
-        memory_refs: References to the memory on both sides, kept until the job has ended.
+        wait_events: Events of compute that its copies wait for; empty once the first of them has been submitted.
+        keep_alive: References to the memory on both sides, kept until the job has ended.
         steps: The steps after `next_step`.
         next_step: The next step to submit to the device; `None` before the job begins, and after its last step.
-        done_event: The point after which other work may use the device memory of the steps submitted so far.
+        done_event: The event after which other work may use the device memory of the steps submitted so far.
         layers: That event for each completely submitted layer; `None` for an empty layer.
         fully_submitted: Whether the last step has been submitted to the device.
         done_bytes: Bytes that are in place on both sides, in order.
@@ -250,7 +250,7 @@ class CopyJob:
     wait_events: tuple[DeviceEvent, ...]
     position: QueuePosition
     submitted: float
-    memory_refs: object = None
+    keep_alive: object = None
     begun: float | None = None
     steps: Iterator[CopyStep] = field(default_factory=lambda: iter(()))
     next_step: CopyStep | None = None
@@ -277,7 +277,7 @@ class CopyJob:
         """The result, once no copy of the job is in flight."""
         statuses, arrived = _statuses(self)
         begun = self.submitted if self.begun is None else self.begun
-        layout = self.plan.whole.layout
+        layout = self.plan.batch.layout
         self.result = TransferResult(
             job=self.transfer.job,
             statuses=statuses,
@@ -286,17 +286,17 @@ class CopyJob:
             queued_seconds=begun - self.submitted,
             rank=layout.rank,
         )
-        self.memory_refs = None
+        self.keep_alive = None
         return self.result
 
 
 def _steps(job: CopyJob, max_bytes: int) -> Iterator[CopyStep]:
-    whole = job.plan.whole
+    batch = job.plan.batch
     if not job.transfer.by_layer:
-        yield from map(CopyStep, whole.cut(max_bytes))
+        yield from map(CopyStep, batch.cut(max_bytes))
         return
-    for layer in range(whole.layout.num_layers):
-        *rest, last = tuple(whole.of_layer(layer).cut(max_bytes)) or (None,)
+    for layer in range(batch.layout.num_layers):
+        *rest, last = tuple(batch.of_layer(layer).cut(max_bytes)) or (None,)
         yield from map(CopyStep, rest)
         yield CopyStep(last, (layer,))
 
@@ -345,7 +345,7 @@ class EngineState:
         """The status with which the remaining steps of `job` must be stopped, if any."""
         if job.early_status is not None:
             return job.early_status
-        if self.closing or job.plan.whole.generation != job.plan.whole.layout.generation:
+        if self.closing or job.plan.batch.generation != job.plan.batch.layout.generation:
             return Status.TIER_OFF
         if job.cancelled:
             return Status.CANCELLED
@@ -365,21 +365,21 @@ class EngineState:
 class LayerWiseJobs:
     """Layer-wise jobs, in flight or ended recently, for `wait_layer`."""
 
-    MOST = 1024
+    MAX_ENDED = 1024
     """Largest number of ended jobs kept if `end_step` is not called."""
 
     def __init__(self) -> None:
         self._jobs: dict[int, CopyJob] = {}
-        self._old: set[int] = set()
+        self._ended_before: set[int] = set()
 
     def add(self, job: CopyJob) -> None:
         """Add a submitted `job`, in place of an earlier one with its number."""
         number = job.transfer.job
         self._jobs.pop(number, None)
-        self._old.discard(number)
+        self._ended_before.discard(number)
         if job.transfer.by_layer:
             self._jobs[number] = job
-            if len(self._jobs) > self.MOST:
+            if len(self._jobs) > self.MAX_ENDED:
                 self._forget(self._ended()[:1])
 
     def get(self, number: int) -> CopyJob | None:
@@ -388,8 +388,8 @@ class LayerWiseJobs:
 
     def age(self) -> None:
         """At the end of a step: forget the jobs that had ended at the end of the step before."""
-        self._forget(self._old)
-        self._old = set(self._ended())
+        self._forget(self._ended_before)
+        self._ended_before = set(self._ended())
 
     def _ended(self) -> list[int]:
         return [number for number, job in self._jobs.items() if job.result is not None]
@@ -453,24 +453,24 @@ class Lane:
         while True:
             yield WaitCondition(self._has_work)
             with self._lock:
-                job = self._next()
+                job = self._next_job()
                 stopped = None if job is None else self._state.stop_reason(job)
             if job is not None:
-                self._take_step(job, stopped)
+                self._submit_step(job, stopped)
             elif self._in_flight:
-                sent = self._in_flight[0]
-                if sent.copy is not None:
-                    yield WaitCondition(sent.copy.query, is_device=True)
-                self._retire(sent)
+                oldest = self._in_flight[0]
+                if oldest.copy is not None:
+                    yield WaitCondition(oldest.copy.query, is_device=True)
+                self._retire(oldest)
             else:
                 return
 
     def _has_work(self) -> bool:
-        return bool(self._in_flight) or self._next() is not None or self._state.closing
+        return bool(self._in_flight) or self._next_job() is not None or self._state.closing
 
-    def _next(self) -> CopyJob | None:
+    def _next_job(self) -> CopyJob | None:
         """The job whose step is to be taken next; `None` when none can go on."""
-        in_flight = sum(sent.nbytes for sent in self._in_flight)
+        in_flight = sum(step.nbytes for step in self._in_flight)
         if len(self._in_flight) >= self._stream.depth or in_flight > self._state.max_batch_bytes:
             return None
         heads = (queue[0] for queue in self._queues.values() if queue)
@@ -479,13 +479,13 @@ class Lane:
     def _can_go_on(self, job: CopyJob) -> bool:
         return self._state.may_begin(job) or self._state.stop_reason(job) is not None
 
-    def _take_step(self, job: CopyJob, stopped: Status | None) -> None:
-        """Give the next step of `job` to the device, unless it is `stopped`: then it ends here."""
+    def _submit_step(self, job: CopyJob, stopped: Status | None) -> None:
+        """Submit the next step of `job` to the device, unless it is `stopped`: then it ends here."""
         step: CopyStep | None = None
         copy: Copy | None = None
         if stopped is None:
             try:
-                step, copy = self._send(job)
+                step, copy = self._submit(job)
             except Exception as error:  # noqa: BLE001 - whatever the device raises ends this job, never the lane
                 stopped = self._failed(job, error)
         with self._lock:
@@ -501,7 +501,7 @@ class Lane:
             if job.fully_submitted or (step is not None and step.completes):
                 self._driver.notify()  # callers wait for nothing else, and would take the interpreter's lock
 
-    def _send(self, job: CopyJob) -> tuple[CopyStep | None, Copy | None]:
+    def _submit(self, job: CopyJob) -> tuple[CopyStep | None, Copy | None]:
         if not self._bound:
             self._stream.bind()
             self._bound = True
@@ -542,7 +542,7 @@ class Lane:
         self._drain()
         with self._lock:
             self._state.closing = True
-            jobs = [sent.job for sent in self._in_flight if sent.is_last]
+            jobs = [step.job for step in self._in_flight if step.is_last]
             jobs += [job for queue in self._queues.values() for job in queue]
             for job in jobs:
                 job.early_status, job.fully_submitted = Status.INTERNAL_ERROR, True
@@ -550,20 +550,20 @@ class Lane:
             self._queues = {urgency: deque() for urgency in self._queues}
             self._driver.notify()
 
-    def _retire(self, sent: _SubmittedStep) -> None:
+    def _retire(self, step: _SubmittedStep) -> None:
         """Finish the oldest step in flight; end its job if it was the last."""
-        job, failed, seconds = sent.job, None, 0.0
+        job, failed, seconds = step.job, None, 0.0
         try:
-            if sent.copy is not None:
-                seconds = sent.copy.finish()
+            if step.copy is not None:
+                seconds = step.copy.finish()
         except Exception as error:  # noqa: BLE001 - as above; what was copied may not have arrived
             failed = self._failed(job, error)
         with self._lock:
             self._in_flight.popleft()
             job.seconds += seconds
-            job.done_bytes += sent.nbytes
+            job.done_bytes += step.nbytes
             job.early_status = failed or job.early_status
-            if sent.is_last:
+            if step.is_last:
                 self._state.end(job)
-            if sent.is_last or failed is not None:
+            if step.is_last or failed is not None:
                 self._driver.notify()

@@ -31,9 +31,9 @@ class CopyPart(NamedTuple):
         group: Index of the group.
         first_ref: First reference that moves; there are as many as `widths`.
         widths: uint64, shape `(references,)`: bytes that move of each page, from its start.
-        blocks: int64, shape `(chunks, subs)`: device blocks.
+        blocks: int64, shape `(chunks, subs)`: device blocks, `subs` consecutive blocks of each chunk.
         images: int64, shape `(chunks,)`: byte offset of each chunk's image in host memory.
-        sub: Position of `blocks[:, 0]` in its chunk.
+        block_in_chunk: Position of `blocks[:, 0]` in its chunk.
         item: Item of the transfer that `images[0]` belongs to; the others follow.
         sources: For copies inside the device, in place of images: int64, shape `(chunks, subs)`, the blocks to copy
             from.
@@ -45,7 +45,7 @@ class CopyPart(NamedTuple):
     widths: U64
     blocks: I64
     images: I64
-    sub: int
+    block_in_chunk: int
     item: int
     sources: I64 | None = None
     split: bool = False
@@ -130,7 +130,7 @@ class CopyBatch(NamedTuple):
         return sum(part.nbytes for part in self.parts)
 
     @property
-    def inside(self) -> bool:
+    def is_d2d(self) -> bool:
         """Whether the copies are inside the device, and not between device and host."""
         return any(part.sources is not None for part in self.parts)
 
@@ -261,8 +261,8 @@ def may_merge(part: CopyPart, table: RefTable) -> Iterator[slice]:
             yield from _rows(np.flatnonzero(last - first == seam), 1)
     if chunks > 1:  # from the last page of a chunk to the first page of the next one
         ref = part.first_ref + len(part.widths) - 1
-        end = table.places[ref, part.sub + subs - 1] + part.widths[-1]
-        step = int(end - table.places[part.first_ref, part.sub])
+        end = table.image_offsets[ref, part.block_in_chunk + subs - 1] + part.widths[-1]
+        step = int(end - table.image_offsets[part.first_ref, part.block_in_chunk])
         follows = np.flatnonzero(part.images[1:] - part.images[:-1] == step)
         if len(follows):
             gap = int(table.base[ref]) + int(part.widths[-1]) - int(table.base[part.first_ref])
@@ -299,7 +299,7 @@ class PieceBuilder:
         if _BUFFER_SIZE_IS_LOCAL:
             self._unbuffered.run(np.setbufsize, 16)
 
-    def describe(self, batch: CopyBatch, *, any_order: bool = False) -> Pieces:
+    def build(self, batch: CopyBatch, *, any_order: bool = False) -> Pieces:
         """Addresses and sizes of the pieces of `batch`, with adjacent pieces merged; by image, or in the fastest order.
 
         Raises:
@@ -332,7 +332,7 @@ class PieceBuilder:
 
     def _fill_by_reference(self, part: CopyPart, runs: BlockRuns, table: RefTable, start: int, stop: int) -> None:
         refs, count = len(part.widths), runs.first.shape[1]
-        column, row = table.starts[:, part.refs, part.sub, None], runs.first[:, None]
+        column, row = table.starts[:, part.refs, part.block_in_chunk, None], runs.first[:, None]
         out = self._addresses[:, start:stop].reshape(2, refs, count)
         self._unbuffered.run(np.add, column, row, out)
 
@@ -359,9 +359,9 @@ class PieceBuilder:
 
 def host_addresses(part: CopyPart, table: RefTable, host_address: int, out: U64) -> None:
     """Fill `out`, shape `(chunks, references, subs)`, with the addresses of the part's pages in their images."""
-    places = table.places[part.refs, part.sub : part.sub + part.blocks.shape[1]]
+    offsets = table.image_offsets[part.refs, part.block_in_chunk : part.block_in_chunk + part.blocks.shape[1]]
     images = part.images.view(np.uint64) + np.uint64(host_address)
-    np.add(images[:, None, None], places, out=out)
+    np.add(images[:, None, None], offsets, out=out)
 
 
 def _fill_by_image(part: CopyPart, table: RefTable, host_address: int, out: Pieces) -> None:

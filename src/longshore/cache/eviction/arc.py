@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, LinkedLists, check_in, check_new, marks, numbers, once, unknown
+from longshore.cache.columns import LISTS, LinkedLists, as_i32, check_in, check_new, not_in_policy, u8_view, unique
 from longshore.cache.eviction.base import EvictionPolicy, NodeKeys
 from longshore.cache.eviction.ghosts import Ghosts
 from longshore.errors import CacheError
@@ -63,7 +63,7 @@ class ARC(EvictionPolicy):
             return
         at = np.array(nodes, np.int32)
         back = self._ghosts.among(self.keys[at].tolist())
-        marks(self._place)[at] = np.where(back, _OFTEN, _ONCE)
+        u8_view(self._place)[at] = np.where(back, _OFTEN, _ONCE)
         for key in self.keys[at[back]].tolist():
             self._learn(self._ghosts.take(key))
         for which, ours in ((_ONCE, at[~back]), (_OFTEN, at[back])):
@@ -79,7 +79,7 @@ class ARC(EvictionPolicy):
             last, was = first, place[first]
             at += 1
             if was == _OUT:
-                raise unknown(first)
+                raise not_in_policy(first)
             if was < _HELD:
                 while at < count and after[last] == nodes[at]:
                     last = nodes[at]
@@ -102,7 +102,7 @@ class ARC(EvictionPolicy):
         """Hold `node`: it cannot be evicted until it is released."""
         at = self._place[node]
         if at == _OUT:
-            raise unknown(node)
+            raise not_in_policy(node)
         if at < _HELD:
             self._linked.remove(node)
             self._place[node] = at | _HELD
@@ -113,9 +113,9 @@ class ARC(EvictionPolicy):
             self._release_one(nodes[0])
             return
         check_in(self._place, nodes)
-        at, place = np.array(nodes, np.int32), marks(self._place)
+        at, place = np.array(nodes, np.int32), u8_view(self._place)
         for which in (_ONCE, _OFTEN):
-            held = once(at[place[at] == which | _HELD])
+            held = unique(at[place[at] == which | _HELD])
             place[held] = which
             self._linked.prepend_all(which, held)
 
@@ -123,7 +123,7 @@ class ARC(EvictionPolicy):
         """Remove `node`; its key enters a ghost list if it was evicted."""
         at = self._place[node]
         if at == _OUT:
-            raise unknown(node)
+            raise not_in_policy(node)
         if at < _HELD:
             after, before = self._linked.after, self._linked.before
             behind, ahead = before[node], after[node]
@@ -137,17 +137,17 @@ class ARC(EvictionPolicy):
 
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """Remove the first nodes of one list; their keys enter a ghost list."""
-        which, at = self._place[nodes[0]], once(numbers(nodes))
+        which, at = self._place[nodes[0]], unique(as_i32(nodes))
         self._linked.drop_first(which, int(at[-1]))
-        marks(self._place)[at] = _OUT
+        u8_view(self._place)[at] = _OUT
         self._counts[which] -= len(at)
         self._ghosts.add_all(keys if len(at) == len(keys) else list(dict.fromkeys(keys)), which)
 
     def hold_victims(self, nodes: Sequence[int]) -> None:
         """Hold the first nodes of one list."""
-        which, at = self._place[nodes[0]], once(numbers(nodes))
+        which, at = self._place[nodes[0]], unique(as_i32(nodes))
         self._linked.drop_first(which, int(at[-1]))
-        marks(self._place)[at] = which | _HELD
+        u8_view(self._place)[at] = which | _HELD
 
     def next_victims(self, count: int) -> list[int]:
         """The oldest nodes of the list above its target, as far as it is; otherwise of the other list."""
@@ -177,7 +177,7 @@ class ARC(EvictionPolicy):
 
     def are_held(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Which of the nodes `at` are in the policy, and held."""
-        held: npt.NDArray[np.bool_] = marks(self._place).take(at) >= _HELD
+        held: npt.NDArray[np.bool_] = u8_view(self._place).take(at) >= _HELD
         return held
 
     def __contains__(self, node: object) -> bool:
@@ -185,7 +185,7 @@ class ARC(EvictionPolicy):
 
     def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
         """For each node below `nodes`, whether it is in the policy, held or not."""
-        there: npt.NDArray[np.bool_] = marks(self._place)[:nodes] != _OUT
+        there: npt.NDArray[np.bool_] = u8_view(self._place)[:nodes] != _OUT
         return there
 
     def __len__(self) -> int:
@@ -195,7 +195,7 @@ class ARC(EvictionPolicy):
         """Raise `CacheError` unless lists, marks, counts and ghost lists agree."""
         for which in (_ONCE, _OFTEN):
             self._linked.check_integrity(which)
-            marked = set(np.flatnonzero(marks(self._place) == which).tolist())
+            marked = set(np.flatnonzero(u8_view(self._place) == which).tolist())
             held = self._place.count(which | _HELD)
             if set(self._linked.walk(which)) != marked or len(marked) + held != self._counts[which]:
                 found = f"{len(marked)} marked and {held} held"
@@ -216,7 +216,7 @@ class ARC(EvictionPolicy):
     def _release_one(self, node: int) -> None:
         at = self._place[node]
         if at == _OUT:
-            raise unknown(node)
+            raise not_in_policy(node)
         if at >= _HELD:
             self._place[node] = at & ~_HELD
             self._linked.prepend(at & ~_HELD, node)

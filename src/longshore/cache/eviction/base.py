@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import KeyTable, once
+from longshore.cache.columns import KeyTable, unique
 
 NodeKeys: TypeAlias = "npt.NDArray[np.object_] | KeyTable"
 """The key of each node, for policies with a ghost list."""
@@ -135,7 +135,7 @@ class EvictionPolicy(ABC):
         """Release those of the nodes `at` that are held, each once."""
         held = at[self.are_held(at)]
         if len(held):
-            self.release(once(held).tolist())
+            self.release(unique(held).tolist())
 
     @abstractmethod
     def __contains__(self, node: object) -> bool:

@@ -25,16 +25,16 @@ from longshore.cache.columns import (
     LISTS,
     Column,
     LinkedLists,
+    as_i32,
     check_in,
     check_new,
-    column,
     grown,
     has_duplicates,
-    numbers,
-    once,
+    i32_view,
+    not_in_policy,
     sparse,
-    unknown,
-    words,
+    u32_view,
+    unique,
 )
 from longshore.cache.eviction.base import EvictionPolicy, NodeKeys
 from longshore.cache.eviction.hit_rates import (
@@ -172,15 +172,15 @@ class Gittins(EvictionPolicy):
 
     def outrank(self, nodes: Sequence[int], age: int) -> npt.NDArray[np.bool_]:
         """Which of `nodes` have at least the mean expected hit rate of all chunks of this age."""
-        at = numbers(nodes)
-        ages = AGES_OF[np.minimum(self._now - column(self._used)[at], OLDEST)].astype(np.intp)
-        kinds = KINDS_OF[words(self._state)[at] & np.uint32(HOW)].astype(np.intp)
+        at = as_i32(nodes)
+        ages = AGES_OF[np.minimum(self._now - i32_view(self._used)[at], OLDEST)].astype(np.intp)
+        kinds = KINDS_OF[u32_view(self._state)[at] & np.uint32(HOW)].astype(np.intp)
         return self._hit_rates.promise_no_less(kinds, ages, AGE_OF[min(age, OLDEST)])
 
     def record_uses(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """Record uses of `nodes`, which are not in the policy, in the ghost list."""
         self._last = self._pause
-        self._remember(self.keys[numbers(nodes)], leaf=leaf)
+        self._remember(self.keys[as_i32(nodes)], leaf=leaf)
 
     def _remember(self, keys: Keys, *, leaf: bool) -> None:
         """Record uses of `keys`, tail first, which are not in the policy, in this tick."""
@@ -203,7 +203,7 @@ class Gittins(EvictionPolicy):
         check_new(self._state, nodes)
         if not continues:
             self._last = self._pause
-        at, first = numbers(nodes), 0
+        at, first = as_i32(nodes), 0
         for count, state, when in self._use_new(self.keys[at], leaf=leaf, copies=copies):
             which = self._list_of(state, when)
             if count < FEW:
@@ -224,7 +224,7 @@ class Gittins(EvictionPolicy):
 
     def touch(self, nodes: Sequence[int]) -> None:
         """Record uses of `nodes`, at most one for each tick. Adjacent nodes that go to one list move together."""
-        at = numbers(nodes)
+        at = as_i32(nodes)
         if len(nodes) < FEW:
             check_in(self._state, nodes)
             if len(set(nodes)) < len(nodes):
@@ -232,7 +232,7 @@ class Gittins(EvictionPolicy):
         else:
             check_in(self._state, at)
             if has_duplicates(at):
-                at = once(at[::-1])[::-1]
+                at = unique(at[::-1])[::-1]
                 nodes = at.tolist()
         first = 0
         for end in self._alike(nodes, at):
@@ -254,14 +254,14 @@ class Gittins(EvictionPolicy):
         """Hold `node`: it cannot be evicted until it is released."""
         state = self._state[node]
         if state == OUT:
-            raise unknown(node)
+            raise not_in_policy(node)
         if state < HELD:
             self._linked.remove(node)
             self._state[node] = state | HELD
 
     def hold_all(self, nodes: Sequence[int]) -> None:
         """Hold `nodes`."""
-        at, state = once(numbers(nodes)), words(self._state)
+        at, state = unique(as_i32(nodes)), u32_view(self._state)
         check_in(self._state, at)
         self._linked.remove_all(at[state[at] < HELD])
         state[at] |= HELD
@@ -271,11 +271,11 @@ class Gittins(EvictionPolicy):
         if len(nodes) < FEW:
             check_in(self._state, nodes)
         else:
-            at, state = numbers(nodes), words(self._state)
+            at, state = as_i32(nodes), u32_view(self._state)
             check_in(self._state, at)
-            held = once(at[state[at] >= HELD])
+            held = unique(at[state[at] >= HELD])
             state[held] &= STATE
-            lists = self._lists(state[held], column(self._used)[held])
+            lists = self._lists(state[held], i32_view(self._used)[held])
             for which in np.unique(lists).tolist():
                 self._linked.prepend_all(which, held[lists == which])
                 self._look_at(which)
@@ -291,7 +291,7 @@ class Gittins(EvictionPolicy):
         """Remove `node`; its uses enter the ghost list if it was evicted."""
         state, when = self._state[node], self._used[node]
         if state == OUT:
-            raise unknown(node)
+            raise not_in_policy(node)
         if state < HELD:
             self._linked.remove(node)
         left = (when, state) if evicted is None else self._ghosts.insert(evicted, when, state & STATE)
@@ -302,30 +302,30 @@ class Gittins(EvictionPolicy):
 
     def remove_all(self, nodes: Sequence[int]) -> None:
         """Remove `nodes`."""
-        at, state = once(numbers(nodes)), words(self._state)
+        at, state = unique(as_i32(nodes)), u32_view(self._state)
         check_in(self._state, at)
         self._linked.remove_all(at[state[at] < HELD])
-        self._forget(column(self._used)[at], state[at])
+        self._forget(i32_view(self._used)[at], state[at])
         state[at] = OUT
         self._count -= len(at)
 
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """Remove the first nodes of the order, and held ones among them; their uses enter the ghost list."""
-        at, state = once(numbers(nodes)), words(self._state)
+        at, state = unique(as_i32(nodes)), u32_view(self._state)
         if len(at) < len(nodes):
             nodes, keys = at.tolist(), list(dict.fromkeys(keys))
         states = state[at]
         held = states >= HELD
         self._take_out(at[~held].tolist() if np.count_nonzero(held) else nodes)
-        self._forget(*self._ghosts.insert_all(keys, column(self._used)[at], states & np.uint32(STATE)))
+        self._forget(*self._ghosts.insert_all(keys, i32_view(self._used)[at], states & np.uint32(STATE)))
         state[at] = OUT
         self._count -= len(nodes)
 
     def hold_victims(self, nodes: Sequence[int]) -> None:
         """Hold the first nodes of the order."""
-        at = once(numbers(nodes))
+        at = unique(as_i32(nodes))
         self._take_out(at.tolist())
-        words(self._state)[at] |= HELD
+        u32_view(self._state)[at] |= HELD
 
     def next_victims(self, count: int) -> list[int]:
         """The oldest nodes of the list with the lowest hit rate, and of the next ones."""
@@ -384,7 +384,7 @@ class Gittins(EvictionPolicy):
 
     def are_held(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Which of the nodes `at` are in the policy, and held."""
-        held: npt.NDArray[np.bool_] = words(self._state).take(at) >= HELD
+        held: npt.NDArray[np.bool_] = u32_view(self._state).take(at) >= HELD
         return held
 
     def __contains__(self, node: object) -> bool:
@@ -392,7 +392,7 @@ class Gittins(EvictionPolicy):
 
     def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
         """For each node below `nodes`, whether it is in the policy, held or not."""
-        there: npt.NDArray[np.bool_] = words(self._state)[:nodes] != OUT
+        there: npt.NDArray[np.bool_] = u32_view(self._state)[:nodes] != OUT
         return there
 
     def __len__(self) -> int:
@@ -401,7 +401,7 @@ class Gittins(EvictionPolicy):
     def check_integrity(self) -> None:
         """Raise `CacheError` unless lists, marks, ticks and counts agree."""
         ordered: set[int] = set()
-        heads = column(self._linked.after)[:LISTS]
+        heads = i32_view(self._linked.after)[:LISTS]
         for which in np.flatnonzero(heads != np.arange(LISTS)).tolist():
             self._linked.check_integrity(which)
             for node in self._linked.walk(which):
@@ -411,7 +411,7 @@ class Gittins(EvictionPolicy):
                 ordered.add(node)
             if not self._stale and not self._filled >> self._rank[which] & 1:
                 raise CacheError(f"internal error: Gittins: list {which} is marked as empty, but has a node")
-        states = words(self._state)
+        states = u32_view(self._state)
         marked = set(np.flatnonzero((states > OUT) & (states < HELD)).tolist())
         held = int(np.count_nonzero(states >= HELD))
         if ordered != marked or len(marked) + held != self._count:
@@ -461,7 +461,7 @@ class Gittins(EvictionPolicy):
     def _alike(self, nodes: Sequence[int], at: _Nodes) -> list[int]:
         """Where runs of nodes end that follow one another in a list and were used alike; what is held is alone."""
         if len(nodes) >= FEW:
-            after, state, used = column(self._linked.after)[at], words(self._state)[at], column(self._used)[at]
+            after, state, used = i32_view(self._linked.after)[at], u32_view(self._state)[at], i32_view(self._used)[at]
             apart = (after[:-1] != at[1:]) | (state[:-1] != state[1:]) | (used[:-1] != used[1:]) | (state[:-1] >= HELD)
             return [*(np.flatnonzero(apart) + 1).tolist(), len(nodes)]
         next_, how, when = self._linked.after, self._state, self._used
@@ -474,8 +474,8 @@ class Gittins(EvictionPolicy):
     def _mark(self, nodes: Sequence[int] | _Nodes, state: int, when: int) -> None:
         """Set state and last use of `nodes`."""
         if len(nodes) >= FEW:
-            at = numbers(nodes)
-            words(self._state)[at], column(self._used)[at] = state, when
+            at = as_i32(nodes)
+            u32_view(self._state)[at], i32_view(self._used)[at] = state, when
             return
         states, used = self._state, self._used
         for node in nodes:
@@ -516,7 +516,7 @@ class Gittins(EvictionPolicy):
         self._since = 0
         if len(self._hit_rates.events) >= max(_MOST, self.slots // _LEARNED):
             self._learn()
-        after, before = column(self._linked.after), column(self._linked.before)
+        after, before = i32_view(self._linked.after), i32_view(self._linked.before)
         for row, into in self._spans.begin(self._now):
             self._hit_rates.join(row, into)
             lists = np.arange(row * KINDS, (row + 1) * KINDS)
@@ -542,6 +542,6 @@ class Gittins(EvictionPolicy):
         ordered = lists[self._hit_rates.order(self._spans.ages(self._now))].astype(np.uint16)
         rank = np.zeros(LISTS, np.uint16)
         rank[ordered] = np.arange(len(ordered))
-        filled = column(self._linked.after)[ordered] != ordered
+        filled = i32_view(self._linked.after)[ordered] != ordered
         self._order, self._rank = array("H", ordered.tobytes()), array("H", rank.tobytes())
         self._filled = int.from_bytes(np.packbits(filled, bitorder="little").tobytes(), "little")

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import LISTS, LinkedLists, check_in, check_new, marks, numbers, once, unknown
+from longshore.cache.columns import LISTS, LinkedLists, as_i32, check_in, check_new, not_in_policy, u8_view, unique
 from longshore.cache.eviction.base import EvictionPolicy, NodeKeys
 from longshore.errors import CacheError
 
@@ -38,7 +38,7 @@ class LRU(EvictionPolicy):
             self._linked.append(_ORDER, nodes[0])
             self._count += 1
             return
-        marks(self._place)[np.array(nodes, np.int32)] = _IN
+        u8_view(self._place)[np.array(nodes, np.int32)] = _IN
         self._linked.extend(_ORDER, nodes)
         self._count += len(nodes)
 
@@ -57,7 +57,7 @@ class LRU(EvictionPolicy):
                 after[behind] = ahead
                 before[ahead] = behind
             elif place[first] == _OUT:
-                raise unknown(first)
+                raise not_in_policy(first)
             place[first] = _IN
             hottest = before[_ORDER]
             after[hottest] = first
@@ -72,21 +72,21 @@ class LRU(EvictionPolicy):
             self._linked.remove(node)
             self._place[node] = _HELD
         elif place == _OUT:
-            raise unknown(node)
+            raise not_in_policy(node)
 
     def release(self, nodes: Sequence[int]) -> None:
         """Release those of `nodes` that are held: they are evicted next."""
         if len(nodes) == 1:
             place = self._place[nodes[0]]
             if place == _OUT:
-                raise unknown(nodes[0])
+                raise not_in_policy(nodes[0])
             if place == _HELD:
                 self._place[nodes[0]] = _IN
                 self._linked.prepend(_ORDER, nodes[0])
             return
-        at, places = np.array(nodes, np.int32), marks(self._place)
+        at, places = np.array(nodes, np.int32), u8_view(self._place)
         check_in(self._place, nodes)
-        held = once(at[places[at] == _HELD])
+        held = unique(at[places[at] == _HELD])
         places[held] = _IN
         self._linked.prepend_all(_ORDER, held)
 
@@ -98,22 +98,22 @@ class LRU(EvictionPolicy):
             after[behind] = ahead
             before[ahead] = behind
         elif place[node] == _OUT:
-            raise unknown(node)
+            raise not_in_policy(node)
         place[node] = _OUT
         self._count -= 1
 
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """Remove the first nodes of the order, and held ones among them."""
-        at, place = once(numbers(nodes)), marks(self._place)
+        at, place = unique(as_i32(nodes)), u8_view(self._place)
         self._linked.drop_first(_ORDER, int(at[place[at] == _IN][-1]))
         place[at] = _OUT
         self._count -= len(at)
 
     def hold_victims(self, nodes: Sequence[int]) -> None:
         """Hold the first nodes of the order."""
-        at = once(numbers(nodes))
+        at = unique(as_i32(nodes))
         self._linked.drop_first(_ORDER, int(at[-1]))
-        marks(self._place)[at] = _HELD
+        u8_view(self._place)[at] = _HELD
 
     def next_victims(self, count: int) -> list[int]:
         """The least recently used nodes."""
@@ -138,7 +138,7 @@ class LRU(EvictionPolicy):
 
     def are_held(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Which of the nodes `at` are in the policy, and held."""
-        held: npt.NDArray[np.bool_] = marks(self._place).take(at) == _HELD
+        held: npt.NDArray[np.bool_] = u8_view(self._place).take(at) == _HELD
         return held
 
     def __contains__(self, node: object) -> bool:
@@ -146,7 +146,7 @@ class LRU(EvictionPolicy):
 
     def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
         """For each node below `nodes`, whether it is in the policy, held or not."""
-        there: npt.NDArray[np.bool_] = marks(self._place)[:nodes] != _OUT
+        there: npt.NDArray[np.bool_] = u8_view(self._place)[:nodes] != _OUT
         return there
 
     def __len__(self) -> int:
@@ -156,7 +156,7 @@ class LRU(EvictionPolicy):
         """Raise `CacheError` unless the order and the marks agree."""
         self._linked.check_integrity(_ORDER)
         ordered = set(self.order())
-        marked = set(np.flatnonzero(marks(self._place) == _IN).tolist())
+        marked = set(np.flatnonzero(u8_view(self._place) == _IN).tolist())
         held = self._place.count(_HELD)
         if ordered != marked or len(marked) + held != self._count:
             found = f"{len(ordered)} in order, {len(marked)} marked and {held} held"

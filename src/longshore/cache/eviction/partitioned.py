@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Key
-from longshore.cache.columns import FEW, check_new, marks, numbers, once, unknown
+from longshore.cache.columns import FEW, as_i32, check_new, not_in_policy, u8_view, unique
 from longshore.cache.eviction.base import EvictionPolicy, NodeKeys
 from longshore.errors import CacheError
 
@@ -77,14 +77,14 @@ class PartitionedPolicy(EvictionPolicy):
         check_new(self._part, nodes, OUT)
         for number, ours in self._split(nodes, self.all_wanted(nodes)):
             self.part(number).insert(ours, leaf=leaf and ours[0] == nodes[0])
-            marks(self._part)[numbers(ours)] = number
+            u8_view(self._part)[as_i32(ours)] = number
 
     def insert_copies(self, nodes: Sequence[int], *, leaf: bool = False) -> None:
         """As `insert`, for copies."""
         check_new(self._part, nodes, OUT)
         for number, ours in self._split(nodes, self.all_wanted(nodes)):
             self.part(number).insert_copies(ours, leaf=leaf and ours[0] == nodes[0])
-            marks(self._part)[numbers(ours)] = number
+            u8_view(self._part)[as_i32(ours)] = number
 
     def touch(self, nodes: Sequence[int]) -> None:
         """Record uses of `nodes`."""
@@ -114,12 +114,12 @@ class PartitionedPolicy(EvictionPolicy):
         """Remove these nodes."""
         for policy, ours in self._by_policy(nodes):
             policy.remove_all(ours)
-        marks(self._part)[numbers(nodes)] = OUT
+        u8_view(self._part)[as_i32(nodes)] = OUT
 
     def remove_victims(self, nodes: Sequence[int], keys: Sequence[Key]) -> None:
         """Remove these nodes, all of one policy."""
         self._of(nodes[0]).remove_victims(nodes, keys)
-        marks(self._part)[numbers(nodes)] = OUT
+        u8_view(self._part)[as_i32(nodes)] = OUT
 
     def hold_victims(self, nodes: Sequence[int]) -> None:
         """Hold these nodes, all of one policy."""
@@ -157,7 +157,7 @@ class PartitionedPolicy(EvictionPolicy):
 
     def resident(self, nodes: int) -> npt.NDArray[np.bool_]:
         """For each node below `nodes`, whether it is in the policy, held or not."""
-        there: npt.NDArray[np.bool_] = marks(self._part)[:nodes] != OUT
+        there: npt.NDArray[np.bool_] = u8_view(self._part)[:nodes] != OUT
         return there
 
     def __len__(self) -> int:
@@ -167,7 +167,7 @@ class PartitionedPolicy(EvictionPolicy):
         """Raise `CacheError` unless each node is in the policy that it is marked with, and in no other."""
         for number, policy in self._parts.items():
             policy.check_integrity()
-            ours = marks(self._part) == number
+            ours = u8_view(self._part) == number
             count = np.count_nonzero(ours)
             if len(policy) != count or not policy.resident(len(ours))[ours].all():
                 raise CacheError(f"policy {number} has {len(policy)} nodes, {count} are marked")
@@ -175,18 +175,18 @@ class PartitionedPolicy(EvictionPolicy):
     def _of(self, node: int) -> EvictionPolicy:
         number = self._part[node]
         if number == OUT:
-            raise unknown(node)
+            raise not_in_policy(node)
         return self._parts[number]
 
     def _by_policy(self, nodes: Sequence[int]) -> Iterator[tuple[EvictionPolicy, Sequence[int]]]:
         parts = self._parts_of(nodes)
         if OUT in parts:
-            raise unknown(nodes[parts.index(OUT)])
+            raise not_in_policy(nodes[parts.index(OUT)])
         return ((self._parts[number], ours) for number, ours in self._split(nodes, parts))
 
     def _parts_of(self, nodes: Sequence[int]) -> bytes:
         """The number of the policy that each of `nodes` is in, or `OUT`."""
-        return marks(self._part)[numbers(nodes)].tobytes()
+        return u8_view(self._part)[as_i32(nodes)].tobytes()
 
     @staticmethod
     def _split(nodes: Sequence[int], parts: bytes) -> list[tuple[int, Sequence[int]]]:
@@ -195,7 +195,7 @@ class PartitionedPolicy(EvictionPolicy):
             return [(parts[0], nodes)] if parts else []
         if len(nodes) < FEW:
             return [(number, list(compress(nodes, map(number.__eq__, parts)))) for number in dict.fromkeys(parts)]
-        at, of = numbers(nodes), np.frombuffer(parts, np.uint8)
+        at, of = as_i32(nodes), np.frombuffer(parts, np.uint8)
         return [(number, at[of == number].tolist()) for number in dict.fromkeys(parts)]
 
 
@@ -265,10 +265,10 @@ class PartitionedByPriority(PartitionedPolicy):
 
     def all_wanted(self, nodes: Sequence[int]) -> bytes:
         """The priority that each of `nodes` is to have."""
-        return self._wanted_of(numbers(nodes)).tobytes()
+        return self._wanted_of(as_i32(nodes)).tobytes()
 
     def _wanted_of(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
-        return marks(self.priorities)[at] ^ np.uint8(self._priority)
+        return u8_view(self.priorities)[at] ^ np.uint8(self._priority)
 
     def part(self, number: int) -> EvictionPolicy:
         """The policy of a priority, made if there is none yet."""
@@ -290,8 +290,8 @@ class PartitionedByPriority(PartitionedPolicy):
 
         Each goes first among those of that priority, the last of them before the others.
         """
-        at = once(at)
-        part, wanted = marks(self._part)[at], self._wanted_of(at)
+        at = unique(at)
+        part, wanted = u8_view(self._part)[at], self._wanted_of(at)
         moving = (part != OUT) & (part != wanted)
         at, part, wanted = at[moving], part[moving], wanted[moving]
         for number in sorted(set(part.tobytes())):
@@ -301,4 +301,4 @@ class PartitionedByPriority(PartitionedPolicy):
             policy.insert(ours)
             policy.hold_all(ours)
             policy.release(ours)
-        marks(self._part)[at] = wanted
+        u8_view(self._part)[at] = wanted

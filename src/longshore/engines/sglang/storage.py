@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.utils import get_hash_str
 
 from longshore.boundary import Key
-from longshore.cache import UNKNOWN_START, Found, GroupKeys, TieredCache, Until
+from longshore.cache import UNKNOWN_START, Found, GroupKeys, Protection, TieredCache
 from longshore.config import Config
 from longshore.engines.sglang import contract, identity
 from longshore.engines.sglang.flags import PREFIX_KEYS, of_pool, read
@@ -50,7 +50,7 @@ from longshore.runtime.commands import ControlledEngine, ControlledGroup
 from longshore.runtime.containment import contained
 from longshore.runtime.control import ControlServer
 from longshore.runtime.loop import Runtime
-from longshore.runtime.remote_fetch import bring, offered
+from longshore.runtime.remote_fetch import count_fetchable, fetch_and_wait
 from longshore.runtime.stack import Stack
 
 _log = logging.getLogger(__name__)
@@ -262,7 +262,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         if path is None or count < found.chunks:
             return count
         size = self._kv.pages.page_size
-        return count + offered(runtime, path, path.first * size, size, self.settings.load_timeout)
+        return count + count_fetchable(runtime, path, path.start * size, size, self.settings.load_timeout)
 
     @contained(lambda self, names, indices: 0, expected=(LongshoreError,))
     def _load(self, names: Sequence[str], indices: torch.Tensor) -> int:
@@ -279,10 +279,10 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
                     before = _look(cache, keys, runtime.clock()).before
                 part = GroupKeys([*before, *keys], len(before))
             else:
-                first = asked.path.first
+                first = asked.path.start
                 path = [*asked.path.keys[:first], *keys]  # of another prompt the look-up may be, which begins alike
                 part, size = GroupKeys(path, first + done), self._kv.pages.page_size
-                bring(runtime, part, part.first * size, size, left, is_agreed=True)  # by `offered`
+                fetch_and_wait(runtime, part, part.start * size, size, left, is_agreed=True)  # by `count_fetchable`
             arrived = self._load_part(part, pages[done:], asked.tick)
             done += arrived
             if not arrived or asked.path is None:
@@ -326,7 +326,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         share = _OF_CALL + (0 if asked.path is None else len(asked.path.keys) // len(batches))
         with self._lock:
             for at in batches:
-                path = asked.path and asked.path._replace(first=asked.path.first + at)
+                path = asked.path and asked.path._replace(start=asked.path.start + at)
                 self._shares += share - self._asked.pop(keys[at], _LookedUp()).share
                 self._asked[keys[at]] = _LookedUp(asked.tick, path, share)
             while self._shares > _ASKED and len(self._asked) > len(batches):
@@ -443,7 +443,7 @@ def _collector(stack: Stack) -> LongshoreCollector:
 
 def _look(cache: TieredCache, keys: Sequence[Key], now: float) -> Found:
     """What tiers have of `keys`, and before them. Keeps nothing, and counts for nothing."""
-    return cache.lookup({0: GroupKeys(keys, UNKNOWN_START)}, now, until=Until.NOTHING, count=False, remote_tiers=())
+    return cache.lookup({0: GroupKeys(keys, UNKNOWN_START)}, now, protect=Protection.NONE, count=False, remote_tiers=())
 
 
 def _whole_path(cache: TieredCache, keys: Sequence[Key], before: Sequence[Key], now: float) -> GroupKeys | None:

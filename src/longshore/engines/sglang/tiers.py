@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from longshore.boundary import Key
-from longshore.cache import CacheGroup, GroupKeys, Lease, Presence, Until, WritePolicy
+from longshore.cache import CacheGroup, GroupKeys, Lease, Presence, Protection, WritePolicy
 from longshore.config import Config
 from longshore.engines.tensors import RowBlocks
 from longshore.errors import EngineError, LongshoreError
@@ -207,7 +207,7 @@ class PoolTiers:
             return [False] * len(names)
         with self.runtime.transaction() as cache:
             asked = {0: GroupKeys(digests(names))}
-            here = cache.lookup(asked, self.runtime.clock(), until=Until.NOTHING, independent=True).residency[0]
+            here = cache.lookup(asked, self.runtime.clock(), protect=Protection.NONE, independent=True).residency[0]
         return [each in (Presence.READY, Presence.COLDER) for each in here.presences]
 
     @contained(lambda self, names, indices: 0, expected=(LongshoreError,))
@@ -227,7 +227,7 @@ class PoolTiers:
                             break
                         leases.append(found.lease)
                         order = cache.load(found.lease, {0: [page]}, timeout=timeout)
-                        jobs += [part.job for part in order.parts]
+                        jobs += [part.job for part in order.jobs]
                 for lease in leases:
                     outcome = runtime.wait_load(lease).outcome
                     if outcome is None or not outcome.chunks:

@@ -25,7 +25,7 @@ from transformers.generation.continuous_batching.cache_allocators import FullAtt
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger, compute_block_hash
 
 from longshore.boundary import DEVICE, FILE, HOST, REMOTE, Key
-from longshore.cache import GroupKeys, Lease, PromptTokens, Retention, Until
+from longshore.cache import GroupKeys, Lease, PromptTokens, Protection, Retention
 from longshore.engines.transformers.contract import check_allocator
 from longshore.engines.transformers.requests import PromptLookup, PromptRecord, WaitingPrefetcher
 from longshore.errors import DeviceError, EngineError, QueueFullError, TierClosedError, TierError, TokenError
@@ -34,7 +34,7 @@ from longshore.keys import KeyChain, chain
 from longshore.runtime.block_guard import BlockGuard
 from longshore.runtime.containment import contained
 from longshore.runtime.loop import Runtime
-from longshore.runtime.remote_fetch import bring
+from longshore.runtime.remote_fetch import fetch_and_wait
 from longshore.runtime.stack import Stack
 
 _EXPECTED = (TokenError, TierError, DeviceError, QueueFullError)
@@ -267,7 +267,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             if lookup.path is not None and not lookup.is_counted:
                 lookup.is_counted = True
                 path, now, name = {0: lookup.path}, stack.runtime.clock(), lookup.request
-                cache.lookup(path, now, until=Until.NOTHING, request=name, tick=lookup.tick)
+                cache.lookup(path, now, protect=Protection.NONE, request=name, tick=lookup.tick)
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         """A forward pass completed blocks of a request: commit the chunks that are whole now."""
@@ -347,7 +347,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         keys = chain(stack.scope.root, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
         text = PromptTokens(prompt[: limit * self.tokens_per_page], stack.scope.root) if per_chunk > 1 else None
         stack.describe(keys, 0, prompt)
-        return GroupKeys(keys, min(present // per_chunk, len(keys)), text=text)
+        return GroupKeys(keys, min(present // per_chunk, len(keys)), prompt_tokens=text)
 
     # ------------------------------------------------------------------ onboard
 
@@ -363,7 +363,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         lookup.path = self._path(stack, prompt, len(present))
         if stack.remote and REMOTE in lookup.hints.load:
             context, timeout = len(present) * self.tokens_per_page, stack.config.load_timeout
-            sent = bring(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, timeout)
+            sent = fetch_and_wait(stack.runtime, lookup.path, context, per_chunk * self.tokens_per_page, timeout)
             lookup.fetched_from.update(sent)
         now, name = stack.runtime.clock(), lookup.request
         with stack.runtime.transaction() as cache, stack.runtime.lookup_counters.seconds.timed():
@@ -382,7 +382,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         blocks: list[int] = []
         filled: list[str] = []
         try:
-            fetched = max(0, lookup.fetched - lookup.path.first)
+            fetched = max(0, lookup.fetched - lookup.path.start)
             chunks = stack.runtime.worth_loading(lease, len(present) * self.tokens_per_page, least=fetched)
             if FILE not in lookup.hints.load:
                 with stack.runtime.transaction() as cache:
@@ -469,8 +469,8 @@ class TieredAllocator(FullAttentionCacheAllocator):
         stack.describe(keys.keys, known, token_ids[known * chunk_tokens : whole * chunk_tokens])
         tick = None if lookup is None else lookup.tick
         text = PromptTokens(token_ids[: whole * chunk_tokens], stack.scope.root) if per_chunk > 1 else None
-        path = GroupKeys(keys.keys[:whole], prompt=prompt, retention=retention, text=text)
-        self._store(stack, path, table[: whole * per_chunk], evicting=False, tick=tick)
+        path = GroupKeys(keys.keys[:whole], prompt_end=prompt, retention=retention, prompt_tokens=text)
+        self._store(stack, path, table[: whole * per_chunk], last_chance=False, tick=tick)
 
     def _begin(self, stack: Stack, request_id: str, token_ids: list[int], complete: int) -> int:
         """The first blocks of a request are complete; returns how many of its tokens are its prompt.
@@ -521,17 +521,17 @@ class TieredAllocator(FullAttentionCacheAllocator):
                 text = PromptTokens(
                     np.concatenate([np.zeros(first * len(known[0]), np.uint32), *known]), stack.scope.root
                 )
-            path = GroupKeys(keys, first, text=text, prompt=tail.prompt, retention=tail.retention)
-            self._store(stack, path, blocks, evicting=True)
+            path = GroupKeys(keys, first, prompt_tokens=text, prompt_end=tail.prompt, retention=tail.retention)
+            self._store(stack, path, blocks, last_chance=True)
 
     def _store(
-        self, stack: Stack, path: GroupKeys, blocks: Sequence[int], *, evicting: bool, tick: int | None = None
+        self, stack: Stack, path: GroupKeys, blocks: Sequence[int], *, last_chance: bool, tick: int | None = None
     ) -> None:
         stack.transfer_engine.begin_step(self._compute)
         with stack.runtime.locked() as cache:
             is_long = len(path.keys) > cache.stats()[0].slots
-        timeout = stack.config.write_timeout if evicting and is_long else 0.0
-        stack.store_path(path, blocks, self._guard.add, evicting=evicting, tick=tick, timeout=timeout)
+        timeout = stack.config.write_timeout if last_chance and is_long else 0.0
+        stack.store_path(path, blocks, self._guard.add, last_chance=last_chance, tick=tick, timeout=timeout)
 
     # ------------------------------------------------------------------ blocks
 

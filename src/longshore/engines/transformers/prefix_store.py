@@ -30,7 +30,7 @@ from longshore.layout import from_rows
 from longshore.metrics import FollowingCollector
 from longshore.runtime.commands import ControlledEngine, ControlledGroup
 from longshore.runtime.control import ControlServer
-from longshore.runtime.remote_fetch import bring
+from longshore.runtime.remote_fetch import fetch_and_wait
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import open_stack
 from longshore.tiers.base import Tier
@@ -217,7 +217,7 @@ class PrefixStore:
                 GroupKeys(part, first, retention=retention),
                 blocks,
                 self._add_job,
-                evicting=True,
+                last_chance=True,
                 timeout=timeout,
             )
             if kept < len(part):
@@ -327,9 +327,9 @@ class PrefixStore:
         probe_remote: bool,
     ) -> tuple[int, int | None]:
         """Append what the tiers have of `path` to `cache`; how many chunks that is, and the tick of the restore."""
-        runtime, chunk_tokens, done = self._stack.runtime, self._chunk_tokens, path.first
+        runtime, chunk_tokens, done = self._stack.runtime, self._chunk_tokens, path.start
         if probe_remote:
-            bring(runtime, path, path.first * chunk_tokens, chunk_tokens, self._config.load_timeout)
+            fetch_and_wait(runtime, path, path.start * chunk_tokens, chunk_tokens, self._config.load_timeout)
         runtime.lookup_counters.requests += tick is None
         runtime.lookup_counters.attempts += 1
         with runtime.transaction() as tiered_cache:
@@ -340,32 +340,32 @@ class PrefixStore:
             if found.lease is None:
                 return 0, found.tick
             most = found.chunks if FILE in hints.load else tiered_cache.progress(found.lease).leading(HOST)
-        end = path.first + min(most, found.chunks)
+        end = path.start + min(most, found.chunks)
         try:
             states = self._empty_states((end - done) * chunk_tokens)
             while done < end:
                 part = GroupKeys(path.keys[: min(end, done + self._staging_blocks // self._blocks_per_chunk)], done)
                 arrived = self._restore_part(found, part, request)
-                self._unpack(states, (done - path.first) * chunk_tokens, arrived * self._blocks_per_chunk)
+                self._unpack(states, (done - path.start) * chunk_tokens, arrived * self._blocks_per_chunk)
                 done += arrived
                 if done < len(part.keys):
                     break
         finally:
             with runtime.transaction() as tiered_cache:
                 tiered_cache.release(found.lease)
-        if done > path.first:
+        if done > path.start:
             for layer in range(len(states)):
-                both = states[layer][:, :, : (done - path.first) * chunk_tokens]
+                both = states[layer][:, :, : (done - path.start) * chunk_tokens]
                 cache.update(both[:1], both[1:], layer)
                 states[layer] = states[layer][:0]  # freed: `update` has copied it
-        return done - path.first, found.tick
+        return done - path.start, found.tick
 
     def _restore_part(self, found: Found, part: GroupKeys, request: str) -> int:
         """Load a `part` of what was found into the staging blocks; how many chunks arrived."""
         self._wait_idle()
         self._stack.transfer_engine.begin_step(None)
-        blocks = range((len(part.keys) - part.first) * self._blocks_per_chunk)
-        if len(part.keys) - part.first == found.chunks:  # all of it fits into the staging blocks
+        blocks = range((len(part.keys) - part.start) * self._blocks_per_chunk)
+        if len(part.keys) - part.start == found.chunks:  # all of it fits into the staging blocks
             arrived = self._stack.load_path(found, part, blocks, self._add_job, request=request)
         else:
             with self._stack.runtime.transaction() as tiered_cache:

@@ -99,27 +99,27 @@ class WaitingPrefetcher:
         is_probing = False
         if self._has_stores and REMOTE in lookup.hints.load:
             chunk_tokens = self._per_chunk * block_size
-            under_way = fetch(self._runtime, cache, path, context, chunk_tokens, ahead=True)
+            under_way = fetch(self._runtime, cache, path, context, chunk_tokens, for_prefetch=True)
             lookup.fetched_from.update(under_way.names)
             is_probing = bool(under_way.probes or under_way.jobs)
         keys, former = path.keys, lookup.kept
-        end, left = path.first, self.room - len(self.keys)
+        end, left = path.start, self.room - len(self.keys)
         while end < len(keys) and left > 0:
             left -= keys[end] not in self.keys
             end += 1
         lookup.is_fetched = end == len(keys) and not is_probing
         if end < len(keys):
-            path = path._replace(chunks=keys[:end], text=None)
+            path = path._replace(chunks=keys[:end], prompt_tokens=None)
         try:
             kept = self._keep(cache, lookup, path)
             if kept is not None:
-                worth = self._runtime.worth_loading(kept.lease, context, ahead=True)
+                worth = self._runtime.worth_loading(kept.lease, context, for_prefetch=True)
                 if worth < len(kept.keys):
                     self.end(cache, lookup)
-                    less = path._replace(chunks=keys[: path.first + worth], text=None)
+                    less = path._replace(chunks=keys[: path.start + worth], prompt_tokens=None)
                     kept = self._keep(cache, lookup, less) if worth else None
             if kept is not None:
-                lookup.fetched = path.first + len(kept.keys)
+                lookup.fetched = path.start + len(kept.keys)
                 cache.prefetch(kept.lease, self._runtime.clock())
                 lookup.is_late = self.waits
         finally:
@@ -144,7 +144,7 @@ class WaitingPrefetcher:
         found = cache.lookup({0: path}, now, request=lookup.request, count=False, tick=lookup.tick, remote_tiers=())
         lookup.tick, lookup.kept = found.tick, None
         if found.lease is not None:
-            keys = list(path.keys[path.first : path.first + found.chunks])
+            keys = list(path.keys[path.start : path.start + found.chunks])
             lookup.kept = KeptLease(found.lease, keys if found.partial is None else [*keys, found.partial.key])
             self.keys.update(lookup.kept.keys)
         return lookup.kept

@@ -35,18 +35,18 @@ from longshore.cache import (
     MissReason,
     PrefetchPolicy,
     Presence,
+    Protection,
     RecomputeGate,
     Residency,
     Run,
     TieredCache,
-    Until,
 )
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.requests import GROUP_BYTES, ChunkGroups, JobContext, RequestState, Ticket, residency
 from longshore.engines.vllm.stores import NO_SLOTS
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.runtime.loop import Runtime
-from longshore.runtime.remote_fetch import fetch_timeout, worth_asking
+from longshore.runtime.remote_fetch import fetch_timeout, worth_probing
 
 if TYPE_CHECKING:
     from longshore.tiers.remote.peers import PeerTier
@@ -212,7 +212,7 @@ class Loads:
         order = cache.load(
             {group: GroupKeys(keys) for group, keys in paths.items()}, tick=load.tick, origins=load.origins
         )
-        for group, part in zip(paths, order.parts, strict=True):
+        for group, part in zip(paths, order.jobs, strict=True):
             runs[group] = part.slots.of
             load.lent[group] += part.chunks
             ticket.jobs.append((part.job, part.slots.of))
@@ -340,7 +340,7 @@ class RemoteFetches:
                 asks = [name for name in asks if name != PEERS]
             elif self._peers is not None and asks:
                 self._peers.route(asked[0].keys, request.source)
-            known = cache.lookup(asked, now, until=Until.NOTHING, independent=True, remote_tiers=asks)
+            known = cache.lookup(asked, now, protect=Protection.NONE, independent=True, remote_tiers=asks)
             if request.probes is None:
                 request.probes = known.probes
             if not all(cache.progress(probe).is_over for probe in request.probes):
@@ -373,7 +373,7 @@ class RemoteFetches:
         mine = [ends[key] for key in absent if key[-GROUP_BYTES:] == group and ends[key] >= ends[first]]
         tokens = self._groups.tokens[self._groups.of(first)]
         # A chunk may be named before it is full.
-        return worth_asking(self._runtime, (mine[0] - 1) // tokens * tokens, len(mine)) if mine else []
+        return worth_probing(self._runtime, (mine[0] - 1) // tokens * tokens, len(mine)) if mine else []
 
     def _fetch(
         self,

@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from longshore.boundary import DEVICE, FILE, HOST, Key, Route, Slots
-from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Residency, TieredCache, Until
+from longshore.cache import GroupKeys, MissReason, PrefetchPolicy, Presence, Protection, Residency, TieredCache
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.connector import Backoff
 from longshore.engines.vllm.loads import Loads, RemoteFetches, load_limit, tiers_of
@@ -423,7 +423,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                 seen = cache.lookup(
                     asks,
                     now,
-                    until=Until.STEP,
+                    protect=Protection.STEP,
                     independent=True,
                     tick=request.tick,
                     reuse_hint=request.hints.reuse_hint,

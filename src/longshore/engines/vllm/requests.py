@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadKey, ReqContext
 
 from longshore.boundary import FILE, REMOTE, Key, Slots, Status, TransferResult
-from longshore.cache import GroupKeys, Lease, Presence, Residency, TieredCache, Until
+from longshore.cache import GroupKeys, Lease, Presence, Protection, Residency, TieredCache
 from longshore.errors import HintError
 from longshore.hints import RequestHints
 from longshore.runtime.rank_reports import RankReports
@@ -425,14 +425,14 @@ def position(key: OffloadKey, context: ReqContext) -> int:
 
 
 def has_more(keys: Sequence[OffloadKey], context: ReqContext) -> bool:
-    """Whether vLLM has named chunks behind `keys` in their KV cache group."""
+    """Whether vLLM has named chunks after `keys` in their KV cache group."""
     of_group = (key for key in reversed(known_keys(context)) if key[-GROUP_BYTES:] == keys[0][-GROUP_BYTES:])
     return bool(next(of_group, keys[-1]) != keys[-1])
 
 
 def residency(cache: TieredCache, keys: Sequence[Key]) -> Residency:
     """Where chunks are now, without a lease."""
-    return cache.lookup({0: GroupKeys(keys)}, 0.0, until=Until.NOTHING, independent=True).residency[0]
+    return cache.lookup({0: GroupKeys(keys)}, 0.0, protect=Protection.NONE, independent=True).residency[0]
 
 
 def knows(cache: TieredCache, key: Key) -> bool:

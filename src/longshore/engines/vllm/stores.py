@@ -19,7 +19,7 @@ from itertools import compress
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from longshore.boundary import HOST, Key, Slots
-from longshore.cache import DropReason, GroupKeys, Presence, StoreOrder, TieredCache, Until
+from longshore.cache import DropReason, GroupKeys, Presence, Protection, StoreOrder, TieredCache
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.metrics import EventTranslator
 from longshore.engines.vllm.requests import (
@@ -117,7 +117,7 @@ class StoreJobs:
             begins = {0: GroupKeys(request.ours(keys))}
             reuse_hint = request.hints.reuse_hint
             request.tick = cache.lookup(
-                begins, first.since, until=Until.STEP, independent=True, reuse_hint=reuse_hint
+                begins, first.since, protect=Protection.STEP, independent=True, reuse_hint=reuse_hint
             ).tick
             cache.end_step()  # what this step reads is lent by now: heads may make way for what follows them
         groups = self._groups.split(keys if takes else ())
@@ -161,15 +161,15 @@ class StoreJobs:
             store.rest[group] = PathRest(path, range(first, len(path)), keys[: len(path) - first], 0)
             return False, None
         comes_again = knows(cache, path[first - 1]) if first else not slides and has_more(keys, context)
-        patient = (
+        wait_for_room = (
             self.may_stream if slides else comes_again and rest == tokens - 1 and not streams
         ) and not ticket.jobs
-        patient = patient and request.may_wait(ticket.since, self._jobs.timeout)
+        wait_for_room = wait_for_room and request.may_wait(ticket.since, self._jobs.timeout)
         past_window, last_window = request.past_window(group, window, keys, context)
         retention = request.hints.chunks(tokens, max(0, begin) - first)
         whole = GroupKeys(path, first, retention=retention, past_window=past_window)
-        order = self._order(cache, store, whole, group, patient=patient, stream=streams)
-        if order is None or order.again:
+        order = self._order(cache, store, whole, group, wait_for_room=wait_for_room, stream=streams)
+        if order is None or order.retry:
             return order is not None, None
         request.windows[group] = last_window
         if order.later:
@@ -189,16 +189,18 @@ class StoreJobs:
         path: GroupKeys,
         group: int,
         *,
-        patient: bool = False,
+        wait_for_room: bool = False,
         stream: bool = False,
     ) -> StoreOrder | None:
         """Have the cache give slots to the chunks of `path`; `None` if it refuses the call."""
         try:
-            return cache.store({group: path}, patient=patient, stream=stream, tick=store.request.tick)[group]
+            return cache.store({group: path}, wait_for_room=wait_for_room, stream=stream, tick=store.request.tick)[
+                group
+            ]
         except IntegrityError:
             raise
         except CacheError as error:  # before anything has changed
-            count, name = len(path.keys) - path.first, store.request.name
+            count, name = len(path.keys) - path.start, store.request.name
             _log.warning("request %s: the cache refused %d chunks, which are not stored: %s", name, count, error)
             return None
 

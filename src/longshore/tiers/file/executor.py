@@ -81,15 +81,15 @@ Task = tuple[int, ...]
 
 
 def coalesce(
-    batch: Sequence[TierOp], place: Callable[[TierOp], int], can_coalesce: Callable[[TierOp], bool]
+    batch: Sequence[TierOp], position: Callable[[TierOp], int], can_coalesce: Callable[[TierOp], bool]
 ) -> list[Task]:
     """The tasks of `batch`, each position in one; the operations of each are of one kind, and of one generation.
 
-    `place` is the byte where a record begins; `can_coalesce` says whether one can be moved together with others.
+    `position` is the byte where a record begins; `can_coalesce` says whether one can be moved together with others.
     """
     if len(batch) == 1:
         return [(0,)]
-    order = sorted((op.op is Op.WRITE, place(op), at) for at, op in enumerate(batch))
+    order = sorted((op.op is Op.WRITE, position(op), at) for at, op in enumerate(batch))
     tasks: list[list[int]] = []
     kind = None  # of the operations in the task that may go on
     nbytes = 0  # of its images

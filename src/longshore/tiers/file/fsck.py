@@ -32,7 +32,7 @@ from longshore.tiers.file.directory import COPIES, LOCK, RESET, SEGMENT, SUPERBL
 from longshore.tiers.file.format import Entries, Superblock, fits_geometry
 from longshore.tiers.file.index import RecordIndex, index_files
 from longshore.tiers.file.io import read_into, write_all
-from longshore.tiers.file.recovery import drop_former_sizes, load, places
+from longshore.tiers.file.recovery import drop_former_sizes, load, slots_of_slab
 from longshore.tiers.file.segment import Staging, make_staging
 
 _THREADS = 8
@@ -257,7 +257,7 @@ class Fsck:
     def _slab(self, slab: int, pool: int | None, look: Callable[[int, int], Finding]) -> list[Finding]:
         """Check the slots of a slab. The newest header decides the pool of a slab that is not in the index."""
         if pool is None:
-            found = [self._header(*place) for place in places(self.slabs, slab)]
+            found = [self._header(*place) for place in slots_of_slab(self.slabs, slab)]
             owners = [
                 (each.header.sequence, each.pool)
                 for each in found

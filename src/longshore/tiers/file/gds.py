@@ -71,13 +71,13 @@ class CuFile:
             self.close()
             raise
 
-    def read(self, offset: int, nbytes: int, place: int) -> None:
-        """`nbytes` of the file from `place` on, to `offset` of the memory."""
-        self._move("read", offset, nbytes, place)
+    def read(self, offset: int, nbytes: int, position: int) -> None:
+        """`nbytes` of the file from `position` on, to `offset` of the memory."""
+        self._move("read", offset, nbytes, position)
 
-    def write(self, offset: int, nbytes: int, place: int) -> None:
-        """`nbytes` of the memory from `offset` on, to `place` of the file."""
-        self._move("write", offset, nbytes, place)
+    def write(self, offset: int, nbytes: int, position: int) -> None:
+        """`nbytes` of the memory from `offset` on, to `position` of the file."""
+        self._move("write", offset, nbytes, position)
 
     def close(self) -> None:
         """Deregister memory and file, and close the library; errors are ignored. Idempotent."""
@@ -88,8 +88,8 @@ class CuFile:
             except DeviceError:
                 continue
 
-    def _move(self, name: str, offset: int, nbytes: int, place: int) -> None:
-        moved = self._call(name, self._handle, self._address, nbytes, place, offset)
+    def _move(self, name: str, offset: int, nbytes: int, position: int) -> None:
+        moved = self._call(name, self._handle, self._address, nbytes, position, offset)
         if moved != nbytes:
             raise DeviceError(f"cuFile {name}: expected {nbytes} bytes, got {moved}")
 
@@ -191,15 +191,15 @@ class GdsImageIO:
         return False
 
     def write(
-        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], seal: Seal
+        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], seal: Seal
     ) -> IoCoroutine[list[Status]]:
         """Write the image, then the header, so that no header precedes incomplete bytes for long."""
-        (op,), (place,), header = ops, places, staging.header
+        (op,), (position,), header = ops, positions, staging.header
         if (file := self._file_for(op)) is not None:
 
             def store() -> int:
                 found = self._memory.mix64(op.offset, op.length)
-                file.write(op.offset, op.length, place + PAGE)
+                file.write(op.offset, op.length, position + PAGE)
                 return found
 
             try:
@@ -208,22 +208,22 @@ class GdsImageIO:
                 self._count_fallback("gds_write", error)
             else:
                 header[:] = seal(0, MIX64, found)
-                return (yield Move([Piece([header], place)], writing=True))
+                return (yield Move([Piece([header], position)], writing=True))
         body = staging.padded(op.length)
         yield from self._wait(lambda: self._memory.load(op.offset, body[: op.length]))
         algorithm = XXH3_64 if self._file is None else MIX64  # the one that who reads it here computes fast
         header[:] = seal(0, algorithm, checksum(algorithm, body[: op.length]))
-        return (yield Move([Piece([header, body], place)], writing=True))
+        return (yield Move([Piece([header, body], position)], writing=True))
 
     def read(
-        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: RecordVerifier
+        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], verifier: RecordVerifier
     ) -> IoCoroutine[list[Status]]:
         """Header and image, in two calls, side by side; then the checksum, by the device if it is for devices."""
-        (op,), (place,), image = ops, places, staging.bounce[: ops[0].length]
+        (op,), (position,), image = ops, positions, staging.bounce[: ops[0].length]
         is_staged = True
         if (file := self._file_for(op)) is not None:
-            call = _Call(self.bind, lambda: file.read(op.offset, op.length, place + PAGE))
-            status, _ = yield Move([Piece([staging.header], place), Piece([], place, call)], writing=False)
+            call = _Call(self.bind, lambda: file.read(op.offset, op.length, position + PAGE))
+            status, _ = yield Move([Piece([staging.header], position), Piece([], position, call)], writing=False)
             try:
                 call.result()
                 is_staged = False
@@ -231,7 +231,7 @@ class GdsImageIO:
                 self._count_fallback("gds_read", error)
         if is_staged:
             body = staging.bounce[: align(op.length)]
-            (status,) = yield Move([Piece([staging.header, body], place)], writing=False)
+            (status,) = yield Move([Piece([staging.header, body], position)], writing=False)
         if status is not Status.OK:
             return [status]
         header = verifier.check_header(0, staging.header)

@@ -216,7 +216,7 @@ def scan(segment: Segment, slabs: Slabs) -> Entries:
         return [
             header
             for slab in some
-            for slot, pool in places(slabs, slab)
+            for slot, pool in slots_of_slab(slabs, slab)
             if (header := _header(segment, slabs, slot, pool, page)) is not None
         ]
 
@@ -233,7 +233,7 @@ def scan(segment: Segment, slabs: Slabs) -> Entries:
     return fmt.entries_of(each for each in found if newest[each.slot] is each)
 
 
-def places(slabs: Slabs, slab: int) -> Iterator[tuple[int, int]]:
+def slots_of_slab(slabs: Slabs, slab: int) -> Iterator[tuple[int, int]]:
     """All slots that could be in `slab`, each with its pool."""
     for pool in range(len(slabs.images)):
         for slot in slabs.slots_of(slab, pool):

@@ -134,17 +134,17 @@ class ImageIO(Protocol):
         """Whether the record of `op` can be coalesced with others."""
 
     def write(
-        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], seal: Seal
+        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], seal: Seal
     ) -> IoCoroutine[list[Status]]:
-        """Write records to bytes `places` of the segment, ascending; several only where all join.
+        """Write records to bytes `positions` of the segment, ascending; several only where all join.
 
         Whether each was written whole. `DeviceError` means that none was.
         """
 
     def read(
-        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: RecordVerifier
+        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], verifier: RecordVerifier
     ) -> IoCoroutine[list[Status]]:
-        """Read the records at `places`, headers into those of `staging`; verified images are at the offsets of `ops`.
+        """Read records at `positions`, headers into those of `staging`; verified images go to the offsets of `ops`.
 
         Errors as for `write`.
         """
@@ -172,7 +172,7 @@ class HostImageIO:
         return is_aligned(op)
 
     def write(
-        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], seal: Seal
+        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], seal: Seal
     ) -> IoCoroutine[list[Status]]:
         """Adjacent records are one piece; all pieces are submitted at once."""
         bodies = [self._body(op, staging) for op in ops]
@@ -180,14 +180,14 @@ class HostImageIO:
             if self._is_staged(op):
                 staging.padded(op.length)[: op.length] = self._arena.view(op.offset, op.length)
             header[:] = seal(at, XXH3_64, checksum(XXH3_64, body[: op.length]))
-        return (yield from move_records(staging.headers, bodies, places, writing=True))
+        return (yield from move_records(staging.headers, bodies, positions, writing=True))
 
     def read(
-        self, ops: Sequence[TierOp], staging: Staging, places: Sequence[int], verifier: RecordVerifier
+        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], verifier: RecordVerifier
     ) -> IoCoroutine[list[Status]]:
         """As `write`."""
         bodies = [self._body(op, staging) for op in ops]
-        statuses = yield from move_records(staging.headers, bodies, places, writing=False)
+        statuses = yield from move_records(staging.headers, bodies, positions, writing=False)
         for at, (op, body) in enumerate(zip(ops, bodies, strict=True)):
             if statuses[at] is Status.OK:
                 image = body[: op.length]
@@ -215,18 +215,18 @@ def is_aligned(op: TierOp) -> bool:
 
 
 def move_records(
-    headers: Sequence[memoryview], bodies: Sequence[memoryview], places: Sequence[int], *, writing: bool
+    headers: Sequence[memoryview], bodies: Sequence[memoryview], positions: Sequence[int], *, writing: bool
 ) -> IoCoroutine[list[Status]]:
-    """Move records to or from `places`, ascending: neighbours as one piece. One status each."""
+    """Move records to or from `positions`, ascending: neighbours as one piece. One status each."""
     pieces: list[Piece] = []
     piece_of: list[int] = []
     end = -1
-    for header, body, place in zip(headers, bodies, places, strict=False):
-        if place == end:
+    for header, body, position in zip(headers, bodies, positions, strict=False):
+        if position == end:
             pieces[-1].buffers.extend((header, body))
         else:
-            pieces.append(Piece([header, body], place))
+            pieces.append(Piece([header, body], position))
         piece_of.append(len(pieces) - 1)
-        end = place + PAGE + len(body)
+        end = position + PAGE + len(body)
     statuses = yield Move(pieces, writing)
     return [statuses[piece] for piece in piece_of]

@@ -68,7 +68,7 @@ image in places of their own cost Mooncake two transfers, which takes a quarter 
 
 _HEADERS = _MOST * HEADER_BYTES
 _AREA = _HEADERS + _BUFFER_BYTES
-"""Memory of one call, beside the arena: headers first, which are behind one another; or whole values."""
+"""Memory of one call, beside the arena: headers first, one after the other; or whole values."""
 
 _NOTHING = b"ls1/nothing"
 """A key that nobody stores."""
@@ -228,7 +228,7 @@ class MooncakeSession:
         return list(unique.values())
 
     def _fetched(self, image: Image, at: int, code: int, *, is_small: bool) -> Status:
-        """How a read ended, whose header is at `at`, and its image behind it if it `is_small`."""
+        """How a read ended, whose header is at `at`, and its image after it if it `is_small`."""
         expected = HEADER_BYTES + len(image.memory)
         if code == expected:
             with memoryview(self._memory)[at : at + expected] as value, value[HEADER_BYTES:] as behind:
@@ -310,7 +310,7 @@ class _Read(NamedTuple):
         return max(lengths) <= _SMALL and sum(lengths) <= _BUFFER_BYTES
 
     def places(self) -> list[int]:
-        """Where the header of each value is; behind it is its image if they are small."""
+        """Where the header of each value is; its image follows it if they are small."""
         lengths = [HEADER_BYTES + len(image.memory) * self.is_small for image in self.images]
         return list(itertools.accumulate(lengths[:-1], initial=self.area))
 

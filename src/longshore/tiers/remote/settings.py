@@ -275,7 +275,7 @@ def parse_url(url: str) -> RemoteSettings:
 
 
 def _placed(scheme: str, host: str, port: int | None, path: str, options: dict[str, Any]) -> RemoteSettings:
-    """The settings of what stands behind `scheme`."""
+    """The settings of the client for `scheme`."""
     if scheme == "s3":
         if not _BUCKET.fullmatch(host) or port is not None:
             raise ConfigError(

@@ -153,7 +153,7 @@ def _came(count: int) -> int:
 
 
 def parts_behind(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of `parts` behind their first `count` bytes."""
+    """What is left of `parts` after their first `count` bytes."""
     for index, part in enumerate(parts):
         if count < len(part):
             return [part[count:], *parts[index + 1 :]]

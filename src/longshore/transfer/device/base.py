@@ -55,7 +55,7 @@ class ImageMemory(Protocol):
 
     @property
     def address(self) -> int:
-        """Of its first byte, a multiple of 4096."""
+        """Address of its first byte, a multiple of 4096."""
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +82,7 @@ class Copy(Protocol):
 
     @property
     def done_event(self) -> DeviceEvent:
-        """The point after which other work may use the device memory of the batch."""
+        """The event after which other work may use the device memory of the batch."""
 
     def query(self) -> bool:
         """Whether `finish` would return without waiting for the device."""
@@ -135,7 +135,7 @@ class Device(ABC):
     def stream(self, layout: KVLayout, into: str) -> Stream:
         """A stream for copies of `layout` into the tier `into`. Allocates all its resources.
 
-        Copies into the device are from the host, or, with `CopyBatch.inside`, from other blocks of the device.
+        Copies into the device are from the host, or, with `CopyBatch.is_d2d`, from other blocks of the device.
         """
 
     def resolve(self, compute: object) -> object:
@@ -144,7 +144,7 @@ class Device(ABC):
 
     @abstractmethod
     def record_event(self, compute: object) -> DeviceEvent:
-        """The point after all work submitted to `compute` so far."""
+        """An event after all work submitted to `compute` so far."""
 
     @abstractmethod
     def wait_event(self, compute: object, event: DeviceEvent) -> None:
@@ -183,7 +183,7 @@ _STAGE = 256 << 10  # bytes that small pieces pass through at a time; fits a sec
 
 
 class _Done(DeviceEvent, Copy):
-    """A point that has passed, a copy that has finished: on the CPU, work ends when the call that does it returns."""
+    """A passed event, and a finished copy: on the CPU, work ends when the call that does it returns."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._seconds = seconds
@@ -210,7 +210,7 @@ class CpuDevice(Device):
         return CpuStream()
 
     def record_event(self, compute: object) -> DeviceEvent:
-        """A passed point."""
+        """An event that has passed."""
         return _Done()
 
     def wait_event(self, compute: object, event: DeviceEvent) -> None:
@@ -222,7 +222,7 @@ class CpuDevice(Device):
         return CpuImages(nbytes)
 
     def close(self) -> None:
-        """Nothing was taken."""
+        """Nothing was allocated."""
 
 
 class CpuImages:
@@ -240,7 +240,7 @@ class CpuImages:
         return lambda: None
 
     def mix64(self, offset: int, length: int) -> int:
-        """By the processor."""
+        """By the CPU."""
         return mix64(self._piece(offset, length))
 
     def load(self, offset: int, host: memoryview) -> None:
@@ -273,7 +273,7 @@ class CpuStream(Stream):
         for event in wait_events:
             event.wait()
         begun = time.perf_counter()
-        destination, source, size = self._builder.describe(batch).directed(batch.into)
+        destination, source, size = self._builder.build(batch).directed(batch.into)
         copy_pieces(source, destination, size)
         return _Done(time.perf_counter() - begun)
 
@@ -281,7 +281,7 @@ class CpuStream(Stream):
         """No copy is ever in flight."""
 
     def close(self) -> None:
-        """Nothing was taken."""
+        """Nothing was allocated."""
 
 
 def copy_pieces(source: U64, destination: U64, size: U64) -> None:

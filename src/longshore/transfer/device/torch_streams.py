@@ -6,7 +6,7 @@ ones. While the device fills one stage, this thread empties the other:
 
     offload    pages ──gather──► stage.device ──link──► stage.host ──memmove──► images
                └──────── on the stream ─────────────────────────┘  └ this thread ┘
-    onboard    images ──memmove──► stage.host ──link──► stage.device ──scatter──► pages
+    load       images ──memmove──► stage.host ──link──► stage.device ──scatter──► pages
 
     in a stage:  │ ref 0: block, block, ... │ ref 1: block, block, ... │   each reference 16-byte aligned
 """
@@ -140,8 +140,8 @@ class Events:
     Holders of a point need not return it: an event is recorded again only after it has passed, and the old point then
     reports that it has passed.
 
-        record ──► Point ──► event ··· passed ──► recorded again, as another Point
-                     └─────────────────────────── from here on: passed, without a query
+        record ──► StreamEvent ──► torch.Event ··· passed ──► recorded again, for another StreamEvent
+                        └──────────────────────────────────── from here on: passed, without a query
     """
 
     def __init__(self, accelerator: Accelerator, fallbacks: Fallbacks, count: int = EVENTS) -> None:
@@ -210,14 +210,14 @@ class StreamCopy(Copy):
         """`unload` moves what is left in stages to the images."""
         self._events = events
         self.begun = begun
-        self._reached = done_event
+        self._done_event = done_event
         self.ended = ended
         self._unload = unload
 
     @property
     def done_event(self) -> DeviceEvent:
-        """As given."""
-        return self._reached
+        """The event that was given."""
+        return self._done_event
 
     def query(self) -> bool:
         """Whether the streams have ended it."""
@@ -262,7 +262,7 @@ class StreamDevice(Device):
         return self._fallbacks.counts()
 
     def close(self) -> None:
-        """Let go of the events."""
+        """Release the events."""
         self._events.close()
 
 
@@ -329,25 +329,25 @@ def stream_into(
     staging_bytes: int,
 ) -> StagedStream:
     """Copies of `layout` into the tier `into`, on `stream`; allocates the stages."""
-    kind = _Offload if into == HOST else _Onboard
+    kind = _OffloadStream if into == HOST else _LoadStream
     return kind(accelerator, events, fallbacks, stream, layout, staging_bytes)
 
 
 class _Stage:
-    """One of the two stages: its memory, the point after its last use, and copies still to be made from it."""
+    """One of the two stages: its memory, the event after its last use, and what is still to be copied from it."""
 
     def __init__(self, host: torch.Tensor, device: torch.Tensor, ids: int) -> None:
-        """Both sides have room for twice `ids` numbers of blocks behind the bytes."""
+        """Both sides have room for twice `ids` numbers of blocks after the bytes."""
         self.host, self._host_ids = _apart(host, ids)
         self.device, self._device_ids = _apart(device, ids)
-        self.used: StreamEvent | None = None
+        self.last_use: StreamEvent | None = None
         self.pending: tuple[CopyBatch, CopyPart] | None = None
-        self.of: StreamCopy | None = None
+        self.copy: StreamCopy | None = None
 
     def wait(self) -> None:
         """Block the calling thread until the last use of the stage has ended."""
-        if self.used is not None:
-            self.used.wait()
+        if self.last_use is not None:
+            self.last_use.wait()
 
     def on_device(self, *blocks: I64) -> list[torch.Tensor]:
         """Ids of blocks, each int64 of shape `(blocks,)`, on the device.
@@ -365,7 +365,7 @@ class _Stage:
 
 
 def _apart(memory: torch.Tensor, ids: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of a stage, and behind them two rows of `ids` int64."""
+    """The bytes of a stage, and after them two rows of `ids` int64."""
     end = memory.numel() - 16 * ids
     return memory[:end], memory[end:].view(torch.int64).view(2, ids)
 
@@ -422,7 +422,7 @@ class StagedStream(Stream):
             raise
         copy = StreamCopy(self._events, begun, ended, ended, self._unload)
         for stage in sent[-len(self._stages) :]:
-            stage.of = copy
+            stage.copy = copy
         return copy
 
     def drain(self) -> None:
@@ -440,7 +440,7 @@ class StagedStream(Stream):
     def _unload(self, copy: StreamCopy) -> None:
         """Copy what stages have of `copy` to the images."""
         for stage in self._by_age():
-            if stage.of is copy:
+            if stage.copy is copy:
                 self._empty(stage)
 
     def _record(self) -> StreamEvent:
@@ -473,7 +473,7 @@ class StagedStream(Stream):
 
     def _use(self, stage: _Stage) -> None:
         """Record that all uses of `stage` so far are on the stream."""
-        stage.used = self._events.record(self._stream)
+        stage.last_use = self._events.record(self._stream)
 
     def _by_age(self) -> tuple[_Stage, _Stage]:
         """The stages, that which was used last at the end."""
@@ -483,7 +483,7 @@ class StagedStream(Stream):
         """Copy the content of `stage` to its images."""
 
 
-class _Offload(StagedStream):
+class _OffloadStream(StagedStream):
     def _send(self, batch: CopyBatch, part: CopyPart, stage: _Stage) -> None:
         self._empty(stage)
         (blocks,) = stage.on_device(part.blocks)
@@ -499,10 +499,10 @@ class _Offload(StagedStream):
             stage.wait()
             pieces = _through(stage, *stage.pending)
             copy_pieces(pieces.device, pieces.host, pieces.size)
-        stage.pending, stage.of = None, None
+        stage.pending, stage.copy = None, None
 
 
-class _Onboard(StagedStream):
+class _LoadStream(StagedStream):
     def _send(self, batch: CopyBatch, part: CopyPart, stage: _Stage) -> None:
         stage.wait()  # the link may still be reading the host side
         pieces = _through(stage, batch, part)

@@ -23,7 +23,7 @@ WIDEST_WORD = 16
 """Bytes of the widest access."""
 
 PROGRAMS = 16
-"""Programs of a kernel between places on the device, one per multiprocessor: four times as fast as the link."""
+"""Programs of a kernel between two addresses on the device, one per multiprocessor: four times as fast as the link."""
 
 LINK_PROGRAMS = {HOST: 4, DEVICE: 8}
 """Programs of a kernel on host addresses, by the tier that is written: they saturate a link of 50 GB/s.
@@ -145,15 +145,15 @@ def image_runs(layout: KVLayout, part: CopyPart) -> ImageRuns:
     """The runs of any chunk of `part`: all have the same."""
     table = layout.table(part.group, split=part.split)
     subs = part.blocks.shape[1]
-    places = table.places[part.refs, part.sub : part.sub + subs].reshape(-1)
+    offsets = table.image_offsets[part.refs, part.block_in_chunk : part.block_in_chunk + subs].reshape(-1)
     total = part.chunk_bytes
-    if int(places[-1] - places[0]) + int(part.widths[-1]) == total:  # all of it side by side, as for whole references
-        return ImageRuns(places[:1], np.zeros(1, dtype=np.uint64), np.array([total], dtype=np.uint64))
+    if int(offsets[-1] - offsets[0]) + int(part.widths[-1]) == total:  # all of it side by side, as for whole references
+        return ImageRuns(offsets[:1], np.zeros(1, dtype=np.uint64), np.array([total], dtype=np.uint64))
     sizes = np.repeat(part.widths, subs)
-    first = np.flatnonzero(np.concatenate([[True], places[:-1] + sizes[:-1] != places[1:]]))
+    first = np.flatnonzero(np.concatenate([[True], offsets[:-1] + sizes[:-1] != offsets[1:]]))
     ends = np.cumsum(sizes)
     staged = (ends - sizes)[first]
-    return ImageRuns(places[first], staged, np.diff(np.append(staged, ends[-1])))
+    return ImageRuns(offsets[first], staged, np.diff(np.append(staged, ends[-1])))
 
 
 def staged_pitch(part: CopyPart) -> int:
@@ -171,7 +171,7 @@ def pieces_of(part: CopyPart, room: int) -> Iterator[CopyPart]:
         subs = room // int(piece.widths[0])  # one reference's pages of one chunk, which are more than fits
         for first in range(0, piece.blocks.shape[1], subs):
             some = slice(first, first + subs)
-            yield piece._replace(blocks=piece.blocks[:, some], sub=piece.sub + first)
+            yield piece._replace(blocks=piece.blocks[:, some], block_in_chunk=piece.block_in_chunk + first)
 
 
 def staged(parts: Iterable[CopyPart], room: int) -> list[list[tuple[CopyPart, int]]]:
@@ -213,7 +213,9 @@ def rows_in_stage(part: CopyPart, address: int) -> PageRows:
 def rows_in_images(layout: KVLayout, part: CopyPart, host_address: int) -> PageRows:
     """The images that the chunks of `part` are in."""
     table = layout.table(part.group, split=part.split)
-    return PageRows(part.images + host_address, table.places[part.refs, part.sub], table.page[part.refs])
+    return PageRows(
+        part.images + host_address, table.image_offsets[part.refs, part.block_in_chunk], table.page[part.refs]
+    )
 
 
 def kernel_arguments(layout: KVLayout, part: CopyPart, rows: PageRows) -> KernelArguments:

@@ -63,17 +63,17 @@ class Calibration:
     curves: Mapping[str, Mapping[Way, tuple[Sample, ...]]]
     link: str = _UNKNOWN
 
-    def seconds(self, load: CopyShape, way: Way) -> float:
-        """An estimate for `load` by `way`; infinite for a way that was not measured."""
+    def seconds(self, shape: CopyShape, way: Way) -> float:
+        """An estimate for a batch of this `shape` by `way`; infinite for a way that was not measured."""
         if way is Way.DIRECT:
-            fixed, per_byte = self._at(load.into, way, load.nbytes / load.pieces)
+            fixed, per_byte = self._at(shape.into, way, shape.nbytes / shape.pieces)
         else:
-            fixed, per_byte = self._at(load.into, way, load.nbytes / load.pages)
+            fixed, per_byte = self._at(shape.into, way, shape.nbytes / shape.pages)
         if way is Way.STAGED:  # kernel and link work at the same time
-            per_byte = max(per_byte, self._at(load.into, Way.DIRECT, load.nbytes / load.runs)[1])
-        return fixed + per_byte * load.nbytes
+            per_byte = max(per_byte, self._at(shape.into, Way.DIRECT, shape.nbytes / shape.runs)[1])
+        return fixed + per_byte * shape.nbytes
 
-    def choose(self, load: CopyShape, ways: Collection[Way]) -> Way:
+    def choose(self, shape: CopyShape, ways: Collection[Way]) -> Way:
         """The way of the least cost: its time, and what it takes from the engine.
 
         Kernels take multiprocessors. DMA takes a processor for each piece, and where it keeps one busy (pieces of less
@@ -81,8 +81,8 @@ class Calibration:
         """
 
         def cost(way: Way) -> float:
-            seconds = self.seconds(load, way)
-            return seconds + _PIECE_COST * load.pieces if way is Way.DIRECT else _KERNELS_COST * seconds
+            seconds = self.seconds(shape, way)
+            return seconds + _PIECE_COST * shape.pieces if way is Way.DIRECT else _KERNELS_COST * seconds
 
         return min(ways, key=cost)
 
@@ -175,7 +175,7 @@ class Effort:
 
     Attributes:
         sizes: Sizes of pages, ascending.
-        small: Bytes of the small load; at least one page moves.
+        small: Bytes of the small copy; at least one page moves.
         large: Bytes of the large one.
         repeats: Runs of each.
     """
@@ -199,8 +199,8 @@ class Always:
     def __init__(self, way: Way) -> None:
         self.way = way
 
-    def choose(self, load: CopyShape, ways: Collection[Way]) -> Way:
-        """That one."""
+    def choose(self, shape: CopyShape, ways: Collection[Way]) -> Way:
+        """The way that was given."""
         return self.way
 
 
@@ -229,7 +229,7 @@ class SamplePages:
             into=into,
             host_address=self.host.data_ptr(),
             host_bytes=self.host.numel(),
-        ).whole
+        ).batch
 
 
 def measure(
@@ -243,16 +243,16 @@ def measure(
     curves: dict[str, dict[Way, list[Sample]]] = {into: {way: [] for way in resources.ways} for into in (HOST, DEVICE)}
     accelerator, driver = resources.accelerator, resources.driver
     with accelerator.as_current():
-        paths = CopyStreams(accelerator, driver, resources.fallbacks, staging_bytes, max(effort.sizes))
+        streams = CopyStreams(accelerator, driver, resources.fallbacks, staging_bytes, max(effort.sizes))
         try:
             for size in effort.sizes:
                 pages = SamplePages(resources, size, effort.large)
                 for into, ways in curves.items():
                     for way, samples in ways.items():
-                        samples.append(_sample(resources, paths, pages, into, way, effort))
+                        samples.append(_sample(resources, streams, pages, into, way, effort))
                 del pages
         finally:
-            paths.close()
+            streams.close()
             accelerator.empty_cache()
     return {into: {way: tuple(samples) for way, samples in ways.items()} for into, ways in curves.items()}
 
@@ -263,11 +263,11 @@ def all_registered(offsets: npt.ArrayLike, lengths: npt.ArrayLike) -> npt.NDArra
 
 
 def _sample(
-    resources: CudaResources, paths: CopyStreams, pages: SamplePages, into: str, way: Way, effort: Effort
+    resources: CudaResources, streams: CopyStreams, pages: SamplePages, into: str, way: Way, effort: Effort
 ) -> Sample:
     small, large = pages.batch(into, effort.small), pages.batch(into, effort.large)
     size = pages.layout.groups[0].refs[0].page_bytes
-    stream = CudaStream(resources, pages.layout, into, Always(way), all_registered, 0, paths=paths)
+    stream = CudaStream(resources, pages.layout, into, Always(way), all_registered, 0, streams=streams)
     before = resources.accelerator.current_stream()
     mode = resources.driver.exchange_capture_mode(RELAXED)
     try:

@@ -143,7 +143,8 @@ class CudaDevice(StreamDevice):
 
         Args:
             device: Which GPU.
-            in_one_piece: Which host memory is registered with CUDA; none by default. `reach` sets it later.
+            in_one_piece: Which host memory is registered with CUDA; none by default. `set_registered_memory` sets it
+                later.
             staging_bytes: Device memory for staging, per direction.
             calibration: Calibration file; by default one in the user's cache directory.
             chooser: Chooses the way instead of a calibration.

@@ -30,7 +30,7 @@ MOST = 4096
 """Copies in one call: a driver crashed at more than about 50,000."""
 
 SOURCE_IN_STREAM_ORDER = 1
-PREFER_OVERLAP = 1  # slow by a factor of 18 between two places on the device: for the link only
+PREFER_OVERLAP = 1  # slow by a factor of 18 between two addresses on the device: for the link only
 
 _NULL_STREAMS = (0, 1)  # the legacy default stream, by both of its names
 _NO_INDEX = ctypes.c_size_t(-1).value
@@ -43,7 +43,7 @@ _HOST_POINTERS_SERVE = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGIST
 
 
 class MemLocation(ctypes.Structure):
-    """`CUmemLocation`; 0 means none, which is right for memory that has a fixed place."""
+    """`CUmemLocation`; 0 means none, which is right for memory that does not migrate."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
 

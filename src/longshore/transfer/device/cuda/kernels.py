@@ -5,7 +5,7 @@ A `row` has the pages of one chunk densely: a piece of the staging ring, or an i
 ids are passed as they are; attributes of references are in a table on the device:
 
     page of (chunk, ref, sub)     base[ref] + blocks[chunk, sub] * stride[ref]
-    its place in the row          rows[chunk] + offset[ref] + sub * step[ref]
+    its address in the row        rows[chunk] + offset[ref] + sub * step[ref]
 
 Each kernel moves `width[ref]` bytes of each page, in words of the largest size that divides all addresses, at most 16
 bytes, and the remainder of a page byte by byte. A program moves `PIECES` times `SPAN` words at a time, of one page or
@@ -68,7 +68,7 @@ def _move(read, write, width, first, live, WORD: tl.constexpr, SPAN: tl.constexp
 
 @triton.jit
 def _place(item, live, rows, table, refs, subs, segments, SPAN: tl.constexpr):  # noqa: N803
-    """Of each item: index of its block, line of the table, its place in the row, and the first word to move."""
+    """Of each item: index of its block, line of the table, address in the row, and the first word to move."""
     segment = (item % segments).to(tl.int64)
     piece = item // segments
     sub = piece % subs

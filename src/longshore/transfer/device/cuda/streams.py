@@ -1,7 +1,7 @@
 """Copies in one direction of an NVIDIA GPU: a stream for kernels, a stream for the link, and three ways of copying.
 
-    staged offload     kernels   gather 0 │ gather 1 │ gather 2 │          reached: after the last gather
-                       link               │ run 0 ──── │ run 1 ──── │      in place: after the last run
+    staged offload     kernels   gather 0 │ gather 1 │ gather 2 │          done_event: after the last gather
+                       link               │ run 0 ──── │ run 1 ──── │      finished: after the last run
 
     direct      pages ◄──── batched DMA, one piece each ────► images           large pieces
     staged      pages ◄─ kernel ─► stage ◄─ batched DMA ────► images           small pages, long runs in the images
@@ -12,7 +12,7 @@ one stream (by kernel on host addresses, inside the device, or directly by DMA) 
 copy before it was on the same one, and a staged copy waits for the last copy that was on one stream.
 
 A slot of the staging ring, and the descriptors of a copy, are reused only after their last use has ended: the stream,
-or the thread, waits for the point after it. While a kernel fills one slot, the link empties another.
+or the thread, waits for the event after it. While a kernel fills one slot, the link empties another.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from longshore.transfer.device.torch_streams import (
 )
 from longshore.transfer.pieces import CopyBatch, PieceBuilder, Pieces, count_pieces
 
-PLACES = 4
+RING_SLOTS = 4
 
 Descriptors = tuple[U64, U64, U64]
 """Destinations, sources and sizes of copies."""
@@ -76,32 +76,32 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RingSlot:
-    """One piece of the ring: its address, and the point after its last use."""
+    """A slot of the ring: its address, and the event after its last use."""
 
     address: int
-    used: StreamEvent | None = None
+    last_use: StreamEvent | None = None
 
 
 class Ring:
-    """`PLACES` pieces of one piece of device memory, each for at least one page.
+    """`RING_SLOTS` slots in one piece of device memory, each for at least one page.
 
     Attributes:
-        room: Bytes of each.
+        slot_bytes: Bytes of each slot.
     """
 
     def __init__(self, accelerator: Accelerator, nbytes: int, largest_page: int) -> None:
-        """Allocate `nbytes`, or `PLACES` largest pages if that is more; `RuntimeError` on failure."""
-        self.room = max(nbytes // PLACES // _ALIGNMENT, -(-largest_page // _ALIGNMENT)) * _ALIGNMENT
-        self._memory = accelerator.device_bytes(PLACES * self.room)
+        """Allocate `nbytes`, or `RING_SLOTS` largest pages if that is more; `RuntimeError` on failure."""
+        self.slot_bytes = max(nbytes // RING_SLOTS // _ALIGNMENT, -(-largest_page // _ALIGNMENT)) * _ALIGNMENT
+        self._memory = accelerator.device_bytes(RING_SLOTS * self.slot_bytes)
         address = self._memory.data_ptr()
-        self._places = [RingSlot(address + index * self.room) for index in range(PLACES)]
-        self._turn = 0
+        self._slots = [RingSlot(address + index * self.slot_bytes) for index in range(RING_SLOTS)]
+        self._next = 0
 
     def next(self) -> RingSlot:
-        """The place used least recently."""
-        place = self._places[self._turn]
-        self._turn = (self._turn + 1) % PLACES
-        return place
+        """The slot used least recently."""
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % RING_SLOTS
+        return slot
 
 
 def take_ring(accelerator: Accelerator, fallbacks: Fallbacks, nbytes: int, largest_page: int) -> Ring | None:
@@ -189,8 +189,8 @@ class DescriptorBuffer:
     """Descriptors of one copy, in buffers that are not reused until the copy has ended."""
 
     def __init__(self, accelerator: Accelerator, fallbacks: Fallbacks) -> None:
-        self.planner = PieceBuilder()
-        self.used: StreamEvent | None = None
+        self.builder = PieceBuilder()
+        self.last_use: StreamEvent | None = None
         self._accelerator = accelerator
         self._fallbacks = fallbacks
         self._kept: list[Descriptors] = []
@@ -198,8 +198,8 @@ class DescriptorBuffer:
 
     def begin(self) -> None:
         """Wait until the last copy described here has ended."""
-        if self.used is not None:
-            self.used.wait()
+        if self.last_use is not None:
+            self.last_use.wait()
         self._kept.clear()
 
     def keep(self, *descriptors: U64) -> Descriptors:
@@ -211,7 +211,7 @@ class DescriptorBuffer:
     def write(self, orders: list[KernelArguments]) -> tuple[tuple[int, int, int], list[DeviceArguments]]:
         """Write kernel arguments `orders`.
 
-        Returns destination, source and size of the copy of them to the device, and where they are there.
+        Returns destination, source and size of the copy that brings them to the device, and their tensors there.
         """
         columns = [column for order in orders for column in (order.blocks, order.rows, order.table)]
         # A kernel is compiled anew for pointers that are aligned otherwise: so all are multiples of 16 bytes.
@@ -221,15 +221,15 @@ class DescriptorBuffer:
             self._fallbacks.count("longer_slip")
             self._take(1 << (total - 1).bit_length())
         array = self._host.numpy()
-        places: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
         for column, start in zip(columns, ends, strict=False):
             array[start : start + column.size] = column
-            places.append(self._device[start : start + column.size])
-        arguments = list(zip(places[::3], places[1::3], places[2::3], strict=True))
+            parts.append(self._device[start : start + column.size])
+        arguments = list(zip(parts[::3], parts[1::3], parts[2::3], strict=True))
         return (self._device.data_ptr(), self._host.data_ptr(), 8 * total), arguments
 
     def _take(self, numbers: int) -> None:
-        """Allocate room for `numbers`. The previous array is kept until the copy has ended."""
+        """Allocate memory for `numbers` int64. The previous memory is kept until the copy has ended."""
         self._host = pinned_or_pageable(self._accelerator, self._fallbacks, 8 * numbers).view(torch.int64)
         self._device = self._accelerator.device_bytes(8 * numbers).view(torch.int64)
 
@@ -263,7 +263,7 @@ class CopyShape(NamedTuple):
 class WayChooser(Protocol):
     """Chooses the way of copying a batch."""
 
-    def choose(self, load: CopyShape, ways: Collection[Way]) -> Way:
+    def choose(self, shape: CopyShape, ways: Collection[Way]) -> Way:
         """One of `ways`, of which there is at least one."""
 
 
@@ -302,9 +302,9 @@ class CudaStream(Stream):
         in_one_piece: InOnePiece | None,
         staging_bytes: int,
         images: ImageMemory | None = None,
-        paths: CopyStreams | None = None,
+        streams: CopyStreams | None = None,
     ) -> None:
-        """`images`: device memory of the images, if they are there. `paths` belongs to the caller."""
+        """`images`: device memory of the images, if they are there. The caller closes `streams`, if it gives them."""
         self._resources = resources
         self._images = images
         self._into = into
@@ -314,23 +314,23 @@ class CudaStream(Stream):
         self._staging_bytes = staging_bytes
         self._programs = PROGRAMS if images is not None else LINK_PROGRAMS[into]
         accelerator = resources.accelerator
-        self._lent = paths is not None
-        if paths is None:
+        self._has_own_streams = streams is None
+        if streams is None:
             largest = max(ref.page_bytes for group in layout.groups for ref in group.refs)
-            paths = CopyStreams(accelerator, resources.driver, resources.fallbacks, staging_bytes, largest)
-        self._paths = paths
-        self._kernels, self._link, self._ring = paths.kernels, paths.link, paths.ring
+            streams = CopyStreams(accelerator, resources.driver, resources.fallbacks, staging_bytes, largest)
+        self._streams = streams
+        self._kernels, self._link, self._ring = streams.kernels, streams.link, streams.ring
         self._bounce: StagedStream | None = None
         self._buffers: list[DescriptorBuffer] = []
         self._copies = 0
-        self._alone: torch.Stream | None = None
+        self._only_stream: torch.Stream | None = None
         """The stream that all copies since the last staged one used; `None` after a staged one, which uses both."""
         try:
             self._buffers += [DescriptorBuffer(accelerator, resources.fallbacks) for _ in range(self.depth)]
             self._has_kernels = resources.kernels.prepare(sorted(kernel_shapes(layout)))
             if in_one_piece is None or not self._has_kernels:
                 self._take_bounce()
-            # What was taken may have had another owner, whose work on the current stream is not done.
+            # The memory may have had another owner, whose work on the current stream is not done.
             for stream in (self._kernels, self._link):
                 self._join(accelerator.current_stream(), stream)
         except BaseException:
@@ -349,27 +349,27 @@ class CudaStream(Stream):
         for event in wait_events:
             for stream in (self._kernels, self._link):
                 cast(StreamEvent, event).make_wait(stream)
-        if not batch.inside and not self._is_reached(batch):
+        if not batch.is_d2d and not self._is_registered(batch):
             self._resources.fallbacks.count("host_unregistered")
             return self._through_bounce(batch)
-        if batch.inside and not self._has_kernels:
+        if batch.is_d2d and not self._has_kernels:
             self._resources.fallbacks.count("no_kernels")
             return self._through_bounce(batch)
         buffer = self._buffers[self._copies % self.depth]
         self._copies += 1
         buffer.begin()
-        if batch.inside:
+        if batch.is_d2d:
             return self._copy_on(self._kernels, buffer, lambda: self._shift(batch, buffer))
-        way, pieces = self._choose(batch, buffer.planner)
+        way, pieces = self._choose(batch, buffer.builder)
         if way is Way.DIRECT:
-            # In the order of the images: their addresses ascend, which the link likes twice as well as jumps.
-            pieces = buffer.planner.describe(batch) if pieces is None else pieces
+            # In the order of the images: the link is twice as fast where their addresses ascend.
+            pieces = buffer.builder.build(batch) if pieces is None else pieces
             if self._in_registrations(batch, pieces):
                 return self._copy_on(
                     self._link, buffer, lambda: self._copy_over_link(buffer.keep(*pieces.directed(self._into)))
                 )
             self._resources.fallbacks.count("straddling_piece")
-            way, _ = self._choose(batch, buffer.planner, without=Way.DIRECT)
+            way, _ = self._choose(batch, buffer.builder, without=Way.DIRECT)
         match way:
             case Way.ZERO_COPY:
                 return self._copy_on(self._kernels, buffer, lambda: self._zero_copy(batch, buffer))
@@ -379,7 +379,7 @@ class CudaStream(Stream):
                 return self._through_bounce(batch)
 
     def zero(self, address: int, nbytes: int) -> None:
-        """Where images are."""
+        """In the memory that has the images."""
         if self._images is None:
             super().zero(address, nbytes)
         else:
@@ -400,11 +400,11 @@ class CudaStream(Stream):
             self._bounce.close()
         self._bounce = self._ring = None
         self._buffers = []
-        if not self._lent:
-            self._paths.close()
+        if self._has_own_streams:
+            self._streams.close()
 
-    def _is_reached(self, batch: CopyBatch) -> bool:
-        """Whether the device reaches the images of `batch`."""
+    def _is_registered(self, batch: CopyBatch) -> bool:
+        """Whether the device can access the images of `batch`: each lies in one piece of registered memory."""
         return all(
             bool(np.all(self._in_one_piece(part.images, batch.layout.image_bytes_of(part.group))))
             for part in batch.parts
@@ -416,7 +416,7 @@ class CudaStream(Stream):
         return bool(np.all(self._in_one_piece(offsets, pieces.size.view(np.int64))))
 
     def _choose(
-        self, batch: CopyBatch, planner: PieceBuilder, without: Way | None = None
+        self, batch: CopyBatch, builder: PieceBuilder, without: Way | None = None
     ) -> tuple[Way | None, Pieces | None]:
         """The way to copy `batch`, `None` if none is possible; and its pieces, if they were needed to choose."""
         ways = [way for way in self._resources.ways if way is not Way.STAGED or self._ring is not None]
@@ -427,21 +427,21 @@ class CudaStream(Stream):
         if len(ways) < 2:
             return ways[0] if ways else None, None
         counts = [count_pieces(batch, part) for part in batch.parts]
-        pieces = planner.describe(batch) if None in counts else None
-        load = CopyShape(
+        pieces = builder.build(batch) if None in counts else None
+        shape = CopyShape(
             self._into,
             batch.nbytes,
             sum(part.page_copies for part in batch.parts),
             len(pieces.size) if pieces is not None else sum(count for count in counts if count is not None),
             sum(len(image_runs(batch.layout, part).size) * len(part.images) for part in batch.parts),
         )
-        return self._chooser.choose(load, ways), pieces
+        return self._chooser.choose(shape, ways), pieces
 
     def _copy_on(self, stream: torch.Stream, buffer: DescriptorBuffer, send: Callable[[], None]) -> Copy:
         """A copy on `stream`, ordered after all earlier work on both streams."""
-        if self._alone is not stream:
+        if self._only_stream is not stream:
             self._join(self._link if stream is self._kernels else self._kernels, stream)
-            self._alone = stream
+            self._only_stream = stream
         begun = self._record(stream)
         try:
             send()
@@ -449,7 +449,7 @@ class CudaStream(Stream):
         except BaseException:
             self._resources.events.release(begun)
             raise
-        buffer.used = ended
+        buffer.last_use = ended
         return StreamCopy(self._resources.events, begun, ended, ended)
 
     def _zero_copy(self, batch: CopyBatch, buffer: DescriptorBuffer) -> None:
@@ -465,9 +465,9 @@ class CudaStream(Stream):
 
     def _staged(self, batch: CopyBatch, buffer: DescriptorBuffer, ring: Ring) -> Copy:
         offloads = self._into == HOST
-        if self._alone is not None:
-            self._join(self._alone, self._link if self._alone is self._kernels else self._kernels)
-            self._alone = None
+        if self._only_stream is not None:
+            self._join(self._only_stream, self._link if self._only_stream is self._kernels else self._kernels)
+            self._only_stream = None
         begun = self._record(self._kernels if offloads else self._link)
         try:
             done_event = self._through_ring(batch, buffer, ring)
@@ -475,33 +475,33 @@ class CudaStream(Stream):
         except BaseException:
             self._resources.events.release(begun)
             raise
-        buffer.used = ended
+        buffer.last_use = ended
         return StreamCopy(self._resources.events, begun, done_event if offloads else ended, ended)
 
     def _through_ring(self, batch: CopyBatch, buffer: DescriptorBuffer, ring: Ring) -> StreamEvent:
-        """Give a batch to both streams, place by place. Returns the point after the last kernel."""
-        loads = [(ring.next(), parts) for parts in staged(batch.parts, ring.room)]
+        """Submit a batch to both streams, slot by slot. Returns the event after the last kernel."""
+        slots = [(ring.next(), parts) for parts in staged(batch.parts, ring.slot_bytes)]
         orders = [
-            kernel_arguments(batch.layout, part, rows_in_stage(part, place.address + offset))
-            for place, parts in loads
+            kernel_arguments(batch.layout, part, rows_in_stage(part, slot.address + offset))
+            for slot, parts in slots
             for part, offset in parts
         ]
         given = iter(zip(orders, self._upload(buffer, orders), strict=True))
-        for place, parts in loads:
-            descriptors = buffer.keep(*link_copies(batch, parts, place.address))
+        for slot, parts in slots:
+            descriptors = buffer.keep(*link_copies(batch, parts, slot.address))
             kernels = list(itertools.islice(given, len(parts)))
             if self._into == HOST:
-                self._wait_for_slot(place, self._kernels)
+                self._wait_for_slot(slot, self._kernels)
                 self._run(kernels)
                 self._join(self._kernels, self._link)
                 self._copy_over_link(descriptors)
-                place.used = self._resources.events.record(self._link)
+                slot.last_use = self._resources.events.record(self._link)
             else:
-                self._wait_for_slot(place, self._link)
+                self._wait_for_slot(slot, self._link)
                 self._copy_over_link(descriptors)
                 self._join(self._link, self._kernels)
                 self._run(kernels)
-                place.used = self._resources.events.record(self._kernels)
+                slot.last_use = self._resources.events.record(self._kernels)
         return self._resources.events.record(self._kernels)
 
     def _through_bounce(self, batch: CopyBatch) -> Copy:
@@ -510,9 +510,9 @@ class CudaStream(Stream):
         if bounce is None:
             self._resources.fallbacks.count("late_bounce")
             bounce = self._take_bounce()
-        if self._alone is not self._kernels:
+        if self._only_stream is not self._kernels:
             self._join(self._link, self._kernels)
-            self._alone = self._kernels
+            self._only_stream = self._kernels
         return bounce.copy(batch, ())
 
     def _take_bounce(self) -> StagedStream:
@@ -525,9 +525,9 @@ class CudaStream(Stream):
 
     def _upload(self, buffer: DescriptorBuffer, orders: list[KernelArguments]) -> list[DeviceArguments]:
         """Bring `orders` to the device, before the kernels that follow."""
-        copy, places = buffer.write(orders)
+        copy, arguments = buffer.write(orders)
         self._resources.driver.copy_one(self._handle(self._kernels), *copy)
-        return places
+        return arguments
 
     def _run(self, kernels: Iterable[tuple[KernelArguments, DeviceArguments]]) -> None:
         self._launch("gather" if self._into == HOST else "scatter", kernels)
@@ -539,12 +539,12 @@ class CudaStream(Stream):
     def _copy_over_link(self, descriptors: Descriptors) -> None:
         self._resources.driver.copy(self._handle(self._link), *descriptors)
 
-    def _wait_for_slot(self, place: RingSlot, stream: torch.Stream) -> None:
-        if place.used is not None:
-            place.used.make_wait(stream)
+    def _wait_for_slot(self, slot: RingSlot, stream: torch.Stream) -> None:
+        if slot.last_use is not None:
+            slot.last_use.make_wait(stream)
 
     def _join(self, before: torch.Stream, after: torch.Stream) -> None:
-        """Order later work on `after` behind all earlier work on `before`."""
+        """Order all later work on `after` after all earlier work on `before`."""
         self._resources.events.record(before).make_wait(after)
 
     def _record(self, stream: torch.Stream) -> StreamEvent:
