@@ -71,7 +71,7 @@ class World(Reading, Storing):
     def flush(self) -> bool:
         done = self.call("back_up_all")
         self.settle()
-        assert done == (not self.jobs)
+        assert done == all(job in self.host_stores for job in self.jobs.values())
         return bool(done)
 
     def tick(self, seconds: float = 1.0) -> None:

@@ -474,6 +474,17 @@ def test_chunk_of_two_sessions_keeps_the_sooner_return() -> None:
     tier.policy.check_integrity()
 
 
+def test_more_victims_than_were_named_are_refused_before_anything_changes() -> None:
+    policy = full(8).policy
+    before = list(policy.order())
+    for take in (policy.hold_victims, lambda nodes: policy.remove_victims(nodes, policy.keys[nodes].tolist())):
+        assert policy.next_victims(2) == before[:2]
+        with pytest.raises(CacheError, match="4 victims, but next_victims named 2"):
+            take(before[:4])
+        assert (len(policy), list(policy.order())) == (8, before)
+    policy.check_integrity()
+
+
 def test_a_tier_without_slots_goes_on() -> None:
     """Host memory is given back while an engine sleeps, and may not come back."""
     cache = TieredCache([TierSpec(HOST, 64, 1)])

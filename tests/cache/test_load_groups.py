@@ -240,7 +240,7 @@ def test_hits_count_for_the_tier_chunks_came_from(lends: bool) -> None:
     assert cache.counters.hit_tokens == {HOST: 5 * tokens, FILE: 3 * tokens}  # of the first group alone
 
 
-def test_chunk_that_the_engine_did_not_read_is_a_miss_and_no_hit() -> None:
+def test_chunk_not_read_by_the_engine_is_no_hit() -> None:
     cache = grouped(*NAMES, host=64)
     store(cache, 0, PATHS[0])
     (part,) = cache.load({0: GroupKeys(PATHS[0])}).jobs

@@ -11,6 +11,7 @@ import torch
 from examples.reference_engine import Decoder, DevicePool, Engine, Request, Shape, Tiers, cache_groups
 from examples.reference_engine.engine import scope_of
 
+from failing_copy import FailingCopy
 from longshore.boundary import DEVICE, HOST
 from longshore.config import Config
 from longshore.layout import KVLayout
@@ -102,25 +103,7 @@ class _GatedStream(CpuStream):
         self._link.gates[self._into].pass_through()
         self._link.fault(batch)
         self._link.inside += batch.is_d2d
-        return _GatedCopy(self._link, batch, super().copy(batch, wait_events))
-
-
-class _GatedCopy(Copy):
-    def __init__(self, link: GatedLink, batch: CopyBatch, copy: Copy) -> None:
-        self._link = link
-        self._batch = batch
-        self._copy = copy
-
-    @property
-    def done_event(self) -> DeviceEvent:
-        return self._copy.done_event
-
-    def query(self) -> bool:
-        return self._copy.query()
-
-    def finish(self) -> float:
-        self._link.late_fault(self._batch)
-        return self._copy.finish()
+        return FailingCopy(super().copy(batch, wait_events), lambda: self._link.late_fault(batch))
 
 
 class Rig:

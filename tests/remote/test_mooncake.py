@@ -377,7 +377,7 @@ def test_a_fault_in_checking_a_value_costs_its_call_alone(
     harness.assert_serves(0, 1)
 
 
-def test_an_answer_that_has_come_is_taken_though_it_is_late(
+def test_an_answer_that_has_come_is_taken_though_late(
     mooncake: LocalMooncake, shared: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checking the values of one call takes until the deadline; the answer to the next one has come meanwhile."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 
+from failing_copy import FailingCopy
 from longshore.boundary import DEVICE, FILE, HOST
 from longshore.cache import DropReason, GroupKeys, MissReason, Protection, TieredCache
 from longshore.config import Config
@@ -255,25 +257,7 @@ class FailingStream(CpuStream):
 
     def copy(self, batch: CopyBatch, after: tuple[DeviceEvent, ...]) -> Copy:
         self._device.check(self._into, "copy")
-        return FailingCopy(self._device, self._into, super().copy(batch, after))
-
-
-class FailingCopy(Copy):
-    def __init__(self, device: FailingDevice, into: str, copy: Copy) -> None:
-        self._device = device
-        self._into = into
-        self._copy = copy
-
-    @property
-    def done_event(self) -> DeviceEvent:
-        return self._copy.done_event
-
-    def query(self) -> bool:
-        return self._copy.query()
-
-    def finish(self) -> float:
-        self._device.check(self._into, "finish")
-        return self._copy.finish()
+        return FailingCopy(super().copy(batch, after), partial(self._device.check, self._into, "finish"))
 
 
 @pytest.fixture(params=["copy", "finish"])

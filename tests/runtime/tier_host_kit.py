@@ -18,7 +18,7 @@ from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.file import capacity_for
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
-TIMEOUT = 30.0
+TIMEOUT = 120.0
 
 
 def program(*lines: str) -> Sequence[str]:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from failing_copy import FailingCopy
 from longshore.layout import KVLayout
 from longshore.transfer import CpuDevice
 from longshore.transfer.device.base import Copy, CpuStream, DeviceEvent, Stream, copy_pieces
@@ -128,24 +129,7 @@ class GatedStream(CpuStream):
         self.device.fault("copy", batch)
         copy = super().copy(batch, ())
         self.device.log.append(f"{self.into} ends")
-        return FaultyCopy(self.device, copy)
-
-
-class FaultyCopy(Copy):
-    def __init__(self, device: GatedDevice, copy: Copy) -> None:
-        self.device = device
-        self.copy = copy
-
-    @property
-    def done_event(self) -> DeviceEvent:
-        return self.copy.done_event
-
-    def query(self) -> bool:
-        return self.copy.query()
-
-    def finish(self) -> float:
-        self.device.fault("finish", None)
-        return self.copy.finish()
+        return FailingCopy(copy, lambda: self.device.fault("finish", None))
 
 
 class SlowDevice(CpuDevice):

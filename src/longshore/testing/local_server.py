@@ -15,8 +15,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
+import weakref
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -120,14 +122,16 @@ class LocalServer(LocalProcess):
 
     Attributes:
         port: On 127.0.0.1.
-        socket: Path of its unix socket.
+        socket: Path of its unix socket, which is not in `directory`.
         options: As on its command line.
     """
 
     def __init__(self, kind: str, directory: Path, **options: str) -> None:
         super().__init__(directory)
         self.port = free_port()
-        self.socket = directory / "server.sock"
+        sockets = tempfile.mkdtemp(prefix="longshore-", dir="/tmp")  # the path of a socket has at most 107 bytes
+        weakref.finalize(self, shutil.rmtree, sockets, ignore_errors=True)
+        self.socket = Path(sockets) / "server.sock"
         self.options = {
             "bind": "127.0.0.1",
             "port": str(self.port),

@@ -23,7 +23,7 @@ from longshore.tiers.base import BY_KEY, Op, Tier, TierOp, TierResult
 
 Bytes = npt.NDArray[np.uint8]
 
-TIMEOUT = 30.0
+TIMEOUT = 120.0
 """Seconds to wait for a result; far beyond what any operation takes."""
 
 POISON = 0xCC

@@ -14,6 +14,9 @@ from longshore.testing import Fault, FaultPlan, FaultyTier, Rule
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier
 
+PATIENT = {"load_timeout": 120.0}
+"""A load ends when its reads have ended, also on a busy machine."""
+
 
 def later(op: Op, fault: Fault, seconds: float = 0.0) -> Rule:
     return Rule(op, fault, nth=frozenset(range(2, 10_000)), seconds=seconds)
@@ -79,15 +82,15 @@ def test_some_of_everything(tmp_path: Path) -> None:
 
 
 def test_silent_corruption_is_what_only_the_oracle_can_see(tmp_path: Path) -> None:
-    served, faulty = run(tmp_path, later(Op.READ, Fault.SILENT))
+    served, faulty = run(tmp_path, later(Op.READ, Fault.SILENT), **PATIENT)
     assert faulty.fired[Fault.SILENT] > 0
     assert not served.equal
 
 
 def test_what_is_slow_to_read_is_computed_instead(tmp_path: Path) -> None:
     slow = Rule(Op.READ, Fault.DELAY, probability=1.0, seconds=0.25)
-    free, _ = run(tmp_path / "free", slow)
-    gated, faulty = run(tmp_path / "gated", slow, gate=True)
+    free, _ = run(tmp_path / "free", slow, **PATIENT)
+    gated, faulty = run(tmp_path / "gated", slow, gate=True, prefill_speed=20_000, **PATIENT)  # however busy it is
     assert faulty.fired[Fault.DELAY] > 0
     assert gated.tiered.restored_blocks["file"] < free.tiered.restored_blocks["file"] / 2
     assert gated.tiered.restored_blocks["host"] > 0

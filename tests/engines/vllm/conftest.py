@@ -1,5 +1,6 @@
 """These tests run where vLLM is installed: `make vllm` sets up such an environment, and fails where it cannot."""
 
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib.util import find_spec
@@ -17,6 +18,16 @@ if _is_installed:
     from engine_runs import Answers, Serve, Zygote, ask_oracle, run_engine
     from streams_kit import Engine, engine_of
     from vllm_kit import Rig
+
+    @pytest.fixture(scope="session", autouse=True)
+    def _sockets() -> Iterator[None]:
+        """Where engines leave their sockets: a short path, as that of a socket has at most 107 bytes."""
+        with (
+            tempfile.TemporaryDirectory(prefix="vllm-", dir="/tmp") as directory,
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setenv("VLLM_RPC_BASE_PATH", directory)
+            yield
 
     @pytest.fixture
     def rigs() -> Iterator[Callable[..., Rig]]:

@@ -70,7 +70,7 @@ class Zygote:
 
     def close(self) -> None:
         self._process.stdin.close()
-        self._process.wait(60.0)
+        self._process.wait(300.0)
 
     def _line(self, timeout: float) -> bytes:
         if not select.select([self._process.stdout], [], [], timeout)[0]:

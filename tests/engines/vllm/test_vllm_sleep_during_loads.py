@@ -96,9 +96,7 @@ def load_whole(engine: Engine) -> None:
         ("files hang", "DEADLINE"),
     ],
 )
-def test_chunks_of_a_failed_load_are_misses_by_cause_and_no_hits(
-    rigs: Any, tmp_path: Path, event: str, reason: str
-) -> None:
+def test_chunks_of_a_failed_load_are_misses_by_cause(rigs: Any, tmp_path: Path, event: str, reason: str) -> None:
     engine = make(rigs, tmp_path)
     counters, workers = engine.rig.cache.counters, engine.rig.workers
     chunks = CHUNKS if event == "files hang" else HOST_CHUNKS // 2

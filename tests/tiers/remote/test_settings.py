@@ -95,6 +95,7 @@ def test_impossible_urls_are_refused(url: str) -> None:
         ("10.0.0.5:6379", "valkey://HOST:PORT/DB"),
         ("/mnt/shared", "file:///PATH"),
         ("mooncake://a,b", "expected one host$"),
+        (f"unix:///run/{'%20' * 103}", "a unix socket's path has at most 107 bytes, got 108"),
         ("mooncake://a?ttl=1h", "ttl: not for mooncake://: Mooncake evicts"),
         ("valkeys://host?ca_file=ca.pem", "ca_file: expected an absolute path, got 'ca.pem'"),
         ("valkey://host?password_file=hunter2%40host", "password_file: expected an absolute path$"),

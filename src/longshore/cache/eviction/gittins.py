@@ -487,6 +487,8 @@ class Gittins(EvictionPolicy):
 
     def _take_out(self, nodes: Sequence[int]) -> None:
         """Take the first nodes out of their lists, as `next_victims` has named them."""
+        if (named := sum(count for _, count in self._named)) < len(nodes):
+            raise CacheError(f"internal error: Gittins: {len(nodes)} victims, but next_victims named {named}")
         out = 0
         while out < len(nodes):
             which, count = self._named.pop()

@@ -49,6 +49,7 @@ _SECRETS = frozenset(
 )
 _MOST_BYTES = 1 << 60
 _MOST_REQUESTS = 64
+_SOCKET_BYTES = 107
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"(?:[A-Za-z0-9_.-]+(?:/[A-Za-z0-9_.-]+)*)?")
 _ENDPOINT = re.compile(r"https?://[A-Za-z0-9_.\[\]:-]+")
@@ -285,6 +286,8 @@ def _placed(scheme: str, host: str, port: int | None, path: str, options: dict[s
     if scheme in {"unix", "file"}:
         if host or not path.startswith("/"):
             raise ConfigError(f"remote store: expected {scheme}:///PATH with an absolute path")
+        if scheme == "unix" and (length := len(os.fsencode(unquote(path)))) > _SOCKET_BYTES:
+            raise ConfigError(f"remote store: a unix socket's path has at most {_SOCKET_BYTES} bytes, got {length}")
         return RemoteSettings(scheme, path=unquote(path), **{**_slower(scheme), **options})
     if not host:
         raise ConfigError(f"remote store: expected {scheme}://HOST:PORT/DB, got no host")
