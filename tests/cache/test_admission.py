@@ -9,7 +9,17 @@ import pytest
 
 from depth import deep
 from longshore.boundary import FILE, HOST, Status, Transfer, TransferResult
-from longshore.cache import CacheSettings, DropReason, GroupKeys, Retention, TieredCache, TierSpec, WritePolicy
+from longshore.cache import (
+    CacheSettings,
+    DropReason,
+    GroupKeys,
+    Retention,
+    TieredCache,
+    TierSpec,
+    WritePolicy,
+    evictor,
+)
+from longshore.cache.events import EventKind
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.cache.evictor import Evictor
 from longshore.trace.replay import keys_of
@@ -30,9 +40,12 @@ class Tiers:
         admission: bool = True,
         is_served: bool = False,
         remote: Sequence[str] = (),
+        events: int = 0,
     ) -> None:
         specs = [TierSpec(HOST, host, policy=policy), TierSpec(FILE, file, policy=policy)]
-        settings = CacheSettings(backup=backup, admission=admission, is_served=is_served, max_writes=1 << 14)
+        settings = CacheSettings(
+            backup=backup, admission=admission, is_served=is_served, max_writes=1 << 14, events=events
+        )
         self.cache = TieredCache(specs, settings, remote=remote)
         self.hits = self.asked = self.written = 0
 
@@ -74,9 +87,9 @@ class Tiers:
         return self.cache.counters.drops[FILE][DropReason.ADMISSION]
 
 
-def served(family: str, share: float, **how: object) -> Tiers:
-    """A file tier with room for this share of the blocks of 700 requests, beside a fifth of that in host memory."""
-    paths = [request.hash_ids for request in synthesize(family, requests=700, seed=3, load=1.0)]
+def served(family: str, share: float, requests: int = 700, **how: object) -> Tiers:
+    """A file tier with room for this share of the blocks of `requests`, beside a fifth of that in host memory."""
+    paths = [request.hash_ids for request in synthesize(family, requests=requests, seed=3, load=1.0)]
     slots = round(share * len({block for path in paths for block in path}))
     tiers = Tiers(slots // 5, slots, **how)  # type: ignore[arg-type]
     for path in paths:
@@ -176,6 +189,23 @@ def test_refused_chunks_are_evicted_in_batches(monkeypatch: pytest.MonkeyPatch) 
     assert sum(examined) < 10
     assert tiers.cache.counters.evictions[HOST] > 8000
     tiers.cache.check_integrity()
+
+
+@pytest.mark.parametrize("size", [1, 5])
+@pytest.mark.parametrize(("family", "backup"), deep(FAMILIES[:4:3], FAMILIES))
+def test_victims_and_refusals_do_not_depend_on_where_batches_end(
+    family: str, backup: WritePolicy, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def victims() -> tuple[list[bytes], int]:
+        tiers = served(family, 0.05, requests=200, backup=backup, events=1 << 20)
+        return [each.key for each in tiers.cache.events() if each.kind is EventKind.REMOVED], tiers.refused
+
+    together = victims()
+    monkeypatch.setattr(evictor, "_AT_FIRST", size)
+    monkeypatch.setattr(evictor, "_AT_LEAST", size)
+    assert together == victims()
+    assert len(together[0]) > 3000
+    assert together[1] > 500
 
 
 def test_an_orphan_changes_nothing_about_what_is_refused() -> None:

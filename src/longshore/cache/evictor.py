@@ -168,14 +168,15 @@ class Evictor:
                 policy.hold_victims(nodes[:passed])
                 several, ahead = max(2 * passed, _AT_LEAST), ahead[passed:]
                 continue
-            if self._is_only_warmer(nodes[0], tier):
-                warm = nodes[
-                    : min(count - gone, count_leading(i32_view(self._state.index.slot[tier])[as_i32(nodes)] < 0))
-                ]
-                policy.hold_victims(warm)
-                refused = self._refuse(warm) if spare_dirty else 0
-                gone, ahead = gone + refused, [] if refused else ahead[len(warm) :]
-                continue
+            if self._state.coldest_ranks_all and tier == self._state.coldest:
+                warmer, alike = self._leading_alike(nodes, tier)
+                nodes = nodes[:alike]
+                if warmer:
+                    done, refused, freed = self._refuse(nodes[: count - gone]) if spare_dirty else (alike, 0, [])
+                    policy.hold_victims(nodes[:done])
+                    policy.release(freed)
+                    gone, ahead = gone + refused, [] if freed else ahead[done:]
+                    continue
             free, done, unclear = self._evict_batch(nodes, tier, policy, count - gone)
             gone, ahead = gone + free, ahead[done:] if done else []
             several = max(2 * (free or done), _AT_LEAST)
@@ -224,7 +225,10 @@ class Evictor:
             else:
                 policy.hold(node)
                 self._remember_copied((node,), tier, pool)
-                gone += self._refuse((node,)) if spare_dirty and self._is_only_warmer(node, tier) else 0
+                if spare_dirty and self._is_only_warmer(node, tier):
+                    _, refused, freed = self._refuse((node,))
+                    policy.release(freed)
+                    gone += refused
         return gone
 
     def _drop(self, node: int, tier: int) -> None:
@@ -237,18 +241,30 @@ class Evictor:
         """Whether `node`, which the policy of `tier` ranks, is in warmer tiers only."""
         return self._state.coldest_ranks_all and tier == self._state.coldest and self._state.index.slot[tier][node] < 0
 
-    def _refuse(self, nodes: Sequence[int]) -> int:
-        """Refuse copies of those of the held `nodes`, the next victims of all tiers, that only warmer tiers have.
+    def _leading_alike(self, nodes: Sequence[int], tier: int) -> tuple[bool, int]:
+        """Whether the first of `nodes` is in warmer tiers only, and how many lead that are alike in this."""
+        warmer = i32_view(self._state.index.slot[tier])[as_i32(nodes)] < 0
+        first = bool(warmer[0])
+        return first, count_leading(warmer == first)
 
-        They need no copy, and are evicted where they are. Returns how many.
+    def _refuse(self, nodes: Sequence[int]) -> tuple[int, int, list[int]]:
+        """Refuse copies of those of `nodes`, the next victims of all tiers, that only warmer tiers have.
+
+        They need no copy, and are evicted where they are. Ends where the parent may be the next victim. Returns how
+        many leading ones are to be held, how many of them were refused, and the parent to release then, if any.
         """
-        state, policy = self._state, self._state.policies[self._state.coldest]
-        refused = [node for node in nodes if self._may_be_refused(node) and state.refuse((node,))]
-        if refused:
-            state.counters.drops[state.levels[state.coldest].name][DropReason.ADMISSION] += len(refused)
-            parents = dict.fromkeys(state.index.parent[node] for node in refused)
-            policy.release([parent for parent in parents if parent in policy])
-        return len(refused)
+        state, policy, refused = self._state, self._state.policies[self._state.coldest], 0
+        freed, seen = list[int](), set[int]()
+        for node in nodes:
+            seen.add(node)
+            if self._may_be_refused(node) and state.refuse((node,)):
+                refused += 1
+                parent = state.index.parent[node]
+                if parent in seen or policy.is_held(parent):
+                    freed.append(parent)
+                    break
+        state.counters.drops[state.levels[state.coldest].name][DropReason.ADMISSION] += refused
+        return len(seen), refused, freed
 
     def _may_be_refused(self, node: int) -> bool:
         """Whether `node` is dirty, and neither a transfer, a lease, a lookup of this step nor a descendant needs it."""
@@ -445,7 +461,7 @@ class Evictor:
         state.policies[tier].remove_victims(nodes, index.key[at].tolist())
         index.drop_copies(at, tier)
         state.pools[tier].free_all(slots)
-        state.recheck_evictable(at[::-1], apart_from=tier)
+        state.recheck_evictable(at, apart_from=tier)
 
     def _drop_leaves(self, nodes: Sequence[int], tier: int) -> None:
         """Evict sole copies, which are clean."""
