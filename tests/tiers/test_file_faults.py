@@ -183,6 +183,7 @@ def test_error_of_closing_a_descriptor_stops_nothing(
     assert threading.active_count() == threads
     assert tier.failures["checkpoint"] == 0
     opener().close()  # the lock was released, too
+    monkeypatch.undo()  # pytest removes the directory
 
 
 def test_a_descriptor_that_is_not_open_is_a_mistake() -> None:

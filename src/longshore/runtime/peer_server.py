@@ -260,7 +260,7 @@ class PeerServer:
         except (OSError, LongshoreError) as error:
             if isinstance(error, _NoCommandError):
                 self.count_drop("invalid")
-            elif isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):  # it has not just left
+            elif isinstance(error, ssl.SSLError) and not isinstance(error, _LEFT):
                 self.count_drop("tls")
             if not self._closed:
                 _log.debug("peers: a client was dropped: %s", error)
@@ -461,6 +461,10 @@ class PeerClient:
         if line[:1] != kind or not line[1:].isdigit() or int(line[1:]) > most:
             raise _NoCommandError(f"expected {kind.decode()} and a number up to {most}")
         return int(line[1:]), end + len(_END)
+
+
+_LEFT = ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError
+"""A client of TLS that has left, or was dropped; which of these says so depends on the version of OpenSSL."""
 
 
 def tls_context(settings: RemoteSettings) -> ssl.SSLContext | None:

@@ -351,7 +351,7 @@ def test_failing_eviction_policy_mid_batch_changes_no_answer(
             policy, lookup = cache._state.policies[0], cache.lookup
 
         def damage(*arguments: Any, **named: Any) -> Any:
-            if named.get("until") is None:  # not only counted
+            if named.get("protect") is None:  # not only counted
                 damaged.append(len(policy))
             if len(damaged) == 2:
                 policy.remove_all(np.flatnonzero(policy.resident(cache._state.index.size)).tolist())
