@@ -38,17 +38,17 @@ class FlippingIo(PlainIo):
 
 @pytest.mark.parametrize(("dtype", "attention"), [("float32", "eager"), ("bfloat16", "eager"), ("float32", "sdpa")])
 def test_tiered_equals_resident(tmp_path: Path, dtype: str, attention: str) -> None:
-    served = serve(tmp_path, dtype=dtype, attention=attention, gate=False)
-    assert served.tiered.restored_blocks["host"] > 0
-    assert served.tiered.restored_blocks["file"] > 0
+    served = serve(tmp_path, dtype=dtype, attention=attention, gate=False, load_timeout=120.0)
+    assert min(served.tiered.restored_blocks.values()) > 0, served.counters
     assert served.equal
     assert served.held == 0
 
 
 @pytest.mark.parametrize("settings", [{"offload": "write_back"}, {"backup": "write_through"}, {"background": False}])
 def test_tiered_equals_resident_under_every_write_policy(tmp_path: Path, settings: dict[str, object]) -> None:
-    served = serve(tmp_path, gate=False, **settings)  # a loaded machine reads files slower than it computes
-    assert min(served.tiered.restored_blocks.values()) > 0
+    # A loaded machine reads files slower than it computes, and later than in ten seconds.
+    served = serve(tmp_path, gate=False, load_timeout=120.0, **settings)
+    assert min(served.tiered.restored_blocks.values()) > 0, served.counters
     assert served.equal
 
 
