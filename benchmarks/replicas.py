@@ -154,7 +154,7 @@ class Replica:
             while again:
                 with self._runtime.transaction() as cache:
                     order = cache.store({0: GroupKeys(keys, first)}, {0: range(first, len(keys))})[0]
-                again = order.again
+                again = order.retry
                 if again or order.job is not None:
                     self._runtime.wait_idle(TIMEOUT)
         self._runtime.wait_idle(TIMEOUT)
