@@ -197,7 +197,7 @@ def test_victims_and_refusals_do_not_depend_on_where_batches_end(
     family: str, backup: WritePolicy, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def victims() -> tuple[list[bytes], int]:
-        tiers = served(family, 0.05, requests=200, backup=backup, events=1 << 20)
+        tiers = served(family, 0.05, requests=400, backup=backup, events=1 << 20)
         return [each.key for each in tiers.cache.events() if each.kind is EventKind.REMOVED], tiers.refused
 
     together = victims()

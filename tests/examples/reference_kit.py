@@ -28,7 +28,7 @@ SHAPE = Shape()
 DECODER = Decoder(SHAPE, CPU)
 
 
-class RecomputeGate:
+class CopyGate:
     """Copies into one tier: how many may pass."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class GatedLink(CpuDevice):
     """
 
     def __init__(self) -> None:
-        self.gates = {DEVICE: RecomputeGate(), HOST: RecomputeGate()}
+        self.gates = {DEVICE: CopyGate(), HOST: CopyGate()}
         self.fault: Callable[[CopyBatch], None] = lambda batch: None
         self.late_fault: Callable[[CopyBatch], None] = lambda batch: None
         self.inside = 0

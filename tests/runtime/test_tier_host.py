@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tier_host_kit import IMAGE, SLOTS, HostedHarness, is_running, program
@@ -209,6 +210,13 @@ def test_reset_reaches_files_while_the_process_is_away(opener: Opener) -> None:
 def test_late_reset_kills_tier_host_and_next_one_applies_it(
     harness: HostedHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    write = HostedFileTier._write_pending_reset
+
+    def patient(self: HostedFileTier, order: Callable[[Any], None]) -> str:
+        monkeypatch.setattr(tier, "FORGET_TIMEOUT", 60.0)  # the short one is for the process, which never confirms
+        return write(self, order)
+
+    monkeypatch.setattr(HostedFileTier, "_write_pending_reset", patient)
     monkeypatch.setattr(tier, "FORGET_TIMEOUT", 0.05)
     harness.store(0, 0)
     harness.signal(signal.SIGSTOP)

@@ -52,7 +52,7 @@ class Compute:
         return self.given[-1]
 
 
-class RecomputeGate:
+class CopyGate:
     """Copies in one direction: how many batches may pass, and which have arrived."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class GatedDevice(CpuDevice):
     """Copies wait at `gates[into]`; `log` says in which order they began and ended; `faults` may raise."""
 
     def __init__(self) -> None:
-        self.gates = {"host": RecomputeGate(), "device": RecomputeGate()}
+        self.gates = {"host": CopyGate(), "device": CopyGate()}
         self.log: list[str] = []
         self.fault: Callable[[str, CopyBatch | None], None] = lambda step, batch: None
         self.closed = 0

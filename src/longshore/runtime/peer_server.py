@@ -260,7 +260,7 @@ class PeerServer:
         except (OSError, LongshoreError) as error:
             if isinstance(error, _NoCommandError):
                 self.count_drop("invalid")
-            elif isinstance(error, ssl.SSLError) and not isinstance(error, _LEFT):
+            elif isinstance(error, ssl.SSLError) and not isinstance(error, _CLIENT_LEFT):
                 self.count_drop("tls")
             if not self._closed:
                 _log.debug("peers: a client was dropped: %s", error)
@@ -463,7 +463,7 @@ class PeerClient:
         return int(line[1:]), end + len(_END)
 
 
-_LEFT = ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError
+_CLIENT_LEFT = ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError
 """A client of TLS that has left, or was dropped; which of these says so depends on the version of OpenSSL."""
 
 

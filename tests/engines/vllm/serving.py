@@ -200,10 +200,12 @@ class Engine:
 
     def settle(self) -> None:
         """Wait until all that was stored is safe in every tier; the engine steps meanwhile, as it does in a server."""
-        core, deadline = self.llm.llm_engine.engine_core.engine_core, time.monotonic() + 90.0
-        while core.scheduler.connector.has_pending_push_work() and time.monotonic() < deadline:
+        core, deadline = self.llm.llm_engine.engine_core.engine_core, time.monotonic() + 300.0
+        while core.scheduler.connector.has_pending_push_work():
             core.step_fn()
-        self.manager._runtime.flush(30.0)
+            if time.monotonic() > deadline:
+                raise RuntimeError("not all that is to be stored was stored")
+        self.manager._runtime.flush(120.0)
 
     def drop_host(self) -> None:
         """Evict all that the host tier has, so that the file tier must serve."""
@@ -383,6 +385,7 @@ class Engine:
                 "hits": dict(counters.hits),
                 "misses": {reason.value: count for reason, count in counters.misses.items()},
                 "lost": dict(counters.lost),
+                "drops": {to: {why.value: n for why, n in each.items() if n} for to, each in counters.drops.items()},
                 "failed": {route: totals.failed for route, totals in counters.routes.items()},
                 "failures": {each.name: dict(each.failures) for each in manager._runtime._tiers},
                 "arrived": {route: totals.chunks for route, totals in counters.routes.items()},
