@@ -292,7 +292,7 @@ def settings_digest(*parts: Any) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set | frozenset) else str(value)  # the order of a set is of the process
+    return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)  # their order is of the process
 
 
 def model_path(name: str, revision: str | None, downloads: str | None) -> Path:
