@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from longshore.engines import weight_files
-from longshore.engines.weight_files import FileDigests, changed_since, has_weights
+from longshore.engines.weight_files import FileDigests, changed_since, has_weights, settings_digest
 from longshore.errors import EngineError
 
 SIZE = 100_000
@@ -339,3 +339,9 @@ def test_a_revision_that_was_moved_meanwhile_is_told(tmp_path: Path) -> None:
     second = download(cache, "b" * 40)
     assert changed_since(second, began) == cache / "refs" / "main"
     assert changed_since(second, later()) is None
+
+
+def test_digest_of_settings_does_not_depend_on_the_order_of_sets() -> None:
+    one, other = {"a", 8, "b"}, {"b", 8, "a"}
+    assert settings_digest({"x": one}) == settings_digest({"x": other})
+    assert settings_digest({"x": one}) != settings_digest({"x": {"a", "b"}})
