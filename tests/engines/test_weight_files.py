@@ -341,7 +341,7 @@ def test_a_revision_that_was_moved_meanwhile_is_told(tmp_path: Path) -> None:
     assert changed_since(second, later()) is None
 
 
-def test_digest_of_settings_does_not_depend_on_the_order_of_sets() -> None:
+def test_settings_digest_ignores_the_order_of_sets() -> None:
     one, other = {"a", 8, "b"}, {"b", 8, "a"}
     assert settings_digest({"x": one}) == settings_digest({"x": other})
     assert settings_digest({"x": one}) != settings_digest({"x": {"a", "b"}})
