@@ -121,11 +121,14 @@ class TieredCache:
         return self._leases.protected
 
     @property
+    def backups_needed(self) -> int:
+        """Number of chunks of the warmest tier that are not evicted before they were copied down."""
+        return self._state.backlog.counts[0]
+
+    @property
     def jobs_in_flight(self) -> int:
         """Number of jobs without a result."""
         return len(self._transfers.jobs)
-
-    # ------------------------------------------------------------------ lookups and loads
 
     def lookup(
         self,
@@ -342,8 +345,6 @@ class TieredCache:
             self._prefetcher.cancel(record.prefetch)
         self._leases.drop(what)
 
-    # ------------------------------------------------------------------ stores
-
     def store(
         self,
         paths: Mapping[int, GroupKeys],
@@ -519,8 +520,6 @@ class TieredCache:
             self._leases.forget_step()
             self._remote.clear()
         return self.generation
-
-    # ------------------------------------------------------------------ monitoring
 
     def stats(self) -> tuple[TierStats, ...]:
         """Occupancy per tier, warmest first."""

@@ -145,25 +145,59 @@ class Stack:
         """Fill device `blocks` with the leading chunks of what `found` leases of `path`; the tier that each came from.
 
         `origins` are the tiers that chunks were brought up from for this prompt before, by key.
-        If the missing chunks exceed half of the warmest tier, they are loaded in parts of that size; chunks without a
-        backup are backed up before each part. All ends within `load_timeout`, and what has arrived by then counts. The
-        caller releases the lease. `on_job` is called with each job and the blocks that it fills: a job may still run
-        when this returns. The first of the blocks is sub-block `skip` of its chunk.
+        If the missing chunks exceed half of the warmest tier, or it has too many chunks without a backup, they are
+        loaded in parts of that size, and backups make room before each part. All ends within `load_timeout`, and what
+        has arrived by then counts. The caller releases the lease. `on_job` is called with each job and the blocks that
+        it fills: a job may still run when this returns. The first of the blocks is sub-block `skip` of its chunk.
         """
-        runtime, per_chunk = self.runtime, self.config.blocks_per_chunk
-        deadline = runtime.clock() + self.config.load_timeout
-        if found.lease is None:
-            return []
-        with runtime.transaction() as cache:
-            runs = cache.progress(found.lease).runs
+        return self.start_load(found, path, blocks, on_job, skip=skip, request=request, origins=origins)()
+
+    def start_load(
+        self,
+        found: Found,
+        path: GroupKeys,
+        blocks: Sequence[int],
+        on_job: JobCallback,
+        *,
+        skip: int = 0,
+        request: str | None = None,
+        origins: Origins = None,
+    ) -> Callable[[], list[str]]:
+        """Begin `load_path`; the function that is returned waits for it, and returns the tiers.
+
+        Copies from the warmest tier begin now. If chunks are in colder tiers, all copies begin when that is called.
+        """
+        lease, per_chunk, timeout = found.lease, self.config.blocks_per_chunk, self.config.load_timeout
+        if lease is None:
+            return list
+        with self.runtime.transaction() as cache:
+            runs, dirty = cache.progress(lease).runs, cache.backups_needed
         tiers = [run.tier for run in runs for _ in range(run.chunks)][: -(-(skip + len(blocks)) // per_chunk)]
-        size = self._part
-        if len(tiers) - tiers.count(FILE if self.host is None else HOST) <= size:
-            return self._load(found.lease, blocks, skip, on_job, origins, self.config.load_timeout)
-        origins = {**dict(zip(path.keys[path.start :], tiers, strict=False)), **(origins or {})}
-        done, wanted, sources = 0, min(len(tiers), found.chunks), list[str]()
-        while done < wanted and (left := deadline - runtime.clock()) > 0:
-            end, now = min(wanted, done + size), runtime.clock()
+        missing = len(tiers) - tiers.count(FILE if self.host is None else HOST)
+        if missing > self._part or (missing and len(tiers) + dirty > 2 * self._part):  # room has to be made
+            origins = {**dict(zip(path.keys[path.start :], tiers, strict=False)), **(origins or {})}
+            found = found._replace(chunks=min(len(tiers), found.chunks))
+            return lambda: self._load_in_parts(found, path, blocks, on_job, skip, request, origins)
+        begin = functools.partial(self._order_load, lease, blocks, skip, on_job, origins, timeout)
+        if not missing:
+            begin()
+        return lambda: self._wait_load(lease, begin if missing else None)
+
+    def _load_in_parts(
+        self,
+        found: Found,
+        path: GroupKeys,
+        blocks: Sequence[int],
+        on_job: JobCallback,
+        skip: int,
+        request: str | None,
+        origins: Origins,
+    ) -> list[str]:
+        runtime, per_chunk, sources = self.runtime, self.config.blocks_per_chunk, list[str]()
+        deadline = runtime.clock() + self.config.load_timeout
+        while len(sources) < found.chunks and (left := deadline - runtime.clock()) > 0:
+            done, now = len(sources), runtime.clock()
+            end = min(found.chunks, done + self._part)
             part = GroupKeys(path.keys[: path.start + end], path.start + done)
             with runtime.transaction() as cache:
                 here = cache.lookup({0: part}, now, request=request, tick=found.tick, count=False, remote_tiers=())
@@ -173,13 +207,13 @@ class Stack:
             mine = blocks[max(0, done * per_chunk - skip) : (done + here.chunks) * per_chunk - skip]
             try:
                 runtime.wait_load(here.lease)
-                timeout = deadline - runtime.clock()
-                sources += self._load(here.lease, mine, 0 if done else skip, on_job, origins, timeout)
-                done = len(sources)
+                if (left := deadline - runtime.clock()) > 0:
+                    self._order_load(here.lease, mine, 0 if done else skip, on_job, origins, left)
+                    sources += self._wait_load(here.lease)
             finally:
                 with runtime.transaction() as cache:
                     cache.release(here.lease)
-            if done < end:
+            if len(sources) < end:
                 break
         return sources
 
@@ -224,17 +258,19 @@ class Stack:
         warmest = self.file if self.host is None else self.host
         return 1 if warmest is None else max(1, warmest.slabs.indices // 2)
 
-    def _load(
+    def _order_load(
         self, lease: Lease, blocks: Sequence[int], skip: int, on_job: JobCallback, origins: Origins, timeout: float
-    ) -> list[str]:
+    ) -> None:
         per_chunk, at = self.config.blocks_per_chunk, -skip
-        if timeout <= 0:
-            return []
         with self.runtime.transaction() as cache:
             for job in cache.load(lease, {0: blocks}, skip=skip, timeout=timeout, origins=origins).jobs:
                 end = at + job.chunks * per_chunk
                 on_job(job.job, blocks[max(0, at) : end])
                 at = end
+
+    def _wait_load(self, lease: Lease, begin: Callable[[], None] | None = None) -> list[str]:
+        if begin is not None:
+            begin()
         outcome = self.runtime.wait_load(lease).outcome
         return [] if outcome is None else list(outcome.sources)
 

@@ -16,7 +16,7 @@ from test_calls import make_model as batched_model
 from test_prefix_store import bits, make_model, prefill
 from transformers import DynamicCache
 
-from longshore.boundary import FILE
+from longshore.boundary import FILE, Transfer
 from longshore.config import Config
 from longshore.engines.transformers import PrefixStore, Tiers, tiered
 from longshore.errors import HintError
@@ -190,7 +190,7 @@ def test_an_interrupted_restore_lets_go_of_everything(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens, calls = long_tokens(LONG), 0
-    cache, stock = prefill(model, tokens), Stack._load
+    cache, stock = prefill(model, tokens), Stack._order_load
 
     def interrupted(self: Stack, *args: Any, **kwargs: Any) -> list[str]:
         nonlocal calls
@@ -202,11 +202,38 @@ def test_an_interrupted_restore_lets_go_of_everything(
     with PrefixStore(model, settings(tmp_path, host=4), block_size=16, staging_blocks=8) as store:
         assert store.store_prefix(tokens, cache) == LONG * 16
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(Stack, "_load", interrupted)
+            patched.setattr(Stack, "_order_load", interrupted)
             store.restore_prefix(tokens)
         assert calls == 3
         check_nothing_held(store)
         assert bits(restored_whole(store, tokens), LONG * 16) == bits(cache, LONG * 16)
+
+
+def test_the_next_part_loads_while_one_is_unpacked(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From host memory: the load of a part is submitted before the part before it is unpacked, into the other half."""
+    tokens, order = long_tokens(12), list[tuple[str, int]]()
+    cache, unpack = prefill(model, tokens), PrefixStore._unpack
+
+    def unpacked(self: PrefixStore, states: list[torch.Tensor], first: int, blocks: range) -> None:
+        order.append(("unpack", blocks.start))
+        unpack(self, states, first, blocks)
+
+    config = Config.make(host_size=24 * CHUNK)
+    with PrefixStore(model, config, block_size=16, staging_blocks=8) as store:
+        assert store.store_prefix(tokens, cache) == 12 * 16
+        engine, submit = store._stack.transfer_engine, store._stack.transfer_engine.submit
+
+        def submitted(transfer: Transfer) -> None:
+            order.append(("load", transfer.sections[0].blocks[0]))
+            submit(transfer)
+
+        monkeypatch.setattr(engine, "submit", submitted)
+        monkeypatch.setattr(PrefixStore, "_unpack", unpacked)
+        restored, n = store.restore_prefix(tokens)
+        assert (n, bits(restored, n)) == (12 * 16, bits(cache, n))
+        check_nothing_held(store)
+    loads, unpacks = [("load", 0), ("load", 4), ("load", 0)], [("unpack", 0), ("unpack", 4), ("unpack", 0)]
+    assert order == [*loads[:2], unpacks[0], loads[2], *unpacks[1:]]
 
 
 def long_prompt(start: int) -> list[int]:
@@ -281,7 +308,7 @@ def test_a_tier_host_that_dies_leaves_long_prompts_exact(tmp_path: Path, dying: 
 
 
 def test_cancelled_load_of_long_prompt_releases_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompt, stock = batched_model(), long_prompt(200), Stack._load
+    model, prompt, stock = batched_model(), long_prompt(200), Stack._order_load
     (expected,) = generate(model, [prompt], num_blocks=80)
     parts = 0
     with tiered(model, tier_settings(tmp_path)) as tiers:
@@ -295,7 +322,7 @@ def test_cancelled_load_of_long_prompt_releases_everything(tmp_path: Path, monke
                 manager.cancel_request("first")
             return stock(self, *args, **kwargs)
 
-        monkeypatch.setattr(Stack, "_load", cancelled)
+        monkeypatch.setattr(Stack, "_order_load", cancelled)
         manager.start()
         try:
             manager.add_request(prompt, request_id="first", max_new_tokens=4)

@@ -1,6 +1,7 @@
 """`PrefixStore`: for users of plain `generate()`, keep and restore the KV cache of a prefix.
 
-The prefix's blocks pass through a few staging blocks on the device. A prefix may have more blocks than these:
+The prefix's blocks pass through a few staging blocks on the device, in two halves. While one half is copied from or to
+a tier, the other one is filled from the cache, or emptied into it. A prefix may have more blocks than these:
 
     DynamicCache ── staging blocks ── host tier ── file tier, remote stores
 """
@@ -9,16 +10,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from itertools import islice
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from transformers import DynamicCache
 
 from longshore.boundary import FILE, HOST, REMOTE
-from longshore.cache import Found, GroupKeys, Retention
+from longshore.cache import Found, GroupKeys, Lease, Retention
 from longshore.config import Config
 from longshore.engines.tensors import RowBlocks
 from longshore.engines.transformers.attach import kept_tiers, why_not_served
@@ -32,7 +35,7 @@ from longshore.runtime.commands import ControlledEngine, ControlledGroup
 from longshore.runtime.control import ControlServer
 from longshore.runtime.remote_fetch import fetch_and_wait
 from longshore.runtime.selftest import self_test
-from longshore.runtime.stack import open_stack
+from longshore.runtime.stack import JobCallback, open_stack
 from longshore.tiers.base import Tier
 from longshore.tiers.file import FileTier
 from longshore.transfer.device import device_for
@@ -42,6 +45,14 @@ _log = logging.getLogger(__name__)
 
 Hints = RequestHints | Mapping[str, Any] | None
 """Hints of one call, or their fields: `longshore.hints` has these and their meaning."""
+
+
+class _PartLoad(NamedTuple):
+    """A load into staging `blocks` that has begun; `wait` returns the tiers that its chunks came from."""
+
+    blocks: range
+    wait: Callable[[], list[str]]
+    lease: Lease | None
 
 
 class PrefixStore:
@@ -55,7 +66,8 @@ class PrefixStore:
         model: A causal language model with full attention in all layers, batch size one.
         config: Where the bytes go; `config.blocks_per_chunk` blocks make an image.
         block_size: Tokens per block; whole chunks of a prefix are kept.
-        staging_blocks: Number of device blocks that copies pass through; rounded down to whole chunks, at least one.
+        staging_blocks: Number of device blocks that copies pass through; rounded down to two halves of whole chunks, of
+            at least one chunk each.
         open_file: Makes the file tier, with the arguments of `FileTier`.
 
     Attributes:
@@ -82,7 +94,9 @@ class PrefixStore:
         self._config = config
         self._blocks_per_chunk = config.blocks_per_chunk
         self._chunk_tokens = config.blocks_per_chunk * block_size
-        self._staging_blocks = max(staging_blocks // self._blocks_per_chunk, 1) * self._blocks_per_chunk
+        self._half_chunks = max(staging_blocks // self._blocks_per_chunk // 2, 1)
+        """Chunks of one half of the staging blocks."""
+        self._staging_blocks = 2 * self._half_chunks * self._blocks_per_chunk
         self._block_size = block_size
         self._open_file = open_file
         self._scopes = ModelScope(model, config.salt, fixed=config.fixed_weights)
@@ -133,7 +147,8 @@ class PrefixStore:
             blocks_per_chunk=self._blocks_per_chunk,
             name="dynamic_cache",
         )
-        self._jobs: list[int] = []
+        self._jobs: tuple[list[int], list[int]] = [], []
+        """Jobs that may use each half of the staging blocks."""
         return device_for(self._layout, self._config.calibration)
 
     def _test(self, *, files: bool = True) -> None:
@@ -204,24 +219,26 @@ class PrefixStore:
                 f"expected a cache of one sequence of at least {len(tokens)} tokens, got {sequences} sequences of "
                 f"{length} tokens"
             )
-        kept = 0
+        kept = half = 0
         while kept < len(keys):
-            first, part = kept, keys[: kept + self._staging_blocks // self._blocks_per_chunk]
-            blocks = range((len(part) - first) * self._blocks_per_chunk)
-            self._wait_idle()
-            self._fill(cache, first * self._blocks_per_chunk, len(blocks))
+            first, part = kept, keys[: kept + self._half_chunks]
+            self._wait_for_half(half)
+            blocks = self._blocks_of(half, len(part) - first)
+            self._fill(cache, first * self._chunk_tokens, blocks)
+            self._wait_for_half(1 - half)  # chunks that are being stored are not evicted to make room for others
             self._stack.transfer_engine.begin_step(None)
             self._stack.describe(part, first, tokens[first * self._chunk_tokens : len(part) * self._chunk_tokens])
             timeout = self._config.write_timeout
             kept = self._stack.store_path(
                 GroupKeys(part, first, retention=retention),
                 blocks,
-                self._add_job,
+                self._job_of(half),
                 last_chance=True,
                 timeout=timeout,
             )
             if kept < len(part):
                 break
+            half = 1 - half
         self._wait_idle()
         return kept * self._chunk_tokens
 
@@ -340,60 +357,95 @@ class PrefixStore:
             if found.lease is None:
                 return 0, found.tick
             most = found.chunks if FILE in hints.load else tiered_cache.progress(found.lease).leading(HOST)
-        end = path.start + min(most, found.chunks)
+        chunks = min(most, found.chunks)
+        path = path._replace(chunks=path.keys[: path.start + chunks])
+        states = self._empty_states(chunks * self._blocks_per_chunk)
         try:
-            states = self._empty_states((end - done) * chunk_tokens)
-            while done < end:
-                part = GroupKeys(path.keys[: min(end, done + self._staging_blocks // self._blocks_per_chunk)], done)
-                arrived = self._restore_part(found, part, request)
-                self._unpack(states, (done - path.start) * chunk_tokens, arrived * self._blocks_per_chunk)
-                done += arrived
-                if done < len(part.keys):
-                    break
+            with closing(self._load_parts(found, path, request)) as parts:
+                for blocks in parts:
+                    self._unpack(states, (done - path.start) * self._blocks_per_chunk, blocks)
+                    done += len(blocks) // self._blocks_per_chunk
         finally:
-            with runtime.transaction() as tiered_cache:
-                tiered_cache.release(found.lease)
+            self._release(found.lease)
         if done > path.start:
             for layer in range(len(states)):
-                both = states[layer][:, :, : (done - path.start) * chunk_tokens]
+                both = states[layer].flatten(2, 3)[:, :, : (done - path.start) * chunk_tokens]
                 cache.update(both[:1], both[1:], layer)
                 states[layer] = states[layer][:0]  # freed: `update` has copied it
         return done - path.start, found.tick
 
-    def _restore_part(self, found: Found, part: GroupKeys, request: str) -> int:
-        """Load a `part` of what was found into the staging blocks; how many chunks arrived."""
-        self._wait_idle()
-        self._stack.transfer_engine.begin_step(None)
-        blocks = range((len(part.keys) - part.start) * self._blocks_per_chunk)
-        if len(part.keys) - part.start == found.chunks:  # all of it fits into the staging blocks
-            arrived = self._stack.load_path(found, part, blocks, self._add_job, request=request)
-        else:
-            with self._stack.runtime.transaction() as tiered_cache:
-                now = self._stack.runtime.clock()
-                lease = tiered_cache.lookup(
-                    {0: part}, now, request=request, tick=found.tick, count=False, remote_tiers=()
-                ).lease
-            try:
-                found_part = found._replace(lease=lease)
-                arrived = self._stack.load_path(found_part, part, blocks, self._add_job, request=request)
-            finally:
-                if lease is not None:
-                    with self._stack.runtime.transaction() as tiered_cache:
-                        tiered_cache.release(lease)
-        self._wait_idle()
-        return len(arrived)
+    def _load_parts(self, found: Found, path: GroupKeys, request: str) -> Generator[range]:
+        """Load what was `found` of `path`, in parts; yields the staging blocks of each part that has arrived.
 
-    def _add_job(self, job: int, blocks: Sequence[int]) -> None:
-        self._jobs.append(job)
+        The next part is being copied to the other half then. Ends after the first part that has not arrived whole.
+        """
+        parts = enumerate(range(path.start, len(path.keys), self._half_chunks))
+        loads = deque[_PartLoad]()
+        try:
+            while True:
+                for number, first in islice(parts, 2 - len(loads)):
+                    part = GroupKeys(path.keys[: first + self._half_chunks], first)
+                    loads.append(self._start_part(found, part, number % 2, request))
+                if not loads:
+                    return
+                blocks = loads[0].blocks
+                arrived = blocks[: len(loads[0].wait()) * self._blocks_per_chunk]
+                self._release(loads.popleft().lease)
+                yield arrived
+                if len(arrived) < len(blocks):
+                    return
+        finally:
+            for load in loads:
+                self._release(load.lease)
+
+    def _start_part(self, found: Found, part: GroupKeys, half: int, request: str) -> _PartLoad:
+        """Begin to load a `part` of what was found into a half of the staging blocks."""
+        self._wait_for_half(half)
+        self._stack.transfer_engine.begin_step(None)
+        runtime, chunks, lease = self._stack.runtime, len(part.keys) - part.start, None
+        if chunks < found.chunks:
+            with runtime.transaction() as tiered_cache:
+                lease = tiered_cache.lookup(
+                    {0: part}, runtime.clock(), request=request, tick=found.tick, count=False, remote_tiers=()
+                ).lease
+            found = found._replace(lease=lease, chunks=chunks)
+        blocks = self._blocks_of(half, chunks)
+        try:
+            wait = self._stack.start_load(found, part, blocks, self._job_of(half), request=request)
+        except BaseException:
+            self._release(lease)
+            raise
+        return _PartLoad(blocks, wait, lease)
+
+    def _release(self, lease: Lease | None) -> None:
+        if lease is None:
+            return
+        with self._stack.runtime.transaction() as cache:
+            cache.release(lease)
 
     def _wait_idle(self) -> None:
-        """Wait until no job uses the staging blocks. Raises `CopyTimeoutError` if one does not end."""
-        if not self._stack.runtime.wait_jobs(self._jobs, self._stack.config.write_timeout):
+        """Wait until no job uses the staging blocks."""
+        for half in range(2):
+            self._wait_for_half(half)
+
+    def _wait_for_half(self, half: int) -> None:
+        """Wait until no job uses a half of the staging blocks. Raises `CopyTimeoutError` if one does not end."""
+        jobs, timeout = self._jobs[half], self._stack.config.write_timeout
+        if not self._stack.runtime.wait_jobs(jobs, timeout):
             raise CopyTimeoutError(
-                f"copies of jobs {self._jobs} from or to the device have not ended within write_timeout "
-                f"({self._stack.config.write_timeout:g} s): raise write_timeout, or close the store if it happens again"
+                f"copies of jobs {jobs} from or to the device have not ended within write_timeout ({timeout:g} s): "
+                "raise write_timeout, or close the store if it happens again"
             )
-        self._jobs = []
+        jobs.clear()
+
+    def _job_of(self, half: int) -> JobCallback:
+        """Adds jobs to those that use a half of the staging blocks."""
+        return lambda job, blocks: self._jobs[half].append(job)
+
+    def _blocks_of(self, half: int, chunks: int) -> range:
+        """The first blocks of a half of the staging blocks, for so many chunks."""
+        first = half * self._staging_blocks // 2
+        return range(first, first + chunks * self._blocks_per_chunk)
 
     def _check_states(self, cache: DynamicCache) -> None:
         """Raise `CacheError` unless `cache` has the model's layers, heads, head size and dtype."""
@@ -406,26 +458,25 @@ class PrefixStore:
                 what = "a cache of (layers, (heads, head size), dtype)"
                 raise CacheError(f"layer {layer}: expected {what} {expected}, got {found}")
 
-    def _fill(self, cache: DynamicCache, first_block: int, blocks: int) -> None:
-        """Copy tokens of `cache`, shape `(1, heads, tokens, head_dim)` per layer, into the first staging blocks."""
-        _, _, size, heads, dim = self._shape
-        begin, end = first_block * size, (first_block + blocks) * size
+    def _fill(self, cache: DynamicCache, first_token: int, blocks: range) -> None:
+        """Copy tokens of `cache`, shape `(1, heads, tokens, head_dim)` per layer, into staging `blocks`."""
+        size = self._block_size
+        pages = self._pages[blocks.start : blocks.stop].permute(1, 2, 4, 0, 3, 5)
         for layer, keys_values in enumerate(_states(cache)):
             for kv, states in enumerate(keys_values):
-                pages = states[0, :, begin:end].transpose(0, 1).reshape(blocks, size, heads, dim)
-                self._pages[:blocks, layer, kv].copy_(pages)
+                tokens = states[0, :, first_token : first_token + len(blocks) * size]
+                pages[layer, kv].copy_(tokens.view(len(tokens), len(blocks), size, -1))
 
-    def _empty_states(self, tokens: int) -> list[torch.Tensor]:
-        """For each layer, room for keys and values of so many tokens, shape `(2, heads, tokens, head_dim)`."""
-        layers, _, _, heads, dim = self._shape
-        return [self._pages.new_empty((2, heads, tokens, dim)) for _ in range(layers)]
+    def _empty_states(self, blocks: int) -> list[torch.Tensor]:
+        """For each layer, room for keys and values, shape `(2, heads, blocks, block_size, head_dim)`."""
+        layers, _, size, heads, dim = self._shape
+        return [self._pages.new_empty((2, heads, blocks, size, dim)) for _ in range(layers)]
 
-    def _unpack(self, states: list[torch.Tensor], first_token: int, blocks: int) -> None:
-        """Copy the first staging blocks into `states`, from `first_token` on."""
-        _, _, size, heads, dim = self._shape
-        for layer, both in enumerate(states):
-            room = both[:, :, first_token : first_token + blocks * size].view(2, heads, blocks, size, dim)
-            room.copy_(self._pages[:blocks, layer].permute(1, 3, 0, 2, 4))
+    def _unpack(self, states: list[torch.Tensor], first: int, blocks: range) -> None:
+        """Copy staging `blocks` into `states`, from block `first` on."""
+        rooms = [both.narrow(2, first, len(blocks)) for both in states]
+        pages = self._pages[blocks.start : blocks.stop].permute(1, 2, 4, 0, 3, 5)
+        torch._foreach_copy_(rooms, pages.unbind())
 
 
 def _states(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
