@@ -368,10 +368,9 @@ class PrefixStore:
         finally:
             self._release(found.lease)
         if done > path.start:
-            for layer in range(len(states)):
-                both = states[layer].flatten(2, 3)[:, :, : (done - path.start) * chunk_tokens]
-                cache.update(both[:1], both[1:], layer)
-                states[layer] = states[layer][:0]  # freed: `update` has copied it
+            for layer, both in enumerate(_popped(states)):
+                known = both.flatten(2, 3)[:, :, : (done - path.start) * chunk_tokens]
+                cache.update(known[:1], known[1:], layer)  # which copies them
         return done - path.start, found.tick
 
     def _load_parts(self, found: Found, path: GroupKeys, request: str) -> Generator[range]:
@@ -477,6 +476,12 @@ class PrefixStore:
         rooms = [both.narrow(2, first, len(blocks)) for both in states]
         pages = self._pages[blocks.start : blocks.stop].permute(1, 2, 4, 0, 3, 5)
         torch._foreach_copy_(rooms, pages.unbind())
+
+
+def _popped(states: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Each of `states`, in order; it is not kept."""
+    while states:
+        yield states.pop(0)
 
 
 def _states(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
