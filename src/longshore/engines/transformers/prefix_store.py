@@ -47,6 +47,10 @@ Hints = RequestHints | Mapping[str, Any] | None
 """Hints of one call, or their fields: `longshore.hints` has these and their meaning."""
 
 
+_LAYERS_AT_ONCE = 8
+"""Layers that one copy on the device moves from the staging blocks: fewer launches, and memory for few more layers."""
+
+
 class _PartLoad(NamedTuple):
     """A load into staging `blocks` that has begun; `wait` returns the tiers that its chunks came from."""
 
@@ -367,9 +371,9 @@ class PrefixStore:
                     done += len(blocks) // self._blocks_per_chunk
         finally:
             self._release(found.lease)
-        if done > path.start:
-            for layer, both in enumerate(_popped(states)):
-                known = both.flatten(2, 3)[:, :, : (done - path.start) * chunk_tokens]
+        for layer, both in enumerate(_by_layer(states)):
+            known = both.flatten(2, 3)[:, :, : (done - path.start) * chunk_tokens]
+            if done > path.start:
                 cache.update(known[:1], known[1:], layer)  # which copies them
         return done - path.start, found.tick
 
@@ -467,21 +471,22 @@ class PrefixStore:
                 pages[layer, kv].copy_(tokens.view(len(tokens), len(blocks), size, -1))
 
     def _empty_states(self, blocks: int) -> list[torch.Tensor]:
-        """For each layer, room for keys and values, shape `(2, heads, blocks, block_size, head_dim)`."""
+        """Room for keys and values, shape `(layers, 2, heads, blocks, block_size, head_dim)`, for some layers each."""
         layers, _, size, heads, dim = self._shape
-        return [self._pages.new_empty((2, heads, blocks, size, dim)) for _ in range(layers)]
+        counts = [min(_LAYERS_AT_ONCE, layers - first) for first in range(0, layers, _LAYERS_AT_ONCE)]
+        return [self._pages.new_empty((count, 2, heads, blocks, size, dim)) for count in counts]
 
     def _unpack(self, states: list[torch.Tensor], first: int, blocks: range) -> None:
         """Copy staging `blocks` into `states`, from block `first` on."""
-        rooms = [both.narrow(2, first, len(blocks)) for both in states]
         pages = self._pages[blocks.start : blocks.stop].permute(1, 2, 4, 0, 3, 5)
-        torch._foreach_copy_(rooms, pages.unbind())
+        for room, some in zip(states, torch.split(pages, _LAYERS_AT_ONCE), strict=True):
+            room.narrow(3, first, len(blocks)).copy_(some)
 
 
-def _popped(states: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Each of `states`, in order; it is not kept."""
+def _by_layer(states: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Each layer of `states`, which are freed on the way."""
     while states:
-        yield states.pop(0)
+        yield from states.pop(0)
 
 
 def _states(cache: DynamicCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
