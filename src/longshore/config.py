@@ -101,7 +101,7 @@ class Config(BaseModel):
     )
     admission: bool = Field(
         True,
-        description="full file tiers and stores get no blocks with fewer expected hits than those they would replace",
+        description="full tiers and stores get no blocks with fewer expected hits than those they would replace",
     )
     threshold: int = Field(
         2, ge=2, le=255, description="number of uses at which a selective write policy copies a block"

@@ -28,7 +28,7 @@ from traffic import synthesize
 
 
 class Tiers:
-    """Host memory over files, served one request at a time; copies end as soon as they are ordered."""
+    """Host memory over files, or alone without slots in files, served one request at a time; copies end as soon as they are ordered."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Tiers:
         remote: Sequence[str] = (),
         events: int = 0,
     ) -> None:
-        specs = [TierSpec(HOST, host, policy=policy), TierSpec(FILE, file, policy=policy)]
+        specs = [TierSpec(name, slots, policy=policy) for name, slots in ((HOST, host), (FILE, file)) if slots]
         settings = CacheSettings(
             backup=backup, admission=admission, is_served=is_served, max_writes=1 << 14, events=events
         )
@@ -145,6 +145,15 @@ def test_host_memory_refuses_new_paths_unless_others_are_offered(how: dict[str, 
     if how.get("admission", True):
         assert all(tiers.serve(range(100 * each, 100 * each + 10)) == 10 for each in range(3))
     tiers.cache.check_integrity()
+
+
+@pytest.mark.parametrize("admission", [True, False])
+def test_host_memory_alone_refuses_only_with_admission(admission: bool) -> None:
+    tiers = Tiers(32, 0, admission=admission)
+    for tick in range(600):
+        tiers.serve(range(100 * (tick % 3), 100 * (tick % 3) + 10))
+    tiers.serve(range(900, 930))
+    assert (len(residents_of(tiers.cache)) == 32) and (tiers.serve(range(900, 930)) == 30) is not admission
 
 
 def test_refused_chunk_stays_in_host_memory_and_is_offered_again() -> None:

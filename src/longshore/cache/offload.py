@@ -44,7 +44,8 @@ class Offloader:
         self._transfers = transfers
         self._state = transfers.state
         self._rules = rules
-        self._uses_admission = not (is_shared or transfers.state.coldest or transfers.state.several_sizes)
+        is_alone = not (is_shared or transfers.state.coldest or transfers.state.several_sizes)
+        self._uses_admission = transfers.settings.admission and is_alone
         self._asks_all = transfers.state.coldest_ranks_all and not is_shared
         self._reserves = [0.0] * transfers.state.coldest
         """Number of slots of each tier to keep free or backed up, where bursts need more than the write rule says."""
