@@ -13,7 +13,7 @@ from longshore.layout import from_rows
 from longshore.metrics import LongshoreCollector
 from longshore.monitoring.metric_names import METRICS
 from longshore.runtime import BlockGuard, Runtime
-from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback
+from longshore.tiers.arena import DISK_PAGE, Arena, ArenaSettings, Fallback
 from longshore.tiers.host import HostSlabs
 from longshore.transfer import CpuDevice, TransferEngine
 from pinning import PinningDevice
@@ -103,7 +103,7 @@ def test_waits_for_device_blocks_and_late_blocks_are_counted() -> None:
 
 
 def test_each_metric_is_described_and_exported_once() -> None:
-    host = HostSlabs(Arena(2 * PAGE), Slabs.of_one_size(PAGE, 2))
+    host = HostSlabs(Arena(2 * DISK_PAGE), Slabs.of_one_size(DISK_PAGE, 2))
     engine = TransferEngine(from_rows(torch.zeros(4, 8), pages_per_block=2, block_size=4), CpuDevice(), host)
     names = [family.name for family in LongshoreCollector(make()[0], host, engine).collect()]
     engine.close()
@@ -125,21 +125,21 @@ def test_a_scrape_starts_no_transfer_and_works_after_close() -> None:
 
 
 def test_arena_sizes_and_fallbacks_are_exported_from_the_start() -> None:
-    arena = Arena(8 * PAGE, ArenaSettings(shared=True))
+    arena = Arena(8 * DISK_PAGE, ArenaSettings(shared=True))
     found = CollectorRegistry()
-    found.register(LongshoreCollector(make()[0], HostSlabs(arena, Slabs.of_one_size(PAGE, 8))))
+    found.register(LongshoreCollector(make()[0], HostSlabs(arena, Slabs.of_one_size(DISK_PAGE, 8))))
     for reason in Fallback:
         assert found.get_sample_value("longshore_arena_fallbacks_total", {"reason": reason.value}) == 0
-    values = {"bytes": 8 * PAGE, "huge_bytes": 0, "registered_bytes": 0, "registered_pieces": 0}
+    values = {"bytes": 8 * DISK_PAGE, "huge_bytes": 0, "registered_bytes": 0, "registered_pieces": 0}
     for name, value in {**values, "numa_bound": 0, "shared": 1}.items():
         assert found.get_sample_value(f"longshore_arena_{name}") == value
-    arena.register(PinningDevice(refused={1}), PAGE, largest=2 * PAGE)
-    assert found.get_sample_value("longshore_arena_registered_bytes") == 6 * PAGE
+    arena.register(PinningDevice(refused={1}), DISK_PAGE, largest=2 * DISK_PAGE)
+    assert found.get_sample_value("longshore_arena_registered_bytes") == 6 * DISK_PAGE
     assert found.get_sample_value("longshore_arena_registered_pieces") == 3
     assert found.get_sample_value("longshore_arena_fallbacks_total", {"reason": "registration"}) == 1
     arena.close()
     assert found.get_sample_value("longshore_arena_registered_bytes") == 0
-    assert found.get_sample_value("longshore_arena_bytes") == 8 * PAGE
+    assert found.get_sample_value("longshore_arena_bytes") == 8 * DISK_PAGE
 
 
 def test_without_a_host_tier_there_are_no_arena_metrics() -> None:
@@ -151,7 +151,7 @@ def test_queues_and_device_fallbacks_of_an_engine_are_exported() -> None:
         def fallbacks(self) -> dict[str, int]:
             return {"new_event": 3}
 
-    host = HostSlabs(Arena(2 * PAGE), Slabs.of_one_size(PAGE, 2))
+    host = HostSlabs(Arena(2 * DISK_PAGE), Slabs.of_one_size(DISK_PAGE, 2))
     engine = TransferEngine(from_rows(torch.zeros(4, 8), pages_per_block=2, block_size=4), Slow(), host)
     found = CollectorRegistry()
     found.register(LongshoreCollector(make()[0], engine=engine))

@@ -205,10 +205,9 @@ class StoredChunks(Sequence[StoredChunk]):
             raise TypeError("expected keys and parents as digests (non-empty bytes)")
         lengths = set(map(len, names)) or {1}
         table = np.array(names, object if len(lengths) > 1 else f"V{max(lengths)}")
-        ours, theirs = table[: len(keys)], table[len(keys) :]
-        numbers = (np.frombuffer(array("q", each), np.int64) for each in (slots, pools))
-        at, of = numbers
-        return cls(at, ours, theirs, has_parent, of)
+        columns = (np.frombuffer(array("q", each), np.int64) for each in (slots, pools))
+        slot_column, pool_column = columns
+        return cls(slot_column, table[: len(keys)], table[len(keys) :], has_parent, pool_column)
 
     def where(self, wanted: npt.NDArray[np.bool_] | npt.NDArray[np.int64] | slice) -> StoredChunks:
         """Those that are `wanted`: bool, shape `(n,)`; or those at these positions."""
@@ -349,7 +348,7 @@ class Status(enum.Enum):
     CANCELLED = "cancelled"  # cancelled by the requester
     TIER_OFF = "tier_off"  # the tier is closed or disabled: permanent, for this process
     UNAVAILABLE = "unavailable"  # temporary: no tier host, a stalled disk, an open breaker; the source is still valid
-    EXPIRED = "expired"  # a remote tier does not have the chunk: not found, or not any more
+    NOT_FOUND = "not_found"  # a remote tier does not have the chunk, or not any more
     QUEUE_FULL = "queue_full"  # a bounded queue was full; nothing was started
 
     @property
@@ -441,8 +440,8 @@ class Prober(Protocol):
 
 I64 = npt.NDArray[np.int64]
 
-PAGE = 4096
-"""Alignment of every image in bytes, as required by direct I/O."""
+DISK_PAGE = 4096
+"""Alignment of every image in bytes, as required by direct I/O. (A page of a layer is another thing: `PageRef`.)"""
 
 _LOSS = 1 / 16
 """Largest acceptable waste at the end of a slab, as a share."""
@@ -452,8 +451,8 @@ _LEAST_SLABS = 16
 
 
 def align(size: int) -> int:
-    """`size` rounded up to a multiple of `PAGE`."""
-    return -(-size // PAGE) * PAGE
+    """`size` rounded up to a multiple of `DISK_PAGE`."""
+    return -(-size // DISK_PAGE) * DISK_PAGE
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from longshore.boundary import PAGE, Status
+from longshore.boundary import DISK_PAGE, Status
 from longshore.config import Config, available_memory, format_bytes
 from longshore.errors import ConfigError, TierError
 from longshore.runtime.peer_server import listen
@@ -573,7 +573,7 @@ def _disk(path: Path) -> Iterator[Finding]:
     io = SystemIo()
     try:
         with tempfile.TemporaryFile(dir=path) as file:
-            file.write(bytes(PAGE))
+            file.write(bytes(DISK_PAGE))
             file.flush()
             if not io.enable_direct(file.fileno()):
                 advice = "reads and writes go through the page cache, which costs memory and CPU time: use ext4 or XFS"

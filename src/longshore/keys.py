@@ -37,7 +37,7 @@ from longshore.boundary import Key
 from longshore.errors import TokenError
 
 KEY_BYTES = 32
-OURS = "sha256-le32"
+HASH_ALGORITHM = "sha256-le32"
 _ITEMS = b"longshore items 1\0"
 
 
@@ -71,7 +71,7 @@ class Scope:
     attention: str = ""
     lora: str = ""
     salt: str = ""
-    hash_algorithm: str = OURS
+    hash_algorithm: str = HASH_ALGORITHM
 
     @property
     def root(self) -> Key:

@@ -183,7 +183,7 @@ class Movers:
             return wanted
         if t.route.source in self.stores:
             there = (item.key, t.generation, rank) in self.stores[t.route.source]
-            return wanted if there or wanted is not Status.OK else Status.EXPIRED
+            return wanted if there or wanted is not Status.OK else Status.NOT_FOUND
         if item.source is None:
             for place in self.places_of(t, index):
                 assert self.device[rank][place.block] == Tag(item.key, t.generation, place.sub)

@@ -193,9 +193,9 @@ def test_fetch_continues_after_local_chunks_and_chunks_in_flight() -> None:
 def test_lapsed_chunk_is_a_counted_miss_and_probed_again() -> None:
     desk = known("abc", "abc")
     desk.prefetch("abc")
-    desk.end(Status.OK, Status.EXPIRED, Status.OK)
+    desk.end(Status.OK, Status.NOT_FOUND, Status.OK)
     assert desk.resident() == {"a"}
-    assert desk.misses() == {MissReason.ABSENT: 3, MissReason.EXPIRED: 1, MissReason.AFTER_MISS: 1}
+    assert desk.misses() == {MissReason.ABSENT: 3, MissReason.NOT_FOUND: 1, MissReason.AFTER_MISS: 1}
     found = desk.lookup("abc")
     assert (found.chunks, found.remote) == (1, 0)
     assert desk.probes[-1].keys == (key("ab"),)
@@ -550,9 +550,9 @@ def test_chunks_that_stand_alone_are_fetched_each_for_itself() -> None:
     (transfer,) = desk.transfers
     assert [(item.key, item.parent) for item in transfer.items] == [(keys[0], None), (keys[2], None)]
     assert desk.cache.prefetch({0: GroupKeys(keys)}, 0.0) == (job,)  # it is joined
-    desk.end(Status.EXPIRED, Status.OK)
+    desk.end(Status.NOT_FOUND, Status.OK)
     assert desk.resident() == {"c"}
-    assert desk.misses() == {MissReason.EXPIRED: 1}, "what came stands alone: it is not behind what lapsed"
+    assert desk.misses() == {MissReason.NOT_FOUND: 1}, "what came stands alone: it is not behind what lapsed"
 
 
 def test_a_chunk_that_is_named_twice_is_asked_for_once() -> None:

@@ -74,13 +74,13 @@ def reopened(folder: Path, dice: random.Random) -> Iterator[Round]:
 
 def hosted(folder: Path, dice: random.Random) -> Iterator[Round]:
     """Open with a process, write, read, close."""
-    from longshore.boundary import PAGE, Status
+    from longshore.boundary import DISK_PAGE, Status
     from longshore.runtime.tier_host import HostedFileTier
     from longshore.tiers.arena import Arena, ArenaSettings
     from longshore.tiers.base import Op, TierOp
     from longshore.tiers.file.recovery import capacity_for
 
-    size = 4 * PAGE
+    size = 4 * DISK_PAGE
 
     def turn() -> None:
         arena = Arena(8 * size, ArenaSettings(shared=True, huge_pages=False))

@@ -166,7 +166,7 @@ def test_a_slot_that_moves(own_cluster: LocalCluster, opened: Callable[..., Tier
     harness.store(0, new)
     assert source.command(b"EXISTS", name_of(harness, new)).startswith(b"-ASK")
     harness.assert_serves(0, new)
-    assert harness.load(0, absent)[0] is Status.EXPIRED
+    assert harness.load(0, absent)[0] is Status.NOT_FOUND
     assert ask(harness, stored, new, absent) == (True, True, False)
     assert redirections(source, "ASK") > 4
     for node in (target, source):
@@ -220,7 +220,7 @@ def test_a_killed_node_costs_its_slots_until_others_have_them(
     for node in own_cluster.nodes[:2]:
         until(lambda node=node: node.command(b"CLUSTER", b"FORGET", dead_id) == b"+OK\r\n")  # type: ignore[misc]
     assert own_cluster.nodes[0].command(b"CLUSTER", b"ADDSLOTSRANGE", b"%d" % first, b"%d" % last) == b"+OK\r\n"
-    until(lambda: {harness.load(0, each)[0] for each in lost} == {Status.EXPIRED})
+    until(lambda: {harness.load(0, each)[0] for each in lost} == {Status.NOT_FOUND})
     store_all(harness)
     for number in NUMBERS:
         harness.assert_serves(0, number)
@@ -240,7 +240,7 @@ def test_a_killed_node_that_comes_back_is_used_again(
     own_cluster.nodes[1].kill()
     until(lambda: harness.load(0, lost[0])[0] is Status.UNAVAILABLE)
     own_cluster.nodes[1].start()
-    until(lambda: {harness.load(0, each)[0] for each in lost} == {Status.EXPIRED})
+    until(lambda: {harness.load(0, each)[0] for each in lost} == {Status.NOT_FOUND})
     store_all(harness)
     for number in NUMBERS:
         harness.assert_serves(0, number)
@@ -269,12 +269,12 @@ def test_a_slot_without_a_node_is_a_miss(own_cluster: LocalCluster, opened: Call
     slot = b"%d" % slot_of(name_of(harness, number))
     for node in own_cluster.nodes:
         assert node.command(b"CLUSTER", b"DELSLOTS", slot) == b"+OK\r\n"
-    assert harness.load(0, number)[0] is Status.EXPIRED
+    assert harness.load(0, number)[0] is Status.NOT_FOUND
     until(lambda: harness.load(0, number)[0] is Status.UNAVAILABLE)  # the map says so now
     assert ask(harness, number, *others) == (False, *[True] * len(others))
     assert remote(harness).failures == dict.fromkeys(remote(harness).failures, 0)
     assert own_cluster.nodes[1].command(b"CLUSTER", b"ADDSLOTS", slot) == b"+OK\r\n"
-    until(lambda: harness.load(0, number)[0] is Status.EXPIRED)
+    until(lambda: harness.load(0, number)[0] is Status.NOT_FOUND)
     harness.store(0, number)
     harness.assert_serves(0, number)
 

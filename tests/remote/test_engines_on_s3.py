@@ -88,7 +88,7 @@ def test_a_tier_host_moves_the_bytes(weed: LocalS3) -> None:
         harness.store(0, number)
     for number in range(8):
         harness.assert_serves(0, number)
-    assert harness.run(harness.op(Op.READ, 0, 9)) == (Status.EXPIRED,)
+    assert harness.run(harness.op(Op.READ, 0, 9)) == (Status.NOT_FOUND,)
     assert tier.failures == dict.fromkeys(tier.failures, 0)
     tier.close()
     denied = hosted(weed.url(PATIENT, user="reader"))

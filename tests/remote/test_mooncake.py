@@ -199,7 +199,7 @@ def test_one_key_twice_in_a_batch(mooncake: LocalMooncake, shared: Callable[...,
 
 def test_something_else_under_our_key_is_a_miss(mooncake: LocalMooncake, shared: Callable[..., TierHarness]) -> None:
     harness = shared(mooncake.url(PATIENT))
-    assert harness.load(0, 1)[0] is Status.EXPIRED
+    assert harness.load(0, 1)[0] is Status.NOT_FOUND
     path = address(remote(harness).namespace, key(1)).decode()
     master = f"127.0.0.1:{mooncake.port}"
     for value, status in (
@@ -295,7 +295,7 @@ def test_a_master_that_is_killed_and_started_again(own: LocalMooncake, shared: C
     assert (tier.counts["read", "unavailable"], tier.counts["write", "unavailable"]) == (8, 8)
     own.start()
     until(lambda: not tier.is_away)
-    assert harness.load(0, 1)[0] is Status.EXPIRED, "the master keeps nothing"
+    assert harness.load(0, 1)[0] is Status.NOT_FOUND, "the master keeps nothing"
     until(lambda: written(harness, 1))
     harness.assert_serves(0, 1)
 
@@ -424,7 +424,7 @@ def test_a_hung_client_keeps_its_slot_until_it_is_dead(
 ) -> None:
     """The process is not killed here, as one that hangs in the kernel: its image does not end."""
     harness = shared(mooncake.url(SHORT))
-    until(lambda: harness.load(0, 1)[0] is Status.EXPIRED)
+    until(lambda: harness.load(0, 1)[0] is Status.NOT_FOUND)
     (reading,) = clients()
     os.kill(reading, signal.SIGSTOP)
     kept = threading.Event()

@@ -149,7 +149,7 @@ def test_values_expire(s3: LocalS3, opened: Callable[..., TierHarness]) -> None:
     harness = opened(s3.url(f"ttl=3s&{PATIENT}"))
     harness.store(0, 1)
     until(lambda: ask(harness, 1) == (False,))
-    assert harness.load(0, 1)[0] is Status.EXPIRED
+    assert harness.load(0, 1)[0] is Status.NOT_FOUND
     written = remote(harness)._budget.spent
     harness.store(0, 1)
     assert remote(harness)._budget.spent == 2 * written
@@ -228,13 +228,13 @@ def test_access_keys_come_from_our_variables_and_awss(
     assert opened(url, failures=NEVER).load(0, 1)[0] is Status.IO_ERROR
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKadmin")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-admin")
-    assert opened(url).load(0, 1)[0] is Status.EXPIRED
+    assert opened(url).load(0, 1)[0] is Status.NOT_FOUND
     monkeypatch.setenv("LONGSHORE_REMOTE_USER", "AKreader")
     assert opened(url).load(0, 1)[0] is Status.UNAVAILABLE  # half of an access key
     monkeypatch.setenv("LONGSHORE_REMOTE_PASSWORD", "secret-of-reader")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "of another key")
     harness = opened(url)
-    assert harness.load(0, 1)[0] is Status.EXPIRED
+    assert harness.load(0, 1)[0] is Status.NOT_FOUND
     assert harness.run(harness.op(Op.WRITE, 0, 1)) == (Status.IO_ERROR,)
     assert remote(harness).failures["denied"] == 1
 
@@ -258,7 +258,7 @@ def test_tls_verifies_the_server(tmp_path: Path, opened: Callable[..., TierHarne
         (HttpFault.NO_BUCKET, "refused", Status.IO_ERROR),
         (HttpFault.THROTTLED, "throttled", Status.IO_ERROR),
         (HttpFault.SLOW_DOWN, "throttled", Status.IO_ERROR),
-        (HttpFault.MISSING, "", Status.EXPIRED),
+        (HttpFault.MISSING, "", Status.NOT_FOUND),
         (WireFault.ERROR, "server", Status.IO_ERROR),
         (WireFault.STALL, "timeout", Status.DEADLINE),
         (WireFault.SLOW, "timeout", Status.DEADLINE),
@@ -365,7 +365,7 @@ def test_idle_connections_that_a_server_closed_cost_no_request(
         server.kill()
         server.start()
         assert ask(harness, 1) == (False,)
-        assert harness.load(0, 1)[0] is Status.EXPIRED
+        assert harness.load(0, 1)[0] is Status.NOT_FOUND
         harness.store(0, 1)
         assert remote(harness).failures == dict.fromkeys(remote(harness).failures, 0)
 

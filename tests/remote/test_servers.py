@@ -89,7 +89,7 @@ def test_values_expire(server: LocalServer, opened: Callable[..., TierHarness]) 
     harness = opened(f"valkey://127.0.0.1:{server.port}?ttl=1500ms&{PATIENT}")
     harness.store(0, 1)
     until(lambda: ask(harness, 1) == (False,))
-    assert harness.load(0, 1)[0] is Status.EXPIRED
+    assert harness.load(0, 1)[0] is Status.NOT_FOUND
 
 
 def test_something_else_under_our_key_is_a_miss(server: LocalServer, opened: Callable[..., TierHarness]) -> None:
@@ -193,7 +193,7 @@ def test_a_killed_server_is_used_when_it_is_back(own_server: LocalServer, opened
     assert tier.is_away
     own_server.start()
     until(lambda: not tier.is_away)
-    assert harness.load(0, 1)[0] is Status.EXPIRED
+    assert harness.load(0, 1)[0] is Status.NOT_FOUND
     harness.store(0, 1)
     harness.assert_serves(0, 1)
 
@@ -205,7 +205,7 @@ def test_a_server_that_restarts_between_requests_costs_no_request(
     harness.store(0, 1)
     own_server.kill()
     own_server.start()
-    assert harness.load(0, 1)[0] is Status.EXPIRED
+    assert harness.load(0, 1)[0] is Status.NOT_FOUND
     harness.store(0, 1)
     assert remote(harness).failures == dict.fromkeys(remote(harness).failures, 0)
 

@@ -8,12 +8,12 @@ import pytest
 
 from longshore.config import Config
 from longshore.runtime.stack import open_arena, registrar_for
-from longshore.tiers.arena import PAGE, Fallback
+from longshore.tiers.arena import DISK_PAGE, Fallback
 from longshore.tiers.arena.pinning import CudaRegistrar
 from mappings import is_mapped, open_files
 from pinning import CudaStandIn
 
-IMAGE = 2 * PAGE
+IMAGE = 2 * DISK_PAGE
 
 
 def test_a_cpu_needs_no_registration() -> None:

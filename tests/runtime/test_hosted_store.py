@@ -101,7 +101,7 @@ def test_what_is_stored_is_probed_and_read_by_another_engine(opener: Opener) -> 
     one.store(0, 0)
     assert two.ask(0, 1) == (True, False)
     assert two.read(0) is Status.OK
-    assert two.read(1) is Status.EXPIRED
+    assert two.read(1) is Status.NOT_FOUND
     assert other.ask(0, 1) == (False, False)
 
 

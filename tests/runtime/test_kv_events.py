@@ -139,7 +139,7 @@ class Storm:
         for item in command.items:
             status = Status.OK if self.draw.random() < 0.93 else self.draw.choice(bad)
             if command.route.source == REMOTE and item.key not in self.there:
-                status = Status.EXPIRED
+                status = Status.NOT_FOUND
             if command.route.destination == REMOTE and status is Status.OK:
                 self.there.add(item.key)
             statuses.append(status)

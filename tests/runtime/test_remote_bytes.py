@@ -138,7 +138,7 @@ def test_chunk_that_lapses_between_probe_and_read_misses(pair: tuple[Machine, Ma
     there.store.lapse(KEYS[2])
     assert there.prefetch() == 2
     assert there.store.fired[StoreFault.LAPSE] == 1
-    assert there.misses()[MissReason.EXPIRED] == 1
+    assert there.misses()[MissReason.NOT_FOUND] == 1
     assert torch.equal(there.load(), written[:2])
 
 

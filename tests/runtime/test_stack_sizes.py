@@ -17,7 +17,7 @@ from longshore.config import Config
 from longshore.keys import Scope
 from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.runtime.stack import Stack, open_stack
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.file import capacity_for
 from longshore.transfer import CpuDevice
 
@@ -32,17 +32,17 @@ class Machine:
     """A device of two groups, three layers and one; host memory for five of the larger images."""
 
     def __init__(self, directory: Path | None, file_slots: int = 12, **more: Any) -> None:
-        self.tensors = [torch.zeros(BLOCKS * PAGE, dtype=torch.uint8) for _ in range(4)]
-        refs = [PageRef(tensor, 0, PAGE, PAGE) for tensor in range(4)]
+        self.tensors = [torch.zeros(BLOCKS * DISK_PAGE, dtype=torch.uint8) for _ in range(4)]
+        refs = [PageRef(tensor, 0, DISK_PAGE, DISK_PAGE) for tensor in range(4)]
         groups = [KVGroup("full", 4, 1, tuple(refs[:3])), KVGroup("window", 4, 1, tuple(refs[3:]))]
         self.layout = KVLayout(groups, self.tensors, BLOCKS)
-        file = {"file_path": directory, "file_size": capacity_for(file_slots, 3 * PAGE)} if directory else {}
-        config = Config.make(host_size=SLABS * 3 * PAGE, background=False, backup="write_through", **file, **more)
+        file = {"file_path": directory, "file_size": capacity_for(file_slots, 3 * DISK_PAGE)} if directory else {}
+        config = Config.make(host_size=SLABS * 3 * DISK_PAGE, background=False, backup="write_through", **file, **more)
         scope = Scope(model="m", weights="w", dtype="d", layout=self.layout.fingerprint, block_size=4)
         self.stack = open_stack(config, self.layout, scope, CpuDevice())
 
     def page(self, layer: int, block: int) -> torch.Tensor:
-        return self.tensors[layer][block * PAGE : (block + 1) * PAGE]
+        return self.tensors[layer][block * DISK_PAGE : (block + 1) * DISK_PAGE]
 
     def fill(self, group: int, block: int, key: bytes) -> None:
         """What a chunk of `key` has in each layer."""
@@ -84,7 +84,7 @@ class Machine:
 
 def content(key: bytes, layer: int) -> torch.Tensor:
     chance = torch.Generator().manual_seed(int.from_bytes(key[:3], "big") * 4 + layer)
-    return torch.randint(0, 256, (PAGE,), dtype=torch.uint8, generator=chance)
+    return torch.randint(0, 256, (DISK_PAGE,), dtype=torch.uint8, generator=chance)
 
 
 def path(group: int, prompt: int, length: int) -> list[bytes]:

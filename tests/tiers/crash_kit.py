@@ -14,7 +14,7 @@ import numpy as np
 
 from longshore.boundary import Key, Slabs, Status
 from longshore.testing.disk import Image, SimulatedDisk
-from longshore.tiers.arena import PAGE, Arena
+from longshore.tiers.arena import DISK_PAGE, Arena
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, capacity_of
 
@@ -30,7 +30,7 @@ class Shape:
     places: tuple[tuple[int, int], ...]
 
     def image_bytes(self, place: int) -> int:
-        return self.slabs.image_bytes[self.places[place][1]] - PAGE
+        return self.slabs.image_bytes[self.places[place][1]] - DISK_PAGE
 
     def meet(self, one: int, other: int) -> bool:
         """Whether to write to one of two places takes the other's slab from its pool, or is to overwrite it."""
@@ -40,13 +40,13 @@ class Shape:
 
 def one_size(pages: int = 1) -> Shape:
     """Two slots."""
-    return Shape(Slabs.of_one_size((1 + pages) * PAGE, 2), ((0, 0), (1, 0)))
+    return Shape(Slabs.of_one_size((1 + pages) * DISK_PAGE, 2), ((0, 0), (1, 0)))
 
 
-APART = Shape(Slabs.of_one_size(2 * PAGE, 3), ((0, 0), (2, 0)))
+APART = Shape(Slabs.of_one_size(2 * DISK_PAGE, 3), ((0, 0), (2, 0)))
 """Two places that are no neighbours: records that are written together are two pieces."""
 
-TWO_SIZES = Shape(Slabs(4 * PAGE, (2 * PAGE, 4 * PAGE), 1), ((0, 0), (1, 0), (0, 1)))
+TWO_SIZES = Shape(Slabs(4 * DISK_PAGE, (2 * DISK_PAGE, 4 * DISK_PAGE), 1), ((0, 0), (1, 0), (0, 1)))
 """One slab: places 0 and 1 are for images of a page each, place 2, over both, for one of three pages."""
 
 
@@ -86,7 +86,7 @@ class Story:
         self.tier = kind(
             Path("/simulated"),
             capacity=capacity_of(self.shape.slabs),
-            image_bytes=[nbytes - PAGE for nbytes in self.shape.slabs.image_bytes],
+            image_bytes=[nbytes - DISK_PAGE for nbytes in self.shape.slabs.image_bytes],
             arena=self.arena,
             scope=SCOPE,
             threads=1,

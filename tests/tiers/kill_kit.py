@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longshore.boundary import Slabs, Status
-from longshore.tiers.arena import PAGE, Arena
+from longshore.tiers.arena import DISK_PAGE, Arena
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, capacity_of
 
@@ -62,7 +62,7 @@ def pool_of(number: int) -> int:
 def image(number: int) -> npt.NDArray[np.uint8]:
     """What is written under the `number`th key."""
     pattern = np.frombuffer(struct.pack("<QQ", number, ~number & 2**64 - 1) * 3 + b"longshore", np.uint8)
-    return np.resize(pattern, SLABS.image_bytes[pool_of(number)] - PAGE)
+    return np.resize(pattern, SLABS.image_bytes[pool_of(number)] - DISK_PAGE)
 
 
 def ended(holds: dict[int, int], slot: int, number: int) -> dict[int, int]:
@@ -182,7 +182,7 @@ def judge(directory: Path, holds: dict[int, int], generation: int, *, close: boo
 def opened(directory: Path, *, close: bool = False) -> Iterator[tuple[FileTier, Arena]]:
     """The tier, and an arena of `PLACES` images."""
     arena = Arena(PLACES * PLACE)
-    sizes = [nbytes - PAGE for nbytes in SLABS.image_bytes]
+    sizes = [nbytes - DISK_PAGE for nbytes in SLABS.image_bytes]
     tier = FileTier(directory, capacity=capacity_of(SLABS), image_bytes=sizes, arena=arena, scope=bytes(32), threads=4)
     if tier.slabs != SLABS:
         raise RuntimeError(f"expected {SLABS}, got {tier.slabs}")
@@ -194,7 +194,7 @@ def opened(directory: Path, *, close: bool = False) -> Iterator[tuple[FileTier, 
 def operation(tier: FileTier, op: Op, slot: int, number: int, place: int) -> TierOp:
     """Move the image of the `number`th key between `slot` and `place`."""
     pool = pool_of(number)
-    length = SLABS.image_bytes[pool] - PAGE
+    length = SLABS.image_bytes[pool] - DISK_PAGE
     return TierOp(op, slot, number.to_bytes(32, "little"), None, place * PLACE, length, tier.generation, pool)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from longshore.errors import TierClosedError, TierError
-from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback, align
+from longshore.tiers.arena import DISK_PAGE, Arena, ArenaSettings, Fallback, align
 from longshore.tiers.arena import memory as calls
 from longshore.tiers.arena.memory import System
 from mappings import is_mapped, mapped, open_files
@@ -23,10 +23,16 @@ KINDS = pytest.mark.parametrize("settings", [ArenaSettings(), ArenaSettings(shar
 
 
 @KINDS
-@pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 5 * MIB + 1, 9 * MIB])
+@pytest.mark.parametrize("nbytes", [1, DISK_PAGE, DISK_PAGE + 1, 5 * MIB + 1, 9 * MIB])
 def test_trap_15_size_is_exact_and_all_is_there(settings: ArenaSettings, nbytes: int) -> None:
     arena = Arena(nbytes, settings)
-    assert arena.nbytes == arena.array.nbytes == arena.report.nbytes == align(nbytes) == -(-nbytes // PAGE) * PAGE
+    assert (
+        arena.nbytes
+        == arena.array.nbytes
+        == arena.report.nbytes
+        == align(nbytes)
+        == -(-nbytes // DISK_PAGE) * DISK_PAGE
+    )
     memory = mapped(arena.address)
     assert memory["Size"] == memory["Rss"] == -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     assert not arena.array.any()
@@ -35,7 +41,7 @@ def test_trap_15_size_is_exact_and_all_is_there(settings: ArenaSettings, nbytes:
 
 @KINDS
 def test_it_begins_where_a_huge_page_could(settings: ArenaSettings) -> None:
-    small, large = Arena(PAGE, settings), Arena(5 * MIB, settings)
+    small, large = Arena(DISK_PAGE, settings), Arena(5 * MIB, settings)
     assert small.address % mmap.PAGESIZE == 0
     assert large.address % (2 * MIB) == 0
     assert large.array.__array_interface__["data"][0] == large.address
@@ -113,10 +119,10 @@ def test_an_address_range_that_cannot_be_made_leaves_nothing(
 
 @KINDS
 def test_a_view_is_the_memory_itself(settings: ArenaSettings) -> None:
-    arena = Arena(2 * PAGE, settings)
-    arena.view(PAGE, 4)[:] = b"abcd"
-    assert bytes(arena.array[PAGE : PAGE + 4]) == b"abcd"
-    for offset, length in ((-1, 1), (0, -1), (0, 2 * PAGE + 1), (2 * PAGE, 1)):
+    arena = Arena(2 * DISK_PAGE, settings)
+    arena.view(DISK_PAGE, 4)[:] = b"abcd"
+    assert bytes(arena.array[DISK_PAGE : DISK_PAGE + 4]) == b"abcd"
+    for offset, length in ((-1, 1), (0, -1), (0, 2 * DISK_PAGE + 1), (2 * DISK_PAGE, 1)):
         with pytest.raises(TierError, match="are outside an arena of 8192 bytes"):
             arena.view(offset, length)
     arena.close()
@@ -131,7 +137,7 @@ def test_close_gives_everything_back_and_may_come_twice(settings: ArenaSettings)
     arena.close()
     assert open_files() == before
     assert not is_mapped(address)
-    for use in (lambda: arena.array, lambda: arena.view(0, 1), lambda: arena.register(None, PAGE)):  # type: ignore[arg-type]
+    for use in (lambda: arena.array, lambda: arena.view(0, 1), lambda: arena.register(None, DISK_PAGE)):  # type: ignore[arg-type]
         with pytest.raises(TierClosedError):
             use()
     assert arena.report.nbytes == 3 * MIB
@@ -152,13 +158,13 @@ def test_held_view_keeps_the_memory_until_it_goes(settings: ArenaSettings) -> No
 
 
 def test_every_fallback_is_in_the_report_from_the_start() -> None:
-    arena = Arena(PAGE)
+    arena = Arena(DISK_PAGE)
     assert arena.report.fallbacks == dict.fromkeys(Fallback, 0)
     arena.close()
 
 
 def test_bytes_of_one_arena_are_not_those_of_another() -> None:
-    one, other = Arena(PAGE), Arena(PAGE)
+    one, other = Arena(DISK_PAGE), Arena(DISK_PAGE)
     one.array[:] = 1
     assert not np.any(other.array)
     one.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from longshore.errors import RegistrationError
-from longshore.tiers.arena import PAGE, Arena, Fallback
+from longshore.tiers.arena import DISK_PAGE, Arena, Fallback
 from longshore.tiers.arena.pinning import CudaRegistrar, TorchCudaRuntime
 from pinning import CudaStandIn
 
@@ -18,9 +18,9 @@ PORTABLE, MAPPED = 1, 2
 
 def test_memory_is_pinned_for_all_devices_and_mapped() -> None:
     runtime = CudaStandIn()
-    arena = Arena(4 * PAGE)
-    arena.register(CudaRegistrar(runtime), PAGE, largest=2 * PAGE)
-    assert runtime.device.ranges == {arena.address: 2 * PAGE, arena.address + 2 * PAGE: 2 * PAGE}
+    arena = Arena(4 * DISK_PAGE)
+    arena.register(CudaRegistrar(runtime), DISK_PAGE, largest=2 * DISK_PAGE)
+    assert runtime.device.ranges == {arena.address: 2 * DISK_PAGE, arena.address + 2 * DISK_PAGE: 2 * DISK_PAGE}
     assert runtime.flags == {PORTABLE | MAPPED}
     arena.close()
     assert runtime.device.ranges == {}
@@ -30,11 +30,11 @@ def test_trap_16_failed_registration_is_counted_logged_and_clears_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     runtime = CudaStandIn(refused={0, 2})
-    arena = Arena(4 * PAGE)
-    arena.register(CudaRegistrar(runtime), PAGE, largest=PAGE)
+    arena = Arena(4 * DISK_PAGE)
+    arena.register(CudaRegistrar(runtime), DISK_PAGE, largest=DISK_PAGE)
     assert runtime.left_behind == 0
     assert arena.report.fallbacks[Fallback.REGISTRATION] == 2
-    assert arena.in_one_piece(np.arange(4) * PAGE, PAGE).tolist() == [False, True, False, True]
+    assert arena.in_one_piece(np.arange(4) * DISK_PAGE, DISK_PAGE).tolist() == [False, True, False, True]
     assert "cudaHostRegister of 4096 bytes failed: cudaErrorMemoryAllocation (2)" in caplog.text
     arena.close()
     assert runtime.left_behind == 0
@@ -42,8 +42,8 @@ def test_trap_16_failed_registration_is_counted_logged_and_clears_error(
 
 def test_trap_16_failed_unregistration_is_raised_and_leaves_nothing() -> None:
     runtime = CudaStandIn()
-    arena = Arena(2 * PAGE)
-    arena.register(CudaRegistrar(runtime), PAGE, largest=PAGE)
+    arena = Arena(2 * DISK_PAGE)
+    arena.register(CudaRegistrar(runtime), DISK_PAGE, largest=DISK_PAGE)
     runtime.device.unregister(arena.address)
     with pytest.raises(RegistrationError, match=r"1 of 2 .*cudaHostUnregister failed: cudaErrorHostMemoryNotReg"):
         arena.close()
@@ -70,8 +70,8 @@ def test_runtime_whose_errors_would_stick_is_not_asked(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.version, "cuda", "1.0")  # nothing of this version is ever loaded
     registrar = CudaRegistrar(TorchCudaRuntime("cuda:0"))
-    arena = Arena(PAGE)
-    arena.register(registrar, PAGE)
+    arena = Arena(DISK_PAGE)
+    arena.register(registrar, DISK_PAGE)
     assert arena.report.fallbacks[Fallback.REGISTRATION] == 1
     assert asked == []
     assert registrar.pci_address() == "unknown"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longshore.tiers.arena import PAGE, Arena, ArenaReport, ArenaSettings, Fallback
+from longshore.tiers.arena import DISK_PAGE, Arena, ArenaReport, ArenaSettings, Fallback
 from longshore.tiers.arena.memory import System, madvise, node_of_device
 
 DEVICE = "0000:3b:00.0"
@@ -185,14 +185,14 @@ def test_system_that_hides_where_pages_are_is_counted(tmp_path: Path, calls: Cal
     assert report.fallbacks[Fallback.NUMA_STRAYS] == 0
 
 
-@pytest.mark.parametrize(("nbytes", "looks"), [(1, 1), (5 * PAGE, 5), (64 * MIB, 1024)])
+@pytest.mark.parametrize(("nbytes", "looks"), [(1, 1), (5 * DISK_PAGE, 5), (64 * MIB, 1024)])
 def test_pages_are_looked_at_all_over_the_arena(tmp_path: Path, nbytes: int, looks: int) -> None:
     calls = Calls()
     arena = Arena(nbytes, ArenaSettings(numa_node=1), system=System(calls.syscall, sysfs=tmp_path))
     addresses = calls.log[1][1]  # type: ignore[index]
     assert len(set(addresses)) == looks
-    assert (addresses[0], addresses[-1]) == (arena.address, arena.address + arena.nbytes - PAGE)
-    assert all(address % PAGE == 0 for address in addresses)
+    assert (addresses[0], addresses[-1]) == (arena.address, arena.address + arena.nbytes - DISK_PAGE)
+    assert all(address % DISK_PAGE == 0 for address in addresses)
     arena.close()
 
 

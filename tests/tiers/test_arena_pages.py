@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback
+from longshore.tiers.arena import DISK_PAGE, Arena, ArenaSettings, Fallback
 from longshore.tiers.arena.memory import (
     MADV_POPULATE_WRITE,
     System,
@@ -75,7 +75,7 @@ def test_several_threads_are_at_it_at_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_kernel_without_populate_is_counted_and_pages_are_touched() -> None:
-    nbytes = 130 * MIB + PAGE
+    nbytes = 130 * MIB + DISK_PAGE
     arena = Arena(nbytes, system=System(madvise=Advice(MADV_POPULATE_WRITE)))
     assert arena.report.fallbacks[Fallback.POPULATE] == 1
     assert mapped(arena.address)["Rss"] == nbytes
@@ -85,7 +85,7 @@ def test_kernel_without_populate_is_counted_and_pages_are_touched() -> None:
 def test_touching_writes_one_byte_of_each_page() -> None:
     array = np.ones(65 * MIB, dtype=np.uint8)
     touch_pages(array)
-    pages = array.reshape(-1, PAGE)
+    pages = array.reshape(-1, DISK_PAGE)
     assert not pages[:, 0].any()
     assert pages[:, 1:].all()
 
@@ -169,7 +169,7 @@ def test_a_kernel_without_huge_pages_is_counted(tmp_path: Path) -> None:
 
 
 def test_an_arena_too_small_for_a_huge_page_misses_none(tmp_path: Path) -> None:
-    arena = Arena(HUGE - PAGE, system=system_that_shows(tmp_path, "AnonHugePages:      2048 kB\n"))
+    arena = Arena(HUGE - DISK_PAGE, system=system_that_shows(tmp_path, "AnonHugePages:      2048 kB\n"))
     assert (arena.report.huge_bytes, arena.report.fallbacks[Fallback.HUGE_PAGES]) == (0, 0)
     arena.close()
 
@@ -189,11 +189,11 @@ def test_the_size_of_a_huge_page_is_the_systems(tmp_path: Path) -> None:
     ("address", "nbytes", "expected"),
     [
         (0, 2 * HUGE, 2 * HUGE),
-        (PAGE, 2 * HUGE, HUGE),
-        (PAGE, HUGE, 0),
+        (DISK_PAGE, 2 * HUGE, HUGE),
+        (DISK_PAGE, HUGE, 0),
         (HUGE, HUGE - 1, 0),
-        (PAGE, PAGE, 0),
-        (HUGE - PAGE, HUGE + 2 * PAGE, HUGE),
+        (DISK_PAGE, DISK_PAGE, 0),
+        (HUGE - DISK_PAGE, HUGE + 2 * DISK_PAGE, HUGE),
     ],
 )
 def test_whole_huge_pages_within_a_range(address: int, nbytes: int, expected: int) -> None:

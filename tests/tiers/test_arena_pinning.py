@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longshore.errors import RegistrationError, TierError
-from longshore.tiers.arena import PAGE, Arena, Fallback
+from longshore.tiers.arena import DISK_PAGE, Arena, Fallback
 from longshore.tiers.arena.pinning import LARGEST_PIECE, cut
 from mappings import mapped
 from pinning import PinningDevice
 
 GIB = 1 << 30
-SLOT = 3 * PAGE
+SLOT = 3 * DISK_PAGE
 
 
 # cutting
@@ -24,10 +24,10 @@ SLOT = 3 * PAGE
 
 @given(data=st.data())
 def test_pieces_cover_everything_exactly_and_no_slot_straddles_two(data: st.DataObject) -> None:
-    slot_bytes = data.draw(st.integers(1, 64), "pages") * PAGE
+    slot_bytes = data.draw(st.integers(1, 64), "pages") * DISK_PAGE
     slots = data.draw(st.integers(1, 200), "slots")
-    rest = data.draw(st.integers(0, slot_bytes // PAGE - 1), "pages behind the slots") * PAGE
-    largest = data.draw(st.integers(slot_bytes, 300 * PAGE), "largest")
+    rest = data.draw(st.integers(0, slot_bytes // DISK_PAGE - 1), "pages behind the slots") * DISK_PAGE
+    largest = data.draw(st.integers(slot_bytes, 300 * DISK_PAGE), "largest")
     nbytes = slots * slot_bytes + rest
     pieces = cut(nbytes, slot_bytes, largest)
     offsets = [0, *(offset + length for offset, length in pieces)]
@@ -43,7 +43,7 @@ def test_pieces_cover_everything_exactly_and_no_slot_straddles_two(data: st.Data
 @pytest.mark.parametrize("page", [4096, 16384, 65536])
 def test_boundaries_are_between_two_pages_of_the_system(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
     monkeypatch.setattr(mmap, "PAGESIZE", page)
-    pieces = cut(1000 * SLOT, SLOT, 70 * PAGE)
+    pieces = cut(1000 * SLOT, SLOT, 70 * DISK_PAGE)
     assert len(pieces) > 10
     assert all(offset % page == 0 and offset % SLOT == 0 for offset, _ in pieces)
 
@@ -58,14 +58,14 @@ def test_trap_14_terabyte_is_registered_in_safe_pieces() -> None:
 @pytest.mark.parametrize(
     ("nbytes", "slot_bytes", "largest"),
     [
-        (0, PAGE, GIB),
-        (-PAGE, PAGE, GIB),
-        (PAGE, 0, GIB),
-        (PAGE, -PAGE, GIB),
-        (PAGE, PAGE + 1, GIB),
-        (PAGE, 100, GIB),
-        (4 * PAGE, 2 * PAGE, PAGE),
-        (PAGE, PAGE, 0),
+        (0, DISK_PAGE, GIB),
+        (-DISK_PAGE, DISK_PAGE, GIB),
+        (DISK_PAGE, 0, GIB),
+        (DISK_PAGE, -DISK_PAGE, GIB),
+        (DISK_PAGE, DISK_PAGE + 1, GIB),
+        (DISK_PAGE, 100, GIB),
+        (4 * DISK_PAGE, 2 * DISK_PAGE, DISK_PAGE),
+        (DISK_PAGE, DISK_PAGE, 0),
     ],
 )
 def test_impossible_sizes_are_refused(nbytes: int, slot_bytes: int, largest: int) -> None:
@@ -88,12 +88,16 @@ def test_a_device_gets_all_of_the_arena_in_pieces() -> None:
 
 @given(
     refused=st.sets(st.integers(0, 4)),
-    spans=st.lists(st.tuples(st.integers(-PAGE, 21 * PAGE), st.integers(0, 8 * PAGE)), min_size=1, max_size=50),
+    spans=st.lists(
+        st.tuples(st.integers(-DISK_PAGE, 21 * DISK_PAGE), st.integers(0, 8 * DISK_PAGE)), min_size=1, max_size=50
+    ),
 )
 def test_trap_14_arena_knows_copies_within_one_piece(refused: set[int], spans: list[tuple[int, int]]) -> None:
-    arena, device = Arena(20 * PAGE), PinningDevice(refused)
-    arena.register(device, PAGE, largest=4 * PAGE)
-    spans += [(4 * PAGE * i + edge, 4 * PAGE + wide) for i in range(5) for edge in (-1, 0, 1) for wide in (-1, 0, 1)]
+    arena, device = Arena(20 * DISK_PAGE), PinningDevice(refused)
+    arena.register(device, DISK_PAGE, largest=4 * DISK_PAGE)
+    spans += [
+        (4 * DISK_PAGE * i + edge, 4 * DISK_PAGE + wide) for i in range(5) for edge in (-1, 0, 1) for wide in (-1, 0, 1)
+    ]
     offsets, lengths = np.array(spans).T
     known = arena.in_one_piece(offsets, lengths)
     assert known.dtype == np.bool_
@@ -102,18 +106,21 @@ def test_trap_14_arena_knows_copies_within_one_piece(refused: set[int], spans: l
 
 
 def test_the_question_is_broadcast() -> None:
-    arena = Arena(4 * PAGE)
-    assert not arena.in_one_piece(0, PAGE)
+    arena = Arena(4 * DISK_PAGE)
+    assert not arena.in_one_piece(0, DISK_PAGE)
     assert arena.in_one_piece(np.zeros((2, 1)), np.ones(3)).tolist() == [[False] * 3] * 2
-    arena.register(PinningDevice(), PAGE, largest=2 * PAGE)
-    assert bool(arena.in_one_piece(0, PAGE)) is True
-    offsets = np.array([0, PAGE, 2 * PAGE, 3 * PAGE], dtype=np.uint64)
-    assert arena.in_one_piece(offsets, 2 * PAGE).tolist() == [True, False, True, False]
-    assert arena.in_one_piece(offsets.reshape(2, 2), [[PAGE], [2 * PAGE]]).tolist() == [[True, True], [True, False]]
-    assert not arena.in_one_piece(PAGE, -1)
-    assert not arena.in_one_piece(2 * PAGE, -PAGE)
+    arena.register(PinningDevice(), DISK_PAGE, largest=2 * DISK_PAGE)
+    assert bool(arena.in_one_piece(0, DISK_PAGE)) is True
+    offsets = np.array([0, DISK_PAGE, 2 * DISK_PAGE, 3 * DISK_PAGE], dtype=np.uint64)
+    assert arena.in_one_piece(offsets, 2 * DISK_PAGE).tolist() == [True, False, True, False]
+    assert arena.in_one_piece(offsets.reshape(2, 2), [[DISK_PAGE], [2 * DISK_PAGE]]).tolist() == [
+        [True, True],
+        [True, False],
+    ]
+    assert not arena.in_one_piece(DISK_PAGE, -1)
+    assert not arena.in_one_piece(2 * DISK_PAGE, -DISK_PAGE)
     arena.close()
-    assert not arena.in_one_piece(0, PAGE)
+    assert not arena.in_one_piece(0, DISK_PAGE)
 
 
 def test_failing_piece_is_counted_and_the_rest_usable(caplog: pytest.LogCaptureFixture) -> None:

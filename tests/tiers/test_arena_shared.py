@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from longshore.errors import TierClosedError, TierError
-from longshore.tiers.arena import PAGE, Arena, ArenaSettings, Fallback
+from longshore.tiers.arena import DISK_PAGE, Arena, ArenaSettings, Fallback
 from longshore.tiers.arena.memory import MADV_POPULATE_WRITE, System, madvise
 from mappings import is_mapped, mapped, open_files
 from pinning import PinningDevice
 
 MIB = 1 << 20
-NBYTES = 3 * MIB + PAGE
+NBYTES = 3 * MIB + DISK_PAGE
 SHARED = ArenaSettings(shared=True)
 
 # Adds one to every byte, and says what it found; then waits for a line, and says what the first byte is by then.
@@ -40,7 +40,7 @@ arena.close()
 
 
 def pattern() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    return np.tile(np.arange(PAGE) * 7 % 251, NBYTES // PAGE).astype(np.uint8)
+    return np.tile(np.arange(DISK_PAGE) * 7 % 251, NBYTES // DISK_PAGE).astype(np.uint8)
 
 
 @pytest.mark.parametrize("way", ["path", "descriptor"])
@@ -120,26 +120,26 @@ def test_the_memory_lives_as_long_as_one_of_them() -> None:
 
 
 def test_each_registers_for_itself() -> None:
-    arena = Arena(4 * PAGE, SHARED)
-    other = Arena.attach(arena.path, 4 * PAGE)
+    arena = Arena(4 * DISK_PAGE, SHARED)
+    other = Arena.attach(arena.path, 4 * DISK_PAGE)
     devices = PinningDevice(), PinningDevice()
-    arena.register(devices[0], PAGE)
-    other.register(devices[1], PAGE)
+    arena.register(devices[0], DISK_PAGE)
+    other.register(devices[1], DISK_PAGE)
     arena.close()
-    assert (devices[0].ranges, devices[1].ranges) == ({}, {other.address: 4 * PAGE})
+    assert (devices[0].ranges, devices[1].ranges) == ({}, {other.address: 4 * DISK_PAGE})
     other.close()
 
 
 def test_nobody_can_change_the_size_under_another() -> None:
     arena = Arena(NBYTES, SHARED)
-    for size in (0, NBYTES - PAGE, NBYTES + PAGE):
+    for size in (0, NBYTES - DISK_PAGE, NBYTES + DISK_PAGE):
         with pytest.raises(PermissionError):
             os.truncate(arena.fd, size)
     arena.close()
 
 
 def test_a_private_arena_cannot_be_shared() -> None:
-    arena = Arena(PAGE)
+    arena = Arena(DISK_PAGE)
     for use in (lambda: arena.fd, lambda: arena.path):
         with pytest.raises(TierError, match="the arena is private"):
             use()
@@ -147,13 +147,13 @@ def test_a_private_arena_cannot_be_shared() -> None:
 
 
 def test_a_closed_arena_cannot_be_shared() -> None:
-    arena = Arena(PAGE, SHARED)
+    arena = Arena(DISK_PAGE, SHARED)
     arena.close()
     with pytest.raises(TierClosedError):
         _ = arena.path
 
 
-@pytest.mark.parametrize("nbytes", [PAGE, NBYTES - PAGE, NBYTES + 1, 2 * NBYTES])
+@pytest.mark.parametrize("nbytes", [DISK_PAGE, NBYTES - DISK_PAGE, NBYTES + 1, 2 * NBYTES])
 def test_another_size_is_refused(nbytes: int) -> None:
     arena = Arena(NBYTES, SHARED)
     before = open_files()
@@ -165,11 +165,11 @@ def test_another_size_is_refused(nbytes: int) -> None:
 
 def test_what_is_no_arena_is_refused(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
-    plain.write_bytes(bytes(PAGE))
+    plain.write_bytes(bytes(DISK_PAGE))
     loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
     half = os.memfd_create("half", os.MFD_ALLOW_SEALING)
     for fd in (loose, half):
-        os.truncate(fd, PAGE)
+        os.truncate(fd, DISK_PAGE)
     fcntl.fcntl(half, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
     before = open_files()
     for source, message in (
@@ -183,15 +183,15 @@ def test_what_is_no_arena_is_refused(tmp_path: Path) -> None:
         (-1, "cannot open the arena at -1"),
     ):
         with pytest.raises(TierError, match=message):
-            Arena.attach(source, PAGE)
+            Arena.attach(source, DISK_PAGE)
     assert open_files() == before
     os.close(loose)
     os.close(half)
 
 
-@pytest.mark.parametrize("nbytes", [0, -PAGE])
+@pytest.mark.parametrize("nbytes", [0, -DISK_PAGE])
 def test_attaching_to_nothing_is_refused_and_leaves_nothing(nbytes: int) -> None:
-    arena = Arena(PAGE, SHARED)
+    arena = Arena(DISK_PAGE, SHARED)
     before = open_files()
     with pytest.raises(TierError):
         Arena.attach(arena.fd, nbytes)

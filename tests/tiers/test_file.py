@@ -12,7 +12,7 @@ from longshore.boundary import Status, StoredChunk
 from longshore.errors import FormatError, TierClosedError, TierError
 from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_image_bit
 from longshore.testing.tier_harness import image, key
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier, capacity_for
 from longshore.tiers.file.directory import COPIES
@@ -20,7 +20,7 @@ from longshore.tiers.file.format import parse_superblock
 from longshore.tiers.file.record_verifier import RecordVerifier
 
 IMAGE = TierTests.image_bytes
-STRIDE = PAGE + IMAGE
+STRIDE = DISK_PAGE + IMAGE
 SLOTS = TierTests.slots
 
 Opener = Callable[..., FileTier]
@@ -29,7 +29,7 @@ SUPERBLOCK_OF_VERSION_2 = bytes.fromhex(
     "4c4e475348535550" "02000000" "00100000"  # magic, version, header bytes
     "0700000000000000" "0030000000000000"  # slots, image_bytes
     "0403000000000000" "0605000000000000"  # generation, opens
-).ljust(PAGE - 8, b"\0") + bytes.fromhex("3bdfb10a29655405")  # fmt: skip
+).ljust(DISK_PAGE - 8, b"\0") + bytes.fromhex("3bdfb10a29655405")  # fmt: skip
 """As that version wrote it, every bit."""
 
 
@@ -96,7 +96,7 @@ class TestCapacity:
         harness.assert_serves(0, 0)
 
     @pytest.mark.parametrize(
-        "changes", [{"image_bytes": PAGE + 1}, {"scope": b"x"}, {"threads": 0}, {"image_bytes": 0}]
+        "changes", [{"image_bytes": DISK_PAGE + 1}, {"scope": b"x"}, {"threads": 0}, {"image_bytes": 0}]
     )
     def test_impossible_settings_leave_no_directory(
         self, opener: Opener, directory: Path, changes: dict[str, object]
@@ -147,16 +147,16 @@ class TestRestart:
         self, harness: TierHarness, opener: Opener, caplog: pytest.LogCaptureFixture
     ) -> None:
         harness.tier.forget(5)
-        harness.store(0, 0, length=PAGE)
+        harness.store(0, 0, length=DISK_PAGE)
         harness.tier.close()
         with caplog.at_level(logging.WARNING):
-            harness.tier = opener(image_bytes=2 * PAGE)
+            harness.tier = opener(image_bytes=2 * DISK_PAGE)
         assert [record.getMessage() for record in caplog.records if "all records discarded" in record.getMessage()]
         assert len(caplog.records) == 1
         assert harness.tier.generation == 6
         assert harness.tier.recover() == []
-        assert harness.load(0, 0, length=PAGE, generation=5)[0] is Status.MISMATCH
-        assert harness.load(0, 0, length=PAGE)[0] is Status.MISMATCH
+        assert harness.load(0, 0, length=DISK_PAGE, generation=5)[0] is Status.MISMATCH
+        assert harness.load(0, 0, length=DISK_PAGE)[0] is Status.MISMATCH
 
     @pytest.mark.parametrize("version", [1, 2, 3, 5])
     def test_another_version_is_refused_and_nothing_touched(
@@ -174,7 +174,7 @@ class TestRestart:
             opener(slots=2)
         assert {path: path.read_bytes() for path in directory.iterdir() if path.name != "lock"} == before
 
-    @pytest.mark.parametrize("damage", [0, 1, PAGE - 1, PAGE + 1])
+    @pytest.mark.parametrize("damage", [0, 1, DISK_PAGE - 1, DISK_PAGE + 1])
     def test_a_superblock_of_the_wrong_length_is_refused(self, opener: Opener, directory: Path, damage: int) -> None:
         opener().close()
         whole = (directory / "superblock").read_bytes()
@@ -235,10 +235,10 @@ class TestRestart:
         harness = harness_of(threads=1)
         unaligned = harness.offset(0) + 1
         harness.store(0, 0, offset=unaligned)
-        harness.store(1, 1, offset=unaligned, length=PAGE + 1)
+        harness.store(1, 1, offset=unaligned, length=DISK_PAGE + 1)
         record = (directory / "segment").read_bytes()[STRIDE : 2 * STRIDE]
-        assert record[PAGE : 2 * PAGE + 1] == image(1, PAGE + 1).tobytes()
-        assert record[2 * PAGE + 1 :] == bytes(IMAGE - PAGE - 1)
+        assert record[DISK_PAGE : 2 * DISK_PAGE + 1] == image(1, DISK_PAGE + 1).tobytes()
+        assert record[2 * DISK_PAGE + 1 :] == bytes(IMAGE - DISK_PAGE - 1)
 
     def test_closed_is_closed(self, opener: Opener) -> None:
         tier = opener()
@@ -250,7 +250,7 @@ class TestRestart:
 
 
 class TestRot:
-    BITS = (0, 7, 8 * PAGE - 1, 8 * PAGE, 8 * IMAGE - 1, 8 * IMAGE // 2 + 3)
+    BITS = (0, 7, 8 * DISK_PAGE - 1, 8 * DISK_PAGE, 8 * IMAGE - 1, 8 * IMAGE // 2 + 3)
 
     @pytest.mark.parametrize("bit", BITS)
     def test_one_bit_of_an_image(self, harness: TierHarness, directory: Path, bit: int) -> None:
@@ -270,7 +270,7 @@ class TestRot:
         assert status is Status.OK
         assert (found != image(0, IMAGE)).sum() == 1
 
-    @pytest.mark.parametrize("bit", [0, 8 * 8, 8 * 16, 8 * 48, 8 * 112, 8 * 144, 8 * 2000, 8 * PAGE - 1])
+    @pytest.mark.parametrize("bit", [0, 8 * 8, 8 * 16, 8 * 48, 8 * 112, 8 * 144, 8 * 2000, 8 * DISK_PAGE - 1])
     def test_one_bit_of_a_header(self, harness: TierHarness, directory: Path, bit: int) -> None:
         harness.store(2, 0)
         flip_header_bit(directory, 2, bit)
@@ -313,7 +313,7 @@ class TestTornRecords:
         # The last sectors of a header page are the same zeros in both, except for the checksum in the very last.
         assert served == [(0, 0), (STRIDE, 1)]
 
-    @pytest.mark.parametrize("left", [0, 1, 511, PAGE, PAGE + 1, 2 * PAGE + 17, STRIDE - 1])
+    @pytest.mark.parametrize("left", [0, 1, 511, DISK_PAGE, DISK_PAGE + 1, 2 * DISK_PAGE + 17, STRIDE - 1])
     def test_trap_35_a_truncated_record_is_a_miss(self, harness: TierHarness, directory: Path, left: int) -> None:
         harness.store(SLOTS - 1, 0)
         os.truncate(directory / "segment", (SLOTS - 1) * STRIDE + left)

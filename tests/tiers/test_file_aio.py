@@ -17,14 +17,14 @@ import pytest
 from longshore.boundary import Status
 from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import image
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier
 from longshore.tiers.file import io as file_io
 from longshore.tiers.file.io import AioQueue, IoQueue, Piece, SystemIo
 from mappings import open_files
 
-STRIDE = PAGE + TierTests.image_bytes
+STRIDE = DISK_PAGE + TierTests.image_bytes
 pytestmark = pytest.mark.usefixtures("on_ext4")
 
 SLOTS = 8
@@ -38,7 +38,7 @@ def contexts() -> int:
 
 
 def memory(pages: int, byte: int = 0) -> memoryview:
-    found = memoryview(mmap.mmap(-1, pages * PAGE))
+    found = memoryview(mmap.mmap(-1, pages * DISK_PAGE))
     found[:] = bytes([byte]) * len(found)
     return found
 
@@ -46,7 +46,7 @@ def memory(pages: int, byte: int = 0) -> memoryview:
 @pytest.fixture
 def fd(tmp_path: Path) -> Iterator[int]:
     """A file of sixteen pages, numbered."""
-    (tmp_path / "file").write_bytes(b"".join(bytes([page]) * PAGE for page in range(16)))
+    (tmp_path / "file").write_bytes(b"".join(bytes([page]) * DISK_PAGE for page in range(16)))
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_DIRECT)
     yield fd
     os.close(fd)
@@ -106,72 +106,81 @@ NUMBERS = file_io._CALLS[os.uname().machine]
 
 def test_pieces_of_several_buffers_go_where_they_belong(queue: AioQueue) -> None:
     one, two, three = memory(1), memory(2), memory(1)
-    assert move(queue, [Piece([one, two], 3 * PAGE), Piece([three], 9 * PAGE)], writing=False) == [3 * PAGE, PAGE]
-    assert [one[0], two[0], two[PAGE], three[0]] == [3, 4, 5, 9]
-    assert move(queue, [Piece([memory(1, 77)], 4 * PAGE), Piece([memory(1, 78)], 0)], writing=True) == [PAGE, PAGE]
-    assert move(queue, [Piece([one, two], 3 * PAGE), Piece([three], 0)], writing=False) == [3 * PAGE, PAGE]
-    assert [one[0], two[0], two[PAGE], three[0]] == [3, 77, 5, 78]
+    assert move(queue, [Piece([one, two], 3 * DISK_PAGE), Piece([three], 9 * DISK_PAGE)], writing=False) == [
+        3 * DISK_PAGE,
+        DISK_PAGE,
+    ]
+    assert [one[0], two[0], two[DISK_PAGE], three[0]] == [3, 4, 5, 9]
+    assert move(queue, [Piece([memory(1, 77)], 4 * DISK_PAGE), Piece([memory(1, 78)], 0)], writing=True) == [
+        DISK_PAGE,
+        DISK_PAGE,
+    ]
+    assert move(queue, [Piece([one, two], 3 * DISK_PAGE), Piece([three], 0)], writing=False) == [
+        3 * DISK_PAGE,
+        DISK_PAGE,
+    ]
+    assert [one[0], two[0], two[DISK_PAGE], three[0]] == [3, 77, 5, 78]
 
 
 def test_each_piece_has_an_outcome_of_its_own(queue: AioQueue) -> None:
     """One that the file ends in, one behind its end, one that direct I/O cannot move."""
     pieces = [
-        Piece([memory(2)], 15 * PAGE),
-        Piece([memory(1)], 16 * PAGE),
+        Piece([memory(2)], 15 * DISK_PAGE),
+        Piece([memory(1)], 16 * DISK_PAGE),
         Piece([memory(1)], 17),
         Piece([memory(1)], 0),
     ]
-    assert move(queue, pieces, writing=False) == [PAGE, 0, -errno.EINVAL, PAGE]
+    assert move(queue, pieces, writing=False) == [DISK_PAGE, 0, -errno.EINVAL, DISK_PAGE]
 
 
 def test_a_system_that_takes_them_bit_by_bit_gets_all(queue: AioQueue, calls: Calls) -> None:
     calls.answers[NUMBERS.submit] = [takes_one, takes_one]
-    pieces = [Piece([memory(1)], page * PAGE) for page in range(4)]
-    assert move(queue, pieces, writing=False) == [PAGE] * 4
+    pieces = [Piece([memory(1)], page * DISK_PAGE) for page in range(4)]
+    assert move(queue, pieces, writing=False) == [DISK_PAGE] * 4
     assert [piece.buffers[0][0] for piece in pieces] == [0, 1, 2, 3]
     assert not calls.answers[NUMBERS.submit]
 
 
 def test_refused_pieces_fail_and_the_others_end(queue: AioQueue, calls: Calls) -> None:
     calls.answers[NUMBERS.submit] = [takes_one, fails(errno.EAGAIN)]
-    pieces = [Piece([memory(1)], page * PAGE) for page in (5, 6, 7)]
-    assert move(queue, pieces, writing=False) == [PAGE, -errno.EAGAIN, -errno.EAGAIN]
+    pieces = [Piece([memory(1)], page * DISK_PAGE) for page in (5, 6, 7)]
+    assert move(queue, pieces, writing=False) == [DISK_PAGE, -errno.EAGAIN, -errno.EAGAIN]
     assert [piece.buffers[0][0] for piece in pieces] == [5, 0, 0]
 
 
 def test_a_wait_that_is_interrupted_goes_on(queue: AioQueue, calls: Calls) -> None:
     calls.answers[NUMBERS.getevents] = [fails(errno.EINTR), fails(errno.EINTR)]
-    assert move(queue, [Piece([memory(1)], 0), Piece([memory(1)], PAGE)], writing=False) == [PAGE] * 2
+    assert move(queue, [Piece([memory(1)], 0), Piece([memory(1)], DISK_PAGE)], writing=False) == [DISK_PAGE] * 2
     assert not calls.answers[NUMBERS.getevents]
 
 
 def test_failed_wait_ends_io_in_flight_and_destroys_the_context(queue: AioQueue, calls: Calls) -> None:
     before = contexts()
     calls.answers[NUMBERS.getevents] = [fails(errno.EFAULT)]
-    piece = Piece([memory(1)], 9 * PAGE)
+    piece = Piece([memory(1)], 9 * DISK_PAGE)
     assert move(queue, [piece, piece], writing=False) == [-errno.EFAULT] * 2
     assert contexts() < before
     assert piece.buffers[0][0] == 9, "nothing arrives later"
-    assert move(queue, [piece, piece], writing=False) == [PAGE] * 2, "there is a new one"
+    assert move(queue, [piece, piece], writing=False) == [DISK_PAGE] * 2, "there is a new one"
 
 
 def test_pieces_fail_until_there_is_a_new_context(queue: AioQueue, calls: Calls) -> None:
     calls.answers = {NUMBERS.getevents: [fails(errno.EFAULT)], NUMBERS.setup: [fails(errno.EAGAIN)]}
-    piece = Piece([memory(1)], 9 * PAGE)
-    for outcome in (-errno.EFAULT, -errno.EAGAIN, PAGE):
+    piece = Piece([memory(1)], 9 * DISK_PAGE)
+    for outcome in (-errno.EFAULT, -errno.EAGAIN, DISK_PAGE):
         assert move(queue, [piece], writing=False) == [outcome]
 
 
 def test_pieces_begun_one_by_one_run_together(queue: AioQueue) -> None:
     """And the numbers of those that have ended are given again, however often."""
     for _ in range(10 * PIECES):
-        pieces = [Piece([memory(1)], page * PAGE) for page in range(PIECES)]
+        pieces = [Piece([memory(1)], page * DISK_PAGE) for page in range(PIECES)]
         numbers = [number for piece in pieces for number in queue.submit([piece], writing=False)]
         assert sorted(numbers) == list(range(PIECES))
         left = set(numbers)
         while left:
             for number, moved in queue.reap():
-                assert moved == PAGE
+                assert moved == DISK_PAGE
                 left.remove(number)
         assert [piece.buffers[0][0] for piece in pieces] == list(range(PIECES))
         queue.wake()
@@ -180,7 +189,7 @@ def test_pieces_begun_one_by_one_run_together(queue: AioQueue) -> None:
 
 def test_numbers_of_what_was_refused_are_given_once(queue: AioQueue, calls: Calls) -> None:
     calls.answers[NUMBERS.submit] = [takes_one, fails(errno.EAGAIN), fails(errno.EAGAIN)]
-    for expected in ([PAGE, -errno.EAGAIN, -errno.EAGAIN], [-errno.EAGAIN] * 3, [PAGE] * 3):
+    for expected in ([DISK_PAGE, -errno.EAGAIN, -errno.EAGAIN], [-errno.EAGAIN] * 3, [DISK_PAGE] * 3):
         assert move(queue, [Piece([memory(1)], 0)] * 3, writing=False) == expected
     numbers = queue.submit([Piece([memory(1)], 0)] * PIECES, writing=False)
     assert sorted(numbers) == list(range(PIECES))
@@ -369,7 +378,7 @@ def test_a_bad_sector_fails_the_record_that_it_is_in(
 def test_several_short_pieces_continue_independently(harness: TierHarness, io: Spied) -> None:
     """Though the queue gives the numbers of those that have ended to what is left of others."""
     store(harness, APART)
-    cut = {slot * STRIDE: (1 + slot // 2) * PAGE for slot in APART}
+    cut = {slot * STRIDE: (1 + slot // 2) * DISK_PAGE for slot in APART}
     io.short = dict(cut)
     assert load(harness, APART) == (Status.OK,) * 4
     rest = {offset + nbytes for offset, nbytes in cut.items() if nbytes < STRIDE}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from longshore.boundary import Status
 from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import image, key
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier
 from longshore.tiers.file.executor import TASK_BYTES, TASK_RECORDS, coalesce
@@ -26,7 +26,7 @@ from longshore.tiers.file.tier import TierState
 from plain_io import PlainIo
 
 IMAGE = TierTests.image_bytes
-STRIDE = PAGE + IMAGE
+STRIDE = DISK_PAGE + IMAGE
 SLOTS = 8
 LONG = 1 << 20
 """Of an image so long that the bytes of a task limit how many are in it."""
@@ -104,7 +104,7 @@ def test_neighbours_share_one_call_whatever_their_order(harness: TierHarness, io
 
 def test_rotten_record_between_others_is_the_only_miss(harness: TierHarness, io: Sectors, directory: Path) -> None:
     store(harness, range(4))
-    for slot, at in ((1, PAGE + 17), (2, 3)):  # an image, and a header
+    for slot, at in ((1, DISK_PAGE + 17), (2, 3)):  # an image, and a header
         with (directory / "segment").open("r+b") as segment:
             segment.seek(slot * STRIDE + at)
             byte = segment.read(1)
@@ -125,7 +125,7 @@ def test_foreign_record_between_others_is_a_miss_alone(harness: TierHarness) -> 
 @pytest.mark.parametrize("kind", [Op.READ, Op.WRITE])
 def test_a_bad_sector_fails_the_record_that_it_is_in(harness: TierHarness, io: Sectors, kind: Op) -> None:
     store(harness, range(4))
-    io.bad = {2 * STRIDE + PAGE: errno.EIO}
+    io.bad = {2 * STRIDE + DISK_PAGE: errno.EIO}
     io.calls.clear()
     run = load if kind is Op.READ else store
     assert run(harness, range(4)) == (Status.OK, Status.OK, Status.IO_ERROR, Status.OK)
@@ -145,7 +145,7 @@ def test_full_disk_refuses_one_record_and_takes_others(harness: TierHarness, io:
 
 def test_truncated_file_serves_those_before_its_end(harness: TierHarness, io: Sectors, directory: Path) -> None:
     store(harness, range(4))
-    os.truncate(directory / "segment", 2 * STRIDE + PAGE)
+    os.truncate(directory / "segment", 2 * STRIDE + DISK_PAGE)
     assert load(harness, range(4)) == (Status.OK, Status.OK, Status.SHORT, Status.SHORT)
     assert len(io.calls) > 1 + 4
 
@@ -168,16 +168,18 @@ def test_failing_disk_is_disabled_after_the_usual_failures(harness: TierHarness,
 
 def test_unaligned_records_are_not_coalesced(harness: TierHarness, io: Sectors) -> None:
     ops = batch(harness, Op.WRITE, range(4))
-    ops[1] = ops[1]._replace(length=IMAGE - PAGE)
+    ops[1] = ops[1]._replace(length=IMAGE - DISK_PAGE)
     ops[3] = ops[3]._replace(offset=ops[3].offset + 512)
     assert set(harness.run(*ops)) == {Status.OK}
     direct = cast(FileTier, harness.tier).direct
-    assert [nbytes for _, nbytes in io.calls] == [2 * STRIDE - PAGE, STRIDE, STRIDE] if direct else [2 * STRIDE] * 2
+    assert (
+        [nbytes for _, nbytes in io.calls] == [2 * STRIDE - DISK_PAGE, STRIDE, STRIDE] if direct else [2 * STRIDE] * 2
+    )
 
 
 @given(
     slots=st.lists(
-        st.tuples(st.integers(0, 300), st.sampled_from(Op), st.sampled_from([PAGE, LONG]), st.integers(0, 1)),
+        st.tuples(st.integers(0, 300), st.sampled_from(Op), st.sampled_from([DISK_PAGE, LONG]), st.integers(0, 1)),
         max_size=80,
     ),
 )
@@ -185,7 +187,7 @@ def test_each_operation_is_in_one_task_of_compatible_operations(
     slots: list[tuple[int, Op, int, int]],
 ) -> None:
     ops = [TierOp(op, slot, key(slot), None, 0, length, generation) for slot, op, length, generation in slots]
-    stride = PAGE + LONG
+    stride = DISK_PAGE + LONG
     tasks = coalesce(ops, lambda op: op.slot * stride, lambda op: op.slot % 10 != 9)
     assert sorted(at for task in tasks for at in task) == list(range(len(ops)))
     for task in tasks:
@@ -199,10 +201,10 @@ def test_each_operation_is_in_one_task_of_compatible_operations(
 
 
 @pytest.mark.parametrize("step", [1, 3])
-@pytest.mark.parametrize(("length", "most"), [(PAGE, TASK_RECORDS), (LONG, TASK_BYTES // LONG)])
+@pytest.mark.parametrize(("length", "most"), [(DISK_PAGE, TASK_RECORDS), (LONG, TASK_BYTES // LONG)])
 def test_many_records_make_few_tasks(step: int, length: int, most: int) -> None:
     """Wherever they lie."""
     ops = [TierOp(Op.READ, step * slot, key(slot), None, 0, length, 0) for slot in range(64)]
     random.Random(0).shuffle(ops)
-    tasks = coalesce(ops, lambda op: op.slot * (PAGE + length), lambda op: True)
+    tasks = coalesce(ops, lambda op: op.slot * (DISK_PAGE + length), lambda op: True)
     assert [len(task) for task in tasks] == [most] * (64 // most)

@@ -21,14 +21,14 @@ import pytest
 from longshore.boundary import Slabs, Status
 from longshore.errors import TierInUseError
 from longshore.testing.tier_harness import MISSES, key
-from longshore.tiers.arena import PAGE, Arena
+from longshore.tiers.arena import DISK_PAGE, Arena
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, capacity_of
 
 THREADS, OPERATIONS = 8, 300
 
-ONE_SIZE = Slabs.of_one_size(5 * PAGE, 48)
-TWO_SIZES = Slabs(10 * PAGE, (2 * PAGE, 5 * PAGE), 40)
+ONE_SIZE = Slabs.of_one_size(5 * DISK_PAGE, 48)
+TWO_SIZES = Slabs(10 * DISK_PAGE, (2 * DISK_PAGE, 5 * DISK_PAGE), 40)
 """A slab holds five images of a page, or two of four; any thread may give it from one size to the other."""
 
 
@@ -42,7 +42,7 @@ class Shared:
         self.open = lambda: FileTier(
             directory,
             capacity=capacity_of(slabs),
-            image_bytes=[nbytes - PAGE for nbytes in slabs.image_bytes],
+            image_bytes=[nbytes - DISK_PAGE for nbytes in slabs.image_bytes],
             arena=self.arena,
             scope=bytes(32),
             threads=THREADS,
@@ -57,7 +57,7 @@ class Shared:
 
     def run(self, op: Op, place: tuple[int, int], number: int, me: int) -> Status:
         """What comes of it for key `number` in this slot and pool; the image of thread `me`."""
-        length = self.slabs.image_bytes[place[1]] - PAGE
+        length = self.slabs.image_bytes[place[1]] - DISK_PAGE
         order = TierOp(op, place[0], key(number), None, me * self.room, length, self.tier.generation, place[1])
         with self._turn:
             ticket = self.tier.submit([order], math.inf)
@@ -100,7 +100,7 @@ def work_on(shared: Shared, me: int, slab: int, dice: random.Random) -> str:
     if what == "put":
         return put(shared, me, slab, dice)
     place, held = dice.choice(list(holds.items()))
-    image = shared.arena.array[me * shared.room :][: shared.slabs.image_bytes[place[1]] - PAGE]
+    image = shared.arena.array[me * shared.room :][: shared.slabs.image_bytes[place[1]] - DISK_PAGE]
     if what == "get":
         image[:] = 0xCC
         assert shared.run(Op.READ, place, held, me) is Status.OK
@@ -120,8 +120,8 @@ def put(shared: Shared, me: int, slab: int, dice: random.Random) -> str:
     pool = dice.choice([*(pool for _, pool in holds), *pools])
     given = {each for _, each in holds} - {pool}
     place = dice.choice(shared.slabs.slots_of(slab, pool)), pool
-    shared.arena.array[me * shared.room :][: shared.slabs.image_bytes[pool] - PAGE] = picture(
-        number, shared.slabs.image_bytes[pool] - PAGE
+    shared.arena.array[me * shared.room :][: shared.slabs.image_bytes[pool] - DISK_PAGE] = picture(
+        number, shared.slabs.image_bytes[pool] - DISK_PAGE
     )
     former = dict(holds) if given else {}
     if given:

@@ -17,7 +17,7 @@ import pytest
 from longshore.boundary import Status
 from longshore.checksums import ALGORITHMS, MIX64, XXH3_64, checksum
 from longshore.testing import TierHarness
-from longshore.tiers.arena import PAGE, Arena
+from longshore.tiers.arena import DISK_PAGE, Arena
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier
 from longshore.tiers.file.format import RecordHeader, pack_header
@@ -46,16 +46,16 @@ class Record:
 
     def is_believed(self) -> bool:
         """Whether a read of it would serve its image: all that a read looks at."""
-        verdict = check_header(bytes(self.data[:PAGE]), self.wanted)
+        verdict = check_header(bytes(self.data[:DISK_PAGE]), self.wanted)
         if verdict.status is not Status.OK:
             return False
-        image = memoryview(self.data)[PAGE:]
+        image = memoryview(self.data)[DISK_PAGE:]
         return checksum(verdict.algorithm, image) == verdict.payload_checksum
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_bit_of_a_whole_record(algorithm: int) -> None:
-    record = Record.of(PAGE, algorithm)
+    record = Record.of(DISK_PAGE, algorithm)
     assert record.is_believed()
     served_wrong = 0
     for bit in range(8 * len(record.data)):
@@ -67,7 +67,7 @@ def test_every_bit_of_a_whole_record(algorithm: int) -> None:
 
 
 def test_a_hundred_thousand_random_flips_of_a_larger_record() -> None:
-    record = Record.of(32 * PAGE)
+    record = Record.of(32 * DISK_PAGE)
     chance = random.Random(5)
     assert record.is_believed()
     served_wrong = 0
@@ -81,7 +81,7 @@ def test_a_hundred_thousand_random_flips_of_a_larger_record() -> None:
 
 
 def test_random_flips_of_a_larger_record_of_a_device() -> None:
-    record = Record.of(16 * PAGE, MIX64)
+    record = Record.of(16 * DISK_PAGE, MIX64)
     chance = random.Random(6)
     served_wrong = 0
     for _ in range(2_000):
@@ -97,9 +97,9 @@ def test_random_flips_of_a_larger_record_of_a_device() -> None:
 
 def test_the_judge_can_be_wrong() -> None:
     """The negative control: without its checksum, rot in the image would be believed."""
-    record = Record.of(PAGE)
-    record.flip(8 * PAGE + 5)
-    assert check_header(bytes(record.data[:PAGE]), record.wanted).status is Status.OK
+    record = Record.of(DISK_PAGE)
+    record.flip(8 * DISK_PAGE + 5)
+    assert check_header(bytes(record.data[:DISK_PAGE]), record.wanted).status is Status.OK
     assert not record.is_believed()
 
 
@@ -108,13 +108,13 @@ class Disk:
 
     def __init__(self, segment: Path, pages: int) -> None:
         self._fd = os.open(segment, os.O_RDWR | os.O_DIRECT)
-        self._memory = mmap.mmap(-1, pages * PAGE)
+        self._memory = mmap.mmap(-1, pages * DISK_PAGE)
         os.preadv(self._fd, [self._memory], 0)
 
     def flip(self, bit: int) -> None:
-        page = bit // (8 * PAGE)
+        page = bit // (8 * DISK_PAGE)
         self._memory[bit // 8] ^= 1 << bit % 8
-        os.pwritev(self._fd, [memoryview(self._memory)[page * PAGE : (page + 1) * PAGE]], page * PAGE)
+        os.pwritev(self._fd, [memoryview(self._memory)[page * DISK_PAGE : (page + 1) * DISK_PAGE]], page * DISK_PAGE)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -124,12 +124,12 @@ def test_a_store_serves_no_rotten_bit_of_its_first_record(
     opener: Callable[..., FileTier], arena: Arena, directory: Path
 ) -> None:
     """On disk, through reads: each bit in which a header says something, and one of every other byte."""
-    harness = TierHarness(lambda: opener(image_bytes=PAGE, threads=1), arena)
+    harness = TierHarness(lambda: opener(image_bytes=DISK_PAGE, threads=1), arena)
     if not harness.tier.direct:  # type: ignore[attr-defined]
         pytest.skip("the disk is read through the page cache")
     harness.store(0, 0)
-    said = [*range(8 * 160), *range(8 * (PAGE - 8), 8 * PAGE)]
-    others = [8 * byte + byte % 8 for byte in range(160, 2 * PAGE)]
+    said = [*range(8 * 160), *range(8 * (DISK_PAGE - 8), 8 * DISK_PAGE)]
+    others = [8 * byte + byte % 8 for byte in range(160, 2 * DISK_PAGE)]
     read = harness.op(Op.READ, 0, 0)
     served_wrong = 0
     with contextlib.closing(Disk(directory / "segment", 2)) as disk:

@@ -23,7 +23,7 @@ from longshore.boundary import Slabs, Status
 from longshore.errors import LongshoreError
 from longshore.testing.disk import Image, OneByOneQueue, SimulatedDisk
 from longshore.testing.tier_harness import image, key
-from longshore.tiers.arena import PAGE, Arena
+from longshore.tiers.arena import DISK_PAGE, Arena
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, RawIo, capacity_of
 from longshore.tiers.file.directory import COPIES
@@ -85,7 +85,7 @@ class Machine:
             self.tier = FileTier(
                 Path("/simulated"),
                 capacity=capacity_of(shape.slabs),
-                image_bytes=[nbytes - PAGE for nbytes in shape.slabs.image_bytes],
+                image_bytes=[nbytes - DISK_PAGE for nbytes in shape.slabs.image_bytes],
                 arena=self.arena,
                 scope=bytes(32),
                 threads=1,
@@ -268,8 +268,8 @@ def test_reset_that_returned_or_was_closed_holds_under_faults(wrong: str, kind: 
     assert lost == (1 if kind is FailsFrom and wrong in ("EIO", "ENOSPC", "EINTR") else 0), "only if nothing was taken"
 
 
-MORE = Shape(Slabs.of_one_size(2 * PAGE, 5), ((0, 0), (1, 0)))
-FEWER = Shape(Slabs.of_one_size(2 * PAGE, 1), ((0, 0),))
+MORE = Shape(Slabs.of_one_size(2 * DISK_PAGE, 5), ((0, 0), (1, 0)))
+FEWER = Shape(Slabs.of_one_size(2 * DISK_PAGE, 1), ((0, 0),))
 OTHERS = {"larger images": one_size(pages=2), "two sizes": TWO_SIZES, "more": MORE, "fewer": FEWER}
 
 

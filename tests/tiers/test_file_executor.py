@@ -17,13 +17,13 @@ from longshore.boundary import Status
 from longshore.errors import TierClosedError
 from longshore.testing import TierHarness, TierTests
 from longshore.testing.tier_harness import image
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, executor
 from longshore.tiers.file.io import IoQueue, Piece
 from plain_io import PlainIo
 
-STRIDE = PAGE + TierTests.image_bytes
+STRIDE = DISK_PAGE + TierTests.image_bytes
 SLOTS = 24
 TIMEOUT = 60.0
 
@@ -243,7 +243,7 @@ def test_reads_go_before_writes_that_wait(harness: TierHarness, io: HeldIo) -> N
     assert io.queue.begun[executor.WINDOW_TASKS :] == [23 * STRIDE, 22 * STRIDE]
 
 
-@pytest.mark.parametrize("moved", [-errno.EAGAIN, -errno.EINTR, -errno.EFAULT, 0, STRIDE - PAGE])
+@pytest.mark.parametrize("moved", [-errno.EAGAIN, -errno.EINTR, -errno.EFAULT, 0, STRIDE - DISK_PAGE])
 @pytest.mark.parametrize("kind", [Op.READ, Op.WRITE])
 def test_interrupted_or_refused_pieces_are_retried(harness: TierHarness, io: HeldIo, kind: Op, moved: int) -> None:
     io.queue.wrong = {2 * STRIDE: moved, 4 * STRIDE: moved}
@@ -257,10 +257,10 @@ def test_interrupted_or_refused_pieces_are_retried(harness: TierHarness, io: Hel
 
 @pytest.mark.parametrize("kind", [Op.READ, Op.WRITE])
 def test_short_piece_continues_from_the_page_where_it_stopped(harness: TierHarness, io: HeldIo, kind: Op) -> None:
-    io.queue.wrong = {2 * STRIDE: PAGE + 512, 3 * STRIDE: 2 * PAGE}
+    io.queue.wrong = {2 * STRIDE: DISK_PAGE + 512, 3 * STRIDE: 2 * DISK_PAGE}
     op = harness.op(kind, 2, 2)
     served(harness, ask(harness, op), op)
-    assert io.queue.begun == [2 * STRIDE, 2 * STRIDE + PAGE]
+    assert io.queue.begun == [2 * STRIDE, 2 * STRIDE + DISK_PAGE]
     harness.assert_serves(2, 2)
 
 
@@ -274,7 +274,7 @@ def test_endlessly_interrupted_piece_fails_and_progressing_one_does_not(
     monkeypatch.undo()
     harness.store(2, 2)
     io.queue.begun.clear()
-    moves = itertools.chain.from_iterable([*[-errno.EINTR] * 60, PAGE] for _ in range(STRIDE // PAGE - 1))
+    moves = itertools.chain.from_iterable([*[-errno.EINTR] * 60, DISK_PAGE] for _ in range(STRIDE // DISK_PAGE - 1))
     move = io.queue._move
 
     def slow(piece: Piece, writing: bool) -> int:
@@ -284,7 +284,7 @@ def test_endlessly_interrupted_piece_fails_and_progressing_one_does_not(
     monkeypatch.setattr(io.queue, "_move", slow)
     op = harness.op(kind, 2, 2)
     served(harness, ask(harness, op), op)
-    assert len(io.queue.begun) == 61 * (STRIDE // PAGE - 1) + 1
+    assert len(io.queue.begun) == 61 * (STRIDE // DISK_PAGE - 1) + 1
 
 
 def test_an_executor_that_was_closed_takes_nothing_more(harness: TierHarness) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from longshore.boundary import Status
 from longshore.testing import TierHarness, TierTests
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.base import Op, TierOp
 from longshore.tiers.file import FileTier, RawIo
 from longshore.tiers.file.executor import AHEAD
@@ -35,7 +35,7 @@ def moves_only(nbytes: int) -> Call:
     """Moves no more than the pages that `nbytes` lie in, and says `nbytes`."""
 
     def call(real: Callable[..., int], fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        left, some = -(-nbytes // PAGE) * PAGE, []
+        left, some = -(-nbytes // DISK_PAGE) * DISK_PAGE, []
         for buffer in buffers:
             some.append(buffer[:left])
             left -= len(some[-1])
@@ -77,27 +77,27 @@ def harness(io: RawIo, harness_of: Callable[..., TierHarness]) -> TierHarness:
 
 INTERRUPTED = fails_with(errno.EINTR)
 STEPS = [
-    ([moves_only(PAGE)], Status.OK),
-    ([moves_only(PAGE), moves_only(2 * PAGE)], Status.OK),
-    ([moves_only(PAGE + 512)], Status.OK),
-    ([moves_only(3 * PAGE - 1), INTERRUPTED, moves_only(PAGE)], Status.OK),
+    ([moves_only(DISK_PAGE)], Status.OK),
+    ([moves_only(DISK_PAGE), moves_only(2 * DISK_PAGE)], Status.OK),
+    ([moves_only(DISK_PAGE + 512)], Status.OK),
+    ([moves_only(3 * DISK_PAGE - 1), INTERRUPTED, moves_only(DISK_PAGE)], Status.OK),
     ([INTERRUPTED, INTERRUPTED], Status.OK),
     ([INTERRUPTED] * 1000, Status.IO_ERROR),
     ([fails_with(errno.EIO)], Status.IO_ERROR),
-    ([moves_only(2 * PAGE), fails_with(errno.EIO)], Status.IO_ERROR),
-    ([moves_only(PAGE), moves_only(PAGE), fails_with(errno.ENODEV)], Status.IO_ERROR),
+    ([moves_only(2 * DISK_PAGE), fails_with(errno.EIO)], Status.IO_ERROR),
+    ([moves_only(DISK_PAGE), moves_only(DISK_PAGE), fails_with(errno.ENODEV)], Status.IO_ERROR),
 ]
 WRITE_STEPS = [
     ([fails_with(errno.ENOSPC)], Status.NO_SPACE),
     ([fails_with(errno.EDQUOT)], Status.NO_SPACE),
-    ([moves_only(PAGE), fails_with(errno.ENOSPC)], Status.NO_SPACE),
+    ([moves_only(DISK_PAGE), fails_with(errno.ENOSPC)], Status.NO_SPACE),
     ([moves_only(0)], Status.IO_ERROR),
-    ([moves_only(PAGE), moves_only(0)], Status.IO_ERROR),
+    ([moves_only(DISK_PAGE), moves_only(0)], Status.IO_ERROR),
 ]
 READ_STEPS = [
     ([moves_only(0)], Status.SHORT),
-    ([moves_only(PAGE), moves_only(0)], Status.SHORT),
-    ([moves_only(4 * PAGE), moves_only(0)], Status.SHORT),
+    ([moves_only(DISK_PAGE), moves_only(0)], Status.SHORT),
+    ([moves_only(4 * DISK_PAGE), moves_only(0)], Status.SHORT),
 ]
 
 
@@ -261,7 +261,7 @@ class TestStuckDisk:
         io.go_on.set()
         for ticket in tickets:
             harness.wait(ticket)
-        order = [offset // (PAGE + IMAGE) for offset in io.offsets]
+        order = [offset // (DISK_PAGE + IMAGE) for offset in io.offsets]
         assert order == [0, *[2] * 7, 1, 2, 2]
 
 
@@ -283,5 +283,5 @@ def test_read_waits_for_pieces_in_threads_and_ready_ones(
     for ticket in tickets:
         harness.wait(ticket)
     assert are_ready == AHEAD
-    order = [offset // (PAGE + IMAGE) for offset in io.offsets]
+    order = [offset // (DISK_PAGE + IMAGE) for offset in io.offsets]
     assert order.index(10) < order.index(9)

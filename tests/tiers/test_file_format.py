@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from longshore.boundary import Status
 from longshore.checksums import ALGORITHMS, XXH3_64, digest
 from longshore.errors import FormatError
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.file.format import (
     OPENS_LIMIT,
     RecordHeader,
@@ -36,7 +36,9 @@ HEADER = RecordHeader(
     pool=3,
 )
 WANTED = ExpectedRecord(HEADER.key, HEADER.scope, HEADER.slot, HEADER.pool, HEADER.generation, HEADER.length)
-SUPERBLOCK = Superblock(slabs=7, slab_bytes=8 * PAGE, image_bytes=(PAGE, 3 * PAGE), generation=0x0304, opens=0x0506)
+SUPERBLOCK = Superblock(
+    slabs=7, slab_bytes=8 * DISK_PAGE, image_bytes=(DISK_PAGE, 3 * DISK_PAGE), generation=0x0304, opens=0x0506
+)
 
 # Written once, by hand where possible. If these change, the format has: it needs a new version.
 GOLDEN_HEADER = bytes.fromhex(
@@ -46,13 +48,13 @@ GOLDEN_HEADER = bytes.fromhex(
     "404142434445464748494a4b4c4d4e4f505152535455565758595a5b5c5d5e5f"  # scope
     "0201000000000000" "0403000000000000" "0706050000000000"  # slot, generation, length
     "0d0c0b0a09080000" "1817161514131211" "0300000000000000"  # sequence, payload checksum, pool
-).ljust(PAGE - 8, b"\0") + bytes.fromhex("6e02c02806c53f8f")  # fmt: skip
+).ljust(DISK_PAGE - 8, b"\0") + bytes.fromhex("6e02c02806c53f8f")  # fmt: skip
 GOLDEN_SUPERBLOCK = bytes.fromhex(
     "4c4e475348535550" "04000000" "00100000"  # magic, version, header bytes
     "0700000000000000" "0080000000000000"  # slabs, slab_bytes
     "0403000000000000" "0605000000000000"  # generation, opens
     "0200000000000000" "0010000000000000" "0030000000000000"  # how many image sizes, and these
-).ljust(PAGE - 8, b"\0") + bytes.fromhex("16efed298e61faeb")  # fmt: skip
+).ljust(DISK_PAGE - 8, b"\0") + bytes.fromhex("16efed298e61faeb")  # fmt: skip
 
 
 def sealed(page: bytes) -> bytes:
@@ -86,7 +88,7 @@ def test_the_right_header_is_judged_ok() -> None:
 
 def test_every_flipped_bit_of_a_superblock_is_seen() -> None:
     page = bytearray(GOLDEN_SUPERBLOCK)
-    for bit in range(8 * PAGE):
+    for bit in range(8 * DISK_PAGE):
         page[bit // 8] ^= 1 << bit % 8
         with pytest.raises(FormatError):
             parse_superblock(bytes(page))
@@ -110,9 +112,9 @@ def test_a_whole_header_of_something_else_is_a_mismatch(other: ExpectedRecord) -
 
 
 def test_a_slot_that_was_never_written_is_a_mismatch() -> None:
-    assert is_empty(bytes(PAGE))
+    assert is_empty(bytes(DISK_PAGE))
     assert not is_empty(GOLDEN_HEADER)
-    assert check_header(bytes(PAGE), WANTED).status is Status.MISMATCH
+    assert check_header(bytes(DISK_PAGE), WANTED).status is Status.MISMATCH
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_a_slot_that_was_never_written_is_a_mismatch() -> None:
         (14, b"\x00", "parent set, flag missing"),
         (128, bytes(8), "length 0"),
         (160, b"\x01", "padding"),
-        (PAGE - 9, b"\x01", "padding"),
+        (DISK_PAGE - 9, b"\x01", "padding"),
     ],
 )
 def test_a_sealed_header_with_a_wrong_field_is_refused(offset: int, new: bytes, message: str) -> None:
@@ -144,7 +146,7 @@ def test_a_sealed_header_with_a_wrong_field_is_refused(offset: int, new: bytes, 
         (16, bytes(8), "without slabs"),
         (16, struct.pack("<Q", 2**31), "the most are 4294967296"),
         (24, bytes(8), "slabs of 0 bytes, for images of 12288"),
-        (24, struct.pack("<Q", 3 * PAGE), "slabs of 12288 bytes, for images of 12288"),
+        (24, struct.pack("<Q", 3 * DISK_PAGE), "slabs of 12288 bytes, for images of 12288"),
         (24, b"\x01", "slabs of 32769 bytes"),
         (40, struct.pack("<Q", OPENS_LIMIT), "opens"),
         (48, bytes(8), "from 1 to 254 image sizes, got 0"),
@@ -152,7 +154,7 @@ def test_a_sealed_header_with_a_wrong_field_is_refused(offset: int, new: bytes, 
         (48, b"\x03", "image_bytes must be .* ascending"),
         (56, bytes(8), "image_bytes must be positive"),
         (56, b"\x01", "image_bytes must be positive multiples"),
-        (56, struct.pack("<Q", 3 * PAGE), "ascending"),
+        (56, struct.pack("<Q", 3 * DISK_PAGE), "ascending"),
         (72, b"\x01", "padding"),
     ],
 )
@@ -188,7 +190,7 @@ def test_any_header_survives(header: RecordHeader) -> None:
     assert parse_header(pack_header(header)) == header
 
 
-@given(headers, st.integers(0, PAGE - 1), st.integers(1, 255))
+@given(headers, st.integers(0, DISK_PAGE - 1), st.integers(1, 255))
 def test_no_changed_byte_goes_unseen(header: RecordHeader, offset: int, change: int) -> None:
     page = bytearray(pack_header(header))
     page[offset] ^= change

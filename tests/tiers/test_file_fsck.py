@@ -15,14 +15,14 @@ from longshore.checksums import digest
 from longshore.errors import FormatError, TierError, TierInUseError
 from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_image_bit
 from longshore.testing.tier_harness import key
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.file.directory import COPIES
 from longshore.tiers.file.format import Superblock, pack_superblock
 from longshore.tiers.file.fsck import Condition, Fsck, inspect
 from longshore.tiers.file.index import checkpoint_name
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
-STRIDE = PAGE + IMAGE
+STRIDE = DISK_PAGE + IMAGE
 
 
 def found(directory: Path) -> list[Condition]:
@@ -90,7 +90,7 @@ def test_a_segment_that_ends_early(harness: TierHarness, directory: Path) -> Non
     for slot in range(SLOTS):
         harness.store(slot, slot)
     harness.tier.close()
-    os.truncate(directory / "segment", 5 * STRIDE + PAGE + 10)
+    os.truncate(directory / "segment", 5 * STRIDE + DISK_PAGE + 10)
     with Fsck(directory) as fsck:
         assert (fsck.slabs.slabs, fsck.missing) == (6, 2)
         assert [finding.condition for finding in fsck.records()] == [Condition.WHOLE] * 5 + [Condition.SHORT]
@@ -152,10 +152,10 @@ class TestRefusals:
         with pytest.raises(FormatError, match="format version"):
             Fsck(directory)
 
-    @pytest.mark.parametrize("image_bytes", [2**40, 2**62 // PAGE * PAGE])
+    @pytest.mark.parametrize("image_bytes", [2**40, 2**62 // DISK_PAGE * DISK_PAGE])
     def test_giant_images_take_no_memory(self, harness: TierHarness, directory: Path, image_bytes: int) -> None:
         harness.tier.close()
-        forged = Superblock(1, PAGE + image_bytes, (image_bytes,), 0, 1)
+        forged = Superblock(1, DISK_PAGE + image_bytes, (image_bytes,), 0, 1)
         for name in COPIES:
             (directory / name).write_bytes(pack_superblock(forged))
         with pytest.raises(TierError, match="less than one slab of"):
@@ -175,9 +175,9 @@ class TestRefusals:
         harness.store(0, 0)
         harness.tier.close()
         with (directory / "segment").open("r+b") as file:
-            page = bytearray(file.read(PAGE))
+            page = bytearray(file.read(DISK_PAGE))
             struct.pack_into("<Q", page, 128, 2**62)
-            struct.pack_into("<Q", page, PAGE - 8, digest(bytes(page[: PAGE - 8])))
+            struct.pack_into("<Q", page, DISK_PAGE - 8, digest(bytes(page[: DISK_PAGE - 8])))
             file.seek(0)
             file.write(page)
         with Fsck(directory) as fsck:
@@ -189,9 +189,9 @@ class TestInspection:
         self, harness: TierHarness, directory: Path, harness_of: Callable[..., TierHarness]
     ) -> None:
         for slot in range(4):
-            harness.store(slot, slot, length=IMAGE - PAGE)
+            harness.store(slot, slot, length=IMAGE - DISK_PAGE)
         for _ in range(3):
-            harness.assert_serves(2, 2, length=IMAGE - PAGE)
+            harness.assert_serves(2, 2, length=IMAGE - DISK_PAGE)
         harness.tier.close()
         other = harness_of(scope=bytes([9]) * 32)
         other.store(7, 7)
@@ -203,7 +203,7 @@ class TestInspection:
             later = inspect(fsck, fsck.headers(), now + 3 * 24 * 3600)
         assert (seen.slabs, seen.records, seen.stale, seen.from_index) == (SLOTS, 5, 0, True)
         assert [(each.records, each.bytes, each.reads) for each in seen.scopes] == [
-            (4, 4 * IMAGE - 4 * PAGE, 3),
+            (4, 4 * IMAGE - 4 * DISK_PAGE, 3),
             (1, IMAGE, 0),
         ]
         assert seen.scopes[1].scope == (bytes([9]) * 32).hex()

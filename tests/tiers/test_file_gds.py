@@ -17,7 +17,7 @@ from longshore.boundary import Status
 from longshore.checksums import MIX64, XXH3_64
 from longshore.errors import DeviceError, TierError
 from longshore.testing import TierHarness, TierTests, flip_image_bit
-from longshore.tiers.arena import PAGE, Arena
+from longshore.tiers.arena import DISK_PAGE, Arena
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
 from longshore.tiers.file import gds as gds_module
@@ -96,7 +96,7 @@ def fallbacks(harness: TierHarness) -> dict[str, int]:
 
 
 def header_of(directory: Path, slot: int) -> Any:
-    page = (directory / "segment").read_bytes()[slot * (PAGE + IMAGE) :][:PAGE]
+    page = (directory / "segment").read_bytes()[slot * (DISK_PAGE + IMAGE) :][:DISK_PAGE]
     return parse_header(page)
 
 
@@ -168,7 +168,7 @@ def test_transfers_that_cufile_refuses_use_the_host_counted(
         fired.append(called)
         if how == "raises":
             raise cuFileError("the nvme went away")
-        return PAGE
+        return DISK_PAGE
 
     library.fault = fault
     if name == "write":
@@ -317,7 +317,7 @@ def test_without_the_package_it_says_which(monkeypatch: pytest.MonkeyPatch) -> N
 def test_registrations_are_undone_when_the_next_step_fails() -> None:
     library = library_of(buf_register=None)
     with pytest.raises(DeviceError, match="buf_register"):
-        CuFile(library, 0, 1 << 20, PAGE)
+        CuFile(library, 0, 1 << 20, DISK_PAGE)
     assert library.is_clean
     assert library.calls["handle_deregister"] == library.calls["driver_close"] == 1
 
@@ -410,7 +410,7 @@ def test_a_segment_that_ends_early_is_short(open_gds: Callable[..., TierHarness]
     harness = open_gds()
     harness.store(SLOTS - 1, 0)
     with (directory / "segment").open("r+b") as file:
-        file.truncate((SLOTS - 1) * (PAGE + IMAGE) + 2 * PAGE)
+        file.truncate((SLOTS - 1) * (DISK_PAGE + IMAGE) + 2 * DISK_PAGE)
     assert harness.load(SLOTS - 1, 0)[0] is Status.SHORT
 
 

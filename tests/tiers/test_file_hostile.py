@@ -17,7 +17,7 @@ from longshore.boundary import Status
 from longshore.checksums import digest
 from longshore.errors import FormatError
 from longshore.testing import TierHarness, TierTests
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import COPIES
 from longshore.tiers.file.format import VERSION, RecordHeader, parse_header, parse_superblock, seal
@@ -42,11 +42,11 @@ READERS = (parse_header, parse_superblock, fmt.parse_checkpoint_header, fmt.pars
 
 class TestReaders:
     @given(
-        st.binary(max_size=PAGE),
+        st.binary(max_size=DISK_PAGE),
         st.sampled_from([fmt.CHECKPOINT_MAGIC, fmt.JOURNAL_MAGIC, b"LNGSHREC", b"LNGSHSUP", b""]),
     )
     def test_noise_behind_a_right_prologue_only_ever_raises_format_errors(self, noise: bytes, magic: bytes) -> None:
-        page = seal((magic + struct.pack("<I", VERSION) + noise)[: PAGE - 8])
+        page = seal((magic + struct.pack("<I", VERSION) + noise)[: DISK_PAGE - 8])
         for parse in READERS:
             try:
                 parse(page)
@@ -54,7 +54,7 @@ class TestReaders:
                 continue
             assert page[:8] == magic  # only by getting every field right
 
-    @given(st.binary(max_size=2 * PAGE))
+    @given(st.binary(max_size=2 * DISK_PAGE))
     def test_pages_of_any_length(self, page: bytes) -> None:
         for parse in READERS:
             with pytest.raises(FormatError):
@@ -149,7 +149,7 @@ class TestDirectories:
         for name in COPIES:
             os.truncate(directory / name, 1 << 40)
         harness.reopen()
-        assert {(directory / name).stat().st_size for name in COPIES} == {PAGE}
+        assert {(directory / name).stat().st_size for name in COPIES} == {DISK_PAGE}
 
 
 def test_trap_40_nothing_that_came_from_a_disk_is_executed() -> None:

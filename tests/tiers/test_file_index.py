@@ -15,7 +15,7 @@ from longshore.boundary import Slabs, Status, StoredChunk
 from longshore.errors import TierError
 from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_image_bit
 from longshore.testing.tier_harness import key
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier
 from longshore.tiers.file.directory import Directory
@@ -139,7 +139,7 @@ class TestDamage:
         harness.tier.close()
         for name in damaged:
             path = directory / name
-            noise = {"zeroed": bytes(PAGE), "noise": os.urandom(PAGE), "cut": b"LNGSH"}
+            noise = {"zeroed": bytes(DISK_PAGE), "noise": os.urandom(DISK_PAGE), "cut": b"LNGSH"}
             path.unlink() if how == "removed" else path.write_bytes(noise[how])
         harness.reopen()
         assert found(harness.tier) == {slot: key(slot) for slot in range(SLOTS)}  # type: ignore[arg-type]
@@ -153,7 +153,7 @@ class TestDamage:
             harness.store(0, 2)
             harness.tier.close()
             with (directory / name).open("r+b") as file:
-                file.seek(PAGE + 5)
+                file.seek(DISK_PAGE + 5)
                 file.write(b"\xff\xff")
             harness.reopen()
             assert found(harness.tier) == {0: key(2), 1: key(1)}  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ class TestDamage:
 
         class Bad(PlainIo):
             def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int:
-                if len(buffers[0]) == PAGE and offset == PAGE + IMAGE:
+                if len(buffers[0]) == DISK_PAGE and offset == DISK_PAGE + IMAGE:
                     raise OSError(errno.EIO, "Input/output error")
                 return super().preadv(fd, buffers, offset)
 
@@ -257,25 +257,25 @@ class TestJournalsThatFillUp:
     def test_checkpoints_are_made_by_themselves(
         self, harness: TierHarness, directory: Path, killed: Callable[..., FileTier]
     ) -> None:
-        before = {name: (directory / name).read_bytes()[:PAGE] for name in ("index.0", "index.1")}
+        before = {name: (directory / name).read_bytes()[:DISK_PAGE] for name in ("index.0", "index.1")}
         written = {}
         for number in range(3 * journal_records_for(SLOTS) // 2):
-            harness.store(number % SLOTS, number, length=PAGE)
+            harness.store(number % SLOTS, number, length=DISK_PAGE)
             written[number % SLOTS] = key(number)
         _until(lambda: not harness.tier._index.due)  # type: ignore[attr-defined]
-        assert {name: (directory / name).read_bytes()[:PAGE] for name in before} != before
+        assert {name: (directory / name).read_bytes()[:DISK_PAGE] for name in before} != before
         assert found(killed()) == written
 
     def test_a_full_journal_stays_within_its_file(self, directory: Path) -> None:
         opened = Directory(directory)
-        index = RecordIndex(opened, Slabs.of_one_size(2 * PAGE, 4), np.zeros(0, ENTRY), 1, sequence(1, 0))
+        index = RecordIndex(opened, Slabs.of_one_size(2 * DISK_PAGE, 4), np.zeros(0, ENTRY), 1, sequence(1, 0))
         for number in range(2 * journal_records_for(4)):
             index.invalidate([(number % 4, 0)])
             index.insert([_record(number % 4, number + 1)])
             index.flush()
         assert index.due
         size = (directory / "journal.1").stat().st_size
-        assert size <= 2 * PAGE + (4 + journal_records_for(4)) * JOURNAL_RECORD.itemsize
+        assert size <= 2 * DISK_PAGE + (4 + journal_records_for(4)) * JOURNAL_RECORD.itemsize
         index.checkpoint()
         index.insert([_record(0, 9999)])
         index.flush()
@@ -288,14 +288,14 @@ class TestJournalsThatFillUp:
 
 
 def _record(slot: int, written: int) -> RecordHeader:
-    return RecordHeader(written.to_bytes(32, "little"), None, bytes(32), slot, 0, PAGE, written, 0)
+    return RecordHeader(written.to_bytes(32, "little"), None, bytes(32), slot, 0, DISK_PAGE, written, 0)
 
 
 def test_half_a_million_records_are_listed_from_the_index_alone(directory: Path) -> None:
     """Nothing of the segment is read: there is none."""
     many = 500_000
     opened = Directory(directory)
-    RecordIndex(opened, Slabs.of_one_size(2 * PAGE, many), _many(many), 1, sequence(1, 0)).close()
+    RecordIndex(opened, Slabs.of_one_size(2 * DISK_PAGE, many), _many(many), 1, sequence(1, 0)).close()
     again = load(opened, 1).entries
     assert again is not None
     np.testing.assert_array_equal(again, _many(many))

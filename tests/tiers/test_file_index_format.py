@@ -9,7 +9,7 @@ import xxhash
 
 from longshore.checksums import digest
 from longshore.errors import FormatError
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.file.format import (
     ENTRY,
     INSERTED,
@@ -45,11 +45,11 @@ GOLDEN_CHECKPOINT = bytes.fromhex(
     "4c4e475348494458" "04000000" "88000000"  # magic, version, entry bytes
     "0a00000000000000" "0100000000000000" "0b00000000000000"  # epoch, records, known
     "e2df87c6c0cf0e31"
-).ljust(PAGE - 8, b"\0") + bytes.fromhex("4f885420556215d0")  # fmt: skip
+).ljust(DISK_PAGE - 8, b"\0") + bytes.fromhex("4f885420556215d0")  # fmt: skip
 GOLDEN_JOURNAL = bytes.fromhex(
     "4c4e4753484a4e4c" "04000000" "a8000000"  # magic, version, note bytes
     "0a00000000000000"  # epoch
-).ljust(PAGE - 8, b"\0") + bytes.fromhex("1b43a19f590e96a0")  # fmt: skip
+).ljust(DISK_PAGE - 8, b"\0") + bytes.fromhex("1b43a19f590e96a0")  # fmt: skip
 GOLDEN_NOTE = (
     bytes.fromhex(
         "5bf3a8aa953cfef1"
@@ -102,13 +102,13 @@ def test_every_flipped_bit_of_a_checkpoint_is_seen() -> None:
     for bit in range(8 * len(whole)):
         whole[bit // 8] ^= 1 << bit % 8
         with pytest.raises(FormatError):
-            parse_checkpoint_body(parse_checkpoint_header(bytes(whole[:PAGE])), bytes(whole[PAGE:]))
+            parse_checkpoint_body(parse_checkpoint_header(bytes(whole[:DISK_PAGE])), bytes(whole[DISK_PAGE:]))
         whole[bit // 8] ^= 1 << bit % 8
 
 
 def test_every_flipped_bit_of_a_journal_is_seen() -> None:
     page = bytearray(GOLDEN_JOURNAL)
-    for bit in range(8 * PAGE):
+    for bit in range(8 * DISK_PAGE):
         page[bit // 8] ^= 1 << bit % 8
         with pytest.raises(FormatError):
             parse_journal_header(bytes(page))
@@ -130,7 +130,7 @@ def test_every_flipped_bit_of_a_journal_is_seen() -> None:
     ],
 )
 def test_a_sealed_checkpoint_with_a_wrong_field_is_refused(offset: int, new: bytes, message: str) -> None:
-    page = GOLDEN_CHECKPOINT[:offset] + new + GOLDEN_CHECKPOINT[offset + len(new) : PAGE - 8]
+    page = GOLDEN_CHECKPOINT[:offset] + new + GOLDEN_CHECKPOINT[offset + len(new) : DISK_PAGE - 8]
     with pytest.raises(FormatError, match=message):
         parse_checkpoint_header(seal(page))
 

@@ -13,7 +13,7 @@ import pytest
 from longshore.config import Config
 from longshore.errors import ConfigError, TierError
 from longshore.testing import TierHarness
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier
 from longshore.tiers.file import format as fmt
@@ -57,7 +57,7 @@ def test_a_lost_index_is_made_from_headers_without_threads(
     harness.store(0, 0)
     harness.tier.close()
     for name in ("index.0", "index.1"):
-        (directory / name).write_bytes(bytes(PAGE))
+        (directory / name).write_bytes(bytes(DISK_PAGE))
     start, refused = threading.Thread.start, []
 
     def refuse(thread: threading.Thread) -> None:

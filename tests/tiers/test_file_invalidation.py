@@ -16,7 +16,7 @@ from longshore.errors import PlanError, TierError
 from longshore.testing import TierHarness
 from longshore.testing.disk import SimulatedDisk
 from longshore.testing.tier_harness import key
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file.directory import Directory
 from longshore.tiers.file.format import (
@@ -33,8 +33,8 @@ from longshore.tiers.file.index import RecordIndex, index_files, journal_records
 from longshore.tiers.file.recovery import load
 from plain_io import PlainIo
 
-ONE_SIZE = Slabs.of_one_size(2 * PAGE, 6)
-TWO_SIZES = Slabs(6 * PAGE, (2 * PAGE, 3 * PAGE), 3)
+ONE_SIZE = Slabs.of_one_size(2 * DISK_PAGE, 6)
+TWO_SIZES = Slabs(6 * DISK_PAGE, (2 * DISK_PAGE, 3 * DISK_PAGE), 3)
 
 
 class Flaky(SimulatedDisk):
@@ -99,7 +99,7 @@ class World:
         self.live, self.dropped = self.without(self.live, slot, pool), self.without(self.dropped, slot, pool)
         self.serial += 1
         written = sequence(1, self.serial)
-        self.index.insert([RecordHeader(bytes([slot]) * 32, None, bytes(32), slot, 0, PAGE, written, 0, pool)])
+        self.index.insert([RecordHeader(bytes([slot]) * 32, None, bytes(32), slot, 0, DISK_PAGE, written, 0, pool)])
         self.live[slot] = pool, written
 
     def without(self, held: dict[int, tuple[int, int]], slot: int, pool: int) -> dict[int, tuple[int, int]]:
@@ -210,7 +210,7 @@ def write_to(world: World, slot: int) -> None:
     """Alone in the index: struck, and entered."""
     world.index.invalidate([(slot, 0)])
     world.serial += 1
-    world.index.insert([RecordHeader(bytes(32), None, bytes(32), slot, 0, PAGE, sequence(1, world.serial), 0)])
+    world.index.insert([RecordHeader(bytes(32), None, bytes(32), slot, 0, DISK_PAGE, sequence(1, world.serial), 0)])
     world.index.flush()
 
 
@@ -257,8 +257,10 @@ def test_stale_journal_bytes_after_the_end_are_ignored(
     for slot in (0, 1):
         write_to(world, slot)
     fd = world.directory.open("journal.1")
-    entry = pack_entry(RecordHeader(bytes(32), None, bytes(32), 2, 0, PAGE, 9, 0), 0)
-    world.disk.pwrite(fd, pack_journal_record(1, sequence(1, 1), INSERTED, entry), PAGE + 2 * JOURNAL_RECORD.itemsize)
+    entry = pack_entry(RecordHeader(bytes(32), None, bytes(32), 2, 0, DISK_PAGE, 9, 0), 0)
+    world.disk.pwrite(
+        fd, pack_journal_record(1, sequence(1, 1), INSERTED, entry), DISK_PAGE + 2 * JOURNAL_RECORD.itemsize
+    )
     assert set(world.listed() or ()) == {0, 1}
 
 
@@ -266,7 +268,7 @@ def test_write_to_a_slab_of_another_size_is_not_indexed() -> None:
     world = World(TWO_SIZES, 0)
     for place in ((0, 0), (1, 1)):
         world.index.invalidate([place])
-    world.index.insert([RecordHeader(bytes(32), None, bytes(32), 0, 0, PAGE, 5, 0, 0)])
+    world.index.insert([RecordHeader(bytes(32), None, bytes(32), 0, 0, DISK_PAGE, 5, 0, 0)])
     world.index.flush()
     assert world.listed() == {}
     assert len(world.index.entries()) == 0

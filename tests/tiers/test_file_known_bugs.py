@@ -11,14 +11,14 @@ import pytest
 from longshore.boundary import FILE, HOST, Status
 from longshore.cache import CacheSettings, TieredCache, TierSpec
 from longshore.testing import TierHarness, TierTests
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file import capacity_for
 from longshore.tiers.file.io import IoQueue, Piece, SystemIo
 from plain_io import PlainIo
 
 IMAGE, SLOTS = TierTests.image_bytes, TierTests.slots
-STRIDE = PAGE + IMAGE
+STRIDE = DISK_PAGE + IMAGE
 
 
 def test_trap_36_tier_does_not_grow_and_restart_counts_records(harness: TierHarness, directory: Path) -> None:

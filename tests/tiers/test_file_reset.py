@@ -16,7 +16,7 @@ from crash_kit import Distinct, Story, after
 
 from longshore.errors import FormatError, TierError
 from longshore.testing import TierHarness, TierTests
-from longshore.tiers.arena import PAGE, Arena
+from longshore.tiers.arena import DISK_PAGE, Arena
 from longshore.tiers.file import FileTier, PendingReset, capacity_for
 from longshore.tiers.file.directory import COPIES, FILES, RESET
 from longshore.tiers.file.format import parse_superblock
@@ -78,7 +78,7 @@ class SmallDisk:
             return
         with pytest.raises(OSError, match="No space"), (self.path.parent / "filler").open("wb", buffering=0) as file:
             while True:
-                file.write(bytes(PAGE))
+                file.write(bytes(DISK_PAGE))
         with pytest.raises(OSError, match="No space"):
             (self.path.parent / "one more").write_bytes(b"x")
 
@@ -167,7 +167,7 @@ def test_a_reset_is_written_without_descriptors(harness: TierHarness) -> None:
 
 class TestTwins:
     @pytest.mark.parametrize("name", COPIES)
-    @pytest.mark.parametrize("bit", [0, 65, 8 * 40, 8 * PAGE - 1])
+    @pytest.mark.parametrize("bit", [0, 65, 8 * 40, 8 * DISK_PAGE - 1])
     def test_a_flipped_bit_in_one_copy_costs_nothing(
         self, harness: TierHarness, directory: Path, name: str, bit: int, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -188,7 +188,11 @@ class TestTwins:
     def test_a_copy_that_is_gone_or_empty_costs_nothing(self, harness: TierHarness, directory: Path, name: str) -> None:
         harness.tier.forget(2)
         harness.store(0, 0)
-        for damage in (Path.unlink, lambda path: path.write_bytes(b""), lambda path: path.write_bytes(bytes(PAGE))):
+        for damage in (
+            Path.unlink,
+            lambda path: path.write_bytes(b""),
+            lambda path: path.write_bytes(bytes(DISK_PAGE)),
+        ):
             harness.tier.close()
             damage(directory / name)
             harness.reopen()
@@ -245,7 +249,7 @@ class TestPending:
         pending.close()
         harness.tier.close()
         data = bytearray((directory / RESET).read_bytes())
-        data[half * PAGE + 20] ^= 1
+        data[half * DISK_PAGE + 20] ^= 1
         (directory / RESET).write_bytes(data)
         harness.reopen()
         assert harness.tier.generation == 5

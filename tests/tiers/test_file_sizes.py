@@ -20,7 +20,7 @@ from longshore.boundary import Slabs, Status, StoredChunk
 from longshore.cli.app import app
 from longshore.testing import TierHarness, TierTests, flip_header_bit, flip_image_bit
 from longshore.testing.tier_harness import image, key
-from longshore.tiers.arena import PAGE
+from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.base import Op
 from longshore.tiers.file import FileTier, capacity_of
 from longshore.tiers.file.directory import COPIES
@@ -36,9 +36,9 @@ from longshore.tiers.file.fsck import Condition, Fsck, inspect
 
 SMALL = TierTests.image_bytes
 PER_SLAB = 4
-SLAB = PER_SLAB * (PAGE + SMALL)
-LARGE = SLAB - PAGE
-SLABS = Slabs(SLAB, (PAGE + SMALL, SLAB), 4)
+SLAB = PER_SLAB * (DISK_PAGE + SMALL)
+LARGE = SLAB - DISK_PAGE
+SLABS = Slabs(SLAB, (DISK_PAGE + SMALL, SLAB), 4)
 SIZES = (SMALL, LARGE)
 SCOPE = bytes(range(32))
 
@@ -108,20 +108,20 @@ class TestCapacity:
         harness.tier.close()
         stats = [path.stat() for path in [directory, *directory.iterdir()]]
         assert sum(max(stat.st_size, stat.st_blocks * 512) for stat in stats) <= capacity
-        assert sum(path.stat().st_size for path in directory.iterdir()) > capacity - surplus - 3 * PAGE - 1
+        assert sum(path.stat().st_size for path in directory.iterdir()) > capacity - surplus - 3 * DISK_PAGE - 1
 
     def test_small_images_take_the_room_of_small_images(self, harness: TierHarness) -> None:
         """Four times as many as there would be in slots for large ones."""
         assert sum(len(SLABS.slots_of(slab, 0)) for slab in range(4)) == 16
-        assert harness.tier.slabs.nbytes == 16 * (PAGE + SMALL) == 4 * (PAGE + LARGE)
+        assert harness.tier.slabs.nbytes == 16 * (DISK_PAGE + SMALL) == 4 * (DISK_PAGE + LARGE)
 
     def test_slabs_are_as_small_as_goes_without_losing_much(self, opener: Opener) -> None:
-        tier = opener(image_bytes=(3 * PAGE, 4 * PAGE), capacity=64 << 20)
-        assert tier.slabs.slab_bytes % PAGE == 0
+        tier = opener(image_bytes=(3 * DISK_PAGE, 4 * DISK_PAGE), capacity=64 << 20)
+        assert tier.slabs.slab_bytes % DISK_PAGE == 0
         assert all(tier.slabs.slab_bytes % size <= tier.slabs.slab_bytes / 16 for size in tier.slabs.image_bytes)
 
     def test_slabs_keep_their_size_when_the_capacity_changes(self, harness: TierHarness, opener: Opener) -> None:
-        sizes = (3 * PAGE, 10 * PAGE)
+        sizes = (3 * DISK_PAGE, 10 * DISK_PAGE)
         harness.tier.close()
         before = opener(image_bytes=sizes, capacity=2 << 20)
         slab_bytes, generation = before.slabs.slab_bytes, before.generation
@@ -177,9 +177,9 @@ class TestASlabThatChangesHands:
 
     def test_a_record_of_another_size_is_not_taken_for_ours(self, harness: TierHarness) -> None:
         """The same key, slot, place and length: only the size of its slot is another."""
-        harness.store(4, 9, length=PAGE)
-        assert harness.load(4, 9, length=PAGE)[0] is Status.OK
-        assert harness.load(4, 9, length=PAGE, pool=1)[0] is Status.MISMATCH
+        harness.store(4, 9, length=DISK_PAGE)
+        assert harness.load(4, 9, length=DISK_PAGE)[0] is Status.OK
+        assert harness.load(4, 9, length=DISK_PAGE, pool=1)[0] is Status.MISMATCH
 
 
 class TestRestart:
@@ -195,7 +195,7 @@ class TestRestart:
             assert harness.tier.recover() == expected
             harness.reopen()
 
-    @pytest.mark.parametrize("sizes", [(SMALL,), (SMALL, LARGE, LARGE + PAGE), (PAGE, LARGE)])
+    @pytest.mark.parametrize("sizes", [(SMALL,), (SMALL, LARGE, LARGE + DISK_PAGE), (DISK_PAGE, LARGE)])
     def test_other_sizes_start_empty(self, harness: TierHarness, opener: Opener, sizes: tuple[int, ...]) -> None:
         harness.store(0, 0)
         store_large(harness, 1, 1)
@@ -204,7 +204,7 @@ class TestRestart:
         assert harness.tier.recover() == []
         assert len(harness.tier._index.entries()) == 0  # type: ignore[attr-defined]
         assert harness.tier.generation == 1
-        harness.assert_misses(0, 0, generation=0, length=PAGE)
+        harness.assert_misses(0, 0, generation=0, length=DISK_PAGE)
         harness.tier.close()
         harness.tier = opener(image_bytes=SIZES, capacity=capacity_of(SLABS))
         assert harness.tier.recover() == []
@@ -228,7 +228,7 @@ class TestRestart:
     def test_entries_beyond_the_slots_of_a_size_are_ignored(self, harness: TierHarness, directory: Path) -> None:
         store_large(harness, 0, 50)
         harness.tier.close()
-        header = RecordHeader(key(7), None, SCOPE, 5, 0, PAGE, 9, 0, pool=1)
+        header = RecordHeader(key(7), None, SCOPE, 5, 0, DISK_PAGE, 9, 0, pool=1)
         lies = [pack_entry(header, 0), pack_entry(header._replace(slot=8, pool=2), 0)]
         page, body = pack_checkpoint(1000, np.frombuffer(b"".join(lies), ENTRY), 0)
         for name in ("index.0", "index.1", "journal.0", "journal.1"):
@@ -261,7 +261,7 @@ class TestRestart:
 
 
 class TestDamage:
-    @pytest.mark.parametrize("bit", [0, 8 * 112, 8 * 152, 8 * PAGE - 1])
+    @pytest.mark.parametrize("bit", [0, 8 * 112, 8 * 152, 8 * DISK_PAGE - 1])
     def test_bits_of_a_large_record(self, harness: TierHarness, directory: Path, bit: int) -> None:
         store_large(harness, 1, 1)
         for flip, at in ((flip_header_bit, bit), (flip_image_bit, 8 * LARGE - 1 - bit)):

@@ -133,7 +133,7 @@ def test_files_and_a_store_together_are_deterministic() -> None:
 def test_the_store_keeps_what_was_used_last() -> None:
     store = RemoteStore(2)
     store.write([b"a", b"b"])
-    assert store.read([b"a", b"x"]) == (Status.OK, Status.EXPIRED)
+    assert store.read([b"a", b"x"]) == (Status.OK, Status.NOT_FOUND)
     store.write([b"c"])
     assert store.probe([b"a", b"b", b"c"]) == (True, False, True)
     assert (len(store), store.evictions) == (2, 1)
@@ -161,4 +161,4 @@ def test_movers_ask_the_store_and_bring_what_it_still_has() -> None:
     assert movers.pop()[1] == ProbeResult(4, (False, False), Status.DEADLINE)
     result = movers.pop()[1]
     assert isinstance(result, TransferResult)
-    assert (result.statuses, result.bytes) == ((Status.EXPIRED, Status.OK), IMAGE)
+    assert (result.statuses, result.bytes) == ((Status.NOT_FOUND, Status.OK), IMAGE)

@@ -11,7 +11,7 @@ import torch
 from longshore.boundary import HOST, Item, Items, Route, Section, Slabs, Slot, Slots, Status, Transfer
 from longshore.errors import PlanError
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.tiers.arena import PAGE, Arena
+from longshore.tiers.arena import DISK_PAGE, Arena
 from longshore.tiers.host import HostSlabs
 from longshore.transfer import D2H, H2D, CpuDevice, TransferEngine
 
@@ -27,12 +27,12 @@ class Machine:
 
     def __init__(self) -> None:
         random = np.random.default_rng(0)
-        self.tensors = [torch.from_numpy(random.integers(0, 256, BLOCKS * PAGE, np.uint8)) for _ in range(4)]
-        refs = [PageRef(tensor, 0, PAGE, PAGE) for tensor in range(4)]
+        self.tensors = [torch.from_numpy(random.integers(0, 256, BLOCKS * DISK_PAGE, np.uint8)) for _ in range(4)]
+        refs = [PageRef(tensor, 0, DISK_PAGE, DISK_PAGE) for tensor in range(4)]
         groups = [KVGroup("full", 1, 1, tuple(refs[:3])), KVGroup("window", 1, 1, tuple(refs[3:]))]
         self.layout = KVLayout(groups, self.tensors, BLOCKS)
-        self.arena = Arena(12 * PAGE)
-        self.host = HostSlabs(self.arena, Slabs(3 * PAGE, (PAGE, 3 * PAGE), 4))
+        self.arena = Arena(12 * DISK_PAGE)
+        self.host = HostSlabs(self.arena, Slabs(3 * DISK_PAGE, (DISK_PAGE, 3 * DISK_PAGE), 4))
         self.engine = TransferEngine(self.layout, CpuDevice(), self.host)
 
     def run(self, *transfers: Transfer) -> None:
@@ -42,7 +42,7 @@ class Machine:
         assert all(set(result.statuses) == {Status.OK} for result in self.engine.poll())
 
     def page(self, tensor: int, block: int) -> bytes:
-        return bytes(self.tensors[tensor][block * PAGE : (block + 1) * PAGE].numpy())
+        return bytes(self.tensors[tensor][block * DISK_PAGE : (block + 1) * DISK_PAGE].numpy())
 
 
 @pytest.fixture
@@ -66,10 +66,10 @@ def test_each_size_lies_in_its_own_slots_and_comes_back(machine: Machine) -> Non
     machine.run(moving(1, D2H, FULL, (0, 1), LARGE, (0, 6)), moving(2, D2H, WINDOW, (0, 1, 2, 3), SMALL, (3, 4, 5, 9)))
     array = machine.arena.array
     for slab, block in ((0, 0), (2, 1)):
-        image = bytes(array[slab * 3 * PAGE : (slab + 1) * 3 * PAGE])
+        image = bytes(array[slab * 3 * DISK_PAGE : (slab + 1) * 3 * DISK_PAGE])
         assert image == b"".join(before[tensor][block] for tensor in range(3))
     for page, block in ((3, 0), (4, 1), (5, 2), (9, 3)):
-        assert bytes(array[page * PAGE : (page + 1) * PAGE]) == before[3][block]
+        assert bytes(array[page * DISK_PAGE : (page + 1) * DISK_PAGE]) == before[3][block]
     machine.run(moving(3, H2D, FULL, (7, 6), LARGE, (0, 6)), moving(4, H2D, WINDOW, (4, 5), SMALL, (9, 3)))
     for tensor in range(3):
         assert [machine.page(tensor, block) for block in (7, 6)] == before[tensor][:2]
@@ -77,7 +77,7 @@ def test_each_size_lies_in_its_own_slots_and_comes_back(machine: Machine) -> Non
 
 
 def test_image_is_refused_for_a_slot_that_is_too_small(machine: Machine) -> None:
-    with pytest.raises(PlanError, match=f"item 0: {3 * PAGE} image bytes exceed a slot of {PAGE}"):
+    with pytest.raises(PlanError, match=f"item 0: {3 * DISK_PAGE} image bytes exceed a slot of {DISK_PAGE}"):
         machine.engine.submit(moving(1, D2H, FULL, (0,), SMALL, (3,)))
     assert machine.engine.poll() == []
 
@@ -94,7 +94,7 @@ def test_two_sizes_in_one_slab_are_refused(machine: Machine) -> None:
         machine.engine.submit(Transfer(1, D2H, items, (Section(FULL, 0, (0,)), Section(WINDOW, 0, (0,)))))
     apart = (items[0], items[1]._replace(destination=Slot(HOST, SMALL, 6)))
     machine.run(Transfer(1, D2H, apart, (Section(FULL, 0, (0,)), Section(WINDOW, 0, (0,)))))
-    assert bytes(machine.arena.array[6 * PAGE : 7 * PAGE]) == machine.page(3, 0)
+    assert bytes(machine.arena.array[6 * DISK_PAGE : 7 * DISK_PAGE]) == machine.page(3, 0)
 
 
 def test_resized_slab_is_written_after_its_readers(machine: Machine) -> None:

@@ -31,7 +31,7 @@ MAX_ANSWERS = 1 << 16
 MAX_ANNOUNCED = 1 << 20
 """Copies in one remote tier that events tell of; beyond it, the one stored or read longest ago is withdrawn."""
 
-_GONE = frozenset({Status.EXPIRED, Status.CORRUPT, Status.MISMATCH, Status.SHORT})
+_GONE = frozenset({Status.NOT_FOUND, Status.CORRUPT, Status.MISMATCH, Status.SHORT})
 """How reads end of what a remote tier does not have, or has damaged: it is absent until it is stored again."""
 
 
@@ -190,7 +190,7 @@ class RemoteKeys:
                 if present or self.name not in self._transfers.settings.read_only:
                     self.learn(key, present=present)
                 if not present and key not in asked.overtaken:
-                    self.withdraw(key, Status.EXPIRED.value)
+                    self.withdraw(key, Status.NOT_FOUND.value)
             answer = (Answer.PRESENT if present else Answer.ABSENT) if asked.answered else Answer.NO_ANSWER
             counts[answer] += 1
 

@@ -50,7 +50,7 @@ class MissReason(enum.Enum):
     CANCELLED = "cancelled"  # the request or a reset cancelled the load
     TIER_OFF = "tier_off"  # the tier was closed or disabled
     UNAVAILABLE = "unavailable"  # no tier host ran, its disk was stalled, or a store's breaker was open
-    EXPIRED = "expired"  # a remote tier did not have it any more
+    NOT_FOUND = "not_found"  # a remote tier did not have it, or not any more
     QUEUE_FULL = "queue_full"  # a bounded queue was full
 
     @classmethod

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from longshore.boundary import PAGE
+from longshore.boundary import DISK_PAGE
 from longshore.cli.options import plain_setting, settings_with, size_of
 from longshore.cli.output import write_json
 from longshore.config import Config
@@ -54,7 +54,7 @@ def vllm_config(
         raise ConfigError("expected --host-size, such as --host-size 64GiB")
     for name in ("host_size", "file_size"):
         if name in given:
-            size_of(given[name], f"--{name.replace('_', '-')}", PAGE)
+            size_of(given[name], f"--{name.replace('_', '-')}", DISK_PAGE)
     if check:
         config.check_machine()
     extra = {name: plain_setting(config, name, text) for name, text in given.items()}
@@ -88,7 +88,7 @@ def sglang_config(
     of_sglang = dict(map(_their_key, theirs or ()))
     flags.check_theirs(of_sglang)
     if "file_size" in given:
-        size_of(given["file_size"], "--file-size", PAGE)
+        size_of(given["file_size"], "--file-size", DISK_PAGE)
     if check:
         config.check_files()
         if config.remote:  # for which there is host memory of ours

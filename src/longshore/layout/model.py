@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import I64, PAGE, align
+from longshore.boundary import DISK_PAGE, I64, align
 from longshore.errors import FreedLayoutError, LayoutError
 
 # Dtypes whose elements are smaller than a byte, or no bytes at all: element_size() and stride() do not tell
@@ -574,7 +574,7 @@ def _token_bytes(ref: PageRef) -> int | None:
 def _fingerprint(groups: Sequence[KVGroup], tensors: Sequence[DeviceTensor], ranks: int) -> str:
     geometry = {
         "format": _IMAGE_FORMAT,
-        "alignment": PAGE,
+        "alignment": DISK_PAGE,
         "ranks": ranks,
         "groups": [
             {

@@ -197,7 +197,7 @@ VALUES: Mapping[tuple[str, str], Mapping[str, str]] = {
         "cancelled": "the request or a reset cancelled the load",
         "tier_off": "the tier was closed or disabled",
         "unavailable": "no tier host ran, its disk was stalled, or the circuit breaker of a store was open",
-        "expired": "a remote store did not have it any more",
+        "not_found": "a remote store did not have it, or not any more",
         "queue_full": "a bounded queue was full",
     },
     ("longshore_dropped_chunks", "reason"): {

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from longshore.boundary import PAGE
+from longshore.boundary import DISK_PAGE
 from longshore.errors import PlanError, TierError
 from longshore.tiers.file.directory import SEGMENT, SUPERBLOCK
 from longshore.tiers.file.format import parse_superblock
@@ -267,7 +267,7 @@ class SimulatedDisk:
             self.moments.append(Moment(call, files, tuple(map(dict, self._names))))
 
     def _check_aligned(self, buffers: Sequence[memoryview], offset: int) -> None:
-        if offset % PAGE or any(len(buffer) % PAGE for buffer in buffers):
+        if offset % DISK_PAGE or any(len(buffer) % DISK_PAGE for buffer in buffers):
             raise OSError(errno.EINVAL, f"direct I/O of {[len(buffer) for buffer in buffers]} bytes at {offset}")
 
 
@@ -332,13 +332,13 @@ class OneByOneQueue:
 
 def flip_header_bit(directory: Path, slot: int, bit: int, pool: int = 0) -> None:
     """Flip one bit of the header page of `slot`."""
-    _flip(directory, slot, bit, pool, start=0, nbytes=PAGE)
+    _flip(directory, slot, bit, pool, start=0, nbytes=DISK_PAGE)
 
 
 def flip_image_bit(directory: Path, slot: int, bit: int, pool: int = 0) -> None:
     """Flip one bit of the image in `slot` of `pool`."""
     image_bytes = parse_superblock((directory / SUPERBLOCK).read_bytes()).image_bytes[pool]
-    _flip(directory, slot, bit, pool, start=PAGE, nbytes=image_bytes)
+    _flip(directory, slot, bit, pool, start=DISK_PAGE, nbytes=image_bytes)
 
 
 def _flip(directory: Path, slot: int, bit: int, pool: int, *, start: int, nbytes: int) -> None:

@@ -152,7 +152,7 @@ class KeyStore(KeyedTier):
         if image is None:
             self.fired[StoreFault.LAPSE] += (op.key, op.generation) in self._lapsed
             self._lapsed.discard((op.key, op.generation))
-            return Status.EXPIRED
+            return Status.NOT_FOUND
         if len(image) != op.length:
             return Status.SHORT
         self._arena.view(op.offset, op.length)[:] = image

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import PAGE, Key, Status
+from longshore.boundary import DISK_PAGE, Key, Status
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import BY_KEY, Op, Tier, TierOp, TierResult
 
@@ -29,13 +29,13 @@ TIMEOUT = 120.0
 POISON = 0xCC
 """Content of destinations before a read."""
 
-MISSES = frozenset({Status.MISMATCH, Status.CORRUPT, Status.SHORT, Status.EXPIRED})
+MISSES = frozenset({Status.MISMATCH, Status.CORRUPT, Status.SHORT, Status.NOT_FOUND})
 """Statuses of a read of another record than expected."""
 
 
 def span(image_bytes: int) -> int:
     """Arena bytes of one place: an image between guard pages."""
-    return image_bytes + 2 * PAGE
+    return image_bytes + 2 * DISK_PAGE
 
 
 def key(number: int) -> Key:
@@ -75,7 +75,7 @@ class TierHarness:
 
     def offset(self, place: int) -> int:
         """Arena offset of `place`."""
-        return self._reserved_bytes + place * span(self._image_bytes) + PAGE
+        return self._reserved_bytes + place * span(self._image_bytes) + DISK_PAGE
 
     def op(self, op: Op, slot: int, number: int, place: int = 0, **changes: Any) -> TierOp:
         """`op` on `slot` with key `number`, a whole image, at `place`; `changes` replaces fields.

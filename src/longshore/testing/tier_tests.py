@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longshore.boundary import PAGE, Status, StoredChunk
+from longshore.boundary import DISK_PAGE, Status, StoredChunk
 from longshore.errors import TierClosedError, TierError
 from longshore.testing.tier_harness import POISON, TierHarness, image, key, span
 from longshore.tiers.arena import Arena
@@ -44,7 +44,7 @@ class TierTests:
         by_key: Whether it is a `KeyedTier`: addressed by key, without slots, and nothing is recovered from it.
     """
 
-    image_bytes: int = 4 * PAGE
+    image_bytes: int = 4 * DISK_PAGE
     slots: int = 8
     reserved_bytes: int = 0
     persistent: bool = False
@@ -69,7 +69,7 @@ class TierTests:
     # What is written is what is read
 
     @pytest.mark.parametrize("shift", [0, 1, 512])
-    @pytest.mark.parametrize("missing", [0, 1, PAGE, 3 * PAGE - 8])
+    @pytest.mark.parametrize("missing", [0, 1, DISK_PAGE, 3 * DISK_PAGE - 8])
     def test_round_trip_of_any_length_at_any_offset(self, harness: TierHarness, missing: int, shift: int) -> None:
         length = self.image_bytes - missing
         there, here = harness.offset(0) + shift, harness.offset(1) + shift
@@ -85,7 +85,7 @@ class TierTests:
         assert status is Status.OK
         np.testing.assert_array_equal(found, expected)
 
-    @pytest.mark.parametrize("length", [4 * PAGE, 2 * PAGE, PAGE + 1, 1])
+    @pytest.mark.parametrize("length", [4 * DISK_PAGE, 2 * DISK_PAGE, DISK_PAGE + 1, 1])
     def test_a_read_changes_its_destination_and_nothing_else(self, harness: TierHarness, length: int) -> None:
         harness.store(1, 1, length=length)
         read = harness.op(Op.READ, 1, 1, place=2, length=length)
@@ -140,9 +140,9 @@ class TierTests:
         harness.assert_serves(0, 0)
 
     def test_another_length_is_a_miss(self, harness: TierHarness) -> None:
-        harness.store(0, 0, length=2 * PAGE)
-        harness.assert_misses(0, 0, length=PAGE)
-        harness.assert_misses(0, 0, length=3 * PAGE)
+        harness.store(0, 0, length=2 * DISK_PAGE)
+        harness.assert_misses(0, 0, length=DISK_PAGE)
+        harness.assert_misses(0, 0, length=3 * DISK_PAGE)
 
     def test_what_was_forgotten_is_a_miss_under_any_generation(self, harness: TierHarness) -> None:
         old = harness.tier.generation
@@ -177,9 +177,9 @@ class TierTests:
             {"slot": 10**9},
             {"offset": -1},
             {"offset": 2**62},
-            {"length": -PAGE},
+            {"length": -DISK_PAGE},
             {"length": 0},
-            {"length": 5 * PAGE},
+            {"length": 5 * DISK_PAGE},
             {"key": b"short"},
             {"parent": b"short"},
             {"generation": -1},

@@ -169,7 +169,7 @@ class KeyedTier(Tier):
     """Storage for chunk images that Longshore does not own: addressed by key, shared, and free to drop images.
 
     The slot of every operation is `BY_KEY`; there are no slabs. A `READ` of a key that the tier does not have ends as
-    `Status.EXPIRED`; a `WRITE` of a key that it has may end as `OK` without moving bytes.
+    `Status.NOT_FOUND`; a `WRITE` of a key that it has may end as `OK` without moving bytes.
     """
 
     @abstractmethod

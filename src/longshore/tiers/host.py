@@ -12,8 +12,8 @@ The transfer engine, too, accesses a slot by its arena offset (`Slabs.offsets`).
 from __future__ import annotations
 
 from longshore.boundary import (
+    DISK_PAGE,
     HOST,
-    PAGE,
     Item,
     Probe,
     ProbeResult,
@@ -41,8 +41,8 @@ class HostSlabs:
         """Raises `TierError` for slabs that are not whole pages, or that the arena has no room for."""
         if slabs.slabs <= 0:
             raise TierError(f"a host tier needs at least one slab, got {slabs.slabs}")
-        if any(size % PAGE for size in (slabs.slab_bytes, *slabs.image_bytes)):
-            raise TierError(f"slabs and images must be multiples of {PAGE} bytes, got {slabs}")
+        if any(size % DISK_PAGE for size in (slabs.slab_bytes, *slabs.image_bytes)):
+            raise TierError(f"slabs and images must be multiples of {DISK_PAGE} bytes, got {slabs}")
         if slabs.nbytes > arena.nbytes:
             raise TierError(f"{slabs} need {slabs.nbytes} bytes, but the arena has {arena.nbytes}")
         self.slabs = slabs

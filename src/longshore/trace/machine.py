@@ -175,7 +175,7 @@ class RemoteStore:
 
     def read(self, keys: Iterable[Key]) -> tuple[Status, ...]:
         """Read `keys`; those in the store are used in this order."""
-        return tuple(Status.OK if self._use(key) else Status.EXPIRED for key in keys)
+        return tuple(Status.OK if self._use(key) else Status.NOT_FOUND for key in keys)
 
     def write(self, keys: Iterable[Key]) -> None:
         """Store `keys`, used in this order."""

@@ -153,17 +153,17 @@ def wait(collect: Callable[[], list]) -> list:  # type: ignore[type-arg]
 @pytest.mark.parametrize(
     ("error", "read"),
     [
-        ("MOVED 1 127.0.0.1:{other}", Status.EXPIRED),
-        ("MOVED 1 127.0.0.1:{self}", Status.EXPIRED),
+        ("MOVED 1 127.0.0.1:{other}", Status.NOT_FOUND),
+        ("MOVED 1 127.0.0.1:{self}", Status.NOT_FOUND),
         ("ASK 1 127.0.0.1:{other}", Status.IO_ERROR),  # in reply to ASKING
-        ("MOVED 1 :{other}", Status.EXPIRED),
-        ("MOVED 1 ?:{other}", Status.EXPIRED),
+        ("MOVED 1 :{other}", Status.NOT_FOUND),
+        ("MOVED 1 ?:{other}", Status.NOT_FOUND),
         ("MOVED", Status.IO_ERROR),
-        ("MOVED 1 nowhere", Status.EXPIRED),
-        ("MOVED 1 127.0.0.1:99999", Status.EXPIRED),
-        ("MOVED 1 127.0.0.1:0", Status.EXPIRED),
-        ("ASK \u00e9", Status.EXPIRED),
-        ("CLUSTERDOWN Hash slot not served", Status.EXPIRED),
+        ("MOVED 1 nowhere", Status.NOT_FOUND),
+        ("MOVED 1 127.0.0.1:99999", Status.NOT_FOUND),
+        ("MOVED 1 127.0.0.1:0", Status.NOT_FOUND),
+        ("ASK \u00e9", Status.NOT_FOUND),
+        ("CLUSTERDOWN Hash slot not served", Status.NOT_FOUND),
         ("CLUSTERDOWN The cluster is down", Status.IO_ERROR),
     ],
 )

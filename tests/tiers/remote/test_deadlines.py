@@ -186,7 +186,7 @@ def test_a_value_that_has_come_is_received_in_one_call() -> None:
     assert calls == 3
 
 
-OTHERS = {Status.EXPIRED: b"$-1\r\n", Status.MISMATCH: b"-WRONGTYPE a list\r\n", Status.SHORT: b"$3\r\nabc\r\n"}
+OTHERS = {Status.NOT_FOUND: b"$-1\r\n", Status.MISMATCH: b"-WRONGTYPE a list\r\n", Status.SHORT: b"$3\r\nabc\r\n"}
 
 
 @given(
@@ -261,7 +261,7 @@ def test_whatever_a_server_says_is_an_answer_or_an_error(data: bytes, some: list
                 session.fetch(images.queue)
         except StoreError:
             pass
-        assert images.ended.get(0, (Status.EXPIRED, 0))[0] is not Status.OK
+        assert images.ended.get(0, (Status.NOT_FOUND, 0))[0] is not Status.OK
 
 
 @pytest.mark.parametrize("reads", [1, 3])

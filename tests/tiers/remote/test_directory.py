@@ -101,7 +101,7 @@ def test_what_has_expired_is_not_there(tmp_path: Path) -> None:
     harness.assert_serves(0, 5)
     os.utime(file_of(tmp_path, 5), (0, 0))
     assert wait_answer(harness, 5) == (False,)
-    assert harness.load(0, 5)[0] is Status.EXPIRED
+    assert harness.load(0, 5)[0] is Status.NOT_FOUND
     harness.store(0, 5)
     harness.assert_serves(0, 5)
     harness.tier.close()

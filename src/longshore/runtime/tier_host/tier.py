@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from longshore import __version__, errors
-from longshore.boundary import FILE, PAGE, Status, StoredChunks
+from longshore.boundary import DISK_PAGE, FILE, Status, StoredChunks
 from longshore.errors import TierClosedError, TierError
 from longshore.runtime.tier_host import wire
 from longshore.runtime.tier_host.supervisor import PROGRAM, HostProcess, HostSupervisor, SilenceTimer
@@ -424,7 +424,7 @@ class HostedFileTier(HostedTier):
     def _on_opened(self, body: bytes) -> None:
         """A process has opened the files: as the first did, if it is not that one."""
         opened, slabs = wire.parse_opened(body, OF_FILES), getattr(self, "slabs", None)
-        sizes = tuple(PAGE + each for each in self.image_bytes)
+        sizes = tuple(DISK_PAGE + each for each in self.image_bytes)
         if self._is_open:
             raise WireError("OPENED received twice")
         if opened.slabs.image_bytes != sizes or slabs not in (None, opened.slabs):

@@ -5,8 +5,8 @@ memory.py        the mapping, its NUMA node, huge pages, first touch; the system
 pinning.py       registration (pinning) with a device, in pieces that no slot straddles; with CUDA
 """
 
-from longshore.boundary import PAGE, align
+from longshore.boundary import DISK_PAGE, align
 from longshore.tiers.arena.arena import Arena, ArenaReport, ArenaSettings, Fallback
 from longshore.tiers.arena.pinning import Registrar
 
-__all__ = ["PAGE", "Arena", "ArenaReport", "ArenaSettings", "Fallback", "Registrar", "align"]
+__all__ = ["DISK_PAGE", "Arena", "ArenaReport", "ArenaSettings", "Fallback", "Registrar", "align"]

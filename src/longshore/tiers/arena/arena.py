@@ -230,8 +230,8 @@ class Arena:
     def register(self, registrar: Registrar, slot_bytes: int, largest: int = LARGEST_PIECE) -> None:
         """Register the arena with a device, in pieces of at most `largest` bytes that no slot straddles.
 
-        Slots of `slot_bytes`, a multiple of `PAGE`, are adjacent from the start. A piece that the device refuses is
-        counted and is not an error. Raises `TierError` for impossible sizes and for a second registration.
+        Slots of `slot_bytes`, a multiple of `DISK_PAGE`, are adjacent from the start. A piece that the device refuses
+        is counted and is not an error. Raises `TierError` for impossible sizes and for a second registration.
         """
         pieces = cut(self.array.nbytes, slot_bytes, largest)
         if self._registration is not None:

@@ -39,7 +39,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import PAGE, align
+from longshore.boundary import DISK_PAGE, align
 from longshore.errors import TierError
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -295,9 +295,9 @@ def bind_to_node(system: System, address: int, nbytes: int, node: int) -> None:
 
 def count_strays(system: System, address: int, nbytes: int, node: int) -> int:
     """Number of pages not on `node`, of about a thousand evenly spread touched pages. Raises `OSError`."""
-    pages = -(-nbytes // PAGE)
+    pages = -(-nbytes // DISK_PAGE)
     samples = np.unique(np.linspace(0, pages - 1, min(pages, _SAMPLES)).astype(np.uint64))
-    addresses = samples * np.uint64(PAGE) + np.uint64(address)
+    addresses = samples * np.uint64(DISK_PAGE) + np.uint64(address)
     found = np.zeros(len(samples), dtype=np.int32)
     system.syscall(
         _numbers().move_pages,  # without nodes to move to it only looks
@@ -349,7 +349,7 @@ def touch_pages(array: npt.NDArray[np.uint8]) -> None:
     """Write a zero into every page of `array`, which must not be in use."""
 
     def work(start: int, stop: int) -> None:
-        array[start:stop:PAGE] = 0
+        array[start:stop:DISK_PAGE] = 0
 
     _in_ranges(work, array.nbytes)
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import PAGE
+from longshore.boundary import DISK_PAGE
 from longshore.errors import RegistrationError, TierError
 
 LARGEST_PIECE = 16 << 30
@@ -47,9 +47,10 @@ def cut(nbytes: int, slot_bytes: int, largest: int = LARGEST_PIECE) -> list[tupl
     Slots of `slot_bytes` are adjacent from 0; none straddles two pieces. All pieces but the last have equal length.
     Raises `TierError` for impossible sizes, or when not even one slot fits into a piece.
     """
-    if nbytes <= 0 or slot_bytes <= 0 or slot_bytes % PAGE:
+    if nbytes <= 0 or slot_bytes <= 0 or slot_bytes % DISK_PAGE:
         raise TierError(
-            f"expected a positive size and slots of a positive multiple of {PAGE} bytes, got {nbytes} and {slot_bytes}"
+            f"expected a positive size and slots of a positive multiple of {DISK_PAGE} bytes, "
+            f"got {nbytes} and {slot_bytes}"
         )
     step = math.lcm(slot_bytes, mmap.PAGESIZE)
     if step > largest:

@@ -28,7 +28,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from longshore.boundary import PAGE
+from longshore.boundary import DISK_PAGE
 from longshore.errors import FormatError, TierError, TierInUseError
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.io import RawIo, SystemIo, read_all, write_all
@@ -288,10 +288,10 @@ def _check_owner(status: os.stat_result, path: Path) -> None:
 SUPERBLOCK = "superblock"
 COPIES = (SUPERBLOCK, "superblock.copy")
 RESET = "reset"
-FILES = {**dict.fromkeys(COPIES, PAGE), RESET: 2 * PAGE}
+FILES = {**dict.fromkeys(COPIES, DISK_PAGE), RESET: 2 * DISK_PAGE}
 """How long these files are."""
 
-_BLANK = bytes(PAGE)
+_BLANK = bytes(DISK_PAGE)
 
 
 class Superblocks:
@@ -313,7 +313,7 @@ class Superblocks:
         Raises `FormatError` when there is one, and no copy of it can be used.
         """
         found: dict[str, fmt.Superblock] = {}
-        pages = {name: self._directory.read(name, PAGE + 1) for name in COPIES}
+        pages = {name: self._directory.read(name, DISK_PAGE + 1) for name in COPIES}
         wrong = {}
         for name, page in pages.items():
             try:
@@ -336,8 +336,8 @@ class Superblocks:
 
     def reset(self) -> int:
         """The generation of a pending reset; 0 without one. Raises `FormatError`."""
-        data = self._directory.read(RESET, 2 * PAGE)
-        pages = [page for at in (0, PAGE) if (page := data[at : at + PAGE]) not in (b"", _BLANK)]
+        data = self._directory.read(RESET, 2 * DISK_PAGE)
+        pages = [page for at in (0, DISK_PAGE) if (page := data[at : at + DISK_PAGE]) not in (b"", _BLANK)]
         generations = []
         for page in pages:
             with contextlib.suppress(FormatError):
@@ -396,7 +396,7 @@ class PendingReset:
         with self._directory.as_tier_errors(RESET):
             if not io.fstat(self._fd).st_nlink:
                 raise FileNotFoundError(2, "it was removed")
-            for at in (0, PAGE):
+            for at in (0, DISK_PAGE):
                 write_all(io, self._fd, page, at)
                 io.fsync(self._fd)
 

@@ -32,7 +32,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from longshore.boundary import PAGE, Status
+from longshore.boundary import DISK_PAGE, Status
 from longshore.errors import TierClosedError, TierError, log_seldom
 from longshore.tiers.base import Op, OpBatch, TierOp, TierResult
 from longshore.tiers.file.io import BROKEN, IoCoroutine, IoQueue, Piece
@@ -331,7 +331,7 @@ class Executor:
             moved = self._segment.move(piece, writing=task.writing)
         if moved >= size:
             status = Status.OK
-        elif (rest := task.rest(at, moved, PAGE if self._segment.direct else 1)) is not None:
+        elif (rest := task.rest(at, moved, DISK_PAGE if self._segment.direct else 1)) is not None:
             (number,) = self._queue.submit([rest], writing=task.writing)
             self._moving[number] = task, at
             return

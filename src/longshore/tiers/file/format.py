@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import PAGE, Key, Slabs, align
+from longshore.boundary import DISK_PAGE, Key, Slabs, align
 from longshore.checksums import ALGORITHMS, XXH3_64, digest
 from longshore.errors import FormatError
 from longshore.tiers.base import KEY_BYTES
@@ -54,14 +54,14 @@ SLOTS_LIMIT = 2**32
 _SERIAL_BITS = 40
 HAS_PARENT = 1
 NO_PARENT = bytes(KEY_BYTES)
-_EMPTY = bytes(PAGE)
+_EMPTY = bytes(DISK_PAGE)
 
 _PROLOGUE = struct.Struct("<8sI")  # magic, version: the same in every version there will be
 _RECORD = struct.Struct("<8sIHH32s32s32sQQQQQQ")
 _SUPERBLOCK = struct.Struct("<8sIIQQQQQ")
 _RESET = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<Q")
-_CHECKED = PAGE - _CHECKSUM.size
+_CHECKED = DISK_PAGE - _CHECKSUM.size
 
 
 class RecordHeader(NamedTuple):
@@ -96,7 +96,7 @@ class Superblock(NamedTuple):
     @property
     def geometry(self) -> Slabs:
         """Slabs and slots, each slot with its header page."""
-        return Slabs(self.slab_bytes, tuple(PAGE + size for size in self.image_bytes), self.slabs)
+        return Slabs(self.slab_bytes, tuple(DISK_PAGE + size for size in self.image_bytes), self.slabs)
 
 
 def sequence(opens: int, serial: int) -> int:
@@ -150,7 +150,7 @@ def parse_header(page: bytes) -> RecordHeader:
 def pack_superblock(superblock: Superblock) -> bytes:
     """The superblock page of `superblock`."""
     slabs, slab_bytes, sizes, generation, opens = superblock
-    fields = _SUPERBLOCK.pack(SUPERBLOCK_MAGIC, VERSION, PAGE, slabs, slab_bytes, generation, opens, len(sizes))
+    fields = _SUPERBLOCK.pack(SUPERBLOCK_MAGIC, VERSION, DISK_PAGE, slabs, slab_bytes, generation, opens, len(sizes))
     return seal(fields + struct.pack(f"<{len(sizes)}Q", *sizes))
 
 
@@ -158,14 +158,14 @@ def parse_superblock(page: bytes) -> Superblock:
     """The superblock in `page`; raises `FormatError` unless it is valid, and of this version."""
     check_page("superblock", page, SUPERBLOCK_MAGIC)
     _, _, header_bytes, slabs, slab_bytes, generation, opens, count = _SUPERBLOCK.unpack_from(page)
-    if header_bytes != PAGE:
-        raise FormatError(f"superblock: expected header pages of {PAGE} bytes, got {header_bytes}")
+    if header_bytes != DISK_PAGE:
+        raise FormatError(f"superblock: expected header pages of {DISK_PAGE} bytes, got {header_bytes}")
     if not 0 < count < SIZES_LIMIT:
         raise FormatError(f"superblock: expected from 1 to {SIZES_LIMIT - 1} image sizes, got {count}")
     sizes = struct.unpack_from(f"<{count}Q", page, _SUPERBLOCK.size)
-    if list(sizes) != sorted(set(sizes)) or not sizes[0] or any(size % PAGE for size in sizes):
-        raise FormatError(f"superblock: image_bytes must be positive multiples of {PAGE}, ascending, got {sizes}")
-    if slab_bytes % PAGE or slab_bytes < PAGE + sizes[-1]:
+    if list(sizes) != sorted(set(sizes)) or not sizes[0] or any(size % DISK_PAGE for size in sizes):
+        raise FormatError(f"superblock: image_bytes must be positive multiples of {DISK_PAGE}, ascending, got {sizes}")
+    if slab_bytes % DISK_PAGE or slab_bytes < DISK_PAGE + sizes[-1]:
         raise FormatError(f"superblock: slabs of {slab_bytes} bytes, for images of {sizes[-1]}")
     if not slabs:
         raise FormatError("superblock: a segment without slabs")
@@ -201,8 +201,8 @@ def seal(fields: bytes) -> bytes:
 
 def check_page(what: str, page: bytes, expected: bytes) -> None:
     """Raise `FormatError` unless `page` has a valid checksum, this version and magic; `what` is its name."""
-    if len(page) != PAGE:
-        raise FormatError(f"{what}: expected {PAGE} bytes, got {len(page)}")
+    if len(page) != DISK_PAGE:
+        raise FormatError(f"{what}: expected {DISK_PAGE} bytes, got {len(page)}")
     magic, version = _PROLOGUE.unpack_from(page)
     if magic != expected:
         raise FormatError(f"{what}: expected magic {expected!r}, got {magic!r}")
@@ -277,12 +277,12 @@ class CheckpointHeader(NamedTuple):
 
 def checkpoint_bytes(slots: int) -> int:
     """Length of a file for checkpoints of up to `slots` records."""
-    return PAGE + align(slots * ENTRY.itemsize)
+    return DISK_PAGE + align(slots * ENTRY.itemsize)
 
 
 def journal_bytes(records: int) -> int:
     """Length of a file for journals of up to `records` records."""
-    return PAGE + align(records * JOURNAL_RECORD.itemsize)
+    return DISK_PAGE + align(records * JOURNAL_RECORD.itemsize)
 
 
 def pack_entry(header: RecordHeader, written: int) -> bytes:
@@ -353,7 +353,7 @@ def describes(entries: Entries) -> npt.NDArray[np.bool_]:
 
 def fits_geometry(entries: Entries, slabs: Slabs) -> npt.NDArray[np.bool_]:
     """Which of `entries` are of slots that `slabs` have, whose images include a header page, and not too long."""
-    images, room = np.array(slabs.images), np.array(slabs.image_bytes) - PAGE
+    images, room = np.array(slabs.images), np.array(slabs.image_bytes) - DISK_PAGE
     known = entries["pool"] < len(images)
     pools = np.where(known, entries["pool"], 0)
     slab, position = np.divmod(entries["slot"], slabs.stride)

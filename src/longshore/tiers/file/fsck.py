@@ -24,7 +24,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from longshore.boundary import PAGE, Key, align
+from longshore.boundary import DISK_PAGE, Key, align
 from longshore.checksums import checksum
 from longshore.errors import FormatError, PlanError, TierError, TierInUseError
 from longshore.tiers.file import format as fmt
@@ -157,7 +157,7 @@ class Fsck:
         """
         if self.superblocks.damaged:
             for name in COPIES:
-                self._io.close(self._directory.reserve(name, PAGE))
+                self._io.close(self._directory.reserve(name, DISK_PAGE))
             self.superblocks.open()
             self.superblocks.write(self.superblock)
         entries = self._entries
@@ -271,7 +271,7 @@ class Fsck:
     def _header(self, slot: int, pool: int) -> Finding:
         staging, free = self._staging(), self._listed is not None and slot not in self._listed
         try:
-            if read_into(self._io, self._fd, staging.header, self.slabs.offset(pool, slot)) < PAGE:
+            if read_into(self._io, self._fd, staging.header, self.slabs.offset(pool, slot)) < DISK_PAGE:
                 return Finding(slot, pool, Condition.SHORT)
         except OSError:
             return Finding(slot, pool, Condition.UNREADABLE)
@@ -296,7 +296,9 @@ class Fsck:
             place = self.slabs.offset(header.pool, header.slot)
         except PlanError:
             return False
-        return place == self.slabs.offset(pool, slot) and header.length <= self.slabs.image_bytes[header.pool] - PAGE
+        return (
+            place == self.slabs.offset(pool, slot) and header.length <= self.slabs.image_bytes[header.pool] - DISK_PAGE
+        )
 
     def _record(self, slot: int, pool: int) -> Finding:
         found = self._header(slot, pool)
@@ -305,7 +307,7 @@ class Fsck:
         length = found.header.length
         body = self._staging().bounce[: align(length)]
         try:
-            if read_into(self._io, self._fd, body, self.slabs.offset(pool, slot) + PAGE) < length:
+            if read_into(self._io, self._fd, body, self.slabs.offset(pool, slot) + DISK_PAGE) < length:
                 return found._replace(condition=Condition.SHORT)
         except OSError:
             return found._replace(condition=Condition.UNREADABLE)

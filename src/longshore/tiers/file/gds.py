@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from longshore.boundary import PAGE, Status, align
+from longshore.boundary import DISK_PAGE, Status, align
 from longshore.checksums import MIX64, XXH3_64, checksum
 from longshore.errors import DeviceError, TierError
 from longshore.tiers.base import TierOp
@@ -199,7 +199,7 @@ class GdsImageIO:
 
             def store() -> int:
                 found = self._memory.mix64(op.offset, op.length)
-                file.write(op.offset, op.length, position + PAGE)
+                file.write(op.offset, op.length, position + DISK_PAGE)
                 return found
 
             try:
@@ -222,7 +222,7 @@ class GdsImageIO:
         (op,), (position,), image = ops, positions, staging.bounce[: ops[0].length]
         is_staged = True
         if (file := self._file_for(op)) is not None:
-            call = _Call(self.bind, lambda: file.read(op.offset, op.length, position + PAGE))
+            call = _Call(self.bind, lambda: file.read(op.offset, op.length, position + DISK_PAGE))
             status, _ = yield Move([Piece([staging.header], position), Piece([], position, call)], writing=False)
             try:
                 call.result()
@@ -269,7 +269,7 @@ class GdsImageIO:
             if not self._segment.direct:
                 raise DeviceError("the file system has no direct I/O")
             file = CuFile(load(), self._segment.fd, self._memory.address, self._memory.nbytes)
-            file.read(0, PAGE, 0)
+            file.read(0, DISK_PAGE, 0)
         except DeviceError as error:
             if file is not None:
                 file.close()

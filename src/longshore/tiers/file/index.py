@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import PAGE, Key, Slabs
+from longshore.boundary import DISK_PAGE, Key, Slabs
 from longshore.errors import TierError
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import Directory
@@ -308,7 +308,7 @@ class RecordIndex:
         fd = self._directory.reserve(name, fmt.checkpoint_bytes(self._slots))
         try:
             with self._directory.as_tier_errors(name):
-                write_all(io, fd, body, PAGE)
+                write_all(io, fd, body, DISK_PAGE)
                 io.fsync(fd)  # before the header says that it is there
                 write_all(io, fd, header, 0)
                 io.fsync(fd)
@@ -361,7 +361,7 @@ class _Journal:
             raise OSError(errno.ENOSPC, f"{journal_name(self.epoch)}: no room for {len(records)} more journal records")
         packed = (fmt.pack_journal_record(self.epoch, first + n, *each) for n, each in enumerate(records))
         data = b"".join(packed)
-        write_all(self._io, self._fd, data, PAGE + self.written * fmt.JOURNAL_RECORD.itemsize)
+        write_all(self._io, self._fd, data, DISK_PAGE + self.written * fmt.JOURNAL_RECORD.itemsize)
         self.written += len(records)
 
     def close(self) -> None:

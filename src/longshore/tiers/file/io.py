@@ -35,7 +35,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol, TypeVar
 
-from longshore.boundary import PAGE, Status
+from longshore.boundary import DISK_PAGE, Status
 from longshore.errors import TierError, log_seldom
 
 T = TypeVar("T")
@@ -471,7 +471,7 @@ class SystemIo:
         """`F_SETFL`, and a direct read to see whether it works."""
         try:
             fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
-            self.preadv(fd, [memoryview(mmap.mmap(-1, PAGE))], 0)
+            self.preadv(fd, [memoryview(mmap.mmap(-1, DISK_PAGE))], 0)
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from longshore.boundary import PAGE, Slabs
+from longshore.boundary import DISK_PAGE, Slabs
 from longshore.errors import FormatError, TierError
 from longshore.tiers.base import MAX_GENERATION
 from longshore.tiers.file import format as fmt
@@ -39,7 +39,7 @@ from longshore.tiers.file.segment import Segment
 
 _log = logging.getLogger(__name__)
 
-_NEVER = bytes(PAGE)
+_NEVER = bytes(DISK_PAGE)
 
 _THREADS = 16
 
@@ -116,7 +116,7 @@ def _journal_records(directory: Directory, begun: int | None, epoch: int) -> Jou
     records: list[JournalRecords] = [np.zeros(0, fmt.JOURNAL_RECORD)]
     last, more = 0, begun == epoch
     while more:
-        data = directory.read(journal_name(epoch), _READ_BYTES, PAGE + _READ_BYTES * (len(records) - 1))
+        data = directory.read(journal_name(epoch), _READ_BYTES, DISK_PAGE + _READ_BYTES * (len(records) - 1))
         records.append(fmt.parse_journal_records(epoch, data, after=last))
         more = records[-1].nbytes == _READ_BYTES
         last = int(records[-1]["serial"][-1]) if more else 0
@@ -125,12 +125,12 @@ def _journal_records(directory: Directory, begun: int | None, epoch: int) -> Jou
 
 def _read_checkpoint(directory: Directory, file: int) -> _Checkpoint | None:
     name = checkpoint_name(file)
-    page = directory.read(name, PAGE)
+    page = directory.read(name, DISK_PAGE)
     if not page or page == _NEVER:
         return None
     try:
         header = fmt.parse_checkpoint_header(page)
-        body = directory.read(name, header.records * fmt.ENTRY.itemsize, PAGE)
+        body = directory.read(name, header.records * fmt.ENTRY.itemsize, DISK_PAGE)
         return _Checkpoint(header.epoch, header.known, fmt.parse_checkpoint_body(header, body))
     except FormatError as error:
         why = "recovery: %s is not used: %s; the other checkpoint is read, or the record headers, which is slower"
@@ -140,7 +140,7 @@ def _read_checkpoint(directory: Directory, file: int) -> _Checkpoint | None:
 
 def _read_journal(directory: Directory, file: int) -> int | None:
     """The epoch of the journal in a file; -1 if there never was one, `None` if its header is invalid."""
-    page = directory.read(journal_name(file), PAGE)
+    page = directory.read(journal_name(file), DISK_PAGE)
     if not page or page == _NEVER:
         return -1
     try:
@@ -212,7 +212,7 @@ def scan(segment: Segment, slabs: Slabs) -> Entries:
     """Entries of all records with valid headers, least recently written first; the newest record of each slot."""
 
     def headers(some: range) -> list[fmt.RecordHeader]:
-        page = memoryview(mmap.mmap(-1, PAGE))
+        page = memoryview(mmap.mmap(-1, DISK_PAGE))
         return [
             header
             for slab in some
@@ -254,7 +254,7 @@ def _header(segment: Segment, slabs: Slabs, slot: int, pool: int, page: memoryvi
     return header if header is not None and (header.slot, header.pool) == (slot, pool) else None
 
 
-OVERHEAD = 2 * PAGE + sum(FILES.values())
+OVERHEAD = 2 * DISK_PAGE + sum(FILES.values())
 """Bytes of a tier's capacity that are neither slots nor index: the directory, the lock, superblock, copy and reset."""
 
 _ENOUGH = 16
@@ -273,7 +273,7 @@ class OpenFiles:
 
 def capacity_for(slots: int, image_bytes: int) -> int:
     """The least `capacity` of a `FileTier` with `slots` slots for images of one size, in bytes."""
-    return capacity_of(Slabs.of_one_size(PAGE + image_bytes, slots))
+    return capacity_of(Slabs.of_one_size(DISK_PAGE + image_bytes, slots))
 
 
 def capacity_of(slabs: Slabs) -> int:
@@ -289,9 +289,9 @@ def slabs_within(capacity: int, image_bytes: Sequence[int], slab_bytes: int | No
     sizes = tuple(image_bytes)
     if not sizes or list(sizes) != sorted(set(sizes)) or len(sizes) >= fmt.SIZES_LIMIT:
         raise TierError(f"expected different image sizes, ascending, fewer than {fmt.SIZES_LIMIT}, got {sizes}")
-    if sizes[0] <= 0 or any(size % PAGE for size in sizes):
-        raise TierError(f"image_bytes must be a positive multiple of {PAGE}, got {sizes}")
-    slots = tuple(PAGE + size for size in sizes)
+    if sizes[0] <= 0 or any(size % DISK_PAGE for size in sizes):
+        raise TierError(f"image_bytes must be a positive multiple of {DISK_PAGE}, got {sizes}")
+    slots = tuple(DISK_PAGE + size for size in sizes)
     slabs = Slabs.within(max(0, capacity), slots) if slab_bytes is None else Slabs(slab_bytes, slots, 0)
     few, many = 0, max(0, capacity) // slabs.slab_bytes + 1
     while many - few > 1:

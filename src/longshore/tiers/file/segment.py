@@ -15,7 +15,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from longshore.boundary import PAGE, Status, align
+from longshore.boundary import DISK_PAGE, Status, align
 from longshore.checksums import XXH3_64, checksum
 from longshore.errors import TierError
 from longshore.tiers.arena import Arena
@@ -35,7 +35,7 @@ class Segment:
 
     Attributes:
         direct: Whether reads and writes bypass the page cache. Then addresses, offsets and lengths must be aligned
-            to `PAGE`.
+            to `DISK_PAGE`.
         fd: Its descriptor.
         path: The file, for logs.
     """
@@ -78,9 +78,9 @@ class Segment:
 
     def read_page(self, page: memoryview, offset: int) -> bool:
         """Read a page; returns whether the file has all of it. Raises `OSError`."""
-        whole = read_into(self._io, self.fd, page, offset) == PAGE
+        whole = read_into(self._io, self.fd, page, offset) == DISK_PAGE
         if not self.direct:
-            self._io.drop_cache(self.fd, offset, PAGE)
+            self._io.drop_cache(self.fd, offset, DISK_PAGE)
         return whole
 
     def close(self) -> None:
@@ -114,9 +114,9 @@ class Staging(NamedTuple):
 
 def make_staging(image_bytes: int, records: int = 1) -> Staging:
     """Staging for images of up to `image_bytes`, and up to `records` of them at once."""
-    memory = memoryview(mmap.mmap(-1, records * PAGE + image_bytes))
-    headers = tuple(memory[at * PAGE : (at + 1) * PAGE] for at in range(records))
-    return Staging(headers, memory[records * PAGE :])
+    memory = memoryview(mmap.mmap(-1, records * DISK_PAGE + image_bytes))
+    headers = tuple(memory[at * DISK_PAGE : (at + 1) * DISK_PAGE] for at in range(records))
+    return Staging(headers, memory[records * DISK_PAGE :])
 
 
 class ImageIO(Protocol):
@@ -211,7 +211,7 @@ class HostImageIO:
 
 def is_aligned(op: TierOp) -> bool:
     """Whether direct I/O can move the image of `op` where it is."""
-    return (op.offset | op.length) % PAGE == 0
+    return (op.offset | op.length) % DISK_PAGE == 0
 
 
 def move_records(
@@ -227,6 +227,6 @@ def move_records(
         else:
             pieces.append(Piece([header, body], position))
         piece_of.append(len(pieces) - 1)
-        end = position + PAGE + len(body)
+        end = position + DISK_PAGE + len(body)
     statuses = yield Move(pieces, writing)
     return [statuses[piece] for piece in piece_of]

@@ -18,8 +18,9 @@ Namespace    Replicas share what they store under one namespace: 32 bytes, a dig
              generation than the tier knows are refused with `TierError`, those of an earlier one end as `MISMATCH` and
              `CANCELLED`. A new process passes its control plane's generation to the constructor.
 Deadlines    An operation *ends* by its deadline, or by the store's own timeout (`RemoteSettings`) if that is earlier.
-Statuses     of reads: `OK`; `EXPIRED`, not there; `CORRUPT`, `SHORT`, `MISMATCH`, something else is there; `DEADLINE`;
-             `UNAVAILABLE`, the breaker is open or the connection was lost; `IO_ERROR`, an error or nonsense came.
+Statuses     of reads: `OK`; `NOT_FOUND`, not there; `CORRUPT`, `SHORT`, `MISMATCH`, something else is there;
+             `DEADLINE`; `UNAVAILABLE`, the breaker is open or the connection was lost; `IO_ERROR`, an error or nonsense
+             came.
              of writes: `OK`, also for what was there; `NO_SPACE`, the store is full; `QUEUE_FULL`, beyond the daily
              budget; `DEADLINE`, `UNAVAILABLE`, `IO_ERROR`; `CANCELLED`, of an earlier generation.
 Counts       `counts` by operation and status (`("read", "ok")`, `("probe", "present")`), `failures` by reason

@@ -338,7 +338,7 @@ class NodesTier(KeyedTier):
         again = {
             index
             for index, each in zip(part.indices, how, strict=True)
-            if (each is False or each is Status.EXPIRED) and self._goes_on(node, part, index)
+            if (each is False or each is Status.NOT_FOUND) and self._goes_on(node, part, index)
         }
         self._end(part.whole, part.indices, how, but=again)
         if Status.UNAVAILABLE in how or None in how:
@@ -353,7 +353,7 @@ class NodesTier(KeyedTier):
         for index, each in zip(indices, how, strict=True):
             if index not in but:
                 is_write = whole.generation is None and whole.what[index].op is Op.WRITE
-                whole.ended[index] = elsewhere if is_write and each is Status.EXPIRED else each
+                whole.ended[index] = elsewhere if is_write and each is Status.NOT_FOUND else each
                 whole.open -= 1
 
     def _settle(self, whole: _Split) -> None:

@@ -109,7 +109,7 @@ class DirectorySession:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO would block
         except FileNotFoundError:
-            return Status.EXPIRED
+            return Status.NOT_FOUND
         except OSError as error:
             raise _typed(error) from None
         try:
@@ -119,7 +119,7 @@ class DirectorySession:
             if self._expired(found):
                 with contextlib.suppress(OSError):
                     os.unlink(path)  # noqa: PTH108
-                return Status.EXPIRED
+                return Status.NOT_FOUND
             if found.st_size != expected:
                 return Status.SHORT if found.st_size < expected else Status.MISMATCH
             return self._read_pieces(descriptor, image, work)

@@ -34,7 +34,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longshore.boundary import PAGE, Status
+from longshore.boundary import DISK_PAGE, Status
 from longshore.checksums import digest
 from longshore.errors import TierError, with_extra
 from longshore.tiers.arena import Arena, ArenaSettings
@@ -239,7 +239,7 @@ class MooncakeSession:
                 return status
         if code >= 0:
             return Status.SHORT if code < expected else Status.MISMATCH
-        return Status.EXPIRED if code == _NOT_THERE else Status.UNAVAILABLE
+        return Status.NOT_FOUND if code == _NOT_THERE else Status.UNAVAILABLE
 
     def _described_read(self, read: _Read) -> tuple[object, ...]:
         """The order that reads these values."""
@@ -340,8 +340,8 @@ class MooncakeStore:
 def open_session(settings: RemoteSettings) -> Iterator[MooncakeSession]:
     """A session that moves no images, to check and to remove. Raises `StoreError`."""
     with contextlib.ExitStack() as undo:
-        arena = undo.enter_context(contextlib.closing(Arena(PAGE, ArenaSettings(shared=True))))
-        store = MooncakeStore(settings, time.monotonic, arena, [PAGE])
+        arena = undo.enter_context(contextlib.closing(Arena(DISK_PAGE, ArenaSettings(shared=True))))
+        store = MooncakeStore(settings, time.monotonic, arena, [DISK_PAGE])
         yield undo.enter_context(contextlib.closing(store.connect()))
 
 

@@ -174,7 +174,7 @@ class RespSession:
                 if length == value_bytes and not is_bad(image.address):
                     work.end(image, Status.OK)
                 elif length == ELSEWHERE:
-                    work.end(image, Status.EXPIRED)
+                    work.end(image, Status.NOT_FOUND)
                 elif not work.hold(image):
                     work.end(image, Status.DEADLINE)
                 elif (refused := refusal(value_bytes)) is not None:
@@ -229,7 +229,7 @@ class RespSession:
         if error is None:
             work.end(image, Status.OK)
         elif self._is_elsewhere(image.address, b"-" + error):
-            work.end(image, Status.EXPIRED)
+            work.end(image, Status.NOT_FOUND)
         elif error.startswith(b"OOM"):
             work.end(image, Status.NO_SPACE)
         else:
@@ -281,10 +281,10 @@ class RespSession:
         if (line := self._read_line(deadline)).startswith(b"-WRONGTYPE"):
             return Status.MISMATCH
         if self._is_elsewhere(address, line):
-            return Status.EXPIRED
+            return Status.NOT_FOUND
         length = _number(line, b"$")
         if length == _ABSENT:
-            return Status.EXPIRED
+            return Status.NOT_FOUND
         if length > self._largest:
             raise _broken(f"a value of {length} bytes, the largest image has {self._largest - HEADER_BYTES}")
         if length != expected:

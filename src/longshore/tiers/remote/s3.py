@@ -187,11 +187,11 @@ class S3Session:
             found = self._client(self._settings.fetch_timeout).get(image.address.decode())
             length = self._length_of(found.meta)
             if length != expected:
-                return Status.EXPIRED if not length and found.meta["size"] else _wrong(length, expected)
+                return Status.NOT_FOUND if not length and found.meta["size"] else _wrong(length, expected)
             value = memoryview(found.bytes())
         except _ERRORS as error:
             if _is_absent(error):
-                return Status.EXPIRED
+                return Status.NOT_FOUND
             raise _typed(error, self._settings) from None
         if len(value) != expected:
             return _wrong(len(value), expected)

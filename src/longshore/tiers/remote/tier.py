@@ -56,7 +56,7 @@ _WRITE_PAUSE = 1.0
 """Seconds for which nothing is sent to a store that has said that it is full, or takes no writes."""
 
 _BAD_VALUES = frozenset({Status.CORRUPT, Status.MISMATCH, Status.SHORT})
-_ANSWERED = _BAD_VALUES | {Status.OK, Status.EXPIRED, Status.NO_SPACE}
+_ANSWERED = _BAD_VALUES | {Status.OK, Status.NOT_FOUND, Status.NO_SPACE}
 """Statuses of operations that the store has answered."""
 
 _GRACE = 1.0
