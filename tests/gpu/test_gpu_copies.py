@@ -90,7 +90,7 @@ def test_torch_alone(pools: Callable[..., DevicePools], page: int) -> None:
     round_trip(pools(page), TorchDevice("cuda", staging_bytes=1 << 20))
 
 
-@pytest.mark.parametrize("name", ["gather", "scatter", "shift"])
+@pytest.mark.parametrize("name", ["gather", "scatter", "copy_blocks"])
 @pytest.mark.parametrize("width", [1, 7, 24, 41, 656, 4096])
 @pytest.mark.parametrize("skew", [0, 1, 2, 4, 8])
 def test_a_kernel_does_what_its_reference_does(name: str, width: int, skew: int) -> None:
@@ -109,7 +109,7 @@ def test_a_kernel_does_what_its_reference_does(name: str, width: int, skew: int)
         alignment = (skew | 16) & -(skew | 16)
         tail = bool(width % min(alignment, 16))
         shape = KernelShape.of(chunks, refs, subs, widest=width, alignment=alignment, tail=tail)
-        function(blocks, sources if name == "shift" else rows, table, shape)
+        function(blocks, sources if name == "copy_blocks" else rows, table, shape)
         results.append(where.cpu().numpy())
     np.testing.assert_array_equal(results[1], results[0])
 

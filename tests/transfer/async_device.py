@@ -269,7 +269,7 @@ class QueuedGpu(CudaAccelerator):
         def run() -> None:
             found = [_on_cpu(*place) for place in places]
             rows = torch.zeros(shape.chunks, dtype=torch.int64)
-            if kernel is kernel_references.shift_reference:
+            if kernel is kernel_references.copy_blocks_reference:
                 pages = [page for ids in found[:2] for page in kernel_references.pages_of(ids, rows, found[2], shape)]
                 touched = [(page, width) for page, _, width in pages]
             else:

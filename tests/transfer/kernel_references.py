@@ -21,8 +21,8 @@ def scatter_reference(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Ten
         _memory(page, width).copy_(_memory(place, width))
 
 
-def shift_reference(blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
-    """As `shift`, page by page."""
+def copy_blocks_reference(blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
+    """As `copy_blocks`, page by page."""
     rows = torch.zeros(shape.chunks, dtype=torch.int64)
     written, read = pages_of(blocks, rows, table, shape), pages_of(sources, rows, table, shape)
     for (to, _, width), (at, _, _) in zip(written, read, strict=True):

@@ -354,8 +354,8 @@ def test_start_takes_bounded_streams_and_memory_its_own(
     _, accelerator, library, without = started(hardware, tmp_path / "kept.json")
     assert not accelerator.launched
     assert (len(library.made), sorted(library.destroyed)) == (4, sorted(library.made))
-    ring, slips = 1 << 14, CudaStream.depth * 8 * (64 << 10)
-    assert 2 * ring <= with_calibration == without <= 2 * (ring + slips) + (1 << 12)
+    ring, descriptors = 1 << 14, CudaStream.depth * 8 * (64 << 10)
+    assert 2 * ring <= with_calibration == without <= 2 * (ring + descriptors) + (1 << 12)
 
 
 def test_calibration_gives_all_its_memory_back(both: tuple[Queued, Queued], tmp_path: Path) -> None:

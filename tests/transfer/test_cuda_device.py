@@ -233,7 +233,7 @@ def test_kernels_are_compiled_on_the_gpu_that_they_are_for(monkeypatch: pytest.M
         now.pop()
 
     monkeypatch.setattr(torch.cuda, "device", current)
-    for name in ("gather", "scatter", "shift"):
+    for name in ("gather", "scatter", "copy_blocks"):
         monkeypatch.setattr(f"longshore.transfer.device.cuda.kernels.{name}", lambda *_: seen.append(now.copy()))
     where = torch.device("cpu")
     CudaAccelerator(where).prepare(KernelShape.of(1, 1, 1, widest=16, alignment=16, tail=False))

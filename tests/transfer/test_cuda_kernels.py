@@ -85,7 +85,7 @@ class Case:
         """All bytes after `module`'s function has run; afterwards they are as they were."""
         memory = [*self.pools, self.rows]
         before = [array.copy() for array in memory]
-        second = self.sources if name.startswith("shift") else torch.from_numpy(self.starts)
+        second = self.sources if name.startswith("copy_blocks") else torch.from_numpy(self.starts)
         getattr(module, name)(self.blocks, second, self.table, self.shape)
         after = [array.copy() for array in memory]
         for array, old in zip(memory, before, strict=True):
@@ -100,7 +100,7 @@ def aligned(array: np.ndarray[Any, Any]) -> int:
 PLACES = list(itertools.product(PAGES, (0, 1, 2, 4, 8)))
 
 
-@pytest.mark.parametrize("name", ["gather", "scatter", "shift"])
+@pytest.mark.parametrize("name", ["gather", "scatter", "copy_blocks"])
 @pytest.mark.parametrize(
     ("page", "skew"), deep([(page, skew) for page, skew in PLACES if not skew or page == 656], PLACES)
 )
@@ -113,7 +113,7 @@ def test_a_kernel_does_what_its_reference_does(interpreted: ModuleType, name: st
         np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("name", ["gather", "scatter", "shift"])
+@pytest.mark.parametrize("name", ["gather", "scatter", "copy_blocks"])
 @pytest.mark.parametrize("widths", [(48, 41), (15, 64), (1, 17)])
 def test_pages_that_move_in_part(interpreted: ModuleType, name: str, widths: tuple[int, int]) -> None:
     case = Case(64, skew=0, widths=widths)
@@ -139,7 +139,7 @@ def test_words_are_as_wide_as_addresses_allow() -> None:
 # What they are compiled to, for GPUs that are not here. `make abi` does this with the oldest Triton that is admitted.
 
 ARCHITECTURES = (80, 90, 100, 120)
-MOVES = ("gather_kernel", "scatter_kernel", "shift_kernel")
+MOVES = ("gather_kernel", "scatter_kernel", "copy_blocks_kernel")
 _WARPS = 8
 MOST_REGISTERS = 128
 """Of a thread: two programs of 256 threads fit beside each other on a multiprocessor, or one beside the engine's."""

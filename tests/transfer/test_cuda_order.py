@@ -241,7 +241,7 @@ def test_compute_that_is_held_sees_what_was_onboarded(way: Way, mood: str | int)
 
 @pytest.mark.parametrize("into", [HOST, DEVICE])
 @pytest.mark.parametrize("way", WAYS)
-def test_more_copies_than_slips_leave_no_descriptor_behind(way: Way, into: str) -> None:
+def test_more_copies_than_buffers_leave_no_descriptor_behind(way: Way, into: str) -> None:
     """What describes a copy is not written again while the copy may still read it."""
     pools = Pools(flat(64, 656), slots=64)
     gpu = StandIn(Always(way), staging_bytes=1 << 13)

@@ -81,7 +81,7 @@ def test_copies_inside_the_device(data: st.DataObject) -> None:
     lane.close()
     for got, wanted in zip(pools.device_bytes(), expected, strict=True):
         np.testing.assert_array_equal(got, wanted)
-    assert set(gpu.accelerator.kernels) == {"shift"}
+    assert set(gpu.accelerator.kernels) == {"copy_blocks"}
     # The driver has brought orders and nothing else: what it prefers for the link is slow inside the device.
     assert {count for _, count in gpu.library.calls} == {1}
 
@@ -273,7 +273,7 @@ def test_more_orders_than_was_taken_room_for_are_counted() -> None:
     lane.send([inside(layout, 0, blocks[:half], blocks[half:]).batch])
     lane.finish()
     np.testing.assert_array_equal(pools.device_bytes()[0], expected[0])
-    assert gpu.device.fallbacks() == {"longer_slip": 1}
+    assert gpu.device.fallbacks() == {"descriptors_grown": 1}
 
 
 def test_kernels_leave_host_memory_of_useless_addresses_alone() -> None:
@@ -443,14 +443,14 @@ def test_slots_of_a_ring_take_turns() -> None:
     assert addresses[:RING_SLOTS] == addresses[RING_SLOTS:]
 
 
-def test_a_slip_keeps_descriptors_until_it_is_used_again() -> None:
-    slip = DescriptorBuffer(StandIn(Always(Way.STAGED)).accelerator, Fallbacks())
+def test_descriptor_buffer_keeps_descriptors_until_its_next_use() -> None:
+    buffer = DescriptorBuffer(StandIn(Always(Way.STAGED)).accelerator, Fallbacks())
     column = np.zeros(3, np.uint64)
     gone = weakref.ref(column)
-    slip.keep(column, column, column)
+    buffer.keep(column, column, column)
     del column
     assert gone() is not None
-    slip.begin()
+    buffer.begin()
     assert gone() is None
 
 

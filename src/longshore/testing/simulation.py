@@ -1,7 +1,7 @@
 """Runs concurrent actors in one thread, one step at a time, in a chosen order.
 
     script     a plain function; other actors may run before each of its actions, and while it waits
-    lanes      the engine's own generators; each continues when its gate is open
+    lanes      the engine's own generators; each continues when its condition is met
     queues     streams of the device; operations run later than submitted, copies in two halves
 
 If several actors can continue, `choose(count)` selects one: at random, or each in turn (`explore`).
@@ -110,7 +110,7 @@ class StuckError(LongshoreError):
 
 
 class BlockedError(LongshoreError):
-    """A lane would have blocked outside a gate."""
+    """A lane would have blocked outside a wait condition."""
 
 
 class Operation(NamedTuple):
@@ -164,7 +164,7 @@ class SimulatedQueue:
 class _LaneActor:
     name: str
     steps: Generator[WaitCondition, None, None]
-    gate: WaitCondition | None = None
+    condition: WaitCondition | None = None
     is_running: bool = False
 
 
@@ -239,7 +239,7 @@ class Simulation(LaneDriver):
         return True
 
     def notify(self) -> None:
-        """No effect: gates are checked at every step."""
+        """No effect: conditions are checked at every step."""
 
     def start(self, name: str, lane: Generator[WaitCondition, None, None], stop: Callable[[], None]) -> None:
         """Add an actor."""
@@ -272,7 +272,7 @@ class Simulation(LaneDriver):
             raise ValueError(f"two actors cannot both be called {name!r}")
 
     def _options(self) -> list[tuple[str, Callable[[], None]]]:
-        lanes = [(lane.name, lambda lane=lane: self._resume(lane)) for lane in self.lanes if self._is_open(lane)]
+        lanes = [(lane.name, lambda lane=lane: self._resume(lane)) for lane in self.lanes if self._can_resume(lane)]
         queues = [(queue.name, queue.run) for queue in self.queues if queue.can_run()]
         return lanes + queues
 
@@ -291,18 +291,18 @@ class Simulation(LaneDriver):
         options[index][1]()
         return True
 
-    def _is_open(self, lane: _LaneActor) -> bool:
-        if lane.gate is None or lane.is_running:
+    def _can_resume(self, lane: _LaneActor) -> bool:
+        if lane.condition is None or lane.is_running:
             return not lane.is_running
         with _Turn(self, lane.name):
-            return lane.gate.is_open()
+            return lane.condition.is_met()
 
     def _resume(self, lane: _LaneActor) -> None:
         with _Turn(self, lane.name):
             lane.is_running = True
-            lane.gate = next(lane.steps, None)
+            lane.condition = next(lane.steps, None)
             lane.is_running = False
-        if lane.gate is None:
+        if lane.condition is None:
             self.lanes.remove(lane)
 
 

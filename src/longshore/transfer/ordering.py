@@ -20,7 +20,9 @@ A lane chooses the next copy, submits it to the device, and ends jobs in order:
 A job begins when all jobs that it conflicts with have ended, in any direction and class.
 
 A lane is a generator. It yields a `WaitCondition`, and does not block on another lane between two yields. A
-`LaneDriver` resumes it when the condition is met: threads in production, a scheduler in tests that try every order.
+`LaneDriver` resumes it: in production `Threads`, a thread for each lane, which sleeps until the condition is met; where
+the lane waits for the device (`is_device`) it is resumed at once, and blocks in `Copy.finish`. In tests that try every
+order, a scheduler resumes it, when either condition is met.
 """
 
 from __future__ import annotations
@@ -126,11 +128,11 @@ class WaitCondition(NamedTuple):
     """A condition that a lane waits for.
 
     Attributes:
-        is_open: Whether the lane may continue. Reads state under the engine's lock, unless `is_device`.
-        is_device: Whether the wait is a blocking call of the device.
+        is_met: Whether the lane may continue. Reads state under the engine's lock, unless `is_device`.
+        is_device: Whether the device meets it. `Threads` resumes the lane at once, which blocks in `Copy.finish`.
     """
 
-    is_open: Callable[[], bool]
+    is_met: Callable[[], bool]
     is_device: bool = False
 
 
@@ -199,7 +201,7 @@ class Threads(LaneDriver):
             if not condition.is_device:
                 try:
                     with self._changed:
-                        self._changed.wait_for(condition.is_open)
+                        self._changed.wait_for(condition.is_met)
                 except Exception as error:  # noqa: BLE001 - the lane is told, and returns
                     with contextlib.suppress(StopIteration):
                         lane.throw(error)

@@ -241,7 +241,7 @@ def kernel_arguments(layout: KVLayout, part: CopyPart, rows: PageRows) -> Kernel
     return KernelArguments(np.ascontiguousarray(part.blocks).reshape(-1), rows.starts, lines.reshape(-1), shape)
 
 
-def shift_arguments(layout: KVLayout, part: CopyPart, sources: I64) -> KernelArguments:
+def block_copy_arguments(layout: KVLayout, part: CopyPart, sources: I64) -> KernelArguments:
     """For a kernel that moves the pages of `sources`, shape `(chunks, subs)`, to those of `part`'s blocks."""
     none = np.zeros(len(part.widths), dtype=np.uint64)
     arguments = kernel_arguments(layout, part, PageRows(np.zeros(1, dtype=np.int64), none, none))

@@ -124,8 +124,8 @@ class CudaDevice(StreamDevice):
     Fallbacks beside those of all devices with streams: `no_batched_copy`: the driver has no batched call.
     `host_unregistered`: a batch was copied through pinned stages. `late_bounce`: these were allocated only then.
     `straddling_piece`: adjacent images are in different registrations. `smaller_ring`, `no_ring`: less device memory
-    for staging. `longer_slip`: more kernel arguments than allocated for. `no_kernels`: kernels cannot be compiled, so
-    pages were copied one by one.
+    for staging. `descriptors_grown`: more kernel arguments than allocated for. `no_kernels`: kernels cannot be
+    compiled, so pages were copied one by one.
     """
 
     def __init__(

@@ -340,13 +340,13 @@ class CudaAccelerator(Accelerator):
 
         none = torch.zeros(2, dtype=torch.int64, device=self.device)
         with self.as_current():
-            for move in (kernels.gather, kernels.scatter, kernels.shift):
+            for move in (kernels.gather, kernels.scatter, kernels.copy_blocks):
                 move(none, none, none, shape._replace(chunks=0))
 
     def launch(
         self, kernel: str, blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape
     ) -> None:
-        """Launch `gather`, `scatter` or `shift` of `kernels`."""
+        """Launch `gather`, `scatter` or `copy_blocks` of `kernels`."""
         from longshore.transfer.device.cuda import kernels  # noqa: PLC0415
 
         getattr(kernels, kernel)(blocks, rows, table, shape)

@@ -111,7 +111,7 @@ def _scatter_some(
 
 
 @triton.jit
-def _shift_some(
+def _copy_some_blocks(
     start, blocks, sources, table, total, refs, subs, segments,
     WORD: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, TAIL: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
@@ -147,13 +147,13 @@ def scatter_kernel(
 
 
 @triton.jit(do_not_specialize=["total", "refs", "subs", "segments"])
-def shift_kernel(
+def copy_blocks_kernel(
     blocks, sources, table, total, refs, subs, segments,
     WORD: tl.constexpr, SPAN: tl.constexpr, PIECES: tl.constexpr, TAIL: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """Pages of `sources` into those of `blocks`."""
     for start in range(tl.program_id(0) * PIECES, total, tl.num_programs(0) * PIECES):
-        _shift_some(start, blocks, sources, table, total, refs, subs, segments, WORD, SPAN, PIECES, TAIL)
+        _copy_some_blocks(start, blocks, sources, table, total, refs, subs, segments, WORD, SPAN, PIECES, TAIL)
 
 
 def gather(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
@@ -173,9 +173,9 @@ def scatter(blocks: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, shape
     _launch(scatter_kernel, (blocks, rows, table), shape)
 
 
-def shift(blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
+def copy_blocks(blocks: torch.Tensor, sources: torch.Tensor, table: torch.Tensor, shape: KernelShape) -> None:
     """Pages of `sources` into those of `blocks`, which are as many and none of them; arguments as for `gather`."""
-    _launch(shift_kernel, (blocks, sources, table), shape)
+    _launch(copy_blocks_kernel, (blocks, sources, table), shape)
 
 
 def constants(shape: KernelShape) -> dict[str, Any]:

@@ -38,13 +38,13 @@ from longshore.transfer.device.cuda.arguments import (
     PROGRAMS,
     KernelArguments,
     KernelShape,
+    block_copy_arguments,
     image_runs,
     kernel_arguments,
     kernel_shapes,
     link_copies,
     rows_in_images,
     rows_in_stage,
-    shift_arguments,
     staged,
 )
 from longshore.transfer.device.cuda.driver import RELAXED, CudaAccelerator, Driver
@@ -124,8 +124,8 @@ class CopyStreams:
     """The two streams of one direction, and the ring between them.
 
     Attributes:
-        kernels: Runs kernels.
-        link: Runs copies over the link.
+        kernel_stream: Runs kernels.
+        link_stream: Runs copies over the link.
         ring: Device memory for staging; `None` if it could not be allocated.
     """
 
@@ -135,18 +135,18 @@ class CopyStreams:
         """Allocate all; arguments as for `take_ring`. Raises `DeviceError` with nothing allocated."""
         self._accelerator = accelerator
         self._driver = driver
-        self.kernels = accelerator.create_stream(driver)
+        self.kernel_stream = accelerator.create_stream(driver)
         try:
-            self.link = accelerator.create_stream(driver)
+            self.link_stream = accelerator.create_stream(driver)
         except DeviceError:
-            accelerator.destroy_stream(driver, self.kernels)
+            accelerator.destroy_stream(driver, self.kernel_stream)
             raise
         self.ring = take_ring(accelerator, fallbacks, nbytes, largest_page)
 
     def close(self) -> None:
         """Free the memory, then the streams. No copy may be in flight."""
         self.ring = None
-        self._accelerator.destroy_streams(self._driver, (self.kernels, self.link))
+        self._accelerator.destroy_streams(self._driver, (self.kernel_stream, self.link_stream))
 
 
 class Kernels:
@@ -218,7 +218,7 @@ class DescriptorBuffer:
         ends = list(itertools.accumulate((column.size + column.size % 2 for column in columns), initial=0))
         total = ends[-1]
         if total > self._host.numel():
-            self._fallbacks.count("longer_slip")
+            self._fallbacks.count("descriptors_grown")
             self._take(1 << (total - 1).bit_length())
         array = self._host.numpy()
         parts: list[torch.Tensor] = []
@@ -319,7 +319,7 @@ class CudaStream(Stream):
             largest = max(ref.page_bytes for group in layout.groups for ref in group.refs)
             streams = CopyStreams(accelerator, resources.driver, resources.fallbacks, staging_bytes, largest)
         self._streams = streams
-        self._kernels, self._link, self._ring = streams.kernels, streams.link, streams.ring
+        self._kernel_stream, self._link_stream, self._ring = streams.kernel_stream, streams.link_stream, streams.ring
         self._bounce: StagedStream | None = None
         self._buffers: list[DescriptorBuffer] = []
         self._copies = 0
@@ -331,7 +331,7 @@ class CudaStream(Stream):
             if in_one_piece is None or not self._has_kernels:
                 self._take_bounce()
             # The memory may have had another owner, whose work on the current stream is not done.
-            for stream in (self._kernels, self._link):
+            for stream in (self._kernel_stream, self._link_stream):
                 self._join(accelerator.current_stream(), stream)
         except BaseException:
             self.close()
@@ -339,7 +339,7 @@ class CudaStream(Stream):
 
     def bind(self) -> None:
         """Make this stream and its device current in the calling thread, and relax its capture mode."""
-        self._resources.accelerator.use(self._kernels)
+        self._resources.accelerator.use(self._kernel_stream)
         self._resources.driver.make_current(self._resources.accelerator.ordinal)
         self._resources.driver.exchange_capture_mode(RELAXED)
 
@@ -347,7 +347,7 @@ class CudaStream(Stream):
         """Submit `batch` by the fastest way; the streams wait for `wait_events`, the calling thread does not."""
         batch.check_live()
         for event in wait_events:
-            for stream in (self._kernels, self._link):
+            for stream in (self._kernel_stream, self._link_stream):
                 cast(StreamEvent, event).make_wait(stream)
         if not batch.is_d2d and not self._is_registered(batch):
             self._resources.fallbacks.count("host_unregistered")
@@ -359,20 +359,20 @@ class CudaStream(Stream):
         self._copies += 1
         buffer.begin()
         if batch.is_d2d:
-            return self._copy_on(self._kernels, buffer, lambda: self._shift(batch, buffer))
+            return self._copy_on(self._kernel_stream, buffer, lambda: self._copy_blocks(batch, buffer))
         way, pieces = self._choose(batch, buffer.builder)
         if way is Way.DIRECT:
             # In the order of the images: the link is twice as fast where their addresses ascend.
             pieces = buffer.builder.build(batch) if pieces is None else pieces
             if self._in_registrations(batch, pieces):
                 return self._copy_on(
-                    self._link, buffer, lambda: self._copy_over_link(buffer.keep(*pieces.directed(self._into)))
+                    self._link_stream, buffer, lambda: self._copy_over_link(buffer.keep(*pieces.directed(self._into)))
                 )
             self._resources.fallbacks.count("straddling_piece")
             way, _ = self._choose(batch, buffer.builder, without=Way.DIRECT)
         match way:
             case Way.ZERO_COPY:
-                return self._copy_on(self._kernels, buffer, lambda: self._zero_copy(batch, buffer))
+                return self._copy_on(self._kernel_stream, buffer, lambda: self._zero_copy(batch, buffer))
             case Way.STAGED if self._ring is not None:
                 return self._staged(batch, buffer, self._ring)
             case _:
@@ -391,7 +391,7 @@ class CudaStream(Stream):
             if self._bounce is not None:
                 self._bounce.drain()
         finally:
-            for stream in (self._kernels, self._link):
+            for stream in (self._kernel_stream, self._link_stream):
                 self._resources.events.record(stream).wait()
 
     def close(self) -> None:
@@ -440,7 +440,7 @@ class CudaStream(Stream):
     def _copy_on(self, stream: torch.Stream, buffer: DescriptorBuffer, send: Callable[[], None]) -> Copy:
         """A copy on `stream`, ordered after all earlier work on both streams."""
         if self._only_stream is not stream:
-            self._join(self._link if stream is self._kernels else self._kernels, stream)
+            self._join(self._link_stream if stream is self._kernel_stream else self._kernel_stream, stream)
             self._only_stream = stream
         begun = self._record(stream)
         try:
@@ -459,19 +459,24 @@ class CudaStream(Stream):
             orders.append(order._replace(shape=order.shape._replace(programs=self._programs)))
         self._run(zip(orders, self._upload(buffer, orders), strict=True))
 
-    def _shift(self, batch: CopyBatch, buffer: DescriptorBuffer) -> None:
-        orders = [shift_arguments(batch.layout, part, part.sources) for part in batch.parts if part.sources is not None]
-        self._launch("shift", zip(orders, self._upload(buffer, orders), strict=True))
+    def _copy_blocks(self, batch: CopyBatch, buffer: DescriptorBuffer) -> None:
+        orders = [
+            block_copy_arguments(batch.layout, part, part.sources) for part in batch.parts if part.sources is not None
+        ]
+        self._launch("copy_blocks", zip(orders, self._upload(buffer, orders), strict=True))
 
     def _staged(self, batch: CopyBatch, buffer: DescriptorBuffer, ring: Ring) -> Copy:
         offloads = self._into == HOST
         if self._only_stream is not None:
-            self._join(self._only_stream, self._link if self._only_stream is self._kernels else self._kernels)
+            self._join(
+                self._only_stream,
+                self._link_stream if self._only_stream is self._kernel_stream else self._kernel_stream,
+            )
             self._only_stream = None
-        begun = self._record(self._kernels if offloads else self._link)
+        begun = self._record(self._kernel_stream if offloads else self._link_stream)
         try:
             done_event = self._through_ring(batch, buffer, ring)
-            ended = self._record(self._link if offloads else self._kernels)
+            ended = self._record(self._link_stream if offloads else self._kernel_stream)
         except BaseException:
             self._resources.events.release(begun)
             raise
@@ -489,20 +494,20 @@ class CudaStream(Stream):
         given = iter(zip(orders, self._upload(buffer, orders), strict=True))
         for slot, parts in slots:
             descriptors = buffer.keep(*link_copies(batch, parts, slot.address))
-            kernels = list(itertools.islice(given, len(parts)))
+            launches = list(itertools.islice(given, len(parts)))
             if self._into == HOST:
-                self._wait_for_slot(slot, self._kernels)
-                self._run(kernels)
-                self._join(self._kernels, self._link)
+                self._wait_for_slot(slot, self._kernel_stream)
+                self._run(launches)
+                self._join(self._kernel_stream, self._link_stream)
                 self._copy_over_link(descriptors)
-                slot.last_use = self._resources.events.record(self._link)
+                slot.last_use = self._resources.events.record(self._link_stream)
             else:
-                self._wait_for_slot(slot, self._link)
+                self._wait_for_slot(slot, self._link_stream)
                 self._copy_over_link(descriptors)
-                self._join(self._link, self._kernels)
-                self._run(kernels)
-                slot.last_use = self._resources.events.record(self._kernels)
-        return self._resources.events.record(self._kernels)
+                self._join(self._link_stream, self._kernel_stream)
+                self._run(launches)
+                slot.last_use = self._resources.events.record(self._kernel_stream)
+        return self._resources.events.record(self._kernel_stream)
 
     def _through_bounce(self, batch: CopyBatch) -> Copy:
         """Through pinned stages that this thread fills and empties, after everything on both streams."""
@@ -510,15 +515,15 @@ class CudaStream(Stream):
         if bounce is None:
             self._resources.fallbacks.count("late_bounce")
             bounce = self._take_bounce()
-        if self._only_stream is not self._kernels:
-            self._join(self._link, self._kernels)
-            self._only_stream = self._kernels
+        if self._only_stream is not self._kernel_stream:
+            self._join(self._link_stream, self._kernel_stream)
+            self._only_stream = self._kernel_stream
         return bounce.copy(batch, ())
 
     def _take_bounce(self) -> StagedStream:
         resources = self._resources
         self._bounce = stream_into(
-            self._into, resources.accelerator, resources.events, resources.fallbacks, self._kernels, self._layout,
+            self._into, resources.accelerator, resources.events, resources.fallbacks, self._kernel_stream, self._layout,
             self._staging_bytes,
         )  # fmt: skip
         return self._bounce
@@ -526,18 +531,18 @@ class CudaStream(Stream):
     def _upload(self, buffer: DescriptorBuffer, orders: list[KernelArguments]) -> list[DeviceArguments]:
         """Bring `orders` to the device, before the kernels that follow."""
         copy, arguments = buffer.write(orders)
-        self._resources.driver.copy_one(self._handle(self._kernels), *copy)
+        self._resources.driver.copy_one(self._handle(self._kernel_stream), *copy)
         return arguments
 
-    def _run(self, kernels: Iterable[tuple[KernelArguments, DeviceArguments]]) -> None:
-        self._launch("gather" if self._into == HOST else "scatter", kernels)
+    def _run(self, launches: Iterable[tuple[KernelArguments, DeviceArguments]]) -> None:
+        self._launch("gather" if self._into == HOST else "scatter", launches)
 
-    def _launch(self, kernel: str, orders: Iterable[tuple[KernelArguments, DeviceArguments]]) -> None:
-        for order, arguments in orders:
+    def _launch(self, kernel: str, launches: Iterable[tuple[KernelArguments, DeviceArguments]]) -> None:
+        for order, arguments in launches:
             self._resources.accelerator.launch(kernel, *arguments, order.shape)
 
     def _copy_over_link(self, descriptors: Descriptors) -> None:
-        self._resources.driver.copy(self._handle(self._link), *descriptors)
+        self._resources.driver.copy(self._handle(self._link_stream), *descriptors)
 
     def _wait_for_slot(self, slot: RingSlot, stream: torch.Stream) -> None:
         if slot.last_use is not None:
