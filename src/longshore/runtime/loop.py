@@ -115,8 +115,8 @@ class Runtime:
         self.pid = os.getpid()
         self._unpollable: list[Mover] = []  # they could not be polled after a fault
         self._calls = CallLog(cache, self.fail)
-        self._applies = 0
-        """Calls after which what a caller waits for may have happened."""
+        self._cache_version = 0
+        """Grows with each change of the cache: what a caller waits for may have happened since the version it saw."""
         self._idle_until = -math.inf
         """Waits do not call the cache before, without results: nothing is due, unless a caller has used it."""
         self.fault: BaseException | None = None
@@ -133,7 +133,7 @@ class Runtime:
             if self.fault is None:
                 self.fault = error
                 self.faults += 1
-                self._applies += 1
+                self._cache_version += 1
                 log_fault(error, self._calls)
                 self._waiting.clear()
                 self._probing.clear()
@@ -145,7 +145,9 @@ class Runtime:
 
     @contextmanager
     def transaction(self) -> Iterator[TieredCache]:
-        """Exclusive access to the cache; its commands are submitted when the block ends.
+        """A lock: exclusive access to the cache. Nothing is rolled back.
+
+        When the block ends, the commands that the cache has given are submitted, also if the block raises.
 
         Raises `TierClosedError` after `close`, and in a process forked from the one of the movers' threads.
         """
@@ -159,9 +161,9 @@ class Runtime:
                 try:
                     yield self._cache
                 finally:
-                    self._applies += 1
+                    self._cache_version += 1
                     self._idle_until = -math.inf
-                    self._pump(is_told=True)
+                    self._pump(cache_has_time=True)
                     if self._is_busy:
                         self.wakeup.set()
 
@@ -228,7 +230,7 @@ class Runtime:
         """Whether `job` is in flight; `False` for all jobs once the runtime is closed."""
         with self._lock:
             if self.fault is None:
-                with self._reported():
+                with self._suppress_logged_fault():
                     return not self._cache.progress(job).is_over
             return job in self._running
 
@@ -327,23 +329,23 @@ class Runtime:
         return running or bool(self._waiting or self._probing)
 
     @contextmanager
-    def _reported(self) -> Iterator[None]:
-        """Suppress a fault of the control plane, which `fail` has logged."""
+    def _suppress_logged_fault(self) -> Iterator[None]:
+        """Suppress the fault of the control plane that `fail` has logged; exceptions of movers and callers go on."""
         try:
             yield
         except Exception as error:
-            if error is not self.fault:  # but of a mover, or of a caller
+            if error is not self.fault:
                 raise
 
     def _wait(self, done: Callable[[], bool], timeout: float, *, of_movers: bool = False) -> bool:
         """Wait until `done()`. It is called after each cache change; with `of_movers`, at each poll."""
-        deadline, (nap, longest), asked = self.clock() + timeout, _POLL_SECONDS, -1
+        deadline, (nap, longest), last_seen = self.clock() + timeout, _POLL_SECONDS, -1
         while True:
             with self._lock:
                 self._pump()
-                with self._reported():  # `done` is asked again then, and has its answer without the cache
-                    if asked != self._applies or of_movers or self.fault is not None:
-                        asked = self._applies
+                with self._suppress_logged_fault():  # after it, `done` is called again, and does not use the cache
+                    if last_seen != self._cache_version or of_movers or self.fault is not None:
+                        last_seen = self._cache_version
                         if done():
                             self._pump()
                             return True
@@ -353,10 +355,10 @@ class Runtime:
             time.sleep(nap)
             nap = min(2 * nap, longest)
 
-    def _pump(self, *, is_told: bool = False) -> None:
-        with self._reported():
+    def _pump(self, *, cache_has_time: bool = False) -> None:
+        with self._suppress_logged_fault():
             try:
-                self._advance(is_told) if self.fault is None else self._drain()
+                self._advance(cache_has_time) if self.fault is None else self._drain()
             except BaseException as error:
                 if not isinstance(error, Exception):  # KeyboardInterrupt: commands or results may be lost
                     self.fail(error)
@@ -383,9 +385,9 @@ class Runtime:
                     if not running.ranks:
                         del self._running[result.job]
 
-    def _advance(self, is_told: bool) -> None:
-        """Pass on commands and results until there are none. `is_told`: the cache has the current time."""
-        commands = self._cache.take_commands() if is_told else ()  # else they are taken below, after the results
+    def _advance(self, cache_has_time: bool) -> None:
+        """Pass on commands and results until there are none. `cache_has_time`: the cache has the current time."""
+        commands = self._cache.take_commands() if cache_has_time else ()  # else they are taken below, after the results
         while True:
             for command in commands:
                 self._dispatch(command)
@@ -400,11 +402,11 @@ class Runtime:
                         self._results.append(answer)
                         self._observe_probe(*asked)
             results, self._results = self._results, []
-            if not results and (is_told or now < self._idle_until):
+            if not results and (cache_has_time or now < self._idle_until):
                 return
             self._cache.apply_results(results, now)  # of none, too: deadlines pass all the same
-            self._applies += 1
-            is_told = True
+            self._cache_version += 1
+            cache_has_time = True
             commands = self._cache.take_commands()
             if not results and not commands:
                 self._idle_until = now + _POLL_SECONDS[1]
@@ -468,7 +470,7 @@ class Runtime:
         whole = usable == len(transfer.items)
         try:
             if mover is None:
-                raise TierClosedError(f"no transfer backend for route {transfer.route}")
+                raise TierClosedError(f"no mover serves the route {transfer.route}")
             mover.submit(transfer if whole else _truncated(transfer, usable, self._cache.settings.blocks_per_chunk))
         except Exception as error:  # noqa: BLE001 - whatever a mover raises, the job must end, and the others go on
             status = refusal_status(error)
@@ -485,7 +487,7 @@ class Runtime:
         prober = self._probers.get(probe.tier)
         try:
             if prober is None or probe.ranks != 1:
-                raise PlanError(f"no remote lookup handler for tier {probe.tier}, {probe.ranks} ranks")
+                raise PlanError(f"no prober for tier {probe.tier} and {probe.ranks} ranks")
             prober.ask(probe)
         except Exception as error:  # noqa: BLE001
             if not isinstance(error, TierClosedError):
