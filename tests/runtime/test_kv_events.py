@@ -106,7 +106,7 @@ class Storm:
         if self.draw.random() < 0.1:
             self.paths[at] = self.path()
         tokens, keys = self.paths[at], chain(ROOT, self.paths[at], CHUNK)
-        self.publisher.describe(keys, 0, tokens)
+        self.publisher.record_tokens(keys, 0, tokens)
         return keys
 
     def ask(self) -> None:
@@ -242,7 +242,7 @@ class Rig:
     def store(self, tokens: list[int], *, describe: bool = True) -> list[Key]:
         keys = chain(ROOT, tokens, CHUNK)
         if describe and (publisher := self.recorder.publisher) is not None:
-            publisher.describe(keys, 0, tokens)
+            publisher.record_tokens(keys, 0, tokens)
         with self.runtime.transaction() as cache:
             cache.store({0: GroupKeys(keys)}, {0: range(len(keys))})
         self.mover.end()
@@ -337,9 +337,9 @@ def test_chunks_are_told_as_soon_as_their_tokens_are_known(opened: Open) -> None
     keys = rig.store([1, 2, 3, 4], describe=False)
     rig.recorder.pump()
     assert not taps.frames
-    publisher.describe(keys, 0, [1, 2, 3, 4])
+    publisher.record_tokens(keys, 0, [1, 2, 3, 4])
     rig.recorder.pump()
-    publisher.describe(keys, 0, [1, 2, 3, 4])
+    publisher.record_tokens(keys, 0, [1, 2, 3, 4])
     rig.recorder.pump()
     for frames in taps.frames:
         router.read(frames)
@@ -360,7 +360,7 @@ def test_a_path_that_files_had_at_start_is_one_event(opened: Open) -> None:
     recorder = EventRecorder(Runtime(cache, []), None, 1 << 20, publisher=publisher, start=False)
     while recorder.pump():
         pass
-    publisher.describe(keys, 0, tokens)
+    publisher.record_tokens(keys, 0, tokens)
     recorder.pump()
     assert recorder.missed == 0
     router.batches = 1
@@ -382,7 +382,7 @@ def test_a_named_chunk_takes_few_bytes(opened: Open) -> None:
     try:
         before = tracemalloc.get_traced_memory()[0]
         for number, keys in enumerate(paths):
-            publisher.describe(keys, 0, [100_000 + number + at for at in range(8 * size)])
+            publisher.record_tokens(keys, 0, [100_000 + number + at for at in range(8 * size)])
             stored = [Event(0, EventKind.STORED, tier=tier, key=key) for key in keys for tier in (IN_HOST, REMOTE)]
             publisher.publish(stored)
         publisher._kept.clear()
@@ -398,7 +398,7 @@ def test_tokens_of_unstored_blocks_are_not_kept_for_ever(opened: Open, monkeypat
     monkeypatch.setattr(wire, "_DESCRIBED", 10)
     publisher = opened()
     for number in range(50):
-        publisher.describe([bytes([number]) * 32], 0, [1, 2, 3, 4])
+        publisher.record_tokens([bytes([number]) * 32], 0, [1, 2, 3, 4])
         publisher.publish([])
     assert len(publisher._lately) == 10
 
@@ -408,8 +408,8 @@ def test_a_waiting_request_is_described_once(opened: Open, monkeypatch: pytest.M
     publisher = opened()
     first, others = ([bytes([each]) * 32 for each in some] for some in (range(1), range(1, 51)))
     for _ in range(9):
-        publisher.describe(others, 0, [0] * 200)
-    publisher.describe(first, 0, [0] * 4)
+        publisher.record_tokens(others, 0, [0] * 200)
+    publisher.record_tokens(first, 0, [0] * 4)
     publisher.publish([])
     assert {first[0], *others} <= set(publisher._lately)
     assert not publisher._pending

@@ -198,7 +198,7 @@ class TestInspection:
         other.tier.close()
         with Fsck(directory) as fsck:
             entries = fsck.entries()
-            now = float(entries["written"].max())
+            now = float(entries["written_at"].max())
             seen = inspect(fsck, fsck.headers(), now)
             later = inspect(fsck, fsck.headers(), now + 3 * 24 * 3600)
         assert (seen.slabs, seen.records, seen.stale, seen.from_index) == (SLOTS, 5, 0, True)

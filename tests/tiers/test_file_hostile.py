@@ -20,7 +20,7 @@ from longshore.testing import TierHarness, TierTests
 from longshore.tiers.arena import DISK_PAGE
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import COPIES
-from longshore.tiers.file.format import VERSION, RecordHeader, parse_header, parse_superblock, seal
+from longshore.tiers.file.format import VERSION, RecordHeader, finish_page, parse_header, parse_superblock
 from longshore.tiers.file.index import checkpoint_name
 from longshore.tiers.file.recovery import replay_journal
 
@@ -46,7 +46,7 @@ class TestReaders:
         st.sampled_from([fmt.CHECKPOINT_MAGIC, fmt.JOURNAL_MAGIC, b"LNGSHREC", b"LNGSHSUP", b""]),
     )
     def test_noise_behind_a_right_prologue_only_ever_raises_format_errors(self, noise: bytes, magic: bytes) -> None:
-        page = seal((magic + struct.pack("<I", VERSION) + noise)[: DISK_PAGE - 8])
+        page = finish_page((magic + struct.pack("<I", VERSION) + noise)[: DISK_PAGE - 8])
         for parse in READERS:
             try:
                 parse(page)
@@ -71,7 +71,7 @@ class TestReaders:
         except FormatError:
             return
         assert found.tobytes() == body
-        assert fmt.describes(found).all()
+        assert fmt.valid_entries(found).all()
         assert len(np.unique(found["slot"])) == len(found)
 
     @given(

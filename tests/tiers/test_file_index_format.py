@@ -17,6 +17,7 @@ from longshore.tiers.file.format import (
     JOURNAL_RECORD,
     CheckpointHeader,
     Entries,
+    finish_page,
     pack_checkpoint,
     pack_entry,
     pack_invalidation,
@@ -26,7 +27,6 @@ from longshore.tiers.file.format import (
     parse_checkpoint_header,
     parse_journal_header,
     parse_journal_records,
-    seal,
 )
 from longshore.tiers.file.recovery import replay_journal
 
@@ -132,7 +132,7 @@ def test_every_flipped_bit_of_a_journal_is_seen() -> None:
 def test_a_sealed_checkpoint_with_a_wrong_field_is_refused(offset: int, new: bytes, message: str) -> None:
     page = GOLDEN_CHECKPOINT[:offset] + new + GOLDEN_CHECKPOINT[offset + len(new) : DISK_PAGE - 8]
     with pytest.raises(FormatError, match=message):
-        parse_checkpoint_header(seal(page))
+        parse_checkpoint_header(finish_page(page))
 
 
 @pytest.mark.parametrize(

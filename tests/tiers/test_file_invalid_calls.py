@@ -33,7 +33,7 @@ def test_records_are_written_whatever_the_clock_says(
     harness.tier.close()
     with Fsck(directory) as fsck:
         entries = fsck.entries()
-        assert entries["written"].tolist() == [written]
+        assert entries["written_at"].tolist() == [written]
 
 
 @pytest.mark.parametrize("epoch", [0, 2**63, 2**64 - 1])

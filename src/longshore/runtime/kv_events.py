@@ -119,7 +119,7 @@ class KVEventPublisher:
         _log.info("KV events are published at %s, replays at %s", self.endpoint, self.replay_endpoint or "no address")
         self._send([CLEARED])
 
-    def describe(self, keys: Sequence[Key], first: int, tokens: Sequence[int]) -> None:
+    def record_tokens(self, keys: Sequence[Key], first: int, tokens: Sequence[int]) -> None:
         """Say which tokens chunks have, so that events can tell: `tokens` are those of the path `keys` from `first` on.
 
         Before they are stored, or whenever they are known for chunks that tiers have already.

@@ -126,10 +126,10 @@ class Stack:
     remote: tuple[KeyedTier, ...] = ()
     staging_mover: StagingMover | None = None
 
-    def describe(self, keys: Sequence[Key], first: int, tokens: Sequence[int]) -> None:
+    def record_tokens(self, keys: Sequence[Key], first: int, tokens: Sequence[int]) -> None:
         """Record the tokens of `keys[first:]` for KV events."""
         if self.events is not None and self.events.publisher is not None:
-            self.events.publisher.describe(keys, first, tokens)
+            self.events.publisher.record_tokens(keys, first, tokens)
 
     def load_path(
         self,

@@ -100,21 +100,21 @@ class TierMover:
         self.tier.close()
 
     def _operation(self, op: Op, item: Item, generation: int) -> TierOp:
-        ours, hosts = (item.destination, item.source) if op is Op.WRITE else (item.source, item.destination)
-        if hosts is None:
+        tier_slot, host_slot = (item.destination, item.source) if op is Op.WRITE else (item.source, item.destination)
+        if host_slot is None:
             raise PlanError(f"expected a host slot on one side of a transfer between tiers, got {item}")
-        index = self._address(ours, hosts)
-        slabs, pool = self._host.slabs, hosts.pool
-        offset, length = slabs.offset(pool, hosts.index), slabs.image_bytes[pool]
+        index = self._address(tier_slot, host_slot)
+        slabs, pool = self._host.slabs, host_slot.pool
+        offset, length = slabs.offset(pool, host_slot.index), slabs.image_bytes[pool]
         return TierOp(op, index, item.key, item.parent, offset, length, generation, pool)
 
-    def _address(self, ours: Slot | None, hosts: Slot) -> int:
+    def _address(self, tier_slot: Slot | None, host_slot: Slot) -> int:
         """The index of the slot in the tier. Raises `PlanError` where there is none, or one of another pool."""
-        if ours is None or ours.pool != hosts.pool:
+        if tier_slot is None or tier_slot.pool != host_slot.pool:
             raise PlanError(
-                f"expected slots of one pool on both sides of a transfer between tiers, got {ours} and {hosts}"
+                f"expected slots of one pool on both sides of a transfer between tiers, got {tier_slot} and {host_slot}"
             )
-        return ours.index
+        return tier_slot.index
 
 
 class KeyedMover(TierMover):
@@ -148,7 +148,7 @@ class KeyedMover(TierMover):
                 results.append(ProbeResult(probe.probe, (False,) * len(probe.keys), Status.UNAVAILABLE))
         return results
 
-    def _address(self, ours: Slot | None, hosts: Slot) -> int:
-        if ours is not None:
-            raise PlanError(f"expected no slot on the side of a remote tier, got {ours}")
+    def _address(self, tier_slot: Slot | None, host_slot: Slot) -> int:
+        if tier_slot is not None:
+            raise PlanError(f"expected no slot on the side of a remote tier, got {tier_slot}")
         return BY_KEY

@@ -105,7 +105,7 @@ def test_what_our_publisher_sends_is_what_vllm_reads(tmp_path: Path) -> None:
     try:
         tokens = list(range(8))
         keys = chain(bytes(32), tokens, 4)
-        publisher.describe(keys, 0, tokens)
+        publisher.record_tokens(keys, 0, tokens)
         kinds = ((EventKind.STORED, IN_HOST), (EventKind.MOVED, IN_FILE), (EventKind.SHARED, REMOTE))
         events = [Event(1, kind, tier=tier, key=key) for kind, tier in kinds for key in keys]
         publisher.publish(events)

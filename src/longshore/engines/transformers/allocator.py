@@ -346,7 +346,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         per_chunk, limit = stack.config.blocks_per_chunk, self._limit(prompt)
         keys = chain(stack.scope.root, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
         text = PromptTokens(prompt[: limit * self.tokens_per_page], stack.scope.root) if per_chunk > 1 else None
-        stack.describe(keys, 0, prompt)
+        stack.record_tokens(keys, 0, prompt)
         return GroupKeys(keys, min(present // per_chunk, len(keys)), prompt_tokens=text)
 
     # ------------------------------------------------------------------ onboard
@@ -466,7 +466,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             mine = token_ids[position * chunk_tokens : (position + 1) * chunk_tokens]
             tokens = array("I", mine) if per_chunk > 1 or stack.config.kv_events else None
             self._remember(_Chunk(keys.keys, position, prompt, blocks, retention, tokens))
-        stack.describe(keys.keys, known, token_ids[known * chunk_tokens : whole * chunk_tokens])
+        stack.record_tokens(keys.keys, known, token_ids[known * chunk_tokens : whole * chunk_tokens])
         tick = None if lookup is None else lookup.tick
         text = PromptTokens(token_ids[: whole * chunk_tokens], stack.scope.root) if per_chunk > 1 else None
         path = GroupKeys(keys.keys[:whole], prompt_end=prompt, retention=retention, prompt_tokens=text)
@@ -517,7 +517,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             keys, text = tail.path[: tail.position + 1], None
             known = [np.array(chunk.tokens, np.uint32) for chunk in run if chunk.tokens is not None]
             if known:  # of the chunks before them nothing is asked
-                stack.describe(keys, tail.position + 1 - len(known), np.concatenate(known).tolist())
+                stack.record_tokens(keys, tail.position + 1 - len(known), np.concatenate(known).tolist())
                 text = PromptTokens(
                     np.concatenate([np.zeros(first * len(known[0]), np.uint32), *known]), stack.scope.root
                 )

@@ -231,7 +231,7 @@ class PrefixStore:
             self._fill(cache, first * self._chunk_tokens, blocks)
             self._wait_for_half(1 - half)  # chunks that are being stored are not evicted to make room for others
             self._stack.transfer_engine.begin_step(None)
-            self._stack.describe(part, first, tokens[first * self._chunk_tokens : len(part) * self._chunk_tokens])
+            self._stack.record_tokens(part, first, tokens[first * self._chunk_tokens : len(part) * self._chunk_tokens])
             timeout = self._config.write_timeout
             kept = self._stack.store_path(
                 GroupKeys(part, first, retention=retention),
@@ -264,7 +264,7 @@ class PrefixStore:
             self._restores += 1
             name = f"restore_{self._restores}" if request is None else request
             keys, probe_remote = self._keys(tokens), REMOTE in wanted.load and bool(self._stack.remote)
-            self._stack.describe(keys, 0, tokens)
+            self._stack.record_tokens(keys, 0, tokens)
             while done < len(keys):
                 arrived, tick = self._restore_path(
                     cache, GroupKeys(keys, done), tick, wanted, name, probe_remote=probe_remote

@@ -1,7 +1,7 @@
 """The tier host: `python -m longshore.runtime.tier_host.child FD`, started by a `HostedTier` only; it has one tier.
 
-    standard input   orders                    FD   the host arena's memory
-    standard output  answers
+    standard input   requests                  FD   the host arena's memory
+    standard output  replies
 
 While there is work, a separate thread reports that the process is alive, also while the others wait for a slow or hung
 disk.
@@ -50,16 +50,16 @@ HEARTBEAT = 1.0
 
 _PIPE_READ_BYTES = 1 << 20
 
-Order = Mapping[str, Any]
+OpenRequest = Mapping[str, Any]
 StoreTier = RemoteTier | ClusterTier
 
 
 class TierHostServer:
     """Executes requests until the end of the input."""
 
-    def __init__(self, orders: int, answers: int) -> None:
-        self._requests = orders
-        self._replies = answers
+    def __init__(self, requests: int, replies: int) -> None:
+        self._requests = requests
+        self._replies = replies
         self._frames = wire.Frames()
         self._tickets: dict[int, int] = {}
         """The engine's tickets, by the file tier's."""
@@ -75,30 +75,30 @@ class TierHostServer:
 
     def run(self, memory: int) -> int:
         """Open the tier of the first request, and serve; returns the exit status."""
-        order = self._first_order()
-        if order is None:
+        open_request = self._read_open_request()
+        if open_request is None:
             return 0
         self._busy.set()
         threading.Thread(target=self._heartbeat, name="longshore-beat", daemon=True).start()
         try:
-            arena = Arena.attach(memory, order["arena_bytes"])
+            arena = Arena.attach(memory, open_request["arena_bytes"])
             os.close(memory)
-            tier = self._tier = open_tier(order, arena)
+            tier = self._tier = open_tier(open_request, arena)
         except LongshoreError as error:
             self._send(Kind.REFUSED, wire.pack_json([type(error).__name__, str(error)]))
             return 1
         try:
-            self._serve(tier, recover=order["recover"])
+            self._serve(tier, recover=open_request["recover"])
         finally:
             tier.close()
         self._report(tier)
         return 0
 
-    def _first_order(self) -> Order | None:
+    def _read_open_request(self) -> OpenRequest | None:
         while data := os.read(self._requests, _PIPE_READ_BYTES):
             for _, body in self._frames.feed(data):
-                order: Order = json.loads(body)
-                return order
+                open_request: OpenRequest = json.loads(body)
+                return open_request
         return None
 
     def _serve(self, tier: FileTier | StoreTier, *, recover: bool) -> None:
@@ -137,8 +137,8 @@ class TierHostServer:
                 self._tickets[tier.submit(ops, deadline)] = ticket
             case Kind.CANCEL:
                 (theirs,) = wire.NUMBER.unpack(body)
-                for ours in [ours for ours, ticket in self._tickets.items() if ticket == theirs]:
-                    tier.cancel(ours)
+                for own in [own for own, ticket in self._tickets.items() if ticket == theirs]:
+                    tier.cancel(own)
             case Kind.ASK if isinstance(tier, StoreTier):
                 ticket, generation, deadline, keys = wire.parse_ask(body)
                 self._asked[tier.ask(keys, generation, deadline)] = ticket
@@ -183,28 +183,28 @@ def failures_of(tier: FileTier | StoreTier) -> dict[str, int]:
     return {**tier.failures, **away}
 
 
-def open_tier(order: Order, arena: Arena) -> FileTier | StoreTier:
+def open_tier(open_request: OpenRequest, arena: Arena) -> FileTier | StoreTier:
     """The tier that OPEN describes. Raises as that does, and `TierError` if the engine runs another version."""
-    if order["version"] != __version__:
+    if open_request["version"] != __version__:
         raise TierError(
-            f"the engine runs Longshore {order['version']}, but {__version__} is installed: restart the engine"
+            f"the engine runs Longshore {open_request['version']}, but {__version__} is installed: restart the engine"
         )
-    scope = bytes.fromhex(order["scope"])
-    if "url" in order:
-        generation, name, sizes = order["generation"], order["name"], order["image_bytes"]
+    scope = bytes.fromhex(open_request["scope"])
+    if "url" in open_request:
+        generation, name, sizes = open_request["generation"], open_request["name"], open_request["image_bytes"]
         return open_store(
-            order["url"], arena=arena, image_bytes=sizes, namespace=scope, generation=generation, name=name
+            open_request["url"], arena=arena, image_bytes=sizes, namespace=scope, generation=generation, name=name
         )
     deadline = time.monotonic() + LOCK_TIMEOUT
     while True:
         try:
             tier = FileTier(
-                Path(order["directory"]),
-                capacity=order["capacity"],
-                image_bytes=order["image_bytes"],
+                Path(open_request["directory"]),
+                capacity=open_request["capacity"],
+                image_bytes=open_request["image_bytes"],
                 arena=arena,
                 scope=scope,
-                threads=order["threads"],
+                threads=open_request["threads"],
             )
             break
         except TierInUseError:
@@ -213,7 +213,7 @@ def open_tier(order: Order, arena: Arena) -> FileTier | StoreTier:
         time.sleep(0.05)
     with contextlib.ExitStack() as undo:
         undo.callback(tier.close)
-        tier.forget(order["generation"])
+        tier.forget(open_request["generation"])
         undo.pop_all()
     return tier
 

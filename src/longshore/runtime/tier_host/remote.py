@@ -116,7 +116,7 @@ class HostedRemoteTier(HostedTier, KeyedTier):
 
     # ------------------------------------------------------------------ inside
 
-    def _order(self) -> dict[str, Any]:
+    def _open_fields(self) -> dict[str, Any]:
         return {"scope": self.namespace.hex(), "generation": self.generation, "recover": False}
 
     def _on_opened(self, body: bytes) -> None:

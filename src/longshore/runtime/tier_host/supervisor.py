@@ -1,9 +1,9 @@
 """Supervises a tier host from its engine: starts the process, detects that it is dead or silent, reaps and restarts it.
 
-`HostProcess` exchanges requests and answers with one process, `HostSupervisor` restarts it after a pause that doubles.
+`HostProcess` exchanges requests and replies with one process, `HostSupervisor` restarts it after a pause that doubles.
 Only `wait` and `wait_reaped` block.
 
-    running ──(its end of the answers is closed)──► hung up ──kill, reap──► reaped
+    running ──(its end of the replies is closed)──► hung up ──kill, reap──► reaped
 
 Only a reaped process writes no memory any more; until then, a read in progress may still complete.
 """
@@ -41,7 +41,7 @@ class HostProcess:
 
     Attributes:
         pid: Process id.
-        is_eof: Whether no more answers will arrive.
+        is_eof: Whether no more replies will arrive.
     """
 
     def __init__(self, program: Sequence[str], memory: int, tier: str = FILE) -> None:
@@ -52,14 +52,14 @@ class HostProcess:
         self._requests = self._replies = -1
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as theirs:
             undo.callback(self.close)
-            orders, self._requests = os.pipe()
-            theirs.callback(os.close, orders)
-            self._replies, answers = os.pipe()
-            theirs.callback(os.close, answers)
+            requests, self._requests = os.pipe()
+            theirs.callback(os.close, requests)
+            self._replies, replies = os.pipe()
+            theirs.callback(os.close, replies)
             before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_SIGNALS)  # of this thread; inherited
             theirs.callback(signal.pthread_sigmask, signal.SIG_SETMASK, before)
             self._popen = subprocess.Popen(
-                [*program, str(memory)], stdin=orders, stdout=answers, pass_fds=(memory,), env=_environment()
+                [*program, str(memory)], stdin=requests, stdout=replies, pass_fds=(memory,), env=_environment()
             )
             undo.pop_all()
         os.set_blocking(self._requests, False)
@@ -142,7 +142,7 @@ class HostProcess:
                     sent = os.write(self._requests, unsent)
             except BlockingIOError:
                 return
-            except BrokenPipeError:  # its last answers may still be there to hear
+            except BrokenPipeError:  # its last replies may still be there to hear
                 self._unsent.clear()
                 return
             del self._unsent[:sent]
@@ -227,9 +227,9 @@ class HostSupervisor:
         return self.process
 
     def look(self, *, owed: bool) -> ReceivedFrames:
-        """Receive answers. Starts a process if there is none and the delay is over.
+        """Receive replies. Starts a process if there is none and the delay is over.
 
-        `owed`: whether answers are expected.
+        `owed`: whether replies are expected.
         """
         if self.process is None:
             self._begin_if_due()

@@ -79,9 +79,9 @@ class HostedTier(Tier):
         arena: Arena,
         program: Sequence[str],
         clock: Callable[[], float],
-        **order: Any,
+        **open_request: Any,
     ) -> None:
-        """`order` is what OPEN says of the tier. Nothing is started yet."""
+        """`open_request` is what OPEN says of the tier. Nothing is started yet."""
         self.name = name
         self.image_bytes = (image_bytes,) if isinstance(image_bytes, int) else tuple(image_bytes)
         self._open_request: dict[str, Any] = {
@@ -89,7 +89,7 @@ class HostedTier(Tier):
             "name": name,
             "image_bytes": self.image_bytes,
             "arena_bytes": arena.nbytes,
-            **order,
+            **open_request,
         }
         self._arena = arena
         self._program = program
@@ -163,7 +163,7 @@ class HostedTier(Tier):
 
     # ------------------------------------------------------------------ for the tiers
 
-    def _order(self) -> dict[str, Any]:
+    def _open_fields(self) -> dict[str, Any]:
         """What OPEN says beside `_open_request`, as of now."""
         raise NotImplementedError
 
@@ -256,7 +256,7 @@ class HostedTier(Tier):
 
     def _start(self) -> HostProcess:
         process = HostProcess(self._program, self._arena.fd, self.name)
-        process.send(frame(Kind.OPEN, wire.pack_json({**self._open_request, **self._order()})))
+        process.send(frame(Kind.OPEN, wire.pack_json({**self._open_request, **self._open_fields()})))
         return process
 
     def _handle_all(self, frames: Sequence[tuple[Kind, bytes]]) -> None:
@@ -314,8 +314,8 @@ class HostedFileTier(HostedTier):
         scope of this tier alone. `program` runs as the tier host, for tests.
         """
         check_digest("a scope", scope)
-        order = {"directory": str(directory.absolute()), "capacity": capacity, "threads": threads}
-        super().__init__(FILE, image_bytes, arena, program, clock, **order)
+        open_request = {"directory": str(directory.absolute()), "capacity": capacity, "threads": threads}
+        super().__init__(FILE, image_bytes, arena, program, clock, **open_request)
         self._generation = 0
         self._scope = scope
         self._fixed_weights = fixed_weights
@@ -417,7 +417,7 @@ class HostedFileTier(HostedTier):
 
     # ------------------------------------------------------------------ inside
 
-    def _order(self) -> dict[str, Any]:
+    def _open_fields(self) -> dict[str, Any]:
         first = self._supervisor.deaths == 0
         return {"scope": self._scope.hex(), "generation": self._generation, "recover": first}
 
@@ -501,7 +501,7 @@ class HostedFileTier(HostedTier):
                 self._open_request["directory"],
             )
 
-    def _write_pending_reset(self, order: Callable[[PendingReset], None]) -> str:
+    def _write_pending_reset(self, change: Callable[[PendingReset], None]) -> str:
         """Write a reset beside the files, for the next process to find; why that could not be done, or nothing.
 
         Writes in a thread and waits with a timeout, because a write to a hung disk blocks.
@@ -513,7 +513,7 @@ class HostedFileTier(HostedTier):
 
         def write() -> None:
             try:
-                order(pending)
+                change(pending)
             except TierError as error:
                 outcome.put(str(error))
             else:

@@ -1,9 +1,9 @@
 """The executor of a file tier: one thread that carries out batches over an I/O queue (`io.py`).
 
     submit ──► reads  ─┐
-               writes ─┴─► take ─► steps ─► pieces ──► queue ~~~ disk ~~~► pieces ─► steps ─► ended batches ──► poll
-                            ▲                                                          │
-                            └──────────── there is room in the window again ───────────┘
+               writes ─┴─► take ─► run_task ─► pieces ──► queue ~~~ disk ~~~► pieces ─► run_task ─► ended ──► poll
+                            ▲                                                             │
+                            └────────────── there is room in the window again ────────────┘
 
 Queued reads overtake queued writes, since a request waits for the former and none for the latter; every eighth pick
 takes the oldest write, so that those go on under a constant load of reads. A deadline, a cancellation or a close ends
@@ -106,8 +106,8 @@ def coalesce(
     return [tuple(task) for task in tasks]
 
 
-class Order(NamedTuple):
-    """An operation, and its serial number in order of submission."""
+class NumberedOp(NamedTuple):
+    """An operation, and its serial number: its position among all that were submitted."""
 
     op: TierOp
     serial: int
@@ -127,7 +127,7 @@ class Executor:
         self,
         queue: IoQueue,
         segment: Segment,
-        steps: Callable[[Sequence[Order], Staging], IoCoroutine[Sequence[Status]]],
+        run_task: Callable[[Sequence[NumberedOp], Staging], IoCoroutine[Sequence[Status]]],
         stagings: Sequence[Staging],
         name: str,
         *,
@@ -135,14 +135,14 @@ class Executor:
     ) -> None:
         """Raises `TierError` if there is no thread.
 
-        `steps` carries out the operations of a task and returns a status for each. `depth`: with as many pieces in
+        `run_task` carries out the operations of a task and returns a status for each. `depth`: with as many pieces in
         the queue, no further task is submitted. The queue is closed with this.
         """
         self.ended = 0
         self.at_end: Callable[[], None] = lambda: None
         self._queue = queue
         self._segment = segment
-        self._run_task = steps
+        self._run_task = run_task
         self._depth = depth
         # With the lock: what was submitted.
         self._lock = threading.RLock()
@@ -274,7 +274,7 @@ class Executor:
         if not self._stagings or len(self._ready) >= AHEAD or (task := self._take()) is None:
             return False
         task.staging = self._stagings.pop()
-        task.coroutine = self._run_task(task.orders, task.staging)
+        task.coroutine = self._run_task(task.ops, task.staging)
         self._begun.add(task)
         self._continue(task)
         self._submit_ready()
@@ -345,7 +345,7 @@ class Executor:
 
     def _fail(self, task: _Task, error: Exception) -> None:
         """End a task that raised an unexpected `error`, while it is being handled."""
-        op, count = task.orders[0].op, len(task.at)
+        op, count = task.ops[0].op, len(task.at)
         message = "internal error of the file tier: a %s of %d slots from slot %d on failed; report this"
         log_seldom(_log, message, op.op.value, count, op.slot)
         self._end(task, [_status_of(error)] * count)
@@ -370,7 +370,7 @@ class _Task:
     """Operations `at` some positions of a batch: queued, then executed as a whole, or ended early as a whole.
 
     Attributes, once it has begun:
-        orders: The operations.
+        ops: The operations.
         nbytes: Of their images.
         pieces: What is to be moved next, or what is left of it.
         writing: Whether those are written.
@@ -385,7 +385,7 @@ class _Task:
         "batch",
         "coroutine",
         "nbytes",
-        "orders",
+        "ops",
         "pieces",
         "staging",
         "writing",
@@ -409,8 +409,8 @@ class _Task:
         """Record that all operations begin."""
         for each in self.at:
             self.batch.begin(each, now)
-        self.orders = [Order(self.batch.ops[each], self._first + each) for each in self.at]
-        self.nbytes = sum(op.length for op, _ in self.orders)
+        self.ops = [NumberedOp(self.batch.ops[each], self._first + each) for each in self.at]
+        self.nbytes = sum(op.length for op, _ in self.ops)
 
     def end(self, statuses: Sequence[Status], now: float) -> None:
         """Record that all operations have ended."""

@@ -19,6 +19,8 @@ The position of a slot follows from its number, its pool (the number of an image
 Every page is 4096 bytes, little-endian, and ends with a checksum of everything before it: any changed bit is detected.
 An all-zero header page is a slot that was never written. Checkpoint `e` and journal `e` are in the files `e % 2`. A
 journal ends before the first record that is torn, or older than the one before it.
+
+`record_verifier.py` checks a record at each read; `recovery.py` reads index and headers after a crash.
 """
 
 from __future__ import annotations
@@ -121,7 +123,7 @@ def pack_header(header: RecordHeader) -> bytes:
         header.payload_checksum,
         header.pool,
     )
-    return seal(fields)
+    return finish_page(fields)
 
 
 def is_empty(page: bytes) -> bool:
@@ -133,7 +135,7 @@ def parse_header(page: bytes) -> RecordHeader:
     """The header in `page`; raises `FormatError` unless every bit of it is as `pack_header` would write it."""
     check_page("record header", page, RECORD_MAGIC)
     _, _, algorithm, flags, key, parent, scope, *numbers = _RECORD.unpack_from(page)
-    slot, generation, length, written, payload, pool = numbers
+    slot, generation, length, sequence, payload, pool = numbers
     if algorithm not in ALGORITHMS:
         raise FormatError(f"record header: expected a checksum algorithm out of {ALGORITHMS}, got {algorithm}")
     if flags & ~HAS_PARENT:
@@ -144,14 +146,14 @@ def parse_header(page: bytes) -> RecordHeader:
         raise FormatError("record header: an image of length 0")
     check_padding("record header", page, _RECORD.size)
     before = parent if flags else None
-    return RecordHeader(key, before, scope, slot, generation, length, written, payload, pool, algorithm)
+    return RecordHeader(key, before, scope, slot, generation, length, sequence, payload, pool, algorithm)
 
 
 def pack_superblock(superblock: Superblock) -> bytes:
     """The superblock page of `superblock`."""
     slabs, slab_bytes, sizes, generation, opens = superblock
     fields = _SUPERBLOCK.pack(SUPERBLOCK_MAGIC, VERSION, DISK_PAGE, slabs, slab_bytes, generation, opens, len(sizes))
-    return seal(fields + struct.pack(f"<{len(sizes)}Q", *sizes))
+    return finish_page(fields + struct.pack(f"<{len(sizes)}Q", *sizes))
 
 
 def parse_superblock(page: bytes) -> Superblock:
@@ -180,7 +182,7 @@ def parse_superblock(page: bytes) -> Superblock:
 
 def pack_reset(generation: int) -> bytes:
     """The page of a pending reset: nothing older than `generation` may be served."""
-    return seal(_RESET.pack(RESET_MAGIC, VERSION, 0, generation))
+    return finish_page(_RESET.pack(RESET_MAGIC, VERSION, 0, generation))
 
 
 def parse_reset(page: bytes) -> int:
@@ -193,7 +195,7 @@ def parse_reset(page: bytes) -> int:
     return int(generation)
 
 
-def seal(fields: bytes) -> bytes:
+def finish_page(fields: bytes) -> bytes:
     """A page of `fields`, zeros, and the checksum of all that."""
     checked = fields.ljust(_CHECKED, b"\0")
     return checked + _CHECKSUM.pack(digest(checked))
@@ -234,7 +236,7 @@ ENTRY = np.dtype(
         ("length", "<u8"),
         ("generation", "<u8"),
         ("sequence", "<u8"),
-        ("written", "<u4"),  # Unix time in seconds; 0 where it is not known
+        ("written_at", "<u4"),  # Unix time in seconds; 0 where it is not known
         ("hits", "<u4"),  # reads that were served, up to the last checkpoint
     ]
 )
@@ -269,8 +271,8 @@ class CheckpointHeader(NamedTuple):
 
     epoch: int
     records: int
-    known: int
-    """Serial number of the last record of its own journal that these entries include."""
+    covered_serial: int
+    """Serial number of the last journal record that these entries include."""
     checksum: int
     """Checksum of the entries."""
 
@@ -285,8 +287,8 @@ def journal_bytes(records: int) -> int:
     return DISK_PAGE + align(records * JOURNAL_RECORD.itemsize)
 
 
-def pack_entry(header: RecordHeader, written: int) -> bytes:
-    """The entry for a record that was written with `header`, in second `written` of Unix time."""
+def pack_entry(header: RecordHeader, written_at: int) -> bytes:
+    """The entry for a record that was written with `header`, in second `written_at` of Unix time."""
     parent, flags = (NO_PARENT, 0) if header.parent is None else (header.parent, HAS_PARENT)
     return _ENTRY.pack(
         header.key,
@@ -298,7 +300,7 @@ def pack_entry(header: RecordHeader, written: int) -> bytes:
         header.length,
         header.generation,
         header.sequence,
-        written,
+        written_at,
         0,
     )
 
@@ -308,22 +310,27 @@ def entries_of(headers: Iterable[RecordHeader]) -> Entries:
     return np.frombuffer(b"".join(pack_entry(header, 0) for header in headers), ENTRY)
 
 
-def pack_checkpoint(epoch: int, entries: Entries, known: int) -> tuple[bytes, bytes]:
-    """Header page and body of a checkpoint of `entries` (`ENTRY`), least recently used first."""
+def pack_checkpoint(epoch: int, entries: Entries, covered_serial: int) -> tuple[bytes, bytes]:
+    """Header page and body of a checkpoint of `entries` (`ENTRY`), least recently used first.
+
+    They include the journal records up to serial number `covered_serial`.
+    """
     body = entries.tobytes()
-    fields = _CHECKPOINT.pack(CHECKPOINT_MAGIC, VERSION, ENTRY.itemsize, epoch, len(entries), known, digest(body))
-    return seal(fields), body
+    fields = _CHECKPOINT.pack(
+        CHECKPOINT_MAGIC, VERSION, ENTRY.itemsize, epoch, len(entries), covered_serial, digest(body)
+    )
+    return finish_page(fields), body
 
 
 def parse_checkpoint_header(page: bytes) -> CheckpointHeader:
     """The header in `page`; raises `FormatError` unless it is valid, and of this version."""
     check_page("checkpoint", page, CHECKPOINT_MAGIC)
-    _, _, entry_bytes, epoch, count, known, checksum = _CHECKPOINT.unpack_from(page)
+    _, _, entry_bytes, epoch, count, covered_serial, checksum = _CHECKPOINT.unpack_from(page)
     if entry_bytes != ENTRY.itemsize:
         raise FormatError(f"checkpoint: expected entries of {ENTRY.itemsize} bytes, got {entry_bytes}")
     _check_epoch("checkpoint", epoch)
     check_padding("checkpoint", page, _CHECKPOINT.size)
-    return CheckpointHeader(epoch, count, known, checksum)
+    return CheckpointHeader(epoch, count, covered_serial, checksum)
 
 
 def parse_checkpoint_body(header: CheckpointHeader, body: bytes) -> Entries:
@@ -333,7 +340,7 @@ def parse_checkpoint_body(header: CheckpointHeader, body: bytes) -> Entries:
     if digest(body) != header.checksum:
         raise FormatError(f"checkpoint: expected entries with checksum {header.checksum:#018x}")
     entries = np.frombuffer(body, ENTRY)
-    right = describes(entries)
+    right = valid_entries(entries)
     if not right.all():
         raise FormatError(f"checkpoint: invalid entry {int(right.argmin())}")
     slots = np.sort(entries["slot"])
@@ -342,7 +349,7 @@ def parse_checkpoint_body(header: CheckpointHeader, body: bytes) -> Entries:
     return entries
 
 
-def describes(entries: Entries) -> npt.NDArray[np.bool_]:
+def valid_entries(entries: Entries) -> npt.NDArray[np.bool_]:
     """Which of `entries` could have come from `pack_entry`."""
     alone = entries["flags"] == 0
     fits: npt.NDArray[np.bool_] = np.where(
@@ -354,16 +361,16 @@ def describes(entries: Entries) -> npt.NDArray[np.bool_]:
 def fits_geometry(entries: Entries, slabs: Slabs) -> npt.NDArray[np.bool_]:
     """Which of `entries` are of slots that `slabs` have, whose images include a header page, and not too long."""
     images, room = np.array(slabs.images), np.array(slabs.image_bytes) - DISK_PAGE
-    known = entries["pool"] < len(images)
-    pools = np.where(known, entries["pool"], 0)
+    has_pool = entries["pool"] < len(images)
+    pools = np.where(has_pool, entries["pool"], 0)
     slab, position = np.divmod(entries["slot"], slabs.stride)
-    inside: npt.NDArray[np.bool_] = known & (slab < slabs.slabs) & (position < images[pools])
+    inside: npt.NDArray[np.bool_] = has_pool & (slab < slabs.slabs) & (position < images[pools])
     return inside & (entries["length"] <= room[pools].astype(np.uint64))
 
 
 def pack_journal_header(epoch: int) -> bytes:
     """The first page of journal `epoch`."""
-    return seal(_JOURNAL.pack(JOURNAL_MAGIC, VERSION, JOURNAL_RECORD.itemsize, epoch))
+    return finish_page(_JOURNAL.pack(JOURNAL_MAGIC, VERSION, JOURNAL_RECORD.itemsize, epoch))
 
 
 def parse_journal_header(page: bytes) -> int:
@@ -400,7 +407,7 @@ def parse_journal_records(epoch: int, data: bytes, after: int = 0) -> JournalRec
     good[:1] &= records["serial"][:1] > after
     good[1:] &= records["serial"][1:] > records["serial"][:-1]
     inserted, invalidated = records["kind"] == INSERTED, records["kind"] == INVALIDATED
-    good &= (inserted & describes(records["entry"])) | (invalidated & (records["entry"]["length"] == 0))
+    good &= (inserted & valid_entries(records["entry"])) | (invalidated & (records["entry"]["length"] == 0))
     few = len(good) if good.all() else int(good.argmin())  # before the first that is not good
     raw = memoryview(data)
     size, skip = JOURNAL_RECORD.itemsize, _CHECKSUM.size

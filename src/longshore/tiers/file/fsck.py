@@ -451,13 +451,13 @@ def _scopes(entries: Entries) -> tuple[ScopeUsage, ...]:
     for name in np.unique(names).tolist():
         own = entries[names == name]
         nbytes, reads = int(own["length"].sum()), int(own["hits"].sum(dtype=np.int64))
-        scopes.append(ScopeUsage(name, len(own), nbytes, reads, int(own["written"].max()), name == last))
+        scopes.append(ScopeUsage(name, len(own), nbytes, reads, int(own["written_at"].max()), name == last))
     return tuple(sorted(scopes, key=lambda scope: (-scope.bytes, scope.scope)))
 
 
 def _ages(entries: Entries, now: float) -> tuple[AgeUsage, ...]:
-    known = entries["written"] > 0
-    age = now - entries["written"].astype(np.int64)
+    known = entries["written_at"] > 0
+    age = now - entries["written_at"].astype(np.int64)
     left, ages = known, []
     for limit, name in _AGES:
         ages.append(AgeUsage(name, int((left & (age <= limit)).sum())))

@@ -26,7 +26,7 @@ from longshore.errors import DeviceError, TierError
 from longshore.tiers.base import TierOp
 from longshore.tiers.file.io import IoCoroutine, Move, Piece, RawIo
 from longshore.tiers.file.record_verifier import RecordVerifier
-from longshore.tiers.file.segment import Seal, Segment, Staging, is_aligned
+from longshore.tiers.file.segment import MakeHeader, Segment, Staging, is_aligned
 from longshore.tiers.file.tier import FileTier
 
 if TYPE_CHECKING:  # a tier host needs no transfer engine
@@ -191,7 +191,7 @@ class GdsImageIO:
         return False
 
     def write(
-        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], seal: Seal
+        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], make_header: MakeHeader
     ) -> IoCoroutine[list[Status]]:
         """Write the image, then the header, so that no header precedes incomplete bytes for long."""
         (op,), (position,), header = ops, positions, staging.header
@@ -207,12 +207,12 @@ class GdsImageIO:
             except DeviceError as error:
                 self._count_fallback("gds_write", error)
             else:
-                header[:] = seal(0, MIX64, found)
+                header[:] = make_header(0, MIX64, found)
                 return (yield Move([Piece([header], position)], writing=True))
         body = staging.padded(op.length)
         yield from self._wait(lambda: self._memory.load(op.offset, body[: op.length]))
         algorithm = XXH3_64 if self._file is None else MIX64  # the one that who reads it here computes fast
-        header[:] = seal(0, algorithm, checksum(algorithm, body[: op.length]))
+        header[:] = make_header(0, algorithm, checksum(algorithm, body[: op.length]))
         return (yield Move([Piece([header, body], position)], writing=True))
 
     def read(

@@ -116,7 +116,7 @@ class RecordIndex:
     @property
     def due(self) -> bool:
         """Whether it is time for a checkpoint."""
-        return self._missing or 2 * max(self._journal.written, self._touched) >= journal_records_for(self._slots)
+        return self._missing or 2 * max(self._journal.num_records, self._touched) >= journal_records_for(self._slots)
 
     def entries(self, wanted: Callable[[Entries], npt.NDArray[np.bool_]] | None = None) -> Entries:
         """The entries of all records, or of those `wanted`, least recently used first."""
@@ -200,19 +200,19 @@ class RecordIndex:
             if self._journal.epoch != self._epoch:
                 # An earlier attempt got that far. What its journal had no room for must wait for the next one.
                 with self._changing:
-                    table, used, known = self._table.copy(), self._used.copy(), self._journal.serial
+                    table, used, covered_serial = self._table.copy(), self._used.copy(), self._journal.serial
                     table["length"][~self._is_listed] = 0
-                self._finish(_in_order(table, used), known)
+                self._finish(_in_order(table, used), covered_serial)
             following = _Journal(self._directory, self._epoch + 1, self._slots)
             with self._changing:
-                following.serial = known = self._journal.serial
+                following.serial = covered_serial = self._journal.serial
                 self._journal, full = following, self._journal
                 self._touched, self._missing = 0, False
                 self._is_listed |= self._lengths > 0
                 self._listed_slots = int(np.count_nonzero(self._is_listed))
                 table, used = self._table.copy(), self._used.copy()
             full.close()
-            self._finish(_in_order(table, used), known)
+            self._finish(_in_order(table, used), covered_serial)
 
     def close(self) -> None:
         """Close the descriptor without writing the journal; a forked child may call this. Idempotent."""
@@ -273,7 +273,7 @@ class RecordIndex:
         """Write insertions to the journal in one call, as far as it has room besides all future invalidations."""
         inserted, journal = list(self._inserted.items()), self._journal
         self._inserted.clear()
-        some = inserted[: max(0, (journal.room - journal.written - self._listed_slots) // 2)]
+        some = inserted[: max(0, (journal.room - journal.num_records - self._listed_slots) // 2)]
         self._missing |= len(some) < len(inserted)
         for slot, _ in some:  # also if the write fails: part of it may be on disk
             self._listed_slots += not self._listed[slot]
@@ -293,18 +293,18 @@ class RecordIndex:
             )
         self._missing = True
 
-    def _finish(self, entries: Entries, known: int) -> None:
+    def _finish(self, entries: Entries, covered_serial: int) -> None:
         """Write the checkpoint whose journal has begun."""
         try:
-            self._write(self._journal.epoch, entries, known)
+            self._write(self._journal.epoch, entries, covered_serial)
         except TierError:
             self._missing = True  # on disk
             raise
         self._epoch = self._journal.epoch
 
-    def _write(self, epoch: int, entries: Entries, known: int) -> None:
+    def _write(self, epoch: int, entries: Entries, covered_serial: int) -> None:
         name, io = checkpoint_name(epoch), self._directory.io
-        header, body = fmt.pack_checkpoint(epoch, entries, known)
+        header, body = fmt.pack_checkpoint(epoch, entries, covered_serial)
         fd = self._directory.reserve(name, fmt.checkpoint_bytes(self._slots))
         try:
             with self._directory.as_tier_errors(name):
@@ -331,14 +331,14 @@ class _Journal:
     Attributes:
         room: Journal records that it has room for.
         serial: Of the last journal record, in this journal or one before it.
-        written: Journal records that are in it.
+        num_records: Journal records that are in it.
     """
 
     def __init__(self, directory: Directory, epoch: int, slots: int, serial: int = 0) -> None:
         self.epoch = epoch
         self.room = _room(slots)
         self.serial = serial
-        self.written = 0
+        self.num_records = 0
         self._io = directory.io
         self._fd = directory.reserve(journal_name(epoch), fmt.journal_bytes(self.room))
         try:
@@ -357,12 +357,12 @@ class _Journal:
             return
         first = self.serial + 1
         self.serial += len(records)
-        if self.written + len(records) > self.room:
+        if self.num_records + len(records) > self.room:
             raise OSError(errno.ENOSPC, f"{journal_name(self.epoch)}: no room for {len(records)} more journal records")
         packed = (fmt.pack_journal_record(self.epoch, first + n, *each) for n, each in enumerate(records))
         data = b"".join(packed)
-        write_all(self._io, self._fd, data, DISK_PAGE + self.written * fmt.JOURNAL_RECORD.itemsize)
-        self.written += len(records)
+        write_all(self._io, self._fd, data, DISK_PAGE + self.num_records * fmt.JOURNAL_RECORD.itemsize)
+        self.num_records += len(records)
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""

@@ -61,7 +61,7 @@ class IndexOnDisk(NamedTuple):
 
 class _Checkpoint(NamedTuple):
     epoch: int
-    known: int
+    covered_serial: int
     entries: Entries
 
 
@@ -101,7 +101,7 @@ def _replayed(directory: Directory, checkpoint: _Checkpoint, journals: list[int 
         if records is None:
             return None
         if epoch == checkpoint.epoch:
-            records = records[records["serial"] > checkpoint.known]
+            records = records[records["serial"] > checkpoint.covered_serial]
         entries = replay_journal(entries, records, stride)
     return entries
 
@@ -131,7 +131,7 @@ def _read_checkpoint(directory: Directory, file: int) -> _Checkpoint | None:
     try:
         header = fmt.parse_checkpoint_header(page)
         body = directory.read(name, header.records * fmt.ENTRY.itemsize, DISK_PAGE)
-        return _Checkpoint(header.epoch, header.known, fmt.parse_checkpoint_body(header, body))
+        return _Checkpoint(header.epoch, header.covered_serial, fmt.parse_checkpoint_body(header, body))
     except FormatError as error:
         why = "recovery: %s is not used: %s; the other checkpoint is read, or the record headers, which is slower"
         _log.info(why, directory.path / name, error)

@@ -90,7 +90,7 @@ class Segment:
             self.fd = -1
 
 
-Seal = Callable[[int, int, int], bytes]
+MakeHeader = Callable[[int, int, int], bytes]
 """Makes the header page of a record: its position in the task, checksum algorithm and checksum -> page."""
 
 
@@ -134,7 +134,7 @@ class ImageIO(Protocol):
         """Whether the record of `op` can be coalesced with others."""
 
     def write(
-        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], seal: Seal
+        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], make_header: MakeHeader
     ) -> IoCoroutine[list[Status]]:
         """Write records to bytes `positions` of the segment, ascending; several only where all join.
 
@@ -172,14 +172,14 @@ class HostImageIO:
         return is_aligned(op)
 
     def write(
-        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], seal: Seal
+        self, ops: Sequence[TierOp], staging: Staging, positions: Sequence[int], make_header: MakeHeader
     ) -> IoCoroutine[list[Status]]:
         """Adjacent records are one piece; all pieces are submitted at once."""
         bodies = [self._body(op, staging) for op in ops]
         for at, (op, body, header) in enumerate(zip(ops, bodies, staging.headers, strict=False)):
             if self._is_staged(op):
                 staging.padded(op.length)[: op.length] = self._arena.view(op.offset, op.length)
-            header[:] = seal(at, XXH3_64, checksum(XXH3_64, body[: op.length]))
+            header[:] = make_header(at, XXH3_64, checksum(XXH3_64, body[: op.length]))
         return (yield from move_records(staging.headers, bodies, positions, writing=True))
 
     def read(

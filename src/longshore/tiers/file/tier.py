@@ -41,7 +41,7 @@ from longshore.tiers.base import (
 )
 from longshore.tiers.file import format as fmt
 from longshore.tiers.file.directory import Directory
-from longshore.tiers.file.executor import TASK_RECORDS, WINDOW_TASKS, Executor, Order, coalesce
+from longshore.tiers.file.executor import TASK_RECORDS, WINDOW_TASKS, Executor, NumberedOp, coalesce
 from longshore.tiers.file.index import Checkpointer
 from longshore.tiers.file.io import IoCoroutine, IoQueue, RawIo, ThreadQueue
 from longshore.tiers.file.record_verifier import ExpectedRecord, RecordVerifier
@@ -304,11 +304,11 @@ class FileTier(Tier):
         keys = np.ascontiguousarray(entries["key"])
         beginnings = np.sort(keys.view("<u8")[:: keys.itemsize // 8])
         if (beginnings[1:] == beginnings[:-1]).any():  # there may be two of one key
-            names, written = keys.tolist(), entries["sequence"].tolist()
+            names, sequences = keys.tolist(), entries["sequence"].tolist()
             newest: dict[bytes, int] = {}
-            for key, when in zip(names, written, strict=True):
-                newest[key] = max(when, newest.get(key, 0))
-            entries = entries[[newest[key] == when for key, when in zip(names, written, strict=True)]]
+            for key, sequence in zip(names, sequences, strict=True):
+                newest[key] = max(sequence, newest.get(key, 0))
+            entries = entries[[newest[key] == sequence for key, sequence in zip(names, sequences, strict=True)]]
         numbers = (entries[name].astype(np.int64) for name in ("slot", "pool"))
         keys, parents = (np.ascontiguousarray(entries[name]) for name in ("key", "parent"))
         slots, pools = numbers
@@ -370,22 +370,22 @@ class FileTier(Tier):
         queue = self._aio or ThreadQueue(self._segment.move, threads, name)
         return Executor(queue, self._segment, self._run_task, stagings, name, depth=depth)
 
-    def _run_task(self, task: Sequence[Order], staging: Staging) -> IoCoroutine[Sequence[Status]]:
+    def _run_task(self, task: Sequence[NumberedOp], staging: Staging) -> IoCoroutine[Sequence[Status]]:
         """Carry out operations of one kind and generation; several only if all of them can be coalesced.
 
         Records that were not moved completely are retried one by one: a bad sector fails one record.
         """
         if (refusal := self._refusal(task[0].op)) is not None:
             return [refusal] * len(task)
-        claims, statuses = yield from self._try(task, staging)
+        sequences, statuses = yield from self._try(task, staging)
         if len(task) == 1 or _all_ok(statuses):
-            return self._record_results(task, claims, statuses)
+            return self._record_results(task, sequences, statuses)
         moved = [status not in _NOT_MOVED for status in statuses]
-        whole = list(compress(task, moved)), list(compress(claims, moved)), list(compress(statuses, moved))
+        whole = list(compress(task, moved)), list(compress(sequences, moved)), list(compress(statuses, moved))
         settled = iter(self._record_results(*whole))
         ended: list[Status] = []
-        for order, over in zip(task, moved, strict=True):
-            ended += [next(settled)] if over else (yield from self._run_task([order], staging))
+        for numbered, was_moved in zip(task, moved, strict=True):
+            ended += [next(settled)] if was_moved else (yield from self._run_task([numbered], staging))
         return ended
 
     def _refusal(self, op: TierOp) -> Status | None:
@@ -394,28 +394,30 @@ class FileTier(Tier):
             return Status.MISMATCH if op.op is Op.READ else Status.CANCELLED
         return None if self._health.allows(op.op) else Status.TIER_OFF
 
-    def _try(self, task: Sequence[Order], staging: Staging) -> IoCoroutine[tuple[list[int], list[Status]]]:
+    def _try(self, task: Sequence[NumberedOp], staging: Staging) -> IoCoroutine[tuple[list[int], list[Status]]]:
         """Sequence numbers of the records to read (`RecordIndex.find`), and the statuses of `task`."""
         ops = [op for op, _ in task]
         reading = ops[0].op is Op.READ
-        claims = self._index.find([(op.slot, op.pool, op.key) for op in ops], self._scope) if reading else []
+        sequences = self._index.find([(op.slot, op.pool, op.key) for op in ops], self._scope) if reading else []
         try:
-            return claims, (yield from self._read(ops, staging) if reading else self._write(task, staging))
+            return sequences, (yield from self._read(ops, staging) if reading else self._write(task, staging))
         except OSError as error:
             _log.debug("%s of %d slots from %d on: %s", ops[0].op.value, len(ops), ops[0].slot, error)
-            return claims, [Status.NO_SPACE if error.errno in FULL else Status.IO_ERROR] * len(ops)
+            return sequences, [Status.NO_SPACE if error.errno in FULL else Status.IO_ERROR] * len(ops)
         except DeviceError as error:  # of the device where images are: what the disk holds is as good as before
             _log.debug("%s of slot %d: %s", ops[0].op.value, ops[0].slot, error)
             return [], [Status.DEVICE_ERROR] * len(ops)
 
-    def _record_results(self, task: Sequence[Order], claims: Sequence[int], statuses: list[Status]) -> list[Status]:
+    def _record_results(
+        self, task: Sequence[NumberedOp], sequences: Sequence[int], statuses: list[Status]
+    ) -> list[Status]:
         """Update index and health from `statuses`; returns them, as misses if there was a reset meanwhile."""
-        if claims:
+        if sequences:
             self._index.touch([op.slot for (op, _), how in zip(task, statuses, strict=True) if how is Status.OK])
             if not _all_ok(statuses):
-                for (op, _), claimed, status in zip(task, claims, statuses, strict=True):
-                    if claimed and status.invalidates_source:
-                        self._index.discard_record(op.slot, claimed)
+                for (op, _), sequence, status in zip(task, sequences, statuses, strict=True):
+                    if sequence and status.invalidates_source:
+                        self._index.discard_record(op.slot, sequence)
             if task[0].op.generation < self.generation:
                 statuses = [Status.MISMATCH if how is Status.OK else how for how in statuses]
         if statuses:
@@ -423,19 +425,19 @@ class FileTier(Tier):
         self._checkpointer.begin_if_due()
         return statuses
 
-    def _write(self, task: Sequence[Order], staging: Staging) -> IoCoroutine[list[Status]]:
+    def _write(self, task: Sequence[NumberedOp], staging: Staging) -> IoCoroutine[list[Status]]:
         headers: list[fmt.RecordHeader] = []
 
-        def seal(at: int, algorithm: int, checksum: int) -> bytes:
+        def make_header(at: int, algorithm: int, checksum: int) -> bytes:
             op, serial = task[at]
-            written = fmt.sequence(self._superblock.opens, serial)
+            sequence = fmt.sequence(self._superblock.opens, serial)
             identity = op.key, op.parent, self._scope, op.slot, op.generation, op.length
-            headers.append(fmt.RecordHeader(*identity, written, checksum, op.pool, algorithm))
+            headers.append(fmt.RecordHeader(*identity, sequence, checksum, op.pool, algorithm))
             return fmt.pack_header(headers[-1])
 
         ops = [op for op, _ in task]
         self._index.invalidate([(op.slot, op.pool) for op in ops])
-        statuses = yield from self._images.write(ops, staging, list(map(self._place, ops)), seal)
+        statuses = yield from self._images.write(ops, staging, list(map(self._place, ops)), make_header)
         self._index.insert([header for header, how in zip(headers, statuses, strict=True) if how is Status.OK])
         return statuses
 

@@ -9,6 +9,8 @@ read on: the next reply might be that of another request.
 
 Bytes under way are bounded by connection: with 64 values of 2 MiB requested at once, a server answers ten times slower
 than one by one.
+
+`stream.py` keeps the deadline of each call; `breaker.py`, which the tiers use, ends requests to a server that fails.
 """
 
 from __future__ import annotations
