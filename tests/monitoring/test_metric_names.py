@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,15 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 from grafana_foundation_sdk.models.prometheus import Dataquery
 
+from longshore.boundary import DISK_PAGE
 from longshore.cache import DropReason, MissReason
 from longshore.cache.types import Answer
 from longshore.monitoring import board, page, rules
 from longshore.monitoring.metric_names import METRICS, VALUES, MetricKind
+from longshore.runtime.tier_host import FAILURE_REASONS as OF_FILES
+from longshore.tiers.arena import Arena, Fallback
+from longshore.tiers.file import FileTier, capacity_for, gds
+from longshore.tiers.remote import FAILURE_REASONS as OF_STORES
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("golden_metrics.txt")
@@ -53,6 +59,23 @@ def test_every_reason_has_a_meaning() -> None:
     }.items():
         assert list(VALUES[metric, label]) == [each.value for each in kind], metric  # type: ignore[attr-defined]
         assert label in METRICS[metric].labels
+
+
+def test_every_reason_of_failures_and_fallbacks_has_a_meaning() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "src/longshore/transfer").rglob("*.py"))
+    counted = re.findall(r'fallbacks\.count\("(\w+)"(?: if [^)]* else "(\w+)")?\)', source)
+    assert {name for names in counted for name in names if name} == set(VALUES["longshore_device_fallbacks", "reason"])
+    assert list(VALUES["longshore_file_failures", "reason"]) == list(OF_FILES)
+    assert list(VALUES["longshore_store_failures", "reason"]) == [*OF_STORES, "tier_host"]
+    assert list(VALUES["longshore_arena_fallbacks", "reason"]) == [each.value for each in Fallback]
+    for name in (name for name, metric in METRICS.items() if "reason" in metric.labels):
+        assert VALUES[name, "reason"], name
+
+
+def test_every_fallback_of_files_has_a_meaning(tmp_path: Path) -> None:
+    given = {"capacity": capacity_for(2, DISK_PAGE), "image_bytes": DISK_PAGE, "scope": bytes(32), "threads": 1}
+    with closing(Arena(DISK_PAGE)) as arena, closing(FileTier(tmp_path, arena=arena, **given)) as tier:
+        assert list(VALUES["longshore_file_fallbacks", "reason"]) == [*tier.fallbacks, *gds.REASONS]
 
 
 @pytest.mark.parametrize(

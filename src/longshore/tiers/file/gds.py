@@ -105,7 +105,8 @@ class CuFile:
 
 T = TypeVar("T")
 
-_REASONS = ("no_gds", "gds_write", "gds_read", "unaligned", "host_checksum")
+REASONS = ("no_gds", "gds_write", "gds_read", "unaligned", "host_checksum")
+"""Reasons for which an image goes through host memory, in `GdsFileTier.fallbacks`."""
 
 _log = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ class GdsImageIO:
         self._strict = strict
         self._bound = threading.local()
         self._segment = segment
-        self._fallbacks = dict.fromkeys(_REASONS, 0)
+        self._fallbacks = dict.fromkeys(REASONS, 0)
         try:
             self._file = self._open(load)
         except DeviceError as error:
