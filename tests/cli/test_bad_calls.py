@@ -81,8 +81,8 @@ $ POLICY --block-tokens 99999999999999999999999
 $ POLICY --limit 0
 2 Invalid value for '--limit': *; see longshore replay --help
 $ POLICY --form runes
-2 Invalid value for '--form': *; see longshore replay --help
-$ POLICY --form sessions
+2 Invalid value for '--format' / '--form': *; see longshore replay --help
+$ POLICY --format sessions
 2 trace.jsonl, line 1: expected a field 'turns', got ['hash_ids', 'input_length', 'output_length', 'timestamp']
 $ POLICY --bad-lines mend
 2 Invalid value for '--bad-lines': *; see longshore replay --help

@@ -250,7 +250,10 @@ def sglang(
     directory: Directory = None,
     flags: Annotated[str, typer.Option(help="Flags of all servers, as on SGLang's command line.")] = "",
     of_cache: Annotated[
-        str, typer.Option(help="Flags of SGLang's hierarchical cache, such as its size.")
+        str,
+        typer.Option(
+            "--hicache-flags", "--of-cache", help="Flags of HiCache, SGLang's hierarchical cache, such as its size."
+        ),
     ] = "--hicache-ratio 2",
     as_json: Json = False,
 ) -> None:

@@ -194,7 +194,12 @@ ProfileOption = Annotated[
 ]
 PrefillRate = Annotated[
     float | None,
-    typer.Option(min=1e-3, max=1e9, help="Prefill speed of one engine for short prompts, in tokens per second."),
+    typer.Option(
+        min=1e-3,
+        max=1e9,
+        help="Prefill speed of one engine for short prompts, in prompt tokens per second; of a running engine, the "
+        "setting prefill_speed.",
+    ),
 ]
 
 Route = Annotated[
@@ -308,7 +313,9 @@ class TraceOptions:
     ]
     form: Annotated[
         FormChoice,
-        typer.Option("--form", help="Trace format, see docs/replay.md; auto: detect it from the first line."),
+        typer.Option(
+            "--format", "--form", help="Trace format, see docs/replay.md; auto: detect it from the first line."
+        ),
     ] = FormChoice.AUTO
     block_tokens: BlockTokens = 512
     bad_lines: Annotated[

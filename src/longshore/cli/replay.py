@@ -76,8 +76,8 @@ def replay(
         ControlPath | None,
         typer.Option(
             help="With --capacity-blocks, what serves the requests instead of the bare policy, one at a time. cache: "
-            "the path verbs of the control plane. vllm: vLLM's offloading interface, called as its scheduler calls it; "
-            "needs vLLM."
+            "the control plane's lookup, load and store. vllm: vLLM's offloading interface, called as its scheduler "
+            "calls it; needs vLLM."
         ),
     ] = None,
     file_blocks: Annotated[
@@ -106,7 +106,11 @@ def replay(
         bool, typer.Option(help="Recompute blocks when that is faster than loading them; --no-gate: always load.")
     ] = True,
     optimum: Annotated[
-        bool, typer.Option(help="Compute the optimal hit ratio (Belady); takes 9 bytes of memory per block reference.")
+        bool,
+        typer.Option(
+            help="Compute Belady's optimum, the highest hit ratio that a policy can reach; takes 9 bytes of memory per "
+            "block reference."
+        ),
     ] = True,
     comparisons: Annotated[
         bool,

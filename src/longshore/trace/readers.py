@@ -355,7 +355,7 @@ def form_of(path: str | Path) -> Form:
     found = next((form for mark, form in _MARKS.items() if mark in fields), None)
     if found is None:
         raise TraceError(
-            f"{path}: expected the first line to have a field {', '.join(map(repr, _MARKS))}; or --form with one of "
+            f"{path}: expected the first line to have a field {', '.join(map(repr, _MARKS))}; or --format with one of "
             f"{', '.join(Form)}"
         )
     return found
