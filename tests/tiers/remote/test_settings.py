@@ -41,6 +41,9 @@ OF_MOONCAKE: dict[str, Any] = {"connect_timeout": 3.0, "probe_timeout": 0.5, "in
         ("valkey://h?probe_timeout=20ms", RemoteSettings("valkey", "h", probe_timeout=0.02)),
         ("valkey://h?in_flight=2KiB", RemoteSettings("valkey", "h", in_flight=2048)),
         ("valkey://h?write=second_use", RemoteSettings("valkey", "h", write="second_use")),
+        ("valkey://h?write=write_through", RemoteSettings("valkey", "h", write="all")),
+        ("valkey://h?write=write_through_selective", RemoteSettings("valkey", "h", write="second_use")),
+        ("valkey://h?write=write_back", RemoteSettings("valkey", "h", write="evict")),
         ("s3://images", RemoteSettings("s3", "images", **OF_S3)),
         ("s3://images/kv/a?region=eu-west-1", RemoteSettings("s3", "images", path="kv/a", region="eu-west-1", **OF_S3)),
         (

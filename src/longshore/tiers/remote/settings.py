@@ -227,7 +227,9 @@ _OF_S3 = frozenset({"endpoint", "region", "requests"})
 _NOT_OF_S3 = frozenset({"db", "cert_file", "key_file", "server_name", "in_flight"})
 _NOT_OF_MOONCAKE = frozenset({"db", "user", "password_file", "ttl"}) | _OF_S3
 _FILES = ("password_file", "ca_file", "cert_file", "key_file")
-_CHOICES = {"write": ("all", "second_use", "evict")}
+_POLICIES = {"write_through": "all", "write_through_selective": "second_use", "write_back": "evict"}
+"""Names of write policies, which `write` takes, too."""
+_CHOICES = {"write": ("all", "second_use", "evict", *_POLICIES)}
 _NODES = re.compile(rf"([^:/?#]+{_CLUSTER}://)([^/?#]*)", re.IGNORECASE)
 """The scheme of a cluster, and its nodes."""
 _OPTIONS = (*_NUMBERS, *_TEXTS, *_CHOICES)
@@ -338,6 +340,8 @@ def _options(query: str) -> dict[str, Any]:
         if value not in _CHOICES.get(name, (value,)):
             allowed = ", ".join(_CHOICES[name])
             raise ConfigError(f"remote store: {name}: expected one of {allowed}{_shown(value, ', got ')}")
+    if "write" in options:
+        options["write"] = _POLICIES.get(options["write"], options["write"])
     return options
 
 
