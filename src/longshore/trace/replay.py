@@ -1,8 +1,8 @@
 """Replay in virtual time: the requests of a trace through the control plane that runs in production.
 
-    arrives ──► waits ──► admitted: match, gate, onboard ──► loaded ──► computed: first token, commit ──► released
-               in order    (twice as many as engines)       the rest on the next engine that is idle
-                           probe, fetch: what only a remote store has arrives in host memory, and is onboarded then
+    arrives ──► waits ──► admitted: lookup, gate, load ──► loaded ──► computed: first token, store ──► released
+               in order    (twice as many as engines)     the rest on the next engine that is idle
+                           probe, fetch: what only a remote store has arrives in host memory, and is loaded then
 
 `TieredCache` and `RecomputeGate` are those of production, called as an engine's adapter calls them. The durations of
 copies and prefills are modelled (`longshore.trace.machine`), and so is the engine, which computes one prompt at a time.
@@ -411,7 +411,7 @@ class Replica:
         for part in visit.parts:
             part.ordered = min(left, part.chunks)
             left -= part.ordered
-            self._onboard(visit, part)
+            self._load_part(visit, part)
         if left and (jobs := self.cache.prefetch({0: GroupKeys(visit.keys[:wanted])}, self._now)):
             self._wait(visit, jobs, partial(self._fetched, visit, wanted))
         if visit.awaited or (visit.parts and visit.parts[0].ordered):
@@ -426,11 +426,11 @@ class Replica:
         self._look(visit, wanted)
         for part in visit.parts[before:]:
             part.ordered, part.fetched = part.chunks, True
-            self._onboard(visit, part)
+            self._load_part(visit, part)
         self._submit()
         self._settle(visit)
 
-    def _onboard(self, visit: _Visit, part: _LeasedRun) -> None:
+    def _load_part(self, visit: _Visit, part: _LeasedRun) -> None:
         if part.ordered:
             self.cache.load(part.lease, {0: range(part.ordered)})
             visit.until = self._now + self.cache.settings.load_timeout
