@@ -90,7 +90,8 @@ class Config(BaseModel):
     )
     peer_url: str = Field(
         "valkey://peer?probe_timeout=1s&in_flight=8MiB",
-        description="what holds for each of these replicas but host and port: TLS, credentials and timeouts",
+        description="URL template for connections to these replicas: host and port are replaced by those of the "
+        "replica, its options (TLS, credentials, timeouts) hold for all",
     )
     eviction: Literal["gittins", "arc", "lru"] = Field("gittins", description="eviction policy of every tier")
     offload: WritePolicy = Field(
@@ -134,8 +135,8 @@ class Config(BaseModel):
     )
     gate: bool = Field(
         True,
-        description="recompute blocks when that is faster than reading them from a file; off: always load, as "
-        "`PrefixStore` does from files in any case",
+        description="recompute blocks when that is faster than reading them from a file or a store; off: always load, "
+        "as `PrefixStore` does from files in any case",
     )
     prefill_speed: float = Field(
         0.0, ge=0, allow_inf_nan=False, description="prompt tokens computed per second, for the gate; 0: measured"
@@ -152,8 +153,9 @@ class Config(BaseModel):
     background: bool = Field(True, description="move blocks in a thread, also between the engine's steps")
     fixed_weights: bool = Field(
         False,
-        description="resets never mean changed weights: blocks stored after a reset may be served after a restart; "
-        "under transformers, weights and code are hashed only once",
+        description="promise that the weights never change while an engine runs, so a reset never means other weights: "
+        "blocks stored after a reset are served after a restart, too, and under transformers weights and code are "
+        "hashed only once; weights that change unnoticed then get blocks of the former ones",
     )
     reset_keep: Kept = Field(
         Kept.NONE, description="tiers that a reset of the connector keeps, with fixed_weights: all, file or none"

@@ -71,7 +71,10 @@ class PinLimitError(CacheError):
 
 
 class CopyTimeoutError(LongshoreError, TimeoutError):
-    """Copies from or to the device did not end in time. They may still run; nothing was stored or restored."""
+    """Copies from or to the device did not end in time, and may still run.
+
+    A store may have stored earlier parts of a long prefix; a restore returns nothing.
+    """
 
 
 class JobError(CacheError):

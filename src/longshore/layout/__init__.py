@@ -1,5 +1,7 @@
 """From an engine's tensors to a `KVLayout`: the position of each page on the device and in a chunk image.
 
+A chunk image is the serialized KV of one chunk.
+
 model.py     PageRef, KVGroup, KVLayout: the layout itself and its chunk image; pages that share bytes; the interface
              of a tensor, without torch
 builders.py  layouts from rows, from named axes, and from an attention back end that reports its cache's shape

@@ -1,5 +1,8 @@
 """`KVLayout`: the positions of the pages of a block, on the device and in the chunk image.
 
+A chunk image, or image for short, is the serialized KV of one chunk: the bytes of all pages of its blocks in one piece,
+the same in host memory, files and stores.
+
     on the device, per reference             in the image of a chunk of 2 blocks
 
     block 0   block 1   block 2              ┌ rank 0 ─────────────────────────┐┌ rank 1 ──

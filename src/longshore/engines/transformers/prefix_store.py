@@ -201,6 +201,8 @@ class PrefixStore:
     def store_prefix(self, tokens: Sequence[int], cache: DynamicCache, hints: Hints = None) -> int:
         """Keep the KV of the whole chunks of `tokens`, which `cache` holds; returns how many tokens are kept.
 
+        They are counted when their copies are ordered: tokens whose copy fails later count, too, and are not restored.
+
         Uses `hints.retention` and `hints.store`; without `hints`, those of `Config.request_hints`.
         Raises `CacheError` if `cache` has another batch size, or fewer tokens than `tokens`; `HintError` for hints that
         cannot be read; `CopyTimeoutError` if copies do not end within `write_timeout`.
