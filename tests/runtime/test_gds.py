@@ -32,7 +32,6 @@ from longshore.errors import ConfigError, DeviceError, LongshoreError, PlanError
 from longshore.keys import Scope
 from longshore.layout import KVLayout, from_rows
 from longshore.metrics import LongshoreCollector
-from longshore.runtime import stack as stack_module
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import Stack, open_stack
 from longshore.runtime.staging_mover import StagingMover, StagingSlots
@@ -80,7 +79,7 @@ def library() -> StandInCuFile:
 @pytest.fixture(autouse=True)
 def small_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four images, so that jobs go in pieces."""
-    monkeypatch.setattr(stack_module, "STAGING_BYTES", 0)
+    monkeypatch.setattr("longshore.runtime.staging_mover.STAGING_BYTES", 0)
 
 
 def opened(pages: Pages, directory: Path, library: object, *, host_size: int | None = None, **changes: Any) -> Stack:

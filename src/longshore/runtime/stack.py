@@ -37,12 +37,12 @@ from longshore.cache import (
 )
 from longshore.cache.eviction import POLICIES, EvictionPolicy
 from longshore.config import Config, available_memory, format_bytes
-from longshore.errors import ConfigError, DeviceError, TierError
+from longshore.errors import ConfigError, TierError
 from longshore.keys import Scope
 from longshore.layout import KVLayout
 from longshore.runtime.loop import BackgroundLoop, Runtime
 from longshore.runtime.recorder import EventRecorder, kept_events, open_recorder
-from longshore.runtime.staging_mover import StagingMover, StagingSlots
+from longshore.runtime.staging_mover import StagingMover, StagingSlots, open_staging
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.arena.pinning import CudaRegistrar, TorchCudaRuntime
 from longshore.tiers.base import KeyedTier, Tier
@@ -83,11 +83,6 @@ def take_back(arena: Arena) -> None:
         raise TierError(f"expected {needed} of free memory for the host tier, got {free}; lower host_size")
     arena.take_back()
 
-
-STAGING_BYTES = 64 << 20
-"""Device memory of the staging area with `file_mode` gds."""
-
-_LEAST_STAGING = 4  # images: two on each side
 
 _WRITES = {"all": WritePolicy.THROUGH, "second_use": WritePolicy.SELECTIVE, "evict": WritePolicy.BACK}
 """Write policies of stores, as in their URLs."""
@@ -391,7 +386,7 @@ def open_stack(
     makes. The caller closes its memory, after the stack.
     """
     _check_config(config, layout, staging, has_stores=bool(open_remote or config.remote))
-    staging = staging or _open_staging(config, layout, device)
+    staging = staging or open_staging(config, layout, device)
     arena = host = file = staging_mover = None
     sizes: tuple[int, ...] = (layout.image_bytes,)
     pools: tuple[int, ...] = ()
@@ -501,23 +496,6 @@ def make_runtime(
         names = [*(level.name for level in cache.stats()), *(tier.name for tier in stores)]
         gate = RecomputeGate(names, *chunk, prefill_speed=config.prefill_speed)
     return Runtime(cache, [*movers, *probers], tiers, probers=probers, gate=gate)
-
-
-def _open_staging(config: Config, layout: KVLayout, device: Device) -> StagingSlots | None:
-    """Slots for images on the device, if the file tier is to be reached from there, and can be; else `None`."""
-    if config.file_path is None or config.file_mode != "gds":
-        return None
-    try:
-        memory = device.allocate_images(max(STAGING_BYTES // layout.image_bytes, _LEAST_STAGING) * layout.image_bytes)
-    except DeviceError as error:
-        _log.warning(
-            "file_mode gds is not available, using posix with a host tier of %s: %s",
-            format_bytes(config.host_size),
-            error,
-        )
-        config.check_host()
-        return None
-    return StagingSlots(memory, layout.image_bytes)
 
 
 def close_runtime(runtime: Runtime, flush_timeout: float = 30.0) -> bool:

@@ -32,13 +32,20 @@ from longshore.boundary import (
     TransferResult,
     leading_ok,
 )
-from longshore.errors import PlanError, TierClosedError, log_seldom
+from longshore.config import Config, format_bytes
+from longshore.errors import DeviceError, PlanError, TierClosedError, log_seldom
 from longshore.layout.model import KVLayout
 from longshore.runtime.containment import refusal_status
 from longshore.tiers.base import Op, Tier, TierOp, check_batch
+from longshore.transfer.device.base import Device
 from longshore.transfer.engine import D2D, D2H, H2D, TransferEngine
 
 _log = logging.getLogger(__name__)
+
+STAGING_BYTES = 64 << 20
+"""Device memory of the staging area with `file_mode` gds."""
+
+_LEAST_STAGING = 4  # images: two on each side
 
 
 class StagingMemory(Protocol):
@@ -379,3 +386,20 @@ class StagingMover:
         skipped = section.first_block % per_chunk
         begin, end = max(0, first * per_chunk - skipped), stop * per_chunk - skipped
         return (section._replace(first_block=section.first_block + begin, blocks=section.blocks[begin:end]),)
+
+
+def open_staging(config: Config, layout: KVLayout, device: Device) -> StagingSlots | None:
+    """Slots for images on the device, if the file tier is to be reached from there, and can be; else `None`."""
+    if config.file_path is None or config.file_mode != "gds":
+        return None
+    try:
+        memory = device.allocate_images(max(STAGING_BYTES // layout.image_bytes, _LEAST_STAGING) * layout.image_bytes)
+    except DeviceError as error:
+        _log.warning(
+            "file_mode gds is not available, using posix with a host tier of %s: %s",
+            format_bytes(config.host_size),
+            error,
+        )
+        config.check_host()
+        return None
+    return StagingSlots(memory, layout.image_bytes)

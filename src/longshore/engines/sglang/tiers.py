@@ -34,8 +34,8 @@ from longshore.layout import KVGroup, KVLayout, PageRef
 from longshore.runtime.containment import contained
 from longshore.runtime.loop import Runtime
 from longshore.runtime.selftest import self_test
-from longshore.runtime.stack import STAGING_BYTES, Stack, open_stack
-from longshore.runtime.staging_mover import StagingSlots
+from longshore.runtime.stack import Stack, open_stack
+from longshore.runtime.staging_mover import STAGING_BYTES, StagingSlots
 from longshore.runtime.tier_host import HostedFileTier, HostedRemoteTier
 from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.transfer.device import CpuDevice
