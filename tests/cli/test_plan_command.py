@@ -195,8 +195,9 @@ def test_every_option_changes_the_answer(tmp_path: Path) -> None:
         ("--replays", "1"),
     ):
         assert plan_without_provenance(EXCERPT, *MODEL, *options) != usual, options
-    same = ("--form", "mooncake", "--block-tokens", "512", "--bad-lines", "skip")
-    assert json.loads(run(EXCERPT, *MODEL, *same, "--json"))["choices"] == usual["choices"]
+    for name in ("--format", "--form"):
+        same = (name, "mooncake", "--block-tokens", "512", "--bad-lines", "skip")
+        assert json.loads(run(EXCERPT, *MODEL, *same, "--json"))["choices"] == usual["choices"]
 
 
 def test_traces_in_which_nothing_comes_back_get_an_honest_answer(tmp_path: Path) -> None:

@@ -300,8 +300,9 @@ def test_forms_and_bad_lines(tmp_path: Path) -> None:
     options = ("--capacity-blocks", "9", "--block-tokens", "2")
     with pytest.raises(LongshoreError, match="line 2"):
         run(str(path), *options)
-    found = json.loads(run(str(path), *options, "--bad-lines", "skip", "--form", "prompts", "--json"))
-    assert (found["requests"], found["hit_ratio"]) == (2, 2 / 6)
+    for name in ("--format", "--form"):
+        found = json.loads(run(str(path), *options, "--bad-lines", "skip", name, "prompts", "--json"))
+        assert (found["requests"], found["hit_ratio"]) == (2, 2 / 6)
     lengths = tmp_path / "t.csv"
     lengths.write_text("timestamp,input_length,output_length\n1,900,5\n2,900,5\n")
     done = CliRunner().invoke(app, ["replay", str(lengths), "--capacity-blocks", "9"], catch_exceptions=False)
