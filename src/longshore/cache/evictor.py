@@ -69,9 +69,9 @@ class Evictor:
 
     def __init__(self, state: CacheState) -> None:
         self._state = state
-        self._passed_over: list[list[dict[int, deque[int]]]] = []
-        """Chunks that an eviction passed over, dirty or being copied down, by tier, pool and priority, coldest first;
-        some were cleaned, or used."""
+        self._passed_over: list[list[dict[int, deque[Key]]]] = []
+        """Keys of chunks that an eviction passed over, dirty or being copied down, by tier, pool and priority, coldest
+        first; some were cleaned, used, or removed."""
         self.clear()
 
     def clear(self) -> None:
@@ -280,12 +280,12 @@ class Evictor:
         """Record chunks of one priority that were passed over."""
         if not nodes:
             return
-        priority = self._state.priorities.of(nodes[0])
+        priority, index = self._state.priorities.of(nodes[0]), self._state.index
         queue = self._passed_over[tier][pool].setdefault(priority, deque())
         if len(queue) > 2 * len(self._state.policies[tier]) + 64:
-            kept = dict.fromkeys(each for each in queue if self._is_waiting(each, tier, pool, priority))
+            kept = dict.fromkeys(key for key in queue if self._is_waiting(index.get(key), tier, pool, priority))
             queue = self._passed_over[tier][pool][priority] = deque(kept)
-        queue.extend(nodes)
+        queue.extend(index.key[as_i32(nodes)].tolist())
 
     def _remember_copied(self, nodes: Sequence[int], tier: int, pool: int) -> None:
         """Record those of the held `nodes` that are being copied down, if there are priorities."""
@@ -296,14 +296,17 @@ class Evictor:
         """Whether a chunk of a priority below `priority` was passed over, and may be evicted after a copy."""
         for lower, queue in self._passed_over[tier][pool].items():
             while lower < priority and queue:
-                if self._is_waiting(queue[0], tier, pool, lower):
+                if self._is_waiting(self._state.index.get(queue[0]), tier, pool, lower):
                     return True
                 queue.popleft()
         return False
 
     def _is_waiting(self, node: int, tier: int, pool: int, priority: int) -> bool:
-        """Whether `node`, which was passed over when it had `priority`, still is dirty or being copied down."""
-        if self._state.priorities.of(node) != priority:
+        """Whether `node`, which was passed over when it had `priority`, still is dirty or being copied down.
+
+        A chunk that was removed is node 0.
+        """
+        if not node or self._state.priorities.of(node) != priority:
             return False
         if self._is_passed_over(node, tier, pool):
             return True
@@ -321,17 +324,18 @@ class Evictor:
         """
         gone, queues = 0, self._passed_over[tier][pool]
         for each in sorted(lower for lower in queues if lower <= priority):
-            queue, waiting = queues[each], list[int]()
+            queue, waiting = queues[each], list[Key]()
             while gone < count and queue:
-                node = queue.popleft()
+                key = queue.popleft()
+                node = self._state.index.get(key)
                 # What came back to a warmer tier meanwhile is spared: its children there may be about to follow it
                 # down.
-                may = self._is_passed_over(node, tier, pool) and not self._is_warmer(node, tier)
+                may = bool(node) and self._is_passed_over(node, tier, pool) and not self._is_warmer(node, tier)
                 if may and self.may_go(node, tier):
                     self._drop(node, tier)
                     gone += 1
                 elif self._state.priorities.used and self._is_waiting(node, tier, pool, each):
-                    waiting.append(node)
+                    waiting.append(key)
             queue.extendleft(reversed(waiting))
         return gone
 
