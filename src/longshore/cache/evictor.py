@@ -274,7 +274,7 @@ class Evictor:
             return False
         if state.is_kept(node) or self._stays_warm(node, tier):
             return False
-        return all(backlog.is_refused(child) for child in index.children(node))
+        return all(backlog.waits_for_use(child) for child in index.children(node))
 
     def _remember(self, nodes: Sequence[int], tier: int, pool: int) -> None:
         """Record chunks of one priority that were passed over."""
@@ -366,7 +366,7 @@ class Evictor:
         many leading ones must be examined one by one.
         """
         at = np.array(nodes, np.int32)
-        safe, sole = self._kinds(at, tier)
+        safe, sole = self._classify(at, tier)
         if run := min(count_leading(safe), most):
             self._drop_copies(nodes[:run], at[:run], tier)
             return run, run, 0
@@ -382,7 +382,7 @@ class Evictor:
             policy.hold_victims(nodes[:kept])
         return 0, kept, 0 if kept else count_leading(~safe)
 
-    def _kinds(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
+    def _classify(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
         """Which of the nodes `at` are safe, and which have their only copy in `tier`; bool, of the same shape."""
         state, index = self._state, self._state.index
         ready, colder, others = (np.zeros(len(at), bool) for _ in range(3))
@@ -420,7 +420,7 @@ class Evictor:
         parents, below = i32_view(index.parent)[at], i32_view(index.children_in[0])[at]
         behind = np.zeros(len(at), bool)
         np.equal(parents[:-1], at[1:], out=behind[1:])
-        idle = self._free(at, tier)
+        idle = self._evictable_sole(at, tier)
         free = count_leading(idle & (below <= behind))
         if not free:
             return [], count_leading(~idle | (below > 0))
@@ -497,7 +497,9 @@ class Evictor:
         `left` is the number of children that nodes will have left, of those that lose some; it is updated.
         """
         parent, reach, is_held = self._state.index.parent, self._state.index.children_in[0], policy.is_held
-        if most < 1 or not self._free(np.array((node,), np.int32), tier)[0]:  # as when a warmer tier has the whole path
+        if (
+            most < 1 or not self._evictable_sole(np.array((node,), np.int32), tier)[0]
+        ):  # as when a warmer tier has the whole path
             return []
         chain: list[int] = []
         while node > ORPHANS and len(chain) < most and is_held(node):
@@ -505,12 +507,12 @@ class Evictor:
             node = parent[node]
             if left.get(node, reach[node]) > 1:
                 break
-        del chain[count_leading(self._free(np.array(chain, np.int32), tier)) :]
+        del chain[count_leading(self._evictable_sole(np.array(chain, np.int32), tier)) :]
         above = parent[chain[-1]]
         left[above] = left.get(above, reach[above]) - 1
         return chain
 
-    def _free(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
+    def _evictable_sole(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
         """Which ready copies of the nodes `at` in `tier` have no other copy, reader, lease or lookup of this step, and
         are not to be copied down."""
         state, index = self._state, self._state.index
@@ -552,14 +554,14 @@ class Evictor:
         state = self._state
         going: list[int] = []
         for slab, used in islice(slots.slabs_of_others(pool), _SLABS_EXAMINED):
-            if used >= before or (going := self._goes_with(tier, slots, slab, spare_dirty=spare_dirty)):
+            if used >= before or (going := self._slab_victims(tier, slots, slab, spare_dirty=spare_dirty)):
                 break
         for node in sorted(going, key=lambda node: -state.index.depth[node]):
             state.remove_copy(node, tier, cause=EVICTED)
         state.counters.evictions[state.levels[tier].name] += len(going)
         return bool(going)
 
-    def _goes_with(self, tier: int, slots: SlabPool, slab: int, *, spare_dirty: bool) -> list[int]:
+    def _slab_victims(self, tier: int, slots: SlabPool, slab: int, *, spare_dirty: bool) -> list[int]:
         """All nodes to evict to empty `slab`; none if it cannot be emptied."""
         index = self._state.index
         inside = slots.contents(slab)
