@@ -440,6 +440,9 @@ class Stage:
         assert self.cache.jobs_in_flight == len(self.jobs)
         assert not any(self.cache.progress(job).is_over for job in self.jobs)
         assert (self.cache.leases, self.cache.protected) == (len(self.holds), len(self.seen_in_step))
+        ready = {each for each, r in self.resident.items() if r.state is State.READY}
+        alone = sum(tier == HOST and {t for k, t in ready if k == key} == {HOST} for key, tier in ready)
+        assert 0 <= self.cache.backups_needed <= alone
         misses, hits = +self.cache.counters.misses, +self.cache.counters.hits
         assert misses == +self.misses, f"{misses - self.misses} too many, {self.misses - misses} too few"
         assert hits == +self.hits

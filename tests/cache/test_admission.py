@@ -28,7 +28,7 @@ from traffic import synthesize
 
 
 class Tiers:
-    """Host memory over files, or alone without slots in files, served one request at a time; copies end as soon as they are ordered."""
+    """Host memory over files, or alone; served one request at a time; copies end as soon as they are ordered."""
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from group_kit import end, orders, settle
 from longshore.boundary import FILE, HOST, Key, Status, Transfer
 from longshore.cache import CacheSettings, GroupKeys, TieredCache, TierSpec
 from longshore.cache.eviction import LRU
+from longshore.cache.evictor import Evictor
 from longshore.keys import Scope, chain
 from residents import residents_of
 
@@ -76,3 +77,20 @@ def test_chunk_without_backup_is_passed_over_once_then_evicted() -> None:
     here = {resident.key for resident in residents_of(cache)}
     assert here == {path(name, 1)[0] for name in range(4, 12)}
     assert (cache.counters.evictions[HOST], cache.counters.demotions[HOST]) == (4, 0)
+
+
+def test_a_reused_node_number_is_not_evicted_before_its_turn() -> None:
+    """The coldest of six dirty chunks was passed over and discarded; a new one, the warmest, takes its node number."""
+    cache = TieredCache([TierSpec(HOST, 8, 64, LRU), TierSpec(FILE, 64, 64, LRU)], CacheSettings(max_writes=1))
+    evictor = Evictor(cache._state)
+    for name in range(6):
+        store(cache, name)
+    assert evictor.evict(0, 1, spare_dirty=True) == 0
+    (coldest,) = path(0, 1)
+    node = cache._state.index.get(coldest)
+    assert evictor.discard([coldest], 0) == 1
+    store(cache, 6)
+    assert cache._state.index.get(path(6, 1)[0]) == node
+    assert evictor.evict(0, 1, spare_dirty=True) == 0
+    assert evictor.evict(0, 1, spare_dirty=False) == 1
+    assert {each.key for each in residents_of(cache)} == {path(name, 1)[0] for name in range(2, 7)}

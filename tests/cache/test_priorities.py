@@ -11,7 +11,7 @@ from group_kit import end, orders, settle
 from longshore.boundary import FILE, HOST, Key, Status, Transfer, TransferResult
 from longshore.cache import CacheSettings, DropReason, Retention, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import LRU
-from longshore.cache.settings import DEFAULT_PRIORITY, AdmissionFilter, priorities, said
+from longshore.cache.settings import DEFAULT_PRIORITY, OfferFilter, priorities, said
 from longshore.errors import CacheError, JobError
 from residents import residents_of
 
@@ -245,7 +245,7 @@ def test_a_selective_policy_offloads_what_is_offered_again() -> None:
 
 
 def test_sightings_are_counted_for_the_last_so_many_chunks() -> None:
-    sightings = AdmissionFilter(2, 2)
+    sightings = OfferFilter(2, 2)
     one, two, three = (bytes([i]) * 32 for i in range(3))
     assert sightings.leading([one, two]) == 0
     assert sightings.leading([three]) == 0  # and "one" is forgotten

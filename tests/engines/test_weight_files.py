@@ -82,9 +82,9 @@ def test_writes_through_a_mapping_that_stays_are_seen(model: Path, tmp_path: Pat
 
 
 @pytest.mark.usefixtures("settled")
-@pytest.mark.parametrize(("number", "is_refused"), [(errno.EIO, True), (errno.EINVAL, False), (errno.EROFS, False)])
+@pytest.mark.parametrize(("number", "waits_for_use"), [(errno.EIO, True), (errno.EINVAL, False), (errno.EROFS, False)])
 def test_file_that_cannot_be_synchronised_has_no_digest(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, *, is_refused: bool
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, *, waits_for_use: bool
 ) -> None:
     fired = list[int]()
 
@@ -94,7 +94,7 @@ def test_file_that_cannot_be_synchronised_has_no_digest(
 
     expected, digests = FileDigests().of([model]), FileDigests(tmp_path / "memo")
     monkeypatch.setattr(os, "fsync", fails)
-    if is_refused:
+    if waits_for_use:
         with pytest.raises(EngineError, match=r"model\.safetensors: cannot be synchronised: Input/output error"):
             digests.of([model])
         assert not (tmp_path / "memo").exists()

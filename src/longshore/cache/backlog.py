@@ -3,7 +3,7 @@
     dirty     ready in one tier and in none below, though there is one: lost if its slot is reused
     queued    dirty, and its parent is ready below: can be copied down now, oldest first
     seldom    not used often enough for a selective write policy: not dirty, evicted without a copy
-    failed    a copy has failed: not dirty until the next use
+    failed    a copy has failed, or the tier below refuses it: not dirty until the next use
     orphan    not dirty: not copied down until a tier has its parent, evicted without a copy
 
 A chunk is dirty in one tier at most, the coldest that has it, so one mark per chunk suffices.
@@ -44,7 +44,7 @@ class Backlog:
         self._mark = bytearray(LISTS)
         """0 for clean; for dirty in tier t an odd number while waiting for the parent, an even one when queued."""
         self._uses = bytearray(LISTS)
-        self._failed = bytearray(LISTS)
+        self._needs_use = bytearray(LISTS)
         """1 for chunks that are not copied before their next use."""
 
     def grow(self, nodes: int) -> None:
@@ -53,7 +53,7 @@ class Backlog:
             self._linked.grow(nodes)
             self._mark.extend(bytes(max(0, nodes - len(self._mark))))
             self._uses.extend(bytes(max(0, nodes - len(self._uses))))
-            self._failed.extend(bytes(max(0, nodes - len(self._failed))))
+            self._needs_use.extend(bytes(max(0, nodes - len(self._needs_use))))
 
     def is_dirty(self, node: int, tier: int) -> bool:
         """Whether `node` is dirty in `tier`."""
@@ -138,12 +138,12 @@ class Backlog:
 
     def fail(self, node: int) -> bool:
         """A copy of `node` to the tier below has failed. Returns whether it was dirty."""
-        self._failed[node] = 1
+        self._needs_use[node] = 1
         return self.update(node)
 
-    def is_refused(self, node: int) -> bool:
+    def waits_for_use(self, node: int) -> bool:
         """Whether `node` is not copied before its next use."""
-        return bool(self._failed[node])
+        return bool(self._needs_use[node])
 
     def refuse(self, nodes: Sequence[int]) -> list[int]:
         """Copy the queued `nodes`, and chunks that wait for them, only after their next use; returns all of them."""
@@ -152,7 +152,7 @@ class Backlog:
             node = left.pop()
             if mark := self._mark[node]:
                 left += (child for child in self._index.children(node) if self.is_dirty(child, _tier(mark)))
-                self._failed[node] = 1
+                self._needs_use[node] = 1
                 refused.append(node)
         self.update_all(refused)
         return refused
@@ -161,17 +161,17 @@ class Backlog:
         """`nodes`, parents first, have become ready. A chunk after one that is not copied is not copied, either."""
         if not self._last:
             return
-        failed, parent, coldest = self._failed, self._index.parent, self._index.coldest_tier
-        if u8_view(failed)[i32_view(parent)[as_i32(nodes)]].any():
+        needs_use, parent, coldest = self._needs_use, self._index.parent, self._index.coldest_tier
+        if u8_view(needs_use)[i32_view(parent)[as_i32(nodes)]].any():
             for node in nodes:
-                if failed[parent[node]] and not self._is_safe_below(parent[node], coldest(node)):
-                    failed[node] = 1
+                if needs_use[parent[node]] and not self._is_safe_below(parent[node], coldest(node)):
+                    needs_use[node] = 1
         self.update_all(nodes)
 
     def use(self, at: npt.NDArray[np.int32]) -> None:
         """The nodes `at` were used: retry failed copies, and copy chunks that have reached the threshold."""
-        if len(again := at[u8_view(self._failed)[at] != 0]):
-            u8_view(self._failed)[again] = 0
+        if len(again := at[u8_view(self._needs_use)[at] != 0]):
+            u8_view(self._needs_use)[again] = 0
             self.update_all(unique(again).tolist())
         if self._most:
             for node in at.tolist():
@@ -199,7 +199,7 @@ class Backlog:
         tier = next((each for each in range(last - 1, -1, -1) if slots[each][node] >= 0), -1)
         if tier < 0 or self._index.pools[tier].state[slots[tier][node]] != READY:
             return -1
-        return -1 if self._failed[node] or self._uses[node] < self._thresholds[tier] else tier
+        return -1 if self._needs_use[node] or self._uses[node] < self._thresholds[tier] else tier
 
     def _all_due(self, at: npt.NDArray[np.int32]) -> npt.NDArray[np.uint8]:
         """The mark of each of the nodes `at` by its copies, not queued."""
@@ -217,7 +217,7 @@ class Backlog:
         due *= lost
         if index.orphans:
             due[i32_view(index.depth)[at] < 0] = _CLEAN
-        due[u8_view(self._failed)[at] != 0] = _CLEAN
+        due[u8_view(self._needs_use)[at] != 0] = _CLEAN
         return due
 
     def _is_safe_below(self, node: int, tier: int) -> bool:
@@ -235,7 +235,7 @@ class Backlog:
     def forget(self, node: int) -> None:
         """`node` is in no tier any more."""
         if self._last:
-            self._failed[node] = 0
+            self._needs_use[node] = 0
             self._uses[node] = 0
             self.update(node)
 
@@ -243,7 +243,7 @@ class Backlog:
         """`forget` for clean `nodes`."""
         if self._last:
             at = as_i32(nodes)
-            u8_view(self._uses)[at] = u8_view(self._failed)[at] = 0
+            u8_view(self._uses)[at] = u8_view(self._needs_use)[at] = 0
 
     def choose(self, tier: int, wanted: int) -> list[int]:
         """At most `wanted` chunks to copy down from `tier` in one job: the oldest heads, each with its descendants."""

@@ -285,7 +285,7 @@ class LinkedLists:
 
 
 class KeyTable:
-    """Keys by node, for nodes from 1 to below `size`; reads like an array of them, with `None` for nodes without.
+    """Keys by node, for nodes below `size`; reads like an array of them, with `None` for nodes without.
 
         hash(key) ─► bucket ─ first ─► node 17 ─ following ─► node 9        `before` is the reverse link
                                        rows[17], the key                    before[17] is ~bucket

@@ -69,9 +69,9 @@ class Evictor:
 
     def __init__(self, state: CacheState) -> None:
         self._state = state
-        self._passed_over: list[list[dict[int, deque[int]]]] = []
-        """Chunks that an eviction passed over, dirty or being copied down, by tier, pool and priority, coldest first;
-        some were cleaned, or used."""
+        self._passed_over: list[list[dict[int, deque[Key]]]] = []
+        """Keys of chunks that an eviction passed over, dirty or being copied down, by tier, pool and priority, coldest
+        first; some were cleaned, used, or removed."""
         self.clear()
 
     def clear(self) -> None:
@@ -274,18 +274,18 @@ class Evictor:
             return False
         if state.is_kept(node) or self._stays_warm(node, tier):
             return False
-        return all(backlog.is_refused(child) for child in index.children(node))
+        return all(backlog.waits_for_use(child) for child in index.children(node))
 
     def _remember(self, nodes: Sequence[int], tier: int, pool: int) -> None:
         """Record chunks of one priority that were passed over."""
         if not nodes:
             return
-        priority = self._state.priorities.of(nodes[0])
+        priority, index = self._state.priorities.of(nodes[0]), self._state.index
         queue = self._passed_over[tier][pool].setdefault(priority, deque())
         if len(queue) > 2 * len(self._state.policies[tier]) + 64:
-            kept = dict.fromkeys(each for each in queue if self._is_waiting(each, tier, pool, priority))
+            kept = dict.fromkeys(key for key in queue if self._is_waiting(index.get(key), tier, pool, priority))
             queue = self._passed_over[tier][pool][priority] = deque(kept)
-        queue.extend(nodes)
+        queue.extend(index.key[as_i32(nodes)].tolist())
 
     def _remember_copied(self, nodes: Sequence[int], tier: int, pool: int) -> None:
         """Record those of the held `nodes` that are being copied down, if there are priorities."""
@@ -296,14 +296,17 @@ class Evictor:
         """Whether a chunk of a priority below `priority` was passed over, and may be evicted after a copy."""
         for lower, queue in self._passed_over[tier][pool].items():
             while lower < priority and queue:
-                if self._is_waiting(queue[0], tier, pool, lower):
+                if self._is_waiting(self._state.index.get(queue[0]), tier, pool, lower):
                     return True
                 queue.popleft()
         return False
 
     def _is_waiting(self, node: int, tier: int, pool: int, priority: int) -> bool:
-        """Whether `node`, which was passed over when it had `priority`, still is dirty or being copied down."""
-        if self._state.priorities.of(node) != priority:
+        """Whether `node`, which was passed over when it had `priority`, still is dirty or being copied down.
+
+        A chunk that was removed is node 0.
+        """
+        if not node or self._state.priorities.of(node) != priority:
             return False
         if self._is_passed_over(node, tier, pool):
             return True
@@ -321,17 +324,18 @@ class Evictor:
         """
         gone, queues = 0, self._passed_over[tier][pool]
         for each in sorted(lower for lower in queues if lower <= priority):
-            queue, waiting = queues[each], list[int]()
+            queue, waiting = queues[each], list[Key]()
             while gone < count and queue:
-                node = queue.popleft()
+                key = queue.popleft()
+                node = self._state.index.get(key)
                 # What came back to a warmer tier meanwhile is spared: its children there may be about to follow it
                 # down.
-                may = self._is_passed_over(node, tier, pool) and not self._is_warmer(node, tier)
+                may = bool(node) and self._is_passed_over(node, tier, pool) and not self._is_warmer(node, tier)
                 if may and self.may_go(node, tier):
                     self._drop(node, tier)
                     gone += 1
                 elif self._state.priorities.used and self._is_waiting(node, tier, pool, each):
-                    waiting.append(node)
+                    waiting.append(key)
             queue.extendleft(reversed(waiting))
         return gone
 
@@ -362,7 +366,7 @@ class Evictor:
         many leading ones must be examined one by one.
         """
         at = np.array(nodes, np.int32)
-        safe, sole = self._kinds(at, tier)
+        safe, sole = self._classify(at, tier)
         if run := min(count_leading(safe), most):
             self._drop_copies(nodes[:run], at[:run], tier)
             return run, run, 0
@@ -378,7 +382,7 @@ class Evictor:
             policy.hold_victims(nodes[:kept])
         return 0, kept, 0 if kept else count_leading(~safe)
 
-    def _kinds(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
+    def _classify(self, at: npt.NDArray[np.int32], tier: int) -> tuple[Mask, Mask]:
         """Which of the nodes `at` are safe, and which have their only copy in `tier`; bool, of the same shape."""
         state, index = self._state, self._state.index
         ready, colder, others = (np.zeros(len(at), bool) for _ in range(3))
@@ -416,7 +420,7 @@ class Evictor:
         parents, below = i32_view(index.parent)[at], i32_view(index.children_in[0])[at]
         behind = np.zeros(len(at), bool)
         np.equal(parents[:-1], at[1:], out=behind[1:])
-        idle = self._free(at, tier)
+        idle = self._evictable_sole(at, tier)
         free = count_leading(idle & (below <= behind))
         if not free:
             return [], count_leading(~idle | (below > 0))
@@ -493,7 +497,9 @@ class Evictor:
         `left` is the number of children that nodes will have left, of those that lose some; it is updated.
         """
         parent, reach, is_held = self._state.index.parent, self._state.index.children_in[0], policy.is_held
-        if most < 1 or not self._free(np.array((node,), np.int32), tier)[0]:  # as when a warmer tier has the whole path
+        if (
+            most < 1 or not self._evictable_sole(np.array((node,), np.int32), tier)[0]
+        ):  # as when a warmer tier has the whole path
             return []
         chain: list[int] = []
         while node > ORPHANS and len(chain) < most and is_held(node):
@@ -501,12 +507,12 @@ class Evictor:
             node = parent[node]
             if left.get(node, reach[node]) > 1:
                 break
-        del chain[count_leading(self._free(np.array(chain, np.int32), tier)) :]
+        del chain[count_leading(self._evictable_sole(np.array(chain, np.int32), tier)) :]
         above = parent[chain[-1]]
         left[above] = left.get(above, reach[above]) - 1
         return chain
 
-    def _free(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
+    def _evictable_sole(self, at: npt.NDArray[np.int32], tier: int) -> Mask:
         """Which ready copies of the nodes `at` in `tier` have no other copy, reader, lease or lookup of this step, and
         are not to be copied down."""
         state, index = self._state, self._state.index
@@ -548,14 +554,14 @@ class Evictor:
         state = self._state
         going: list[int] = []
         for slab, used in islice(slots.slabs_of_others(pool), _SLABS_EXAMINED):
-            if used >= before or (going := self._goes_with(tier, slots, slab, spare_dirty=spare_dirty)):
+            if used >= before or (going := self._slab_victims(tier, slots, slab, spare_dirty=spare_dirty)):
                 break
         for node in sorted(going, key=lambda node: -state.index.depth[node]):
             state.remove_copy(node, tier, cause=EVICTED)
         state.counters.evictions[state.levels[tier].name] += len(going)
         return bool(going)
 
-    def _goes_with(self, tier: int, slots: SlabPool, slab: int, *, spare_dirty: bool) -> list[int]:
+    def _slab_victims(self, tier: int, slots: SlabPool, slab: int, *, spare_dirty: bool) -> list[int]:
         """All nodes to evict to empty `slab`; none if it cannot be emptied."""
         index = self._state.index
         inside = slots.contents(slab)

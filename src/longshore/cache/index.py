@@ -409,7 +409,7 @@ class Index(Nodes):
         return lost
 
     def check_integrity(self) -> None:
-        """Raise `CacheError` unless parent and child links, reach counts and closure hold everywhere."""
+        """Raise `CacheError` unless parent and child links, numbers of children and closure hold everywhere."""
         at = self.all_nodes()
         self.key.check_integrity()
         self._tree.check_integrity(at)

@@ -342,7 +342,7 @@ class Prefetcher:
     def _order(self, record: LeaseRecord, wait: Wait, *, waits_its_turn: bool = False) -> None:
         """Join reads in flight, and order reads from colder tiers as far as there is clean room.
 
-        The wait `lacks` room for the others if more may be made, or, with `waits_its_turn`, for all of them.
+        The wait `lacks_room` for the others if more may be made, or, with `waits_its_turn`, for all of them.
         """
         state, transfers, path = self._state, self._transfers, self._path(record)
         state.set_request(record.tick)

@@ -253,7 +253,7 @@ class Lookups:
 
     def path(self, group: int, path: GroupKeys, call: LookupCall) -> Found:
         """`TieredCache.lookup` of one `path` of `group`."""
-        keys, start, text, index = path.keys, path.start, path.prompt_tokens, self._state.index
+        keys, start, prompt_tokens, index = path.keys, path.start, path.prompt_tokens, self._state.index
         settings = self._transfers.settings
         before: Sequence[Key] = ()
         if start == UNKNOWN_START and keys:
@@ -264,17 +264,17 @@ class Lookups:
         settings.pool_of(group)
         if settings.groups:
             settings.group(group)
-        size = 0 if text is None else settings.group(group)[1]
-        if text is not None and settings.stands_alone(group):
-            raise CacheError(f"expected no text with group {group}, whose chunks stand alone")
-        text = text and text.checked()
+        size = 0 if prompt_tokens is None else settings.group(group)[1]
+        if prompt_tokens is not None and settings.stands_alone(group):
+            raise CacheError(f"expected no `prompt_tokens` with group {group}, whose chunks stand alone")
+        prompt_tokens = prompt_tokens and prompt_tokens.checked()
         end = index.reachable_prefix(keys, start)
         index.find(keys[start - 1 : start] if start else ())
         for position in {start, max(start, end - 1), end} - {len(keys)}:
             index.check_link(keys, position)
         # Remote tiers are asked for each key after these, so their order is checked; else a bisection suffices.
         known = end + len(index.follow(keys, end)) if self._remote.tiers else index.known_prefix(keys, end)
-        partial = None if text is None else self._state.partials.closest(keys, end, text, size)
+        partial = None if prompt_tokens is None else self._state.partials.closest(keys, end, prompt_tokens, size)
         self._advance(call.now)
         tick = self._serve(call, keys, end)
         remote, probes = 0, tuple[int, ...]()

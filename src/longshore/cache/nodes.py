@@ -26,7 +26,7 @@ class NodeTree:
 
         parent ─ child ─► youngest ─ older ─► ... ─ older ─► eldest      `younger` is the reverse link
 
-    Nodes start at 1; 0 is no node, and the parent of all first nodes.
+    Nodes of chunks start at `LISTS`; 0 is no node, and the parent of all first nodes, 1 is `ORPHANS`.
     """
 
     __slots__ = ("child", "older", "parent", "younger")

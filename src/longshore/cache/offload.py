@@ -22,11 +22,11 @@ import numpy.typing as npt
 from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.columns import as_i32, count_leading, i32_view, runs_of
 from longshore.cache.nodes import ROOT
-from longshore.cache.settings import AdmissionFilter, Retention, WriteBudget, WriteRule, priorities
+from longshore.cache.settings import OfferFilter, Retention, WriteBudget, WriteRule, priorities
 from longshore.cache.transfers import TierSlots, Transfers
 from longshore.cache.types import DropReason, GroupKeys, StoreOrder
 
-ADMISSION_FILTER_SIZE = 1 << 16
+OFFER_FILTER_SIZE = 1 << 16
 """Number of chunks whose offers a selective write policy counts before they are stored."""
 
 _FORGET = 64
@@ -50,9 +50,7 @@ class Offloader:
         self._reserves = [0.0] * transfers.state.coldest
         """Number of slots of each tier to keep free or backed up, where bursts need more than the write rule says."""
         self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]
-        self._admission_filter = (
-            AdmissionFilter(rules[0].threshold, ADMISSION_FILTER_SIZE) if rules[0].selective else None
-        )
+        self._offer_filter = OfferFilter(rules[0].threshold, OFFER_FILTER_SIZE) if rules[0].selective else None
 
     def wants(self, *, last_chance: bool) -> bool:
         """Whether to store chunks now: those that have become complete on the device, or, `last_chance`, leave it."""
@@ -83,10 +81,10 @@ class Offloader:
             path.start,
             path.retention,
         )
-        text, prompt, size = path.prompt_tokens if state.partials.on else None, path.prompt_end, 0
-        if text is not None:
+        prompt_tokens, prompt, size = path.prompt_tokens if state.partials.on else None, path.prompt_end, 0
+        if prompt_tokens is not None:
             size = settings.group(group)[1]
-            text = text.checked(len(keys) * size)
+            prompt_tokens = prompt_tokens.checked(len(keys) * size)
         alone = settings.stands_alone(group)
         state.set_request(tick)
         end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
@@ -101,12 +99,12 @@ class Offloader:
             offload = self._offload(
                 keys[:end], first, nodes, blocks, retention, group, wait_for_room=wait_for_room, stream=stream
             )
-        if text is not None:
-            state.partials.learn(keys, first, text, size)
+        if prompt_tokens is not None:
+            state.partials.learn(keys, first, prompt_tokens, size)
         return offload
 
     def check(self, path: GroupKeys, group: int) -> list[int]:
-        """The nodes of the chunks of `path` in the index. Raises `CacheError` for invalid keys or text."""
+        """The nodes of the chunks of `path` in the index. Raises `CacheError` for invalid keys or tokens."""
         keys, first, settings = path.keys, path.start, self._transfers.settings
         if path.prompt_tokens is not None and self._state.partials.on:
             path.prompt_tokens.checked(len(keys) * settings.group(group)[1])
@@ -156,7 +154,7 @@ class Offloader:
         fresh = fresh[: self._worth(fresh, lacking, retention)]
         state.log.by = keys[lacking[0]] if lacking else None
         pool = self._transfers.settings.pool_of(group)
-        wait_for_room, stream = (each and self._admission_filter is None for each in (wait_for_room, stream))
+        wait_for_room, stream = (each and self._offer_filter is None for each in (wait_for_room, stream))
         orphan = known > 0 and index.is_orphan(parent)
         needed = [parent, *path[known - first :]]
         count, waiting = self._admit(
@@ -263,7 +261,7 @@ class Offloader:
         self, keys: Sequence[Key], fresh: Sequence[int], prompt: int, retention: Sequence[Retention]
     ) -> list[int]:
         """Those of the ascending positions `fresh` that the write policy stores; the others are counted as dropped."""
-        floor, seen = self._transfers.settings.priority_floor, self._admission_filter
+        floor, seen = self._transfers.settings.priority_floor, self._offer_filter
         worth = list(fresh[: bisect_left(fresh, prompt)])
         self._transfers.count_drop(0, len(fresh) - len(worth), DropReason.GENERATED)
         if floor:
@@ -323,7 +321,7 @@ class Offloader:
             # of the chosen may be refused.
             nbytes, allowed = state.pools[below].slabs.image_bytes[pool], self._allowed(below, nodes, pool)
             room = self._room(below, len(allowed), pool)
-            chosen = [node for node in allowed if not state.backlog.is_refused(node)][:room]
+            chosen = [node for node in allowed if not state.backlog.waits_for_use(node)][:room]
             self._budgets[below].spend(len(chosen) * nbytes)
             self._copy_down(chosen, tier)
         state.log.by = by
@@ -428,8 +426,8 @@ class Offloader:
             above = count_leading(priorities(retention, at) >= floor)
             self._transfers.count_drop(0, worth - above, DropReason.PRIORITY)
             worth = above
-        if self._admission_filter is not None:
-            often = self._admission_filter.leading(fresh[:worth])
+        if self._offer_filter is not None:
+            often = self._offer_filter.leading(fresh[:worth])
             self._transfers.count_drop(0, worth - often, DropReason.BELOW_THRESHOLD)
             worth = often
         return worth

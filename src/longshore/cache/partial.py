@@ -45,7 +45,7 @@ class PromptTokens(NamedTuple):
     beside: Mapping[Key, Iterable[tuple[Key, Sequence[int]]]] = {}
 
     def checked(self, least: int = 0) -> PromptTokens:
-        """The text, checked. Raises `CacheError` for fewer than `least` tokens, or a root that is not bytes."""
+        """The tokens, checked. Raises `CacheError` for fewer than `least` tokens, or a root that is not bytes."""
         if len(self.tokens) < least or not isinstance(self.root, bytes) or not self.root:
             raise CacheError(f"expected {least} tokens and a root in bytes, got {len(self.tokens)} and {self.root!r}")
         return self._replace(tokens=as_ids(self.tokens[:least])) if least else self
@@ -99,13 +99,13 @@ class PartialPrefixes:
             self._older.extend(zeros(more))
             self._younger.extend(zeros(more))
 
-    def learn(self, keys: Sequence[Key], first: int, text: PromptTokens, chunk_tokens: int) -> None:
-        """Store the tokens of those of `keys[first:]` that are in a tier; `text` has them."""
+    def learn(self, keys: Sequence[Key], first: int, prompt_tokens: PromptTokens, chunk_tokens: int) -> None:
+        """Store the tokens of those of `keys[first:]` that are in a tier; `prompt_tokens` has them."""
         get, above = self._index.get, self._above
         fresh = [(at, node) for at in range(first, len(keys)) if (node := get(keys[at])) and above[node] is None]
         for at, node in fresh:
-            self._tokens[node, :chunk_tokens] = text.chunk(at, chunk_tokens)
-            self._link(node, text.before(keys, at))
+            self._tokens[node, :chunk_tokens] = prompt_tokens.chunk(at, chunk_tokens)
+            self._link(node, prompt_tokens.before(keys, at))
 
     def forget(self, nodes: Iterable[int]) -> None:
         """`nodes` are in no tier any more."""
@@ -124,11 +124,13 @@ class PartialPrefixes:
                 del self._youngest[above]
             self._above[node] = None
 
-    def closest(self, keys: Sequence[Key], position: int, text: PromptTokens, chunk_tokens: int) -> Partial | None:
+    def closest(
+        self, keys: Sequence[Key], position: int, prompt_tokens: PromptTokens, chunk_tokens: int
+    ) -> Partial | None:
         """The chunk with the most leading tokens of the chunk at `position`; of equals one on the device."""
-        before, best = text.before(keys, position), None
-        wanted = text.chunk(position, chunk_tokens)[: chunk_tokens - 1]
-        for key, tokens in text.beside.get(before, ()):
+        before, best = prompt_tokens.before(keys, position), None
+        wanted = prompt_tokens.chunk(position, chunk_tokens)[: chunk_tokens - 1]
+        for key, tokens in prompt_tokens.beside.get(before, ()):
             best = _better(best, Partial(key, _common(as_ids(tokens), wanted), device=True))
         reachable = self._index.reachable
         nodes = [node for node in islice(self._children(before), MAX_COMPARED) if reachable[node] == ROOTED]

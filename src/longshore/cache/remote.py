@@ -20,7 +20,7 @@ from itertools import groupby
 
 from longshore.boundary import Key, Probe, ProbeResult, Status
 from longshore.cache.events import EventKind
-from longshore.cache.settings import AdmissionFilter, WritePolicy, WriteRule
+from longshore.cache.settings import OfferFilter, WritePolicy, WriteRule
 from longshore.cache.transfers import Job, TierSlots, Transfers
 from longshore.cache.types import Answer, DropReason, MissReason
 from longshore.errors import JobError
@@ -212,7 +212,7 @@ class _ProbeInFlight:
 FETCH_BATCH = 16
 """Chunks read by one job."""
 
-ADMISSION_FILTER_SIZE = 1 << 16
+OFFER_FILTER_SIZE = 1 << 16
 """Chunks whose offers a selective write policy counts."""
 
 _MOST_AHEAD = 256
@@ -230,9 +230,7 @@ class RemoteTiers:
         self._state = transfers.state
         self.tiers = [RemoteKeys(name, transfers) for name in tiers]
         """Callers skip all other methods if there is none."""
-        self._seen = [
-            AdmissionFilter(rule.threshold, ADMISSION_FILTER_SIZE) if rule.selective else None for rule in rules
-        ]
+        self._seen = [OfferFilter(rule.threshold, OFFER_FILTER_SIZE) if rule.selective else None for rule in rules]
         self._late = [rule.policy is WritePolicy.BACK for rule in rules]
         """Which tiers get what is about to be evicted from the warmest, and nothing else."""
         self._queues: list[deque[Key]] = [deque() for _ in tiers]

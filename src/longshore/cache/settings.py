@@ -99,7 +99,7 @@ class WriteBudget:
         self._left -= nbytes
 
 
-class AdmissionFilter:
+class OfferFilter:
     """Admission filter of selective write policies: counts how often chunks that no tier has were offered.
 
     The counts of the last `limit` distinct chunks are kept, in a ring; a chunk that has left it starts at one again.

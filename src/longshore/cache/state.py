@@ -1,4 +1,4 @@
-"""The state of all tiers: slots, index, eviction policies and backlog, which only this module changes, together.
+"""The state of all tiers: slots, index, eviction policies and backlog, which change together.
 
 The modules above (`transfers`, `manager`) use these methods; each leaves all structures consistent:
 
@@ -7,7 +7,8 @@ The modules above (`transfers`, `manager`) use these methods; each leaves all st
     fail, invalidate  a write failed, or a read found invalid bytes      any      -> FREE or DRAINING, descendants too
     end_reads         readers have ended; the last one frees the slot    DRAINING -> FREE
 
-A chunk is a node of the index, a copy is (node, tier), and jobs name slots. Evictions are in `evictor`.
+A chunk is a node of the index, a copy is (node, tier), and jobs name slots. Evictions in batches are in `evictor`;
+loads and peers count the readers of slots themselves.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class Wait:
     """The wait of one request for reads, until `deadline`.
 
     `jobs` are the reads that have not ended, `load` is the load that needs them, if any. The engine does not run the
-    request meanwhile if it is `blocks_request`. It `lacks_room` room if not all reads could be ordered yet.
+    request meanwhile if it is `blocks_request`. It `lacks_room` if not all reads could be ordered yet.
     """
 
     number: int
