@@ -404,6 +404,30 @@ def test_an_answer_that_has_come_is_taken_though_late(
     assert set(remote(harness).failures.values()) == {0}
 
 
+def test_a_late_write_of_a_repeated_key_keeps_the_client(
+    mooncake: LocalMooncake, shared: Callable[..., TierHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of two equal keys waits for the call that writes the first, which takes until the deadline."""
+    late = 0.0
+    harness = shared(mooncake.url(PATIENT), clock=lambda: time.monotonic() + late)
+    call = client_module.MooncakeSession._call
+
+    def slow(session: client_module.MooncakeSession, deadline: float, *order: object) -> list[int]:
+        nonlocal late
+        codes = call(session, deadline, *order)
+        late = 1000.0 if order[0] == "put" else late
+        return codes
+
+    monkeypatch.setattr(client_module.MooncakeSession, "_call", slow)
+    writes = [harness.op(Op.WRITE, 0, 1, place) for place in range(2)]
+    for write in writes:
+        harness.bytes_of(write)[:] = image(1, IMAGE)
+    statuses = harness.run(*writes)
+    assert late
+    assert sorted(statuses, key=lambda status: status.name) == [Status.DEADLINE, Status.OK]
+    assert set(remote(harness).failures.values()) == {0}
+
+
 def test_a_late_batch_takes_no_other_with_it(mooncake: LocalMooncake, shared: Callable[..., TierHarness]) -> None:
     harness = shared(mooncake.url(PATIENT))
     harness.assert_misses(0, 9)

@@ -212,9 +212,13 @@ class MooncakeSession:
     def _next_call(self, work: WorkQueue, again: list[Image], deadline: float | None = None) -> list[Image]:
         """Images for one call, held by the caller: of one deadline, because that of a call holds for all of it.
 
-        `again` are those that were taken for an earlier call, and have a key that was in it already.
+        `again` are those that were taken for an earlier call, and have a key that was in it already. Late ones end: a
+        call that has no time left would have the client killed.
         """
-        images = again.copy()
+        images = [each for each in again if self._clock() < each.deadline]
+        for each in again:
+            if each not in images:
+                work.end(each, Status.DEADLINE)
         again.clear()
         if not images and (image := work.take(math.inf, deadline)) is not None:
             images = [image]
