@@ -333,6 +333,15 @@ class Histogram:
 
 
 @dataclass(slots=True)
+class GuardCounters:
+    """Counters of block guards: waits, seconds waited, and blocks that were late and parked."""
+
+    waits: int = 0
+    seconds: float = 0.0
+    late: int = 0
+
+
+@dataclass(slots=True)
 class LookupCounters:
     """Requests looked up by an engine, each counted once, and lookups, which schedulers repeat for waiting requests."""
 

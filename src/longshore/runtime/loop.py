@@ -38,7 +38,7 @@ from longshore.boundary import (
     leading_ok,
 )
 from longshore.cache import Lease, Progress, RecomputeGate, TieredCache
-from longshore.cache.types import LookupCounters
+from longshore.cache.types import GuardCounters, LookupCounters
 from longshore.errors import LongshoreError, PlanError, TierClosedError, log_seldom
 from longshore.runtime.containment import CallLog, log_fault, refusal_status
 from longshore.tiers.base import Tier
@@ -67,15 +67,6 @@ class _RunningTransfer:
     tail: tuple[Status, ...]
     ranks: int
     expired: bool = False
-
-
-@dataclass(slots=True)
-class GuardCounters:
-    """Counters of block guards: waits, seconds waited, and blocks that were late and parked."""
-
-    waits: int = 0
-    seconds: float = 0.0
-    late: int = 0
 
 
 class Runtime:
@@ -117,6 +108,7 @@ class Runtime:
         self._calls = CallLog(cache, self.fail)
         self._cache_version = 0
         """Grows with each change of the cache: what a caller waits for may have happened since the version it saw."""
+        self._in_transaction = False
         self._idle_until = -math.inf
         """Waits do not call the cache before, without results: nothing is due, unless a caller has used it."""
         self.fault: BaseException | None = None
@@ -147,7 +139,8 @@ class Runtime:
     def transaction(self) -> Iterator[TieredCache]:
         """A lock: exclusive access to the cache. Nothing is rolled back.
 
-        When the block ends, the commands that the cache has given are submitted, also if the block raises.
+        When the block ends, the commands that the cache has given are submitted, also if the block raises; at the
+        end of the outer one where transactions are nested.
 
         Raises `TierClosedError` after `close`, and in a process forked from the one of the movers' threads.
         """
@@ -157,15 +150,19 @@ class Runtime:
             if self.closed:
                 raise TierClosedError("the runtime was closed")
             with self._typed_faults():
-                self._cache.apply_results((), self.clock())
+                if not (is_inner := self._in_transaction):
+                    self._cache.apply_results((), self.clock())
+                self._in_transaction = True
                 try:
                     yield self._cache
                 finally:
+                    self._in_transaction = is_inner
                     self._cache_version += 1
                     self._idle_until = -math.inf
-                    self._pump(cache_has_time=True)
-                    if self._is_busy:
-                        self.wakeup.set()
+                    if not is_inner:
+                        self._pump(cache_has_time=True)
+                        if self._is_busy:
+                            self.wakeup.set()
 
     @contextmanager
     def _typed_faults(self) -> Iterator[None]:

@@ -408,18 +408,18 @@ class PrefixStore:
         self._wait_for_half(half)
         self._stack.transfer_engine.begin_step(None)
         runtime, chunks, lease = self._stack.runtime, len(part.keys) - part.start, None
-        if chunks < found.chunks:
-            with runtime.transaction() as tiered_cache:
-                lease = tiered_cache.lookup(
+        blocks = self._blocks_of(half, chunks)
+        with runtime.transaction() as cache:
+            if chunks < found.chunks:
+                lease = cache.lookup(
                     {0: part}, runtime.clock(), request=request, tick=found.tick, count=False, remote_tiers=()
                 ).lease
-            found = found._replace(lease=lease, chunks=chunks)
-        blocks = self._blocks_of(half, chunks)
-        try:
-            wait = self._stack.start_load(found, part, blocks, self._job_of(half), request=request)
-        except BaseException:
-            self._release(lease)
-            raise
+                found = found._replace(lease=lease, chunks=chunks)
+            try:
+                wait = self._stack.start_load(found, part, blocks, self._job_of(half), request=request)
+            except BaseException:
+                self._release(lease)
+                raise
         return _PartLoad(blocks, wait, lease)
 
     def _release(self, lease: Lease | None) -> None:
