@@ -21,7 +21,7 @@ from longshore.cache.index import Residency
 from longshore.cache.partial import Partial, PromptTokens
 from longshore.cache.settings import Retention
 from longshore.errors import CacheError
-from longshore.monitoring.metric_names import (
+from longshore.monitoring.metric_table import (
     EVICTED_AGE_SECONDS,
     LOAD_SECONDS,
     LOOKUP_SECONDS,

@@ -53,7 +53,7 @@ from longshore.engines.vllm.tiers import SchedulerTiers
 from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.errors import log_seldom
 from longshore.hints import RequestHints
-from longshore.monitoring.metric_names import LOOKUP_SECONDS
+from longshore.monitoring.metric_table import LOOKUP_SECONDS
 from longshore.runtime.containment import contained
 from longshore.runtime.control import ControlServer
 
