@@ -13,7 +13,7 @@ from cache_model_base import Stage
 from cache_movers import Job, Tag
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Section, Status, Transfer, TransferResult, Urgency
-from longshore.cache import DropReason, GroupKeys, Retention, State, StoreOrder
+from longshore.cache import DropReason, GroupKeys, Retention, SlotState, StoreOrder
 from longshore.cache.settings import DEFAULT_PRIORITY
 from residents import Resident
 
@@ -214,7 +214,7 @@ class Storing(Stage):
         needed.update(item.key for job in self.jobs.values() for item in job.transfer.items)
         parents = {parent(each) for each, _ in self.resident}
         for (each, tier), r in self.resident.items():
-            if tier == HOST and self.is_adrift(each) and r.state is State.READY and each not in needed | parents:
+            if tier == HOST and self.is_adrift(each) and r.state is SlotState.READY and each not in needed | parents:
                 alone = sum(key == each for key, _ in self.resident) == 1
                 assert not alone, f"{each!r} is an orphan, and stays, while {gone} made way"
 

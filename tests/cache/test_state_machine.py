@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from longshore.boundary import DEVICE, FILE, HOST, Slot, Status, TransferResult
-from longshore.cache import EDGES, DeviceCopy, GroupKeys, Lease, Retention, State
+from longshore.cache import EDGES, DeviceCopy, GroupKeys, Lease, Retention, SlotState
 from longshore.errors import CacheError, JobError, LeaseError
 
 paths = st.sampled_from(PATHS)
@@ -233,7 +233,9 @@ class Tiers(Machine):
 
 
 @pytest.mark.usefixtures("short_batches")
-def test_random_paths_keep_every_promise(edges_taken: Counter[tuple[State, State]], methods_called: set[str]) -> None:
+def test_random_paths_keep_every_promise(
+    edges_taken: Counter[tuple[SlotState, SlotState]], methods_called: set[str]
+) -> None:
     Tiers.begun_alike = 0
     thorough = run(Tiers, 3)
     if thorough and not (Tiers.begun_alike and set(edges_taken) == set(EDGES)):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from longshore.boundary import FILE, HOST, Status, TransferResult
-from longshore.cache import EDGES, GroupKeys, Lease, State
+from longshore.cache import EDGES, GroupKeys, Lease, SlotState
 from longshore.errors import CacheError, JobError, LeaseError
 
 PROMPTS = ("aaaaaa", "aaaabb", "aabaaa", "bbaaaa")
@@ -233,7 +233,7 @@ class Several(Machine):
 
 @pytest.mark.usefixtures("short_batches")
 def test_random_paths_of_several_groups_keep_every_promise(
-    edges_taken: Counter[tuple[State, State]], methods_called: set[str]
+    edges_taken: Counter[tuple[SlotState, SlotState]], methods_called: set[str]
 ) -> None:
     thorough = run(Several, 1)
     assert set(edges_taken) <= set(EDGES), "an illegal edge was taken"

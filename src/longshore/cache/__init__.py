@@ -6,7 +6,7 @@ from longshore.cache.explain import Account, Verdict, explain
 from longshore.cache.index import Presence, Residency
 from longshore.cache.manager import TieredCache
 from longshore.cache.partial import Partial, PromptTokens
-from longshore.cache.pool import EDGES, State
+from longshore.cache.pool import EDGES, SlotState
 from longshore.cache.recompute_gate import RecomputeGate
 from longshore.cache.settings import (
     DEFAULT_PRIORITY,
@@ -73,7 +73,7 @@ __all__ = [
     "RouteTotals",
     "Run",
     "SizeStats",
-    "State",
+    "SlotState",
     "StoreOrder",
     "TierSpec",
     "TierStats",
