@@ -233,7 +233,7 @@ class Storm:
         return [key for key, presence in found if presence in wanted], group
 
     def prefetch(self) -> None:
-        keys, group = self.ready((Presence.READY, Presence.COLDER))
+        keys, group = self.ready((Presence.WARMEST, Presence.COLDER))
         if keys:
             lease = self.cache.lookup({group: GroupKeys(keys)}, self.now, independent=True).lease
             if lease is None:
@@ -243,7 +243,7 @@ class Storm:
             self.cache.prefetch(lease, self.now, policy=self.draw.choice(list(PrefetchPolicy)))
 
     def load_by_host(self) -> None:
-        keys, group = self.ready((Presence.READY,))
+        keys, group = self.ready((Presence.WARMEST,))
         if keys:
             (part,) = self.cache.load({group: GroupKeys(keys)}).jobs
             self.jobs[part.job] = len(keys)

@@ -71,7 +71,7 @@ def test_what_is_lent_stays_until_it_is_reported() -> None:
     cache.check_integrity()
     cache.apply_results([TransferResult(loan.job, (Status.OK, Status.OK))], 1.0)
     assert store(cache, [c, d]) == 2
-    assert residency(cache, [a, b, c, d], Protection.STEP).presences == [Presence.ABSENT] * 2 + [Presence.READY] * 2
+    assert residency(cache, [a, b, c, d], Protection.STEP).presences == [Presence.ABSENT] * 2 + [Presence.WARMEST] * 2
     cache.end_step()
     cache.check_integrity()
 
@@ -82,7 +82,7 @@ def test_a_loan_is_a_use() -> None:
     store(cache, [b])
     cache.apply_results([TransferResult(cache.load({0: GroupKeys([a])}).jobs[0].job, (Status.OK,))], 1.0)
     assert store(cache, [c]) == 1
-    assert residency(cache, [a, b], Protection.STEP).presences == [Presence.READY, Presence.ABSENT]
+    assert residency(cache, [a, b], Protection.STEP).presences == [Presence.WARMEST, Presence.ABSENT]
     assert cache.counters.hits["host"] == 1
 
 
@@ -105,16 +105,16 @@ def test_what_is_given_back_unread_is_there_as_before() -> None:
     cache.release(loan.job)
     with pytest.raises(JobError):
         cache.release(loan.job)
-    assert residency(cache, [a], Protection.STEP).presences == [Presence.READY]
+    assert residency(cache, [a], Protection.STEP).presences == [Presence.WARMEST]
 
 
 def test_looked_up_chunks_stay_in_host_tier_until_step_ends() -> None:
     """With a copy below, too: a host that was told that a chunk is ready may borrow it in the same step."""
     cache, (a, b, c) = two_tiers(2), keys_of("a", "b", "c")
     store(cache, [a, b])
-    assert residency(cache, [a], Protection.STEP).presences == [Presence.READY]
+    assert residency(cache, [a], Protection.STEP).presences == [Presence.WARMEST]
     assert store(cache, [c]) == 1
-    assert residency(cache, [a, b, c], Protection.STEP).presences == [Presence.READY, Presence.COLDER, Presence.READY]
+    assert residency(cache, [a, b, c], Protection.STEP).presences == [Presence.WARMEST, Presence.COLDER, Presence.WARMEST]
     assert len(cache.load({0: GroupKeys([a])}).jobs[0].slots) == 1
     assert (cache.leases, cache.protected) == (0, 3)
     cache.end_step()
@@ -226,7 +226,7 @@ def test_chunks_of_a_path_are_kept_and_lent_like_others() -> None:
     assert store(cache, keys_of("d", "e", "f")) == 1, "c alone goes: b is kept, a is read"
     cache.apply_results([TransferResult(loan.job, (Status.OK,))], 0.0)
     assert store(cache, keys_of("g")) == store(cache, keys_of("h")) == 1
-    assert residency(cache, keys, Protection.STEP).presences[:2] == [Presence.READY] * 2, "a is needed to reach b"
+    assert residency(cache, keys, Protection.STEP).presences[:2] == [Presence.WARMEST] * 2, "a is needed to reach b"
     cache.release(hold)
     cache.end_step()
     cache.check_integrity()
@@ -272,7 +272,7 @@ def test_chunk_reported_in_a_step_is_leased_despite_corrupt_parent() -> None:
     settle(cache)
     assert cache.discard(keys[:1], "host") == 1
     (read,) = cache.prefetch(kept(cache, keys[:1], 1), 0.0)
-    assert residency(cache, keys[1:], Protection.STEP).presences == [Presence.READY]
+    assert residency(cache, keys[1:], Protection.STEP).presences == [Presence.WARMEST]
     cache.apply_results([TransferResult(read, (Status.CORRUPT,))], 0.0)
     loan = cache.load({1: GroupKeys(keys[1:])}).jobs[0]
     cache.check_integrity()

@@ -455,12 +455,12 @@ class Presence(enum.Enum):
 
     ABSENT = "absent"
     IN_FLIGHT = "in_flight"
-    READY = "ready"  # in the warmest tier: can be loaded at once
-    COLDER = "colder"  # ready, but only below the warmest tier
+    WARMEST = "warmest"  # in the warmest tier, host memory if there is any: can be loaded at once
+    COLDER = "colder"  # in a colder tier only
 
 
-_PRESENCES = (Presence.ABSENT, Presence.IN_FLIGHT, Presence.READY, Presence.COLDER)
-_ABSENT, _IN_FLIGHT, _READY, _COLDER = range(len(_PRESENCES))
+_PRESENCES = (Presence.ABSENT, Presence.IN_FLIGHT, Presence.WARMEST, Presence.COLDER)
+_ABSENT, _IN_FLIGHT, _WARMEST, _COLDER = range(len(_PRESENCES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,10 +508,10 @@ class Residency:
         """Look up `keys`; `pool` is that of the warmest tier. Raises `CacheError` for a key that is not bytes."""
         at = index.key.find_all(keys)
         reachable = u8_view(index.reachable)[at] != 0
-        found = np.where(reachable, np.where(index.are_ready(at, 0), _READY, _COLDER), _IN_FLIGHT)
+        found = np.where(reachable, np.where(index.are_ready(at, 0), _WARMEST, _COLDER), _IN_FLIGHT)
         found[at == ROOT] = _ABSENT
-        if (found == _READY).all():
-            return cls(keys, [Presence.READY] * len(keys), at, index, pool, index.removed)
+        if (found == _WARMEST).all():
+            return cls(keys, [Presence.WARMEST] * len(keys), at, index, pool, index.removed)
         return cls(keys, [_PRESENCES[each] for each in found.tolist()], at, index, pool, index.removed)
 
 

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 HIT, MISS, PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
-_THERE = (Presence.READY, Presence.COLDER)
+_THERE = (Presence.WARMEST, Presence.COLDER)
 LOAD = Route(HOST, DEVICE)
 _HIT_SOURCES = {HOST: CacheHitSource.HOST, FILE: CacheHitSource.DISK}
 WHOLE_PATHS = RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
@@ -451,10 +451,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         found = [Presence.IN_FLIGHT if at in coming else each for at, each in enumerate(found)] if coming else found
         self._count_misses(request, found, key, late=late, brought=brought, stalled=stalled)
         request.answers = dict.fromkeys(asked, HIT)
-        if found.count(Presence.READY) == len(found):
+        if found.count(Presence.WARMEST) == len(found):
             return HIT
         for each, presence in zip(request.asked_keys, found, strict=True):
-            if presence is Presence.READY:
+            if presence is Presence.WARMEST:
                 continue
             waits = presence is Presence.IN_FLIGHT and not late and not stalled
             # What was brought up for this request, and is colder again, would be so for ever.
@@ -505,7 +505,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         cold = {key for (key, end), each in ends if each is Presence.COLDER and end <= worth}
         request.streams = True
         request.origins.update(dict.fromkeys(cold, FILE))
-        return [Presence.READY if key in cold else each for (key, _), each in ends]
+        return [Presence.WARMEST if key in cold else each for (key, _), each in ends]
 
     def _count_misses(
         self,

@@ -97,9 +97,9 @@ class OffloadingMetrics:
         waited for too long, and what was `brought` up for it once is not again. While the file tier is `stalled` it
         waits for nothing.
         """
-        if found.count(Presence.READY) == len(found):
+        if found.count(Presence.WARMEST) == len(found):
             return Counter()
-        first = next(i for i, presence in enumerate(found) if presence is not Presence.READY)
+        first = next(i for i, presence in enumerate(found) if presence is not Presence.WARMEST)
         reason = MissReason.ABSENT
         if found[first] is not Presence.ABSENT:
             if not late and not stalled and not (brought and found[first] is Presence.COLDER):
