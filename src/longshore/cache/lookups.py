@@ -22,120 +22,24 @@ that needs it, so the next length to try ends before it, and no key is looked up
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from longshore.boundary import Key, Section
-from longshore.cache.columns import I32, as_i32, count_leading, has_duplicates, i32_view, runs_of, u8_view, unique
+from longshore.cache.columns import I32, as_i32, count_leading, has_duplicates, runs_of, u8_view
 from longshore.cache.events import EventKind
 from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.cache.index import Index, Residency, nodes_of
+from longshore.cache.leases import LeasedChunks, LeaseRecord, Leases
 from longshore.cache.nodes import ROOT
 from longshore.cache.partial import Partial, PartialPrefixes
 from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheGroup
-from longshore.cache.state import CacheState
-from longshore.cache.transfers import LeasedChunks, LeaseRecord, Transfers
-from longshore.cache.types import UNKNOWN_START, Found, GroupKeys, Lease, Need, Protection, check_distinct
-from longshore.errors import CacheError, LeaseError
-
-
-class Leases:
-    """The leases on one `CacheState`, by number."""
-
-    def __init__(self, state: CacheState) -> None:
-        self._state = state
-        self._records: dict[int, LeaseRecord] = {}
-        self._step = array("i")
-        """Nodes protected in this step, each once; some may have been removed since."""
-
-    def __len__(self) -> int:
-        """Number of leases not released."""
-        return len(self._records)
-
-    @property
-    def protected(self) -> int:
-        """Number of chunks that lookups protect until the end of the step."""
-        return int(np.count_nonzero(u8_view(self._state.protected)[np.unique(i32_view(self._step))]))
-
-    def __iter__(self) -> Iterator[LeaseRecord]:
-        return iter(self._records.values())
-
-    def take(
-        self, identity: int, parts: Sequence[LeasedChunks], request: str | None, *, is_multi_group: bool = False
-    ) -> Lease:
-        """A new lease on `parts`, whose nodes are pinned."""
-        self._records[identity] = LeaseRecord(parts, request, self._state.current_tick, is_multi_group=is_multi_group)
-        return Lease(identity)
-
-    def get(self, lease: Lease) -> LeaseRecord:
-        """The record of `lease`. Raises `LeaseError` if it was released, or is no lease of this cache."""
-        record = self._records.get(lease.id) if isinstance(lease, Lease) else None
-        if record is None:
-            raise LeaseError(f"expected a lease of this cache that was not released, got {lease!r}")
-        return record
-
-    def to_load(self, lease: Lease) -> LeaseRecord:
-        """The record of `lease`, to load it. Raises `LeaseError` if it was loaded, or is of single chunks."""
-        record = self.get(lease)
-        if not record.is_multi_group and record.parts[0].alone:
-            raise LeaseError(f"lease {lease.id} is of single chunks, not of a path: load these by their keys")
-        if record.load is not None:
-            raise LeaseError(f"lease {lease.id} was loaded before; a lease serves one load")
-        return record
-
-    def drop(self, lease: Lease) -> None:
-        """Remove `lease`, and record a use of its chunks by its request."""
-        record = self._records.pop(lease.id)
-        self._state.set_request(record.tick)
-        for part in record.parts:
-            nodes = [node for pin in part.pins if (node := pin.node)]
-            if part.alone:
-                self._state.windows.serve(nodes)
-            elif nodes:
-                nodes = self._state.index.path(nodes[0], part.positions[-1] - part.positions[0] + 1)
-            self._state.touch(nodes if not part.alone else nodes[::-1])
-            for pin in part.pins:
-                self._state.unpin(pin)
-
-    def protect(self, at: npt.NDArray[np.int32]) -> None:
-        """Protect the nodes `at` from eviction until `end_step`, those in the warmest tier in that tier."""
-        seen = u8_view(self._state.protected)
-        fresh = unique(at[seen[at] == 0])
-        seen[fresh] = 1
-        self._step.frombytes(fresh.tobytes())
-
-    @property
-    def protects(self) -> bool:
-        """Whether nodes are protected until the end of the step."""
-        return bool(self._step)
-
-    def forget_step(self) -> None:
-        """The cache was cleared: nothing is protected any more."""
-        self._step = array("i")
-
-    def end_step(self) -> None:
-        """The step has ended: remove all protections."""
-        if self._step:
-            at, self._step = i32_view(self._step), array("i")
-            u8_view(self._state.protected)[at] = 0
-            self._state.recheck_evictable(at)
-        self._state.discard_invalid_copies()
-
-    def check_integrity(self) -> None:
-        """Raise `CacheError` unless all pins are those of leases, and all marks those of protected nodes."""
-        held = [pin for record in self for part in record.parts for pin in part.pins]
-        ours = {pin for pin in held if pin.node}
-        theirs = {pin for pins in self._state.pins.values() for pin in pins}
-        if ours != theirs:
-            raise CacheError(f"the cache has {len(theirs)} pins, the leases {len(ours)}")
-        seen = set(np.flatnonzero(u8_view(self._state.protected)).tolist())
-        if not seen <= set(self._step):
-            raise CacheError(f"{len(seen)} nodes are marked as protected, expected {len(set(self._step))}")
+from longshore.cache.transfers import Transfers
+from longshore.cache.types import UNKNOWN_START, Found, GroupKeys, Need, Protection, check_distinct
+from longshore.errors import CacheError
 
 
 class GroupSearch:

@@ -31,8 +31,9 @@ from longshore.boundary import (
 from longshore.cache.adoption import Chunk, adopt
 from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import ReuseHint, check_reuse_hint
+from longshore.cache.leases import Leases
 from longshore.cache.load import Loader, Prefetcher
-from longshore.cache.lookups import Leases, LookupCall, Lookups, check_start
+from longshore.cache.lookups import LookupCall, Lookups, check_start
 from longshore.cache.offload import Offloader
 from longshore.cache.remote import RemoteTiers
 from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_retention, seconds
@@ -343,7 +344,7 @@ class TieredCache:
         self._give_up(record.load, MissReason.CANCELLED)
         if record.prefetch is not None:
             self._prefetcher.cancel(record.prefetch)
-        self._leases.drop(what)
+        self._leases.release(what)
 
     def store(
         self,

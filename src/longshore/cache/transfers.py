@@ -18,7 +18,7 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat, takewhile
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -43,9 +43,8 @@ from longshore.boundary import (
 from longshore.cache.columns import as_i32, i32_view
 from longshore.cache.events import WEIGHTS, EventKind
 from longshore.cache.evictor import Evictor
-from longshore.cache.index import Index
 from longshore.cache.settings import CacheSettings
-from longshore.cache.state import CacheState, Pin
+from longshore.cache.state import CacheState
 from longshore.cache.types import DropReason, MissReason, Outcome
 from longshore.errors import CacheError, JobError
 
@@ -114,54 +113,6 @@ class Load:
                     yield unfinished
                 else:
                     yield None if status is Status.OK else MissReason.of(status)
-
-
-@dataclass(slots=True, eq=False)
-class LeasedChunks:
-    """Leased chunks of one KV cache group: `keys`, at `positions` of their path, kept by pins on nodes.
-
-    A pin on the last chunk keeps a path. Chunks that stand `alone` have a pin each. `blocks` is the number of device
-    blocks of a load, where the lookup has determined it.
-    """
-
-    keys: Sequence[Key]
-    positions: Sequence[int]
-    pins: Sequence[Pin]
-    group: int = 0
-    alone: bool = field(default=False, kw_only=True)
-    blocks: int = field(default=0, kw_only=True)
-
-    def nodes(self, index: Index) -> list[int]:
-        """The nodes of the chunks, head first, up to the first one that was removed."""
-        if self.alone:
-            return list(takewhile(bool, (pin.node for pin in self.pins)))
-        tail = self.pins[0].node
-        if not tail:
-            return index.reachable_nodes(self.keys)
-        last = self.positions[-1]
-        path = index.path(tail, last - self.positions[0] + 1)
-        return path[::-1] if len(path) == len(self.keys) else [path[last - at] for at in self.positions]
-
-
-@dataclass(slots=True, eq=False)
-class LeaseRecord:
-    """What the control plane knows of a lease: the leased chunks, of one or several groups, its load and prefetch."""
-
-    parts: Sequence[LeasedChunks]
-    request: str | None
-    tick: int
-    is_multi_group: bool = field(kw_only=True)
-    load: Load | None = None
-    prefetch: Wait | None = None
-
-    @property
-    def keys(self) -> list[Key]:
-        """The keys of all groups, one group after the other."""
-        return [key for part in self.parts for key in part.keys]
-
-    def nodes(self, index: Index) -> list[int]:
-        """The nodes of all groups, of each up to the first one that was removed."""
-        return [node for part in self.parts for node in part.nodes(index)]
 
 
 class TierSlots(NamedTuple):
