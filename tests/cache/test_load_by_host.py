@@ -188,7 +188,7 @@ def test_single_chunks_that_are_not_ready_are_not_leased() -> None:
     cache.store({0: GroupKeys([b])})
     found = cache.lookup({0: GroupKeys([a, b, c])}, 0.0, independent=True)
     assert (found.chunks, cache.leases) == (1, 1)
-    assert [each.value for each in found.residency[0].presences] == ["ready", "in_flight", "absent"]
+    assert [each.value for each in found.residency[0].presences] == ["warmest", "in_flight", "absent"]
     for none in ([], [b, c]):
         assert cache.lookup({0: GroupKeys(none)}, 0.0, independent=True)[:2] == (None, 0)
     before = state_of(cache)
