@@ -277,7 +277,7 @@ class Stage:
         before = 0
         for part in model.parts:
             for place in places(part.transfer, self.setup.per_chunk):
-                if before + place.item < model.outcome.chunks:
+                if before + place.item < model.outcome.num_chunks:
                     tag = Tag(part.transfer.items[place.item].key, self.generation, place.sub)
                     assert all(rank[place.block] == tag for rank in self.movers.device)
             before += len(part.told)

@@ -113,7 +113,7 @@ class Groups(Life):
         self.loads.append(model)
         self.carry()
         if answer.jobs:
-            assert [part.chunks for part in answer.jobs] == [len(model.keys)]
+            assert [part.num_chunks for part in answer.jobs] == [len(model.keys)]
             model.parts, model.sources = [self.jobs[answer.jobs[0].job]], sources
             self.check_sections(model.parts[0].transfer, model.keys, mine, by_layer)
         else:
@@ -192,7 +192,7 @@ class Groups(Life):
         """Those of the chunks that are ready are leased, each by itself."""
         ready = [each for each in keys if self.is_readable(each)]
         found = self.call("lookup", {group: GroupKeys(keys)}, self.now, independent=True, request=request)
-        assert found.chunks == len(ready)
+        assert found.num_chunks == len(ready)
         self.held(found.lease, ModelHold(ready, request))
         self.settle()
 

@@ -213,9 +213,9 @@ class Storm:
         if found.lease is not None:
             self.holds.append(found.lease)
             if self.draw.random() < 0.6:
-                self.cache.load(found.lease, {0: range(found.chunks)})
+                self.cache.load(found.lease, {0: range(found.num_chunks)})
         if self.draw.random() < 0.5:
-            self.note_host_store(self.cache.store({0: GroupKeys(keys, found.chunks)}, tick=found.tick)[0])
+            self.note_host_store(self.cache.store({0: GroupKeys(keys, found.num_chunks)}, tick=found.tick)[0])
 
     def seen(self, keys: list[Key]) -> Sequence[Presence]:
         """Where each of `keys` is, which stays so until the step ends."""

@@ -58,7 +58,7 @@ def kept(cache: TieredCache, keys: Sequence[Key], group: int = 0) -> Lease:
     """A lease on single chunks, all of which some tier has."""
     found = cache.lookup({group: GroupKeys(keys)}, 0.0, independent=True)
     assert found.lease is not None
-    assert found.chunks == len(keys)
+    assert found.num_chunks == len(keys)
     return found.lease
 
 
@@ -114,7 +114,11 @@ def test_looked_up_chunks_stay_in_host_tier_until_step_ends() -> None:
     store(cache, [a, b])
     assert residency(cache, [a], Protection.STEP).presences == [Presence.WARMEST]
     assert store(cache, [c]) == 1
-    assert residency(cache, [a, b, c], Protection.STEP).presences == [Presence.WARMEST, Presence.COLDER, Presence.WARMEST]
+    assert residency(cache, [a, b, c], Protection.STEP).presences == [
+        Presence.WARMEST,
+        Presence.COLDER,
+        Presence.WARMEST,
+    ]
     assert len(cache.load({0: GroupKeys([a])}).jobs[0].slots) == 1
     assert (cache.leases, cache.protected) == (0, 3)
     cache.end_step()
@@ -187,7 +191,7 @@ def test_single_chunks_that_are_not_ready_are_not_leased() -> None:
     store(cache, [a])
     cache.store({0: GroupKeys([b])})
     found = cache.lookup({0: GroupKeys([a, b, c])}, 0.0, independent=True)
-    assert (found.chunks, cache.leases) == (1, 1)
+    assert (found.num_chunks, cache.leases) == (1, 1)
     assert [each.value for each in found.residency[0].presences] == ["warmest", "in_flight", "absent"]
     for none in ([], [b, c]):
         assert cache.lookup({0: GroupKeys(none)}, 0.0, independent=True)[:2] == (None, 0)

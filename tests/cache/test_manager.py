@@ -263,9 +263,9 @@ def test_lookup_of_a_host_that_omits_what_precedes_keys() -> None:
     stored(cache, "a")
     told = cache.lookup({0: GroupKeys(path, 1)}, 0.0)
     untold = cache.lookup({0: GroupKeys(path[1:], UNKNOWN_START)}, 0.0)
-    assert untold.chunks == told.chunks == len(path) - 1
+    assert untold.num_chunks == told.num_chunks == len(path) - 1
     assert (list(untold.before), list(told.before)) == ([path[0]], [])
-    assert cache.lookup({0: GroupKeys(keys("b"), UNKNOWN_START)}, 0.0).chunks == 0
+    assert cache.lookup({0: GroupKeys(keys("b"), UNKNOWN_START)}, 0.0).num_chunks == 0
     with pytest.raises(CacheError, match="start"):
         cache.lookup({0: GroupKeys((), UNKNOWN_START)}, 0.0)
     with pytest.raises(CacheError, match="start"):

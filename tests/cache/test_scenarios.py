@@ -45,7 +45,7 @@ def test_a_hundred_branches_over_a_shared_prefix_fifty_released() -> None:
     assert cache.leases == 50
     cache.check_integrity()
     assert evictable(cache, branches) == 50
-    assert all(lookup(cache, branch, 0.0).chunks == 4 for branch in branches[50:])
+    assert all(lookup(cache, branch, 0.0).num_chunks == 4 for branch in branches[50:])
 
 
 @pytest.mark.parametrize("policy", [LRU, ARC, Gittins])

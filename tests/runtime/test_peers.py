@@ -90,7 +90,7 @@ def test_another_engine_reads_what_the_tiers_of_one_have(prefiller: Stack, serve
             with decoder.runtime.transaction() as cache:
                 looked = cache.lookup({0: GroupKeys(KEYS[:3])}, decoder.runtime.clock(), protect=Protection.NONE)
                 cache.prefetch({0: GroupKeys(KEYS[:3])}, decoder.runtime.clock())
-                found = looked.chunks
+                found = looked.num_chunks
             time.sleep(0.01)
         assert found == 3
         with decoder.runtime.transaction() as cache:

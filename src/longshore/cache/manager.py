@@ -277,7 +277,7 @@ class TieredCache:
             jobs = tuple(
                 LoadJob(*lease_slots(*found, tick, origins, is_first=not group, count=count)) for group, found in pairs
             )
-            return LoadOrder(sum(job.chunks for job in jobs), jobs)
+            return LoadOrder(sum(job.num_chunks for job in jobs), jobs)
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
         if record.is_multi_group:
@@ -562,7 +562,7 @@ class TieredCache:
         if not load.parts:
             self._conclude(load, MissReason.CANCELLED)
         jobs = tuple(LoadJob(job.transfer.job, len(job.statuses)) for job in load.parts)
-        return LoadOrder(sum(job.chunks for job in jobs), jobs)
+        return LoadOrder(sum(job.num_chunks for job in jobs), jobs)
 
     def _proceed(self) -> None:
         """Order prefetches that have waited for room, then backups."""
@@ -592,7 +592,7 @@ class TieredCache:
     def _count_misses(self, load: Load, misses: Sequence[MissReason]) -> None:
         self.counters.misses.update(misses)
         if self._state.log.on and load.outcome is not None:
-            self._state.log.loaded(load.requests, load.outcome.chunks, misses)
+            self._state.log.loaded(load.requests, load.outcome.num_chunks, misses)
 
     def _tier(self, name: str) -> int:
         if name not in self._state.tier_names:

@@ -131,10 +131,10 @@ class Need(NamedTuple):
 
 
 class Run(NamedTuple):
-    """`chunks` consecutive chunks whose warmest ready copy is in `tier`."""
+    """`num_chunks` consecutive chunks whose warmest ready copy is in `tier`."""
 
     tier: str
-    chunks: int
+    num_chunks: int
 
 
 class Lease(NamedTuple):
@@ -156,7 +156,7 @@ class Found(NamedTuple):
 
     Attributes:
         lease: A lease on the chunks to load, if there are any and the lookup was `Protection.LEASE`.
-        chunks: For a lookup of one group: the number of chunks from `GroupKeys.start` on that are ready in a tier.
+        num_chunks: For a lookup of one group: the number of chunks from `GroupKeys.start` on that are ready in a tier.
         tokens: For a lookup of all groups: the longest prefix that device and tiers serve, in tokens. A multiple of the
             chunk sizes of all groups, plus, with texts, fewer tokens than another multiple.
         needs: What each group needs for that prefix, in order of group.
@@ -172,7 +172,7 @@ class Found(NamedTuple):
     """
 
     lease: Lease | None = None
-    chunks: int = 0
+    num_chunks: int = 0
     tokens: int = 0
     needs: tuple[Need, ...] = ()
     partial: Partial | None = None
@@ -192,17 +192,17 @@ class DeviceCopy(NamedTuple):
 
 
 class LoadJob(NamedTuple):
-    """One job of a load, of `chunks` consecutive chunks. `slots`: where to read them if the engine moves the bytes."""
+    """A job of a load of `num_chunks` consecutive chunks. `slots`: where to read them if the engine moves the bytes."""
 
     job: int
-    chunks: int
+    num_chunks: int
     slots: Addresses = Addresses(Slots("", 0, ()))
 
 
 class LoadOrder(NamedTuple):
-    """Result of `load`: `chunks` leading chunks, fewer than requested if room was short, are loaded by `jobs`."""
+    """Result of `load`: `num_chunks` leading chunks, fewer than requested if room was short, are loaded by `jobs`."""
 
-    chunks: int
+    num_chunks: int
     jobs: tuple[LoadJob, ...]
 
 
@@ -222,13 +222,13 @@ class Progress(NamedTuple):
 
     def leading(self, tier: str) -> int:
         """The number of leading chunks that are in `tier`."""
-        return self.runs[0].chunks if self.runs and self.runs[0].tier == tier else 0
+        return self.runs[0].num_chunks if self.runs and self.runs[0].tier == tier else 0
 
 
 class Outcome(NamedTuple):
-    """Outcome of a load: the leading `chunks` are on the device, read from the tiers `sources`."""
+    """Outcome of a load: the leading `num_chunks` chunks are on the device, read from the tiers `sources`."""
 
-    chunks: int
+    num_chunks: int
     sources: tuple[str, ...]
 
 

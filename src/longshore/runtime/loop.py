@@ -210,7 +210,7 @@ class Runtime:
         with self._lock, self._typed_faults():
             runs = self._cache.progress(lease).runs
             if self.gate is None:
-                return sum(run.chunks for run in runs)
+                return sum(run.num_chunks for run in runs)
             return self.gate.worth_loading(context, runs, self.clock(), least=least, for_prefetch=for_prefetch)
 
     def observe_prefill(self, context: int, tokens: int, seconds: float) -> None:

@@ -167,11 +167,11 @@ class Stack:
             return list
         with self.runtime.transaction() as cache:
             runs, dirty = cache.progress(lease).runs, cache.backups_needed
-        tiers = [run.tier for run in runs for _ in range(run.chunks)][: -(-(skip + len(blocks)) // per_chunk)]
+        tiers = [run.tier for run in runs for _ in range(run.num_chunks)][: -(-(skip + len(blocks)) // per_chunk)]
         missing = len(tiers) - tiers.count(FILE if self.host is None else HOST)
         if missing > self._part or (missing and len(tiers) + dirty > 2 * self._part):  # room has to be made
             origins = {**dict(zip(path.keys[path.start :], tiers, strict=False)), **(origins or {})}
-            found = found._replace(chunks=min(len(tiers), found.chunks))
+            found = found._replace(num_chunks=min(len(tiers), found.num_chunks))
             return lambda: self._load_in_parts(found, path, blocks, on_job, skip, request, origins)
         begin = functools.partial(self._order_load, lease, blocks, skip, on_job, origins, timeout)
         if not missing:
@@ -190,16 +190,16 @@ class Stack:
     ) -> list[str]:
         runtime, per_chunk, sources = self.runtime, self.config.blocks_per_chunk, list[str]()
         deadline = runtime.clock() + self.config.load_timeout
-        while len(sources) < found.chunks and (left := deadline - runtime.clock()) > 0:
+        while len(sources) < found.num_chunks and (left := deadline - runtime.clock()) > 0:
             done, now = len(sources), runtime.clock()
-            end = min(found.chunks, done + self._part)
+            end = min(found.num_chunks, done + self._part)
             part = GroupKeys(path.keys[: path.start + end], path.start + done)
             with runtime.transaction() as cache:
                 here = cache.lookup({0: part}, now, request=request, tick=found.tick, count=False, remote_tiers=())
                 if here.lease is None:
                     break
                 cache.prefetch(here.lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=left)
-            mine = blocks[max(0, done * per_chunk - skip) : (done + here.chunks) * per_chunk - skip]
+            mine = blocks[max(0, done * per_chunk - skip) : (done + here.num_chunks) * per_chunk - skip]
             try:
                 runtime.wait_load(here.lease)
                 if (left := deadline - runtime.clock()) > 0:
@@ -259,7 +259,7 @@ class Stack:
         per_chunk, at = self.config.blocks_per_chunk, -skip
         with self.runtime.transaction() as cache:
             for job in cache.load(lease, {0: blocks}, skip=skip, timeout=timeout, origins=origins).jobs:
-                end = at + job.chunks * per_chunk
+                end = at + job.num_chunks * per_chunk
                 on_job(job.job, blocks[max(0, at) : end])
                 at = end
 

@@ -476,7 +476,7 @@ class CacheReplay:
         cache, keys = self.cache, keys_of(path)
         self._now = now
         found = cache.lookup({0: GroupKeys(keys)}, now, reuse_hint=reuse_hint)
-        hits = loaded = found.chunks
+        hits = loaded = found.num_chunks
         lease = found.lease
         if lease is not None and self._part and hits > self._part:
             loaded = 0
@@ -509,10 +509,10 @@ class CacheReplay:
         self.cache.load(lease, {0: range(wanted)})
         self._move()
         outcome = self.cache.progress(lease).outcome
-        if outcome is None or (outcome.chunks < wanted and not self._part):
+        if outcome is None or (outcome.num_chunks < wanted and not self._part):
             raise IntegrityError(f"not all of the {wanted} blocks found were loaded: {outcome}")
         self.hits.update(outcome.sources)
-        return outcome.chunks
+        return outcome.num_chunks
 
     def _store(self, keys: Sequence[Key], first: int, tick: int | None) -> None:
         """Store what is behind the hits; if there are files, again as long as that makes room for more."""

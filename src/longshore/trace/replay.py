@@ -385,8 +385,8 @@ class Replica:
         found = self.cache.lookup({0: path}, self._now, tick=visit.tick, reuse_hint=visit.request.reuse_hint)
         visit.tick = found.tick
         if found.lease is not None:
-            visit.parts.append(_LeasedRun(found.lease, found.chunks))
-            visit.matched += found.chunks
+            visit.parts.append(_LeasedRun(found.lease, found.num_chunks))
+            visit.matched += found.num_chunks
         return found
 
     def _look_again(self, visit: _Visit) -> None:
@@ -465,9 +465,9 @@ class Replica:
             return
         self._loading.remove(visit)
         for part, outcome in zip(parts, outcomes, strict=True):
-            visit.loaded += outcome.chunks
-            self.tally.load(visit.number, {REMOTE: outcome.chunks} if part.fetched else Counter(outcome.sources))
-            if outcome.chunks < part.ordered:
+            visit.loaded += outcome.num_chunks
+            self.tally.load(visit.number, {REMOTE: outcome.num_chunks} if part.fetched else Counter(outcome.sources))
+            if outcome.num_chunks < part.ordered:
                 break
         self._ready(visit)
 

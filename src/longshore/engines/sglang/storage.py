@@ -259,7 +259,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
             finally:
                 with runtime.transaction() as cache:
                     cache.release(found.lease)
-        if path is None or count < found.chunks:
+        if path is None or count < found.num_chunks:
             return count
         size = self._kv.pages.page_size
         return count + count_fetchable(runtime, path, path.start * size, size, self.settings.load_timeout)
@@ -299,7 +299,7 @@ class LongshoreStorage(HiCacheStorage):  # type: ignore[misc]
         if found.lease is None:
             return 0
         try:
-            mine = pages[: found.chunks]
+            mine = pages[: found.num_chunks]
             return len(self._kv.stack.load_path(found, part, mine, lambda job, blocks: jobs.append(job)))
         finally:
             with contextlib.suppress(LongshoreError), runtime.transaction() as cache:
@@ -454,7 +454,7 @@ def _whole_path(cache: TieredCache, keys: Sequence[Key], before: Sequence[Key], 
             return None
         key = digests([last])
         found = _look(cache, key, now)
-        if not found.chunks:
+        if not found.num_chunks:
             return None
         before = [*found.before, *key]
     return GroupKeys([*before, *keys], len(before))

@@ -230,7 +230,7 @@ class PoolTiers:
                         jobs += [part.job for part in order.jobs]
                 for lease in leases:
                     outcome = runtime.wait_load(lease).outcome
-                    if outcome is None or not outcome.chunks:
+                    if outcome is None or not outcome.num_chunks:
                         break
                     done += 1
             finally:

@@ -387,8 +387,8 @@ class TieredAllocator(FullAttentionCacheAllocator):
             if FILE not in lookup.hints.load:
                 with stack.runtime.transaction() as cache:
                     chunks = min(chunks, cache.progress(lease).leading(HOST))
-            leading = found.partial.tokens // self.tokens_per_page if found.partial and chunks > found.chunks else 0
-            wanted = min(min(chunks, found.chunks) * per_chunk + leading - skip, limit - len(present))
+            leading = found.partial.tokens // self.tokens_per_page if found.partial and chunks > found.num_chunks else 0
+            wanted = min(min(chunks, found.num_chunks) * per_chunk + leading - skip, limit - len(present))
             if wanted <= 0:
                 return [], []
             reserve = -(-len(prompt) // self.tokens_per_page) - len(present)

@@ -362,8 +362,8 @@ class PrefixStore:
                 )
             if found.lease is None:
                 return 0, found.tick
-            most = found.chunks if FILE in hints.load else tiered_cache.progress(found.lease).leading(HOST)
-        chunks = min(most, found.chunks)
+            most = found.num_chunks if FILE in hints.load else tiered_cache.progress(found.lease).leading(HOST)
+        chunks = min(most, found.num_chunks)
         path = path._replace(chunks=path.keys[: path.start + chunks])
         states = self._empty_states(chunks * self._blocks_per_chunk)
         try:
@@ -408,12 +408,12 @@ class PrefixStore:
         self._wait_for_half(half)
         self._stack.transfer_engine.begin_step(None)
         runtime, chunks, lease = self._stack.runtime, len(part.keys) - part.start, None
-        if chunks < found.chunks:
+        if chunks < found.num_chunks:
             with runtime.transaction() as tiered_cache:
                 lease = tiered_cache.lookup(
                     {0: part}, runtime.clock(), request=request, tick=found.tick, count=False, remote_tiers=()
                 ).lease
-            found = found._replace(lease=lease, chunks=chunks)
+            found = found._replace(lease=lease, num_chunks=chunks)
         blocks = self._blocks_of(half, chunks)
         try:
             wait = self._stack.start_load(found, part, blocks, self._job_of(half), request=request)

@@ -144,7 +144,7 @@ class WaitingPrefetcher:
         found = cache.lookup({0: path}, now, request=lookup.request, count=False, tick=lookup.tick, remote_tiers=())
         lookup.tick, lookup.kept = found.tick, None
         if found.lease is not None:
-            keys = list(path.keys[path.start : path.start + found.chunks])
+            keys = list(path.keys[path.start : path.start + found.num_chunks])
             lookup.kept = KeptLease(found.lease, keys if found.partial is None else [*keys, found.partial.key])
             self.keys.update(lookup.kept.keys)
         return lookup.kept

@@ -214,7 +214,7 @@ class Loads:
         )
         for group, part in zip(paths, order.jobs, strict=True):
             runs[group] = part.slots.of
-            load.lent[group] += part.chunks
+            load.lent[group] += part.num_chunks
             ticket.jobs.append((part.job, part.slots.of))
         if ticket.jobs:
             load.parts.append(ticket)
