@@ -178,7 +178,7 @@ def test_chunk_back_in_a_warmer_tier_is_kept_below(seed: int, monkeypatch: pytes
     def spy(self: Evictor, node: int, tier: int, pool: int) -> bool:
         nonlocal spared
         passed = is_passed_over(self, node, tier, pool)
-        spared += passed and self._is_warmer(node, tier) and self.may_go(node, tier)
+        spared += passed and self._is_warmer(node, tier) and self.can_evict(node, tier)
         return passed
 
     monkeypatch.setattr(Evictor, "_is_passed_over", spy)

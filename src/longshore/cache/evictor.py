@@ -1,7 +1,7 @@
 """Eviction: which copies are removed from a tier that needs room. Its policy names victims, which are checked here.
 
-    policy.next_victims(n)  ──► victims, coldest first ──► may_go? ──► yes: removed; its parent may be the next victim
-                                                     └──────► no: held by the policy until its state changes
+    policy.next_victims(n)  ──► victims, coldest first ──► can_evict? ──► yes: removed; its parent may be the next victim
+                                                        └──────► no: held by the policy until its state changes
 
 A held copy is not examined again until its state may have changed (`CacheState.recheck_evictable`), so the cost of an
 eviction does not grow with the number of copies that cannot be evicted.
@@ -109,7 +109,7 @@ class Evictor:
         """Remove copies of `keys` that are not leased, read or needed by descendants; returns how many."""
         count, nodes = 0, [self._state.index.get(key) for key in keys]
         for node in reversed(nodes):
-            if node and self._state.index.is_ready(node, tier) and self.may_go(node, tier):
+            if node and self._state.index.is_ready(node, tier) and self.can_evict(node, tier):
                 self._state.remove_copy(node, tier, cause="discarded")
                 count += 1
         return count
@@ -123,7 +123,7 @@ class Evictor:
         first = max(0, slots) * pool.slabs.stride
         above = [node for node in pool.node[first:] if node] if discard else []
         going = set(above)
-        if not all(self.may_go(node, tier, going) for node in above):
+        if not all(self.can_evict(node, tier, going) for node in above):
             what = f"the {len(above)} chunks from slot {slots} on: some are in use"
             raise CapacityError(f"{pool.where}cannot remove {what}")
         if slots < 0 or DRAINING in pool.state[first:]:
@@ -188,7 +188,7 @@ class Evictor:
                 gone += self._evict_few(tier, min(several, unclear), pool, spare_dirty=spare_dirty)
         return gone
 
-    def may_go(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
+    def can_evict(self, node: int, tier: int, going: Collection[int] = ()) -> bool:
         """Whether no transfer reads the copy of `node` in `tier`, no lease pins it, and no descendant needs it.
 
         `going` are nodes whose copies in the same tier are evicted first.
@@ -219,7 +219,7 @@ class Evictor:
             node = policy.victim()
             if not node:
                 break
-            if self.may_go(node, tier) and not self._pass_over(node, tier, pool, spare_dirty=spare_dirty):
+            if self.can_evict(node, tier) and not self._pass_over(node, tier, pool, spare_dirty=spare_dirty):
                 self._drop(node, tier)
                 gone += 1
             else:
@@ -331,7 +331,7 @@ class Evictor:
                 # What came back to a warmer tier meanwhile is spared: its children there may be about to follow it
                 # down.
                 may = bool(node) and self._is_passed_over(node, tier, pool) and not self._is_warmer(node, tier)
-                if may and self.may_go(node, tier):
+                if may and self.can_evict(node, tier):
                     self._drop(node, tier)
                     gone += 1
                 elif self._state.priorities.used and self._is_waiting(node, tier, pool, each):
@@ -578,7 +578,8 @@ class Evictor:
             if len(going) > len(inside) + _EVICTED_WITH_SLAB:
                 return []
         if all(
-            self.may_go(node, tier, going) and not self.is_spared(node, tier, spare_dirty=spare_dirty) for node in going
+            self.can_evict(node, tier, going) and not self.is_spared(node, tier, spare_dirty=spare_dirty)
+            for node in going
         ):
             return list(going)
         return []
