@@ -139,7 +139,7 @@ def test_a_number_that_comes_free_has_no_children_left() -> None:
     assert index.drop_leaves(np.array(nodes[::-1], np.int32)) == [ROOT]
     for slot, path in enumerate("xy"):
         (node,) = index.link(ROOT, chunks(path), 0, [slot])
-        assert index.children_in[0][node] == 0
+        assert index.num_children[0][node] == 0
     index.check_integrity()
 
 

@@ -202,7 +202,7 @@ class Evictor:
         last = above < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
         if last and (above >= 0 or state.is_kept(node)):
             return False
-        if above >= tier or not index.children_in[above + 1][node]:
+        if above >= tier or not index.num_children[above + 1][node]:
             return True
         return bool(going) and all(
             index.other_coldest_tier(child, tier) <= above and (child in going or index.slot[tier][child] < 0)
@@ -417,7 +417,7 @@ class Evictor:
         A node can be evicted if it has no child, or only the victim before it.
         """
         index = self._state.index
-        parents, below = i32_view(index.parent)[at], i32_view(index.children_in[0])[at]
+        parents, below = i32_view(index.parent)[at], i32_view(index.num_children[0])[at]
         behind = np.zeros(len(at), bool)
         np.equal(parents[:-1], at[1:], out=behind[1:])
         idle = self._evictable_sole(at, tier)
@@ -435,7 +435,7 @@ class Evictor:
 
         Ends where a node becomes evictable whose place in the order is unknown; one that is dirty may go next.
         """
-        parent, reach, is_held = self._state.index.parent, self._state.index.children_in[0], policy.is_held
+        parent, reach, is_held = self._state.index.parent, self._state.index.num_children[0], policy.is_held
         going: list[int] = []
         left: dict[int, int] = {}
         """The number of children left, of nodes that lose some."""
@@ -483,7 +483,7 @@ class Evictor:
         state.pools[tier].free_all(slots)
         state.backlog.forget_all(nodes)
         state.forget(nodes)
-        freed = [parent for parent in parents if parent > ORPHANS and not index.children_in[0][parent]]
+        freed = [parent for parent in parents if parent > ORPHANS and not index.num_children[0][parent]]
         for parent in freed:
             if index.is_ready(parent, tier) and policy.is_held(parent):
                 policy.release(self._held_chain(parent, tier, policy, {}, len(policy))[::-1])
@@ -496,7 +496,7 @@ class Evictor:
 
         `left` is the number of children that nodes will have left, of those that lose some; it is updated.
         """
-        parent, reach, is_held = self._state.index.parent, self._state.index.children_in[0], policy.is_held
+        parent, reach, is_held = self._state.index.parent, self._state.index.num_children[0], policy.is_held
         if (
             most < 1 or not self._evictable_sole(np.array((node,), np.int32), tier)[0]
         ):  # as when a warmer tier has the whole path

@@ -575,7 +575,7 @@ class CacheState:
             self._recheck_evictable(node)
             if before := index.orphans.get(node):  # its copies may be in warmer tiers now
                 self.attach_orphans((index.get(before),))
-        if parent > ORPHANS and not index.children_in[tier][parent]:
+        if parent > ORPHANS and not index.num_children[tier][parent]:
             self._recheck_evictable(parent)
 
     def _remove_from_policies(self, node: int, tier: int, evicted: Key | None) -> None:
