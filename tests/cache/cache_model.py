@@ -22,10 +22,10 @@ from residents import residents_of
 class World(Reading, Storing):
     """One cache under test, the movers below it, and the model beside it."""
 
-    def stored(self, *paths: str, last_chance: bool = False) -> Self:
+    def stored(self, *paths: str, before_eviction: bool = False) -> Self:
         """Store each of `paths`, one after the other, until all copies that follow have ended."""
         for path in paths:
-            self.store(path, 0, last_chance)
+            self.store(path, 0, before_eviction)
             self.settle_all()
         return self
 

@@ -132,18 +132,18 @@ class Groups(Life):
 
     # ------------------------------------------------------------------ chunks that stand alone
 
-    def store_alone(self, path: str, group: int, first: int, last_chance: bool) -> None:
+    def store_alone(self, path: str, group: int, first: int, before_eviction: bool) -> None:
         """Chunks of a group that stand alone are complete: each is stored for itself, the last window first."""
         keys, per_chunk = chunks(path, group), self.setup.per_chunk
         blocks = self.take_blocks((len(keys) - first) * per_chunk)
         if not blocks:
             return
         self.compute(keys[first:], blocks)
-        wanted = self.setup.offload != "write_back" or last_chance
+        wanted = self.setup.offload != "write_back" or before_eviction
         fresh, drops, free = self.fresh(keys, first), self.drops(), self.free(HOST)
-        offload = self.call("store", {group: GroupKeys(keys, first)}, {group: tuple(blocks)}, last_chance=last_chance)[
-            group
-        ]
+        offload = self.call(
+            "store", {group: GroupKeys(keys, first)}, {group: tuple(blocks)}, before_eviction=before_eviction
+        )[group]
         if wanted:
             self.check_alone(keys, first, fresh, offload, self.drops() - drops, free)
         else:

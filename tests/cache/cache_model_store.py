@@ -39,7 +39,7 @@ class Storing(Stage):
         self,
         path: str,
         first: int,
-        last_chance: bool,
+        before_eviction: bool,
         retention: Sequence[Retention] = (),
         prompt: int | None = None,
     ) -> None:
@@ -48,11 +48,11 @@ class Storing(Stage):
         if not blocks:
             return
         self.compute(keys[first:], blocks)
-        wanted = self.setup.offload != "write_back" or last_chance
+        wanted = self.setup.offload != "write_back" or before_eviction
         before = self.before_store(keys, first, retention, prompt, wanted)
         text = text_of(path, per_chunk) if self.setup.partial else None
         asked = GroupKeys(keys, first, prompt_tokens=text, prompt_end=prompt, retention=retention)
-        offload = self.call("store", {0: asked}, {0: tuple(blocks)}, last_chance=last_chance)[0]
+        offload = self.call("store", {0: asked}, {0: tuple(blocks)}, before_eviction=before_eviction)[0]
         accepted = self.after_store(before, offload.positions) if wanted else 0
         if not wanted:
             assert (offload.job, list(offload.positions)) == (None, [])

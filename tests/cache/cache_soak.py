@@ -201,8 +201,8 @@ class Storm:
 
     def store_blocks(self) -> None:
         path = self.path()
-        last_chance = self.draw.random() < 0.5
-        self.cache.store({0: GroupKeys(self.keys(path))}, {0: range(len(path))}, last_chance=last_chance)
+        before_eviction = self.draw.random() < 0.5
+        self.cache.store({0: GroupKeys(self.keys(path))}, {0: range(len(path))}, before_eviction=before_eviction)
 
     def lookup_and_load(self) -> None:
         """A prompt that returns, in the manner of engines that tell paths."""

@@ -211,7 +211,7 @@ def test_lookup_keeps_chunks_until_its_step_ends(paths: dict[int, str], independ
     found = cache.lookup(asked, 1.0, protect=Protection.STEP, independent=independent)
     assert found.lease is None
     assert (cache.leases, cache.protected) == (0, 3 * len(paths))
-    cache.store({0: GroupKeys(keys("x", 6))}, {0: range(6)}, last_chance=True)
+    cache.store({0: GroupKeys(keys("x", 6))}, {0: range(6)}, before_eviction=True)
     settle(cache)
     for name in paths.values():
         where = cache.lookup({0: GroupKeys(keys(name))}, 1.0, protect=Protection.NONE, independent=True).residency[0]

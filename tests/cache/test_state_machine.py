@@ -141,14 +141,14 @@ class Tiers(Machine):
     @rule(
         path=paths,
         first=st.sampled_from((0, 0, 1, 2)),
-        last_chance=st.booleans(),
+        before_eviction=st.booleans(),
         retention=st.sampled_from(RETENTION),
         prompt=st.sampled_from((None, None, 1, 3)),
     )
     def store(
-        self, path: str, first: int, last_chance: bool, retention: tuple[Retention, ...], prompt: int | None
+        self, path: str, first: int, before_eviction: bool, retention: tuple[Retention, ...], prompt: int | None
     ) -> None:
-        self.world.store(path, min(first, len(path) - 1), last_chance, retention, prompt)
+        self.world.store(path, min(first, len(path) - 1), before_eviction, retention, prompt)
 
     @rule(path=long_paths)
     def store_and_settle(self, path: str) -> None:

@@ -94,15 +94,15 @@ class Several(Machine):
 
     # blocks
 
-    @rule(path=prompts, end=ends, first=st.sampled_from((0, 0, 1, 2)), last_chance=st.booleans())
-    def store(self, path: str, end: int, first: int, last_chance: bool) -> None:
+    @rule(path=prompts, end=ends, first=st.sampled_from((0, 0, 1, 2)), before_eviction=st.booleans())
+    def store(self, path: str, end: int, first: int, before_eviction: bool) -> None:
         """All groups have come so far."""
         for group in range(self.world.setup.groups):
             count = end // letters(group)
             if first < count and group:
-                self.world.store_alone(path[: count * letters(group)], group, first, last_chance)
+                self.world.store_alone(path[: count * letters(group)], group, first, before_eviction)
             elif first < count:
-                self.world.store(path[:count], first, last_chance)
+                self.world.store(path[:count], first, before_eviction)
 
     @rule(path=prompts)
     def store_and_settle(self, path: str) -> None:

@@ -185,7 +185,7 @@ def test_hung_store_does_not_delay_long_prompts(
     os.kill(server.pid, signal.SIGSTOP)
     try:
         stored = stack.store_path(
-            GroupKeys(keys_of(0)), range(CHUNKS), lambda job, blocks: None, last_chance=True, timeout=TIMEOUT
+            GroupKeys(keys_of(0)), range(CHUNKS), lambda job, blocks: None, before_eviction=True, timeout=TIMEOUT
         )
         under_way = [each.transfer.route.destination for each in stack.runtime._running.values()]
         assert (stored, REMOTE in under_way) == (CHUNKS, True)

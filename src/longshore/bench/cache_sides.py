@@ -188,11 +188,11 @@ class Ours:
     def known(self, keys: Sequence[Key]) -> None:
         self._call(lambda: self.cache.store({0: GroupKeys(keys)}, {0: range(len(keys))}))
 
-    def store(self, keys: Sequence[Key], first: int = 0, *, last_chance: bool = False) -> None:
+    def store(self, keys: Sequence[Key], first: int = 0, *, before_eviction: bool = False) -> None:
         for start in range(first, len(keys), PIECE):
             path, blocks = keys[: start + PIECE], range(min(PIECE, len(keys) - start))
             store = partial(self.cache.store, {0: GroupKeys(path, start)}, {0: blocks})
-            offload = (store() if last_chance else self._call(store))[0]
+            offload = (store() if before_eviction else self._call(store))[0]
             if offload.job is None or len(offload.slots) != len(blocks):
                 raise BenchError(
                     f"{len(offload.slots)} of {len(blocks)} blocks were stored; the benchmark needs all of them"
@@ -252,7 +252,7 @@ class TwoTiers(Ours):
         tiers = [TierSpec(name, slots, 1) for name in (HOST, FILE)]
         self.cache = TieredCache(tiers, CacheSettings(max_writes=PIECE, backup=WritePolicy.THROUGH))
 
-    def store(self, keys: Sequence[Key], first: int = 0, *, last_chance: bool = False) -> None:
+    def store(self, keys: Sequence[Key], first: int = 0, *, before_eviction: bool = False) -> None:
         for start in range(first, len(keys), PIECE):
             path = keys[: start + PIECE]
             self.cache.store({0: GroupKeys(path, start)}, {0: range(len(path) - start)})

@@ -160,7 +160,10 @@ def _evict(name: str, ours: Ours, others: Sequence[Rival], load: PromptSet, repe
         left = iter(batches)
         return _timed(lambda: deque(map(store, next(left)), maxlen=0))
 
-    stores: list[Callable[[Sequence[Key]], None]] = [partial(ours.store, last_chance=True), *(o.store for o in others)]
+    stores: list[Callable[[Sequence[Key]], None]] = [
+        partial(ours.store, before_eviction=True),
+        *(o.store for o in others),
+    ]
     taken = medians(list(map(refilled, stores)), repeats=repeats, warm_ups=0)
     return _per_block(name, taken, others, sum(map(len, batches[0])))
 

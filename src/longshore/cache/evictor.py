@@ -1,7 +1,7 @@
 """Eviction: which copies are removed from a tier that needs room. Its policy names victims, which are checked here.
 
-    policy.next_victims(n)  ──► victims, coldest first ──► can_evict? ──► yes: removed; its parent may be the next victim
-                                                        └──────► no: held by the policy until its state changes
+    policy.next_victims(n)  ──► victims, coldest first ──► can_evict? ─► yes: removed; its parent may be the next victim
+                                                        └─────► no: held by the policy until its state changes
 
 A held copy is not examined again until its state may have changed (`CacheState.recheck_evictable`), so the cost of an
 eviction does not grow with the number of copies that cannot be evicted.

@@ -351,7 +351,7 @@ class TieredCache:
         paths: Mapping[int, GroupKeys],
         blocks: Mapping[int, Sequence[int]] | None = None,
         *,
-        last_chance: bool = False,
+        before_eviction: bool = False,
         wait_for_room: bool = False,
         stream: bool = False,
         tick: int | None = None,
@@ -365,7 +365,7 @@ class TieredCache:
             paths: By group; each from the first chunk of the prompt.
             blocks: Device blocks of the chunks from `start` on, by group, not to be changed until the job has ended.
                 `None` if the engine moves the bytes into the returned slots; it then reports or releases the job.
-            last_chance: Whether the blocks are about to leave the device. The write policy may wait for that.
+            before_eviction: Whether the blocks are about to leave the device. The write policy may wait for that.
             wait_for_room: While room for all chunks of a path is being made, store none yet (`StoreOrder.retry`).
             stream: Do not drop chunks for which room is being made: they can be given again (`StoreOrder.later`).
             tick: Tick of the request; `None` for that of the last request that began.
@@ -398,7 +398,7 @@ class TieredCache:
                 nodes[group],
                 into,
                 group,
-                last_chance=last_chance or blocks is None,
+                before_eviction=before_eviction or blocks is None,
                 wait_for_room=wait_for_room,
                 stream=stream,
                 tick=tick,

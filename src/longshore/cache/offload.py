@@ -52,9 +52,9 @@ class Offloader:
         self._budgets = [WriteBudget(rule.bytes_per_second) for rule in rules]
         self._offer_filter = OfferFilter(rules[0].threshold, OFFER_FILTER_SIZE) if rules[0].selective else None
 
-    def wants(self, *, last_chance: bool) -> bool:
-        """Whether to store chunks now: those that have become complete on the device, or, `last_chance`, leave it."""
-        return self._rules[0].policy.wants(last_chance=last_chance)
+    def wants(self, *, before_eviction: bool) -> bool:
+        """Whether to store chunks now: those that are now complete on the device, or, `before_eviction`, leave it."""
+        return self._rules[0].policy.wants(before_eviction=before_eviction)
 
     def store(
         self,
@@ -63,7 +63,7 @@ class Offloader:
         blocks: Sequence[int] | None,
         group: int,
         *,
-        last_chance: bool,
+        before_eviction: bool,
         wait_for_room: bool = False,
         stream: bool = False,
         tick: int | None = None,
@@ -72,7 +72,7 @@ class Offloader:
 
         `blocks` is `None` if the engine moves the bytes.
         """
-        if not self.wants(last_chance=last_chance):
+        if not self.wants(before_eviction=before_eviction):
             return StoreOrder(None)
         state, settings, keys, first, retention = (
             self._state,

@@ -26,9 +26,9 @@ class WritePolicy(enum.Enum):
     SELECTIVE = "write_through_selective"
     BACK = "write_back"
 
-    def wants(self, *, last_chance: bool) -> bool:
-        """Whether to store a chunk now, which has become complete on the device, or, `last_chance`, leaves it."""
-        return self is not WritePolicy.BACK or last_chance
+    def wants(self, *, before_eviction: bool) -> bool:
+        """Whether to store a chunk now, which has become complete on the device, or, `before_eviction`, leaves it."""
+        return self is not WritePolicy.BACK or before_eviction
 
     def clean_target(self, slots: int, *, stores_wait: bool) -> int:
         """How many of the `slots` of the warmer tier to keep free or backed up; fewer if stores wait for room."""

@@ -218,7 +218,7 @@ class Stack:
         blocks: Sequence[int],
         on_job: JobCallback,
         *,
-        last_chance: bool = False,
+        before_eviction: bool = False,
         tick: int | None = None,
         timeout: float = 0.0,
     ) -> int:
@@ -236,7 +236,9 @@ class Stack:
             part, skipped = path._replace(chunks=names[:end], start=first), (first - path.start) * per_chunk
             mine = blocks[skipped : (end - path.start) * per_chunk]
             with runtime.transaction() as cache:
-                order = cache.store({0: part}, {0: mine}, last_chance=last_chance, wait_for_room=left > 0, tick=tick)[0]
+                order = cache.store(
+                    {0: part}, {0: mine}, before_eviction=before_eviction, wait_for_room=left > 0, tick=tick
+                )[0]
                 if order.job is not None:
                     at = [position - first for position in order.positions]
                     on_job(order.job, [block for i in at for block in mine[i * per_chunk : (i + 1) * per_chunk]])

@@ -470,7 +470,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         tick = None if lookup is None else lookup.tick
         text = PromptTokens(token_ids[: whole * chunk_tokens], stack.scope.root) if per_chunk > 1 else None
         path = GroupKeys(keys.keys[:whole], prompt_end=prompt, retention=retention, prompt_tokens=text)
-        self._store(stack, path, table[: whole * per_chunk], last_chance=False, tick=tick)
+        self._store(stack, path, table[: whole * per_chunk], before_eviction=False, tick=tick)
 
     def _begin(self, stack: Stack, request_id: str, token_ids: list[int], complete: int) -> int:
         """The first blocks of a request are complete; returns how many of its tokens are its prompt.
@@ -522,16 +522,16 @@ class TieredAllocator(FullAttentionCacheAllocator):
                     np.concatenate([np.zeros(first * len(known[0]), np.uint32), *known]), stack.scope.root
                 )
             path = GroupKeys(keys, first, prompt_tokens=text, prompt_end=tail.prompt, retention=tail.retention)
-            self._store(stack, path, blocks, last_chance=True)
+            self._store(stack, path, blocks, before_eviction=True)
 
     def _store(
-        self, stack: Stack, path: GroupKeys, blocks: Sequence[int], *, last_chance: bool, tick: int | None = None
+        self, stack: Stack, path: GroupKeys, blocks: Sequence[int], *, before_eviction: bool, tick: int | None = None
     ) -> None:
         stack.transfer_engine.begin_step(self._compute)
         with stack.runtime.locked() as cache:
             is_long = len(path.keys) > cache.stats()[0].slots
-        timeout = stack.config.write_timeout if last_chance and is_long else 0.0
-        stack.store_path(path, blocks, self._guard.add, last_chance=last_chance, tick=tick, timeout=timeout)
+        timeout = stack.config.write_timeout if before_eviction and is_long else 0.0
+        stack.store_path(path, blocks, self._guard.add, before_eviction=before_eviction, tick=tick, timeout=timeout)
 
     # ------------------------------------------------------------------ blocks
 

@@ -239,7 +239,7 @@ class PrefixStore:
                 GroupKeys(part, first, retention=retention),
                 blocks,
                 self._job_of(half),
-                last_chance=True,
+                before_eviction=True,
                 timeout=timeout,
             )
             if kept < len(part):
