@@ -14,7 +14,7 @@ from cache_model_lifecycle import Life
 from cache_movers import places
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Transfer
-from longshore.cache import GroupKeys, Lease, MissReason, Need, StoreOrder
+from longshore.cache import GroupKeys, Lease, MissReason, Need, ScheduledStore
 from longshore.errors import CacheError
 
 
@@ -147,7 +147,7 @@ class Groups(Life):
         if wanted:
             self.check_alone(keys, first, fresh, offload, self.drops() - drops, free)
         else:
-            assert offload == StoreOrder(None)
+            assert offload == ScheduledStore(None)
         self.settle()
         if offload.job is None:
             self.give_blocks(blocks)
@@ -174,7 +174,7 @@ class Groups(Life):
         return self.cache.counters.drops[HOST].total()
 
     def check_alone(
-        self, keys: Sequence[Key], first: int, fresh: list[int], offload: StoreOrder, dropped: int, free: int
+        self, keys: Sequence[Key], first: int, fresh: list[int], offload: ScheduledStore, dropped: int, free: int
     ) -> None:
         """What was new was accepted, from the end on, or dropped and counted."""
         taken = list(offload.positions)

@@ -10,7 +10,7 @@ from cache_model_leases import ModelHold
 from cache_model_remote import Remote
 
 from longshore.boundary import HOST, Key, Urgency
-from longshore.cache import Found, GroupKeys, Lease, LoadOrder, MissReason, PrefetchPolicy, Progress, Protection
+from longshore.cache import Found, GroupKeys, Lease, MissReason, PrefetchPolicy, Progress, Protection, ScheduledLoad
 
 
 class Reading(Remote):
@@ -117,7 +117,7 @@ class Reading(Remote):
         before, free = dict(self.resident), self.free(HOST)
         self.load_timeout = timeout or LOAD
         model.deadline = self.now + self.load_timeout
-        answer: LoadOrder = self.call("load", hold, {0: tuple(blocks)}, skip=skip, timeout=timeout)
+        answer: ScheduledLoad = self.call("load", hold, {0: tuple(blocks)}, skip=skip, timeout=timeout)
         assert answer.num_chunks == sum(part.num_chunks for part in answer.jobs) <= leading
         for each in keys[answer.num_chunks : leading]:
             model.cut.append(MissReason.AFTER_MISS if (each, HOST) in before else MissReason.NO_ROOM)

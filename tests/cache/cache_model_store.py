@@ -13,7 +13,7 @@ from cache_model_base import Stage
 from cache_movers import Job, Tag
 
 from longshore.boundary import DEVICE, HOST, Item, Key, Route, Section, Status, Transfer, TransferResult, Urgency
-from longshore.cache import DropReason, GroupKeys, Retention, SlotState, StoreOrder
+from longshore.cache import DropReason, GroupKeys, Retention, ScheduledStore, SlotState
 from longshore.cache.settings import DEFAULT_PRIORITY
 from residents import Resident
 
@@ -89,7 +89,7 @@ class Storing(Stage):
             for rank in self.movers.device:
                 rank[block] = Tag(keys[chunk], self.generation, sub)
 
-    def note_host_store(self, keys: Sequence[Key], offload: StoreOrder) -> None:
+    def note_host_store(self, keys: Sequence[Key], offload: ScheduledStore) -> None:
         """The host moves what was accepted; the cache gives no command for it."""
         if offload.job is None:
             return

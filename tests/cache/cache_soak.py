@@ -30,7 +30,7 @@ from longshore.cache import (
     Protection,
     Retention,
     ReuseHint,
-    StoreOrder,
+    ScheduledStore,
     TieredCache,
     TierSpec,
     WritePolicy,
@@ -186,7 +186,7 @@ class Storm:
         found = self.cache.lookup({0: GroupKeys([key])}, self.now, protect=Protection.NONE, independent=True)
         return found.residency[0].presences[0] is not Presence.ABSENT
 
-    def note_host_store(self, order: StoreOrder) -> None:
+    def note_host_store(self, order: ScheduledStore) -> None:
         """The host will report what it was told to move."""
         if order.job is not None:
             self.jobs[order.job] = len(order.positions)

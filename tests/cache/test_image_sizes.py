@@ -17,7 +17,7 @@ from longshore.cache import (
     GroupKeys,
     Lease,
     Retention,
-    StoreOrder,
+    ScheduledStore,
     TieredCache,
     TierSpec,
     WritePolicy,
@@ -53,7 +53,7 @@ class Bytes:
         self.running: dict[int, Transfer] = {}
         self.checked = 0
 
-    def store(self, group: int, of: str, **more: object) -> StoreOrder:
+    def store(self, group: int, of: str, **more: object) -> ScheduledStore:
         keys = path(group, of)
         offload = store(self.cache, keys, range(len(keys)), group=group, **more)  # type: ignore[arg-type]
         self.take()

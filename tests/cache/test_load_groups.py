@@ -1,4 +1,4 @@
-"""LoadOrder of several groups: one transfer, all or nothing."""
+"""Load of several groups: one transfer, all or nothing."""
 
 from __future__ import annotations
 

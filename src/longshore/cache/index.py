@@ -7,8 +7,8 @@ the set of chunks with a copy in tier `t` or colder contains the parent of each 
     file   A ── B ── C             {A..C} in file is closed: so it is after a restart
 
 `num_children[t][node]` is the number of children with a copy in `t` or colder, so that one comparison decides whether a
-copy is needed by a descendant. The parent of a reachable node is reachable, so bisection finds the longest ready prefix of a
-path.
+copy is needed by a descendant. The parent of a reachable node is reachable, so bisection finds the longest ready prefix
+of a path.
 
 Chunks that can be used without those before them, as in sliding-window groups, stand *alone*: each is a child of the
 root, no other chunk needs it, and it may outlive the chunks before it.

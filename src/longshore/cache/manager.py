@@ -46,11 +46,11 @@ from longshore.cache.types import (
     GroupKeys,
     Lease,
     LoadJob,
-    LoadOrder,
     MissReason,
     Progress,
     Protection,
-    StoreOrder,
+    ScheduledLoad,
+    ScheduledStore,
     TierStats,
     check_blocks,
     check_distinct,
@@ -104,7 +104,7 @@ class TieredCache:
         self._lookups = Lookups(self._transfers, self._leases, self._remote, self._advance)
         self._device = DeviceBlocks(self.settings.device_blocks)
         self._changes_backed_up = -1
-        """`CacheState.changes` when backups were ordered last, so that their own changes cause another look."""
+        """`CacheState.changes` when backups were scheduled last, so that their own changes cause another look."""
 
     @property
     def generation(self) -> int:
@@ -196,7 +196,7 @@ class TieredCache:
 
         Of a lease: its chunks that only colder tiers have. `progress` says when the request may go on: by `policy`,
         `settings.prefetch` if `None`, and after `timeout` seconds, which only `TIMEOUT` has. No chunk is evicted for it
-        before it was backed up: a policy that waits orders backups where room is short, and such prefetches get room
+        before it was backed up: a policy that waits schedules backups where room is short, and such prefetches get room
         one after the other. Reads that are in flight for other requests are joined. Reads that no request waits for any
         more are cancelled at the deadline, or when the lease is released. Another call replaces the first.
 
@@ -230,7 +230,7 @@ class TieredCache:
         tick: int | None = None,
         origins: Mapping[Key, str] | None = None,
         count: bool = True,
-    ) -> LoadOrder:
+    ) -> ScheduledLoad:
         """Load chunks onto the device, by group, as far as the host tier has room now. A lease serves one load.
 
         Args:
@@ -277,7 +277,7 @@ class TieredCache:
             jobs = tuple(
                 LoadJob(*lease_slots(*found, tick, origins, is_first=not group, count=count)) for group, found in pairs
             )
-            return LoadOrder(sum(job.num_chunks for job in jobs), jobs)
+            return ScheduledLoad(sum(job.num_chunks for job in jobs), jobs)
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
         blocks = check_blocks({} if blocks is None else blocks, [part.group for part in record.parts])
         if record.is_multi_group:
@@ -293,7 +293,7 @@ class TieredCache:
             name, load = record.request, record.load
             load.requests = [(name and f"{name}/{part.group}", part.keys) for part in record.parts]
             load.of_first = sum(len(part.keys) for part in record.parts if not part.group)
-            return self._ordered(load, origins)
+            return self._scheduled(load, origins)
         (part,), size = record.parts, self.settings.blocks_per_chunk
         group, into = part.group, blocks.get(part.group, ())
         chunks, leased = -(-(skip + len(into)) // size), len(part.keys)
@@ -305,10 +305,10 @@ class TieredCache:
         self._state.set_request(record.tick)
         record.load = self._loader.load(part, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)
         record.load.requests, record.load.of_first = [(record.request, part.keys[:chunks])], 0 if group else chunks
-        return self._ordered(record.load, origins)
+        return self._scheduled(record.load, origins)
 
-    def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> LoadOrder:
-        """Order copies between device blocks, which no tier takes part in, in order with all other jobs."""
+    def _copy_inside(self, copies: Mapping[int, DeviceCopy], blocks: Mapping[int, Sequence[int]]) -> ScheduledLoad:
+        """Schedule copies between device blocks, which no tier takes part in, in order with all other jobs."""
         for group, (sources, tokens) in copies.items():
             into = blocks.get(group, ())
             if len(sources) != len(into) or not into or any(source.tier != DEVICE for source in sources):
@@ -318,7 +318,7 @@ class TieredCache:
             self.settings.check_tokens(tokens, group)
         copy = self._transfers.copy_inside
         jobs = (LoadJob(copy(read, blocks[group], tokens, group), 0) for group, (read, tokens) in copies.items())
-        return LoadOrder(0, tuple(jobs))
+        return ScheduledLoad(0, tuple(jobs))
 
     def progress(self, of: Lease | int) -> Progress:
         """The progress of a lease, job or probe. A job that is over does not use its device blocks any more."""
@@ -355,7 +355,7 @@ class TieredCache:
         wait_for_room: bool = False,
         stream: bool = False,
         tick: int | None = None,
-    ) -> dict[int, StoreOrder]:
+    ) -> dict[int, ScheduledStore]:
         """Store chunks from `start` on of each path that are complete on the device, or about to be evicted.
 
         Chunks that a tier has are not written again. Where room is short, heads are stored before tails. Chunks after
@@ -366,8 +366,8 @@ class TieredCache:
             blocks: Device blocks of the chunks from `start` on, by group, not to be changed until the job has ended.
                 `None` if the engine moves the bytes into the returned slots; it then reports or releases the job.
             before_eviction: Whether the blocks are about to leave the device. The write policy may wait for that.
-            wait_for_room: While room for all chunks of a path is being made, store none yet (`StoreOrder.retry`).
-            stream: Do not drop chunks for which room is being made: they can be given again (`StoreOrder.later`).
+            wait_for_room: While room for all chunks of a path is being made, store none yet (`ScheduledStore.retry`).
+            stream: Do not drop chunks for which room is being made: they can be given again (`ScheduledStore.later`).
             tick: Tick of the request; `None` for that of the last request that began.
         """
         self._state.check_tick(tick)
@@ -388,12 +388,12 @@ class TieredCache:
         if len(paths) > 1:
             check_distinct([key for path in paths.values() for keys in (path.keys, path.past_window) for key in keys])
         nodes = {group: self._offloader.check(path, group) for group, path in paths.items()}
-        orders = dict[int, StoreOrder]()
+        scheduled = dict[int, ScheduledStore]()
         for group, path in paths.items():
-            if orders:  # the orders before may have evicted some
+            if scheduled:  # those before may have evicted some
                 nodes[group] = self._offloader.check(path, group)
             into = None if blocks is None else blocks.get(group, ())
-            orders[group] = self._offloader.store(
+            scheduled[group] = self._offloader.store(
                 path,
                 nodes[group],
                 into,
@@ -403,9 +403,9 @@ class TieredCache:
                 stream=stream,
                 tick=tick,
             )
-            if path.past_window and not orders[group].retry:
+            if path.past_window and not scheduled[group].retry:
                 self._state.windows.slide([node for node in self._state.index.find_alone(path.past_window) if node])
-        return orders
+        return scheduled
 
     def discard(self, keys: Iterable[Key], tier: str) -> int:
         """Remove copies of a path in `tier` that are not leased, read or needed by descendants; returns how many."""
@@ -454,7 +454,7 @@ class TieredCache:
         self._proceed()
 
     def end_step(self) -> None:
-        """End the engine's step: chunks that lookups have kept for the step may be evicted, and backups are ordered."""
+        """End the engine's step: chunks that lookups have kept for the step may be evicted, and backups are scheduled."""
         self._leases.end_step()
         self._proceed()
 
@@ -556,13 +556,13 @@ class TieredCache:
             self._give_up(wait.load, MissReason.DEADLINE)
             self._transfers.cancel_wait(wait)
 
-    def _ordered(self, load: Load, origins: Mapping[Key, str] | None) -> LoadOrder:
-        """The order of `load`, whose chunks have these `origins`. A load without jobs ends at once."""
+    def _scheduled(self, load: Load, origins: Mapping[Key, str] | None) -> ScheduledLoad:
+        """The jobs of `load`, whose chunks have these `origins`. A load without jobs ends at once."""
         load.sources = origins_of([key for _, keys in load.requests for key in keys], load.sources, origins)
         if not load.parts:
             self._conclude(load, MissReason.CANCELLED)
         jobs = tuple(LoadJob(job.transfer.job, len(job.statuses)) for job in load.parts)
-        return LoadOrder(sum(job.num_chunks for job in jobs), jobs)
+        return ScheduledLoad(sum(job.num_chunks for job in jobs), jobs)
 
     def _proceed(self) -> None:
         """Order prefetches that have waited for room, then backups."""

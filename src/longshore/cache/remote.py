@@ -336,7 +336,7 @@ class RemoteTiers:
             else:
                 above, slots = [before, *batch[:-1]], state.allocate(batch, before, job, pool)
                 before = batch[-1]
-            record = transfers.order(
+            record = transfers.schedule(
                 job, batch, above, None, TierSlots(0, slots), remote=tier.name, deadline=deadline, prefetch=True
             )
             self._in_flight[job] = tier, record
@@ -408,7 +408,7 @@ class RemoteTiers:
                 self._send(at, keys if seen is None else keys[: seen.leading(keys)])
 
     def proceed(self) -> None:
-        """Process ended jobs, queue chunks that have arrived, and order stores within the limits."""
+        """Process ended jobs, queue chunks that have arrived, and schedule stores within the limits."""
         self._conclude()
         if arrived := self._transfers.arrived_from_device:
             self.offer(arrived)
@@ -438,7 +438,7 @@ class RemoteTiers:
         for slot in slots:
             pool.readers[slot] += 1
         job, above = self._transfers.new_id(), index.parent_keys(nodes)
-        record = self._transfers.order(
+        record = self._transfers.schedule(
             job, [index.key[node] for node in nodes], above, TierSlots(0, slots), None, remote=tier.name
         )
         self._in_flight[job] = tier, record

@@ -55,12 +55,12 @@ class Load:
 
     Attributes:
         wait: Number of the wait for the load.
-        began: Time at which the load was ordered, in seconds.
+        began: Time at which the load was scheduled, in seconds.
         is_whole: Whether the load counts only if all its chunks arrive. Any other counts up to the first missing one.
         requests: The requested keys, by name of the request.
         of_first: How many of these keys are of the first group.
-        sources: For each ordered chunk, the tier that it is read from, or was read from into the warmest tier before.
-        not_ordered: For each chunk that was not ordered, which are the last ones, why.
+        sources: For each scheduled chunk, the tier that it is read from, or was read from into the warmest tier before.
+        not_scheduled: For each chunk that was not scheduled, which are the last ones, why.
         parts: The jobs that copy it.
         outcome: What has arrived, once the load has ended.
     """
@@ -71,7 +71,7 @@ class Load:
     requests: Sequence[tuple[str | None, Sequence[Key]]] = ()
     of_first: int = 0
     sources: list[str] = field(default_factory=list)
-    not_ordered: list[MissReason] = field(default_factory=list)
+    not_scheduled: list[MissReason] = field(default_factory=list)
     parts: list[Job] = field(default_factory=list)
     outcome: Outcome | None = None
 
@@ -97,11 +97,11 @@ class Load:
                 has_failed = True
                 misses.append(reason)
         self.outcome = Outcome(arrived, tuple(self.sources[:arrived]))
-        return misses + self.not_ordered
+        return misses + self.not_scheduled
 
     def revoke(self) -> list[MissReason]:
         """A reset has invalidated the load: set an empty outcome. Returns the misses that were not counted yet."""
-        misses = [] if self.outcome is not None else [MissReason.CANCELLED] * len(self.sources) + self.not_ordered
+        misses = [] if self.outcome is not None else [MissReason.CANCELLED] * len(self.sources) + self.not_scheduled
         self.outcome = Outcome(0, ())
         return misses
 
@@ -127,7 +127,7 @@ class Job:
     """One transfer in flight between two sides, of which one may be the device (`None`).
 
     It is `commanded` unless the engine moves the bytes itself. `pending_ranks` are the ranks that have not reported,
-    `waits` the waits of requests for its destination, by number; `tick` is the tick of the request that ordered it.
+    `waits` the waits of requests for its destination, by number; `tick` is the tick of the request that scheduled it.
     Of a read by the engine itself, `sources` are the tiers that its chunks, `of_first` group or not, are hits of.
     """
 
@@ -386,7 +386,7 @@ class Transfers:
             if pool.writer != writers[tier]:
                 raise CacheError(f"slots of {self._name(tier)} have writers {pool.writer}, not {writers[tier]}")
 
-    def order(
+    def schedule(
         self,
         job: int,
         keys: Sequence[Key],
@@ -439,10 +439,10 @@ class Transfers:
             self.outbox.append(transfer)
         return record
 
-    def order_copies(
+    def schedule_copies(
         self, nodes: Sequence[int], tier: int, to: int, *, prefetch: bool = False, has_readers: bool = False
     ) -> Job:
-        """Order one job that copies `nodes`, parents first, from `tier` to the tier `to`, which has room.
+        """Schedule one job that copies `nodes`, parents first, from `tier` to the tier `to`, which has room.
 
         `has_readers`: the sources have a reader already.
         """
@@ -451,7 +451,7 @@ class Transfers:
         for slot in () if has_readers else sources:
             self.state.pools[tier].readers[slot] += 1
         sides = TierSlots(tier, sources), TierSlots(to, self.state.allocate_copies(nodes, to, job))
-        return self.order(job, index.key[nodes].tolist(), index.parent_keys(nodes), *sides, prefetch=prefetch)
+        return self.schedule(job, index.key[nodes].tolist(), index.parent_keys(nodes), *sides, prefetch=prefetch)
 
     def _items(
         self,

@@ -1,4 +1,4 @@
-"""Arguments and results of the control plane: keys, orders, progress, counters; and the reasons of misses and drops."""
+"""Arguments and results of the control plane: keys, scheduled jobs, progress, counters; and the reasons of misses and drops."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class LoadJob(NamedTuple):
     slots: Addresses = Addresses(Slots("", 0, ()))
 
 
-class LoadOrder(NamedTuple):
+class ScheduledLoad(NamedTuple):
     """Result of `load`: `num_chunks` leading chunks, fewer than requested if room was short, are loaded by `jobs`."""
 
     num_chunks: int
@@ -232,7 +232,7 @@ class Outcome(NamedTuple):
     sources: tuple[str, ...]
 
 
-class StoreOrder(NamedTuple):
+class ScheduledStore(NamedTuple):
     """Result of `store` for one group: the chunks at `positions` of the keys, in order, are written to `slots`.
 
     `job` is `None` if no chunk was accepted. `kept` is the number of leading chunks of the path that are in a tier or

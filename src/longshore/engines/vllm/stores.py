@@ -19,7 +19,7 @@ from itertools import compress
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from longshore.boundary import HOST, Key, Slots
-from longshore.cache import DropReason, GroupKeys, Presence, Protection, StoreOrder, TieredCache
+from longshore.cache import DropReason, GroupKeys, Presence, Protection, ScheduledStore, TieredCache
 from longshore.engines.vllm.changes import BlockValidity
 from longshore.engines.vllm.metrics import EventTranslator
 from longshore.engines.vllm.requests import (
@@ -191,7 +191,7 @@ class StoreJobs:
         *,
         wait_for_room: bool = False,
         stream: bool = False,
-    ) -> StoreOrder | None:
+    ) -> ScheduledStore | None:
         """Have the cache give slots to the chunks of `path`; `None` if it refuses the call."""
         try:
             return cache.store({group: path}, wait_for_room=wait_for_room, stream=stream, tick=store.request.tick)[
