@@ -454,7 +454,7 @@ class TieredCache:
         self._proceed()
 
     def end_step(self) -> None:
-        """End the engine's step: chunks that lookups have kept for the step may be evicted, and backups are scheduled."""
+        """End the engine's step: chunks protected for the step may be evicted, and backups are scheduled."""
         self._leases.end_step()
         self._proceed()
 

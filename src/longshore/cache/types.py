@@ -1,4 +1,4 @@
-"""Arguments and results of the control plane: keys, scheduled jobs, progress, counters; and the reasons of misses and drops."""
+"""Arguments and results of the control plane: keys, jobs, progress, counters; and the reasons of misses and drops."""
 
 from __future__ import annotations
 
