@@ -1,5 +1,6 @@
 """The control plane: what is where, what moves, what is evicted. Plain Python, sans I/O."""
 
+from longshore.cache.counters import Counters, DropReason, MissReason, RouteTotals, SizeStats, TierStats
 from longshore.cache.events import Event, EventKind
 from longshore.cache.eviction.hit_rates import ReuseHint
 from longshore.cache.explain import Account, Verdict, explain
@@ -20,24 +21,18 @@ from longshore.cache.settings import (
 )
 from longshore.cache.types import (
     UNKNOWN_START,
-    Counters,
     DeviceCopy,
-    DropReason,
     Found,
     GroupKeys,
     Lease,
     LoadJob,
-    MissReason,
     Need,
     Outcome,
     Progress,
     Protection,
-    RouteTotals,
     Run,
     ScheduledLoad,
     ScheduledStore,
-    SizeStats,
-    TierStats,
 )
 
 __all__ = [

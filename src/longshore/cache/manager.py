@@ -29,6 +29,7 @@ from longshore.boundary import (
     TransferResult,
 )
 from longshore.cache.adoption import Chunk, adopt
+from longshore.cache.counters import Counters, MissReason, TierStats
 from longshore.cache.events import Event
 from longshore.cache.eviction.hit_rates import ReuseHint, check_reuse_hint
 from longshore.cache.leases import Leases
@@ -40,18 +41,15 @@ from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy
 from longshore.cache.state import CacheState, Level
 from longshore.cache.transfers import Load, Transfers
 from longshore.cache.types import (
-    Counters,
     DeviceCopy,
     Found,
     GroupKeys,
     Lease,
     LoadJob,
-    MissReason,
     Progress,
     Protection,
     ScheduledLoad,
     ScheduledStore,
-    TierStats,
     check_blocks,
     check_distinct,
     check_paths,

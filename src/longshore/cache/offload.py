@@ -21,10 +21,11 @@ import numpy.typing as npt
 
 from longshore.boundary import Addresses, Key, Section, Slots
 from longshore.cache.columns import as_i32, count_leading, i32_view, runs_of
+from longshore.cache.counters import DropReason
 from longshore.cache.nodes import ROOT
 from longshore.cache.settings import OfferFilter, Retention, WriteBudget, WriteRule, priorities
 from longshore.cache.transfers import TierSlots, Transfers
-from longshore.cache.types import DropReason, GroupKeys, ScheduledStore
+from longshore.cache.types import GroupKeys, ScheduledStore
 
 OFFER_FILTER_SIZE = 1 << 16
 """Number of chunks whose offers a selective write policy counts before they are stored."""

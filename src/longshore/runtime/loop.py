@@ -38,7 +38,7 @@ from longshore.boundary import (
     leading_ok,
 )
 from longshore.cache import Lease, Progress, RecomputeGate, TieredCache
-from longshore.cache.types import LookupCounters
+from longshore.cache.counters import LookupCounters
 from longshore.errors import LongshoreError, PlanError, TierClosedError, log_seldom
 from longshore.runtime.containment import CallLog, log_fault, refusal_status
 from longshore.tiers.base import Tier
