@@ -16,8 +16,6 @@ from longshore.cache.settings import (
     PrefetchPolicy,
     Retention,
     TierSpec,
-    WritePolicy,
-    WriteRule,
 )
 from longshore.cache.types import (
     UNKNOWN_START,
@@ -34,6 +32,7 @@ from longshore.cache.types import (
     ScheduledLoad,
     ScheduledStore,
 )
+from longshore.cache.write_policy import WritePolicy, WriteRule
 
 __all__ = [
     "DEFAULT_PRIORITY",

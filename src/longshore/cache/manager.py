@@ -37,7 +37,14 @@ from longshore.cache.load import Loader, Prefetcher
 from longshore.cache.lookups import LookupCall, Lookups, check_start
 from longshore.cache.offload import Offloader
 from longshore.cache.remote import RemoteTiers
-from longshore.cache.settings import CacheSettings, DeviceBlocks, PrefetchPolicy, TierSpec, check_retention, seconds
+from longshore.cache.settings import (
+    CacheSettings,
+    DeviceBlocks,
+    PrefetchPolicy,
+    TierSpec,
+    check_retention,
+    seconds,
+)
 from longshore.cache.state import CacheState, Level
 from longshore.cache.transfers import Load, Transfers
 from longshore.cache.types import (
