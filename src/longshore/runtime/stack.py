@@ -47,7 +47,8 @@ from longshore.tiers.arena import Arena, ArenaSettings
 from longshore.tiers.arena.pinning import CudaRegistrar, TorchCudaRuntime
 from longshore.tiers.base import KeyedTier, Tier
 from longshore.tiers.file import FileTier, GdsFileTier, capacity_for
-from longshore.tiers.host import HostSlabs, KeyedMover, TierMover
+from longshore.tiers.host import HostSlabs
+from longshore.tiers.mover import KeyedMover, TierMover
 from longshore.tiers.remote import ClusterTier, RemoteTier, open_store, parse_url
 from longshore.transfer.device.base import Device
 from longshore.transfer.engine import TransferEngine

@@ -39,7 +39,8 @@ from longshore.runtime.tier_host import HostedFileTier, HostedRemoteTier
 from longshore.tiers.arena import Arena
 from longshore.tiers.base import Tier
 from longshore.tiers.file.recovery import slabs_within
-from longshore.tiers.host import HostSlabs, KeyedMover, TierMover
+from longshore.tiers.host import HostSlabs
+from longshore.tiers.mover import KeyedMover, TierMover
 from longshore.tiers.remote.settings import parse_url
 
 if TYPE_CHECKING:
