@@ -16,8 +16,8 @@ from longshore.boundary import FILE, HOST, Status, TransferResult
 from longshore.cache import CacheGroup, CacheSettings, Protection, TieredCache, TierSpec, WritePolicy
 from longshore.cache.eviction import ARC, LRU, EvictionPolicy, Gittins
 from longshore.errors import CacheError
-from longshore.runtime import containment
-from longshore.runtime.containment import CallLog
+from longshore.runtime import error_handler
+from longshore.runtime.error_handler import CallLog
 from residents import residents_of
 
 
@@ -135,7 +135,7 @@ def test_overlapping_requests_by_chance_leave_every_structure_whole(seed: int) -
 @pytest.mark.parametrize("seed", range(deep(4, 12)))
 def test_logged_calls_made_again_lead_to_the_same_state(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although idle calls are left out of the log."""
-    monkeypatch.setattr(containment, "_KEPT", 1 << 20)
+    monkeypatch.setattr(error_handler, "_KEPT", 1 << 20)
     storm = cache_soak.Storm(seed)
     monkeypatch.setattr(storm, "restart", lambda: None)  # the calls are those of one cache
     log, asked = CallLog(storm.cache, lambda error: None), 0

@@ -70,7 +70,7 @@ class TieredCache:
     """The control plane of one engine: an index over `tiers`, warmest first, below the engine's own device cache.
 
     Calls name chunks by `Mapping`s from the number of a KV cache group to `GroupKeys`. Times are seconds.
-    Invalid arguments raise `CacheError`. A `Runtime` logs each call of its methods (`longshore.runtime.containment`).
+    Invalid arguments raise `CacheError`. A `Runtime` logs each call of its methods (`longshore.runtime.error_handler`).
     """
 
     def __init__(

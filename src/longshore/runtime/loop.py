@@ -40,7 +40,7 @@ from longshore.boundary import (
 from longshore.cache import Lease, Progress, RecomputeGate, TieredCache
 from longshore.cache.counters import LookupCounters
 from longshore.errors import LongshoreError, PlanError, TierClosedError, log_seldom
-from longshore.runtime.containment import CallLog, log_fault, refusal_status
+from longshore.runtime.error_handler import CallLog, log_fault, refusal_status
 from longshore.tiers.base import Tier
 
 _log = logging.getLogger(__name__)

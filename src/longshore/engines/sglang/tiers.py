@@ -31,7 +31,7 @@ from longshore.engines.tensors import RowBlocks
 from longshore.errors import EngineError, LongshoreError
 from longshore.keys import Scope
 from longshore.layout import KVGroup, KVLayout, PageRef
-from longshore.runtime.containment import contained
+from longshore.runtime.error_handler import contained
 from longshore.runtime.loop import Runtime
 from longshore.runtime.selftest import self_test
 from longshore.runtime.stack import Stack, open_stack

@@ -32,7 +32,7 @@ from longshore.errors import DeviceError, EngineError, QueueFullError, TierClose
 from longshore.hints import RequestHints
 from longshore.keys import KeyChain, chain
 from longshore.runtime.block_guard import BlockGuard
-from longshore.runtime.containment import contained
+from longshore.runtime.error_handler import contained
 from longshore.runtime.loop import Runtime
 from longshore.runtime.remote_fetch import fetch_and_wait
 from longshore.runtime.stack import Stack

@@ -54,8 +54,8 @@ from longshore.engines.vllm.worker import JobPart, SlotsSpec
 from longshore.errors import log_seldom
 from longshore.hints import RequestHints
 from longshore.monitoring.metric_table import LOOKUP_SECONDS
-from longshore.runtime.containment import contained
 from longshore.runtime.control import ControlServer
+from longshore.runtime.error_handler import contained
 
 if TYPE_CHECKING:
     from longshore.runtime.peer_server import PeerServer
