@@ -194,7 +194,7 @@ def _hash(repeats: int) -> Case:
     """Keys of 131,072 tokens, beside bare hashlib over the same bytes, packed beforehand."""
     dice = random.Random(2)  # noqa: S311
     tokens = [dice.randrange(150_000) for _ in range(_TOKENS)]
-    root = Scope(model="m", weights="w", dtype="d", layout="l", block_size=_BLOCK).root
+    root = Scope(model="m", weights="w", dtype="d", layout="l", block_size=_BLOCK).digest
     step = 4 * _BLOCK
     packed = b"".join(token.to_bytes(4, "little") for token in tokens)
 

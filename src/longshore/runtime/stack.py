@@ -406,7 +406,7 @@ def open_stack(
                 config.file_path,
                 capacity=config.file_size,
                 image_bytes=sizes,
-                scope=scope.root,
+                scope=scope.digest,
                 threads=config.file_threads,
                 **({"arena": arena} if staging is None else {"memory": staging.arena}),
             )
@@ -426,7 +426,7 @@ def open_stack(
             functools.partial(open_store, url, name) for name, url in named_stores(config).items()
         ]
         for opener in (*openers, *open_remote):
-            tier = opener(arena=arena, image_bytes=sizes, scope=scope.root, generation=generation)
+            tier = opener(arena=arena, image_bytes=sizes, scope=scope.digest, generation=generation)
             undo.callback(tier.close)
             probers.append(KeyedMover(tier, slots))
         of_groups = {"groups": tuple(groups), "partial": partial, "pools": pools}

@@ -155,7 +155,7 @@ class PoolTiers:
         undo.callback(self.stack.close)
         self.runtime: Runtime = self.stack.runtime
         self._runtime = self.runtime
-        _log.info("KV cache layout: %s, scope %s", layout, scope.root.hex()[:12])
+        _log.info("KV cache layout: %s, scope %s", layout, scope.digest.hex()[:12])
 
     def test(self, pool: Any) -> None:
         """Write a page that SGLang does not use into a file, and read it. Raises `SelfTestError`."""

@@ -344,8 +344,8 @@ class TieredAllocator(FullAttentionCacheAllocator):
     def _path(self, stack: Stack, prompt: list[int], present: int) -> GroupKeys:
         """What to look up of `prompt`, whose first `present` blocks are on the device."""
         per_chunk, limit = stack.config.blocks_per_chunk, self._limit(prompt)
-        keys = chain(stack.scope.root, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
-        text = PromptTokens(prompt[: limit * self.tokens_per_page], stack.scope.root) if per_chunk > 1 else None
+        keys = chain(stack.scope.digest, prompt, per_chunk * self.tokens_per_page)[: -(-limit // per_chunk)]
+        text = PromptTokens(prompt[: limit * self.tokens_per_page], stack.scope.digest) if per_chunk > 1 else None
         stack.record_tokens(keys, 0, prompt)
         return GroupKeys(keys, min(present // per_chunk, len(keys)), prompt_tokens=text)
 
@@ -450,7 +450,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         chunk_tokens = per_chunk * self.tokens_per_page
         if request_id not in self._chains:
             prompt = self._begin(stack, request_id, token_ids, complete) // chunk_tokens
-            self._chains[request_id] = KeyChain(stack.scope.root, chunk_tokens), prompt
+            self._chains[request_id] = KeyChain(stack.scope.digest, chunk_tokens), prompt
         keys, prompt = self._chains[request_id]
         lookup = self._lookups.get(request_id)
         hints = stack.config.request_hints if lookup is None else lookup.hints
@@ -468,7 +468,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self._remember(_Chunk(keys.keys, position, prompt, blocks, retention, tokens))
         stack.record_tokens(keys.keys, known, token_ids[known * chunk_tokens : whole * chunk_tokens])
         tick = None if lookup is None else lookup.tick
-        text = PromptTokens(token_ids[: whole * chunk_tokens], stack.scope.root) if per_chunk > 1 else None
+        text = PromptTokens(token_ids[: whole * chunk_tokens], stack.scope.digest) if per_chunk > 1 else None
         path = GroupKeys(keys.keys[:whole], prompt_end=prompt, retention=retention, prompt_tokens=text)
         self._store(stack, path, table[: whole * per_chunk], before_eviction=False, tick=tick)
 
@@ -519,7 +519,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             if known:  # of the chunks before them nothing is asked
                 stack.record_tokens(keys, tail.position + 1 - len(known), np.concatenate(known).tolist())
                 text = PromptTokens(
-                    np.concatenate([np.zeros(first * len(known[0]), np.uint32), *known]), stack.scope.root
+                    np.concatenate([np.zeros(first * len(known[0]), np.uint32), *known]), stack.scope.digest
                 )
             path = GroupKeys(keys, first, prompt_tokens=text, prompt_end=tail.prompt, retention=tail.retention)
             self._store(stack, path, blocks, before_eviction=True)

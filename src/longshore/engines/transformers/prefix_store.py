@@ -187,7 +187,7 @@ class PrefixStore:
 
         Also reopens them after an interrupted call.
         """
-        changed = self._scopes.compute_scope(self._layout).root != self._stack.scope.root
+        changed = self._scopes.compute_scope(self._layout).digest != self._stack.scope.digest
         if changed:
             _log.warning(
                 "the model's weights, code or settings have changed: prefixes stored before are not restored; store "
@@ -332,7 +332,7 @@ class PrefixStore:
         self.close()
 
     def _keys(self, tokens: Sequence[int]) -> list[bytes]:
-        return chain(self._stack.scope.root, tokens, self._chunk_tokens)
+        return chain(self._stack.scope.digest, tokens, self._chunk_tokens)
 
     def _hints(self, given: Hints) -> RequestHints:
         if given is None:
