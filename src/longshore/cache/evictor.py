@@ -196,11 +196,11 @@ class Evictor:
         state, index = self._state, self._state.index
         if not index.is_ready(node, tier) or state.pools[tier].readers[index.slot[tier][node]]:
             return False
-        if self._stays_warm(node, tier):
+        if self._is_pinned_in_host(node, tier):
             return False
         above = index.other_coldest_tier(node, tier)
         last = above < 0 or not any(index.is_ready(node, t) for t in index.tiers if t != tier)
-        if last and (above >= 0 or state.is_kept(node)):
+        if last and (above >= 0 or state.is_pinned(node)):
             return False
         if above >= tier or not index.num_children[above + 1][node]:
             return True
@@ -209,8 +209,8 @@ class Evictor:
             for child in index.children(node)
         )
 
-    def _stays_warm(self, node: int, tier: int) -> bool:
-        return tier == 0 and (bool(self._state.protected[node]) or node in self._state.kept_in_host)
+    def _is_pinned_in_host(self, node: int, tier: int) -> bool:
+        return tier == 0 and (bool(self._state.protected[node]) or node in self._state.pinned_in_host)
 
     def _evict_few(self, tier: int, count: int, pool: int, *, spare_dirty: bool) -> int:
         """Evict at most `count` of the next victims, one by one; returns how many."""
@@ -272,7 +272,7 @@ class Evictor:
         tier, backlog = index.coldest_tier(node), state.backlog
         if not backlog.is_dirty(node, tier) or state.pools[tier].readers[index.slot[tier][node]]:
             return False
-        if state.is_kept(node) or self._stays_warm(node, tier):
+        if state.is_pinned(node) or self._is_pinned_in_host(node, tier):
             return False
         return all(backlog.waits_for_use(child) for child in index.children(node))
 
@@ -404,8 +404,8 @@ class Evictor:
         idle: Mask = i32_view(state.pools[tier].readers)[i32_view(state.index.slot[tier])[at]] == 0
         if not tier:
             idle &= u8_view(state.protected)[at] == 0
-            if state.kept_in_host:
-                idle &= [node not in state.kept_in_host for node in at.tolist()]
+            if state.pinned_in_host:
+                idle &= [node not in state.pinned_in_host for node in at.tolist()]
         return idle
 
     def _leaves(

@@ -279,7 +279,7 @@ class Prefetcher:
             self.cancel(former)
         if blocks_request and (wait.lacks_room or wait.jobs):
             if not any(before.lacks_room for _, before in self.queue.values()):
-                self._state.keep_in_host(self._state.kept_in_host.union(self._path(record)))
+                self._state.pin_in_host(self._state.pinned_in_host.union(self._path(record)))
             self.queue[wait.number] = record, wait
             self._is_new = True
             self.proceed()
@@ -309,12 +309,12 @@ class Prefetcher:
         if not is_new and self._seen == state.changes:
             return
         self._is_new, self._seen = False, state.changes
-        kept, before = set[int]() if is_new else state.kept_in_host, set[str | None]()
+        kept, before = set[int]() if is_new else state.pinned_in_host, set[str | None]()
         for record, wait in self.queue.values():
             if is_new or wait.lacks_room:
                 kept = kept.union(self._path(record))
             if wait.lacks_room:
-                state.keep_in_host(kept)
+                state.pin_in_host(kept)
                 self._schedule(record, wait)
                 others = len(self._transfers.jobs) > len(wait.jobs) or not before <= {record.request}
                 wait.lacks_room &= others or self._leases.protects
@@ -322,8 +322,8 @@ class Prefetcher:
             if wait.lacks_room:
                 break
             before.add(record.request)
-        if kept or state.kept_in_host:
-            state.keep_in_host(kept)
+        if kept or state.pinned_in_host:
+            state.pin_in_host(kept)
 
     def is_waiting(self, record: LeaseRecord) -> bool:
         """Whether the request of `record` has to wait for more chunks in the warmest tier."""
@@ -354,10 +354,10 @@ class Prefetcher:
             transfers.waits.begin(wait)
             return
         state.log.by = state.index.key[path[cold[0]]]
-        warm = state.kept_in_host
-        state.keep_in_host(warm.union(path))
+        warm = state.pinned_in_host
+        state.pin_in_host(warm.union(path))
         room = self._offloader.make_clean_room([path[i] for i in cold], back_up=wait.blocks_request)
-        state.keep_in_host(warm & state.kept_in_host)
+        state.pin_in_host(warm & state.pinned_in_host)
         wait.lacks_room, cold = wait.blocks_request and room < len(cold), cold[:room]
         for start in range(0, len(cold), LOAD_BATCH):
             chosen = cold[start : start + LOAD_BATCH]

@@ -108,8 +108,8 @@ class CacheState:
         """1 for nodes that a lookup protects until the end of the step."""
         self._invalid_copies: list[tuple[int, int]] = []
         """Tiers and slots of invalid copies, to be removed when the step ends."""
-        self.kept_in_host: set[int] = set()
-        """Nodes whose copies stay in the warmest tier, for a prefetch that lacks room."""
+        self.pinned_in_host: set[int] = set()
+        """Nodes whose copies in the warmest tier are pinned, for a prefetch that lacks room."""
         self.grow()
         for policy in self.policies:
             policy.begin(self.tick)
@@ -382,7 +382,7 @@ class CacheState:
 
     def reset_warmer(self, first: int) -> None:
         """Remove all chunks from tiers warmer than tier `first`, and those being written to any tier."""
-        self.keep_in_host(())
+        self.pin_in_host(())
         for tier, pool in enumerate(self.pools):
             for slot in list(pool.writer):
                 if pool.state[slot] == FILLING:
@@ -399,8 +399,8 @@ class CacheState:
         self.pins.setdefault(node, set()).add(pin)
         return pin
 
-    def is_kept(self, node: int) -> bool:
-        """Whether a lease, or a lookup in this step, keeps the last copy of `node`."""
+    def is_pinned(self, node: int) -> bool:
+        """Whether a lease, or a lookup in this step, pins the last copy of `node`."""
         return node in self.pins or bool(self.protected[node])
 
     def unpin(self, pin: Pin) -> None:
@@ -415,10 +415,10 @@ class CacheState:
             del self.pins[node]
             self._recheck_evictable(node)
 
-    def keep_in_host(self, nodes: Iterable[int]) -> None:
-        """Keep exactly the copies of `nodes` in the warmest tier from eviction."""
-        before, self.kept_in_host = self.kept_in_host, set(nodes)
-        self.recheck_evictable(np.array(sorted(before - self.kept_in_host), np.int32))
+    def pin_in_host(self, nodes: Iterable[int]) -> None:
+        """Pin exactly the copies of `nodes` in the warmest tier."""
+        before, self.pinned_in_host = self.pinned_in_host, set(nodes)
+        self.recheck_evictable(np.array(sorted(before - self.pinned_in_host), np.int32))
 
     def check_pool(self, nodes: Sequence[int], pool: int) -> None:
         """Raise `CacheError` if one of `nodes` (0 is no node) is of another pool."""
@@ -566,7 +566,7 @@ class CacheState:
             for pin in self.pins.pop(node, ()):
                 pin.node = ROOT
             self.protected[node] = 0
-            self.kept_in_host.discard(node)
+            self.pinned_in_host.discard(node)
             self.backlog.forget(node)
         else:
             if cause == EVICTED:
