@@ -215,7 +215,9 @@ class Storm:
             if self.draw.random() < 0.6:
                 self.cache.load(found.lease, {0: range(found.num_chunks)})
         if self.draw.random() < 0.5:
-            self.note_host_store(self.cache.store({0: GroupKeys(keys, found.num_chunks)}, tick=found.tick)[0])
+            self.note_host_store(
+                self.cache.store({0: GroupKeys(keys, found.num_chunks)}, request_number=found.request_number)[0]
+            )
 
     def seen(self, keys: list[Key]) -> Sequence[Presence]:
         """Where each of `keys` is, which stays so until the step ends."""

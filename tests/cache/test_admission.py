@@ -57,7 +57,7 @@ class Tiers:
             self.move()
         if found.num_chunks < len(keys):
             left = range(found.num_chunks, len(keys))
-            cache.store({0: GroupKeys(keys, found.num_chunks)}, {0: left}, tick=found.tick)
+            cache.store({0: GroupKeys(keys, found.num_chunks)}, {0: left}, request_number=found.request_number)
             self.move()
         if found.lease is not None:
             cache.release(found.lease)

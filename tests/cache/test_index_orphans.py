@@ -388,5 +388,5 @@ def test_first_orphan_is_used_by_its_own_request() -> None:
     orphans = policy.part(policy.wanted(node))
     assert isinstance(orphans, Gittins)
     assert node in orphans
-    assert orphans._used[node] == asked.tick == 6
+    assert orphans._used[node] == asked.request_number == 6
     assert orphans._hint > 0

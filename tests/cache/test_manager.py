@@ -182,8 +182,8 @@ WRONG_LOOKUPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "a first for all groups": ({0: GroupKeys(keys("a"), 1), 1: GroupKeys(keys("b"))}, {}),
     "a first of single chunks": ({0: GroupKeys(keys("a"), 1)}, {"independent": True}),
     "protect a word": ({0: GroupKeys(keys("a"))}, {"protect": "none"}),
-    "a tick that was not drawn": ({0: GroupKeys(keys("a"))}, {"tick": 99}),
-    "a tick that is a word": ({0: GroupKeys(keys("a"))}, {"tick": "x"}),
+    "a request number that was not given": ({0: GroupKeys(keys("a"))}, {"request_number": 99}),
+    "a request number that is a word": ({0: GroupKeys(keys("a"))}, {"request_number": "x"}),
 }
 
 

@@ -110,7 +110,7 @@ def test_unknown_keys_are_probed_and_not_waited_for() -> None:
     desk.now = 3.0
     found = desk.lookup("abc")
     (probe,) = desk.probes
-    assert found == Found(probes=(probe.probe,), tick=1)
+    assert found == Found(probes=(probe.probe,), request_number=1)
     assert (probe.tier, probe.keys, probe.deadline, probe.ranks) == (STORE, tuple(chunks("abc")), 3.5, 1)
     assert not desk.cache.progress(probe.probe).is_over
     assert desk.lookup("abcd").probes == (probe.probe, desk.probes[1].probe)  # only "abcd" is asked for anew
@@ -128,7 +128,7 @@ def test_single_chunks_are_asked_for_without_a_request() -> None:
     quiet = desk.cache.lookup(paths, 0.0, protect=Protection.NONE, independent=True)
     assert (quiet.probes, quiet.remote_sources) == ((), {0: ["", "", ""]})
     found = desk.cache.lookup(paths, 0.0, protect=Protection.NONE, independent=True, remote_tiers=[STORE])
-    assert (found.tick, found.lease, len(found.probes)) == (None, None, 1)
+    assert (found.request_number, found.lease, len(found.probes)) == (None, None, 1)
     desk.look()
     desk.answer("ab")
     found = desk.cache.lookup(paths, 0.0, protect=Protection.NONE, independent=True, remote_tiers=[STORE])

@@ -57,12 +57,12 @@ def test_overlapping_lookups_in_a_step_leave_the_order_whole(
     settings = CacheSettings(groups=(CacheGroup(block_size=4, window=1 << 40 if alone else None),))
     cache = TieredCache([TierSpec(HOST, size, IMAGE_BYTES, policy)], settings)
     keys = [i.to_bytes(32, "big") for i in range(size)]
-    tick = lookup(cache, keys, 0.0).tick
-    job = store(cache, keys, tick=tick).job
+    number = lookup(cache, keys, 0.0).request_number
+    job = store(cache, keys, request_number=number).job
     cache.apply_results([TransferResult(job, (Status.OK,) * size)], 0.0)
     for _ in range(3):
-        residency(cache, keys, Protection.STEP, tick=tick)
-        residency(cache, keys[5 : size - 5], Protection.STEP, tick=tick)
+        residency(cache, keys, Protection.STEP, request_number=number)
+        residency(cache, keys[5 : size - 5], Protection.STEP, request_number=number)
         assert (cache.leases, cache.protected) == (0, size), "a chunk that two lookups have found is protected once"
         assert store(cache, [b"new".ljust(32)]).job is None  # it needs room, and all is protected
         cache.end_step()

@@ -195,9 +195,9 @@ class Tiers(Machine):
             (CacheError, "lookup", ({0: GroupKeys([b"", keys[0]])}, world.now), {}),
             (CacheError, "lookup", ({0: GroupKeys(["a", 7])}, world.now), {}),  # type: ignore[list-item]
             (CacheError, "lookup", ({0: GroupKeys(["a", 7])}, world.now), {"independent": True}),  # type: ignore[list-item]
-            (CacheError, "lookup", (path, world.now), {"tick": 10**9}),
-            (CacheError, "store", (path, {0: tuple(range(3 * per_chunk))}), {"tick": 0}),
-            (CacheError, "store", (path,), {"tick": 10**9}),
+            (CacheError, "lookup", (path, world.now), {"request_number": 10**9}),
+            (CacheError, "store", (path, {0: tuple(range(3 * per_chunk))}), {"request_number": 0}),
+            (CacheError, "store", (path,), {"request_number": 10**9}),
             (CacheError, "store", (path, {0: tuple(range(3 * per_chunk - 1))}), {}),
             (CacheError, "store", (path, {0: (-1, *range(3 * per_chunk - 1))}), {}),
             (CacheError, "store", (path, {0: (*range(3 * per_chunk - 1), size)}), {}),

@@ -158,7 +158,9 @@ class Prompts:
                     cache.load(found.lease, {0: range(found.num_chunks)})
             prompts.append([*prompt[: found.num_chunks], *names(step, int(3 * 40 ** dice.random()))])
             new = len(prompts[-1]) - found.num_chunks
-            cache.store({0: GroupKeys(prompts[-1], found.num_chunks)}, {0: range(new)}, tick=found.tick)
+            cache.store(
+                {0: GroupKeys(prompts[-1], found.num_chunks)}, {0: range(new)}, request_number=found.request_number
+            )
             self.move()
             while leases and (len(leases) > 3 or dice.random() < 0.7):
                 cache.release(leases.pop(dice.randrange(len(leases))))

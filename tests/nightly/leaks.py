@@ -128,7 +128,9 @@ def cache(folder: Path, dice: random.Random) -> Iterator[Round]:
             if found.lease is not None:
                 made.load(found.lease, {0: range(found.num_chunks)})
             made.store(
-                {0: GroupKeys(keys, found.num_chunks)}, {0: range(len(keys) - found.num_chunks)}, tick=found.tick
+                {0: GroupKeys(keys, found.num_chunks)},
+                {0: range(len(keys) - found.num_chunks)},
+                request_number=found.request_number,
             )
             while orders := [each for each in made.take_commands() if isinstance(each, Transfer)]:
                 made.apply_results([TransferResult(each.job, (Status.OK,) * len(each.items)) for each in orders], 0.0)

@@ -57,7 +57,7 @@ class LeaseRecord:
 
     parts: Sequence[LeasedChunks]
     request: str | None
-    tick: int
+    request_number: int
     is_multi_group: bool = field(kw_only=True)
     load: Load | None = None
     prefetch: Wait | None = None
@@ -97,7 +97,9 @@ class Leases:
         self, identity: int, parts: Sequence[LeasedChunks], request: str | None, *, is_multi_group: bool = False
     ) -> Lease:
         """A new lease on `parts`, whose nodes are pinned."""
-        self._records[identity] = LeaseRecord(parts, request, self._state.current_tick, is_multi_group=is_multi_group)
+        self._records[identity] = LeaseRecord(
+            parts, request, self._state.current_request_number, is_multi_group=is_multi_group
+        )
         return Lease(identity)
 
     def get(self, lease: Lease) -> LeaseRecord:
@@ -119,7 +121,7 @@ class Leases:
     def release(self, lease: Lease) -> None:
         """Remove `lease`, and record a use of its chunks by its request."""
         record = self._records.pop(lease.id)
-        self._state.set_request(record.tick)
+        self._state.set_request(record.request_number)
         for part in record.parts:
             nodes = [node for pin in part.pins if (node := pin.node)]
             if part.alone:

@@ -134,7 +134,7 @@ class Loader:
         self,
         keys: Sequence[Key],
         at: npt.NDArray[np.int32],
-        tick: int | None,
+        request_number: int | None,
         origins: Mapping[Key, str] | None,
         *,
         is_first: bool,
@@ -154,7 +154,7 @@ class Loader:
         if count:
             if state.windows.used:
                 state.windows.serve(at.tolist())
-            state.set_request(tick)
+            state.set_request(request_number)
             state.touch(at[::-1])
         record = self._transfers.schedule(job, keys, [None] * len(slots), TierSlots(0, slots), None, command=False)
         if count:
@@ -346,7 +346,7 @@ class Prefetcher:
         The wait `lacks_room` for the others if more may be made, or, with `waits_its_turn`, for all of them.
         """
         state, transfers, path = self._state, self._transfers, self._path(record)
-        state.set_request(record.tick)
+        state.set_request(record.request_number)
         transfers.join(wait, [slot for node in path if (slot := state.index.slot[0][node]) >= 0])
         cold = [i for i, node in enumerate(path) if state.index.slot[0][node] < 0]
         wait.lacks_room = waits_its_turn and bool(cold)

@@ -135,7 +135,7 @@ class LookupCall(NamedTuple):
     now: float
     protect: Protection
     request: str | None
-    tick: int | None
+    request_number: int | None
     reuse_hint: ReuseHint | None
     counts: bool
     probes_remote: bool
@@ -180,7 +180,7 @@ class Lookups:
         known = end + len(index.follow(keys, end)) if self._remote.tiers else index.known_prefix(keys, end)
         partial = None if prompt_tokens is None else self._state.partials.closest(keys, end, prompt_tokens, size)
         self._advance(call.now)
-        tick = self._serve(call, keys, end)
+        request_number = self._serve(call, keys, end)
         remote, probes = 0, tuple[int, ...]()
         if self._remote.tiers:
             remote, probes = self._remote.look(keys, known, probe=call.probes_remote)
@@ -199,7 +199,15 @@ class Lookups:
             pins = (self._state.pin(index.get(leased[-1])),)
             held = LeasedChunks(leased, range(start, start + len(leased)), pins, group)
             lease = self._leases.take(self._transfers.new_id(), (held,), call.request)
-        return Found(lease, end - start, partial=partial, remote=remote, probes=probes, tick=tick, before=before)
+        return Found(
+            lease,
+            end - start,
+            partial=partial,
+            remote=remote,
+            probes=probes,
+            request_number=request_number,
+            before=before,
+        )
 
     def chunks(self, paths: Mapping[int, GroupKeys], call: LookupCall, tiers: Collection[str]) -> Found:
         """`TieredCache.lookup` with `independent`, which asks the remote `tiers`."""
@@ -217,17 +225,17 @@ class Lookups:
             probes = self._remote.ask([key for here in found.values() for key in here.keys], tiers) if tiers else ()
             theirs = found if self._remote.tiers else {}
             sources = {group: self._remote.sources(here.keys) for group, here in theirs.items()}
-            return Found(probes=probes, tick=call.tick, residency=found, remote_sources=sources)
-        tick = call.tick
-        if tick is None:
+            return Found(probes=probes, request_number=call.request_number, residency=found, remote_sources=sources)
+        request_number = call.request_number
+        if request_number is None:
             asked = [key for here in found.values() for key in here.keys]
             head = next((here.at for here in found.values()), np.zeros(0, np.int32))
-            tick = self._state.begin_request(asked, count_leading(head != ROOT), call.reuse_hint)
-        self._state.set_request(tick)
+            request_number = self._state.begin_request(asked, count_leading(head != ROOT), call.reuse_hint)
+        self._state.set_request(request_number)
         if call.protect is Protection.STEP:
             for here in found.values():
                 self._leases.protect(here.at[index.are_reachable(here.at)])
-            return Found(tick=tick, residency=found)
+            return Found(request_number=request_number, residency=found)
         held = [
             LeasedChunks(
                 [here.keys[position] for position in there],
@@ -240,7 +248,7 @@ class Lookups:
             if there
         ]
         lease = self._leases.take(self._transfers.new_id(), held, call.request) if held else None
-        return Found(lease, sum(len(part.keys) for part in held), tick=tick, residency=found)
+        return Found(lease, sum(len(part.keys) for part in held), request_number=request_number, residency=found)
 
     def fetch(self, group: int, path: GroupKeys, now: float, longest: float) -> tuple[int, ...]:
         """Read chunks after the ready prefix of `path` from remote tiers that have them, for at most `longest`
@@ -290,7 +298,7 @@ class Lookups:
         both = list(zip(searches, needs, strict=True))
         self._check_searches(both)
         self._advance(call.now)
-        tick = self._serve(call, [key for search in searches for key in search.keys])
+        request_number = self._serve(call, [key for search in searches for key in search.keys])
         for group, (search, need) in enumerate(both) if call.counts else ():
             self._count(call.request and f"{call.request}/{group}", search, need)
         leased = [(group, search, *_leased(search, need)) for group, (search, need) in enumerate(both)]
@@ -302,7 +310,7 @@ class Lookups:
         elif call.protect is Protection.LEASE and leased:
             parts = [self._hold(needs[each[0]], *each) for each in leased]
             lease = self._leases.take(self._transfers.new_id(), parts, call.request, is_multi_group=True)
-        return Found(lease, tokens=tokens, needs=needs, tick=tick)
+        return Found(lease, tokens=tokens, needs=needs, request_number=request_number)
 
     def sections(self, record: LeaseRecord, blocks: Sequence[Sequence[int]]) -> list[Section]:
         """The sections that load the leased chunks into `blocks`, by group. Raises `CacheError` for a wrong number."""
@@ -361,14 +369,14 @@ class Lookups:
 
     def _serve(self, call: LookupCall, keys: Sequence[Key], known: int | None = None) -> int | None:
         """Set the request that the following uses are counted for: that of the call, or a new one for `keys`."""
-        tick = call.tick
+        request_number = call.request_number
         if call.protect is not Protection.NONE:
-            if tick is None:
+            if request_number is None:
                 if known is None:
                     known = count_leading(nodes_of(self._state.index, keys)[1] != ROOT)
-                tick = self._state.begin_request(keys, known, call.reuse_hint)
-            self._state.set_request(tick)
-        return tick
+                request_number = self._state.begin_request(keys, known, call.reuse_hint)
+            self._state.set_request(request_number)
+        return request_number
 
     def _check_chunks(self, group: int, at: I32) -> None:
         """Raise `CacheError` unless the nodes `at` are distinct, and of `group`."""

@@ -145,7 +145,7 @@ class TieredCache:
         independent: bool = False,
         remote_tiers: Collection[str] | None = None,
         request: str | None = None,
-        tick: int | None = None,
+        request_number: int | None = None,
         reuse_hint: ReuseHint | None = None,
         count: bool = True,
     ) -> Found:
@@ -168,13 +168,14 @@ class TieredCache:
             remote_tiers: Those to ask for chunks that they are not known to have or lack: by name, only with
                 `independent` and `Protection.NONE`; `()` for none. `None`: a lookup of paths that protects asks all.
             request: Name of the request, for events.
-            tick: The tick that an earlier lookup of this request returned, so that its uses of a chunk count once.
+            request_number: The number that an earlier lookup of this request returned, so that its uses of a chunk
+                count once.
             reuse_hint: Hint about when its chunks are used again, with the first lookup of a request.
             count: Count misses, and record the request as an event. An engine that looks up a waiting request
                 repeatedly does so once.
         """
         check_time(now)
-        self._state.check_tick(tick)
+        self._state.check_request_number(request_number)
         check_paths(paths)
         check_reuse_hint(reuse_hint)
         if not isinstance(protect, Protection):
@@ -182,7 +183,7 @@ class TieredCache:
         if remote_tiers and (not independent or protect is not Protection.NONE):
             raise CacheError("remote_tiers requires independent=True and protect=NONE: other lookups ask all or none")
         probes_remote = remote_tiers is None and protect is not Protection.NONE
-        call = LookupCall(now, protect, request, tick, reuse_hint, count, probes_remote)
+        call = LookupCall(now, protect, request, request_number, reuse_hint, count, probes_remote)
         if independent:
             return self._lookups.chunks(paths, call, remote_tiers or ())
         if len(paths) == 1 and next(iter(paths.values())).device is None:
@@ -232,7 +233,7 @@ class TieredCache:
         tokens: int | None = None,
         by_layer: bool = False,
         timeout: float | None = None,
-        tick: int | None = None,
+        request_number: int | None = None,
         origins: Mapping[Key, str] | None = None,
         count: bool = True,
     ) -> ScheduledLoad:
@@ -253,7 +254,7 @@ class TieredCache:
                 layers have arrived.
             timeout: Seconds until the load ends with the chunks that have arrived, at the next `apply_results`;
                 `settings.load_timeout` if `None`.
-            tick: Tick of the request, for chunks without a lease.
+            request_number: Number of the request, for chunks without a lease.
             origins: The tiers that chunks were brought up from for this request before, by key. They are hits of these
                 tiers; others are hits of the tier that they are read from.
             count: Whether a read of chunks without a lease is a use by a request, and hits: that of a peer is neither.
@@ -275,12 +276,13 @@ class TieredCache:
             if blocks is not None or any(path.start for path in paths.values()):
                 raise CacheError("expected no `blocks` and no `start` with chunks that the engine reads itself")
             self._device.check(())
-            self._state.check_tick(tick)
+            self._state.check_request_number(request_number)
             warm = [self._lookups.warm(path.chunks, group) for group, path in paths.items()]
             self._remote.found([key for keys, _ in warm for key in keys])
             lease_slots, pairs = self._loader.lease_slots, zip(paths, warm, strict=True)
             jobs = tuple(
-                LoadJob(*lease_slots(*found, tick, origins, is_first=not group, count=count)) for group, found in pairs
+                LoadJob(*lease_slots(*found, request_number, origins, is_first=not group, count=count))
+                for group, found in pairs
             )
             return ScheduledLoad(sum(job.num_chunks for job in jobs), jobs)
         record, longest = self._leases.to_load(what), seconds(timeout, self.settings.load_timeout)
@@ -292,7 +294,7 @@ class TieredCache:
             sections = self._lookups.sections(record, mine)
             for each in mine:
                 self._device.check(each)
-            self._state.set_request(record.tick)
+            self._state.set_request(record.request_number)
             nodes, keys = record.nodes(self._state.index), record.keys
             record.load = self._loader.load_together(nodes, keys, sections, timeout=longest, by_layer=by_layer)
             name, load = record.request, record.load
@@ -307,7 +309,7 @@ class TieredCache:
         self._device.check(into)
         self._state.check_pool([part.pins[0].node], self.settings.pool_of(group))
         self.settings.check_tokens(tokens, group)
-        self._state.set_request(record.tick)
+        self._state.set_request(record.request_number)
         record.load = self._loader.load(part, into, skip, timeout=longest, by_layer=by_layer, tokens=tokens)
         record.load.requests, record.load.of_first = [(record.request, part.keys[:chunks])], 0 if group else chunks
         return self._scheduled(record.load, origins)
@@ -359,7 +361,7 @@ class TieredCache:
         before_eviction: bool = False,
         wait_for_room: bool = False,
         stream: bool = False,
-        tick: int | None = None,
+        request_number: int | None = None,
     ) -> dict[int, ScheduledStore]:
         """Store chunks from `start` on of each path that are complete on the device, or about to be evicted.
 
@@ -373,9 +375,9 @@ class TieredCache:
             before_eviction: Whether the blocks are about to leave the device. The write policy may wait for that.
             wait_for_room: While room for all chunks of a path is being made, store none yet (`ScheduledStore.retry`).
             stream: Do not drop chunks for which room is being made: they can be given again (`ScheduledStore.later`).
-            tick: Tick of the request; `None` for that of the last request that began.
+            request_number: Number of the request; `None` for that of the last request that began.
         """
-        self._state.check_tick(tick)
+        self._state.check_request_number(request_number)
         check_paths(paths)
         blocks = None if blocks is None else check_blocks(blocks, paths)
         for group, path in paths.items():
@@ -406,7 +408,7 @@ class TieredCache:
                 before_eviction=before_eviction or blocks is None,
                 wait_for_room=wait_for_room,
                 stream=stream,
-                tick=tick,
+                request_number=request_number,
             )
             if path.past_window and not scheduled[group].retry:
                 self._state.windows.slide([node for node in self._state.index.find_alone(path.past_window) if node])

@@ -68,7 +68,7 @@ class Offloader:
         before_eviction: bool,
         wait_for_room: bool = False,
         stream: bool = False,
-        tick: int | None = None,
+        request_number: int | None = None,
     ) -> ScheduledStore:
         """Order the offload of chunks of a path that are in no tier. `nodes` is the result of `check`.
 
@@ -88,7 +88,7 @@ class Offloader:
             size = settings.group(group)[1]
             prompt_tokens = prompt_tokens.checked(len(keys) * size)
         alone = settings.stands_alone(group)
-        state.set_request(tick)
+        state.set_request(request_number)
         end = len(keys) if prompt is None or not settings.prompt_only else max(first, min(prompt, len(keys)))
         if alone:
             offload = self._offload_alone(

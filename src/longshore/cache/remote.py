@@ -45,7 +45,7 @@ class RemoteKeys:
         """Whether the tier has a key, and until when the answer is valid."""
         self._sent: dict[Key, int] = {}
         """Keys that were stored or are queued, so that they are not stored again unless found missing. With each, the
-        tick at which it was stored or read last; 0 while it is queued."""
+        number of the request at which it was stored or read last; 0 while it is queued."""
         self.keeps: int | None = None
         """For how many requests the tier keeps what is stored, by its answers; `None` until it has lost a chunk."""
         self._asked: dict[Key, int] = {}
@@ -112,7 +112,7 @@ class RemoteKeys:
         """`key` was stored in the tier, or read from it."""
         self.learn(key, present=True)
         if key in self._sent:
-            self._sent[key] = self._transfers.state.tick
+            self._sent[key] = self._transfers.state.last_request_number
         if key in self._asked:
             self._probes[self._asked[key]].overtaken.add(key)
         if self._announced is not None and key in self._announced:
@@ -173,7 +173,7 @@ class RemoteKeys:
         since = self._sent.get(key)
         if not since:
             return
-        age = self._transfers.state.tick - since
+        age = self._transfers.state.last_request_number - since
         if not present:
             self.keeps = age if self.keeps is None else min(self.keeps, age)
         elif self.keeps is not None:

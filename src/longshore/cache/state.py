@@ -89,8 +89,8 @@ class CacheState:
         self.log.hidden = settings.self_test_key
         self._token_width = settings.token_width
         self.reuse_hints = ReuseHints()
-        self.tick = self.current_tick = 0
-        """The last tick that was drawn, and that of the request that uses are counted for."""
+        self.last_request_number = self.current_request_number = 0
+        """The number of the last request that began, and that of the request that uses are counted for."""
         self.changes = 0
         """Increases with each change that may make a copy evictable, allow a copy down, or free slots."""
         self._begin()
@@ -112,10 +112,10 @@ class CacheState:
         """Nodes whose copies in the warmest tier are pinned, for a prefetch that lacks room."""
         self.grow()
         for policy in self.policies:
-            policy.begin(self.tick)
+            policy.begin(self.last_request_number)
 
     def _current_request(self) -> tuple[int, int]:
-        return self.current_tick, self.reuse_hints.of(self.current_tick)
+        return self.current_request_number, self.reuse_hints.of(self.current_request_number)
 
     def ranked_slots(self, tier: int) -> int:
         """The slots of all chunks that the policy of `tier` ranks."""
@@ -440,29 +440,33 @@ class CacheState:
         return len(self.policies[tier]) + len(pool.writer) + pool.room(largest)
 
     def begin_request(self, keys: Sequence[Key], known: int, reuse_hint: ReuseHint | None = None) -> int:
-        """A request for the path `keys` begins, of which the first `known` are in some tier; returns its tick.
+        """A request for the path `keys` begins, of which the first `known` are in some tier; returns its number.
 
         `reuse_hint` is the hint about when its chunks are used again.
         """
-        self.tick = self.current_tick = self.tick + 1
+        self.last_request_number = self.current_request_number = self.last_request_number + 1
         last = self.index.get(keys[known - 1]) if known else ROOT
-        hint = self.reuse_hints.begin(self.tick, self.log.now, reuse_hint)
+        hint = self.reuse_hints.begin(self.last_request_number, self.log.now, reuse_hint)
         for policy in self.policies:
-            policy.begin(self.tick, len(keys), last, keys[known:], hint)
-        return self.tick
+            policy.begin(self.last_request_number, len(keys), last, keys[known:], hint)
+        return self.last_request_number
 
-    def check_tick(self, tick: int | None) -> None:
-        """Raise `CacheError` for a tick that no lookup returned."""
-        if tick is not None and not (isinstance(tick, int) and 0 < tick <= self.tick):
-            raise CacheError(f"expected a tick from 1 to {self.tick}, as lookups return them, got {tick!r}")
+    def check_request_number(self, request_number: int | None) -> None:
+        """Raise `CacheError` for a number that no lookup returned."""
+        if request_number is not None and not (
+            isinstance(request_number, int) and 0 < request_number <= self.last_request_number
+        ):
+            raise CacheError(
+                f"request_number: expected 1 to {self.last_request_number}, as lookups say, got {request_number!r}"
+            )
 
-    def set_request(self, tick: int | None) -> None:
-        """Count the following uses for the request of this tick; for `None`, for the last one that began."""
-        tick = self.tick if tick is None else tick
-        if tick != self.current_tick:
-            self.current_tick = tick
+    def set_request(self, request_number: int | None) -> None:
+        """Count the following uses for the request of this number; for `None`, for the last one that began."""
+        request_number = self.last_request_number if request_number is None else request_number
+        if request_number != self.current_request_number:
+            self.current_request_number = request_number
             for policy in self.policies:
-                policy.begin(tick, hint=self.reuse_hints.of(tick))
+                policy.begin(request_number, hint=self.reuse_hints.of(request_number))
 
     def touch(self, nodes: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """The chunks of a path, tail first, were used by the current request. Heads are evicted last."""

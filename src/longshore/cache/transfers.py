@@ -128,7 +128,7 @@ class Job:
     """One transfer in flight between two sides, of which one may be the device (`None`).
 
     It is `commanded` unless the engine moves the bytes itself. `pending_ranks` are the ranks that have not reported,
-    `waits` the waits of requests for its destination, by number; `tick` is the tick of the request that scheduled it.
+    `waits` the waits of requests for its destination, by number; `request_number` that of the request that ordered it.
     Of a read by the engine itself, `sources` are the tiers that its chunks, `of_first` group or not, are hits of.
     """
 
@@ -137,7 +137,7 @@ class Job:
     destination: TierSlots | None = None
     load: Load | None = None
     commanded: bool = True
-    tick: int = 0
+    request_number: int = 0
     sources: Sequence[str] = ()
     of_first: bool = False
     pending_ranks: set[int] = field(init=False)
@@ -432,7 +432,7 @@ class Transfers:
         if writing:
             self.writing[remote if destination is None else destination.tier] += len(keys)
         record = self.jobs[job] = Job(
-            transfer, source, destination, load, commanded=command, tick=self.state.current_tick
+            transfer, source, destination, load, commanded=command, request_number=self.state.current_request_number
         )
         if destination is not None and self.state.log.on:
             self.state.log.record(EventKind.ORDERED, keys, tier=self._name(destination.tier))
@@ -513,7 +513,7 @@ class Transfers:
             if self.arrived_from_device is not None and ours and job.transfer.route.source == DEVICE:
                 items = zip(job.transfer.items, statuses, strict=True)
                 self.arrived_from_device += [item.key for item, status in items if status is Status.OK]
-            state.set_request(job.tick)
+            state.set_request(job.request_number)
             attached = state.end_writes(tier, slots)
             if self.arrived_from_device is not None:
                 self.arrived_from_device += state.index.key[attached].tolist()

@@ -95,7 +95,8 @@ class Found(NamedTuple):
             `prefetch`.
         probes: Probes of remote tiers in flight, for `progress`. Their answers may increase `remote`.
         before: For a lookup of one group from `UNKNOWN_START`: the keys before the first one, as the tiers know them.
-        tick: The tick of the request, for its other calls; `None` for `Protection.NONE`.
+        request_number: The number of the request, in the order in which requests began, for its other calls; `None` for
+            `Protection.NONE`.
         residency: For a lookup with `independent`: where each chunk is, by group.
         remote_sources: For a lookup with `independent` that keeps nothing, if there are remote tiers: the name of the
             first that is known to have each chunk, by group; empty for none.
@@ -109,7 +110,7 @@ class Found(NamedTuple):
     remote: int = 0
     probes: tuple[int, ...] = ()
     before: Sequence[Key] = ()
-    tick: int | None = None
+    request_number: int | None = None
     residency: Mapping[int, Residency] = {}
     remote_sources: Mapping[int, Sequence[str]] = {}
 

@@ -85,7 +85,7 @@ class TierSource:
         self._bytes = host.slabs.image_bytes[0]
         self.at_once = max(1, min(_AT_ONCE // self._bytes, _PARTS // 3))
         """Values that are held together, at most."""
-        self._tick: int | None = None
+        self._request_number: int | None = None
         """Of all reads for peers: they are no requests of this engine."""
 
     def lengths(self, addresses: Sequence[bytes]) -> list[int]:
@@ -138,8 +138,8 @@ class TierSource:
                         return {names[key]: (at, Identity(namespace, key, self._bytes)) for key, at in slots}
                     there = [key for key, each in zip(names, seen.presences, strict=True) if each in _THERE]
                     path, now = {0: GroupKeys(there)}, self._runtime.clock()
-                    order = cache.lookup(path, now, independent=True, count=False, tick=self._tick)
-                    self._tick, was_read = order.tick, True
+                    order = cache.lookup(path, now, independent=True, count=False, request_number=self._request_number)
+                    self._request_number, was_read = order.request_number, True
                     if (lease := order.lease) is not None:
                         reading.callback(self._release, lease)
                         cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=READING)

@@ -196,7 +196,9 @@ class Stack:
             end = min(found.num_chunks, done + self._part)
             part = GroupKeys(path.keys[: path.start + end], path.start + done)
             with runtime.transaction() as cache:
-                here = cache.lookup({0: part}, now, request=request, tick=found.tick, count=False, remote_tiers=())
+                here = cache.lookup(
+                    {0: part}, now, request=request, request_number=found.request_number, count=False, remote_tiers=()
+                )
                 if here.lease is None:
                     break
                 cache.prefetch(here.lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=left)
@@ -220,7 +222,7 @@ class Stack:
         on_job: JobCallback,
         *,
         before_eviction: bool = False,
-        tick: int | None = None,
+        request_number: int | None = None,
         timeout: float = 0.0,
     ) -> int:
         """Store chunks of a path as `TieredCache.store` does.
@@ -238,7 +240,11 @@ class Stack:
             mine = blocks[skipped : (end - path.start) * per_chunk]
             with runtime.transaction() as cache:
                 order = cache.store(
-                    {0: part}, {0: mine}, before_eviction=before_eviction, wait_for_room=left > 0, tick=tick
+                    {0: part},
+                    {0: mine},
+                    before_eviction=before_eviction,
+                    wait_for_room=left > 0,
+                    request_number=request_number,
                 )[0]
                 if order.job is not None:
                     at = [position - first for position in order.positions]

@@ -216,13 +216,15 @@ class PoolTiers:
         pages, runtime, timeout = self.pages.pages(indices, len(names)), self.runtime, self.settings.load_timeout
         if self.is_stuck():
             return 0
-        leases, tick, done = list[Lease](), None, 0
+        leases, request_number, done = list[Lease](), None, 0
         with self.bounded(timeout) as jobs:
             try:
                 with runtime.transaction() as cache:
                     for key, page in zip(digests(names), pages, strict=True):
-                        found = cache.lookup({0: GroupKeys([key])}, runtime.clock(), remote_tiers=(), tick=tick)
-                        tick = found.tick
+                        found = cache.lookup(
+                            {0: GroupKeys([key])}, runtime.clock(), remote_tiers=(), request_number=request_number
+                        )
+                        request_number = found.request_number
                         if found.lease is None:
                             break
                         leases.append(found.lease)

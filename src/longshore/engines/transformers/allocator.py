@@ -183,7 +183,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
         self._stop_waiting(self._lookups.values())
         self._stack, self._ahead = stack, None
         for lookup in self._lookups.values():
-            lookup.path = lookup.tick = lookup.kept = None  # of the former tiers
+            lookup.path = lookup.request_number = lookup.kept = None  # of the former tiers
         if stack is not None:
             if stack.host is not None and (stack.file is not None or stack.remote) and self.use_block_sharing:
                 self._ahead = WaitingPrefetcher(stack)
@@ -267,7 +267,7 @@ class TieredAllocator(FullAttentionCacheAllocator):
             if lookup.path is not None and not lookup.is_counted:
                 lookup.is_counted = True
                 path, now, name = {0: lookup.path}, stack.runtime.clock(), lookup.request
-                cache.lookup(path, now, protect=Protection.NONE, request=name, tick=lookup.tick)
+                cache.lookup(path, now, protect=Protection.NONE, request=name, request_number=lookup.request_number)
 
     def mark_complete_blocks(self, request_id: str, token_ids: list[int], new_new_blocks: int) -> None:
         """A forward pass completed blocks of a request: commit the chunks that are whole now."""
@@ -372,11 +372,11 @@ class TieredAllocator(FullAttentionCacheAllocator):
                 now,
                 request=name,
                 count=False,
-                tick=lookup.tick,
+                request_number=lookup.request_number,
                 reuse_hint=lookup.hints.reuse_hint,
                 remote_tiers=(),
             )
-        lookup.tick, lease = found.tick, found.lease
+        lookup.request_number, lease = found.request_number, found.lease
         if lease is None:
             return [], []
         blocks: list[int] = []
@@ -467,10 +467,10 @@ class TieredAllocator(FullAttentionCacheAllocator):
             tokens = array("I", mine) if per_chunk > 1 or stack.config.kv_events else None
             self._remember(_Chunk(keys.keys, position, prompt, blocks, retention, tokens))
         stack.record_tokens(keys.keys, known, token_ids[known * chunk_tokens : whole * chunk_tokens])
-        tick = None if lookup is None else lookup.tick
+        request_number = None if lookup is None else lookup.request_number
         text = PromptTokens(token_ids[: whole * chunk_tokens], stack.scope.digest) if per_chunk > 1 else None
         path = GroupKeys(keys.keys[:whole], prompt_end=prompt, retention=retention, prompt_tokens=text)
-        self._store(stack, path, table[: whole * per_chunk], before_eviction=False, tick=tick)
+        self._store(stack, path, table[: whole * per_chunk], before_eviction=False, request_number=request_number)
 
     def _begin(self, stack: Stack, request_id: str, token_ids: list[int], complete: int) -> int:
         """The first blocks of a request are complete; returns how many of its tokens are its prompt.
@@ -525,13 +525,26 @@ class TieredAllocator(FullAttentionCacheAllocator):
             self._store(stack, path, blocks, before_eviction=True)
 
     def _store(
-        self, stack: Stack, path: GroupKeys, blocks: Sequence[int], *, before_eviction: bool, tick: int | None = None
+        self,
+        stack: Stack,
+        path: GroupKeys,
+        blocks: Sequence[int],
+        *,
+        before_eviction: bool,
+        request_number: int | None = None,
     ) -> None:
         stack.transfer_engine.begin_step(self._compute)
         with stack.runtime.locked() as cache:
             is_long = len(path.keys) > cache.stats()[0].slots
         timeout = stack.config.write_timeout if before_eviction and is_long else 0.0
-        stack.store_path(path, blocks, self._guard.add, before_eviction=before_eviction, tick=tick, timeout=timeout)
+        stack.store_path(
+            path,
+            blocks,
+            self._guard.add,
+            before_eviction=before_eviction,
+            request_number=request_number,
+            timeout=timeout,
+        )
 
     # ------------------------------------------------------------------ blocks
 

@@ -210,7 +210,7 @@ class Loads:
         """Lease the slots of the next chunks, which are in host memory, to the workers."""
         ticket, runs, begins = self._jobs.ticket(), [NO_SLOTS] * self._groups, tuple(load.lent)
         order = cache.load(
-            {group: GroupKeys(keys) for group, keys in paths.items()}, tick=load.tick, origins=load.origins
+            {group: GroupKeys(keys) for group, keys in paths.items()}, request_number=load.tick, origins=load.origins
         )
         for group, part in zip(paths, order.jobs, strict=True):
             runs[group] = part.slots.of
@@ -231,7 +231,7 @@ def _by_group(chunks: Sequence[tuple[int, Key]]) -> dict[int, list[Key]]:
 def _lease(cache: TieredCache, load: StreamedLoad, chunks: Sequence[tuple[int, Key]]) -> Lease | None:
     """A lease on `chunks`; `None` if no tier has any of them."""
     asked = {group: GroupKeys(keys) for group, keys in _by_group(chunks).items()}
-    return cache.lookup(asked, 0.0, independent=True, request=load.name, tick=load.tick).lease
+    return cache.lookup(asked, 0.0, independent=True, request=load.name, request_number=load.tick).lease
 
 
 def _release(cache: TieredCache, load: StreamedLoad) -> None:

@@ -425,10 +425,10 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
                     now,
                     protect=Protection.STEP,
                     independent=True,
-                    tick=request.tick,
+                    request_number=request.tick,
                     reuse_hint=request.hints.reuse_hint,
                 )
-            request.residency, request.tick = seen.residency[0], seen.tick
+            request.residency, request.tick = seen.residency[0], seen.request_number
         self._asked.append(request)
         if barred:
             request.answers = dict.fromkeys(asked, MISS)
@@ -549,7 +549,7 @@ class LongshoreManager(OffloadingManager):  # type: ignore[misc]
         there = [key for key, presence in found if presence in _THERE]
         for group, mine in self._groups.split(there):
             chunks = {group: GroupKeys(request.ours(mine))}
-            lease = cache.lookup(chunks, now, independent=True, request=request.name, tick=request.tick).lease
+            lease = cache.lookup(chunks, now, independent=True, request=request.name, request_number=request.tick).lease
             if lease is not None:
                 cache.prefetch(lease, now, policy=PrefetchPolicy.TIMEOUT, timeout=self._jobs.timeout)
                 request.leases.append(lease)

@@ -118,7 +118,7 @@ class StoreJobs:
             reuse_hint = request.hints.reuse_hint
             request.tick = cache.lookup(
                 begins, first.since, protect=Protection.STEP, independent=True, reuse_hint=reuse_hint
-            ).tick
+            ).request_number
             cache.end_step()  # what this step reads is lent by now: heads may make way for what follows them
         groups = self._groups.split(keys if takes else ())
         if self.may_stream:  # windows get room first: they have no parts, so they are offered again with all the others
@@ -194,9 +194,9 @@ class StoreJobs:
     ) -> ScheduledStore | None:
         """Have the cache give slots to the chunks of `path`; `None` if it refuses the call."""
         try:
-            return cache.store({group: path}, wait_for_room=wait_for_room, stream=stream, tick=store.request.tick)[
-                group
-            ]
+            return cache.store(
+                {group: path}, wait_for_room=wait_for_room, stream=stream, request_number=store.request.tick
+            )[group]
         except IntegrityError:
             raise
         except CacheError as error:  # before anything has changed
